@@ -24,7 +24,11 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all test-slow check lint fuzz format docs dist lock audit venv clean
+GATEWAY := openai openai_text openai_retry promises_openai ollama ollama_text ollama_pull \
+  promises_ollama picture_upload picture_output control_requests reference_requests \
+  enhance_requests worker_adapters content remote_live facts
+
+.PHONY: help demo test test-all test-slow test-gateway check lint fuzz format docs dist lock audit venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +36,7 @@ help:
 	@echo 'make test       the tests, in a few minutes'
 	@echo 'make test-all   all tests except the slow ones; some need other programs'
 	@echo 'make test-slow  the slow tests, which loop for many minutes'
+	@echo 'make test-gateway   the tests of the API of a worker, through a gateway'
 	@echo 'make lint       ruff, mypy, lint-imports'
 	@echo 'make fuzz       damaged documents, files and requests; ARGS="--cases 1000000", ARGS=parsers'
 	@echo 'make check      lint and test; must pass before a change is merged'
@@ -54,6 +59,10 @@ test-all: $(DEV)
 
 test-slow: $(DEV)
 	$(PYTEST) -m slow $(ARGS)
+
+# The tests of a worker's API, through a gateway on nats-server
+test-gateway: $(DEV)
+	$(PYTEST) --gateway -m 'not slow' $(addprefix tests/worker/test_,$(addsuffix .py,$(GATEWAY))) $(ARGS)
 
 fuzz: $(DEV)
 	$(BIN)/python -m tests.fuzz $(ARGS)

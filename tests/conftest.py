@@ -53,6 +53,11 @@ class _Sys:
                 time.sleep(0)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option by which the tests of a worker's API run through a gateway."""
+    parser.addoption("--gateway", action="store_true", help="put a gateway before workers")
+
+
 def pytest_configure() -> None:
     """Prepare the process before a test module imports MLX.
 
@@ -71,6 +76,13 @@ def pytest_configure() -> None:
         if hasattr(os, name):
             setattr(os, name, os.fstat)  # which fails too if the descriptor is closed
     os.environ.setdefault("AIMAGE_PARITY_SEED", str(secrets.randbits(24)))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what a gateway does otherwise than a worker, with the reason."""
+    marked = item.get_closest_marker("worker_only")
+    if marked is not None and item.config.getoption("--gateway"):
+        pytest.skip(f"at a gateway: {marked.args[0]}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -30,8 +30,27 @@ def routes(service: Service) -> list[Route]:
         Route("GET", "/v1/worker", health.worker, OPEN),
         *MetricsRole(service.metrics.text, INFER).routes(),
         Route("GET", "/v1/events", health.events, INFER),
-        Route("GET", "/openapi.json", health.describe, OPEN),
-        Route("GET", "/docs", health.show_description, OPEN),
+        *description_routes(),
+    ]
+
+
+def description_routes() -> list[Route]:
+    """Return the routes of the description: as JSON, and as a page for a browser."""
+    text = DESCRIPTION.read_text("utf-8")
+
+    async def describe(_: web.Request) -> web.Response:
+        return web.Response(text=text, content_type="application/json")
+
+    async def show(_: web.Request) -> web.Response:
+        from clowder_aimage.api.description_page import POLICY, page
+
+        headers = {"Content-Security-Policy": POLICY}
+        shown = page(json.loads(text))
+        return web.Response(text=shown, content_type="text/html", headers=headers)
+
+    return [
+        Route("GET", "/openapi.json", describe, OPEN),
+        Route("GET", "/docs", show, OPEN),
     ]
 
 
@@ -40,7 +59,6 @@ class Health:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._description = DESCRIPTION.read_text("utf-8")
 
     async def alive(self, _: web.Request) -> web.Response:
         """Respond that the event loop runs, without further checks."""
@@ -73,17 +91,6 @@ class Health:
         if scope is not None:
             body |= {"default_model": settings.default_model, "enhancer": settings.enhancer}
         return web.json_response(body)
-
-    async def describe(self, _: web.Request) -> web.Response:
-        return web.Response(text=self._description, content_type="application/json")
-
-    async def show_description(self, _: web.Request) -> web.Response:
-        """Respond with the description as a page for a browser."""
-        from clowder_aimage.api.description_page import POLICY, page
-
-        headers = {"Content-Security-Policy": POLICY}
-        text = page(json.loads(self._description))
-        return web.Response(text=text, content_type="text/html", headers=headers)
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Stream events as server-sent events (HTML, 9.2), from ``Last-Event-ID`` on."""

@@ -9,13 +9,13 @@ import secrets
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 from nats.js.errors import Error as JetStreamError
 
+from clowder_aimage.api.model_list import unknown
 from clowder_aimage.api.openai_model import unknown_model
-from clowder_aimage.engine.admission import FOR_EVER, NEVER
+from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, NEVER
 from clowder_aimage.errors import AImageError, NetworkError, UsageError
 from clowder_aimage.fleet.fair_line import FairLine
 from clowder_aimage.fleet.fleet_job import FleetJob
@@ -43,9 +43,9 @@ from clowder_aimage.fleet.response_relay import ResponseRelay
 from clowder_aimage.fleet.wish import Wish
 from clowder_aimage.fleet.worker_card import FoundModel, RosterWatch
 from clowder_aimage.http.access import bearer_token
-from clowder_aimage.http.api_error import ApiError, registry_error
+from clowder_aimage.http.api_error import OLLAMA, ApiError, interface_of, registry_error
 from clowder_aimage.http.background import aside
-from clowder_aimage.oci import Digest, Reference, read_json
+from clowder_aimage.oci import Digest, Reference
 
 MIN_WINDOW = 8  # jobs on the queue that are not begun, at least
 MAX_KEY = 255  # characters of an idempotency key
@@ -127,7 +127,7 @@ class JobGateway:
 
     async def _job(self, request: web.Request, wish: Wish) -> FleetJob:
         """Return the job of a wish, pinned to a digest. Raises ApiError."""
-        found = await self._find(wish)
+        found = await self._find(request, wish)
         priority = request.headers.get("Aimage-Priority", INTERACTIVE)
         if priority not in PRIORITIES:
             raise ApiError(400, f"Aimage-Priority must be one of {', '.join(PRIORITIES)}")
@@ -149,27 +149,28 @@ class JobGateway:
             timeout=self._deadline,
         )
 
-    async def _find(self, wish: Wish) -> FoundModel:
+    async def _find(self, request: web.Request, wish: Wish) -> FoundModel:
         """Return the model of a wish. Raises ApiError."""
         roster = self._watch.roster
         if not roster.cards():
             raise unavailable("no worker of the fleet is running; try again later")
         try:
-            found = roster.find(wish.model)
+            reference, found = roster.reference(wish.model), roster.find(wish.model)
         except UsageError as error:
             code = "invalid_value" if wish.model else "missing_required_parameter"
             message = error.message.encode("ascii", "backslashreplace").decode()[:300]
             raise ApiError(400, message, code=code, param="model") from None
-        if found is not None:
+        may_pull = wish.pull != NEVER and reference.registry is not None and roster.may_pull()
+        if found is not None and not (wish.pull == ALWAYS and may_pull):
             return found
-        if wish.pull != NEVER and wish.model and roster.may_pull():
-            reference = Reference.parse(wish.model)
-            if reference.registry is not None:
-                try:
-                    digest = await aside(partial(self._resolve, reference))
-                except AImageError as error:
-                    raise registry_error(error) from None
-                return FoundModel(str(reference), str(digest))
+        if may_pull:
+            try:
+                digest = await aside(partial(self._resolve, reference))
+            except AImageError as error:
+                raise registry_error(error) from None
+            return FoundModel(str(reference), str(digest))
+        if interface_of(request) == OLLAMA:
+            raise unknown(reference)
         raise self._missing(wish)
 
     def _missing(self, wish: Wish) -> ApiError:
@@ -262,47 +263,6 @@ class JobGateway:
         await self._link.tell(names.cancel(admitted.job.id))
         with contextlib.suppress(*LOST, JetStreamError):
             await self._link.streams.delete_msg(names.jobs, admitted.sequence)
-
-    # -- requests to one worker
-
-    async def call(
-        self, request: web.Request, worker: str, path: str, fields: Any
-    ) -> tuple[int, str, bytes]:
-        """Return status, type and body of a worker's response to a request, without a job.
-
-        Raises TimeoutError, NatsError.
-        """
-        job = FleetJob(
-            id=request["id"],
-            method=request.method if request.method != "HEAD" else "GET",
-            path=path,
-            scope=request.get("scope") or "infer",
-            caller="",
-            asked="",
-            model="",
-            digest="",
-            headers={"Host": request.host},
-            fields=fields,
-        )
-        subject = self._link.names.call(worker)
-        message = await self._link.client.request(subject, job.encode(), timeout=5.0)
-        facts = read_json((message.headers or {})["Aimage-Answer"].encode(), "an answer")
-        return facts["status"], facts["type"], message.data
-
-    async def call_all(
-        self, request: web.Request, path: str, fields: Any = None
-    ) -> list[tuple[int, str, bytes]]:
-        """Return the responses of all workers that respond, in the order of their ids."""
-        self._link.check()
-        cards = self._watch.roster.cards()
-        if not cards:
-            raise unavailable("no worker of the fleet is running; try again later")
-        calls = (self.call(request, card.id, path, fields) for card in cards)
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        for one in found:
-            if isinstance(one, BaseException) and not isinstance(one, LOST):
-                raise one
-        return [one for one in found if not isinstance(one, BaseException)]
 
 
 def _caller(request: web.Request) -> str:

@@ -141,8 +141,9 @@ class JobRun:
                 reason = f"{status}: {(await response.text())[:500]}"
                 if status == _BUSY or not is_last:
                     raise _FailedAttemptError(reason, is_fault=status != _BUSY)
-            known = [(name, text) for name, text in response.headers.items()]
-            await log.head(status, [one for one in known if one[0].lower() not in OWN])
+            known = [one for one in response.headers.items() if one[0].lower() not in OWN]
+            own = {"X-Aimage-Model": self.job.model}  # not by its digest, unless it was asked so
+            await log.head(status, [(name, own.get(name, text)) for name, text in known])
             if reason:
                 await log.data(await response.read())
             async for data in response.content.iter_chunked(PIECE):

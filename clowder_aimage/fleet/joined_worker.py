@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 from nats.aio.msg import Msg
@@ -18,7 +19,7 @@ from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import Error as JetStreamError
 
 from clowder_aimage import __version__
-from clowder_aimage.api.model_kind import PICTURES
+from clowder_aimage.api.model_kind import EMBEDDER, TEXT
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.executor import run_io
@@ -27,8 +28,9 @@ from clowder_aimage.fleet import job_choice
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink
 from clowder_aimage.fleet.job_choice import JobChoice, Key
+from clowder_aimage.fleet.job_frame import PIECE
 from clowder_aimage.fleet.job_run import ACK_WAIT, DONE, GIVEN_UP, JobRun, read_job
-from clowder_aimage.fleet.local_worker import LocalWorker
+from clowder_aimage.fleet.local_worker import OWN, LocalWorker
 from clowder_aimage.fleet.room import Room
 from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.worker_card import RosterWatch, WorkerCard
@@ -137,7 +139,7 @@ class JoinedWorker(Role):
         """Return the seconds to wait before asking for a model's jobs; None if there is no room."""
         name, place = f"sha256:{digest}", self._place.id
         kind = self._view.kinds.get(name)
-        is_text = kind is not None and kind != PICTURES
+        is_text = kind in (TEXT, EMBEDDER)
         if not self._room.has(name, is_text=is_text):
             return None
         if kind is None and self._service.settings.pull == NEVER:
@@ -283,20 +285,21 @@ class JoinedWorker(Role):
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, message: Msg) -> None:
+        facts: dict[str, Any] = {"status": 500, "headers": []}
         try:
             job = FleetJob.decode(message.data)
             async with self._local.send(job) as response:
-                body = await response.read()
-                facts = {
-                    "status": response.status,
-                    "type": response.headers.get("Content-Type", ""),
-                }
-        except (FormatError, aiohttp.ClientError) as error:
-            body, facts = str(error).encode(), {"status": 500, "type": "text/plain"}
+                body, facts["status"] = await response.read(), response.status
+                known = [(name, text) for name, text in response.headers.items()]
+                facts["headers"] = [one for one in known if one[0].lower() not in OWN]
+            if job.method not in ("GET", "HEAD"):  # the gateway hears of a change before its end
+                await run_io(self._view.read)
+                await self._put_card()
+        except (AImageError, aiohttp.ClientError) as error:
+            body = str(error).encode()
+        if len(body) > self._link.client.max_payload - PIECE:
+            body, facts = b"the response is too large", {"status": 507, "headers": []}
         with contextlib.suppress(*LOST):
-            limit = self._link.client.max_payload - 1024
-            if len(body) > limit:
-                body, facts = b"the response is too large", {"status": 507, "type": "text/plain"}
             headers = {"Aimage-Answer": json.dumps(facts)}
             await self._link.client.publish(message.reply, body, headers=headers)
 

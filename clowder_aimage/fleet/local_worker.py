@@ -79,7 +79,8 @@ def _form(job: FleetJob) -> aiohttp.FormData:
         for one in value if name in NAMES and isinstance(value, list) else [value]:
             if isinstance(one, bytes):
                 kind = type_of(one) or "image/png"
-                found.add_field(name, one, filename=name, content_type=kind)
+                data = io.BytesIO(one)  # of which aiohttp sends parts
+                found.add_field(name, data, filename=name, content_type=kind)
             else:
                 found.add_field(name, str(one))
     return found

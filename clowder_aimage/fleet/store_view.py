@@ -1,17 +1,18 @@
-"""The models of a worker's store that jobs may use: complete ones by name, with their kinds."""
+"""The models of a worker's store: complete ones by name, with their kinds.
+
+Jobs for a model that this worker cannot run are refused by the worker itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, kind_of
+from clowder_aimage.api.model_kind import kind_of
 from clowder_aimage.api.model_list import items
 from clowder_aimage.errors import AImageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
-
-_KINDS = (PICTURES, TEXT, EMBEDDER)
 
 
 @dataclass(slots=True)
@@ -41,8 +42,7 @@ class StoreView:
                     self._known[digest] = kind_of(read_aimage(self.store, item.reference).aimage)
                 except AImageError:
                     self._known[digest] = ""
-            if self._known[digest] in _KINDS:
-                models[str(item.reference)] = digest
-                kinds[digest] = self._known[digest]
+            models[str(item.reference)] = digest
+            kinds[digest] = self._known[digest]
         self.models, self.kinds = models, kinds
         self._fingerprint = fingerprint if is_whole else None  # blobs arrive without a new name

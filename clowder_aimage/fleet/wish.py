@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from aiohttp import web
@@ -44,7 +44,7 @@ from clowder_aimage.api.text.text_request import (
     TextBody,
 )
 from clowder_aimage.content.store import NullLease
-from clowder_aimage.engine.admission import NEVER, BusyError
+from clowder_aimage.engine.admission import IF_MISSING, NEVER, BusyError
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN
@@ -125,7 +125,9 @@ class WishReader:
             fields = (
                 read_object(raw) if len(raw) < _SHORT else await run_generation(read_object, raw)
             )
-            return self._of_openai(request, fields) if path in _TEXTS else _of_ollama(path, fields)
+            if path in _TEXTS:
+                return self._of_openai(request, fields)
+            return _pulling(request, _of_ollama(path, fields))
         upload = PictureUpload(self._uploads, request, NullLease())
         try:
             fields = await upload.fields(
@@ -134,7 +136,7 @@ class WishReader:
         finally:
             self._uploads.leave(upload)
         if path == GENERATE:
-            return self._of_prompt(fields)
+            return _pulling(request, self._of_prompt(fields))
         return _of_picture(request, fields, is_form=upload.is_form)
 
     def _of_openai(self, request: web.Request, fields: dict[str, Any]) -> Wish:
@@ -173,6 +175,11 @@ def _of_picture(request: web.Request, fields: dict[str, Any], *, is_form: bool) 
     pull = body.pull if request.get("scope") == ADMIN else NEVER
     seed = {"seed": str(body.seed) if is_form else body.seed}
     return Wish(body.model, fields, (PICTURES,), pull, is_form, chosen=seed)
+
+
+def _pulling(request: web.Request, found: Wish) -> Wish:
+    """Return a wish of ollama's API, for which an administrator's missing model is pulled."""
+    return replace(found, pull=IF_MISSING) if request.get("scope") == ADMIN else found
 
 
 def _of_ollama(path: str, fields: dict[str, Any]) -> Wish:

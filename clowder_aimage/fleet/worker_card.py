@@ -74,7 +74,6 @@ class FoundModel:
     name: str
     digest: str
     kind: str = ""
-    is_alias: bool = False
 
 
 class Roster:
@@ -119,26 +118,35 @@ class Roster:
         """Return whether a worker fetches models that it lacks."""
         return any(card.may_pull and not card.is_draining for card in self.cards())
 
+    def reference(self, name: str | None) -> Reference:
+        """Return the AImage to which a client's name refers. Raises UsageError."""
+        cards = self.cards()
+        text = (_alias(cards, name) or name) if name else _default(cards, None)
+        if not text:
+            raise UsageError("the request has no model, and the workers have no default model")
+        return Reference.parse(text)
+
     def find(self, name: str | None) -> FoundModel | None:
         """Return the model that a client names; None if no worker has it.
 
         A name without a model means the default model. Raises UsageError for an invalid name.
         """
-        cards = self.cards()
-        alias = _alias(cards, name) if name else _default(cards, None)
-        text = alias or name
-        if text is None:
-            raise UsageError("the request has no model, and the workers have no default model")
-        wanted = Reference.parse(text)
+        cards, wanted = self.cards(), self.reference(name)
         found = _named(cards, wanted)
         is_exact = wanted.registry is not None or wanted.digest is not None
-        if found is None and not is_exact and (text := _default(cards, name)) is not None:
-            found = _named(cards, Reference.parse(text))
-            alias = None
+        is_literal = name is None or _alias(cards, name) is None
+        default = None if is_exact and is_literal else _default(cards, name)
+        if found is None and default is not None:
+            found = _named(cards, Reference.parse(default))
         if found is None:
             return None
         kind = next((card.kinds[found[1]] for card in cards if found[1] in card.kinds), "")
-        return FoundModel(*found, kind, alias is not None and bool(name))
+        return FoundModel(*found, kind)
+
+    @property
+    def default_model(self) -> str | None:
+        """The model of requests without one."""
+        return _default(self.cards(), None)
 
     def names(self, *kinds: str) -> list[str]:
         """Return the names of the models of some kinds."""

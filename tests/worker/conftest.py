@@ -10,9 +10,10 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,28 @@ from tests.process import Aimage
 if TYPE_CHECKING:
     from clowder_aimage.api.service import Service
     from clowder_aimage.engine.settings import Settings
+    from clowder_aimage.fleet.gateway_role import GatewayRole
+    from clowder_aimage.http.route import Role
+    from tests.fleet.fleet_run import Nats
+
+GATEWAY_NATS: Nats | None = None  # with --gateway, the server of the gateways before workers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gateways(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Put a gateway before each worker in this process if ``--gateway`` is set."""
+    if not request.config.getoption("--gateway"):
+        yield
+        return
+    from tests.fleet.fleet_run import Nats
+
+    global GATEWAY_NATS
+    GATEWAY_NATS = Nats(tmp_path_factory.mktemp("nats") / "js").start()
+    yield
+    GATEWAY_NATS.kill()
+    GATEWAY_NATS = None
 
 
 @dataclass
@@ -170,10 +193,16 @@ class LocalWorker:
         self.urls = self._listeners.urls
         self.url = self.urls[0]
         self._others: list[LocalWorker | Worker] = []
+        self._gateway: GatewayRole | None = None
         self._ready: Future[Service] = Future()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self.service = self._ready.result(30)
+
+    @property
+    def has_gateway(self) -> bool:
+        """Return whether clients meet a gateway, which lets requests wait in a queue of its own."""
+        return GATEWAY_NATS is not None
 
     @property
     def host(self) -> str:
@@ -194,6 +223,16 @@ class LocalWorker:
         other = begin(self.aimage, *arguments, **environment)
         self._others.append(other)
         return other
+
+    def notice(self) -> None:
+        """Wait until a gateway has heard what others changed in the store."""
+        if self._gateway is not None:
+            from clowder_aimage.fleet.store_view import StoreView
+
+            view, roster = StoreView(LayeredStore([self.store])), self._gateway._watch.roster
+            view.read()
+            while [card.models for card in roster.cards()] != [view.models]:
+                time.sleep(0.02)
 
     def drain(self) -> None:
         """Begin a graceful shutdown without waiting for its end."""
@@ -227,16 +266,28 @@ class LocalWorker:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         connection = ClientOptions(docker_config=self.aimage.home / "docker")
         service = make_service(self._settings, LayeredStore([self.store]), connection)
-        role = WorkerRole(service)
+        own = WorkerRole(service)
         hosts = self._listeners.hosts
-        app = build_app(
-            role, tokens=self._tokens, hosts=None if hosts is None else frozenset(hosts)
-        )
-        async with role.running(), accepting(app, self._listeners):
-            self._ready.set_result(service)
-            await role.ready()
-            await self._over.wait()
-            await role.drain(0.0, asyncio.Event())
+        async with own.running(), self._entered(service, own) as role:
+            app = build_app(
+                role, tokens=self._tokens, hosts=None if hosts is None else frozenset(hosts)
+            )
+            async with accepting(app, self._listeners):
+                self._ready.set_result(service)
+                await own.ready()
+                await self._over.wait()
+                await own.drain(0.0, asyncio.Event())
+
+    @contextlib.asynccontextmanager
+    async def _entered(self, service: Service, own: Role) -> AsyncIterator[Role]:
+        """Yield the role that clients meet: the worker itself, or a gateway before it."""
+        if GATEWAY_NATS is None:
+            yield own
+            return
+        from tests.fleet.gateway_before import gateway_before
+
+        async with gateway_before(GATEWAY_NATS, service, own) as self._gateway:
+            yield self._gateway
 
 
 def _settings(arguments: tuple[object, ...]) -> Settings:

@@ -224,7 +224,8 @@ def test_settings_of_the_worker_apply_to_requests_without_fields(worker: LocalWo
         assert re.findall(rb"^event: (.*)$", events, re.MULTILINE)[-1] == name
     absent = {"model": "localhost:1/absent"}
     assert ask(silent.url, **absent)[0] == 404  # it is not pulled
-    assert ask(silent.url, **absent, pull="if-missing")[0] == 502  # there is no such registry
+    if not worker.has_gateway:  # whose workers take no jobs that they would have to pull
+        assert ask(silent.url, **absent, pull="if-missing")[0] == 502  # there is no such registry
     assert ask(silent.url, "/api/generate", **absent, stream=False)[0] == 404
 
 

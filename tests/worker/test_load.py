@@ -39,6 +39,7 @@ async def ask(session: Any, url: str, **changes: Any) -> tuple[Any, dict[Any, An
         return answer.status, dict(answer.headers), await answer.read()
 
 
+@pytest.mark.worker_only("requests wait in its own queue")
 def test_fifty_concurrent_clients_are_served_or_refused(worker: LocalWorker) -> None:
     """With a queue of eight, each response is a picture or a 503 with Retry-After."""
 

@@ -247,6 +247,7 @@ def test_unloading_does_not_interrupt_running_requests(client: Any) -> None:
     assert last.done_reason == "stop" and last.image
 
 
+@pytest.mark.worker_only("requests wait in its own queue")
 def test_a_full_queue_is_503_with_retry_after(worker: LocalWorker) -> None:
     other = worker.start("--queue", 0)
     with ollama.Client(other.url) as busy:
@@ -315,6 +316,7 @@ def test_a_pinned_name_is_not_deleted(client: Any, worker: LocalWorker) -> None:
 
 def test_a_deleted_model_is_unloaded(client: Any, worker: LocalWorker) -> None:
     worker.aimage("convert", "-q", "tiny", "gone", "--quantize", "int8")
+    worker.notice()
     client.generate("gone", keep_alive=-1)
     assert [model.name for model in client.ps().models] == ["gone:latest"]
     client.delete("gone")

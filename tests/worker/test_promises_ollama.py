@@ -258,6 +258,7 @@ def test_code_in_a_model_is_not_executed(worker: LocalWorker, tmp_path: Path) ->
                 layers[index] = put(json.dumps(config).encode(), layer)
 
     altered(worker, "named", named)
+    worker.notice()
     status, answer = ask(
         worker, "POST", "/api/generate", DRAW | {"model": "named", "stream": False}
     )

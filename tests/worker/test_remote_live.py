@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,8 +39,8 @@ def local(worker: LocalWorker, here: Aimage) -> Aimage:
 
 
 def metric(worker: LocalWorker, name: str) -> float:
-    with urllib.request.urlopen(f"{worker.url}/metrics", timeout=30) as answer:
-        found = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
+    text = worker.service.metrics.text().decode()
+    found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
     assert found is not None, name
     return float(found[1])
 

@@ -1,0 +1,203 @@
+"""Requests to the workers of a fleet without jobs: lists, and changes of stores.
+
+A list is that of all workers together, a question goes to the first that knows, a change to all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from nats.aio.msg import Msg
+
+from clowder_aimage.api.answer_stream import NdjsonStream, is_gone
+from clowder_aimage.api.picture import picture_link
+from clowder_aimage.api.request_body import read_object
+from clowder_aimage.fleet.fleet_job import FleetJob
+from clowder_aimage.fleet.fleet_link import LOST, FleetLink, unavailable
+from clowder_aimage.fleet.worker_card import Roster
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
+from clowder_aimage.oci import read_json
+
+PATIENCE = 5.0  # seconds for a list
+_WATCH = 1.0  # seconds between two looks whether a worker is still there
+_LISTS = (  # a path, its list, and what is one entry
+    ("/v1/models", "data", "id", INFER),
+    ("/v1/adapters", "data", "name", INFER),
+    ("/api/tags", "models", "name", INFER),
+    ("/api/ps", "models", "digest", INFER),
+    ("/content/", "content", "url", ADMIN),
+)
+_QUESTIONS = (
+    ("GET", "/v1/models/{id:.+}", INFER),
+    ("GET", picture_link.PATH + "{name}", OPEN),
+    ("GET", "/v1/referrers", INFER),
+    ("POST", "/api/show", INFER),
+    ("POST", "/api/push", ADMIN),
+    ("GET", "/content/{url:.+}", ADMIN),
+)
+_STREAMS = ("/api/pull", "/api/push")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAnswer:
+    """The response of one worker."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes
+
+    def response(self) -> web.Response:
+        """Return the response to the client."""
+        found = web.Response(body=self.body, status=self.status)
+        found.headers.pop("Content-Type", None)
+        for name, text in self.headers:
+            found.headers[name] = text
+        return found
+
+
+class WorkerCalls:
+    """Sends requests to workers of the ``roster``."""
+
+    def __init__(self, link: FleetLink, roster: Roster) -> None:
+        self._link, self._roster = link, roster
+
+    def routes(self) -> list[Route]:
+        """Return the routes of a worker that need no job."""
+        found = [
+            Route("GET", path, partial(self._merged, name, key), scope)
+            for path, name, key, scope in _LISTS
+        ]
+        found += [Route(method, path, self._first, scope) for method, path, scope in _QUESTIONS]
+        changes = (  # a failure of one worker is that of all, or one that can is sufficient
+            ("POST", "/api/pull", _worst),
+            ("POST", "/content/", _worst),
+            ("POST", "/api/copy", first),
+            ("DELETE", "/api/delete", first),
+            ("DELETE", "/content/{url:.+}", first),
+        )
+        found += [
+            Route(method, path, partial(self._change, outcome), ADMIN)
+            for method, path, outcome in changes
+        ]
+        return found
+
+    async def all(
+        self, request: web.Request, fields: Any = None, patience: float | None = PATIENCE
+    ) -> list[WorkerAnswer]:
+        """Return the responses of all workers that respond, in the order of their ids.
+
+        Without ``patience`` a worker may take as long as it is there. Raises ApiError.
+        """
+        self._link.check()
+        cards = self._roster.cards()
+        if not cards:
+            raise unavailable("no worker of the fleet is running; try again later")
+        calls = (self._call(request, card.id, fields, patience) for card in cards)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException) and not isinstance(one, LOST):
+                raise one
+        return [one for one in found if not isinstance(one, BaseException)]
+
+    async def _call(
+        self, request: web.Request, worker: str, fields: Any, patience: float | None
+    ) -> WorkerAnswer:
+        job = FleetJob(
+            id=request["id"],
+            method=request.method if request.method != "HEAD" else "GET",
+            path=request.rel_url.raw_path_qs,
+            scope=request.get("scope") or INFER,
+            caller="",
+            asked="",
+            model="",
+            digest="",
+            headers={"Host": request.host},
+            fields=fields,
+        )
+        asked = self._link.client.request(
+            self._link.names.call(worker), job.encode(), timeout=patience or 86400.0
+        )
+        task: asyncio.Task[Msg] = asyncio.ensure_future(asked)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_WATCH)
+                if not any(card.id == worker for card in self._roster.cards()):
+                    raise TimeoutError
+            message = task.result()
+        finally:
+            task.cancel()
+        facts = read_json((message.headers or {})["Aimage-Answer"].encode(), "an answer")
+        headers = [(name, text) for name, text in facts["headers"]]
+        return WorkerAnswer(facts["status"], headers, message.data)
+
+    async def _merged(self, field: str, key: str, request: web.Request) -> web.StreamResponse:
+        """Respond with the entries of all workers, each once, in the order of the first."""
+        found: dict[str, dict[str, Any]] = {}
+        whole: dict[str, Any] = {}
+        for answer in await self.all(request):
+            value = read_json(answer.body, "a list") if answer.status == 200 else {}
+            whole = whole or value
+            for entry in value.get(field, ()):
+                found.setdefault(str(entry.get(key)), entry)
+        return web.json_response({**whole, field: list(found.values())})
+
+    async def _first(self, request: web.Request) -> web.StreamResponse:
+        """Respond as the first worker that has what is asked for."""
+        fields = await _fields(request)
+        if request.path == "/api/push":
+            return await self._in_time(request, fields, first)
+        return first(await self.all(request, fields)).response()
+
+    async def _change(
+        self, outcome: Callable[[list[WorkerAnswer]], WorkerAnswer], request: web.Request
+    ) -> web.StreamResponse:
+        """Respond when all workers have changed their stores."""
+        return await self._in_time(request, await _fields(request), outcome)
+
+    async def _in_time(
+        self,
+        request: web.Request,
+        fields: dict[str, Any] | None,
+        outcome: Callable[[list[WorkerAnswer]], WorkerAnswer],
+    ) -> web.StreamResponse:
+        """Respond with the outcome of a transfer; a stream says meanwhile that it goes on."""
+        is_stream = request.path in _STREAMS and (fields or {}).get("stream", True) is True
+        plain = {**(fields or {}), "stream": False} if is_stream else fields
+        task = asyncio.create_task(self.all(request, plain, None))
+        lines = NdjsonStream(request)
+        try:
+            while not (await asyncio.wait([task], timeout=_WATCH))[0]:
+                if is_gone(request):
+                    raise ConnectionResetError("the client disconnected")
+                if is_stream:
+                    await lines.write({"status": "waiting for workers"})
+            found = outcome(task.result())
+        finally:
+            task.cancel()
+        if lines.has_begun:
+            await lines.write(read_json(found.body, "an answer"))
+            return await lines.end()
+        return found.response()
+
+
+async def _fields(request: web.Request) -> dict[str, Any] | None:
+    raw = await request.read()
+    return read_object(raw) if raw or request.method == "POST" else None
+
+
+def first(answers: list[WorkerAnswer]) -> WorkerAnswer:
+    """Return the first response that is not an error, else the first one. Raises ApiError."""
+    if not answers:
+        raise ApiError(504, "no worker responded", code="deadline_exceeded")
+    return next((one for one in answers if one.status < 400), answers[0])
+
+
+def _worst(answers: list[WorkerAnswer]) -> WorkerAnswer:
+    """Return the first response that is an error, else the first one. Raises ApiError."""
+    return next((one for one in answers if one.status >= 400), None) or first(answers)

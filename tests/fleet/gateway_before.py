@@ -1,0 +1,47 @@
+"""A gateway before a worker: the tests of the worker's API run through it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from functools import partial
+
+from clowder_aimage.api.service import Service
+from clowder_aimage.fleet.fleet_link import GATEWAY, OPERATOR, WORKER, FleetAccess, FleetLink
+from clowder_aimage.fleet.fleet_name import FleetNames
+from clowder_aimage.fleet.fleet_stream import FleetShape
+from clowder_aimage.fleet.gateway_metric import GatewayMetrics
+from clowder_aimage.fleet.gateway_role import GatewayRole
+from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+from clowder_aimage.http.route import Role
+from clowder_aimage.oci import Digest, Reference
+from tests.fleet.fleet_run import Nats, until
+
+_numbers = itertools.count()
+
+
+@contextlib.asynccontextmanager
+async def gateway_before(nats: Nats, service: Service, own: Role) -> AsyncIterator[GatewayRole]:
+    """Yield a gateway of a fleet whose only worker is ``service``, with the role ``own``."""
+    access = FleetAccess((nats.url,), FleetNames(f"before{next(_numbers)}"))
+    operator = FleetLink(access, OPERATOR)
+    async with operator.open():
+        await operator.make(FleetShape(max_bytes=256 << 20), 30)
+    link = FleetLink(access, WORKER, "w1")
+    joined = JoinedWorker(link, service, own, WorkerPlace("w1"))
+    resolve = partial(_resolve, service)
+    gateway = GatewayRole(FleetLink(access, GATEWAY), GatewayMetrics(), resolve=resolve)
+    async with joined.running(), gateway.running():
+        await link.connected(10)
+        await until(lambda: gateway._watch.roster.cards())
+        yield gateway
+        await joined.drain(0.0, asyncio.Event())
+
+
+def _resolve(service: Service, reference: Reference) -> Digest:
+    from clowder_aimage.registry import Repository
+
+    with Repository(reference, service.connection) as repository:
+        return repository.describe(reference).digest
