@@ -21,7 +21,7 @@ from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 
 _MAX_IGNORED = 20  # names in a header
 _BodyT = TypeVar("_BodyT", bound="RequestBody")
-_OpenT = TypeVar("_OpenT", bound="GenerationBody")
+_OpenT = TypeVar("_OpenT", bound="OpenBody")
 
 
 class RequestBody(BaseModel):
@@ -56,13 +56,11 @@ def _flag(value: object) -> object:
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
-class GenerationBody(RequestBody):
-    """The model of a request of OpenAI's API, and what the worker does with the request."""
+class OpenBody(RequestBody):
+    """A body of OpenAI's API: unknown fields are ignored, or refused if it is strict."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
-    model: Annotated[str, Field(max_length=1024)] | None = None
-    pull: Literal["never", "if-missing", "always"] = "if-missing"
     strict: Annotated[bool, BeforeValidator(_flag)] = False
 
     @property
@@ -76,6 +74,13 @@ class GenerationBody(RequestBody):
         names = [name[:60].encode("utf-8", "replace") for name in self.ignored[:_MAX_IGNORED]]
         listed = ", ".join(quote(name, safe="") for name in names)
         return {"X-Aimage-Ignored": listed} if listed else {}
+
+
+class GenerationBody(OpenBody):
+    """The model of a request of OpenAI's API, and what the worker does with the request."""
+
+    model: Annotated[str, Field(max_length=1024)] | None = None
+    pull: Literal["never", "if-missing", "always"] = "if-missing"
 
 
 def is_strict(request: web.Request) -> bool:

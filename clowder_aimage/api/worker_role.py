@@ -8,13 +8,17 @@ import logging
 from collections.abc import AsyncIterator
 
 from clowder_aimage.api import health, ollama_routes, page, storage
+from clowder_aimage.api.batch.batch_run import BatchRunner
+from clowder_aimage.api.batch.batch_store import DirectoryBatchStore
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.store import store_routes
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.model_fetch import preload
 from clowder_aimage.http.background import beside
+from clowder_aimage.http.private_app import PrivateApp
 from clowder_aimage.http.route import Exchange, Role, Route
 
+_BATCH = 4  # requests of a batch at the same time
 EXPIRY = 1.0  # seconds between two checks for idle models
 
 _log = logging.getLogger("aimage.worker")
@@ -26,6 +30,10 @@ class WorkerRole(Role):
     def __init__(self, service: Service, *, makes_pictures: bool = True) -> None:
         self._service = service
         self._makes_pictures = makes_pictures
+        self._own = PrivateApp(self)
+        settings, store = service.settings, DirectoryBatchStore(service.store.root)
+        at_once = max(1, min(_BATCH, settings.queue))  # others have their turn
+        self._batches = BatchRunner(store, self._own, lambda: at_once)
 
     @property
     def is_draining(self) -> bool:
@@ -40,12 +48,14 @@ class WorkerRole(Role):
             return found
         # Import what pictures and texts need
         from clowder_aimage.api import ollama_generate, openai
+        from clowder_aimage.api.batch.batch_routes import BatchRoutes
         from clowder_aimage.api.picture.picture_upload import PictureUploads
         from clowder_aimage.api.store import adapter_list, job_routes
         from clowder_aimage.api.text import ollama_text
         from clowder_aimage.api.text.openai_text import TextRoutes
 
         uploads = PictureUploads(service)
+        found += BatchRoutes(self._batches, lambda _: "").routes()
         found += ollama_generate.routes(uploads) + ollama_text.routes(service)
         found += adapter_list.routes(service) + job_routes.routes(service)
         return [*openai.routes(service, uploads), *TextRoutes(service).routes(), *found]
@@ -57,7 +67,11 @@ class WorkerRole(Role):
     async def running(self) -> AsyncIterator[None]:
         service = self._service
         fetching = preload(service.store, service.transfers, service.wanted)
-        async with beside(self._expire(), fetching):
+        if not self._makes_pictures:
+            async with beside(self._expire(), fetching):
+                yield
+            return
+        async with self._own.open(), beside(self._expire(), fetching, self._batches.run()):
             yield
 
     async def ready(self) -> None:

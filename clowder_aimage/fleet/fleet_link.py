@@ -34,7 +34,8 @@ PATIENCE = 30.0  # seconds that a publication may take, over all attempts
 MESSAGE_ID = "Nats-Msg-Id"  # by which a stream recognises a repetition
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _SMALL = (10023, 10047)  # the disk of JetStream, or of an account, has no room for a stream
-_WRONG_LAST, _FULL, _NO_LEADER = 10071, (10077, 10122), 10008  # error codes of JetStream
+FULL = (10077, 10122)  # error codes of JetStream
+_WRONG_LAST, _NO_LEADER = 10071, 10008
 _log = logging.getLogger("aimage.fleet")
 GATEWAY, WORKER, OPERATOR = "gateway", "worker", "operator"
 LOST = (NatsError, TimeoutError, OSError)
@@ -231,7 +232,7 @@ class FleetLink:
             if (version.major, version.minor) < MIN_VERSION:
                 needed = ".".join(map(str, MIN_VERSION))
                 raise UsageError(f"the NATS server has version {version}; {needed} is needed")
-            await check_streams(self._js, self.names)
+            await check_streams(self._js, self.names, is_gateway=self._kind == GATEWAY)
         except AImageError as error:
             if self._reason is None or self._reason.message != error.message:
                 _log.warning("cannot use the fleet", extra={"reason": error.message})
@@ -328,7 +329,9 @@ class FleetLink:
             return None, 0
         return Frame.parse(found.headers, found.data), found.seq or 0
 
-    async def stored(self, subject: str, after: int) -> AsyncIterator[tuple[int, Msg | Any]]:
+    async def stored(
+        self, subject: str, after: int, stream: str = ""
+    ) -> AsyncIterator[tuple[int, Msg | Any]]:
         """Yield the messages of a subject after a number of the stream, with their numbers.
 
         Raises NatsError, TimeoutError.
@@ -336,7 +339,7 @@ class FleetLink:
         while True:
             try:
                 found = await self._js.get_msg(
-                    self.names.logs, seq=after + 1, subject=subject, next=True
+                    stream or self.names.logs, seq=after + 1, subject=subject, next=True
                 )
             except NotFoundError:
                 return
@@ -347,15 +350,18 @@ class FleetLink:
 def _refused(error: APIError) -> AImageError:
     if error.err_code == _WRONG_LAST:
         return LastFrameError("another frame of the job was published")
-    if error.err_code in _FULL:
+    if error.err_code in FULL:
         return FullStoreError("the fleet's store on NATS is full")
     return NetworkError(f"NATS refused a message: {error.description or error}")
 
 
-async def check_streams(js: JetStreamContext, names: FleetNames) -> None:
+async def check_streams(
+    js: JetStreamContext, names: FleetNames, *, is_gateway: bool = False
+) -> None:
     """Raise UsageError unless the streams of a fleet exist and are as they must be."""
     advice = {"remedy": "fleet_init", "fleet": names.fleet}
-    for name in (names.jobs, names.logs, names.dead, f"KV_{names.workers}"):
+    own = (names.files, f"KV_{names.batches}") if is_gateway else ()
+    for name in (names.jobs, names.logs, names.dead, f"KV_{names.workers}", *own):
         try:
             found = await js.stream_info(name)
         except NotFoundError:

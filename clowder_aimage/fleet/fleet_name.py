@@ -46,6 +46,16 @@ class FleetNames:
         return f"{self.fleet}-workers"
 
     @property
+    def files(self) -> str:
+        """The stream of the pieces of files."""
+        return f"{self.fleet}-files"
+
+    @property
+    def batches(self) -> str:
+        """The key-value bucket of files and batches."""
+        return f"{self.fleet}-batches"
+
+    @property
     def news(self) -> str:
         """The subject on which new jobs are announced."""
         return f"{self.fleet}.news"
@@ -61,6 +71,10 @@ class FleetNames:
     def body(self, job: str) -> str:
         """Return the subject of the pieces of a job's body."""
         return f"{self.fleet}.body.{job}"
+
+    def file(self, piece: str) -> str:
+        """Return the subject of a piece of a file."""
+        return f"{self.fleet}.file.{piece}"
 
     def grave(self, job: str) -> str:
         """Return the subject of the reason why a job was given up."""

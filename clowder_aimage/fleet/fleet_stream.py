@@ -23,6 +23,7 @@ class FleetShape:
     keep: float = 3600.0
     max_bytes: int = 8 << 30
     keep_dead: float = 7 * _DAY
+    keep_files: float = 32 * _DAY  # somewhat longer than their records
 
     def streams(self, names: FleetNames) -> list[api.StreamConfig]:
         """Return the configurations of the streams.
@@ -64,7 +65,14 @@ class FleetShape:
             max_bytes=64 << 20,
             max_age=self.keep_dead,
         )
-        return [jobs, logs, dead]
+        files = stream(
+            names.files,
+            f"{fleet}.file.*",
+            retention=api.RetentionPolicy.LIMITS,
+            max_bytes=self.max_bytes // 4,
+            max_age=self.keep_files,
+        )
+        return [jobs, logs, dead, files]
 
     async def make(self, js: JetStreamContext, names: FleetNames) -> list[str]:
         """Make or change the streams; return the names of those that were made."""
@@ -78,25 +86,27 @@ class FleetShape:
                 made.append(config.name)
             else:
                 await js.update_stream(config)
-        try:
-            await js.key_value(names.workers)
-        except NotFoundError:
-            await js.create_key_value(
-                bucket=names.workers,
-                history=1,
-                ttl=CARD_TTL,
-                storage=api.StorageType.FILE,
-                replicas=self.replicas,
-            )
-            made.append(names.workers)
+        for bucket, ttl in (names.workers, CARD_TTL), (names.batches, None):
+            try:
+                await js.key_value(bucket)
+            except NotFoundError:
+                await js.create_key_value(
+                    bucket=bucket,
+                    history=1,
+                    ttl=ttl,
+                    storage=api.StorageType.FILE,
+                    replicas=self.replicas,
+                )
+                made.append(bucket)
         return made
 
 
 def differences(names: FleetNames, found: api.StreamConfig) -> str:
     """Return what is wrong with a stream of a fleet, or the empty text."""
     wanted = {one.name: one for one in FleetShape().streams(names)}.get(found.name)
-    if wanted is None:  # the bucket
-        return "" if found.max_age else "entries do not expire"
+    if wanted is None:  # a bucket
+        is_wrong = found.name == f"KV_{names.workers}" and not found.max_age
+        return "entries do not expire" if is_wrong else ""
     wrong = []
     if set(found.subjects or ()) != set(wanted.subjects or ()):
         wrong.append(f"its subjects are {', '.join(found.subjects or ())}")

@@ -37,14 +37,15 @@ from clowder_aimage.fleet.job_frame import (
     Frame,
 )
 from clowder_aimage.fleet.job_reader import JobReader
+from clowder_aimage.fleet.job_request import FORWARDED
 from clowder_aimage.fleet.job_run import PIECES
-from clowder_aimage.fleet.local_worker import FORWARDED
 from clowder_aimage.fleet.response_relay import ResponseRelay
 from clowder_aimage.fleet.wish import Wish
 from clowder_aimage.fleet.worker_card import FoundModel, RosterWatch
 from clowder_aimage.http.access import bearer_token
 from clowder_aimage.http.api_error import OLLAMA, ApiError, interface_of, registry_error
 from clowder_aimage.http.background import aside
+from clowder_aimage.http.private_app import private_caller
 from clowder_aimage.oci import Digest, Reference
 
 MIN_WINDOW = 8  # jobs on the queue that are not begun, at least
@@ -86,9 +87,10 @@ class JobGateway:
         self._link, self._watch, self._metrics = link, watch, metrics
         self._resolve = resolve
         self._deadline = None if deadline == FOR_EVER else deadline
-        self.line = FairLine(self._window, most)
+        self.line = FairLine(self.window, most)
 
-    def _window(self) -> int:
+    def window(self) -> int:
+        """Return how many jobs of this gateway may be on the queue."""
         return max(MIN_WINDOW, 2 * sum(card.slots for card in self._watch.roster.cards()))
 
     async def answer(self, request: web.Request, wish: Wish) -> web.StreamResponse:
@@ -137,7 +139,7 @@ class JobGateway:
             id=secrets.token_hex(16),
             path=request.rel_url.raw_path_qs,
             scope=request.get("scope", "infer"),
-            caller=_caller(request),
+            caller=caller_of(request),
             asked=wish.model or "",
             model=found.name,
             digest=found.digest,
@@ -265,8 +267,10 @@ class JobGateway:
             await self._link.streams.delete_msg(names.jobs, admitted.sequence)
 
 
-def _caller(request: web.Request) -> str:
+def caller_of(request: web.Request) -> str:
     """Return an opaque name of the client: of its token, else of its address."""
+    if (own := private_caller(request)) is not None:
+        return own
     token = bearer_token(request.headers.get("Authorization", "")) if "scope" in request else ""
     return hashlib.sha256((token or f"@{request.remote}").encode()).hexdigest()[:16]
 

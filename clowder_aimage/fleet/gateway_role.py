@@ -10,13 +10,16 @@ from aiohttp import web
 
 from clowder_aimage import __version__
 from clowder_aimage.api import ollama_routes, page
+from clowder_aimage.api.batch.batch_routes import BatchRoutes
+from clowder_aimage.api.batch.batch_run import BatchRunner
 from clowder_aimage.api.health import description_routes
 from clowder_aimage.api.text.openai_text import MAX_BODY
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.fleet import wish
+from clowder_aimage.fleet.fleet_batch_store import FleetBatchStore
 from clowder_aimage.fleet.fleet_link import FleetLink
 from clowder_aimage.fleet.fleet_status import FleetStatus
-from clowder_aimage.fleet.gateway import JobGateway
+from clowder_aimage.fleet.gateway import JobGateway, caller_of
 from clowder_aimage.fleet.gateway_metric import GatewayMetrics
 from clowder_aimage.fleet.wish import Wish, WishReader
 from clowder_aimage.fleet.worker_call import WorkerCalls, first
@@ -24,6 +27,7 @@ from clowder_aimage.fleet.worker_card import RosterWatch
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.background import beside
 from clowder_aimage.http.metrics_role import MetricsRole
+from clowder_aimage.http.private_app import PrivateApp
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Exchange, Role, Route
 from clowder_aimage.oci import Digest, Reference
 
@@ -44,6 +48,8 @@ class GatewayRole(Role):
         self._gateway = JobGateway(link, self._watch, metrics, resolve=resolve, **options)
         self._calls = WorkerCalls(link, self._watch.roster)
         self._wishes = WishReader(self._kind_of)
+        self._own = PrivateApp(self)
+        self._batches = BatchRunner(FleetBatchStore(link), self._own, self._gateway.window)
         self._status = FleetStatus(link, self._watch.roster)
         self._is_draining = False
 
@@ -66,6 +72,7 @@ class GatewayRole(Role):
             *MetricsRole(self._metrics.text, INFER).routes(),
             Route("GET", "/v1/fleet", self._fleet, INFER),
             *self._calls.routes(),
+            *BatchRoutes(self._batches, caller_of).routes(),
         ]
 
     def count(self, exchange: Exchange) -> None:
@@ -75,7 +82,12 @@ class GatewayRole(Role):
     async def running(self) -> AsyncIterator[None]:
         async with (
             self._link.open(),
-            beside(self._watch.run(), self._status.observe(self._metrics, self._gateway.line)),
+            self._own.open(),
+            beside(
+                self._watch.run(),
+                self._status.observe(self._metrics, self._gateway.line),
+                self._batches.run(),
+            ),
         ):
             yield
 

@@ -20,8 +20,9 @@ from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink, LastFrameError
 from clowder_aimage.fleet.job_frame import DEAD, END, FAILED, LAST, PIECE, RELEASED, Attempt
 from clowder_aimage.fleet.job_log import JobLog
-from clowder_aimage.fleet.local_worker import OWN, LocalWorker
+from clowder_aimage.fleet.job_request import OWN, send_job
 from clowder_aimage.fleet.worker_card import Roster
+from clowder_aimage.http.private_app import PrivateApp
 from clowder_aimage.oci import Reference
 
 ACK_WAIT = 4.0  # seconds after the last sign of life of its worker that a job goes elsewhere
@@ -47,7 +48,7 @@ class JobRun:
     """Serves a job, whose message is ``message``, with the worker of this process."""
 
     link: FleetLink
-    local: LocalWorker
+    local: PrivateApp
     service: Service
     worker: str
     roster: Roster
@@ -135,7 +136,7 @@ class JobRun:
 
         Raises _FailedAttemptError.
         """
-        async with self.local.send(await run_io(self._pinned)) as response:
+        async with send_job(self.local, await run_io(self._pinned)) as response:
             status, reason = response.status, ""
             if status in _RETRIED:
                 reason = f"{status}: {(await response.text())[:500]}"

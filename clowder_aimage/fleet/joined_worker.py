@@ -29,12 +29,13 @@ from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink
 from clowder_aimage.fleet.job_choice import JobChoice, Key
 from clowder_aimage.fleet.job_frame import PIECE
+from clowder_aimage.fleet.job_request import OWN, send_job
 from clowder_aimage.fleet.job_run import ACK_WAIT, DONE, GIVEN_UP, JobRun, read_job
-from clowder_aimage.fleet.local_worker import OWN, LocalWorker
 from clowder_aimage.fleet.room import Room
 from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.worker_card import RosterWatch, WorkerCard
 from clowder_aimage.http.background import beside
+from clowder_aimage.http.private_app import PrivateApp
 from clowder_aimage.http.route import Role
 from clowder_aimage.oci import read_json
 
@@ -63,7 +64,7 @@ class JoinedWorker(Role):
 
     def __init__(self, link: FleetLink, service: Service, own: Role, place: WorkerPlace) -> None:
         self._link, self._service, self._place = link, service, place
-        self._local = LocalWorker(own)
+        self._local = PrivateApp(own)
         self._watch = RosterWatch(link)
         self._view = StoreView(service.store)
         self._room = Room(service.settings.max_models, service.settings.parallel)
@@ -288,7 +289,7 @@ class JoinedWorker(Role):
         facts: dict[str, Any] = {"status": 500, "headers": []}
         try:
             job = FleetJob.decode(message.data)
-            async with self._local.send(job) as response:
+            async with send_job(self._local, job) as response:
                 body, facts["status"] = await response.read(), response.status
                 known = [(name, text) for name, text in response.headers.items()]
                 facts["headers"] = [one for one in known if one[0].lower() not in OWN]

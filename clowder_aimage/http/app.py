@@ -84,6 +84,7 @@ def build_app(
         client_max_size=MAX_BODY,
     )
     app[INTERFACE] = interface
+    app["has_tokens"] = bool(tokens)
     if advice is not None:
         app[ADVICE] = advice
     app.on_response_prepare.append(_common_headers)

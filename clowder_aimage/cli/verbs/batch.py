@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,26 +19,16 @@ from clowder_aimage.cli.console.output import plural, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import refuse_options, worker
 from clowder_aimage.content.atomic_file import write_file
+from clowder_aimage.engine.batch_line import BatchRequest, batch_key, read_line
 from clowder_aimage.errors import AImageError, FormatError, NetworkError, NotFoundError, UsageError
 from clowder_aimage.oci import read_json
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
-URLS = ("/v1/images/generations", "/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-MAX_LINE, MAX_REPLY = 16 << 20, 256 << 20  # bytes of a request and of its response
+MAX_REPLY = 256 << 20  # bytes of a response
 PAUSE, PATIENCE = 1.0, 600.0  # seconds before a busy worker is asked again, and in all
 _FILE = click.Path(dir_okay=False, path_type=Path)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """A line of a batch (OpenAI, "Batch API"); ``key`` is the same whenever the file is run."""
-
-    custom_id: str
-    url: str
-    body: dict[str, Any]
-    key: str
 
 
 @verb
@@ -67,7 +56,9 @@ def batch(file: Path, output: Path | None, parallel: int, retry_failed: bool) ->
     done = read_results(target, without_failed=retry_failed)
     salt = secrets.token_hex(8) if retry_failed else ""  # not the response that is kept
     left = [
-        replace(each, key=_key(each.key + salt)) for each in requests if each.custom_id not in done
+        replace(each, key=batch_key(f"{each.key}{salt}".encode()))
+        for each in requests
+        if each.custom_id not in done
     ]
     if left:
         done |= _run(worker(), left, target, parallel)
@@ -93,25 +84,13 @@ def read_batch(file: Path) -> Iterator[BatchRequest]:
         if not line.strip():
             continue
         try:
-            value = read_json(line, "the request", MAX_LINE)
-            name, url, body = value["custom_id"], value["url"], value["body"]
-            if not isinstance(name, str) or not name or name in known:
-                raise ValueError("custom_id must be a text that no other line has")
-            if value.get("method", "POST") != "POST" or url not in URLS:
-                raise ValueError(f"method must be POST, and url one of {', '.join(URLS)}")
-            if not isinstance(body, dict) or body.get("stream"):
-                raise ValueError("body must be an object without stream")
-        except (AttributeError, KeyError, TypeError):
-            problem = "expected an object with custom_id, method, url and body"
-            raise UsageError(f"line {number} of {file}: {problem}") from None
-        except (FormatError, ValueError) as error:
-            raise UsageError(f"line {number} of {file}: {error}") from None
-        known.add(name)
-        yield BatchRequest(name, url, body, _key(line.strip().decode()))
-
-
-def _key(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:40]
+            request = read_line(line)
+            if request.custom_id in known:
+                raise FormatError("custom_id must be a text that no other line has")
+        except FormatError as error:
+            raise UsageError(f"line {number} of {file}: {error.message}") from None
+        known.add(request.custom_id)
+        yield request
 
 
 def read_results(file: Path, *, without_failed: bool = False) -> dict[str, bool]:

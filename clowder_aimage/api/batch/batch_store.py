@@ -1,0 +1,137 @@
+"""Where files and batches are kept: records, which are small JSON objects, and pieces, bytes.
+
+A record is replaced only if nobody else did so in the meantime: several servers may share a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+from clowder_aimage.content.atomic_file import write_file
+from clowder_aimage.content.open_directory import OpenDirectory
+from clowder_aimage.engine.executor import run_io, run_locking
+from clowder_aimage.errors import AImageError
+from clowder_aimage.layout.lock import PRIVATE, held, make_directory, store_errors
+from clowder_aimage.oci import read_json
+
+DIRECTORY = "batches"
+_LOCK = "batches.lock"
+_ID = re.compile(r"(file-|batch_)[0-9a-f]{24}")
+Record = dict[str, Any]
+
+
+class ChangedRecordError(AImageError):
+    """Another server has replaced a record in the meantime."""
+
+
+def is_id(text: str) -> bool:
+    """Return whether a text may be the id of a record."""
+    return _ID.fullmatch(text) is not None
+
+
+class BatchStore(Protocol):
+    """Keeps records by id, and pieces by name. Methods raise AImageError if it cannot be used."""
+
+    async def read(self, id: str) -> tuple[Record, int] | None:  # noqa: A002
+        """Return a record and its revision, or None."""
+
+    async def write(self, id: str, value: Record, revision: int) -> int:  # noqa: A002
+        """Replace a record with that revision, 0 for none; return the new one.
+
+        Raises ChangedRecordError.
+        """
+
+    async def remove(self, id: str) -> None:  # noqa: A002
+        """Remove a record."""
+
+    async def ids(self) -> list[str]:
+        """Return the ids of all records."""
+
+    async def put(self, name: str, data: bytes) -> None:
+        """Keep a piece."""
+
+    async def get(self, name: str) -> bytes:
+        """Return a piece. Raises NotFoundError."""
+
+    async def drop(self, name: str) -> None:
+        """Remove a piece, which may be missing."""
+
+
+class DirectoryBatchStore:
+    """Records and pieces in the private directory of a worker's store."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._place = root, root / PRIVATE / DIRECTORY
+
+    async def read(self, id: str) -> tuple[Record, int] | None:  # noqa: A002
+        """Return a record and its revision, or None."""
+        return await run_io(self._read, id)
+
+    def _read(self, name: str) -> tuple[Record, int] | None:
+        with store_errors(self._root):
+            try:
+                raw = (self._place / f"{name}.json").read_bytes()
+            except FileNotFoundError:
+                return None
+        value = read_json(raw, "a record of a batch", 1 << 30)
+        return value["value"], value["revision"]
+
+    async def write(self, id: str, value: Record, revision: int) -> int:  # noqa: A002
+        """Replace a record with that revision. Raises ChangedRecordError."""
+        return await run_locking(self._write, id, value, revision)
+
+    def _write(self, name: str, value: Record, revision: int) -> int:
+        with held(self._root, _LOCK), store_errors(self._root):
+            known = self._read(name)
+            if (known[1] if known else 0) != revision:
+                raise ChangedRecordError(f"{name} was changed by another server")
+            make_directory(self._root, PRIVATE, DIRECTORY)
+            raw = json.dumps({"revision": revision + 1, "value": value}).encode()
+            write_file(self._place / f"{name}.json", raw, mode=0o600)
+        return revision + 1
+
+    async def remove(self, id: str) -> None:  # noqa: A002
+        """Remove a record."""
+        await run_locking(self._remove, f"{id}.json")
+
+    def _remove(self, name: str) -> None:
+        with (
+            store_errors(self._root),
+            contextlib.suppress(FileNotFoundError),
+            OpenDirectory(self._place) as place,
+        ):
+            place.remove(name)
+
+    async def ids(self) -> list[str]:
+        """Return the ids of all records."""
+        return await run_io(self._ids)
+
+    def _ids(self) -> list[str]:
+        with store_errors(self._root):
+            names = (path.stem for path in self._place.glob("*.json"))
+            return sorted(filter(is_id, names))
+
+    async def put(self, name: str, data: bytes) -> None:
+        """Keep a piece."""
+        await run_io(self._put, name, data)
+
+    def _put(self, name: str, data: bytes) -> None:
+        with store_errors(self._root):
+            make_directory(self._root, PRIVATE, DIRECTORY)
+            write_file(self._place / f"{name}.piece", data, mode=0o600)
+
+    async def get(self, name: str) -> bytes:
+        """Return a piece."""
+        return await run_io(self._get, name)
+
+    def _get(self, name: str) -> bytes:
+        with store_errors(self._root):
+            return (self._place / f"{name}.piece").read_bytes()
+
+    async def drop(self, name: str) -> None:
+        """Remove a piece."""
+        await run_io(self._remove, f"{name}.piece")

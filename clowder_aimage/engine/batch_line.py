@@ -1,0 +1,48 @@
+"""A line of a batch: a request in JSON (OpenAI, "Batch API")."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import read_json
+
+URLS = (
+    *("/v1/images/generations", "/v1/images/edits", "/v1/chat/completions"),
+    *("/v1/completions", "/v1/embeddings"),
+)
+MAX_LINE = 16 << 20  # bytes of a request
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A request; ``key`` is the same whenever the line is."""
+
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+    key: str
+
+
+def read_line(line: bytes) -> BatchRequest:
+    """Return the request in a line. Raises FormatError."""
+    value = read_json(line, "the request", MAX_LINE)
+    try:
+        name, url, body = value["custom_id"], value["url"], value["body"]
+        method = value.get("method", "POST")
+    except (AttributeError, KeyError, TypeError):
+        raise FormatError("expected an object with custom_id, method, url and body") from None
+    if not isinstance(name, str) or not name:
+        raise FormatError("custom_id must be a text")
+    if method != "POST" or url not in URLS:
+        raise FormatError(f"method must be POST, and url one of {', '.join(URLS)}")
+    if not isinstance(body, dict) or body.get("stream"):
+        raise FormatError("body must be an object without stream")
+    return BatchRequest(name, url, body, batch_key(line.strip()))
+
+
+def batch_key(raw: bytes) -> str:
+    """Return an idempotency key."""
+    return hashlib.sha256(raw).hexdigest()[:40]
