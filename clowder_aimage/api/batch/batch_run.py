@@ -29,8 +29,10 @@ from clowder_aimage.api.batch.stored_file import (
 from clowder_aimage.engine.batch_line import BatchRequest, batch_key, read_line
 from clowder_aimage.errors import AImageError, FormatError
 from clowder_aimage.http.private_app import PrivateApp
+from clowder_aimage.oci import read_json
 
 MAX_LINES = 50_000  # requests of a batch (OpenAI, "Batch API")
+MAX_ANSWER = 1 << 30  # bytes of a response
 MAX_ERRORS = 20  # malformed lines that are named
 BEAT = 2.0  # seconds between two records of a batch that is being run
 STALE = 15.0  # seconds without a record after which another server goes on
@@ -223,7 +225,7 @@ class BatchRun:
         for kind, count in ("outputs", "completed"), ("errors", "failed"):
             counts[count] = 0
             async for line in lines(self.runner.store, self.record[kind]):
-                self.done.add(json.loads(line)["custom_id"])
+                self.done.add(read_json(line, "an answer", MAX_ANSWER)["custom_id"])
                 counts[count] += 1
 
     # -- requests
@@ -296,8 +298,8 @@ class BatchRun:
                 break
             await asyncio.sleep(PAUSE)
         try:
-            value = json.loads(body)
-        except ValueError:
+            value = read_json(body, "an answer", MAX_ANSWER)
+        except FormatError:
             value = body.decode("utf-8", "replace")
         self._add(request, {"status_code": status, "request_id": name, "body": value}, None)
 

@@ -1,4 +1,4 @@
-"""Where files and batches are kept: records, which are small JSON objects, and pieces, bytes.
+"""The store of files and batches: records, which are small JSON objects, and pieces, bytes.
 
 A record is replaced only if nobody else did so in the meantime: several servers may share a store.
 """
