@@ -18,7 +18,7 @@ PACKAGES = {
     "engine": (4_395, 88),
     "exporter": (1_640, 97),
     "family": (1_200, 95),
-    "fleet": (3_590, 85),
+    "fleet": (3_600, 85),
     "formats": (4_860, 97),
     "http": (1_780, 87),
     "importer": (3_120, 98),
