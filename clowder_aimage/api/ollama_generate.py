@@ -120,7 +120,7 @@ class OllamaGeneration(OllamaRequest):
         adapters, facts = self._adapters, self._wish.png_facts
         terms, seed = self.terms(), int(self._parameters["seed"])
         pull = str(terms.get("pull", NEVER))
-        enhancer = PromptEnhancer.of(self.service, self._wish.enhance, adapters.prompt, seed, pull)
+        enhancer = PromptEnhancer.of(self.service, self._wish, adapters.prompt, seed, pull)
         has_facts = self.service.settings.png_facts if facts is None else facts
 
         def make(aimage: AImage) -> GenerateRequest:

@@ -144,9 +144,7 @@ class ImageRoutes:
             raise _with_param(error, body) from None
         headers = {"X-Aimage-Seed": str(body.seed)} | body.headers
         headers |= selected.headers(service, body)
-        enhancer = PromptEnhancer.of(
-            service, body.enhance, body.adapters.prompt, body.seed, selected.pull
-        )
+        enhancer = PromptEnhancer.of(service, body, body.adapters.prompt, body.seed, selected.pull)
         adapters = await body.adapters.references(service)
         work = _Work(body, selected, adapters, pictures, target, enhancer)
         if not body.stream:

@@ -114,9 +114,13 @@ def test_a_worker_enhances_with_a_language_model_of_its_own(
 ) -> None:
     with ScriptedWorker(drawing).running() as worker:
         here = at(worker)
-        for options in (("--enhance",), ("--enhancer", "talk"), ()):
+        (here.home / "how.txt").write_text("Be wild.\n")
+        how = ("--enhance-instruction", "how.txt")
+        for options in (("--enhance",), ("--enhancer", "talk", *how), ()):
             here("run", "x", "a fox", *options, "--seed", 1)
-        how = ("--enhance", "--enhance-instruction", "f")
-        assert "does not apply to a worker" in here("run", "x", "a fox", *how, code=2).err
-    sent = [asked.value.get("enhance") for asked in worker.asked]
-    assert sent == [True, "talk:latest", None]
+        assert "requires --enhance" in here("run", "x", "a fox", *how, code=2).err
+        missing = ("--enhance", "--enhance-instruction", "none")
+        assert "not found" in here("run", "x", "a fox", *missing, code=3).err
+    names = ("enhance", "enhance_instruction")
+    sent = [tuple(map(asked.value.get, names)) for asked in worker.asked]
+    assert sent == [(True, None), ("talk:latest", "Be wild."), (None, None)]

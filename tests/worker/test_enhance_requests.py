@@ -7,14 +7,17 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
+from clowder_aimage.api.text.enhance_field import EnhanceFields, PromptEnhancer
 from clowder_aimage.model.picture_facts import facts_of
+from clowder_aimage.model.text.enhancement import INSTRUCTION
+from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 from tests.process import Aimage
 from tests.worker.conftest import LocalWorker, answer_to
@@ -65,6 +68,41 @@ def test_requests_without_a_language_model_are_refused(
     error = answer["error"]
     assert found == status
     assert message in (error["message"] if isinstance(error, dict) else error)
+
+
+@pytest.mark.parametrize("path", [OPENAI, OLLAMA])
+@pytest.mark.parametrize(
+    ("enhance", "instruction", "message"),
+    [
+        ("enhancer", " ", "enhance_instruction"),
+        ("enhancer", 7, "enhance_instruction"),
+        ("enhancer", "x" * 65_537, "65536 characters"),
+        (False, "Be wild.", "enhance_instruction requires enhance"),
+    ],
+)
+def test_an_instruction_is_a_text_of_limited_length(
+    worker: LocalWorker, path: str, enhance: Any, instruction: Any, message: str
+) -> None:
+    wish = {"prompt": "2 blue boxes", "enhance": enhance, "enhance_instruction": instruction}
+    status, answer = ask(worker, path, **wish)
+    assert status == 400 and message in str(answer["error"])
+
+
+class Planned(NamedTuple):
+    """A worker, as far as an enhancer uses it."""
+
+    settings: Any
+    reference: Any = Reference.parse
+
+
+def test_the_instruction_is_that_of_the_request() -> None:
+    service: Any = Planned(settings=None)
+    for given, expected in (("Be wild.\n", "Be wild."), (None, INSTRUCTION)):
+        fields = EnhanceFields(enhance="talk", enhance_instruction=given)
+        enhancer = PromptEnhancer.of(service, fields, "a fox", 3, "never")
+        assert enhancer is not None
+        system, user = enhancer.request().messages
+        assert (system["content"], user["content"]) == (expected, "a fox")
 
 
 @pytest.mark.integration

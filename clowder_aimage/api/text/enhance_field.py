@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, StringConstraints, model_validator
 
 from clowder_aimage.api.model_kind import TEXT, check_kind
 from clowder_aimage.api.request_body import RequestBody, wrong
@@ -18,7 +18,11 @@ from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.http.api_error import ApiError, api_error
 from clowder_aimage.model.pipeline import GenerateRequest
-from clowder_aimage.model.text.enhancement import enhanced_prompt, enhancement_request
+from clowder_aimage.model.text.enhancement import (
+    MAX_INSTRUCTION,
+    enhanced_prompt,
+    enhancement_request,
+)
 from clowder_aimage.model.text.language_model import TextEvent, TextPiece, TextRequest
 from clowder_aimage.oci import Reference
 
@@ -33,17 +37,34 @@ def _checked(value: object) -> object:
     raise ValueError("must be true, false, or the name of a language model")
 
 
+_Instruction = Annotated[
+    str, StringConstraints(strip_whitespace=True, min_length=1, max_length=MAX_INSTRUCTION)
+]
+
+
 class EnhanceFields(RequestBody):
-    """The language model that writes the prompt: the worker's, or one that is named."""
+    """The language model that writes the prompt: the worker's, or one that is named.
+
+    enhance_instruction: replaces the instruction to it.
+    """
 
     enhance: Annotated[bool | str, BeforeValidator(_checked)] = False
+    enhance_instruction: _Instruction | None = None
+
+    @model_validator(mode="after")
+    def _check_instruction(self) -> Self:
+        """Raise ApiError for an instruction to no language model."""
+        if self.enhance_instruction is not None and not self.enhance:
+            raise wrong("enhance_instruction", f"requires {_FIELD}")
+        return self
 
 
 @dataclass(slots=True)
 class PromptEnhancer:
     """A language model of the worker that writes the prompt of a request.
 
-    prompt, seed: those of the request. The new prompt is known once its events have passed.
+    prompt, seed, instruction: those of the request. The new prompt is known once its events
+    have passed.
     """
 
     service: Service
@@ -51,21 +72,23 @@ class PromptEnhancer:
     prompt: str
     seed: int
     pull: str
+    instruction: str | None = None
     text: str = ""
     name: str = ""
 
     @classmethod
     def of(
-        cls, service: Service, field: bool | str, prompt: str, seed: int, pull: str
+        cls, service: Service, fields: EnhanceFields, prompt: str, seed: int, pull: str
     ) -> Self | None:
         """Return the enhancer of a request; None without one. Raises ApiError."""
-        if not field:
+        if not (wanted := fields.enhance):
             return None
-        name = field if isinstance(field, str) else service.settings.enhancer
+        name = wanted if isinstance(wanted, str) else service.settings.enhancer
         if not name:
             raise wrong(_FIELD, "requires the name of a language model: this worker has none")
         try:
-            return cls(service, service.reference(name), prompt, seed, pull)
+            reference = service.reference(name)
+            return cls(service, reference, prompt, seed, pull, fields.enhance_instruction)
         except UsageError as error:
             raise wrong(_FIELD, error.message[:300]) from None
 
@@ -97,9 +120,13 @@ class PromptEnhancer:
         """Return the request with the new prompt, which states both."""
         return replace(request, prompt=self.text, original_prompt=self.prompt, enhancer=self.name)
 
+    def request(self) -> TextRequest:
+        """Return the request for the new prompt."""
+        return enhancement_request(self.prompt, self.seed, self.instruction)
+
     def _make(self, aimage: AImage) -> TextRequest:
         check_kind(self.reference, aimage, TEXT)
-        return enhancement_request(self.prompt, self.seed)
+        return self.request()
 
 
 def _explained(error: AImageError) -> ApiError:

@@ -21,8 +21,7 @@ from clowder_aimage.oci import Reference
 if TYPE_CHECKING:
     from clowder_aimage.dialect import AImage
 
-ENHANCING = ("enhance", "enhancer")  # options that a worker serves too
-_MAX_INSTRUCTION = 64 << 10  # bytes
+ENHANCING = ("enhance", "enhancer", "instruction")  # options that a worker serves too
 _ROOM = 1.3  # bytes in memory for each byte of weights
 
 enhance_options = options(
@@ -57,10 +56,15 @@ def is_enhanced(values: Mapping[str, Any]) -> bool:
 
 
 def to_worker(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the field of a request to a worker, which has a language model of its own."""
+    """Return the fields of a request to a worker, which has a language model of its own.
+
+    Raises as ``_instruction``.
+    """
     if not is_enhanced(values):
         return {}
-    return {"enhance": str(values["enhancer"]) if values["enhancer"] else True}
+    sent: dict[str, Any] = {"enhance": str(values["enhancer"]) if values["enhancer"] else True}
+    instruction = _instruction(values["instruction"])
+    return sent if instruction is None else sent | {"enhance_instruction": instruction}
 
 
 @dataclass(slots=True)
@@ -141,11 +145,13 @@ def _instruction(name: str | None) -> str | None:
     """Return the text of a file. Raises UsageError, NotFoundError."""
     if name is None:
         return None
+    from clowder_aimage.model.text.enhancement import MAX_INSTRUCTION
+
     try:
         with Path(name).open("rb") as file:
-            text = file.read(_MAX_INSTRUCTION + 1)
-        if len(text) > _MAX_INSTRUCTION:
-            raise UsageError(f"--enhance-instruction: {name} exceeds {_MAX_INSTRUCTION} bytes")
+            text = file.read(MAX_INSTRUCTION + 1)
+        if len(text) > MAX_INSTRUCTION:
+            raise UsageError(f"--enhance-instruction: {name} exceeds {MAX_INSTRUCTION} bytes")
         if not (found := text.decode().strip()):
             raise UsageError(f"--enhance-instruction: {name} is empty")
         return found
