@@ -20,7 +20,6 @@ from clowder_aimage.http.api_error import ApiError, api_error, response
 
 TICK = 0.5  # seconds between two checks that the client is still connected
 KEEP_ALIVE = 10.0  # seconds of silence before a comment is sent: some proxies time out after 15
-GATHERED = 0.01  # seconds between two writes: tokens of a fast model are written together
 STALL = 60.0  # seconds within which a client must receive a piece
 _PIECE = 64 * 1024
 
@@ -93,10 +92,6 @@ class Arrivals(Generic[T]):
             self._task.result()
             return None
         return found
-
-    async def gather(self, seconds: float) -> None:
-        """Wait until the generator has ended, at most some seconds."""
-        await asyncio.wait([self._task], timeout=seconds)
 
 
 async def ticking(
@@ -231,7 +226,6 @@ async def stream_events(
                     await stream.open()
                 if frames:
                     await stream.send(frames)
-                    await arrivals.gather(GATHERED)
                 elif not found:
                     await stream.keep_alive()
             await stream.send(b"".join(form.end()))

@@ -12,7 +12,7 @@ from aiohttp import web
 from pydantic import BeforeValidator
 
 from clowder_aimage.api import model_list
-from clowder_aimage.api.answer_stream import GATHERED, Arrivals, NdjsonStream, add_warnings
+from clowder_aimage.api.answer_stream import Arrivals, NdjsonStream, add_warnings
 from clowder_aimage.api.request_body import ModelBody
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
@@ -121,7 +121,6 @@ class OllamaRequest:
                         if not answer.has_begun:
                             add_warnings(answer.headers, self.warnings)
                         await answer.write(*shown)
-                        await arrivals.gather(GATHERED)
             last = last or self.finished()
         except AImageError as error:
             return await answer.fail(self.explained(error))

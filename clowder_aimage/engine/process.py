@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clowder_aimage.engine import frame, local_fetch, machine
+from clowder_aimage.engine.frame_writer import FrameWriter
 from clowder_aimage.errors import AImageError, ModelError, StuckError, UsageError
 from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.layout.layered_store import LayeredStore
@@ -61,7 +62,7 @@ class ModelProcess:
     """One model and its requests, served one after another."""
 
     def __init__(self, source: BinaryIO, target: BinaryIO) -> None:
-        self._source, self._target = source, target
+        self._source, self._frames = source, FrameWriter(target)
         self._commands: queue.Queue[frame.Message | None] = queue.Queue()
         self._cancelled: set[int] = set()
         self._is_orphaned = False  # the worker has exited
@@ -69,12 +70,12 @@ class ModelProcess:
         self._is_complete = False  # no more blobs will arrive
         self._model: Any = None
         self._texts: dict[int, Generator[_Text, None, None]] = {}  # read in turns
-        self._lock = threading.Lock()  # guards the target
         self._leases = contextlib.ExitStack()
 
     def run(self) -> None:
         """Serve until standard input is closed."""
-        threading.Thread(target=self._read, daemon=True).start()
+        for work in (self._read, self._frames.write_in_time):
+            threading.Thread(target=work, daemon=True).start()
         with self._leases:
             while not self._is_stuck and (command := self._next()) is not None:
                 self._execute(command)
@@ -275,8 +276,7 @@ class ModelProcess:
             self._end(number)
         elif isinstance(event, TextPiece):
             if event.text or event.tokens:
-                more = {"tokens": [asdict(one) for one in event.tokens]} if event.tokens else {}
-                self._send("piece", number, text=event.text, kind=event.kind, **more)
+                self._frames.write_piece(number, event)
         elif isinstance(event, Embeddings):
             count = len(event.vectors)
             self._send("vectors", number, event.pack(), count=count, tokens=event.tokens)
@@ -307,10 +307,7 @@ class ModelProcess:
     def _send(
         self, kind: str, request: int | None = None, data: bytes = b"", /, **facts: Any
     ) -> None:
-        message = {"is": kind, "id": request, **facts}
-        with self._lock:
-            self._target.write(frame.encode(message, data))
-            self._target.flush()
+        self._frames.write({"is": kind, "id": request, **facts}, data)
 
 
 def _load_model(library: dict[str, Any], *place: Any, finder: Any) -> Any:

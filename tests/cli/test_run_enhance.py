@@ -6,13 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from clowder_aimage import generate
+from clowder_aimage.cli.console.option import META
+from clowder_aimage.cli.text.enhance_option import LocalEnhancer
+from clowder_aimage.engine import machine
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.picture_facts import facts_of
 from clowder_aimage.model.text.enhancement import ANY
 from clowder_aimage.model.text.language_model import TextPiece, TextRequest
+from clowder_aimage.oci import Reference
 from tests.cli.test_remote_verbs import at, drawing
 from tests.process import Aimage
 from tests.scripted_worker import ScriptedWorker
@@ -106,6 +111,22 @@ def test_a_language_model_that_fails_gives_no_picture(
     here, _ = enhancing(lambda _: answer)
     assert message in here("run", "x", "fox", *options, *SMALL, code=code).err
     assert not list(here.home.glob("*.png"))
+
+
+def test_the_language_model_is_let_go_when_memory_is_short(
+    enhancing: Enhancing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, fake = enhancing(longer)
+    values = {"enhance": True, "enhancer": Reference.parse("talk"), "instruction": None}
+    enhancer = LocalEnhancer(values, Reference.parse("x"), is_last=False)
+    loads = []
+    with click.Context(click.Command("run")) as context:
+        context.meta[f"{META}store"] = here.store
+        for free in (0, 1 << 40, 1 << 40):
+            monkeypatch.setattr(machine, "available", lambda free=free: free)
+            enhancer.prompts("fox", [1])
+            loads.append(len(fake.loads))
+    assert loads == [1, 2, 2]  # the second one stays
 
 
 @pytest.mark.integration

@@ -59,8 +59,8 @@ class Grammars:
             return
         tried = f'{head}{start}"{_WORD}" {rest}'
         body = {"prompt": ".", "n_predict": 4, "temperature": 0, "grammar": tried, "stream": True}
-        with closing(self._server.stream(body)) as answers:
-            text = "".join(answer["choices"][0]["text"] for answer in answers)
+        with closing(self._server.stream(body)) as parts:
+            text = "".join(one["choices"][0]["text"] for answers in parts for one in answers)
         if not text or not _WORD.startswith(text[: len(_WORD)]):
             raise _refusal("it is invalid, or has keywords that are not supported")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from clowder_aimage.content.store import BlobFiles
@@ -41,6 +42,7 @@ from clowder_aimage.model.text.language_model import (
     TextEvent,
     TextPiece,
     TextRequest,
+    join_pieces,
     require,
     require_characters,
 )
@@ -182,22 +184,37 @@ class LlamaModel:
         self, body: dict[str, Any], stream: TextStream, alternatives: int | None
     ) -> Generator[Any, None, None]:
         """Yield None when the request is accepted, then its events."""
-        with closing(self._server.stream(body)) as answers:
-            total = _prompt_tokens(next(answers))
+        with closing(self._server.stream(body)) as parts:
+            first, *rest = next(parts)
+            total = _prompt_tokens(first)
             if total >= self.context:
                 raise ContextError(total, self.context)
             yield None
-            for answer in answers:
-                yield from _feed(stream, answer, alternatives)
-                reason = answer["choices"][0]["finish_reason"]
-                timings = answer.get("timings") or {}
-                is_full = total + int(timings.get("predicted_n", 0)) >= self.context
-                if reason or stream.is_stopped or is_full:
-                    yield from stream.finish()
-                    is_ended = reason == "stop" or stream.is_stopped
-                    yield _end(stream.reason if is_ended else LENGTH, total, timings)
+            for answers in chain([rest], parts):
+                events = [*self._events(answers, stream, total, alternatives)]
+                yield from join_pieces(events)
+                if events and isinstance(events[-1], TextEnd):
                     return
         raise ModelError("llama.cpp ended without a result")
+
+    def _events(
+        self,
+        answers: Iterable[Mapping[str, Any]],
+        stream: TextStream,
+        total: int,
+        alternatives: int | None,
+    ) -> Generator[TextEvent, None, None]:
+        """Yield the events of answers up to the end; the prompt has ``total`` tokens."""
+        for answer in answers:
+            yield from _feed(stream, answer, alternatives)
+            reason = answer["choices"][0]["finish_reason"]
+            timings = answer.get("timings") or {}
+            is_full = total + int(timings.get("predicted_n", 0)) >= self.context
+            if reason or stream.is_stopped or is_full:
+                yield from stream.finish()
+                is_ended = reason == "stop" or stream.is_stopped
+                yield _end(stream.reason if is_ended else LENGTH, total, timings)
+                return
 
 
 def _template(layers: GgufLayers, facts: GgufFacts) -> ChatTemplate | None:
@@ -222,8 +239,8 @@ def _added_bos(server: LlamaServer, bos: str) -> str:
     That depends on the kind of tokenizer. The first request also reads the weights.
     """
     body = {"prompt": bos or ".", "n_predict": 1, "stream": True, "return_progress": True}
-    with closing(server.stream(body)) as answers:
-        first, *_ = answers
+    with closing(server.stream(body)) as parts:
+        (first, *_), *_ = parts
     return bos if _prompt_tokens(first) > 1 else ""
 
 

@@ -27,6 +27,7 @@ from clowder_aimage.model.text.language_model import ContextError
 
 _SILENT, _ERRORS = -1, 1  # verbosity
 _MAX_SOCKET = 100  # bytes of the path of a Unix socket
+GATHERED = 0.015  # seconds between two looks at the answers of fast texts
 _PATIENCE = 10.0  # seconds until a request ends that was cancelled
 _MAX_LOG = 500
 _LAST = b"exiting due to"
@@ -39,7 +40,7 @@ class _Call:
 
     def __init__(self, server: Any, body: dict[str, Any]) -> None:
         self.answers = SimpleQueue[dict[str, Any] | Exception | None]()
-        self.is_cancelled = False
+        self.is_cancelled = self.is_ended = False
         self._server, self._body = server, body
         # llama.cpp ends a request only between two answers, so the interpreter must not wait
         self.thread = threading.Thread(target=self._run, name="aimage-llama", daemon=True)
@@ -58,6 +59,22 @@ class _Call:
         self.answers.put(answer)
         return self.is_cancelled
 
+    def take(self) -> list[dict[str, Any]]:
+        """Return the answers since the last call, at least one; after the last ones, none.
+
+        Raises ContextError, UsageError, ModelError.
+        """
+        found: list[dict[str, Any]] = []
+        while not self.is_ended and not (found and self.answers.empty()):
+            answer = self.answers.get()
+            if isinstance(answer, Exception):
+                raise _failure(answer) from None
+            if answer is None:
+                self.is_ended = True
+            else:
+                found.append(_checked(answer))
+        return found
+
 
 class LlamaServer:
     """A loaded model. Requests may be open at once; each yields answers as they arrive.
@@ -71,10 +88,14 @@ class LlamaServer:
         server = [_start(params)]
         calls = weakref.WeakSet[_Call]()
         self._server, self._calls = server, calls
+        self._looked = 0.0  # when this thread last waited for answers
         self.close = weakref.finalize(self, _close, server, calls)  # also when the process exits
 
-    def stream(self, body: dict[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """Yield the answers to a completion; closing the generator ends it.
+    def stream(self, body: dict[str, Any]) -> Generator[list[dict[str, Any]], None, None]:
+        """Yield the answers to a completion, those together that came together.
+
+        Closing the generator ends it. Answers of a fast model are gathered: a thread that wakes for
+        each token takes the core on which llama.cpp computes the next one.
 
         Raises:
             ContextError, UsageError: The request is refused.
@@ -84,12 +105,18 @@ class LlamaServer:
         self._calls.add(call)
         call.thread.start()
         try:
-            while (answer := call.answers.get()) is not None:
-                if isinstance(answer, Exception):
-                    raise _failure(answer) from None
-                yield _checked(answer)
+            while answers := call.take():
+                yield answers
+                is_begun = "prompt_progress" not in answers[-1]  # the first token does not wait
+                if is_begun and call.answers.empty():
+                    self._gather()
         finally:
             call.is_cancelled = True
+
+    def _gather(self) -> None:
+        """Wait a moment if this thread waited for answers just before."""
+        time.sleep(max(0.0, self._looked + GATHERED - time.monotonic()))
+        self._looked = time.monotonic()
 
     def embed(self, texts: Sequence[str]) -> dict[str, Any]:
         """Return the answer with embeddings. Raises the errors of ``stream``."""

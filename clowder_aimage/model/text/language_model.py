@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Protocol
 
 from clowder_aimage.errors import UsageError
@@ -21,6 +22,8 @@ MAX_STOPS = 16
 MAX_STOP = 1024  # characters of a stop string
 MAX_ALTERNATIVES = 20  # of a token
 MAX_SEED = (1 << 64) - 1
+_IN_WORDS = {GRAMMAR: "a schema of its answers: a model in GGUF is required for one"}
+_IN_WORDS |= {EMBEDDING: "embeddings", LOGPROBS: "log probabilities"}
 _TEXTS, _CHARACTERS = 16, 4096  # that are embedded at once, if more than one text
 
 
@@ -156,6 +159,17 @@ class TextEnd:
 TextEvent = TextPiece | ToolCall | TextEnd
 
 
+def join_pieces(events: Iterable[TextEvent]) -> Iterator[TextEvent]:
+    """Yield the events with one piece in place of those of one kind that follow each other."""
+    for kind, found in groupby(events, lambda it: isinstance(it, TextPiece) and it.kind):
+        if not kind:
+            yield from found
+            continue
+        pieces = [piece for piece in found if isinstance(piece, TextPiece)]
+        tokens = tuple(token for piece in pieces for token in piece.tokens)
+        yield TextPiece("".join(piece.text for piece in pieces), kind, tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
     """Texts whose embeddings are requested."""
@@ -261,6 +275,7 @@ def require_characters(text: str) -> None:
 def require(capabilities: Sequence[str] | frozenset[str], wanted: str, field_: str) -> None:
     """Raise UsageError, with the field of the request as a fact, if ``wanted`` is missing."""
     if wanted not in capabilities:
-        error = UsageError(f"the model does not support {wanted}")
+        what = _IN_WORDS.get(wanted, wanted)
+        error = UsageError(f"the model does not support {what}")
         error.facts["field"] = field_
         raise error

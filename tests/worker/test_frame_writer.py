@@ -1,0 +1,86 @@
+"""Frames of a model process: pieces of fast texts are joined, and none waits for long."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+
+from clowder_aimage.engine import frame
+from clowder_aimage.engine.frame_writer import GATHERED, FrameWriter
+from clowder_aimage.model.text.language_model import TextPiece, Token
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def read(target: io.BytesIO) -> list[tuple[object, ...]]:
+    """Return the kind, the request and the text of each frame."""
+    target.seek(0)
+    found: list[tuple[object, ...]] = []
+    while (one := frame.read(target)) is not None:
+        found.append((one[0]["is"], one[0]["id"], one[0].get("text")))
+    return found
+
+
+def test_pieces_that_follow_soon_are_joined_and_the_first_one_does_not_wait() -> None:
+    target, clock = io.BytesIO(), Clock()
+    writer = FrameWriter(target, clock)
+    writer.write_piece(1, TextPiece("a"))
+    assert read(target) == [("piece", 1, "a")]
+    writer.write_piece(1, TextPiece("b"))
+    writer.write_piece(1, TextPiece("c"))
+    assert len(read(target)) == 1
+    writer.write_piece(2, TextPiece("x"))  # the first one of another text
+    assert read(target)[1:] == [("piece", 1, "bc"), ("piece", 2, "x")]
+    clock.now += 2 * GATHERED
+    writer.write_piece(1, TextPiece("d"))
+    assert read(target)[3:] == [("piece", 1, "d")]
+
+
+def test_thoughts_are_not_joined_to_the_answer_and_keep_their_tokens() -> None:
+    target = io.BytesIO()
+    writer = FrameWriter(target, Clock())
+    one, two = Token("a", (97,), -0.5), Token("b", (98,), -1.5, (Token("c", (99,), -2.0),))
+    writer.write_piece(1, TextPiece("-"))
+    for piece in (
+        TextPiece("hm", "thinking"),
+        TextPiece("a", tokens=(one,)),
+        TextPiece("b", tokens=(two,)),
+    ):
+        writer.write_piece(1, piece)
+    writer.write({"is": "end", "id": 1})
+    target.seek(0)
+    _, (thought, _), (text, _), (end, _) = (frame.read(target) or ({}, b"") for _ in range(4))
+    assert (thought["kind"], thought["text"], thought["tokens"]) == ("thinking", "hm", [])
+    assert (text["kind"], text["text"], end["is"]) == ("content", "ab", "end")
+    assert tuple(map(Token.from_json, text["tokens"])) == (one, two)
+
+
+def test_a_new_text_with_the_number_of_one_that_has_ended_begins_at_once() -> None:
+    target = io.BytesIO()
+    writer = FrameWriter(target, Clock())
+    for kind in ("done", "error"):
+        writer.write_piece(1, TextPiece("a"))
+        writer.write({"is": kind, "id": 1})
+    assert [one[0] for one in read(target)] == ["piece", "done", "piece", "error"]
+
+
+def test_a_piece_that_is_held_back_is_written_while_the_model_computes() -> None:
+    inner, outer = os.pipe()
+    with os.fdopen(inner, "rb") as source, os.fdopen(outer, "wb", buffering=0) as target:
+        writer = FrameWriter(target, Clock())  # time does not pass for the writer
+        thread = threading.Thread(target=writer.write_in_time, daemon=True)
+        thread.start()
+        for text in ("a", "b"):
+            writer.write_piece(1, TextPiece(text))
+            found = frame.read(source)
+            assert found is not None and found[0]["text"] == text
+        source.close()  # as when the worker exits
+        writer.write_piece(1, TextPiece("c"))
+        thread.join(10)
+        assert not thread.is_alive()
