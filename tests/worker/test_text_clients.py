@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -182,15 +183,19 @@ def test_streams_go_on_after_a_crash_of_their_process(
     path = made if kind == "directory" else write_gguf(tmp_path / "a.gguf", made)
     worker.aimage("create", "-q", kind, path)
 
+    other = threading.Event()  # the second text has begun: a crash with one text is its error
+
     def write(seed: int, crash: Callable[[], None] | None = None) -> str:
         found = ""
-        body = {"model": kind, "prompt": PROMPTS[seed], "max_tokens": 200, "seed": seed}
+        body = {"model": kind, "prompt": PROMPTS[seed], "max_tokens": 400, "seed": seed}
         # llama.cpp rounds otherwise when it computes two texts at once: a drawn token may differ
         body["temperature"] = 1 if kind == "directory" else 0
         with client.completions.create(**body, stream=True) as parts:
             for part in parts:
                 found += part.choices[0].text
-                if crash is not None and len(found) > 20:
+                if seed == 2:
+                    other.set()
+                if crash is not None and found and other.wait(10):
                     crash()
                     crash = None
         return found
@@ -201,6 +206,7 @@ def test_streams_go_on_after_a_crash_of_their_process(
             os.kill(pid, signal.SIGSEGV)
 
     expected = [write(seed) for seed in (1, 2)]
+    other.clear()
     with ThreadPoolExecutor(2) as pool:
         texts = pool.map(write, (1, 2), (crash, None))
         assert [*texts] == expected
