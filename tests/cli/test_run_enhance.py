@@ -10,7 +10,7 @@ import click
 import pytest
 
 from clowder_aimage import generate
-from clowder_aimage.cli.console.option import META
+from clowder_aimage.cli.console.output import META
 from clowder_aimage.cli.text.enhance_option import LocalEnhancer
 from clowder_aimage.engine import machine
 from clowder_aimage.errors import ModelError

@@ -56,10 +56,7 @@ def is_enhanced(values: Mapping[str, Any]) -> bool:
 
 
 def to_worker(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a request to a worker, which has a language model of its own.
-
-    Raises as ``_instruction``.
-    """
+    """Return the fields of a request to a worker. Raises as ``_instruction``."""
     if not is_enhanced(values):
         return {}
     sent: dict[str, Any] = {"enhance": str(values["enhancer"]) if values["enhancer"] else True}
