@@ -2,13 +2,14 @@
 
 import { html, useEffect, useState } from './html.js';
 import { Button, Choice, Dialog, Empty, IconButton } from './controls.js';
+import { Fleet } from './fleet_panel.js';
 import { Fuse, Quantize } from './job_form.js';
 import { Jobs } from './jobs.js';
 import { bytes, t } from './lang.js';
 import { Meters } from './meter.js';
 import { Pulls, pull, pulls } from './pulls.js';
 import { Referrers } from './referrers.js';
-import { loaded, online, scopes } from './state.js';
+import { loaded, online, scopes, worker } from './state.js';
 import { doing, load, look, placeOf, removeName, stock, unload } from './stock.js';
 
 const PAUSE = 5000; // milliseconds between two questions
@@ -19,21 +20,23 @@ const FEW = 6; // entries that are shown without a search
 
 export function Models() {
   const [dialog, setDialog] = useState(null); // {Part, one}
+  const isFleet = Boolean(worker.value?.fleet); // which has no store of its own
   useEffect(() => {
+    if (isFleet || !worker.value) return undefined;
     look();
     const timer = setInterval(() => document.visibilityState === 'visible' && online.value && look(), PAUSE);
     return () => clearInterval(timer);
-  }, [online.value, loaded.value.length]);
+  }, [online.value, loaded.value.length, isFleet, !worker.value]);
   const isAdmin = scopes.value.admin;
   return html`<div class="models">
     <h1 class="hidden-text">${t('tab.models')}</h1>
     <div class="models-side">
       <${Meters} />
       ${isAdmin && html`<${Pulls} />`}
-      <${Jobs} />
+      ${!isFleet && html`<${Jobs} />`}
       ${!isAdmin && html`<p class="dim models-note">${t('models.readOnly')}</p>`}
     </div>
-    <${Stock} onDialog=${setDialog} />
+    ${isFleet ? html`<${Fleet} />` : html`<${Stock} onDialog=${setDialog} />`}
     ${dialog && html`<${dialog.Part} one=${dialog.one} onClose=${() => setDialog(null)} />`}
   </div>`;
 }

@@ -461,6 +461,13 @@ export const de = {
   'referrers.kind.aimage': 'AImage',
   'referrers.kind.other': 'Anderes Artefakt',
   // jobs
+  'fleet.title': 'Flotte {name}',
+  'fleet.jobs': '{n} Aufträge',
+  'fleet.rate': '{n} Aufträge pro Minute',
+  'fleet.loaded': '{name} (im Speicher)',
+  'fleet.draining': 'nimmt keine Aufträge',
+  'fleet.running': '{n} von {most} in Arbeit',
+
   'jobs.title': 'Aufträge',
   'jobs.name': 'Name des Ergebnisses',
   'jobs.begin': 'Beginnen',

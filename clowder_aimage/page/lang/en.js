@@ -461,6 +461,13 @@ export const en = {
   'referrers.kind.aimage': 'AImage',
   'referrers.kind.other': 'Other artifact',
   // jobs
+  'fleet.title': 'Fleet {name}',
+  'fleet.jobs': '{n} jobs',
+  'fleet.rate': '{n} jobs per minute',
+  'fleet.loaded': '{name} (in memory)',
+  'fleet.draining': 'takes no jobs',
+  'fleet.running': '{n} of {most} at work',
+
   'jobs.title': 'Jobs',
   'jobs.name': 'Name of the result',
   'jobs.begin': 'Begin',
