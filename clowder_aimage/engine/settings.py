@@ -34,6 +34,7 @@ _URL = re.compile(
     r"https?://([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
     r"(/[A-Za-z0-9._~!$&'()*+,;=:%-]+)*"
 )
+_DEVICE = re.compile(r"cpu|mps|cuda(:[0-9]{1,3})?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
 
@@ -114,6 +115,12 @@ def _inputs(value: object) -> object:
     return InputHosts.parse(map(str, found)).entries if isinstance(found, tuple | list) else found
 
 
+def _device(value: object) -> object:
+    if value is not None and _DEVICE.fullmatch(str(value)) is None:
+        raise ValueError(f"unknown device {value!r}: use cuda, cuda:1 and so on, mps or cpu")
+    return value
+
+
 def _reference(value: object) -> str:
     try:
         Reference.parse(str(value))
@@ -189,7 +196,7 @@ class Settings(ServerSettings):
     backends: Annotated[dict[Name, Literal["auto", "mlx", "torch"]], _BACKENDS] = {}
     compile: bool = False
     attention: str | None = None
-    device: str | None = Field(default=None, pattern=r"^(cpu|mps|cuda(:[0-9]{1,3})?)$")
+    device: Annotated[str | None, BeforeValidator(_device)] = None
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
     first: Annotated[str | None, BeforeValidator(lambda text: parse_precision(str(text)))] = None
     lora_dir: Path | None = None

@@ -179,6 +179,7 @@ def test_the_public_url_is_read_from_options_and_file(file: Path, said: str, url
         ({"aliases": "x=Tiny"}, {}, "invalid reference 'Tiny'"),
         ({"default_model": "Tiny"}, {}, "--default-model: invalid reference 'Tiny'"),
         ({"dtype": "float16"}, {}, "--dtype: Input should be 'float32'"),
+        ({"device": "gpu"}, {}, "--device: unknown device 'gpu': use cuda, cuda:1 and so on"),
         ({"memory": "much"}, {}, "--memory: invalid size 'much': expected a value such as"),
         ({"memory": "-1"}, {}, "--memory: invalid size '-1'"),
         (
