@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -399,6 +400,60 @@ def test_a_full_queue_refuses_and_loses_nothing(play: Play) -> None:
     play(scene)
 
 
+async def run_batch(fleet: FleetRun, begin: str, end: str, *prompts: str) -> list[str]:
+    """Begin a batch at a gateway, and return the first words of its output at another one."""
+    line = {"method": "POST", "url": PICTURES}
+    lines = (
+        {**line, "custom_id": one, "body": {"model": "tiny", "prompt": one}} for one in prompts
+    )
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", "\n".join(map(json.dumps, lines)), filename="in.jsonl")
+    async with fleet.session.post(f"{begin}/v1/files", data=form) as answer:
+        assert answer.status == 200, await answer.text()
+        name = (await answer.json())["id"]
+    body = {"input_file_id": name, "endpoint": PICTURES, "completion_window": "24h"}
+    async with fleet.session.post(f"{begin}/v1/batches", json=body) as answer:
+        batch = await answer.json()
+
+    async def is_over() -> bool:
+        async with fleet.session.get(f"{end}/v1/batches/{batch['id']}") as answer:
+            batch.update(await answer.json())
+            return batch["status"] == "completed"
+
+    await until(is_over)
+    async with fleet.session.get(f"{end}/v1/files/{batch['output_file_id']}/content") as answer:
+        found = [json.loads(each) for each in (await answer.text()).splitlines()]
+    async with fleet.session.delete(f"{end}/v1/files/{name}") as answer:
+        assert (await answer.json())["deleted"]
+    made = [each["response"]["body"]["data"][0]["b64_json"] for each in found]
+    return sorted(text.rpartition(" ")[0] for text in made)
+
+
+def test_a_batch_goes_on_at_another_gateway(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        begun, may_go = asyncio.Event(), asyncio.Event()
+
+        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            if body["prompt"] == "b":
+                begun.set()
+                await may_go.wait()
+            return await prompt_as_picture(request, body)
+
+        role = ScriptedRole(slow)
+        async with AsyncExitStack() as stack, fleet.gateway() as other, fleet.worker("w1", role):
+            first = await stack.enter_async_context(fleet.gateway())
+            await fleet.know(first, 1)
+            await fleet.know(other, 1)
+            running = asyncio.create_task(run_batch(fleet, first, other, "a", "b", "c"))
+            await begun.wait()
+            await stack.aclose()  # the gateway that runs the batch
+            may_go.set()
+            assert await running == ["a", "b", "c"]
+            assert sorted(role.served) == ["a", "b", "c"]
+
+    play(scene)
+
+
 def test_the_shipped_configuration_allows_what_a_fleet_does(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,6 +473,7 @@ def test_the_shipped_configuration_allows_what_a_fleet_does(
             assert (await fleet.ask(url, "a dog", unknown="x" * 900_000))[0] == 200
             async with fleet.session.get(f"{url}/v1/models/x") as answer:
                 assert answer.status == 404  # of the scripted worker, which was asked
+            assert (await run_batch(fleet, url, url, "a fox")) == ["a fox"]
             assert (await fleet.status(url))["jobs"] == 0
             link = fleet.operator()
             async with link.open():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,12 +14,14 @@ from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.fleet.continuation import NDJSON, SSE, Continuation, is_stream
 from clowder_aimage.fleet.fair_line import FairLine
 from clowder_aimage.fleet.fleet_job import FleetJob
+from clowder_aimage.fleet.fleet_link import GATEWAY, FleetAccess, FleetLink
 from clowder_aimage.fleet.fleet_name import BATCH, INTERACTIVE, FleetNames
 from clowder_aimage.fleet.job_choice import ELSEWHERE, ON_DISK, JobChoice, to_load, to_repeat
 from clowder_aimage.fleet.job_frame import BEGIN, DATA, RELEASED, Attempt, Frame
 from clowder_aimage.fleet.job_reader import FrameOrder
 from clowder_aimage.fleet.room import Room
 from clowder_aimage.fleet.worker_card import Roster, WorkerCard
+from clowder_aimage.http.api_error import ApiError
 
 A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
 
@@ -314,3 +317,16 @@ def test_errors_have_the_form_of_the_stream() -> None:
         "code": "x",
     }
     assert is_stream("text/event-stream; charset=utf-8") and not is_stream("application/json")
+
+
+def test_a_server_of_an_old_version_is_named() -> None:
+    async def check() -> None:
+        link = FleetLink(FleetAccess(("nats://127.0.0.1:1",)), GATEWAY)
+        version = SimpleNamespace(major=2, minor=8)
+        link._client = SimpleNamespace(is_connected=True, connected_server_version=version)  # type: ignore[assignment]
+        await link._verify()
+        with pytest.raises(ApiError, match=r"2\.9 is needed") as caught:
+            link.check()
+        assert caught.value.status == 503 and caught.value.headers["Retry-After"]
+
+    asyncio.run(check())
