@@ -106,3 +106,17 @@ def test_another_file_is_not_taken_for_results(tmp_path: Path) -> None:
         in here("batch", tmp_path / "b.jsonl", "-o", tmp_path / "b.jsonl", code=2).err
     )
     assert "no such file" in here("batch", tmp_path / "none.jsonl", code=3).err
+
+
+def test_pictures_of_a_batch_are_pushed_by_the_worker(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text(line("a", prompt="x") + line("b", prompt="y"))
+    with ScriptedWorker(BatchWorker().script).running() as worker:
+        here = Aimage(tmp_path, tmp_path / "store", {"AIMAGE_HOST": worker.host})
+        here("batch", tmp_path / "b.jsonl", "--push", "localhost:1/team/foxes")
+        pushed = {each.value["prompt"]: each.value["output"]["push"] for each in worker.asked}
+    assert pushed == {"x": "localhost:1/team/foxes:a", "y": "localhost:1/team/foxes:b"}
+    (tmp_path / "c.jsonl").write_text(line("not a tag", prompt="x"))
+    assert (
+        "not a tag"
+        in here("batch", tmp_path / "c.jsonl", "--push", "localhost:1/foxes", code=2).err
+    )

@@ -21,7 +21,7 @@ from clowder_aimage.cli.console.remote_worker import refuse_options, worker
 from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.engine.batch_line import BatchRequest, batch_key, read_line
 from clowder_aimage.errors import AImageError, FormatError, NetworkError, NotFoundError, UsageError
-from clowder_aimage.oci import read_json
+from clowder_aimage.oci import Reference, read_json
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
@@ -42,16 +42,21 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="Number of requests at the same time.",
 )
 @click.option("--retry-failed", is_flag=True, help="Send requests again that failed before.")
+@click.option("--push", metavar="REPO", help="Push pictures too, each as REPO:CUSTOM_ID.")
 @verbose_option
-def batch(file: Path, output: Path | None, parallel: int, retry_failed: bool) -> None:
+def batch(
+    file: Path, output: Path | None, parallel: int, retry_failed: bool, push: str | None
+) -> None:
     """Send the requests in FILE to a worker or a gateway, and write the results.
 
     FILE and the results have the JSON lines of OpenAI's batch API. Requests whose results are there
     are not sent again, so an interrupted batch is continued by the same command. The worker is the
     one in AIMAGE_HOST, or the one at 127.0.0.1:11434.
     """
-    refuse_options("the models are those of the worker", but=("output", "parallel", "retry_failed"))
-    requests = list(read_batch(file))
+    refuse_options(
+        "the models are those of the worker", but=("output", "parallel", "retry_failed", "push")
+    )
+    requests = [_pushed(each, push) if push else each for each in read_batch(file)]
     target = output or file.with_suffix(".results.jsonl")
     done = read_results(target, without_failed=retry_failed)
     salt = secrets.token_hex(8) if retry_failed else ""  # not the response that is kept
@@ -69,6 +74,15 @@ def batch(file: Path, output: Path | None, parallel: int, retry_failed: bool) ->
         named = ", ".join(failed[:10]) + (f" and {len(failed) - 10} more" if failed[10:] else "")
         message = f"{plural(len(failed), 'request')} of {len(requests)} failed: {named}"
         raise AImageError(message, hint="send them again with --retry-failed")
+
+
+def _pushed(request: BatchRequest, repository: str) -> BatchRequest:
+    """Return a request whose pictures are pushed to a repository too. Raises UsageError."""
+    reference = Reference.parse(f"{repository}:{request.custom_id}")
+    if not request.url.startswith("/v1/images/"):
+        raise UsageError(f"{request.custom_id} makes no picture that can be pushed")
+    body = {"output": {"push": str(reference)}, **request.body}
+    return replace(request, body=body, key=batch_key(f"{request.key} {reference}".encode()))
 
 
 def read_batch(file: Path) -> Iterator[BatchRequest]:
