@@ -151,6 +151,32 @@ def test_malformed_uploads_are_refused(client: Any, worker: LocalWorker) -> None
     assert answer_to(asked)[0] == 415
 
 
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("order=up", "order"), ("limit=0", "limit"), ("limit=x", "limit"), ("after=file-1", "after")],
+)
+def test_malformed_lists_are_refused(worker: LocalWorker, query: str, param: str) -> None:
+    status, _, body = answer_to(urllib.request.Request(f"{worker.url}/v1/files?{query}"))
+    assert (status, json.loads(body)["error"]["param"]) == (400, param)
+
+
+def test_malformed_forms_are_refused(worker: LocalWorker) -> None:
+    part = '--x\r\nContent-Disposition: form-data; name="{}"{}\r\n\r\n{}\r\n'
+    file = part.format("file", '; filename="a"', "x")
+    for parts, param in (
+        (part.format("purpose", "", "batch"), "file"),
+        (file + file, "file"),
+        (file + part.format("model", "", "tiny"), "model"),
+        (file + part.format("expires_after[seconds]", "", "9999"), "expires_after"),
+        ("no form", None),
+    ):
+        data = f"{parts}--x--\r\n".encode()
+        asked = urllib.request.Request(f"{worker.url}/v1/files", data)
+        asked.add_header("Content-Type", "multipart/form-data; boundary=x")
+        status, _, body = answer_to(asked)
+        assert (status, json.loads(body)["error"]["param"]) == (400, param), parts
+
+
 def test_files_and_batches_are_those_of_a_token(worker: LocalWorker, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("".join(f"infer {text}\n" for text in OWNERS.values()))

@@ -1,0 +1,169 @@
+"""The work on batches with a scripted server: busy, lost, expired, and taken over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from clowder_aimage.api.batch import batch_run, stored_file
+from clowder_aimage.api.batch.batch_routes import BatchBody, _new_batch
+from clowder_aimage.api.batch.batch_run import BatchRunner
+from clowder_aimage.api.batch.batch_store import ChangedRecordError, DirectoryBatchStore
+from clowder_aimage.api.batch.stored_file import FileWriter, lines, records, remove_expired
+
+URL = "/v1/completions"
+
+
+class ScriptedApp:
+    """Answers each request with ``answer(prompt)``, which may raise."""
+
+    def __init__(self, answer: Callable[[str], tuple[int, bytes]]) -> None:
+        self._answer = answer
+        self.asked: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def send(self, *_: str, data: Any, **__: Any) -> AsyncIterator[Any]:
+        prompt = json.loads(data.read())["prompt"]
+        self.asked.append(prompt)
+        status, body = self._answer(prompt)
+        if status == 0:
+            await asyncio.sleep(60)
+
+        async def read() -> bytes:
+            return body
+
+        yield SimpleNamespace(status=status, headers={}, read=read)
+
+
+async def add(store: DirectoryBatchStore, *prompts: str, now: int = 1 << 40) -> str:
+    writer = FileWriter(store)
+    for one in prompts:
+        line = {"custom_id": one, "url": URL, "body": {"prompt": one}}
+        await writer.write(json.dumps(line).encode() + b"\n")
+    file = await writer.end("in.jsonl", "")
+    body = BatchBody(input_file_id=file["id"], endpoint=URL, completion_window="24h")
+    batch = _new_batch(body, now)
+    record: dict[str, Any] = {"owner": "", "object": batch, "scope": "infer", "caller": ""}
+    record |= {"host": "h", "keep": 3600, "runner": None, "outputs": [], "errors": []}
+    record |= {"pieces": writer.pieces, "sizes": {"outputs": 0, "errors": 0}}
+    await store.write(batch["id"], record, 0)
+    return str(batch["id"])
+
+
+async def ended(store: DirectoryBatchStore, name: str) -> dict[str, Any]:
+    while True:
+        found = await store.read(name)
+        assert found is not None
+        if found[0]["object"]["status"] in batch_run.OVER:
+            return found[0]
+        await asyncio.sleep(0.01)
+
+
+async def written(store: DirectoryBatchStore, pieces: list[str]) -> dict[str, Any]:
+    found = [json.loads(line) async for line in lines(store, pieces)]
+    return {one["custom_id"]: one for one in found}
+
+
+@contextlib.asynccontextmanager
+async def running(runner: BatchRunner) -> AsyncIterator[None]:
+    task = asyncio.create_task(runner.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def play(scene: Coroutine[Any, Any, None]) -> None:
+    async def run() -> None:
+        async with asyncio.timeout(20):
+            await scene
+
+    asyncio.run(run())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_run, "BEAT", 0.01)
+    monkeypatch.setattr(batch_run, "PAUSE", 0.001)
+
+
+def test_a_busy_server_is_asked_again_and_a_lost_connection_is_an_error(tmp_path: Path) -> None:
+    tried = dict[str, int]()
+
+    def answer(prompt: str) -> tuple[int, bytes]:
+        tried[prompt] = tried.get(prompt, 0) + 1
+        if prompt == "lost":
+            raise aiohttp.ClientConnectionError("reset")
+        return (503, b"") if tried[prompt] == 1 else (200, b"no JSON")
+
+    async def scene() -> None:
+        store = DirectoryBatchStore(tmp_path)
+        name = await add(store, "busy", "lost")
+        async with running(BatchRunner(store, ScriptedApp(answer), lambda: 2)):  # type: ignore[arg-type]
+            record = await ended(store, name)
+        assert record["object"]["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+        good, bad = [await written(store, record[kind]) for kind in ("outputs", "errors")]
+        assert good["busy"]["response"]["body"] == "no JSON"
+        assert bad["lost"]["error"] == {"code": "connection_lost", "message": "reset"}
+        assert tried == {"busy": 2, "lost": batch_run.RETRIES + 1}
+
+    play(scene())
+
+
+def test_a_batch_of_a_server_that_has_gone_goes_on(tmp_path: Path) -> None:
+    async def scene() -> None:
+        store, now = DirectoryBatchStore(tmp_path), [0.0]
+        name = await add(store, "a", "b")
+        first = ScriptedApp(lambda prompt: (200 if prompt == "a" else 0, b"{}"))
+        async with running(BatchRunner(store, first, lambda: 2)):  # type: ignore[arg-type]
+            while not (found := await store.read(name)) or not found[0]["outputs"]:
+                await asyncio.sleep(0.01)
+        record, revision = (await store.read(name)) or ({}, 0)
+        assert record["runner"] is None  # it said that it ends
+        await store.write(name, {**record, "runner": "killed"}, revision)
+        with pytest.raises(ChangedRecordError):
+            await store.write(name, record, revision)
+        other = ScriptedApp(lambda _: (200, b"{}"))
+        clock = lambda: now[0]  # noqa: E731
+        async with running(BatchRunner(store, other, lambda: 2, clock)):  # type: ignore[arg-type]
+            await asyncio.sleep(0.05)
+            assert not other.asked
+            now[0] += batch_run.STALE
+            record = await ended(store, name)
+        assert (record["object"]["status"], other.asked) == ("completed", ["b"])
+        assert set(await written(store, record["outputs"])) == {"a", "b"}
+
+    play(scene())
+
+
+def test_what_is_not_answered_in_time_has_expired_and_is_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_file, "PIECE", 100)
+
+    async def scene() -> None:
+        store = DirectoryBatchStore(tmp_path)
+        name = await add(store, "a" * 90, "b", now=0)
+        never = ScriptedApp(lambda _: (0, b""))
+        async with running(BatchRunner(store, never, lambda: 1)):  # type: ignore[arg-type]
+            record = await ended(store, name)
+        assert record["object"]["status"] == "expired" and len(record["pieces"]) > 1
+        assert {
+            one["error"]["code"] for one in (await written(store, record["errors"])).values()
+        } == {"batch_expired"}
+        assert len(await records(store, "file-")) == 2
+        monkeypatch.setattr(time, "time", lambda: 1e11)
+        await remove_expired(store)
+        assert not await store.ids() and not list(tmp_path.rglob("*.piece"))
+
+    play(scene())
