@@ -5,7 +5,6 @@ import { forgetDrafts, keepDraft, readDraft } from './gallery_store.js';
 import { t } from './lang.js';
 import { NO_MASK, TWICE } from './picture_enlargement.js';
 import { parsedFacts, pngFacts } from './png_facts.js';
-import { parametersFacts } from './parameters_text.js';
 import { checkedFacts } from './setting.js';
 import { change, chosen, draft, EMPTY, models, notice, show } from './state.js';
 import { read, readTab, write, writeTab } from './storage.js';
@@ -158,20 +157,20 @@ export function loadSettings(facts, inputs, name) {
   }
 }
 
-/** Return the facts in the bytes of a JPEG or WebP file, or null. Its reader is loaded when it is needed. */
-async function exifFacts(bytes) {
-  const { exifText } = await import('./exif_facts.js');
+/** Return the facts of a JPEG or WebP file, or of another program, or null. The readers are loaded when they are needed. */
+async function otherFacts(bytes) {
   try {
-    return parsedFacts(exifText(bytes) || 'null');
+    const [{ exifText }, { parametersFacts }] = await Promise.all([import('./exif_facts.js'), import('./parameters_text.js')]);
+    return parsedFacts(exifText(bytes) || 'null') ?? (await parametersFacts(bytes));
   } catch {
-    return null; // of another program
+    return null; // not ours, or the worker does not answer
   }
 }
 
 /** Take a file that was dropped or pasted: its settings if it states them, else as a picture. */
 export async function takeFile(file) {
   const bytes = await file.arrayBuffer();
-  const facts = (await pngFacts(bytes)) ?? (await exifFacts(bytes)) ?? (await parametersFacts(bytes));
+  const facts = (await pngFacts(bytes)) ?? (await otherFacts(bytes));
   const name = file.name || t('pictures.pasted');
   if (facts && Object.keys(checkedFacts(facts)).length) return loadSettings(facts, {}, name);
   try {

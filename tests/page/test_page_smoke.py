@@ -1,4 +1,4 @@
-"""The page opens in a browser and makes a picture."""
+"""The page opens in a browser and shows its form."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ export const de = {
   // frame
   'header.skip': 'Zum Inhalt springen',
   'header.parts': 'Teile der Seite',
-  'header.language': 'Sprache: {name} ({code})',
+  'header.language': '{code} – Sprache: {name}',
   'header.light': 'Helle Farben',
   'header.dark': 'Dunkle Farben',
   'tab.make': 'Erzeugen',
@@ -169,7 +169,7 @@ export const de = {
   'pictures.dropAnywhere': 'Bild ablegen, um seine Einstellungen zu laden',
   // enlargement
   'enlarge.title': 'Vergrößern',
-  'enlarge.not': 'Nicht',
+  'enlarge.not': 'Nein',
   'enlarge.expand': 'Rundum malen',
   'enlarge.upscale': 'Mehr Pixel',
   'enlarge.expandHint': 'Das Modell malt, was um das Bild herum ist.',

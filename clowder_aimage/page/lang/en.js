@@ -4,7 +4,7 @@ export const en = {
   // frame
   'header.skip': 'Skip to the content',
   'header.parts': 'Parts of the page',
-  'header.language': 'Language: {name} ({code})',
+  'header.language': '{code} – Language: {name}',
   'header.light': 'Light colours',
   'header.dark': 'Dark colours',
   'tab.make': 'Make',
@@ -169,7 +169,7 @@ export const en = {
   'pictures.dropAnywhere': 'Drop the picture to load its settings',
   // enlargement
   'enlarge.title': 'Enlarge',
-  'enlarge.not': 'Not',
+  'enlarge.not': 'No',
   'enlarge.expand': 'Paint around it',
   'enlarge.upscale': 'More pixels',
   'enlarge.expandHint': 'The model paints what is around the picture.',
