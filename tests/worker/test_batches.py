@@ -105,6 +105,9 @@ def test_a_cancelled_batch_says_what_was_not_sent(client: Any) -> None:
 
 def test_files_are_listed_paged_and_deleted(client: Any) -> None:
     files = [upload(client, line("a")) for _ in range(3)]
+    for call in (client.batches.retrieve, client.batches.cancel):
+        with pytest.raises(openai.NotFoundError, match="no such batch"):
+            call(files[0].id)
     assert client.files.retrieve(files[0].id).bytes == len(line("a"))
     found = [each.id for each in client.files.list(purpose="batch", limit=2)]  # follows pages
     assert {one.id for one in files} <= set(found) and len(found) == len(set(found))

@@ -141,7 +141,8 @@ class BatchRoutes:
         return _page(request, listed, most=10_000)
 
     async def _own(self, request: web.Request) -> tuple[Record, int]:
-        return await read_own(self._store, request.match_info["id"], _owner(request))
+        kind = "batch" if request.path.startswith("/v1/batches/") else "file"
+        return await read_own(self._store, request.match_info["id"], _owner(request), kind)
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         return web.json_response((await self._own(request))[0]["object"])
@@ -176,7 +177,7 @@ class BatchRoutes:
         fields = read_object(await request.read())
         body = check_ignored(check_fields(fields, BatchBody), strict=is_strict(request))
         owner = _owner(request)
-        file, _ = await read_own(self._store, body.input_file_id, owner, "input_file_id")
+        file, _ = await read_own(self._store, body.input_file_id, owner, param="input_file_id")
         if file["object"]["purpose"] != INPUT:
             raise wrong("input_file_id", f"must be a file with the purpose {INPUT}")
         now = int(time.time())

@@ -84,11 +84,19 @@ async def add_file(
     return found
 
 
-async def read_own(store: BatchStore, id: str, owner: str, param: str = "id") -> tuple[Record, int]:  # noqa: A002
-    """Return a record of an owner and its revision. Raises ApiError (404)."""
+async def read_own(
+    store: BatchStore,
+    id: str,  # noqa: A002
+    owner: str,
+    kind: str = "file",
+    param: str = "id",
+) -> tuple[Record, int]:
+    """Return the record of a "file" or a "batch" of an owner, and its revision.
+
+    Raises ApiError (404).
+    """
     found = await store.read(id) if is_id(id) else None
-    if found is None or found[0]["owner"] != owner:
-        kind = "batch" if param == "id" and id.startswith("batch_") else "file"
+    if found is None or found[0]["owner"] != owner or found[0]["object"]["object"] != kind:
         message = f"no such {kind}: {id[:60]!a}"
         raise ApiError(404, message, code=f"{kind}_not_found", param=param)
     return found
