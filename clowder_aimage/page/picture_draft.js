@@ -25,12 +25,13 @@ export function mostImages(name) {
 export function usedDraft(draft) {
   const isEdit = draft.images.length > 0 && mostImages(draft.model) > 1;
   if (isEdit) return { ...draft, ...OF_REFERENCES };
-  const ofMask = draft.images.length && draft.mask ? {} : { ...NO_MASK, feather: null };
+  const ofMask = draft.images.length && draft.mask ? {} : UNMASKED;
   const size = draft.expand && draft.images.length ? { width: null, height: null } : {};
   return { ...draft, ...ofMask, ...size };
 }
 
-const OF_REFERENCES = { ...NO_MASK, strength: null, fine: false, fit: null, expand: null, upscale: null, control: null };
+const UNMASKED = { ...NO_MASK, feather: null };
+const OF_REFERENCES = { ...UNMASKED, strength: null, fine: false, fit: null, expand: null, upscale: null, control: null };
 
 /** Read the pictures of this tab's draft, or of the last one, and keep them from now on. */
 export async function keepDraftPictures() {
