@@ -38,7 +38,7 @@ Draw = Callable[..., Picture]
 # A change here is a change for users: it needs an entry in CHANGELOG.md.
 SIGNATURES: dict[Any, str] = {
     create: "name path * store dtype quantize license source steps guidance progress",
-    load: "name * store registry backend dtype progress",
+    load: "name * store registry backend dtype device progress",
     pull: "name * store registry components include progress",
     push: "name * store registry dialect progress",
     Store: "path",

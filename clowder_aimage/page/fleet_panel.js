@@ -21,7 +21,7 @@ export function Fleet() {
   return html`<section class="panel models-stock" aria-labelledby="models-fleet">
     <h2 id="models-fleet">${t('fleet.title', { name: fleet.fleet })}</h2>
     <p class="models-facts"><span>${t('fleet.jobs', { n: fleet.jobs })}</span>
-      <span>${t('fleet.rate', { n: rate.toFixed(1) })}</span>
+      <span>${t('fleet.rate', { n: rate })}</span>
     </p>
     <ul class="models-list">${fleet.workers.map((one) => html`<${Member} key=${one.id} one=${one} />`)}</ul>
   </section>`;

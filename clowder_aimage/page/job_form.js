@@ -3,7 +3,7 @@
 import { html, useEffect, useState } from './html.js';
 import { adapters, findAdapters, LEAST, MOST, onScale, STEP } from './adapters.js';
 import { Choice, Dialog, Field, Slider, Switch } from './controls.js';
-import { t } from './lang.js';
+import { fixed, t } from './lang.js';
 import { beginJob } from './jobs.js';
 import { draft, notice } from './state.js';
 import { stock } from './stock.js';
@@ -109,6 +109,6 @@ function Choosable({ each, use, onPut, onDrop }) {
   return html`<li>
     <${Switch} label=${label} checked=${Boolean(use)} onChange=${turn} />
     ${use && html`<${Slider} label=${t('lora.weight')} min=${LEAST} max=${MOST} step=${STEP} value=${use.strength}
-      format=${(weight) => weight.toFixed(2)} onChange=${(strength) => onPut({ ...use, strength })} />`}
+      format=${fixed} onChange=${(strength) => onPut({ ...use, strength })} />`}
   </li>`;
 }

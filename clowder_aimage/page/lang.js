@@ -51,6 +51,11 @@ export function number(value, digits = 2) {
   return new Intl.NumberFormat(language.value, { maximumFractionDigits: digits }).format(value);
 }
 
+/** Return a number with two digits after the point or comma. */
+export function fixed(value) {
+  return new Intl.NumberFormat(language.value, { minimumFractionDigits: 2, maximumFractionDigits: 2 }).format(value);
+}
+
 /** Return a number of bytes in a unit of 1000, such as "7.9 MB". */
 export function bytes(value) {
   const units = ['B', 'kB', 'MB', 'GB', 'TB'];

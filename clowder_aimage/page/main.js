@@ -1,13 +1,14 @@
 // Starts the page: its frame, its tabs, and what it knows of the worker.
 
 import { html, render, signal, useEffect } from './html.js';
+import { IconButton } from './controls.js';
 import { DropAnywhere } from './drop_anywhere.js';
 import { Header } from './header.js';
 import { Make } from './make.js';
-import { Notices } from './notices.js';
+import { t } from './lang.js';
 import { keepDraftPictures } from './picture_draft.js';
 import { refresh, watch } from './refresh.js';
-import { online, scopes, tab, token, worker } from './state.js';
+import { dismiss, notices, online, scopes, tab, token, worker } from './state.js';
 import { SignIn } from './sign_in.js';
 
 const LATER = { gallery: 'Gallery', models: 'Models', chat: 'Chat' };
@@ -23,6 +24,16 @@ async function load(name) {
 /** Load the other parts, so that they are there also while the worker is not. */
 async function loadAll() {
   for (const name of Object.keys(LATER)) await load(name).catch(() => {});
+}
+
+// Messages at the edge of the page.
+function Notices() {
+  return html`<div class="notices" role="status" aria-live="polite">
+    ${notices.value.map((one) => html`<div key=${one.id} class=${`notice notice-${one.kind}`}>
+      <p>${one.text}</p>
+      <${IconButton} icon="close" size=${16} label=${t('dialog.close')} onClick=${() => dismiss(one.id)} />
+    </div>`)}
+  </div>`;
 }
 
 function Page() {

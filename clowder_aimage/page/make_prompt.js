@@ -3,7 +3,7 @@
 import { html, useState } from './html.js';
 import { Button, Dialog, Field, Fold, IconButton, Switch } from './controls.js';
 import { t } from './lang.js';
-import { forget, history } from './prompt_history.js';
+import { forget, history } from './storage.js';
 import { answersChats, change, draft, models, worker } from './state.js';
 
 export function PromptField({ value }) {

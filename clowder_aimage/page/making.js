@@ -4,11 +4,10 @@ import { effect, signal } from './html.js';
 import { ApiError, ConnectionError } from './api.js';
 import { FIELDS, generate } from './generation.js';
 import { t } from './lang.js';
-import { remember } from './prompt_history.js';
 import { refresh } from './refresh.js';
 import { inSlot } from './slot.js';
 import { change, chosen, draft, notice, online } from './state.js';
-import { readTab, writeTab } from './storage.js';
+import { readTab, remember, writeTab } from './storage.js';
 
 const MAX_SEED = 2 ** 32;
 const LONGEST = 5; // seconds between two tries: the queue may be shorter than was expected

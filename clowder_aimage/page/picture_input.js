@@ -4,7 +4,7 @@ import { html, useEffect, useId, useRef, useState } from './html.js';
 import { call, pictureUrl } from './api.js';
 import { Field, Fold, IconButton, Slider, Switch } from './controls.js';
 import { Icon } from './icons.js';
-import { t } from './lang.js';
+import { fixed, t } from './lang.js';
 import { MaskEditor } from './mask_editor.js';
 import { Enlargement, NO_MASK, useSize } from './picture_enlargement.js';
 import { mostImages, readPicture } from './picture_draft.js';
@@ -154,7 +154,7 @@ function Beginning({ value, onChange, errors }) {
   const isFitted = size && value.width && value.height && (size[0] !== value.width || size[1] !== value.height);
   return html`
     <${Slider} label=${t('pictures.strength')} hint=${t('pictures.strengthHint')} error=${errors.strength}
-      min=${0.05} max=${1} step=${0.01} value=${strength} format=${(each) => each.toFixed(2)}
+      min=${0.05} max=${1} step=${0.01} value=${strength} format=${fixed}
       onChange=${(next) => onChange({ strength: next })} />
     <${Enlargement} ...${{ value, onChange, errors, size }} />
     ${isFitted && !isEnlarged && html`<${Fit} ...${{ value, onChange, size }} />`}
@@ -209,7 +209,7 @@ function Control({ value, onChange, errors }) {
   </div>
   ${value.control && html`<${ControlNet} ...${{ value, onChange }} error=${errors.controlnet} />
     <${Slider} label=${t('pictures.controlStrength')} error=${errors.controlStrength} min=${0} max=${2} step=${0.05}
-      value=${strength} format=${(each) => each.toFixed(2)} onChange=${(next) => onChange({ controlStrength: next })} />`}`;
+      value=${strength} format=${fixed} onChange=${(next) => onChange({ controlStrength: next })} />`}`;
 }
 
 /** The name of a ControlNet; names of the store are suggested, those that look like one first. */

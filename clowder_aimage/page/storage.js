@@ -1,6 +1,7 @@
 // What the browser keeps: JSON in localStorage and sessionStorage. Both may be full or forbidden.
 
 const PREFIX = 'aimage.';
+const MOST_PROMPTS = 200;
 
 function get(place, name, otherwise) {
   try {
@@ -34,3 +35,18 @@ export const readTab = (name, otherwise = null) => get(tab, name, otherwise);
 
 /** Keep a value for this tab; return whether it was kept. */
 export const writeTab = (name, value) => set(tab, name, value);
+
+/** Return the prompts that were used, the newest first, as {prompt, negative}. */
+export const history = () => read('history', []);
+
+/** Add a prompt, or move it to the front. */
+export function remember(prompt, negative = '') {
+  if (!prompt.trim()) return;
+  const others = history().filter((one) => one.prompt !== prompt || one.negative !== negative);
+  write('history', [{ prompt, negative }, ...others].slice(0, MOST_PROMPTS));
+}
+
+/** Remove a prompt; all of them without one. */
+export function forget(prompt = null) {
+  write('history', prompt === null ? [] : history().filter((one) => one.prompt !== prompt));
+}

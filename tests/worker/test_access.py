@@ -43,10 +43,12 @@ if TYPE_CHECKING:
 ADMIN_TOKEN, INFER_TOKEN = "a" * 16, "i" * 16
 TOKENS = {ADMIN_TOKEN: ADMIN, INFER_TOKEN: INFER}
 NOT_THERE = [("GET", "/nothing"), ("POST", "/../etc/passwd"), ("PUT", "/metrics")]
-# POST routes that change nothing and so do not need the admin scope
+# Routes that change nothing but what their callers brought, and so do not need the admin scope
 IMAGES = ("generations", "edits", "variations")
 HARMLESS = {("POST", "/api/generate"), ("POST", "/api/show")}
 HARMLESS |= {("POST", f"/v1/images/{name}") for name in IMAGES}
+HARMLESS |= {("POST", path) for path in ("/v1/files", "/v1/batches", "/v1/batches/{id}/cancel")}
+HARMLESS.add(("DELETE", "/v1/files/{id}"))
 TEXTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 HARMLESS |= {("POST", path) for path in (*TEXTS, "/api/chat", "/api/embed", "/api/embeddings")}
 

@@ -204,14 +204,15 @@ def test_a_token_is_accepted_on_routes_of_its_scope_only(walk: Walk, scope: str)
             check_shape(said)
 
 
-# Open routes, and POST routes that change nothing
+# Open routes, and routes that change nothing but what their callers brought
 OPENED = {"/", "/api/version", "/docs", "/healthz", "/openapi.json", "/readyz"} | {
     picture_link.PATH + "{name}",
     *("/v1/worker", "/page/{name:.+}"),  # what the page for browsers loads first
 }
 TEXTS = {"/v1/chat/completions", "/v1/completions", "/v1/embeddings"}
 TEXTS |= {"/api/chat", "/api/embed", "/api/embeddings"}
-HARMLESS = {"/api/generate", "/api/show", *TEXTS} | {
+BATCHES = {"/v1/files", "/v1/files/{id}", "/v1/batches", "/v1/batches/{id}/cancel"}
+HARMLESS = {"/api/generate", "/api/show", *TEXTS, *BATCHES} | {
     f"/v1/images/{verb}" for verb in ("generations", "edits", "variations")
 }
 
@@ -273,6 +274,8 @@ def test_an_unsupported_method_is_405_with_allow(walk: Walk) -> None:
         assert there[said.path] <= set(said.headers["Allow"].split(", ")), said
 
 
+# Not a form; no such batch, whatever the body
+UNREAD = {"/v1/files": {400: 415, 413: 415}, "/v1/batches/x/cancel": {400: 404}}
 BODIES: list[tuple[str, bytes, int]] = [
     ("none", b"", 400),
     ("no json", b"{", 400),
@@ -301,7 +304,8 @@ def test_every_route_with_a_body_refuses_invalid_bodies(
             assert said.status == 202, said
             continue
         is_long = said.path in TEXTS and (1 << 20) < len(body) < (4 << 20)  # its model is wrong
-        assert said.status == (400 if is_long else status), said
+        expected = 400 if is_long else status
+        assert said.status == UNREAD.get(said.path, {}).get(expected, expected), said
         check_shape(said)
 
 

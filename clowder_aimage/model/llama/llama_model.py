@@ -18,6 +18,7 @@ from clowder_aimage.model.llama.gguf_check import GgufFacts, check_adapter, chec
 from clowder_aimage.model.llama.gguf_layers import GgufLayers, read_layers
 from clowder_aimage.model.llama.llama_grammar import Grammars
 from clowder_aimage.model.llama.llama_params import (
+    STEP,
     fit_context,
     gpus,
     make_params,
@@ -148,6 +149,8 @@ class LlamaModel:
         prompt, stream = self._begin(request)
         require_characters(prompt)
         body = self._params.body(request, prompt.removeprefix(self._bos))
+        # only where this module ends the text: they take 3 % of the time
+        body["timings_per_token"] = bool(request.stop or self._params.stop or self.context % STEP)
         body["preserved_tokens"] = sorted(stream.marks)  # special tokens are hidden otherwise
         if request.schema is not None:
             body["grammar"] = self._grammars.of(request.schema)

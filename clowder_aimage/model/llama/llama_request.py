@@ -63,7 +63,6 @@ class ModelParams:
             "prompt": prompt,
             "stream": True,
             "return_progress": True,
-            "timings_per_token": True,
             "n_predict": request.max_tokens or self._count("num_predict") or -1,
         }
         if request.alternatives is not None:

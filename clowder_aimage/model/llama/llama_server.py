@@ -28,6 +28,7 @@ from clowder_aimage.model.text.language_model import ContextError
 _SILENT, _ERRORS = -1, 1  # verbosity
 _MAX_SOCKET = 100  # bytes of the path of a Unix socket
 GATHERED = 0.015  # seconds between two looks at the answers of fast texts
+_UNENDED = ({"finish_reason": None},)  # the choices of an error
 _PATIENCE = 10.0  # seconds until a request ends that was cancelled
 _MAX_LOG = 500
 _LAST = b"exiting due to"
@@ -41,6 +42,7 @@ class _Call:
     def __init__(self, server: Any, body: dict[str, Any]) -> None:
         self.answers = SimpleQueue[dict[str, Any] | Exception | None]()
         self.is_cancelled = self.is_ended = False
+        self.has_last = threading.Event()  # the last answer has come
         self._server, self._body = server, body
         # llama.cpp ends a request only between two answers, so the interpreter must not wait
         self.thread = threading.Thread(target=self._run, name="aimage-llama", daemon=True)
@@ -53,10 +55,13 @@ class _Call:
         finally:
             del self._server
             self.answers.put(None)
+            self.has_last.set()
 
     def _receive(self, answer: dict[str, Any]) -> bool:
         """Accept an answer; return True to end the request."""
         self.answers.put(answer)
+        if answer.get("choices", _UNENDED)[0]["finish_reason"]:
+            self.has_last.set()
         return self.is_cancelled
 
     def take(self) -> list[dict[str, Any]]:
@@ -109,13 +114,13 @@ class LlamaServer:
                 yield answers
                 is_begun = "prompt_progress" not in answers[-1]  # the first token does not wait
                 if is_begun and call.answers.empty():
-                    self._gather()
+                    self._gather(call)
         finally:
             call.is_cancelled = True
 
-    def _gather(self) -> None:
-        """Wait a moment if this thread waited for answers just before."""
-        time.sleep(max(0.0, self._looked + GATHERED - time.monotonic()))
+    def _gather(self, call: _Call) -> None:
+        """Wait for the last answer, or a moment if this thread waited for answers just before."""
+        call.has_last.wait(max(0.0, self._looked + GATHERED - time.monotonic()))
         self._looked = time.monotonic()
 
     def embed(self, texts: Sequence[str]) -> dict[str, Any]:
