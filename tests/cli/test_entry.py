@@ -12,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from clowder_aimage import __version__
+from clowder_aimage.__main__ import main as start
 from clowder_aimage.cli.main import ALIASES, GROUPS, VERBS
 from tests.process import PROGRAM, Aimage, run
 from tests.real_registry import RealRegistry
@@ -81,6 +82,22 @@ def test_an_interrupt_while_the_program_is_imported_is_silent() -> None:
     program = _INTERRUPTED.format(module=module, error="AssertionError")
     done = run([sys.executable, "-c", program], text=True)
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_an_ignored_interrupt_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the background jobs of a shell."""
+    found = []
+    monkeypatch.setattr(
+        "clowder_aimage.cli.main.main", lambda: found.append(signal.getsignal(signal.SIGINT))
+    )
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for disposition in (signal.SIG_IGN, signal.default_int_handler):
+            signal.signal(signal.SIGINT, disposition)
+            start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found == [signal.SIG_IGN, signal.SIG_DFL]
 
 
 @pytest.mark.parametrize(("alias", "verb"), ALIASES.items())

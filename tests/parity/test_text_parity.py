@@ -133,6 +133,7 @@ def test_chat_templates_render_as_in_transformers(tmp_path: Path) -> None:
         assert prompt.tokens == tokenizer(text, add_special_tokens=False).input_ids
 
 
+@pytest.mark.slow
 def test_memory_is_flat_over_500_requests(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "m")
     layout = ImageLayout(tmp_path / "store")

@@ -46,11 +46,21 @@ def adapter(pipeline: Any, scale: float) -> LoadedAdapter:
     return LoadedAdapter(f"a{scale}", Adapter(f"a{scale}", {name: (pair,)}))
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.no_cover  # which would double the time of the compiler, a program in Python
 def test_compiled_layers_make_the_same_pictures_and_notice_adapters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    """Compiled layers share code, which ignores branches: tensors are changed."""
+    """Compiled layers share code, which ignores branches: tensors are changed.
+
+    Inductor, the default, compiles C++ for a minute; eager runs the same traced graphs.
+    """
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda module, **options: compile_module(module, **options | {"backend": backend}),
+    )
     from torch._inductor import config
 
     # in this process: each of its own for compilation imports PyTorch first

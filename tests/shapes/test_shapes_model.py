@@ -179,7 +179,7 @@ def test_int8_is_like_float32(load: Load, exact: list[quality.Pixels]) -> None:
 
 @pytest.mark.integration
 def test_bfloat16_stays_near_float32(load: Load, exact: list[quality.Pixels]) -> None:
-    found = quality.correlations(pictures(load("bfloat16"), SAMPLE), exact)
+    found = quality.correlations(pictures(load("bfloat16"), SAMPLE[::3]), exact[::3])
     assert min(found) > BFLOAT16
 
 
