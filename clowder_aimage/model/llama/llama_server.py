@@ -27,7 +27,7 @@ from clowder_aimage.model.text.language_model import ContextError
 
 _SILENT, _ERRORS = -1, 1  # verbosity
 _MAX_SOCKET = 100  # bytes of the path of a Unix socket
-GATHERED = 0.015  # seconds between two looks at the answers of fast texts
+GATHERED = 0.03  # seconds between two looks at the answers of fast texts
 _UNENDED = ({"finish_reason": None},)  # the choices of an error
 _PATIENCE = 10.0  # seconds until a request ends that was cancelled
 _MAX_LOG = 500
