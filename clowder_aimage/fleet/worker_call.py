@@ -1,6 +1,7 @@
 """Requests to the workers of a fleet without jobs: lists, and changes of stores.
 
-A list is that of all workers together, a question goes to the first that knows, a change to all.
+A list joins the lists of all workers. A request for one entry is answered by the first worker that
+has it. A change is sent to all workers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
 from clowder_aimage.oci import read_json
 
 PATIENCE = 5.0  # seconds for a list
-_WATCH = 1.0  # seconds between two looks whether a worker is still there
+_WATCH = 1.0  # seconds between two checks that a worker is still there
 _LISTS = (  # a path, its list, and what is one entry
     ("/v1/models", "data", "id", INFER),
     ("/v1/adapters", "data", "name", INFER),

@@ -1,7 +1,7 @@
-"""The work on batches: requests of a server to itself, with few at the same time.
+"""Run batches: a server sends the requests to itself, a few at the same time.
 
-A batch belongs to the server that has written its record last; another one goes on with it if that
-has not happened for a time by its own clock. What was answered before is in the stored pieces.
+A batch belongs to the server that wrote its record last. Another server continues it if the record
+has not changed for ``STALE`` seconds by its own clock. Responses so far are in the stored pieces.
 """
 
 from __future__ import annotations
