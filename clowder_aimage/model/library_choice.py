@@ -43,8 +43,8 @@ class TorchTuning:
         """Reject options that ``library`` does not have. Raises UsageError."""
         if self != TorchTuning() and library != TORCH:
             raise UsageError(
-                f"{library} does not compile, and has neither devices to choose nor other backends "
-                "of attention: these are options of torch",
+                f"{library} was selected, but a device, compilation and a backend of attention are "
+                "options of torch",
                 remedy="use_torch",
             )
 
