@@ -1,12 +1,14 @@
 """The backend PyTorch beside diffusers alone: load, a picture, and the peak of memory.
 
     python benchmarks/torch_backend.py --layers 34 --side 128 [--stored bfloat16] [--dtype bfloat16]
+    python benchmarks/torch_backend.py --layers 34 --side 128 --root DIR --measure load
     python benchmarks/torch_backend.py --full
 
 The model is a random Z-Image of 1024 channels and ``--layers`` layers. Both tools read the same
 tensors from the page cache: ``from_pretrained`` and ``to`` the device as a user calls them, with
 shards of 1 GB, and blobs of the store. Loads and peaks are of processes of their own, in turns;
-what a load imports is imported before. Pictures are made in turns in one process.
+what a load imports is imported before. Pictures are made in turns in one process. ``--measure``
+limits what is measured; the model in ``--root`` is made if it is not there, and stays.
 
 ``--full`` is the program for a GPU: Z-Image in its size is made there, created, pushed, pulled, and
 run with both backends, 1024 pixels wide. Without a GPU it runs with a small model, and says so.
@@ -44,6 +46,7 @@ from tests.parity.make_model import Dims, write
 warnings.simplefilter("ignore")
 OURS, MLX, THEIRS = "aimage torch", "aimage mlx", "diffusers"
 PROMPT = "a red fox in the snow, at dawn, by a river"
+MEASURES = ("load", "peak", "picture")
 _SMALL: dict[str, Any] = {
     "text_hidden": 64,
     "text_inter": 128,
@@ -85,6 +88,7 @@ class Tools:
     def __init__(self, options: argparse.Namespace) -> None:
         self.root, self.name = options.root, Reference.parse(options.name)
         self.side, self.steps, self.dtype = options.side, options.steps, options.dtype
+        self.measures = options.measure
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def load(self, tool: str) -> Any:
@@ -131,7 +135,7 @@ class Tools:
         return time.perf_counter() - begun, statistics.median(steps)
 
     def alone(self, tool: str) -> dict[str, float]:
-        """Load and make two pictures; return seconds and the peak of memory in MiB."""
+        """Load, and make two pictures for the peak; return seconds, and the peak in MiB."""
         known = self.root / f"{tool}.json"  # what another run of the tool imported
         for name in json.loads(known.read_text()) if known.exists() else ():
             with contextlib.suppress(Exception):  # of optional parts
@@ -142,15 +146,20 @@ class Tools:
         loaded = time.perf_counter() - begun
         late = sorted(set(sys.modules) - before)
         assert not late or not known.exists(), f"imported by the load, not before: {late}"
+        found = {"load": loaded}
+        if "peak" in self.measures:
+            found |= self._peak(tool, pipeline, loaded)
+        known.write_text(json.dumps([name for name in sys.modules if name != "__main__"]))
+        return found
+
+    def _peak(self, tool: str, pipeline: Any, loaded: float) -> dict[str, float]:
         first, _ = self.picture(tool, pipeline, 0)
         _, step = self.picture(tool, pipeline, 1)
-        known.write_text(json.dumps([name for name in sys.modules if name != "__main__"]))
         status = Path("/proc/self/status").read_text()  # ru_maxrss includes that of the parent
         peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
         if self.device == "cuda" and tool != MLX:
             peak = torch.cuda.max_memory_allocated() / (1 << 20)
-        whole = loaded + first
-        return {"load": loaded, "load and first picture": whole, "step": step, "peak MiB": peak}
+        return {"load and first picture": loaded + first, "step": step, "peak MiB": peak}
 
 
 def child(options: argparse.Namespace, tool: str) -> dict[str, float]:
@@ -158,6 +167,7 @@ def child(options: argparse.Namespace, tool: str) -> dict[str, float]:
     command = [sys.executable, __file__, "--tool", tool]
     for name in ("root", "name", "side", "steps", "dtype"):
         command += [f"--{name}", str(getattr(options, name))]
+    command += ["--measure", *options.measure]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -166,7 +176,11 @@ def child(options: argparse.Namespace, tool: str) -> dict[str, float]:
 def row(what: str, values: dict[str, list[float]]) -> None:
     medians = {tool: statistics.median(found) for tool, found in values.items()}
     ratios = [value / medians[THEIRS] for tool, value in medians.items() if tool != THEIRS]
-    cells = [f"{one:.3f}" for one in medians.values()] + [f"{one:.2f}" for one in ratios]
+    cells = [
+        f"{medians[tool]:.3f} ({min(found):.3f} to {max(found):.3f})"
+        for tool, found in values.items()
+    ]
+    cells += [f"{one:.2f}" for one in ratios]
     print(f"| {what} | {' | '.join(cells)} |", flush=True)
 
 
@@ -174,6 +188,14 @@ def compare(options: argparse.Namespace, tools: list[str]) -> None:
     """Print the table of all tools."""
     ratios = [f"ratio of {tool}" for tool in tools if tool != THEIRS]
     print(f"\n| | {' | '.join([*tools, *ratios])} |\n|---{'|---' * (2 * len(tools) - 1)}|")
+    if {"load", "peak"} & {*options.measure}:
+        compare_processes(options, tools)
+    if "picture" in options.measure and MLX not in tools:
+        compare_pictures(options, tools)
+
+
+def compare_processes(options: argparse.Namespace, tools: list[str]) -> None:
+    """Print loads and peaks of processes of their own, in turns."""
     runs: dict[str, list[dict[str, float]]] = {tool: [] for tool in tools}
     for number in range(options.repeat + 1):
         for tool in tools:
@@ -182,16 +204,19 @@ def compare(options: argparse.Namespace, tools: list[str]) -> None:
                 runs[tool].append(found)
     for what in runs[THEIRS][0]:
         row(what, {tool: [one[what] for one in runs[tool]] for tool in tools})
+
+
+def compare_pictures(options: argparse.Namespace, tools: list[str]) -> None:
+    """Print the seconds of pictures of both tools in this process, in turns."""
     both = Tools(options)
-    pipelines = {tool: both.load(tool) for tool in tools if tool != MLX}
+    pipelines = {tool: both.load(tool) for tool in tools}
     times: dict[str, list[float]] = {tool: [] for tool in pipelines}
     for seed in range(options.repeat + 1):
         for tool, pipeline in pipelines.items():
             seconds, _ = both.picture(tool, pipeline, seed)
             if seed:  # the first is a warm-up
                 times[tool].append(seconds)
-    if MLX not in tools:
-        row("picture, warm", times)
+    row("picture, warm", times)
 
 
 @contextlib.contextmanager
@@ -226,8 +251,10 @@ def timed(command: list[Any], what: str) -> None:
 def measure(options: argparse.Namespace) -> None:
     """Make the model, and print what was measured and what was not."""
     is_gpu = torch.cuda.is_available()
-    with torch.device("cuda" if is_gpu else "cpu"):
-        write(options.root / "files", 1, dims(options, is_gpu=is_gpu))
+    is_made = (options.root / "store").exists()
+    if not is_made:
+        with torch.device("cuda" if is_gpu else "cpu"):
+            write(options.root / "files", 1, dims(options, is_gpu=is_gpu))
     files = (options.root / "files").rglob("*.safetensors")
     size = sum(path.stat().st_size for path in files)
     device = torch.cuda.get_device_name() if is_gpu else "cpu"
@@ -236,7 +263,7 @@ def measure(options: argparse.Namespace) -> None:
     if options.full:
         tools = [OURS, MLX, THEIRS] if find_spec("mlx") else tools
         travel(options)
-    else:
+    elif not is_made:
         layout = ImageLayout(options.root / "store")
         create(layout, Reference.parse(options.name), options.root / "files")
     compare(options, tools)
@@ -258,7 +285,8 @@ def main() -> None:
     parser.add_argument("--stored", choices=["float32", "bfloat16"], default=usual)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=usual)
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs="+", choices=MEASURES, default=MEASURES)
+    parser.add_argument("--root", type=Path, help="the directory of the model")
     parser.add_argument("--name", default="m", help=argparse.SUPPRESS)
     parser.add_argument("--tool", help=argparse.SUPPRESS)
     options = parser.parse_args()

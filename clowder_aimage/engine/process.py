@@ -311,9 +311,9 @@ class ModelProcess:
 
 
 def _load_model(library: dict[str, Any], *place: Any, finder: Any) -> Any:
-    """Load a model with the library that the worker chose, which is its matter alone.
+    """Load a model with the options ``library`` of the worker's settings.
 
-    Raises ModelError: the library is missing, or cannot do what the worker's settings say.
+    Raises ModelError: the library is not installed, or does not support the options.
     """
     try:
         from clowder_aimage import generate
@@ -326,7 +326,8 @@ def _load_model(library: dict[str, Any], *place: Any, finder: Any) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
-        raise ModelError("this worker cannot run models: it needs the extra [mlx]") from None
+        message = "this worker cannot run models: it needs the extra [mlx] or [torch]"
+        raise ModelError(message) from None
 
 
 def _log_error(event: str, error: BaseException | None) -> None:

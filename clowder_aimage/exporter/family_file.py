@@ -65,7 +65,7 @@ def file_tensors(
         component = family.component(part.component)
         own = weights.get(part.component)
         if not own:
-            raise UsageError(f"there is no {part.component}, which the layout requires")
+            raise UsageError(f"the model has no {part.component}, which the layout requires")
         for tensor in _tensors(component, part, own, has_quantized):
             made[part.prefix + tensor.name] = replace(tensor, name=part.prefix + tensor.name)
         for weight in weights.get(EXTRA, ()):
@@ -149,8 +149,8 @@ def _stacked(
     kinds = {(weight.dtype, weight.shape) for weight in weights}
     if len(weights) != place.parts or len(kinds) != 1:
         raise FormatError(
-            f"{component.name}: the {place.parts} parts of {place.name[:200]} are not there in one "
-            "type and shape"
+            f"{component.name}: the {place.parts} parts of {place.name[:200]} are incomplete, or "
+            "differ in type or shape"
         )
     shape = (len(weights) * first.shape[0], *first.shape[1:])
     return FamilyTensor(place.name, first.dtype, shape, tuple(map(_whole, weights)))

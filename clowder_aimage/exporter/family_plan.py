@@ -64,7 +64,7 @@ class FamilyPlanner:
         weights = weights_of(read_stored(self._store, gathered, self._stated))
         kinds = {w.quantization for own in weights.values() for w in own if w.quantization}
         if len(kinds) > 1:
-            raise UsageError("weights of several quantizations are in no file of this layout")
+            raise UsageError("the layout cannot express weights of several quantizations")
         bits = next((kind.type.bits for kind in kinds), None)
         whole: list[Layer] = []
         for file in self._family.layouts[self._layout]:

@@ -153,7 +153,10 @@ Z_IMAGE = ImageFamily(
     components=(_DIT, QWEN3, VAE),
     refused=(
         (r"dec_net\.cond_embed", "a variant that computes pixels without a VAE"),
-        (r"siglip_(embedder|refiner)|siglip_pad_token", "Z-Image-Omni, which reads pictures"),
+        (
+            r"siglip_(embedder|refiner)|siglip_pad_token",
+            "Z-Image-Omni, which takes pictures as input",
+        ),
         (r"\.(qweight|wscales|smooth_factor)$", "quantized by Nunchaku (SVDQuant)"),
     ),
     layouts={
@@ -198,7 +201,7 @@ FLUX_2 = ImageFamily(
     scheduler=flux2_names.SCHEDULER,
     components=(flux2_names.TRANSFORMER, QWEN3, flux2_names.VAE),
     refused=(
-        (r"(?:^|\.)guidance_(in|embedder)\.", "FLUX.1 or FLUX.2 [dev], with guidance inside"),
+        (r"(?:^|\.)guidance_(in|embedder)\.", "FLUX.1 or FLUX.2 [dev], with guidance embeddings"),
     ),
     layouts={
         "comfyui": (

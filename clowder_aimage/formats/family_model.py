@@ -350,7 +350,7 @@ def _check_shapes(
     if missing := [name for name in expected if name not in shapes]:
         raise FormatError(f"{path} lacks {counted(missing)}", hint=model_tree.AGAIN)
     if others := [name for name in shapes if name not in expected]:
-        raise FormatError(f"{path}: {counted(others)} of no part of {family.title}")
+        raise FormatError(f"{path} has {counted(others)} that {family.title} does not have")
     for name, shape in shapes.items():
         if shape != expected[name]:
             raise FormatError(

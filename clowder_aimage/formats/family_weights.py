@@ -13,7 +13,7 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.family.component_names import ComponentNames, NamedComponent
-from clowder_aimage.family.image_family import recognise, refusal
+from clowder_aimage.family.image_family import FAMILIES, recognise, refusal
 from clowder_aimage.family.name_table import TensorPlace
 from clowder_aimage.family.tensor_change import restore
 from clowder_aimage.formats import model_tree
@@ -105,8 +105,10 @@ def _names(group: Sequence[WeightSource]) -> list[str]:
 def _components(group: Sequence[WeightSource]) -> list[FamilyWeights]:
     path, names = group[0].path, _names(group)
     if what := refusal(names):
+        titles = " or ".join(family.title for family in FAMILIES)
         raise FormatError(
-            f"{path} cannot be run: it is {what}", hint="use the model that it was made from"
+            f"{path} cannot be run: it is {what}",
+            hint=f"use a model of {titles}; instead of a quantized one, the original",
         )
     named = recognise(names)
     if not named:
@@ -152,8 +154,8 @@ def _divide(
             unknown.append(weight.name)
     if unknown:
         raise FormatError(
-            f"{path}: {counted(unknown)} of no part of the model",
-            hint="files that mix several models cannot be used",
+            f"{path} has {counted(unknown)} that the model does not have",
+            hint="a file with tensors of several models cannot be used",
         )
     return divided
 
@@ -196,8 +198,8 @@ def _weight(weight: Weight, name: str, place: TensorPlace) -> Weight:
         return plain(restore(weight.tensor, name, place))
     if place.parts > 1:
         raise FormatError(
-            f"{weight.tensor.path}: {weight.name[:200]} is quantized, and stacked from "
-            f"{place.parts} tensors",
+            f"{weight.tensor.path}: {weight.name[:200]} is quantized, and combines "
+            f"{place.parts} tensors, which cannot be separated",
             hint="use the unquantized model",
         )
     return replace(weight, name=name)

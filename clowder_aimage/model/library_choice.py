@@ -31,8 +31,8 @@ class TorchTuning:
     """Options of PyTorch alone.
 
     compile: compile the layers of transformers when they run first. attention: diffusers' name of
-    a backend of attention, such as flash or sage; None for that of PyTorch. device: PyTorch's name
-    of one, such as cuda:1; None for the best one.
+    an attention backend, such as flash or sage; None for that of PyTorch. device: PyTorch's name
+    of a device, such as cuda:1; None for the first GPU that works, else the CPU.
     """
 
     compile: bool = False
@@ -43,7 +43,7 @@ class TorchTuning:
         """Reject options that ``library`` does not have. Raises UsageError."""
         if self != TorchTuning() and library != TORCH:
             raise UsageError(
-                f"{library} was selected, but a device, compilation and a backend of attention are "
+                f"{library} was selected, but a device, compilation and an attention backend are "
                 "options of torch",
                 remedy="use_torch",
             )
@@ -60,7 +60,7 @@ def library_options(values: Mapping[str, Any]) -> dict[str, Any]:
 def choose_library(name: str | None = None, tuning: TorchTuning = NO_TUNING) -> str:
     """Return MLX or TORCH for a name; None and AUTO select one.
 
-    AUTO is MLX on macOS and wherever it is installed, except that only PyTorch sees the GPU.
+    AUTO is MLX wherever it is installed, unless only PyTorch can use the GPU.
 
     Raises:
         UsageError: The name is unknown, the library is not installed or lacks the options
@@ -108,23 +108,28 @@ def made_by(description: str) -> str:
     return name if description and _is_installed(name) else AUTO
 
 
-def unused_gpu(library: str, why: str = "") -> str | None:
+def unused_gpu(library: str, why: str) -> str | None:
     """Return a warning that a library computes on the CPU of a machine with the driver of a GPU."""
-    for file in _GPUS:
-        if Path(file).exists():
-            return f"{library} computes on the CPU, although {file} is that of a GPU{why}"
-    return None
+    file = _driver()
+    if file is None:
+        return None
+    return f"{library} computes on the CPU, although this machine has a GPU ({file}): {why}"
 
 
 @cache
 def _suited() -> str:
     found = [name for name in (MLX, TORCH) if _is_installed(name)]
     if not found:
-        raise _missing(MLX)
-    if len(found) == 1 or sys.platform == "darwin" or not any(Path(one).exists() for one in _GPUS):
+        raise _missing(MLX if _driver() is None else TORCH)
+    if len(found) == 1 or sys.platform == "darwin" or _driver() is None:
         return found[0]
     has_gpu = [name for name in found if importlib.import_module(_MODULES[name]).on_gpu()]
     return (has_gpu or found)[0]
+
+
+def _driver() -> str | None:
+    """Return the file of the driver of an NVIDIA or AMD GPU, if there is one."""
+    return next((file for file in _GPUS if Path(file).exists()), None)
 
 
 def _is_installed(name: str) -> bool:

@@ -202,7 +202,7 @@ def compare_pictures(
     """Compare the pixels of a file with those that were made; None if the sizes differ.
 
     In a lossy format they are compared as files of the same quality, and may differ by _TOLERANCE:
-    other versions of its encoder round otherwise.
+    other versions of its encoder round differently.
     """
     if pixels.shape != made.shape:
         return None

@@ -47,7 +47,7 @@ def test_options_of_pytorch_are_refused_with_their_remedies(aimage: Callable[[],
         and "select it with --backend torch" in said
     )
     said = here.process(*how, "--backend", "torch", "--attention", "flash", code=2).err
-    assert "the backend of attention flash cannot be used" in said and "flash-attn" in said
+    assert "the attention backend flash cannot be used" in said and "flash-attn" in said
 
 
 def test_a_device_that_does_not_exist_is_refused_before_anything_is_pulled(
@@ -63,7 +63,7 @@ def test_a_device_that_does_not_exist_is_refused_before_anything_is_pulled(
     said = here(*how, "--device", "gpu", code=2).err
     assert "unknown device 'gpu': use cuda, cuda:1 and so on, mps or cpu" in said
     said = here(*how[:-1], "mlx", "--device", "cpu", code=2).err
-    assert "compilation and a backend of attention are options of torch" in said
+    assert "compilation and an attention backend are options of torch" in said
     assert "select it with --backend torch" in said
 
 

@@ -51,12 +51,12 @@ def test_halves_are_exchanged_in_both_directions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({}, "there is no transformer"),
+        ({}, "the model has no transformer"),
         ({"transformer": [weight("other.weight")]}, "other.weight has no place in the layout"),
         ({"transformer": [weight(QUERY.format("q"))]}, "the 3 parts of layers.0.attention.qkv"),
         (
             {"transformer": [weight(QUERY.format(x), "I8" if x == "k" else "U8") for x in "qkv"]},
-            "are not there in one type and shape",
+            "are incomplete, or differ in type or shape",
         ),
     ],
 )

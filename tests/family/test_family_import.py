@@ -164,7 +164,7 @@ def test_other_files_are_refused(
     assert set(family.store.tags()) == names
 
 
-def test_missing_pad_tokens_are_told(family: FamilyStore, tmp_path: Path) -> None:
+def test_missing_pad_tokens_are_named(family: FamilyStore, tmp_path: Path) -> None:
     tensors = foreign_layout.mlx_transformer()
     del tensors["x_pad_token"], tensors["cap_pad_token"]
     root = shutil.copytree(family.path("mlx"), tmp_path / "mlx")

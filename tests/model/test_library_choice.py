@@ -81,6 +81,9 @@ def test_a_library_that_is_not_installed_is_named(machine: Machine) -> None:
     machine()
     with pytest.raises(UsageError, match=r"needs the extra \[mlx\]"):
         choose_library()
+    machine(gpu=())  # on Linux the extra [mlx] computes on the CPU
+    with pytest.raises(UsageError, match=r"needs the extra \[torch\]"):
+        choose_library()
 
 
 def test_a_picture_is_made_again_by_its_library(machine: Machine) -> None:

@@ -326,7 +326,7 @@ def test_a_gpu_that_cannot_be_used_is_a_warning(
     monkeypatch.setattr(library_choice, "_GPUS", (str(driver),))
     assert module.device_warning(None) is None
     driver.touch()
-    said = "PyTorch computes on the CPU, although .*nvidia0 is that of a GPU .the driver is too old"
+    said = "PyTorch computes on the CPU, although this machine has a GPU .*nvidia0.: the driver is"
     assert re.match(said, module.device_warning(None))
     assert module.device_warning("cpu") is None
     assert gpus("cuda:0").device_warning(None) is None

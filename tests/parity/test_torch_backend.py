@@ -141,7 +141,7 @@ def test_flux2(flux2: Both) -> None:
     multiple = flux2.mlx.sides.multiple
     size = {"width": 4 * multiple, "height": 3 * multiple, "steps": 3}
     request = GenerateRequest("an owl", seed=rng.randrange(99), guidance=guidance, **size)
-    flux2.compare(request)
+    flux2.compare(replace(request, n=2, previews=1))
     cached = replace(request, cache_threshold=10.0)
     flux2.compare(cached)
     exact, other = (made(flux2.torch, one, None)[0][-1] for one in (request, cached))
@@ -149,6 +149,28 @@ def test_flux2(flux2: Both) -> None:
     pictures = picture(SEED, 96, 64), picture(SEED + 1, 128, 128)
     request = GenerateRequest("the same owl", references=(FILE, FILE), **size)
     flux2.compare(request, PictureInput(references=pictures))
+
+
+def test_adapters_of_flux2(flux2: Both) -> None:
+    """Of low rank, in layers of two streams and of one, with two strengths, and undone."""
+    multiple = flux2.mlx.sides.multiple
+    request = GenerateRequest("an owl", 4 * multiple, 3 * multiple, 2, seed=3)
+    plain, _ = made(flux2.torch, request, None)
+    names = "transformer_blocks.0.attn.add_k_proj", "single_transformer_blocks.0.attn.to_out"
+    rng, changes = np.random.default_rng(SEED), {}
+    for name in (f"transformer/{one}.weight" for one in names):
+        rows, columns = flux2.mlx.shapes[name]
+        down, up = rng.standard_normal((2, columns)), rng.standard_normal((rows, 2))
+        changes[name] = (LowRank(down.astype(np.float32), up.astype(np.float32), 0.05),)
+    adapter = LoadedAdapter("it", Adapter("it", changes))
+    for strength in (0.9, -0.5):
+        for one in (flux2.mlx, flux2.torch):
+            one.use_adapters([(adapter, strength)])
+        flux2.compare(request)
+        assert not np.array_equal(made(flux2.torch, request, None)[0], plain)
+    for one in (flux2.mlx, flux2.torch):
+        one.use_adapters([])
+    assert np.array_equal(made(flux2.torch, request, None)[0], plain)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Options of PyTorch: compiled layers, and backends of attention."""
+"""Options of PyTorch: compiled layers, and attention backends."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_machine_without_a_compiler_is_refused_before_weights_are_read(
 
 
 @pytest.mark.parametrize("name", ["native", "_native_math"])
-def test_a_backend_of_attention_is_used(tmp_path: Path, name: str) -> None:
+def test_an_attention_backend_is_used(tmp_path: Path, name: str) -> None:
     pipeline = load(tmp_path, attention=name)
     layer = pipeline.transformer.module.layers[0].attention
     assert layer.processor._attention_backend == name
@@ -107,12 +107,12 @@ def test_a_backend_of_attention_is_used(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fast", "unknown backend of attention 'fast': use flash, .*native"),
-        ("flash", "the backend of attention flash cannot be used: .*flash-attn"),
-        ("flash_hub", "unknown backend of attention 'flash_hub'"),  # it would be downloaded
+        ("fast", "unknown attention backend 'fast': use flash, .*native"),
+        ("flash", "the attention backend flash cannot be used: .*flash-attn"),
+        ("flash_hub", "unknown attention backend 'flash_hub'"),  # it would be downloaded
     ],
 )
-def test_a_backend_of_attention_that_cannot_be_used_is_refused(
+def test_an_attention_backend_that_cannot_be_used_is_refused(
     tmp_path: Path, name: str, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
@@ -121,6 +121,6 @@ def test_a_backend_of_attention_that_cannot_be_used_is_refused(
 
 def test_a_backend_that_lacks_a_kernel_for_the_device_is_an_error(tmp_path: Path) -> None:
     pipeline = load(tmp_path, attention="_native_cudnn")
-    with pytest.raises(Exception, match="backend of attention cannot compute") as failed:
+    with pytest.raises(Exception, match="attention backend cannot compute") as failed:
         pixels(pipeline)
     assert type(failed.value).__name__ == "ModelError"

@@ -51,7 +51,7 @@ torch_options = options(
     click.option(
         "--attention",
         metavar="NAME",
-        help="Backend of attention (torch), such as flash or sage. [default: native]",
+        help="Attention backend (torch), such as flash or sage. [default: native]",
     ),
     device_option,
 )

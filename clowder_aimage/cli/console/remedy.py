@@ -43,7 +43,7 @@ REMEDIES = {
     "export_model": "to write a model, omit --as",
     "use_torch": "select it with --backend torch, or omit --compile, --attention and --device",
     "other_device": "PyTorch sees {devices}: name one with --device, or omit it; a GPU needs its "
-    "driver, and PyTorch for CUDA or ROCm",
+    "driver, and a build of PyTorch for CUDA or ROCm",
     "use_adapter": "use it with a model: aimage run MODEL --lora {reference}",
     "use_controlnet": "use it with a model: aimage run MODEL PROMPT --controlnet {reference} "
     "--control FILE",

@@ -79,7 +79,7 @@ def replay(
     The AImage and its adapters are pulled by their digests if the store lacks them. --lora names
     other adapters, with the strengths of those in the picture unless it has its own. The exit code
     is 5 if the pictures differ by more than the tolerance, for JPEG and WebP by more than these
-    formats lose. Another library or device rounds otherwise: pictures differ then by a few steps.
+    formats lose. Another library or device rounds differently: pictures may differ a little.
     """
     with needs("running a model", "mlx"):
         from clowder_aimage.model.picture import compare_pictures

@@ -82,6 +82,10 @@ class ArrayLibrary(Protocol):
         """Compute arrays that are lazy."""
         ...
 
+    def step_cache(self, threshold: float) -> Any:
+        """Return a cache of steps, for one caption and one picture."""
+        ...
+
     def decoding(self, width: int, pixels: int) -> float:
         """Estimate the bytes to decode a picture with layers of ``width`` channels at full size."""
         ...

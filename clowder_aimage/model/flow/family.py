@@ -132,10 +132,6 @@ class FlowFamily(ABC):
         (picture). pictures: what ``inputs`` returned. With a ``cache``, layers may be skipped.
         """
 
-    @abstractmethod
-    def step_cache(self, threshold: float) -> Any:
-        """Return a cache of steps, for one caption and one picture."""
-
     def ids(self, prompt: str) -> list[int]:
         """Return the checked tokens of a prompt.
 

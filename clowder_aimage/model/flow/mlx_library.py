@@ -15,9 +15,12 @@ from clowder_aimage.model.compute.attention import MAX_SCORES
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import ModelComponents
 from clowder_aimage.model.flow.memory_budget import Module, OffloadedModule
+from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.library_choice import unused_gpu
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor.blas import is_fast
+
+_OTHER = "PyTorch, of the extra [torch], can use GPUs of NVIDIA and AMD"
 
 
 class MlxMemory:
@@ -52,7 +55,7 @@ class MlxLibrary:
     def __init__(self, dtype: mx.Dtype) -> None:
         self.dtype, self.itemsize = dtype, int(dtype.size)
         self.memory = MlxMemory()
-        self.warning = None if on_gpu() else unused_gpu("MLX")
+        self.warning = None if on_gpu() else unused_gpu("MLX", _OTHER)
 
     @property
     def dtype_name(self) -> str:
@@ -73,6 +76,9 @@ class MlxLibrary:
 
     def evaluate(self, *arrays: Any) -> None:
         mx.eval(*arrays)
+
+    def step_cache(self, threshold: float) -> StepCache:
+        return StepCache(threshold)
 
     def decoding(self, width: int, pixels: int) -> float:
         layer = pixels * width * self.itemsize

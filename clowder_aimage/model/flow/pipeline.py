@@ -340,7 +340,7 @@ class FlowPipeline(FlowFamily):
         """
         caches = _NO_CACHES
         if threshold:
-            caches = self.step_cache(threshold), self.step_cache(threshold)
+            caches = self.library.step_cache(threshold), self.library.step_cache(threshold)
         last = len(schedule.times) - 1
         steps = zip(schedule.times, np.diff(schedule.sigmas), strict=True)
         for index, (time, change) in enumerate(steps):

@@ -6,7 +6,6 @@ transformer sees; the distilled model has no guidance.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import ModelComponents
+from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.flow.family import check_channels
 from clowder_aimage.model.flow.flow_scheduler import Schedule
@@ -23,7 +23,7 @@ from clowder_aimage.model.flow.picture_start import EncodedPicture
 from clowder_aimage.model.flow.pipeline import FlowPipeline, to_values
 from clowder_aimage.model.flow.tokenizer import MAX_TOKENS
 from clowder_aimage.model.flux2.config import PATCH, TransformerConfig, VaeConfig
-from clowder_aimage.model.flux2.reference_picture import fit_reference
+from clowder_aimage.model.flux2.reference_picture import ReferenceTokens, fit_reference
 from clowder_aimage.model.pipeline import (
     GenerateRequest,
     PictureInput,
@@ -93,6 +93,21 @@ class Flux2Family(FlowPipeline):
         channels = self.transformer_module.config.in_channels
         return channels, request.height // multiple, request.width // multiple
 
+    def normalize(self, latents: Floats) -> Floats:
+        encoder = self.picture_encoder().get()
+        return self.library.floats(encoder.normalize(self.library.array(latents)))
+
+    def direction(
+        self,
+        latents: Any,
+        time: float,
+        caption: Caption,
+        pictures: ReferenceTokens | None,
+        cache: Any,
+    ) -> Any:
+        sigma = float(np.float32(1) - np.float32(time))
+        return -self.transformer(latents, sigma, caption, pictures, cache)
+
     def levels(self, steps: int, tokens: int, shift: float | None) -> Schedule:
         return self.scheduler.schedule(steps, tokens, shift, mu=empirical_mu(tokens, steps))
 
@@ -111,16 +126,14 @@ class Flux2Family(FlowPipeline):
         self,
         request: GenerateRequest,  # noqa: ARG002 - of the interface
         given: PictureInput,
-    ) -> tuple[EncodedPicture | None, Any]:
+    ) -> tuple[EncodedPicture | None, ReferenceTokens | None]:
         latents = [self.mode(to_values(one)) for one in given.references]
         if not latents:
             return None, None
         self.budget.finish(self.picture_encoder())
-        return None, self.references(latents)
-
-    @abstractmethod
-    def references(self, latents: list[Floats]) -> Any:
-        """Return what the transformer sees of the latents of reference pictures, evaluated."""
+        found = ReferenceTokens.of(latents, self.library)
+        self.library.evaluate(found.tokens)
+        return None, found
 
 
 def empirical_mu(tokens: int, steps: int) -> float:

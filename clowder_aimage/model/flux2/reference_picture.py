@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from clowder_aimage.errors import UsageError
+from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
 from clowder_aimage.model.flow.rope_config import place_pixels
 from clowder_aimage.model.flux2.config import AXES
 from clowder_aimage.model.pipeline import REFERENCE_PIXELS
@@ -72,7 +75,24 @@ def grid(picture: int, height: int, width: int) -> Positions:
     return positions
 
 
-def reference_positions(sizes: Sequence[tuple[int, ...]]) -> Positions:
-    """Return the positions (length, 4) of reference pictures of these heights and widths."""
-    places = [grid(_APART * number, *size) for number, size in enumerate(sizes, 1)]
-    return np.concatenate(places)
+def to_tokens(latents: Any) -> Any:
+    """Return latents (channels, height, width) as tokens (height * width, channels).
+
+    They are an array of numpy, MLX or PyTorch.
+    """
+    return latents.reshape(len(latents), -1).T
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReferenceTokens:
+    """Latents of reference pictures: (length, channels), and their positions (length, 4)."""
+
+    tokens: Any  # an array of the library
+    positions: Positions
+
+    @classmethod
+    def of(cls, pictures: Sequence[Floats], library: ArrayLibrary) -> ReferenceTokens:
+        """Return the tokens of latents (channels, height, width), whose sizes may differ."""
+        tokens = np.concatenate([to_tokens(picture) for picture in pictures])
+        places = [grid(_APART * n, *one.shape[1:]) for n, one in enumerate(pictures, 1)]
+        return cls(library.array(tokens), np.concatenate(places))

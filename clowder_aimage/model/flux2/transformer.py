@@ -8,7 +8,6 @@ blocks of a kind alike. Reference: diffusers, models/transformers/transformer_fl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,7 +29,12 @@ from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
 from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
 from clowder_aimage.model.flux2.config import AXES, TransformerConfig
-from clowder_aimage.model.flux2.reference_picture import Positions, grid, reference_positions
+from clowder_aimage.model.flux2.reference_picture import (
+    Positions,
+    ReferenceTokens,
+    grid,
+    to_tokens,
+)
 
 Modulation = list[Array]  # shift, scale and gate of each part of a block: (1, 1, dim)
 Streams = tuple[Array, Array]  # text and picture
@@ -154,20 +158,6 @@ class SingleBlock(Network):
         return add(x, self.attn(modulate(self.norm, x, scale, shift), rope), gate)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReferenceTokens:
-    """Latents of reference pictures: (length, channels), and their positions (length, 4)."""
-
-    tokens: mx.array
-    positions: Positions
-
-    @classmethod
-    def of(cls, pictures: Sequence[mx.array]) -> ReferenceTokens:
-        """Return the tokens of latents (channels, height, width), whose sizes may differ."""
-        places = reference_positions([picture.shape[1:] for picture in pictures])
-        return cls(mx.concatenate([to_tokens(picture) for picture in pictures]), places)
-
-
 class Transformer(Network):
     """The network from latents, a time and a caption to the velocity from picture to noise."""
 
@@ -211,7 +201,7 @@ class Transformer(Network):
         channels, height, width = latents.shape
         tokens, positions = to_tokens(latents), grid(0, height, width)
         if references is not None:
-            tokens = mx.concatenate([tokens, references.tokens.astype(tokens.dtype)])
+            tokens = mx.concatenate([tokens, references.tokens])
             positions = np.concatenate([positions, references.positions])
         pairs = zip(caption.rope, self._rope(positions), strict=True)
         cosines, sines = (mx.concatenate(list(pair)) for pair in pairs)
@@ -273,8 +263,3 @@ class Transformer(Network):
     def skip(_: str) -> bool:
         """Return False: all tensors are used."""
         return False
-
-
-def to_tokens(latents: mx.array) -> mx.array:
-    """Return latents (channels, height, width) as tokens (height * width, channels)."""
-    return latents.reshape(len(latents), -1).T

@@ -1,8 +1,8 @@
 """The components of a model as networks of diffusers and transformers.
 
 A network is made on PyTorch's meta device, without values; its parameters become tensors over the
-blobs, mapped copy-on-write, or copies of them in the compute type on the device. No network is
-asked for anything.
+blobs, mapped copy-on-write, or copies of them in the compute type on the device. Nothing is
+downloaded.
 """
 
 from __future__ import annotations

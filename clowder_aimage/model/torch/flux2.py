@@ -11,28 +11,30 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 
-from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import NetworkKind
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.flux2.config import PATCH, TransformerConfig, VaeConfig
 from clowder_aimage.model.flux2.family import STATES, Flux2Family
-from clowder_aimage.model.flux2.reference_picture import grid, reference_positions
+from clowder_aimage.model.flux2.reference_picture import ReferenceTokens, grid, to_tokens
 from clowder_aimage.model.torch.library import computing
-from clowder_aimage.model.torch.network import DecoderHalf, EncoderHalf, QwenEncoder, stacked
+from clowder_aimage.model.torch.network import (
+    DecoderHalf,
+    DiffusersNetwork,
+    EncoderHalf,
+    QwenEncoder,
+    stacked,
+)
 from clowder_aimage.model.torch.step_cache import TorchStepCache, replaced
 
-Pictures = tuple[torch.Tensor, torch.Tensor]  # tokens (length, channels), positions (length, 4)
 
-
-class Flux2Network:
+class Flux2Network(DiffusersNetwork):
     """``Flux2Transformer2DModel``, for one picture."""
 
     def __init__(self, config: TransformerConfig, fields: Mapping[str, Any]) -> None:
-        own = {key: value for key, value in fields.items() if not key.startswith("quantization")}
-        self.module: Any = stacked(
+        self.module = stacked(
             Flux2Transformer2DModel,
-            own,
+            fields,
             transformer_blocks=("num_layers", config.num_layers),
             single_transformer_blocks=("num_single_layers", config.num_single_layers),
         )
@@ -48,7 +50,7 @@ class Flux2Network:
         latents: torch.Tensor,
         sigma: float,
         caption: Caption,
-        pictures: Pictures | None,
+        pictures: ReferenceTokens | None,
         cache: TorchStepCache | None = None,
     ) -> torch.Tensor:
         """Return the velocity from picture to noise, in the shape of latents.
@@ -56,34 +58,22 @@ class Flux2Network:
         With a ``cache``, all layers but the first may be skipped.
         """
         channels, height, width = latents.shape
-        places = torch.from_numpy(grid(0, height, width)).to(latents.device)
-        tokens = latents.reshape(channels, -1).T
+        tokens, places = to_tokens(latents), grid(0, height, width)
         if pictures is not None:
-            tokens, places = (
-                torch.cat([own, one]) for own, one in zip((tokens, places), pictures, strict=True)
-            )
+            tokens = torch.cat([tokens, pictures.tokens])
+            places = np.concatenate([places, pictures.positions])
         layers = {} if cache is None else _cached(self.module, cache)
         with replaced(self.module, **layers):
             found = self.module(
                 hidden_states=tokens[None],
                 encoder_hidden_states=caption.tokens[None],
                 timestep=torch.tensor([sigma], device=latents.device),
-                img_ids=places,
+                img_ids=torch.from_numpy(places).to(latents.device),
                 txt_ids=caption.rope[0],
                 return_dict=False,
             )[0][0, : height * width]
         velocity: torch.Tensor = found.T.reshape(channels, height, width)
         return velocity
-
-    @staticmethod
-    def sanitize(name: str) -> str:
-        """Return the name of the parameter for a tensor: the same."""
-        return name
-
-    @staticmethod
-    def skip(_: str) -> bool:
-        """Return False: all tensors are used."""
-        return False
 
 
 def _cached(module: Any, cache: TorchStepCache) -> dict[str, tuple[Any, ...]]:
@@ -165,28 +155,3 @@ class TorchFlux2Pipeline(Flux2Family):
         "vae": NetworkKind("vae", Flux2Decoder, VaeConfig.parse),
         "picture_encoder": NetworkKind("vae", Flux2Encoder, VaeConfig.parse),
     }
-
-    def step_cache(self, threshold: float) -> TorchStepCache:
-        return TorchStepCache(threshold)
-
-    def normalize(self, latents: Floats) -> Floats:
-        encoder: Flux2Encoder = self.picture_encoder().get()
-        place = self.library.array(np.zeros(0, np.float32)).device
-        return self.library.floats(encoder.normalize(torch.from_numpy(latents).to(place)))
-
-    def direction(
-        self,
-        latents: torch.Tensor,
-        time: float,
-        caption: Caption,
-        pictures: Pictures | None,
-        cache: TorchStepCache | None,
-    ) -> torch.Tensor:
-        sigma = float(np.float32(1) - np.float32(time))
-        transformer: Flux2Network = self.transformer_module.get()
-        return -transformer(latents, sigma, caption, pictures, cache)
-
-    def references(self, latents: list[Floats]) -> Pictures:
-        tokens = np.concatenate([one.reshape(len(one), -1).T for one in latents])
-        places = reference_positions([one.shape[1:] for one in latents])
-        return self.library.array(tokens), self.library.array(places)

@@ -13,6 +13,7 @@ import torch
 from clowder_aimage.errors import ModelError, NoMemoryError
 from clowder_aimage.model.flow.array_library import MIB, Floats
 from clowder_aimage.model.library_choice import TorchTuning, type_name
+from clowder_aimage.model.torch.step_cache import TorchStepCache
 from clowder_aimage.model.torch.torch_device import CPU, CUDA, MPS, device_warning, select_device
 from clowder_aimage.model.torch.tuning import check_compiler
 
@@ -125,6 +126,9 @@ class TorchLibrary:
     def evaluate(self, *arrays: Any) -> None:  # noqa: ARG002 - nothing is lazy
         return
 
+    def step_cache(self, threshold: float) -> TorchStepCache:
+        return TorchStepCache(threshold)
+
     def decoding(self, width: int, pixels: int) -> float:
         return 5 * pixels * width * self.itemsize
 
@@ -145,7 +149,10 @@ def computing(function: F) -> F:
             with torch.inference_mode():
                 return function(*arguments, **named)
         except NotImplementedError as error:  # of an operation on mps
-            raise ModelError("PyTorch lacks an operation of this model on this device") from error
+            raise ModelError(
+                "PyTorch lacks an operation of this model on this device",
+                hint="compute on another device, such as the CPU, or with MLX",
+            ) from error
         except RuntimeError as error:
             raise _explained(error) from error
 
@@ -161,5 +168,8 @@ def _explained(error: RuntimeError) -> Exception:
     if _NO_MEMORY in text:
         return NoMemoryError(f"the memory {_SMALLER}")
     if any(words in text for words in _NO_KERNEL):
-        return ModelError("the backend of attention cannot compute this model on this device")
+        return ModelError(
+            "the attention backend cannot compute this model on this device",
+            hint="use another one, such as native, the default",
+        )
     return error

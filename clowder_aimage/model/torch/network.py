@@ -34,8 +34,9 @@ def stacked(kind: Any, fields: Mapping[str, Any], **counts: tuple[str, int]) -> 
     ``counts`` has, by lists of equal layers, the field of the length and the length. Of each list
     one layer is made, and copied: making all takes a third of a load.
     """
+    own = {name: value for name, value in fields.items() if not name.startswith("quantization")}
     few = {field: min(1, count) for field, count in counts.values()}
-    module = kind.from_config({**fields, **few})
+    module = kind.from_config({**own, **few})
     for name, (_, count) in counts.items():
         layers = getattr(module, name)
         layers.extend(_copied(layers[0]) for _ in range(count - 1))
@@ -103,7 +104,22 @@ class QwenEncoder:
         return self._config.is_unused(self.sanitize(name), self._count)
 
 
-class AutoencoderHalf:
+class DiffusersNetwork:
+    """A network of diffusers, whose parameters have the names of the tensors."""
+
+    module: Any
+
+    @staticmethod
+    def sanitize(name: str) -> str:
+        """Return the name of the parameter for a tensor: the same."""
+        return name
+
+    def skip(self, name: str) -> bool:  # noqa: ARG002 - of those that do not use all
+        """Return True for tensors that are not used."""
+        return False
+
+
+class AutoencoderHalf(DiffusersNetwork):
     """One half of an autoencoder of diffusers.
 
     ``OTHERS``: the parts that it does not have, and the beginnings of their tensors' names.
@@ -114,14 +130,9 @@ class AutoencoderHalf:
     BLOCKS: ClassVar[str]
 
     def __init__(self, kind: Any, fields: Mapping[str, Any]) -> None:
-        self.module: Any = kind.from_config({**fields, self.BLOCKS: []})
+        self.module = kind.from_config({**fields, self.BLOCKS: []})
         for name in self.OTHERS:
             setattr(self.module, name, None)
-
-    @staticmethod
-    def sanitize(name: str) -> str:
-        """Return the name of the parameter for a tensor: the same."""
-        return name
 
     def skip(self, name: str) -> bool:
         """Return True for tensors of the other half, and for counters of the training."""

@@ -78,4 +78,4 @@ def device_warning(name: str | None) -> str | None:
         return None
     if torch.backends.mps.is_built() and not torch.backends.mps.is_available():
         return f"PyTorch computes on the CPU instead of the GPU: {failure(MPS)}"
-    return unused_gpu("PyTorch", f" ({failure(CUDA)})")
+    return unused_gpu("PyTorch", str(failure(CUDA)))

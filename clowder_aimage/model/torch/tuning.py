@@ -1,4 +1,4 @@
-"""Compilation and backends of attention: options that change the speed of networks only."""
+"""Compilation and attention backends: options that only change the speed of networks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOADED = "_hub"  # backends whose kernels are downloaded
 
 @functools.cache
 def check_compiler(device: str) -> None:
-    """Compile something small, as missing compilers are noticed at a model's first step otherwise.
+    """Compile a small function: otherwise the first step of a model would show a missing compiler.
 
     Raises UsageError: PyTorch cannot compile here.
     """
@@ -37,14 +37,14 @@ def check_compiler(device: str) -> None:
 
 
 def select_attention(module: Any, name: str) -> None:
-    """Make a network of diffusers compute attention with a backend.
+    """Select the attention backend of a network of diffusers.
 
     Raises UsageError: it is unknown, its package is missing, or its kernel would be downloaded.
     """
     known = [one.value for one in AttentionBackendName if not one.value.endswith(_LOADED)]
     if name not in known:
         names = ", ".join(one for one in known if not one.startswith("_"))
-        raise UsageError(f"unknown backend of attention {name!r:.40}: use {names}")
+        raise UsageError(f"unknown attention backend {name!r:.40}: use {names}")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # of a warning that the interface may change
     try:
@@ -52,7 +52,7 @@ def select_attention(module: Any, name: str) -> None:
         with attention_backend(AttentionBackendName.NATIVE):
             module.set_attention_backend(name)
     except RuntimeError as error:
-        raise UsageError(f"the backend of attention {name} cannot be used: {error}") from None
+        raise UsageError(f"the attention backend {name} cannot be used: {error}") from None
     finally:
         logging.set_verbosity(verbosity)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,22 +13,27 @@ from clowder_aimage.model.flow.component import NetworkKind
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.torch.library import computing
-from clowder_aimage.model.torch.network import DecoderHalf, EncoderHalf, QwenEncoder, stacked
+from clowder_aimage.model.torch.network import (
+    DecoderHalf,
+    DiffusersNetwork,
+    EncoderHalf,
+    QwenEncoder,
+    stacked,
+)
 from clowder_aimage.model.torch.step_cache import TorchStepCache, replaced
 from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
 from clowder_aimage.model.zimage.control_config import LAYERS, REFINER, ControlNetConfig
-from clowder_aimage.model.zimage.family import Control, ZImageFamily
+from clowder_aimage.model.zimage.family import ZImageFamily
 
 Hints = Callable[[], Mapping[int, torch.Tensor]]
 
 
-class ZImageNetwork:
+class ZImageNetwork(DiffusersNetwork):
     """``ZImageTransformer2DModel``, for one picture."""
 
     def __init__(self, config: TransformerConfig, fields: Mapping[str, Any]) -> None:
-        own = {key: value for key, value in fields.items() if not key.startswith("quantization")}
         count = "n_layers", config.n_layers
-        self.module: Any = stacked(ZImageTransformer2DModel, own, layers=count)
+        self.module = stacked(ZImageTransformer2DModel, fields, layers=count)
 
     def caption(self, features: torch.Tensor) -> Caption:
         """Return text features (length, channels), which every step refines."""
@@ -58,13 +62,7 @@ class ZImageNetwork:
         velocity: torch.Tensor = found[0][0][:, 0]
         return velocity
 
-    @staticmethod
-    def sanitize(name: str) -> str:
-        """Return the name of the parameter for a tensor: the same."""
-        return name
-
-    @staticmethod
-    def skip(name: str) -> bool:
+    def skip(self, name: str) -> bool:
         """Return True for tensors that only image-conditioned variants have."""
         return name.startswith("siglip_")
 
@@ -90,12 +88,12 @@ def _cached(layers: Any, cache: TorchStepCache, hints: Hints) -> tuple[Any, Any]
     return first, others
 
 
-class ControlNetwork:
+class ControlNetwork(DiffusersNetwork):
     """``ZImageControlNetModel``, which uses parts of the transformer."""
 
     def __init__(self, config: ControlNetConfig, _: Mapping[str, Any]) -> None:
         self._refiner, block = config.refiner, config.block
-        self.module: Any = ZImageControlNetModel(
+        self.module = ZImageControlNetModel(
             control_layers_places=list(config.places),
             control_refiner_layers_places=list(config.refiner_places),
             control_in_dim=config.in_channels,
@@ -122,11 +120,6 @@ class ControlNetwork:
         module = ZImageControlNetModel.from_transformer(self.module, transformer.module)
         given = _arguments(latents, time, caption)
         return module(*given, [cells[:, None]], conditioning_scale=strength)
-
-    @staticmethod
-    def sanitize(name: str) -> str:
-        """Return the name of the parameter for a tensor: the same."""
-        return name
 
     def skip(self, name: str) -> bool:
         """Return True for a refiner that is not used, which files of 2.0 have."""
@@ -164,22 +157,6 @@ class TorchZImagePipeline(ZImageFamily):
         "picture_encoder": NetworkKind("vae", KlEncoder, VaeConfig.parse),
     }
     CONTROLNET = ControlNetwork
-
-    def step_cache(self, threshold: float) -> TorchStepCache:
-        return TorchStepCache(threshold)
-
-    def direction(
-        self,
-        latents: torch.Tensor,
-        time: float,
-        caption: Caption,
-        pictures: Control | None,
-        cache: TorchStepCache | None,
-    ) -> torch.Tensor:
-        transformer: ZImageNetwork = self.transformer_module.get()
-        given = latents, time, caption
-        hints = partial(pictures.hints, transformer, *given) if pictures else dict
-        return transformer(*given, cache, hints)
 
 
 def _arguments(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import ModelComponents
+from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.flow.family import check_channels
 from clowder_aimage.model.flow.memory_budget import Module, OffloadedModule
@@ -126,6 +127,20 @@ class ZImageFamily(FlowPipeline):
         config = self.vae_module.config
         shift, scale = np.float32(config.shift_factor), np.float32(config.scaling_factor)
         return (latents - shift) * scale
+
+    def direction(
+        self,
+        latents: Any,
+        time: float,
+        caption: Caption,
+        pictures: Control | None,
+        cache: Any,
+    ) -> Any:
+        transformer, given = self.transformer, (latents, time, caption)
+        hints: Callable[[], Any] = dict
+        if pictures is not None:
+            hints = partial(pictures.hints, transformer, *given)
+        return transformer(*given, cache, hints)
 
     def beside(self, request: GenerateRequest, length: int) -> tuple[tuple[Module, ...], float]:
         if request.control is None or not self._control:
