@@ -103,10 +103,10 @@ class WeightBlob:
 
 
 def read_plain(store: BlobFiles, layer: Layer, name: str) -> StoredTensor | None:
-    """Return the tensor of a blob, if its header has the bytes that its layer lets us expect.
+    """Return the tensor of a blob, or None if its header must be parsed.
 
-    They are those of ``encode_header``. Comparing them takes half of the time that parsing takes; a
-    model has a thousand blobs. None says nothing: the blob must be read as others are.
+    The header is compared with the bytes that ``encode_header`` makes for the layer, which takes
+    half of the time of parsing; a model has a thousand blobs.
     """
     dtype, shape = layer.dtype, layer.shape
     if shape is None or dtype not in DTYPE_BITS or dtype == CODES:

@@ -162,9 +162,9 @@ def test_adapters_of_flux2(flux2: Both) -> None:
         rows, columns = flux2.mlx.shapes[name]
         down, up = rng.standard_normal((2, columns)), rng.standard_normal((rows, 2))
         changes[name] = (LowRank(down.astype(np.float32), up.astype(np.float32), 0.05),)
-    adapter = LoadedAdapter("it", Adapter("it", changes))
+    adapters = [LoadedAdapter("it", Adapter("it", changes)) for _ in range(2)]
     for strength in (0.9, -0.5):
-        for one in (flux2.mlx, flux2.torch):
+        for one, adapter in zip((flux2.mlx, flux2.torch), adapters, strict=True):
             one.use_adapters([(adapter, strength)])
         flux2.compare(request)
         assert not np.array_equal(made(flux2.torch, request, None)[0], plain)
