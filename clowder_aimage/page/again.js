@@ -1,19 +1,20 @@
 // A picture again, with one thing changed.
 
 import { html, useEffect, useId, useRef, useState } from './html.js';
-import { Bar, Button, Field } from './controls.js';
-import { generate } from './generation.js';
+import { Bar, Button, Field, sendKey } from './controls.js';
+import { generate, inSlot } from './generation.js';
 import { t } from './lang.js';
 import { draftOf } from './picture_draft.js';
 import { CHANGEABLE, changeable, readValue, seedAfter, settingText, withSetting } from './setting.js';
-import { inSlot } from './slot.js';
 import { models } from './state.js';
+import { readTab, writeTab } from './storage.js';
 
 /** The form. Props: `entry`; `onMade(id)`, which takes the id of the new picture. */
 export function Again({ entry, onMade }) {
   const { draft, missing } = draftOf(entry.facts, entry.inputs);
-  const [name, setName] = useState('seed');
-  const [text, setText] = useState(firstText(draft, 'seed'));
+  const kept = readTab('again')?.id === entry.id ? readTab('again') : null; // what was typed before a reload
+  const [name, setName] = useState(kept?.name ?? 'seed');
+  const [text, setText] = useState(kept?.text ?? firstText(draft, 'seed'));
   const [error, setError] = useState('');
   const [progress, setProgress] = useState(null); // {step, total}
   const abort = useRef(null);
@@ -22,6 +23,10 @@ export function Again({ entry, onMade }) {
     setName(next);
     setText(firstText(draft, next));
     setError('');
+  };
+  const type = (next) => {
+    setText(next);
+    writeTab('again', { id: entry.id, name, text: next });
   };
   const make = async (event) => {
     event.preventDefault();
@@ -52,7 +57,7 @@ export function Again({ entry, onMade }) {
       </select>`}
     <//>
     <${Field} label=${t('again.value')} error=${error}>
-      ${(link) => html`<${Value} link=${link} name=${name} text=${text} onText=${setText} isOff=${Boolean(progress)} />`}
+      ${(link) => html`<${Value} link=${link} name=${name} text=${text} onText=${type} isOff=${Boolean(progress)} />`}
     <//>
     ${progress
       ? html`<div key="progress" class="again-progress">
@@ -75,7 +80,7 @@ export function Value({ link, name, text, onText, isOff }) {
   const typed = (event) => onText(event.target.value);
   const { kind } = CHANGEABLE[name];
   if (kind === 'text') {
-    return html`<textarea ...${link} class="input" rows="3" value=${text} disabled=${isOff} onInput=${typed}></textarea>`;
+    return html`<textarea ...${link} class="input" rows="3" value=${text} disabled=${isOff} onInput=${typed} onKeyDown=${sendKey}></textarea>`;
   }
   const isModel = kind === 'model';
   return html`<input ...${link} class="input" value=${text} disabled=${isOff} list=${isModel ? list : undefined}

@@ -1,7 +1,7 @@
 // The part Chat: a conversation with a language model.
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from './html.js';
-import { Button, Dialog, Empty, Field, Fold, IconButton, Switch } from './controls.js';
+import { Button, Dialog, Empty, Field, Fold, IconButton, Switch, useEscape } from './controls.js';
 import { chatModels, clear, modelOf, regenerate, say, send, sending, stop, talk } from './chat_request.js';
 import { ChatText, copyAloud } from './chat_text.js';
 import { number, t } from './lang.js';
@@ -13,7 +13,7 @@ const NEAR = 80; // pixels from the end within which new text is followed
 
 export function Chat() {
   const known = chatModels();
-  useEscape();
+  useEscape(stop);
   if (!known.length && !talk.value.messages.length) {
     return html`<section class="panel"><${Empty} icon="chat" title=${t('chat.none')}>${t('chat.noneText')}<//></section>`;
   }
@@ -23,15 +23,6 @@ export function Chat() {
     <${Talk} />
     <${Composer} isReady=${known.some((one) => one.id === modelOf())} />
   </div>`;
-}
-
-/** Esc ends the answer that arrives, unless a dialog is open. */
-function useEscape() {
-  useEffect(() => {
-    const pressed = (event) => event.key === 'Escape' && !document.querySelector('dialog[open]') && stop();
-    addEventListener('keydown', pressed);
-    return () => removeEventListener('keydown', pressed);
-  }, []);
 }
 
 function Settings({ known }) {

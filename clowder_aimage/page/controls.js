@@ -131,6 +131,18 @@ export function Dialog({ title, onClose, children, class: more = '' }) {
   </dialog>`;
 }
 
+/** Call `act` when Esc is pressed, unless a dialog is open. */
+export function useEscape(act) {
+  useEffect(() => {
+    const pressed = (event) => event.key === 'Escape' && !document.querySelector('dialog[open]') && act();
+    addEventListener('keydown', pressed);
+    return () => removeEventListener('keydown', pressed);
+  }, []);
+}
+
+/** Send the form of a field with Ctrl-Enter, as Enter begins a line in it. */
+export const sendKey = (event) => event.key === 'Enter' && (event.ctrlKey || event.metaKey) && event.target.form.requestSubmit();
+
 /** A part that is folded away. `onToggle` takes whether it is open. */
 export function Fold({ title, aside, isOpen, onToggle, children }) {
   return html`<details class="fold" open=${isOpen} onToggle=${(event) => onToggle?.(event.currentTarget.open)}>

@@ -4,13 +4,14 @@ import { html, useState } from './html.js';
 import { Value } from './again.js';
 import { pictureUrl } from './api.js';
 import { Compare } from './compare.js';
-import { Bar, Button, Empty, Field } from './controls.js';
+import { Bar, Button, Empty, Field, sendKey, useEscape } from './controls.js';
 import { axisLabel, gridPicture } from './grid_picture.js';
 import { gridBase, gridRun, MOST_CELLS, readAxis, runGrid, secondsLeft, stopGrid } from './grid_run.js';
 import { duration, t } from './lang.js';
 import { save } from './picture_file.js';
 import { CHANGEABLE, changeable, settingText } from './setting.js';
 import { notice } from './state.js';
+import { readTab, writeTab } from './storage.js';
 import { Viewer } from './viewer.js';
 
 const FIRST = { across: 'steps', down: 'seed' };
@@ -18,14 +19,16 @@ const FIRST = { across: 'steps', down: 'seed' };
 /** The grid of `gridBase`: its settings, its progress and its pictures. */
 export function Grid() {
   const { draft, name } = gridBase.value;
-  const [written, setWritten] = useState(() => ({
-    across: { name: FIRST.across, text: settingText(draft, FIRST.across) },
-    down: { name: FIRST.down, text: settingText(draft, FIRST.down) || '1..2' },
-  }));
+  const [written, setWritten] = useState(() => firstWritten(draft, name));
+  const write = (next) => {
+    setWritten(next);
+    writeTab('grid', { name, ...next });
+  };
   const across = readAxis(written.across.name, written.across.text);
   const down = readAxis(written.down.name, written.down.text);
   const count = across.values.length * down.values.length;
   const run = gridRun.value;
+  useEscape(stopGrid);
   const problem = problemOf(draft, across, down, count);
   const begin = (event) => {
     event.preventDefault();
@@ -38,7 +41,7 @@ export function Grid() {
     </div>
     <form class="grid-form panel" onSubmit=${begin}>
       ${['across', 'down'].map((axis) => html`<${Axis} key=${axis} ...${{ axis, draft }} value=${written[axis]} other=${written[axis === 'across' ? 'down' : 'across'].name}
-        read=${axis === 'across' ? across : down} onChange=${(next) => setWritten({ ...written, [axis]: next })} />`)}
+        read=${axis === 'across' ? across : down} onChange=${(next) => write({ ...written, [axis]: next })} />`)}
       <div class="grid-go">
         ${run?.isRunning
           ? html`<${Button} key="stop" icon="stop" onClick=${stopGrid}>${t('grid.cancel')}<//>`
@@ -48,6 +51,17 @@ export function Grid() {
     </form>
     ${run ? html`<${Run} run=${run} />` : html`<${Empty} icon="grid" title=${t('grid.empty')}>${t('grid.emptyText')}<//>`}
   </div>`;
+}
+
+/** Return what the form of a grid begins with: what was written for these settings, also before a reload. */
+function firstWritten(draft, name) {
+  const { name: of, ...kept } = readTab('grid', {});
+  const names = ['', ...changeable(draft)];
+  if (of === name && [kept.across, kept.down].every((axis) => names.includes(axis.name))) return kept;
+  return {
+    across: { name: FIRST.across, text: settingText(draft, FIRST.across) },
+    down: { name: FIRST.down, text: settingText(draft, FIRST.down) || '1..2' },
+  };
 }
 
 function problemOf(draft, across, down, count) {
@@ -74,7 +88,7 @@ function Axis({ axis, draft, value, other, read, onChange }) {
     <//>
     ${value.name && html`<${Field} label=${t('grid.values')} hint=${`${hint} ${t('grid.count', { n: read.values.length })}`}>
       ${(link) => isLines
-        ? html`<textarea ...${link} class="input" rows="3" value=${value.text} spellcheck=${false} onInput=${(event) => onChange({ ...value, text: event.target.value })}></textarea>`
+        ? html`<textarea ...${link} class="input" rows="3" value=${value.text} spellcheck=${false} onInput=${(event) => onChange({ ...value, text: event.target.value })} onKeyDown=${sendKey}></textarea>`
         : html`<${Value} link=${link} name=${value.name} text=${value.text} onText=${(text) => onChange({ ...value, text })} />`}
     <//>`}
   </fieldset>`;

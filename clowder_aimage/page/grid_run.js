@@ -3,10 +3,9 @@
 // It goes on while other parts of the page are shown.
 
 import { effect, signal } from './html.js';
-import { generate } from './generation.js';
+import { generate, inSlot } from './generation.js';
 import { t } from './lang.js';
 import { readValue, readValues, withSetting } from './setting.js';
-import { inSlot } from './slot.js';
 import { online } from './state.js';
 
 /** The most pictures of a grid. */

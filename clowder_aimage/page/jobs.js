@@ -4,7 +4,7 @@ import { html, signal, useEffect } from './html.js';
 import { call } from './api.js';
 import { Bar, IconButton } from './controls.js';
 import { Icon } from './icons.js';
-import { bytes, duration, moment, t } from './lang.js';
+import { bytes, duration, moment, t, worded } from './lang.js';
 import { refresh } from './refresh.js';
 import { notice, online, scopes } from './state.js';
 import { look } from './stock.js';
@@ -15,6 +15,7 @@ const PAUSE = 700; // milliseconds between two questions while a job runs
 export const jobs = signal(null);
 
 const isActive = (job) => job.status === 'queued' || job.status === 'running';
+const reasonOf = ({ error }) => worded(error.code, error.message);
 
 /** Ask for the jobs; say which have ended since the last answer, and which a restart has ended. */
 export async function findJobs() {
@@ -31,7 +32,7 @@ function tell(job, before) {
   const name = before.target;
   if (!job) notice(t('jobs.gone', { name }), { kind: 'bad' });
   else if (job.status === 'done') notice(t('jobs.made', { name }), { kind: 'good' });
-  else if (job.status === 'failed') notice(t('jobs.failed', { name, reason: job.error.message }), { kind: 'bad' });
+  else if (job.status === 'failed') notice(t('jobs.failed', { name, reason: reasonOf(job) }), { kind: 'bad' });
 }
 
 /** Begin a job. Throws ApiError. */
@@ -55,7 +56,7 @@ let timer = 0;
 /** Ask again while a job is active. */
 async function follow() {
   clearTimeout(timer);
-  await findJobs().catch(() => {}); // a lost connection is shown
+  await findJobs().catch(() => (jobs.value ??= [])); // a lost connection is shown
   if ((jobs.value ?? []).some(isActive)) timer = setTimeout(follow, PAUSE);
 }
 
@@ -89,7 +90,7 @@ function Job({ job }) {
 function Outcome({ job }) {
   if (job.status === 'queued') return html`<p class="dim">${t('jobs.waiting')}</p>`;
   if (job.status === 'running') return html`<${Stage} job=${job} />`;
-  if (job.error) return html`<p class="field-error">${job.error.message}</p>`;
+  if (job.error) return html`<p class="field-error">${reasonOf(job)}</p>`;
   const { size, new: added, remark } = job.result ?? {};
   if (size === undefined) return html`<p class="dim">${moment(Date.parse(job.ended))}</p>`;
   const seconds = (Date.parse(job.ended) - Date.parse(job.started)) / 1000;

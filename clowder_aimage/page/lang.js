@@ -30,13 +30,23 @@ export async function speak(name) {
 
 effect(() => void (document.documentElement.lang = language.value));
 
-/** Return a text. `{name}` in it is replaced by a value; numbers are written as in the language. */
+const PLACE = /\{(\w+)(?::([^|}]*)\|([^}]*))?\}/g;
+
+/**
+ * Return a text. `{name}` in it is replaced by a value; numbers are written as in the language.
+ *
+ * `{name:one|other}` is replaced by the first text if the value is 1, else by the second.
+ */
 export function t(key, values = {}) {
   const text = TEXTS[language.value][key] ?? en[key] ?? key;
-  return text.replace(/\{(\w+)\}/g, (all, name) => (name in values ? shown(values[name]) : all));
+  return text.replace(PLACE, (all, name, one, other) => {
+    if (!(name in values)) return all;
+    if (other === undefined) return shown(values[name]);
+    return values[name] === 1 ? one : other;
+  });
 }
 
-/** Return an error of the worker in the language, by its code or its form; else as the worker says it. */
+/** Return an error or a warning of the worker in the language, by its code or its form; else as the worker says it. */
 export function worded(code, message) {
   const { codes = {}, forms = [] } = ERRORS[language.value] ?? {};
   if (Object.hasOwn(codes, code)) return codes[code].replace('{message}', () => message);

@@ -7,7 +7,7 @@ import { Header } from './header.js';
 import { Make } from './make.js';
 import { t } from './lang.js';
 import { keepDraftPictures } from './picture_draft.js';
-import { refresh, watch } from './refresh.js';
+import { isAsked, refresh, watch } from './refresh.js';
 import { dismiss, notices, online, scopes, tab, token, worker } from './state.js';
 import { SignIn } from './sign_in.js';
 
@@ -39,14 +39,14 @@ function Notices() {
 function Page() {
   useEffect(watch, []);
   useEffect(() => void keepDraftPictures(), []);
-  useEffect(() => void refresh(), [token.value]);
+  useEffect(() => void (online.value && refresh()), [token.value, online.value]);
   useEffect(() => void load(tab.value).catch(() => {}), [tab.value, online.value]);
   useEffect(() => void (self.requestIdleCallback ?? setTimeout)(loadAll), []);
   const Part = parts.value[tab.value];
   const isOut = worker.value && !scopes.value.infer;
   return html`<${Header} />
     <main class=${`main main-${tab.value}`} id="main" tabindex="-1">
-      ${isOut ? html`<${SignIn} />` : Part && html`<${Part} />`}
+      ${isOut ? html`<${SignIn} />` : Part && isAsked.value && html`<${Part} />`}
     </main>
     <${DropAnywhere} />
     <${Notices} />`;

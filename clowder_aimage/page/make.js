@@ -5,7 +5,7 @@ import { Button, Fold, NumberField } from './controls.js';
 import { Icon } from './icons.js';
 import { t } from './lang.js';
 import { LoraPanel } from './lora_panel.js';
-import { Advanced, SeedField } from './make_fields.js';
+import { Advanced, changedText, SeedField } from './make_fields.js';
 import { ModelField } from './make_model.js';
 import { EnhanceField, NegativeField, PromptField } from './make_prompt.js';
 import { SizeField } from './make_size.js';
@@ -65,15 +65,8 @@ function Fields() {
     <div class="make-folds">
       <${PictureInput} value=${{ ...value, model: model?.id ?? value.model }} onChange=${change} />
       <${LoraPanel} value=${value.loras} onChange=${(loras) => change({ loras })} model=${model?.id ?? ''} />
-      <${Fold} title=${t('make.advanced')} aside=${advancedCount(value)}><${Advanced} value=${value} model=${model} /><//>
+      <${Fold} title=${t('make.advanced')} aside=${changedText(value, model)}><${Advanced} value=${value} model=${model} /><//>
     </div>`;
-}
-
-/** Return how many settings are not the model's, in words. */
-function advancedCount(value) {
-  const names = ['guidance', 'guidanceEnd', 'shift', 'cacheThreshold', 'cfgNormalization'];
-  const count = names.filter((name) => value[name] !== null).length;
-  return count ? t('make.changed', { n: count }) : '';
 }
 
 function Actions() {

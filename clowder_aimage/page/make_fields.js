@@ -26,13 +26,13 @@ export function SeedField({ value }) {
   </div>`;
 }
 
-/** [field of the draft, its default in the model, limits of the control] */
+/** [field of the draft, the name of its default, limits of the control] */
 const SETTINGS = [
   ['guidance', 'guidance', { min: 0, max: 30, step: 'any' }],
   ['guidanceEnd', 'guidance_end', { min: 0, max: 1, step: 'any' }],
   ['shift', null, { min: 0.001, max: 1000, step: 'any' }],
   ['cacheThreshold', 'cache_threshold', { min: 0, max: 10, step: 'any' }],
-  ['cfgNormalization', null, { min: 0, max: 10000, step: 'any' }],
+  ['cfgNormalization', 'cfg_normalization', { min: 0, max: 10000, step: 'any' }],
 ];
 
 export function Advanced({ value, model }) {
@@ -44,7 +44,15 @@ export function Advanced({ value, model }) {
       onChange=${(previews) => change({ previews: Math.max(0, Math.min(3, previews ?? 0)) })} />`;
 }
 
+const defaultOf = (own, model) => ({ cfg_normalization: 0, ...model?.defaults })[own] ?? null;
+
 function placeholder(own, model) {
-  const value = own && model?.defaults?.[own];
-  return value === null || value === undefined ? t('make.of-model') : t('make.of-model-is', { value });
+  const value = defaultOf(own, model);
+  return value === null ? t('make.of-model') : t('make.of-model-is', { value });
+}
+
+/** Return how many of these settings differ from those of the model, in words. */
+export function changedText(value, model) {
+  const n = SETTINGS.filter(([name, own]) => ![null, defaultOf(own, model)].includes(value[name])).length;
+  return n ? t('make.changed', { n }) : '';
 }

@@ -2,10 +2,9 @@
 
 import { effect, signal } from './html.js';
 import { ApiError, ConnectionError } from './api.js';
-import { FIELDS, generate } from './generation.js';
+import { FIELDS, generate, inSlot } from './generation.js';
 import { t } from './lang.js';
 import { refresh } from './refresh.js';
-import { inSlot } from './slot.js';
 import { change, chosen, draft, notice, online } from './state.js';
 import { readTab, remember, writeTab } from './storage.js';
 

@@ -4,7 +4,7 @@ import { html, useEffect, useState } from './html.js';
 import { Button, Choice, Dialog, Empty, IconButton } from './controls.js';
 import { Fleet } from './fleet_panel.js';
 import { Fuse, Quantize } from './job_form.js';
-import { Jobs } from './jobs.js';
+import { Jobs, jobs } from './jobs.js';
 import { bytes, t } from './lang.js';
 import { Meters } from './meter.js';
 import { Pulls, pull, pulls } from './pulls.js';
@@ -28,8 +28,10 @@ export function Models() {
     return () => clearInterval(timer);
   }, [online.value, loaded.value.length, isFleet, !worker.value]);
   const isAdmin = scopes.value.admin;
-  return html`<div class="models">
-    <h1 class="hidden-text">${t('tab.models')}</h1>
+  const isKnown = isFleet || (stock.value !== null && (jobs.value !== null || !isAdmin)); // shown at once, so that nothing moves
+  return html`<h1 class="hidden-text">${t('tab.models')}</h1>
+  ${!isKnown && html`<p class="dim" role="status">${t('models.looking')}</p>`}
+  <div class="models" hidden=${!isKnown}>
     <div class="models-side">
       <${Meters} />
       ${isAdmin && html`<${Pulls} />`}
@@ -44,7 +46,7 @@ export function Models() {
 function Stock({ onDialog }) {
   const [words, setWords] = useState('');
   const [kind, setKind] = useState('all');
-  if (stock.value === null) return html`<p class="dim" role="status">${t('models.looking')}</p>`;
+  if (stock.value === null) return null;
   const all = stock.value.data;
   if (!all.length) return html`<section class="panel"><${Empty} icon="models" title=${t('models.none')}>${t('models.noneText')}<//></section>`;
   const kinds = KINDS.filter((each) => all.some((one) => one.kind === each));

@@ -3,7 +3,7 @@
 import { html, useEffect, useState } from './html.js';
 import { pictureUrl } from './api.js';
 import { Bar, Button, Empty } from './controls.js';
-import { bytes, duration, t } from './lang.js';
+import { bytes, duration, t, worded } from './lang.js';
 import { isRunning, run, start } from './making.js';
 import { ResultActions } from './result_actions.js';
 import { chosen, draft, models, online, scopes, show, worker } from './state.js';
@@ -14,7 +14,7 @@ export function Preview() {
   return html`<section class="make-stage" aria-label=${t('make.result')}>
     <${State} now=${now} />
     <${Pictures} now=${now} />
-    ${now.warnings.map((one) => html`<p key=${one} class="make-warning">${one}</p>`)}
+    ${now.warnings.map((one) => html`<p key=${one} class="make-warning">${worded(null, one)}</p>`)}
   </section>`;
 }
 

@@ -1,18 +1,22 @@
 // Pulls that this tab has begun: progress, time left, cancel. They go on while other parts are shown.
 
-import { html, signal, useState } from './html.js';
+import { html, signal } from './html.js';
 import { events } from './api.js';
 import { Bar, Button, Field, IconButton } from './controls.js';
 import { bytes, duration, t } from './lang.js';
 import { refresh } from './refresh.js';
 import { notice } from './state.js';
 import { look } from './stock.js';
+import { readTab, writeTab } from './storage.js';
 
 const WINDOW = 8000; // milliseconds over which the rate is measured
 
 /** The pulls: {id, name, status, completed, size, rate, isOver, error, stop}. */
 export const pulls = signal([]);
 let count = 0;
+
+const typed = signal(readTab('pull', '')); // a name; it survives a reload
+const type = (name) => writeTab('pull', (typed.value = name));
 
 function update(id, fields) {
   pulls.value = pulls.value.map((one) => (one.id === id ? { ...one, ...fields } : one));
@@ -55,18 +59,18 @@ async function follow(id, lines) {
 
 /** The field for a name, and the pulls. */
 export function Pulls() {
-  const [name, setName] = useState('');
+  const name = typed.value;
   const submit = (event) => {
     event.preventDefault();
     pull(name.trim());
-    setName('');
+    type('');
   };
   return html`<section class="panel models-pull" aria-labelledby="models-pull">
     <h2 id="models-pull">${t('models.pull')}</h2>
     <form class="models-pull-form" onSubmit=${submit}>
       <${Field} label=${t('models.pullName')} hint=${t('models.pullHint')}>
         ${(link) => html`<input ...${link} class="input" autocomplete="off" autocapitalize="off" spellcheck=${false}
-          placeholder="registry.example.com/team/model:v1" value=${name} onInput=${(event) => setName(event.target.value)} />`}
+          placeholder="registry.example.com/team/model:v1" value=${name} onInput=${(event) => type(event.target.value)} />`}
       <//>
       <button class="button button-primary" disabled=${!name.trim()}>${t('models.pullGo')}</button>
     </form>

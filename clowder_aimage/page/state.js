@@ -12,10 +12,10 @@ export const token = signal(readTab('token', ''));
 export const worker = signal(null);
 
 /** Which requests the token allows: `scopes.value.infer`, `scopes.value.admin`. */
-export const scopes = computed(() => {
-  const scope = worker.value?.scope ?? null;
-  return { infer: scope === 'infer' || scope === 'admin', admin: scope === 'admin' };
-});
+export const scopes = computed(() => ({ infer: mayInfer(worker.value), admin: worker.value?.scope === 'admin' }));
+
+/** Return whether an answer of `GET /v1/worker` allows pictures and texts. */
+export const mayInfer = (found) => ['infer', 'admin'].includes(found?.scope);
 
 /** The models of the worker, as `GET /v1/models` lists them, with what other routes know of them. */
 export const models = signal([]);

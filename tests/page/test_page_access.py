@@ -223,7 +223,7 @@ def test_a_token_is_asked_for_and_kept_for_the_tab_only(
     expect(page.get_by_text("This worker requires a token.")).to_be_visible()
     assert page.get_by_label("Token").get_attribute("type") == "password"
     sign_in(page, "not-a-token-of-this-worker")
-    expect(page.get_by_role("alert")).to_have_text("The worker does not know this token.")
+    expect(page.get_by_role("alert")).to_have_text("This token is not valid for this worker.")
     sign_in(page, INFER)
     page.get_by_label("Prompt", exact=True).fill("a red circle")
     page.get_by_label("Steps").fill("1")

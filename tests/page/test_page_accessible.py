@@ -140,6 +140,12 @@ def test_errors_of_the_worker_are_in_the_language(open_page: OpenPage, watch: Wa
     page.get_by_label("Schritte").fill("2000")
     page.keyboard.press("Control+Enter")
     expect(alert.filter(has_text="Höchstens 1000 ist möglich.")).to_be_visible()
+    page.get_by_label("Schritte").fill("1")
+    page.get_by_text("Weitere Einstellungen").click()
+    page.get_by_label("Guidance endet bei").fill("0.5")
+    page.keyboard.press("Control+Enter")
+    warning = "guidance_end hat ohne Guidance keine Wirkung."
+    expect(page.locator(".make-warning")).to_have_text(warning)
     said = page.evaluate(
         "import('/page/lang.js').then(({ worded }) => [worded('overloaded', 'the queue is full'),"
         " worded('name_taken', '$& exists'), worded(null, 'something else')])"
@@ -180,6 +186,23 @@ def test_motion_is_reduced(open_page: OpenPage) -> None:
         "getComputedStyle(document.querySelector('.switch-track')).transitionDuration"
     )
     assert float(found.removesuffix("s")) < 0.001
+
+
+def test_nothing_moves_while_a_part_is_loaded(open_page: OpenPage) -> None:
+    """Answers of the worker move nothing that can be clicked (web.dev, Layout Shift)."""
+    page = open_page()
+    page.set_viewport_size(PHONE)  # type: ignore[arg-type]
+    page.add_init_script(
+        "self.moved = 0; new PerformanceObserver((list) => list.getEntries()"
+        ".forEach((one) => (moved += one.value))).observe({type: 'layout-shift', buffered: true})"
+    )
+    last = (".make-facts", ".gallery-limits", '[data-name="shapes:latest"]', ".chat-settings")
+    for part, shown in zip(PARTS, last, strict=True):
+        page.goto(f"{page.url.partition('#')[0]}#{part}")
+        page.reload()
+        page.locator(shown).wait_for()
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
+        assert page.evaluate("moved") < 0.02, part
 
 
 def test_nothing_is_wider_than_a_phone(open_page: OpenPage) -> None:

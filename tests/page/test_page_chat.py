@@ -115,7 +115,7 @@ def test_a_reload_during_an_answer_says_that_it_is_incomplete(chat: Callable[[],
     say(page, "begin " + "slow " * 400)
     expect(page.locator(".chat-assistant")).to_contain_text("begin slow")
     page.reload()
-    expect(page.get_by_role("alert")).to_contain_text("The page was loaded again")
+    expect(page.get_by_role("alert")).to_contain_text("The page was reloaded")
     expect(page.locator(".chat-assistant")).to_contain_text("begin slow")
     expect(page.get_by_role("button", name="Regenerate")).to_be_enabled()
 
@@ -138,7 +138,7 @@ def test_thoughts_are_folded_and_code_and_markup_are_text(chat: Callable[[], Pag
     blocks = page.locator(".chat-code pre")
     expect(blocks).to_have_text([HOSTILE, "open & <b>"])
     expect(page.locator(".chat-code figcaption").first).to_contain_text("html")
-    expect(page.get_by_text("Ended at the limit of tokens")).to_be_visible()
+    expect(page.get_by_text("Ended at the token limit")).to_be_visible()
     assert page.locator("img, .chat-text b").count() == 0
     page.get_by_role("button", name="Copy the code").first.click()
     expect(page.get_by_text("Copied.")).to_be_visible()
@@ -163,7 +163,7 @@ def test_failures_are_said_and_a_full_queue_is_asked_again(
 
     page.route("**/v1/chat/completions", refuse)
     say(page, "patience")
-    expect(page.get_by_text("The queue is full. Asking again in 1 s.")).to_be_visible()
+    expect(page.get_by_text("The queue is full. Trying again in 1 s.")).to_be_visible()
     assert answer(page) == "patience"
     page.unroute("**/v1/chat/completions")
     page.route("**/v1/chat/completions", lambda route: route.abort("connectionfailed"))

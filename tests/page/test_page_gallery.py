@@ -205,11 +205,14 @@ def test_a_grid_of_two_settings_is_made_cancelled_and_saved(
     assert np.array_equal(whole[-12 - 128 : -12, -12 - 128 : -12], cell)
     assert (whole[:40, -100:] < 128).any()  # the label of its column
     page.get_by_label("Values").nth(1).fill("1..9")
-    page.get_by_role("button", name="Make 27 pictures").click()
+    page.get_by_label("Setting").nth(0).select_option("prompt")
+    page.get_by_label("Values").nth(0).fill("one\ntwo\nthree")
+    page.keyboard.press("Control+Enter")
     page.locator(".grid-open").nth(1).wait_for()
-    page.get_by_role("button", name="Cancel").click()
+    page.keyboard.press("Escape")
     expect(page.get_by_role("button", name="Make 27 pictures")).to_be_visible()
     expect(page.get_by_text(re.compile("^[2-9] of 27 pictures$"))).to_be_visible()
+    page.get_by_label("Setting").nth(0).select_option("steps")
     page.get_by_label("Values").nth(0).fill("1, many")
     expect(page.get_by_text("These values are not possible: many")).to_be_visible()
     page.get_by_role("button", name="Gallery", exact=True).click()
@@ -239,8 +242,18 @@ def test_deleted_pictures_are_put_back(open_page: Open) -> None:
     expect(page.get_by_text("2 pictures were deleted.")).to_be_visible()
     page.get_by_role("button", name="Undo").click()
     expect(page.locator(".wall-caption")).to_have_text(["two", "one"])
-    page.reload()
+    view(page).get_by_text("Again, with one thing changed").click()
+    page.get_by_label("To", exact=True).fill("77")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="X/Y grid").click()
+    page.get_by_label("Values").nth(0).fill("1, 2")
+    page.reload()  # what was typed is kept
     expect(page.locator(TILES)).to_have_count(2)
+    view(page).get_by_text("Again, with one thing changed").click()
+    expect(page.get_by_label("To", exact=True)).to_have_value("77")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="X/Y grid").click()
+    expect(page.get_by_label("Values").nth(0)).to_have_value("1, 2")
 
 
 def test_a_picture_that_the_browser_cannot_keep_is_shown_and_said(open_page: Open) -> None:
@@ -280,6 +293,7 @@ def test_axe_finds_nothing_in_the_views_of_pictures(open_page: Open) -> None:
     page.get_by_role("button", name="Cancel").click()
     page.locator(".grid-open").click()
     viewer.get_by_role("button", name="Use this").click()
+    page.set_viewport_size({"width": 1280, "height": 2400})  # the button Make covers nothing
     page.get_by_text("Paint only a part").click()
     page.locator(".mask-canvas").wait_for()
     found += violations(page)

@@ -116,7 +116,7 @@ def test_sizes_follow_from_the_aspect_the_scale_and_the_model(
     page.get_by_label("16:9").check(force=True)
     hint = page.locator(".slider-value").first
     expect(hint).to_have_text("176 × 96 pixels")
-    page.get_by_role("button", name="Exchange width and height").click()
+    page.get_by_role("button", name="Swap width and height").click()
     expect(hint).to_have_text("96 × 176 pixels")
     page.get_by_label("Scale × 1", exact=True).fill("5")
     expect(hint).to_have_text("192 × 336 pixels")
@@ -147,7 +147,7 @@ def test_the_seed_is_drawn_for_each_request_unless_it_is_locked(open_page: OpenP
     with page.expect_request("**/v1/images/generations") as asked:
         make(page)
     assert f'"seed":{most},' in (asked.value.post_data or "")
-    expect(page.locator(".make-result-facts")).to_contain_text(f"seed {most}")
+    expect(page.locator(".make-result-facts")).to_have_text(f"128 × 128 · seed {most} · 1 step")
 
 
 def test_several_pictures_are_shown_beside_each_other(open_page: OpenPage) -> None:
@@ -181,10 +181,10 @@ def test_the_prompt_is_written_by_a_language_model_and_both_can_be_changed(
 ) -> None:
     page = open_page()
     page.get_by_label("Steps").fill("1")
-    page.get_by_text("Write a longer prompt first").click()
-    expect(page.get_by_text("Written by words")).to_be_visible()
+    page.get_by_text("Enhance the prompt").click()
+    expect(page.get_by_text("A longer prompt is written by words")).to_be_visible()
     make(page, "circle red")
-    longer = page.get_by_label("Longer prompt", exact=True)
+    longer = page.get_by_label("Enhanced prompt", exact=True)
     written = longer.input_value()
     assert written
     longer.fill("a blue star")
@@ -208,7 +208,7 @@ def test_earlier_prompts_are_offered(open_page: OpenPage) -> None:
     page.get_by_role("button", name="Earlier prompts").click()
     dialog = page.get_by_role("dialog")
     expect(dialog.locator(".history-take")).to_have_text(["a green star", "a red circle"])
-    dialog.get_by_label("Find").fill("red")
+    dialog.get_by_label("Search prompts").fill("red")
     dialog.get_by_role("button", name="a red circle", exact=True).click()
     prompt = page.get_by_label("Prompt", exact=True)
     assert prompt.input_value() == "a red circle"
@@ -255,7 +255,7 @@ def test_a_reload_while_a_picture_forms_offers_to_make_it_again(open_page: OpenP
     page.keyboard.press("Control+Enter")
     expect(page.locator(".make-state")).to_contain_text("Step")
     page.reload()
-    expect(page.locator(".make-state")).to_contain_text("loaded again while a picture")
+    expect(page.locator(".make-state")).to_contain_text("reloaded while a picture")
     page.get_by_label("Steps").fill("1")
     page.get_by_role("button", name="Make it again").click()
     expect(page.locator(".make-state")).to_contain_text("Done in")

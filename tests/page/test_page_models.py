@@ -179,8 +179,11 @@ def test_a_pull_shows_its_progress_and_is_cancelled(
     name.press("Enter")
     bar = page.get_by_role("progressbar", name=f"Pull of {host}/noise:v1")
     expect(bar).to_have_attribute("aria-valuetext", re.compile(r"^[\d.]+ [kM]B of 3(\.\d)? MB$"))
+    name.fill("half/a-na")
     page.get_by_role("link", name="Gallery").click()  # it goes on meanwhile
     page.get_by_role("link", name="Models").click()
+    expect(name).to_have_value("half/a-na")
+    assert "half/a-na" in page.evaluate("sessionStorage['aimage.pull']")
     page.get_by_role("button", name=f"Cancel the pull of {host}/noise:v1").click()
     expect(bar).to_be_hidden()
     assert entry(page, f"{host}/noise:v1").count() == 0
@@ -202,7 +205,8 @@ def test_deleting_asks_and_says_what_it_frees(open_part: OpenPage, host: str) ->
     remove = dialog.get_by_role("button", name="Delete")
     expect(remove).to_be_disabled()
     dialog.get_by_label(f"{host}/{WHOLE}").check()
-    expect(dialog.get_by_text("The content stays: another name needs it.")).to_be_visible()
+    text = "The content stays, because another name refers to it."
+    expect(dialog.get_by_text(text)).to_be_visible()
     dialog.get_by_label("shapes:latest").check()
     expect(dialog.get_by_text(re.compile(r"This frees [\d.]+ MB\."))).to_be_visible()
     page.keyboard.press("Escape")
@@ -224,14 +228,14 @@ def test_jobs_quantize_and_fuse(open_part: OpenPage, watch: Watch) -> None:
     dialog.get_by_role("radio", name="int4").check()
     expect(target).to_have_value("shapes:int4")
     target.fill("shapes")
-    dialog.get_by_role("button", name="Begin").click()
+    dialog.get_by_role("button", name="Start").click()
     expect(dialog.get_by_role("alert")).to_contain_text("exists already")
     target.fill("shapes:int4")
-    dialog.get_by_role("button", name="Begin").click()
+    dialog.get_by_role("button", name="Start").click()
     shapes.get_by_role("button", name="Fuse LoRA").click()
     expect(dialog.get_by_text("ink", exact=True)).to_have_count(0)  # it is not for this model
     dialog.get_by_role("switch", name="styles/sky").check()
-    dialog.get_by_role("button", name="Begin").click()
+    dialog.get_by_role("button", name="Start").click()
     jobs = page.get_by_role("region", name="Jobs")
     expect(jobs.get_by_role("listitem")).to_have_count(2)
     expect(jobs.get_by_role("progressbar").first).to_be_visible()
@@ -250,7 +254,7 @@ def test_a_job_is_cancelled_and_a_restart_ends_it(open_part: OpenPage) -> None:
     for _ in range(2):
         entry(page, "words:latest").get_by_role("button", name="Quantize").click()
         page.get_by_label("Name of the result").fill(f"words:q{_}")
-        page.get_by_role("button", name="Begin").click()
+        page.get_by_role("button", name="Start").click()
     page.get_by_role("button", name="Cancel the job for words:q1").click()
     expect(page.get_by_role("region", name="Jobs").get_by_text("Cancelled")).to_be_visible()
     page.route("**/v1/jobs", lambda route: route.fulfill(json={"object": "list", "data": []}))
@@ -270,7 +274,7 @@ def test_referrers_of_the_registry(open_part: OpenPage) -> None:
 
 def test_a_token_for_pictures_shows_no_changes(open_part: OpenPage) -> None:
     page = open_part("models", INFER)
-    expect(page.get_by_text("Your token does not allow changes of the store.")).to_be_visible()
+    expect(page.get_by_text("Your token does not allow changes to the store.")).to_be_visible()
     shapes = entry(page, "shapes:latest")
     expect(shapes.get_by_role("button")).to_have_text(["Load", "Referrers"])
     assert page.get_by_role("button", name="Pull").count() == 0

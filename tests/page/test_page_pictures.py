@@ -414,6 +414,11 @@ def test_a_picture_dropped_anywhere_loads_its_settings(open_page: Open) -> None:
     found = draft(page)
     assert (found["steps"], found["width"], found["model"]) == (3, 128, "shapes:latest")
     assert (found["seed"], found["seedLocked"]) == ("18446744073709551610", True)
+    advanced = page.locator("summary", has_text="Advanced")
+    expect(advanced).to_have_text("Advanced")  # the values are the model's
+    advanced.click()
+    page.get_by_label("Guidance", exact=True).fill("1.5")
+    expect(advanced).to_contain_text("1 changed")
     again, same = make(page, found["prompt"], **{name: found[name] for name in ("seed", "steps")})
     assert same == facts
     assert kept(page, again) == data
