@@ -12,14 +12,14 @@ import { SizeField } from './make_size.js';
 import { cancel, isRunning, run, start } from './making.js';
 import { PictureInput } from './picture_input.js';
 import { Preview } from './preview.js';
-import { change, chosen, draft, EMPTY } from './state.js';
+import { change, chosen, draft, EMPTY, worker } from './state.js';
 
 export function Make() {
   useEffect(() => {
     addEventListener('keydown', pressed);
     return () => removeEventListener('keydown', pressed);
   }, []);
-  const isActive = run.value !== null;
+  const isActive = run.value !== null || (worker.value !== null && !chosen.value); // what is said comes first on a phone
   return html`<div class=${`make ${isActive ? 'make-active' : ''}`}>
     <h1 class="hidden-text">${t('tab.make')}</h1>
     <form class="make-form" onSubmit=${submitted} aria-label=${t('make.form')}>

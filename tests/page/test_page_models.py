@@ -179,14 +179,15 @@ def test_a_pull_shows_its_progress_and_is_cancelled(
     name.press("Enter")
     bar = page.get_by_role("progressbar", name=f"Pull of {host}/noise:v1")
     expect(bar).to_have_attribute("aria-valuetext", re.compile(r"^[\d.]+ [kM]B of 3(\.\d)? MB$"))
-    name.fill("half/a-na")
     page.get_by_role("link", name="Gallery").click()  # it goes on meanwhile
     page.get_by_role("link", name="Models").click()
-    expect(name).to_have_value("half/a-na")
-    assert "half/a-na" in page.evaluate("sessionStorage['aimage.pull']")
     page.get_by_role("button", name=f"Cancel the pull of {host}/noise:v1").click()
     expect(bar).to_be_hidden()
     assert entry(page, f"{host}/noise:v1").count() == 0
+    name.fill(f"{host}/noise:v")
+    page.get_by_role("link", name="Gallery").click()
+    page.get_by_role("link", name="Models").click()
+    expect(name).to_have_value(f"{host}/noise:v")  # what was typed is kept
     name.fill(f"{host}/noise:v1")
     page.get_by_role("button", name="Pull", exact=True).click()
     expect(page.get_by_text(f"{host}/noise:v1 is in the store.")).to_be_visible()

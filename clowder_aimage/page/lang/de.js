@@ -438,7 +438,7 @@ export const de = {
   'meter.unneeded': 'Nicht gebraucht',
   'meter.others': 'Andere Dateien',
   'meter.free': 'Frei',
-  'meter.models': '{n} von höchstens {most} Modellen im Arbeitsspeicher.',
+  'meter.models': 'Modelle im Arbeitsspeicher: {n} von höchstens {most}.',
   'meter.available': '{size} stehen einem neuen Prozess zur Verfügung.',
   // referrers
   'referrers.title': 'Verweise',

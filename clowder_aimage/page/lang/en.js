@@ -438,7 +438,7 @@ export const en = {
   'meter.unneeded': 'Not needed',
   'meter.others': 'Other files',
   'meter.free': 'Free',
-  'meter.models': '{n} of at most {most} models in memory.',
+  'meter.models': 'Models in memory: {n} of at most {most}.',
   'meter.available': '{size} are available to a new process.',
   // referrers
   'referrers.title': 'Referrers',
