@@ -65,7 +65,8 @@ class SleepingRole(Role):
     def __init__(self, slots: int, seconds: float, loaded: tuple[str, ...]) -> None:
         self._slots, self._seconds = slots, seconds
         self.memory: OrderedDict[str, int] = OrderedDict((name, 0) for name in loaded)
-        self.used = dict.fromkeys(loaded, time.monotonic())
+        self.loading = set[str]()
+        self.worth: Callable[[str], float] = lambda _: 0.0
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._is_free = asyncio.Condition()
 
@@ -74,30 +75,35 @@ class SleepingRole(Role):
 
     async def _make(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())
-        name = str(Reference.parse(body["model"].partition("@")[0]))
-        is_warm = name in self.memory
+        is_warm = await self.work(str(Reference.parse(body["model"].partition("@")[0])))
+        return web.json_response({"data": [{"b64_json": body["prompt"]}], "warm": is_warm})
+
+    async def work(self, name: str) -> bool:
+        """Sleep as a job does; return whether no model had to be loaded for it."""
         async with self._turns[name]:
-            await self._load(name)
+            is_warm = await self._load(name)
             await asyncio.sleep(self._seconds)
             async with self._is_free:
                 self.memory[name] -= 1
-                self.used[name] = time.monotonic()
                 self._is_free.notify_all()
-        return web.json_response({"data": [{"b64_json": body["prompt"]}], "warm": is_warm})
+        return is_warm
 
-    async def _load(self, name: str) -> None:
+    async def _load(self, name: str) -> bool:
         async with self._is_free:
-            is_new = name not in self.memory
-            while is_new and len(self.memory) >= self._slots:
-                idle = next((one for one, jobs in self.memory.items() if not jobs), None)
-                if idle is None:
+            is_warm = name in self.memory
+            while not is_warm and len(self.memory) >= self._slots:
+                idle = [one for one, jobs in self.memory.items() if not jobs]
+                if not idle:
                     await self._is_free.wait()
-                else:
-                    del self.memory[idle]
+                else:  # as the scheduler of an engine: of the least worth, then the oldest
+                    del self.memory[min(idle, key=lambda one: self.worth(MODELS[one]))]
             self.memory[name] = self.memory.get(name, 0) + 1
             self.memory.move_to_end(name)
-        if is_new:
+        if not is_warm:
+            self.loading.add(name)
             await asyncio.sleep(LOAD)
+            self.loading.discard(name)
+        return is_warm
 
     async def _tell(self, request: web.Request) -> web.StreamResponse:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -116,6 +122,9 @@ class ScriptedStore:
 
     root = Path("/")
 
+    def fingerprint(self) -> str:
+        return "unchanged"
+
     def resolve(self, reference: Reference) -> Any:
         if str(reference) not in MODELS:
             raise NotFoundError(f"{reference} not found")
@@ -126,24 +135,27 @@ def service_of(role: SleepingRole, slots: int) -> Any:
     """Return what a joined worker needs of a worker."""
 
     def loaded() -> list[Any]:
-        return [
-            SimpleNamespace(
-                digest=MODELS[name],
-                is_ready=True,
-                used=role.used.get(name, time.monotonic()),
-                clock=time.monotonic,
-            )
-            for name in role.memory
-        ]
+        names = [name for name in role.memory if name not in role.loading]
+        return [SimpleNamespace(digest=MODELS[name], is_ready=True) for name in names]
+
+    def value_by(worth: Callable[[str], float]) -> None:
+        role.worth = worth
 
     settings = SimpleNamespace(max_models=slots, parallel=32, pull="never", aliases={})
     settings.default_model, settings.default_for = None, ()
     return SimpleNamespace(
         settings=settings,
         store=ScriptedStore(),
-        engine=SimpleNamespace(loaded=loaded, is_draining=False),
+        engine=SimpleNamespace(loaded=loaded, value_by=value_by, is_draining=False),
         reference=lambda name: Reference.parse(name or "m1"),
     )
+
+
+def know_models(joined: JoinedWorker) -> None:
+    """Let a worker have all models of this benchmark in its store."""
+    view = joined._view
+    view.models, view._fingerprint = MODELS, view.store.fingerprint()
+    view.kinds = {one: "text" if name == TEXT else "image" for name, one in MODELS.items()}
 
 
 async def run_workers(options: argparse.Namespace) -> None:
@@ -155,8 +167,7 @@ async def run_workers(options: argparse.Namespace) -> None:
             link = FleetLink(FleetAccess((options.nats,)), WORKER, f"w{at}")
             service = service_of(role, options.slots)
             joined = JoinedWorker(link, service, role, WorkerPlace(f"w{at}"))
-            kinds = {digest: "text" if name == TEXT else "image" for name, digest in MODELS.items()}
-            joined._view = SimpleNamespace(models=MODELS, kinds=kinds, read=lambda: None)  # type: ignore[assignment]
+            know_models(joined)
             listening = listen(f"127.0.0.1:{port}", has_tokens=False)
             await stack.enter_async_context(joined.running())
             await stack.enter_async_context(accepting(build_app(role), listening))

@@ -21,6 +21,11 @@ from clowder_aimage.http.api_error import ApiError, api_error, response
 TICK = 0.5  # seconds between two checks that the client is still connected
 KEEP_ALIVE = 10.0  # seconds of silence before a comment is sent: some proxies time out after 15
 STALL = 60.0  # seconds within which a client must receive a piece
+EVENT_HEADERS = {  # of a stream of events
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache, no-store",
+    "X-Accel-Buffering": "no",  # disables nginx's buffering
+}
 _PIECE = 64 * 1024
 
 _log = logging.getLogger("aimage.worker")
@@ -139,14 +144,7 @@ class EventStream:
     ) -> None:
         self._request, self._clock = request, clock
         self._sent = clock()
-        self.response = web.StreamResponse(
-            headers={
-                **(headers or {}),
-                "Content-Type": "text/event-stream; charset=utf-8",
-                "Cache-Control": "no-cache, no-store",
-                "X-Accel-Buffering": "no",  # disables nginx's buffering
-            }
-        )
+        self.response = web.StreamResponse(headers={**(headers or {}), **EVENT_HEADERS})
 
     async def open(self) -> None:
         """Send the headers of the response."""

@@ -44,7 +44,7 @@ from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.model.text.language_model import TextEnd, TextPiece, TextRequest, ToolCall
 from clowder_aimage.model.text.runtime import runtime_of
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.telemetry import record, span
 
 Emit = Callable[[Event], None]
@@ -83,6 +83,10 @@ class Engine:
     def loaded(self) -> list[ModelSlot]:
         """Return the models in memory, most recently used first."""
         return self._scheduler.loaded()
+
+    def value_by(self, worth: Callable[[Digest], float]) -> None:
+        """Unload the models of the least worth first, in place of those that are idle longest."""
+        self._scheduler.worth = worth
 
     @property
     def planned(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 
 from nats.js.errors import (
@@ -29,12 +30,29 @@ from clowder_aimage.fleet.job_frame import PIECE
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.oci import read_json
 
+_CLOCK = "clock"  # the key of an entry whose time is that of the server
+_FRESH = 600.0  # seconds after which the server's time is asked for again
+
 
 class FleetBatchStore:
     """A store that all gateways of a fleet share (``api.batch.batch_store.BatchStore``)."""
 
     def __init__(self, link: FleetLink) -> None:
         self._link, self._names = link, link.names
+        self._clock: tuple[float, float] | None = None  # the server's time, and ours without epoch
+
+    async def now(self) -> float:
+        """Return the time of the NATS server: the clocks of gateways may be hours apart."""
+        known = self._clock
+        if known is None or time.monotonic() - known[1] > _FRESH:
+            with self._answers():
+                await (await self._bucket()).put(_CLOCK, b"")
+                subject = f"$KV.{self._names.batches}.{_CLOCK}"
+                stream = f"KV_{self._names.batches}"
+                found = await self._link.streams.get_msg(stream, subject=subject)
+                assert found.time is not None  # noqa: S101 - every message has one
+                self._clock = known = found.time.timestamp(), time.monotonic()
+        return known[0] + time.monotonic() - known[1]
 
     async def _bucket(self) -> KeyValue:
         return await self._link.streams.key_value(self._names.batches)

@@ -35,7 +35,7 @@ class FleetStatus:
         names, streams = self._link.names, self._link.streams
         jobs = await streams.stream_info(names.jobs, subjects_filter=">")
         logs, dead = await streams.stream_info(names.logs), await streams.stream_info(names.dead)
-        queued = self._queued(jobs)
+        queued = await self._queued(jobs)
         return {
             "fleet": names.fleet,
             "workers": [asdict(card) for card in self._roster.cards()],
@@ -49,17 +49,29 @@ class FleetStatus:
             "given_up": dead.state.messages,
         }
 
-    def _queued(self, jobs: StreamInfo) -> Counter[tuple[str, str]]:
+    async def _queued(self, jobs: StreamInfo) -> Counter[tuple[str, str]]:
         """Count the jobs on the queue by priority and digest.
 
-        The number of messages is not used: after a crash, NATS 2.9 may count one that is not there.
+        NATS 2.9 may count messages that are not there after it was killed, in all and by subject.
+        So messages are counted by subject, and when few subjects are left, each is looked for.
         """
         queued: Counter[tuple[str, str]] = Counter()
-        for subject, count in (jobs.state.subjects or {}).items():
+        subjects = jobs.state.subjects or {}
+        for subject, count in subjects.items():
             key = self._link.names.wanted(subject)
-            if key is not None:
+            if key is not None and (len(subjects) > _LOOKS or await self._has(subject)):
                 queued[key] += count
         return queued
+
+    async def _has(self, subject: str) -> bool:
+        """Return whether a message of a subject is on the queue."""
+        try:
+            await self._link.streams.get_msg(
+                self._link.names.jobs, seq=1, subject=subject, next=True
+            )
+        except NotFoundError:
+            return False
+        return True
 
     async def observe(self, metrics: GatewayMetrics, line: FairLine) -> None:
         """Set the gauges of a gateway, for ever."""
@@ -80,7 +92,7 @@ class FleetStatus:
     async def _depth(self, metrics: GatewayMetrics) -> None:
         names, streams = self._link.names, self._link.streams
         jobs = await streams.stream_info(names.jobs, subjects_filter=">")
-        metrics.depth.set(self._queued(jobs).total())
+        metrics.depth.set((await self._queued(jobs)).total())
         metrics.dead.set((await streams.stream_info(names.dead)).state.messages)
         consumers = await streams.consumers_info(names.jobs)
         metrics.running.set(sum(each.num_ack_pending or 0 for each in consumers))

@@ -43,8 +43,8 @@ from clowder_aimage.fleet.response_relay import ResponseRelay
 from clowder_aimage.fleet.wish import Wish
 from clowder_aimage.fleet.worker_card import FoundModel, RosterWatch
 from clowder_aimage.http.access import bearer_token
-from clowder_aimage.http.api_error import OLLAMA, ApiError, interface_of, registry_error
-from clowder_aimage.http.background import aside
+from clowder_aimage.http.api_error import OLLAMA, ApiError, api_error, interface_of, registry_error
+from clowder_aimage.http.background import aside, beside
 from clowder_aimage.http.private_app import private_caller
 from clowder_aimage.oci import Digest, Reference
 
@@ -101,12 +101,26 @@ class JobGateway:
         if key:
             job = replace(job, id=_keyed(job.caller, key))
         with self._metrics.job(job.priority) as statuses:
-            answered = await self._serve(request, job, wish, is_keyed=bool(key))
-            statuses.append(answered.status)
+            relay = ResponseRelay(request)
+            async with beside(*([relay.keep_alive()] if wish.is_events else [])):
+                answered = await self._serve(relay, job, wish, is_keyed=bool(key))
+            statuses.append(relay.status)
         return answered
 
     async def _serve(
-        self, request: web.Request, job: FleetJob, wish: Wish, *, is_keyed: bool
+        self, relay: ResponseRelay, job: FleetJob, wish: Wish, *, is_keyed: bool
+    ) -> web.StreamResponse:
+        """Serve a job; an error after the begin of a stream is its last event."""
+        try:
+            return await self._in_time(relay, job, wish, is_keyed=is_keyed)
+        except AImageError as error:
+            if not relay.has_begun:
+                raise
+            await relay.fail(api_error(error))
+            return await relay.end()
+
+    async def _in_time(
+        self, relay: ResponseRelay, job: FleetJob, wish: Wish, *, is_keyed: bool
     ) -> web.StreamResponse:
         is_kept = is_keyed or job.priority == BATCH
         try:
@@ -117,7 +131,7 @@ class JobGateway:
             ):
                 admitted = await self._admit(job, wish, is_kept=is_kept, is_keyed=is_keyed)
                 frames = reader.frames(from_start=admitted.is_old)
-                return await self._pass_on(request, admitted, frames, started)
+                return await self._pass_on(relay, admitted, frames, started)
         except TimeoutError:
             raise ApiError(504, "the deadline has passed", code="deadline_exceeded") from None
         except ConnectionResetError:  # of the client
@@ -211,7 +225,7 @@ class JobGateway:
             raise unavailable("the queue of the fleet is full; try again later") from None
         except NetworkError:
             raise unavailable("NATS does not answer; try again later") from None
-        await self._link.tell(names.news, subject.encode())
+        await self._link.tell(names.news, f"{subject} {sequence}".encode())
         return _Admitted(job, is_kept, is_old, sequence)
 
     async def _was_admitted(self, job: FleetJob, own: bytes) -> bool:
@@ -238,12 +252,11 @@ class JobGateway:
 
     async def _pass_on(
         self,
-        request: web.Request,
+        relay: ResponseRelay,
         admitted: _Admitted,
         frames: AsyncGenerator[Frame, None],
         started: Callable[[], None],
     ) -> web.StreamResponse:
-        relay = ResponseRelay(request)
         is_over = False
         try:
             async with contextlib.aclosing(frames):

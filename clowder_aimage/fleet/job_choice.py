@@ -1,8 +1,9 @@
 """The order in which a worker asks for jobs: first those whose model is in its memory.
 
 There is no scheduler. Every worker with room hears of new jobs and asks for them, some at once and
-some after a short wait, so that a worker that is better suited comes first. A worker that has gone
-cannot hold up a job for longer than that.
+some after a short wait, so that a worker that is better suited comes first. Workers that are suited
+alike wait in the order of their ranks, which each of them computes from the cards of all. A worker
+that has vanished delays a job by one step.
 """
 
 from __future__ import annotations
@@ -13,63 +14,69 @@ from dataclasses import dataclass, field
 from clowder_aimage.fleet.fleet_name import PRIORITIES
 
 AT_ONCE = 0.0  # seconds to wait if the model is in memory here
+REPEAT = 0.005  # for each rank, if others have it in memory too
 FOLLOW = 0.05  # if a job of the model is being served here: workers without work come first
 ON_DISK = 0.01  # if it is in the store here, and in no memory
+STEP = 0.03  # more for each rank among the workers that could load it
 ELSEWHERE = 1.0  # if it is in the memory of another worker: about the time to load a model
-EVICT = (
-    0.1  # more, at most, if another model leaves memory for it: less, the longer that one is idle
-)
-AGAIN = 0.006  # at most, if others have it in memory too: the one that used it last comes first
+EVICT = 1.0  # more, if a model that no other worker has in memory would be unloaded for it
 FETCH = 0.05  # if it would be fetched, and no other worker has it
 FETCH_TOO = 5.0  # if it would be fetched, and another worker has it
 FORGET = 600.0  # seconds after which a digest that no announcement named is forgotten
-
-IDLE = 10.0  # seconds after which a model in memory counts as idle
+_LAST = 8  # ranks after this one wait as long
 
 Key = tuple[str, str]  # a priority and the hexadecimal part of a digest
 
 
-def to_load(idle: float | None, *, is_elsewhere: bool) -> float:
-    """Return the seconds to wait before a model in the store is loaded.
-
-    ``idle`` are the seconds since the last use of the model that would leave memory for it; None if
-    there is room. So of all workers the one whose model is missed least comes first.
-    """
-    wait = ELSEWHERE if is_elsewhere else ON_DISK
-    return wait if idle is None else wait + EVICT / (1 + idle)
-
-
-def to_repeat(idle: float) -> float:
+def to_repeat(rank: int) -> float:
     """Return the seconds to wait with a model in memory that other workers have there too.
 
-    Jobs gather at the copies that were used last, and the others may leave memory.
+    Jobs gather at the copies with the first ranks, and the others may leave memory.
     """
-    return AGAIN * min(idle, IDLE) / IDLE
+    return REPEAT * min(rank, _LAST)
+
+
+def to_load(rank: int, *, is_elsewhere: bool = False, is_missed: bool = False) -> float:
+    """Return the seconds to wait before a model in the store is loaded.
+
+    ``is_elsewhere``: another worker has it in memory, or loads it. ``is_missed``: the model that
+    would be unloaded for it is in no other memory, so that it would be loaded again soon.
+    """
+    wait = ELSEWHERE + EVICT * is_missed if is_elsewhere else ON_DISK
+    return wait + STEP * min(rank, _LAST)
 
 
 @dataclass(slots=True)
 class JobChoice:
-    """The queues that may have jobs: by priority and digest, with the time of the first news.
+    """The queues that may have jobs: by priority and digest, with the times of the news.
 
     ``wait`` returns the seconds to wait before asking for jobs of a digest, or None if this worker
-    cannot serve it.
+    cannot serve it. Jobs are known by their numbers in the stream; number 0 is a job of which
+    nothing else is known.
     """
 
     wait: Callable[[str], float | None]
-    _since: dict[Key, float] = field(default_factory=dict)
+    _heard: dict[Key, dict[int, float]] = field(default_factory=dict)
 
-    def hear(self, key: Key, now: float) -> None:
+    def hear(self, key: Key, now: float, number: int = 0) -> None:
         """Take the news of a job."""
-        self._since.setdefault(key, now)
+        self._heard.setdefault(key, {}).setdefault(number, now)
 
     def forget(self, key: Key) -> None:
         """Note that a queue is empty."""
-        self._since.pop(key, None)
+        self._heard.pop(key, None)
 
-    def again(self, key: Key, now: float) -> None:
-        """Note that a queue had a job and may have more."""
-        if key in self._since:
-            self._since[key] = now
+    def delivered(self, key: Key, number: int) -> None:
+        """Note that all jobs of a queue up to a number were delivered to workers."""
+        known = self._heard.get(key, {})
+        for one in [one for one in known if 0 < one <= number]:
+            del known[one]
+        if not known:
+            self.forget(key)
+
+    def is_wanted(self, digest: str) -> bool:
+        """Return whether jobs for a digest are on the queue."""
+        return any(key[1] == digest and any(known) for key, known in self._heard.items())
 
     def next(self, now: float) -> tuple[Key | None, float | None]:
         """Return the queue to ask now, or None and the seconds until there is one.
@@ -79,17 +86,27 @@ class JobChoice:
         """
         soonest: float | None = None
         best: tuple[tuple[int, float, float], Key] | None = None
-        for key, since in list(self._since.items()):
-            wait = self.wait(key[1])
-            if wait is None or now - since > FORGET:
-                if now - since > FORGET:
-                    del self._since[key]
-                continue
-            left = since + wait - now
-            if left > 0:
+        for key in list(self._heard):
+            since, wait = self._since(key), self.wait(key[1])
+            if now - since > FORGET:
+                del self._heard[key]
+            elif wait is not None and (left := since + wait - now) > 0:
                 soonest = left if soonest is None else min(soonest, left)
-                continue
-            rank = PRIORITIES.index(key[0]), wait, since
-            if best is None or rank < best[0]:
-                best = rank, key
+            elif wait is not None:
+                rank = PRIORITIES.index(key[0]), wait, since
+                if best is None or rank < best[0]:
+                    best = rank, key
         return (best[1], 0.0) if best else (None, soonest)
+
+    def is_due(self, key: Key, now: float) -> bool:
+        """Return whether a job of a queue has waited long enough for this worker."""
+        wait = self.wait(key[1]) if key in self._heard else None
+        return wait is not None and self._since(key) + wait <= now
+
+    def _since(self, key: Key) -> float:
+        """Return when a queue's oldest job was heard of; others of which more is known come first.
+
+        A look at the queue also finds jobs that are being served, so its news counts last.
+        """
+        known = self._heard[key]
+        return min((at for one, at in known.items() if one), default=known.get(0, 0.0))

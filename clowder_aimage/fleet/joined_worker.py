@@ -8,30 +8,27 @@ import json
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import Error as JetStreamError
+from nats.js.errors import NotFoundError
 
 from clowder_aimage import __version__
-from clowder_aimage.api.model_kind import EMBEDDER, TEXT
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, FormatError
 from clowder_aimage.fleet import job_choice
-from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink
 from clowder_aimage.fleet.job_choice import JobChoice, Key
-from clowder_aimage.fleet.job_frame import PIECE
-from clowder_aimage.fleet.job_request import OWN, send_job
+from clowder_aimage.fleet.job_request import answer_call
 from clowder_aimage.fleet.job_run import ACK_WAIT, DONE, GIVEN_UP, JobRun, read_job
-from clowder_aimage.fleet.room import Room
+from clowder_aimage.fleet.placement import Placement, Room
 from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.worker_card import RosterWatch, WorkerCard
 from clowder_aimage.http.background import beside
@@ -44,6 +41,7 @@ LOOK = 0.25  # seconds between two checks for a change
 SWEEP = 1.0  # seconds between two looks for jobs that were announced to nobody
 IDLE = 3600.0  # seconds after which a queue without jobs loses its consumer
 JITTER = 0.002  # seconds by which workers with the same wait differ
+_ALL = 1 << 62  # above all numbers of messages
 _NEXT = json.dumps({"batch": 1, "no_wait": True}).encode()
 _log = logging.getLogger("aimage.fleet")
 
@@ -68,7 +66,10 @@ class JoinedWorker(Role):
         self._watch = RosterWatch(link)
         self._view = StoreView(service.store)
         self._room = Room(service.settings.max_models, service.settings.parallel)
-        self._choice = JobChoice(self._wait)
+        place_of = service, self._view, self._room, self._watch.roster, place.id
+        self._placement = Placement(*place_of)
+        self._choice = JobChoice(self._placement.wait)
+        service.engine.value_by(self._worth)
         self._news = asyncio.Event()
         self._runs: dict[str, JobRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -124,41 +125,13 @@ class JoinedWorker(Role):
                 bucket = await self._link.streams.key_value(self._link.names.workers)
                 await bucket.delete(self._place.id)
 
-    @property
-    def _loaded(self) -> frozenset[str]:
-        """The digests of the models in memory."""
-        return frozenset(self._idle_models())
-
-    def _idle_models(self) -> dict[str, float]:
-        """Return the seconds since the last use of each model in memory, by digest."""
-        loaded = self._service.engine.loaded()
-        return {str(one.digest): one.clock() - one.used for one in loaded if one.is_ready}
+    def _worth(self, digest: object) -> float:
+        """Return how much a model in memory would be missed; one with a job on the queue most."""
+        name = str(digest)
+        is_wanted = self._choice.is_wanted(name.partition(":")[2])
+        return self._placement.worth(name, is_wanted=is_wanted)
 
     # -- taking jobs
-
-    def _wait(self, digest: str) -> float | None:
-        """Return the seconds to wait before asking for a model's jobs; None if there is no room."""
-        name, place = f"sha256:{digest}", self._place.id
-        kind = self._view.kinds.get(name)
-        is_text = kind in (TEXT, EMBEDDER)
-        if not self._room.has(name, is_text=is_text):
-            return None
-        if kind is None and self._service.settings.pull == NEVER:
-            return None
-        roster = self._watch.roster
-        if kind is not None:
-            is_hot = roster.loaded_elsewhere(name, place)
-            idle = self._idle_models()
-            if self._room.of(name) and not is_text:
-                return job_choice.FOLLOW
-            if name in idle or self._room.of(name):
-                return job_choice.to_repeat(idle.get(name, 0.0)) if is_hot else job_choice.AT_ONCE
-            victims = [seconds for one, seconds in idle.items() if not self._room.of(one)]
-            is_full = len(idle) >= self._room.slots
-            oldest = max(victims, default=0.0) if is_full else None
-            return job_choice.to_load(oldest, is_elsewhere=is_hot)
-        is_there = roster.on_disk_elsewhere(name, place)
-        return job_choice.FETCH_TOO if is_there else job_choice.FETCH
 
     async def _take(self) -> None:
         """Ask for a job once there may be one that this worker has room for."""
@@ -169,15 +142,46 @@ class JoinedWorker(Role):
                 async with asyncio.timeout(soonest if self.takes_jobs else None):
                     await self._news.wait()
             return
+        is_late = (self._placement.wait(key[1]) or 0.0) >= job_choice.ELSEWHERE
+        if is_late and not await self._has_waited(key):
+            return
         message = await self._ask(key)
         if message is None:
             self._choice.forget(key)
             return
+        self._choice.delivered(key, message.metadata.sequence.stream)
         digest = f"sha256:{key[1]}"
+        is_new = digest not in {*self._placement.loaded, *self._room.digests}
         self._room.take(digest)
-        task = asyncio.create_task(self._serve(message, digest))
+        self._begin(self._serve(message, digest))
+        if is_new:  # before others load it too
+            self._begin(self._put_card())
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _has_waited(self, key: Key) -> bool:
+        """Return whether a job of a queue has waited long enough that this worker loads its model.
+
+        The news of a job tells when it came, and the server which jobs have been delivered: without
+        it, a worker that asks would take a job that came just now.
+        """
+        names = self._link.names
+        try:
+            info = await self._link.streams.consumer_info(names.jobs, names.consumer(*key))
+        except NotFoundError:  # no worker has asked yet
+            return True
+        except (*LOST, JetStreamError):
+            self._choice.forget(key)
+            return False
+        is_empty = not info.num_pending
+        number = info.delivered.stream_seq if info.delivered else 0
+        self._choice.delivered(key, _ALL if is_empty else number)
+        if is_empty and not info.num_ack_pending:
+            self._choice.forget(key)
+        return self._choice.is_due(key, time.monotonic())
 
     async def _ask(self, key: Key) -> Msg | None:
         """Return a job of a queue; None if it is empty, or was not to be reached."""
@@ -212,6 +216,7 @@ class JoinedWorker(Role):
         )
 
     async def _serve(self, message: Msg, digest: str) -> None:
+        begun = time.monotonic()
         try:
             job = await read_job(self._link, message)
             run = JobRun(
@@ -239,6 +244,7 @@ class JoinedWorker(Role):
             _log.exception("a job was given back")
         finally:
             self._room.leave(digest)
+            self._placement.demand.served(digest, begun)
             self._news.set()
 
     async def _sweep(self) -> None:
@@ -255,10 +261,11 @@ class JoinedWorker(Role):
             for subject in info.state.subjects or {}:
                 self._hear(subject)
 
-    def _hear(self, subject: str) -> None:
+    def _hear(self, subject: str, number: int = 0) -> None:
         key = self._link.names.wanted(subject)
         if key is not None:
-            self._choice.hear(key, time.monotonic() + random.uniform(0, JITTER))  # noqa: S311
+            now = time.monotonic() + random.uniform(0, JITTER)  # noqa: S311
+            self._choice.hear(key, now, number)
             self._news.set()
 
     # -- messages of the fleet
@@ -272,7 +279,10 @@ class JoinedWorker(Role):
         self._is_heard = True
 
     async def _on_news(self, message: Msg) -> None:
-        self._hear(message.data.decode("ascii", "replace"))
+        subject, _, number = message.data.decode("ascii", "replace").partition(" ")
+        self._hear(subject, int(number) if number.isdecimal() else 0)
+        if (key := self._link.names.wanted(subject)) is not None:
+            self._placement.demand.hear(f"sha256:{key[1]}")
 
     async def _on_cancel(self, message: Msg) -> None:
         run = self._runs.get(message.subject.rpartition(".")[2])
@@ -281,28 +291,12 @@ class JoinedWorker(Role):
 
     async def _on_call(self, message: Msg) -> None:
         """Serve a request that is for this worker alone."""
-        task = asyncio.create_task(self._answer(message))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._begin(self._answer(message))
 
     async def _answer(self, message: Msg) -> None:
-        facts: dict[str, Any] = {"status": 500, "headers": []}
-        try:
-            job = FleetJob.decode(message.data)
-            async with send_job(self._local, job) as response:
-                body, facts["status"] = await response.read(), response.status
-                known = [(name, text) for name, text in response.headers.items()]
-                facts["headers"] = [one for one in known if one[0].lower() not in OWN]
-            if job.method not in ("GET", "HEAD"):  # the gateway hears of a change before its end
-                await run_io(self._view.read)
-                await self._put_card()
-        except (AImageError, aiohttp.ClientError) as error:
-            body = str(error).encode()
-        if len(body) > self._link.client.max_payload - PIECE:
-            body, facts = b"the response is too large", {"status": 507, "headers": []}
-        with contextlib.suppress(*LOST):
-            headers = {"Aimage-Answer": json.dumps(facts)}
-            await self._link.client.publish(message.reply, body, headers=headers)
+        if await answer_call(self._link, self._local, message):  # of a change
+            await run_io(self._view.read)
+            await self._put_card()
 
     async def _on_order(self, message: Msg) -> None:
         """Take or refuse jobs from now on, as an operator says; answer with the card."""
@@ -326,7 +320,8 @@ class JoinedWorker(Role):
             address=self._place.address,
             slots=self._room.slots,
             running=self._room.running,
-            loaded=tuple(sorted(self._loaded)),
+            loaded=tuple(sorted(self._placement.loaded)),
+            at_work=self._room.digests,
             models=self._view.models,
             kinds=self._view.kinds,
             aliases=dict(settings.aliases),
@@ -348,7 +343,8 @@ class JoinedWorker(Role):
     async def _report(self) -> None:
         """Put the card if it has changed, or is old."""
         await run_io(self._view.read)
-        state = self._loaded, self._view.models, self._room.running, self.takes_jobs
+        room = self._room.digests, self._room.running
+        state = self._placement.loaded, self._view.models, room, self.takes_jobs
         is_due = state != self._told or time.monotonic() - self._reported >= REPORT
         if is_due and self._is_heard and self._link.is_ready:
             self._told, self._reported = state, time.monotonic()

@@ -76,8 +76,8 @@ EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 class Wish:
     """The request of a client: the name of a model, and the fields of the body.
 
-    ``chosen`` are fields that were chosen for it. ``is_change``: the request only
-    loads, unloads or stops the model.
+    ``chosen`` are fields that were chosen for it. ``is_change``: the request only loads, unloads or
+    stops the model. ``is_events``: the response is a stream of events.
     """
 
     model: str | None
@@ -88,6 +88,7 @@ class Wish:
     is_text: bool = False
     is_change: bool = False
     unloads: bool = False
+    is_events: bool = False
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -147,7 +148,8 @@ class WishReader:
             return Wish(body.model, fields, (EMBEDDER, TEXT), pull, is_text=True)
         assert isinstance(body, TextBody)  # noqa: S101
         body.requests()  # raises ApiError
-        return Wish(body.model, fields, (TEXT,), pull, is_text=True, chosen=_seed_for(fields))
+        found = Wish(body.model, fields, (TEXT,), pull, is_text=True, is_events=body.stream)
+        return replace(found, chosen=_seed_for(fields))
 
     def _of_prompt(self, fields: dict[str, Any]) -> Wish:
         name = fields.get("model") or fields.get("name")
@@ -174,7 +176,8 @@ def _of_picture(request: web.Request, fields: dict[str, Any], *, is_form: bool) 
     body.check_given(given, has_size=body.has_size)
     pull = body.pull if request.get("scope") == ADMIN else NEVER
     seed = {"seed": str(body.seed) if is_form else body.seed}
-    return Wish(body.model, fields, (PICTURES,), pull, is_form, chosen=seed)
+    is_events = body.stream
+    return Wish(body.model, fields, (PICTURES,), pull, is_form, is_events=is_events, chosen=seed)
 
 
 def _pulling(request: web.Request, found: Wish) -> Wish:

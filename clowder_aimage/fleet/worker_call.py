@@ -1,32 +1,39 @@
 """Requests to the workers of a fleet without jobs: lists, and changes of stores.
 
 A list joins the lists of all workers. A request for one entry is answered by the first worker that
-has it. A change is sent to all workers.
+has it. A change is sent to all workers, a push to one that has the model.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 from nats.aio.msg import Msg
+from nats.errors import NoRespondersError
 
 from clowder_aimage.api.answer_stream import NdjsonStream, is_gone
 from clowder_aimage.api.picture import picture_link
 from clowder_aimage.api.request_body import read_object
+from clowder_aimage.errors import UsageError
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink, unavailable
-from clowder_aimage.fleet.worker_card import Roster
+from clowder_aimage.fleet.job_request import ANSWER
+from clowder_aimage.fleet.worker_card import Roster, WorkerCard
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
-from clowder_aimage.oci import read_json
+from clowder_aimage.oci import Reference, read_json
 
 PATIENCE = 5.0  # seconds for a list
-_WATCH = 1.0  # seconds between two checks that a worker is still there
+_WATCH = 0.5  # seconds between two checks that a worker is still there, and of progress
+_EVER = 86400.0  # seconds
+_WAITING = {"status": "waiting for workers"}
 _LISTS = (  # a path, its list, and what is one entry
     ("/v1/models", "data", "id", INFER),
     ("/v1/adapters", "data", "name", INFER),
@@ -42,7 +49,17 @@ _QUESTIONS = (
     ("POST", "/api/push", ADMIN),
     ("GET", "/content/{url:.+}", ADMIN),
 )
-_STREAMS = ("/api/pull", "/api/push")
+PUSH = "/api/push"
+_STREAMS = ("/api/pull", PUSH)
+_OWN = (  # what each worker has of its own
+    ("GET", "/v1/store", INFER),
+    ("GET", "/v1/events", INFER),
+    ("GET", "/v1/jobs", ADMIN),
+    ("POST", "/v1/jobs", ADMIN),
+    ("GET", "/v1/jobs/{id}", ADMIN),
+    ("DELETE", "/v1/jobs/{id}", ADMIN),
+)
+OnLine = Callable[[str, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +79,40 @@ class WorkerAnswer:
         return found
 
 
+class TransferProgress:
+    """Joins the lines of workers (ollama, "Pull a model"): the bytes are those of all of them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, Mapping[str, Any]]] = {}  # by status and worker
+        self._sizes: dict[str, int] = {}  # of all blobs, by worker
+        self._new: dict[str, None] = {}  # in order
+
+    def take(self, worker: str, line: Mapping[str, Any]) -> None:
+        """Take a line of a worker."""
+        status = str(line.get("status"))
+        is_new = status not in self._known
+        self._known.setdefault(status, {})[worker] = line
+        self._sizes[worker] = int(line.get("size", self._sizes.get(worker, 0)))
+        if is_new or "digest" in line:
+            self._new[status] = None
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return what is new since the last call, without the end: that follows for all at once."""
+        found = [self._joined(status) for status in self._new if status != "success"]
+        self._new.clear()
+        return found
+
+    def _joined(self, status: str) -> dict[str, Any]:
+        parts = list(self._known[status].values())
+        line = dict(parts[-1])
+        if "digest" in line:
+            counts = Counter[str]()
+            for part in parts:
+                counts.update({name: int(part.get(name, 0)) for name in ("total", "completed")})
+            line |= {**counts, "size": sum(self._sizes.values())}
+        return line
+
+
 class WorkerCalls:
     """Sends requests to workers of the ``roster``."""
 
@@ -75,6 +126,7 @@ class WorkerCalls:
             for path, name, key, scope in _LISTS
         ]
         found += [Route(method, path, self._first, scope) for method, path, scope in _QUESTIONS]
+        found += [Route(method, path, _not_here, scope) for method, path, scope in _OWN]
         changes = (  # a failure of one worker is that of all, or one that can is sufficient
             ("POST", "/api/pull", _worst),
             ("POST", "/content/", _worst),
@@ -89,17 +141,24 @@ class WorkerCalls:
         return found
 
     async def all(
-        self, request: web.Request, fields: Any = None, patience: float | None = PATIENCE
+        self,
+        request: web.Request,
+        fields: Any = None,
+        patience: float | None = PATIENCE,
+        on_line: OnLine | None = None,
     ) -> list[WorkerAnswer]:
         """Return the responses of all workers that respond, in the order of their ids.
 
-        Without ``patience`` a worker may take as long as it is there. Raises ApiError.
+        Without ``patience`` a worker may take as long as it is there. ``on_line`` takes the id of a
+        worker and a line of its transfer. Raises ApiError.
         """
         self._link.check()
         cards = self._roster.cards()
         if not cards:
             raise unavailable("no worker of the fleet is running; try again later")
-        calls = (self._call(request, card.id, fields, patience) for card in cards)
+        if request.path == PUSH:
+            cards = _pushing(cards, fields)
+        calls = (self._call(request, card.id, fields, patience, on_line) for card in cards)
         found = await asyncio.gather(*calls, return_exceptions=True)
         for one in found:
             if isinstance(one, BaseException) and not isinstance(one, LOST):
@@ -107,7 +166,12 @@ class WorkerCalls:
         return [one for one in found if not isinstance(one, BaseException)]
 
     async def _call(
-        self, request: web.Request, worker: str, fields: Any, patience: float | None
+        self,
+        request: web.Request,
+        worker: str,
+        fields: Any,
+        patience: float | None,
+        on_line: OnLine | None,
     ) -> WorkerAnswer:
         job = FleetJob(
             id=request["id"],
@@ -121,10 +185,8 @@ class WorkerCalls:
             headers={"Host": request.host},
             fields=fields,
         )
-        asked = self._link.client.request(
-            self._link.names.call(worker), job.encode(), timeout=patience or 86400.0
-        )
-        task: asyncio.Task[Msg] = asyncio.ensure_future(asked)
+        seconds = patience or _EVER
+        task = asyncio.create_task(self._ask(worker, job.encode(), seconds, on_line))
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=_WATCH)
@@ -133,9 +195,30 @@ class WorkerCalls:
             message = task.result()
         finally:
             task.cancel()
-        facts = read_json((message.headers or {})["Aimage-Answer"].encode(), "an answer")
+        facts = read_json((message.headers or {})[ANSWER].encode(), "an answer")
         headers = [(name, text) for name, text in facts["headers"]]
         return WorkerAnswer(facts["status"], headers, message.data)
+
+    async def _ask(self, worker: str, data: bytes, seconds: float, on_line: OnLine | None) -> Msg:
+        """Return the response of a worker, after the lines of its transfer. Raises NatsError."""
+        client, subject = self._link.client, self._link.names.call(worker)
+        if on_line is None:
+            return await client.request(subject, data, timeout=seconds)
+        arrived: asyncio.Queue[Msg] = asyncio.Queue()
+        inbox = client.new_inbox()
+        subscription = await client.subscribe(inbox, cb=arrived.put)
+        try:
+            await client.publish(subject, data, reply=inbox)
+            while True:
+                message = await arrived.get()
+                if (message.headers or {}).get("Status") == "503":
+                    raise NoRespondersError
+                if ANSWER in (message.headers or {}):
+                    return message
+                on_line(worker, read_json(message.data, "a line of a transfer"))
+        finally:
+            with contextlib.suppress(*LOST):
+                await subscription.unsubscribe()
 
     async def _merged(self, field: str, key: str, request: web.Request) -> web.StreamResponse:
         """Respond with the entries of all workers, each once, in the order of the first."""
@@ -151,7 +234,7 @@ class WorkerCalls:
     async def _first(self, request: web.Request) -> web.StreamResponse:
         """Respond as the first worker that has what is asked for."""
         fields = await _fields(request)
-        if request.path == "/api/push":
+        if request.path == PUSH:
             return await self._in_time(request, fields, first)
         return first(await self.all(request, fields)).response()
 
@@ -167,24 +250,38 @@ class WorkerCalls:
         fields: dict[str, Any] | None,
         outcome: Callable[[list[WorkerAnswer]], WorkerAnswer],
     ) -> web.StreamResponse:
-        """Respond with the outcome of a transfer; a stream says meanwhile that it goes on."""
+        """Respond with the outcome of a transfer; a stream has its progress."""
         is_stream = request.path in _STREAMS and (fields or {}).get("stream", True) is True
-        plain = {**(fields or {}), "stream": False} if is_stream else fields
-        task = asyncio.create_task(self.all(request, plain, None))
-        lines = NdjsonStream(request)
+        progress, lines = TransferProgress(), NdjsonStream(request)
+        on_line = progress.take if is_stream else None
+        task = asyncio.create_task(self.all(request, fields, None, on_line))
         try:
             while not (await asyncio.wait([task], timeout=_WATCH))[0]:
                 if is_gone(request):
                     raise ConnectionResetError("the client disconnected")
                 if is_stream:
-                    await lines.write({"status": "waiting for workers"})
+                    await lines.write(*(progress.lines() or [_WAITING]))
             found = outcome(task.result())
         finally:
             task.cancel()
-        if lines.has_begun:
-            await lines.write(read_json(found.body, "an answer"))
+        if (rest := progress.lines()) or lines.has_begun:
+            await lines.write(*rest, read_json(found.body, "an answer"))
             return await lines.end()
         return found.response()
+
+
+def _pushing(cards: list[WorkerCard], fields: Any) -> list[WorkerCard]:
+    """Return a worker that has the model of a push; all of them if none has it."""
+    name = str(fields.get("model") or fields.get("name") or "")
+    with contextlib.suppress(UsageError):
+        name = str(Reference.parse(name))
+    return next(([card] for card in cards if name in card.models), cards)
+
+
+async def _not_here(request: web.Request) -> web.StreamResponse:
+    """Refuse a request for what each worker has of its own."""
+    message = f"a gateway has no {request.path}; ask a worker at its own address: see /v1/fleet"
+    raise ApiError(501, message, code="not_at_a_gateway")
 
 
 async def _fields(request: web.Request) -> dict[str, Any] | None:

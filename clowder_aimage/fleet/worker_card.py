@@ -29,8 +29,8 @@ class WorkerCard:
     """A worker's report: what it has, and how busy it is.
 
     ``models`` are the digests of complete models by name, ``kinds`` what each digest is ("image",
-    "text" or "embedder"), ``loaded`` the digests in memory. ``slots`` jobs run at once. ``rate`` is
-    jobs per minute.
+    "text" or "embedder"), ``loaded`` the digests in memory, ``at_work`` those that jobs use or
+    load. ``slots`` jobs run at once. ``rate`` is jobs per minute.
     """
 
     id: str
@@ -39,6 +39,7 @@ class WorkerCard:
     slots: int = 1
     running: int = 0
     loaded: tuple[str, ...] = ()
+    at_work: tuple[str, ...] = ()
     models: Mapping[str, str] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class WorkerCard:
         known = read_json(raw, "the card of a worker")
         try:
             found = {name: known[name] for name in cls.__dataclass_fields__ if name in known}
-            for name in ("loaded", "default_for"):
+            for name in ("loaded", "at_work", "default_for"):
                 found[name] = tuple(found.get(name, ()))
             return cls(**found)
         except (AttributeError, TypeError):
@@ -85,14 +86,17 @@ class Roster:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._cards: dict[str, tuple[WorkerCard, float]] = {}
+        self.revision = 0  # changes with each card
 
     def put(self, card: WorkerCard) -> None:
         """Take a card that arrived now."""
         self._cards[card.id] = card, self._clock()
+        self.revision += 1
 
     def remove(self, worker: str) -> None:
         """Remove a worker that has left."""
         self._cards.pop(worker, None)
+        self.revision += 1
 
     def cards(self) -> list[WorkerCard]:
         """Return the cards of the workers that are there, by id."""
@@ -100,19 +104,13 @@ class Roster:
         self._cards = {key: each for key, each in self._cards.items() if each[1] >= oldest}
         return [card for _, (card, _) in sorted(self._cards.items())]
 
-    def loaded_elsewhere(self, digest: str, worker: str) -> bool:
-        """Return whether another worker that takes jobs has a model in memory."""
-        return any(
-            digest in card.loaded and not card.is_draining and card.id != worker
-            for card in self.cards()
-        )
+    def others(self, worker: str) -> list[WorkerCard]:
+        """Return the cards of the other workers that take jobs."""
+        return [card for card in self.cards() if not card.is_draining and card.id != worker]
 
     def on_disk_elsewhere(self, digest: str, worker: str) -> bool:
         """Return whether another worker that takes jobs has a model in its store."""
-        return any(
-            digest in card.models.values() and not card.is_draining and card.id != worker
-            for card in self.cards()
-        )
+        return any(digest in card.models.values() for card in self.others(worker))
 
     def may_pull(self) -> bool:
         """Return whether a worker fetches models that it lacks."""

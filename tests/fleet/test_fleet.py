@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,11 +15,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from clowder_aimage.fleet import job_run
+from clowder_aimage.api.answer_stream import NdjsonStream
+from clowder_aimage.errors import AImageError
+from clowder_aimage.fleet import job_choice, job_run, joined_worker, response_relay
+from clowder_aimage.fleet.continuation import NDJSON, SSE
 from clowder_aimage.fleet.fleet_link import GATEWAY, MESSAGE_ID, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.fleet_name import BATCH
 from clowder_aimage.fleet.job_frame import DATA, END, Frame
 from clowder_aimage.fleet.worker_card import give_order
+from clowder_aimage.http.route import ADMIN, Role, Route
 from tests.fleet.fleet_run import (
     PICTURES,
     FleetRun,
@@ -73,6 +78,89 @@ def test_a_malformed_request_is_no_job(play: Play) -> None:
                     status, value = await fleet.ask(url, "x", **options)
                     assert status in (400, 404) and value["error"]["code"] == code
             assert not role.served
+            async with fleet.session.get(f"{url}/v1/store") as answer:
+                text = (await answer.json())["error"]["message"]
+                assert answer.status == 501 and "ask a worker at its own address" in text
+
+    play(scene)
+
+
+def test_a_stream_has_comments_while_its_job_waits(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_relay, "KEEP_ALIVE", 0.05)
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        await asyncio.sleep(0.2)
+        if body["prompt"] == "refused":
+            return web.json_response({"error": {"message": "too large"}}, status=400)
+        answer = web.StreamResponse(headers={"Content-Type": SSE})
+        await answer.prepare(request)
+        await answer.write(b'data: {"type": "image_generation.completed"}\n\n')
+        return answer
+
+    async def scene(fleet: FleetRun) -> None:
+        async def stream(url: str, prompt: str) -> list[str]:
+            body = {"model": "tiny", "prompt": prompt, "stream": True}
+            async with fleet.session.post(url + PICTURES, json=body) as answer:
+                assert answer.status == 200 and answer.content_type == SSE
+                return (await answer.text()).split("\n\n")[:-1]
+
+        async with fleet.gateway() as url, fleet.worker("w1", ScriptedRole(slow)):
+            await fleet.know(url, 1)
+            for prompt, last in (
+                ("made", 'data: {"type": "image_generation.completed"}'),
+                ("refused", 'event: error\ndata: {"error": {"message": "too large"}}'),
+            ):
+                *comments, end = await stream(url, prompt)
+                assert end == last and len(comments) >= 2
+                assert set(comments) == {": keep-alive"}
+            async with fleet.gateway(deadline=0.12) as hurried:
+                await fleet.know(hurried, 1)
+                *_, end = await stream(hurried, "made")
+                assert end.startswith("event: error") and "deadline" in end
+
+    play(scene)
+
+
+class PullingRole(Role):
+    """A worker that pulls a model with one blob; ``fails`` says how."""
+
+    def __init__(self, fails: str = "") -> None:
+        self._fails = fails
+
+    def routes(self) -> list[Route]:
+        return [Route("POST", "/api/pull", self._pull, ADMIN)]
+
+    async def _pull(self, request: web.Request) -> web.StreamResponse:
+        lines = NdjsonStream(request)
+        await lines.write({"status": "pulling manifest"})
+        for done in (1, 2, 10):
+            blob = {"status": "pulling a", "digest": "sha256:a", "total": 10, "size": 10}
+            await lines.write({**blob, "completed": done})
+        if self._fails:
+            return await lines.fail(AImageError(self._fails))
+        await lines.write({"status": "success"})
+        return await lines.end()
+
+
+def test_a_pull_has_the_progress_of_all_workers(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        async def pull(url: str) -> list[dict[str, Any]]:
+            async with fleet.session.post(f"{url}/api/pull", json={"model": "x"}) as answer:
+                assert answer.status == 200 and answer.content_type == NDJSON
+                return [json.loads(line) for line in (await answer.text()).splitlines()]
+
+        async with fleet.gateway() as url, fleet.worker("w1", PullingRole()):
+            async with fleet.worker("w2", PullingRole()):
+                await fleet.know(url, 2)
+                first, blob, end = await pull(url)
+                assert first == {"status": "pulling manifest"} and end == {"status": "success"}
+                assert (blob["completed"], blob["total"], blob["size"]) == (20, 20, 20)
+            async with fleet.worker("w3", PullingRole("no room")):
+                await fleet.know(url, 2)
+                *_, end = await pull(url)
+                assert end["error"] == "no room" and end["status"] == 500
 
     play(scene)
 
@@ -136,6 +224,8 @@ def test_a_failing_worker_is_replaced_and_a_poisoned_job_given_up(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_run, "LATER", 0.05)
+    monkeypatch.setattr(joined_worker, "SWEEP", 0.2)
+    monkeypatch.setattr(job_choice, "ELSEWHERE", 0.2)
 
     async def scene(fleet: FleetRun) -> None:
         async def broken(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -396,6 +486,14 @@ def test_a_full_queue_refuses_and_loses_nothing(play: Play) -> None:
             status, value = await fleet.ask(url, "x", unknown="y" * 40_000)
             assert status == 503 and "full" in value["error"]["message"]
             assert (await fleet.ask(url, "x"))[0] == 200
+            for size, status in ((40_000, 507), (4_000, 200)):  # a fourth is for files, too
+                form = aiohttp.FormData({"purpose": "batch"})
+                form.add_field("file", b"x" * size, filename="in.jsonl")
+                async with fleet.session.post(f"{url}/v1/files", data=form) as answer:
+                    assert answer.status == status, await answer.text()
+                    assert status == 200 or "files is full" in await answer.text()
+            async with fleet.session.get(f"{url}/v1/files") as answer:
+                assert [one["bytes"] for one in (await answer.json())["data"]] == [4_000]
 
     play(scene)
 
@@ -429,7 +527,11 @@ async def run_batch(fleet: FleetRun, begin: str, end: str, *prompts: str) -> lis
     return sorted(text.rpartition(" ")[0] for text in made)
 
 
-def test_a_batch_goes_on_at_another_gateway(play: Play) -> None:
+def test_a_batch_goes_on_at_another_gateway(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clocks of the gateways and of the worker are days ahead of that of NATS."""
+    right = time.time
+    monkeypatch.setattr(time, "time", lambda: right() + 50 * 86400)
+
     async def scene(fleet: FleetRun) -> None:
         begun, may_go = asyncio.Event(), asyncio.Event()
 
@@ -450,6 +552,10 @@ def test_a_batch_goes_on_at_another_gateway(play: Play) -> None:
             may_go.set()
             assert await running == ["a", "b", "c"]
             assert sorted(role.served) == ["a", "b", "c"]
+            async with fleet.session.get(f"{other}/v1/batches") as answer:
+                (batch,) = (await answer.json())["data"]
+            assert abs(batch["created_at"] - right()) < 60
+            assert batch["expires_at"] == batch["created_at"] + 86400
 
     play(scene)
 

@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from contextlib import AsyncExitStack
+from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from nats.js.errors import NotFoundError
 
-from clowder_aimage.engine.admission import BusyError
+from clowder_aimage.engine.admission import NEVER, BusyError
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.fleet.continuation import NDJSON, SSE, Continuation, is_stream
 from clowder_aimage.fleet.fair_line import FairLine
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import GATEWAY, FleetAccess, FleetLink
 from clowder_aimage.fleet.fleet_name import BATCH, INTERACTIVE, FleetNames
-from clowder_aimage.fleet.job_choice import ELSEWHERE, ON_DISK, JobChoice, to_load, to_repeat
-from clowder_aimage.fleet.job_frame import BEGIN, DATA, RELEASED, Attempt, Frame
+from clowder_aimage.fleet.fleet_status import FleetStatus
+from clowder_aimage.fleet.job_choice import (
+    ELSEWHERE,
+    FOLLOW,
+    ON_DISK,
+    JobChoice,
+    to_load,
+    to_repeat,
+)
+from clowder_aimage.fleet.job_frame import BEGIN, DATA, END, RELEASED, Attempt, Frame
 from clowder_aimage.fleet.job_reader import FrameOrder
-from clowder_aimage.fleet.room import Room
+from clowder_aimage.fleet.job_run import DONE, JobRun
+from clowder_aimage.fleet.placement import Demand, Placement, Room
+from clowder_aimage.fleet.worker_call import TransferProgress
 from clowder_aimage.fleet.worker_card import Roster, WorkerCard
 from clowder_aimage.http.api_error import ApiError
 
-A, B = "sha256:" + "a" * 64, "sha256:" + "b" * 64
+A, B, C = (f"sha256:{letter * 64}" for letter in "abc")
 
 
 def test_names_of_a_fleet_are_read_from_subjects() -> None:
@@ -119,8 +133,8 @@ def test_a_worker_that_does_not_report_is_gone() -> None:
     roster.put(card("w1", loaded=(A,)))
     now = 14.0
     roster.put(card("w2", is_draining=True, loaded=(B,)))
-    assert roster.loaded_elsewhere(A, "w9") and not roster.loaded_elsewhere(A, "w1")
-    assert not roster.loaded_elsewhere(B, "w9")  # it drains
+    assert [each.id for each in roster.others("w9")] == ["w1"]  # the other one drains
+    assert roster.on_disk_elsewhere(A, "w9") and not roster.on_disk_elsewhere(A, "w1")
     now = 16.0
     assert [each.id for each in roster.cards()] == ["w2"]
     with pytest.raises(UsageError, match="default"):
@@ -154,16 +168,147 @@ def test_jobs_of_loaded_models_come_first_and_batches_last() -> None:
     assert choice.next(700.0) == (None, None)
 
 
-def test_the_worker_whose_model_is_missed_least_loads_another() -> None:
-    idle_for = (None, 600.0, 30.0, 2.0, 0.0)  # None: there is room for one more
-    waits = [to_load(one, is_elsewhere=False) for one in idle_for]
-    assert waits == sorted(waits) and waits[0] == ON_DISK < waits[-1] < ELSEWHERE
-    assert to_load(None, is_elsewhere=True) == ELSEWHERE
+def test_a_worker_that_would_load_a_model_waits_for_a_job_that_is_old_enough() -> None:
+    """A job that came just now is for the workers that have its model."""
+    choice, key = JobChoice(lambda _: ELSEWHERE), (INTERACTIVE, "m")
+    choice.hear(key, 0.0, 7)
+    choice.hear(key, 0.9, 8)
+    choice.hear(key, 0.1)  # a look at the queue, which has jobs that are being served too
+    assert choice.is_due(key, 1.0) and choice.is_wanted("m") and not choice.is_wanted("n")
+    choice.delivered(key, 7)
+    assert not choice.is_due(key, 1.8) and choice.is_due(key, 1.9)
+    choice.delivered(key, 8)
+    assert not choice.is_wanted("m") and choice.is_due(key, 1.1)  # perhaps one is delivered again
+    choice.forget(key)
+    assert not choice.is_due(key, 9.0)
 
 
-def test_jobs_gather_at_the_copy_that_was_used_last() -> None:
-    waits = [to_repeat(idle) for idle in (0.0, 2.0, 9.0, 10.0, 600.0)]
-    assert waits == sorted(waits) and waits[0] == 0.0 and waits[-2] == waits[-1] < ON_DISK
+def test_workers_wait_in_the_order_of_their_ranks() -> None:
+    copies = [to_repeat(rank) for rank in range(4)]
+    loads = [to_load(rank, is_elsewhere=False, is_missed=True) for rank in range(4)]
+    assert copies == sorted(copies) and copies[0] == 0.0 and copies[1] < ON_DISK == loads[0]
+    assert all(later - one >= 0.02 for one, later in pairwise(loads))  # more than messages differ
+    waits = [to_load(0, is_elsewhere=True, is_missed=is_missed) for is_missed in (False, True)]
+    assert loads[-1] < ELSEWHERE == waits[0] < waits[1]
+    assert to_load(99, is_elsewhere=False, is_missed=True) < ELSEWHERE
+
+
+def test_a_model_with_fewer_jobs_is_worth_less_and_a_copy_too_many_nothing() -> None:
+    now = 0.0
+    demand = Demand(lambda: now)
+    for _ in range(90):
+        now += 0.1
+        demand.hear(A)
+    demand.hear(B)
+    demand.served(A, now - 0.05)  # half of a copy is at work
+    assert demand.needed(A) == 1 and demand.needed("sha256:c") == 1
+    assert demand.worth(A, 1) > demand.worth(B, 1) > 0.0 == demand.worth(A, 2)
+    demand.served(A, now - 0.35)  # which followed the other closely, and took no longer
+    assert demand.needed(A) == 1
+    now += 10.0
+    for _ in range(9):
+        demand.served(A, now - 9.0)
+        now += 1.0
+    assert demand.needed(A) > 2 and demand.worth(A, 2) > demand.worth(B, 1)
+    copies = Counter({A: 1, B: 1})
+    assert demand.price((A, B), (A, B), 2, copies) is None  # no room
+    assert demand.price((A,), (), 2, copies) == 0.0
+    assert demand.price((A, B), (B,), 2, copies) == demand.worth(A, 1)
+    assert demand.price((A, B), (), 2, copies) == demand.worth(B, 1)
+
+
+def placed(worker: str, loaded: tuple[str, ...], *cards: WorkerCard) -> Placement:
+    """Return the placement of a worker with two slots, which has the models A and B."""
+    models = [SimpleNamespace(digest=digest, is_ready=True) for digest in loaded]
+    engine = SimpleNamespace(loaded=lambda: models)
+    service: Any = SimpleNamespace(engine=engine, settings=SimpleNamespace(pull=NEVER))
+    view: Any = SimpleNamespace(kinds={A: "image", B: "image", C: "image"})
+    roster = Roster()
+    for each in cards:
+        roster.put(each)
+    return Placement(service, view, Room(2, 1), roster, worker)
+
+
+def test_a_worker_waits_by_what_the_others_have() -> None:
+    models = {"a": A, "b": B, "c": C}
+    busy = card("w1", slots=2, loaded=(A,), at_work=(A,), models=models)
+    a = A.partition(":")[2]
+    assert placed("w2", (A,), busy).wait(a) == to_repeat(1)
+    assert placed("w0", (A,), busy).wait(a) == to_repeat(0)
+    assert placed("w2", (), busy).wait(a) == ELSEWHERE
+    assert placed("w2", (B, C), busy).wait(a) == to_load(0, is_elsewhere=True, is_missed=True)
+    loading = card("w1", slots=2, at_work=(A,), models=models)
+    assert placed("w2", (), loading).wait(a) == ELSEWHERE  # soon it has it
+    free = card("w1", slots=2, models=models)
+    assert placed("w2", (), free).wait(a) == to_load(1, is_elsewhere=False, is_missed=False)
+    assert placed("w0", (), free).wait(a) == to_load(0, is_elsewhere=False, is_missed=False)
+    assert placed("w0", (B, C), free).wait(a) == to_load(1, is_elsewhere=False, is_missed=True)
+    assert placed("w2", (), free).wait("unknown") is None
+    here = placed("w2", (A,), busy)
+    here._room.take(A)
+    assert here.wait(a) == FOLLOW
+    here._room.take(A)
+    assert here.wait(a) is None
+    assert here.worth(B) == 1.0 and here.worth(A, is_wanted=True) > 1e6 > here.worth(A) == 0.0
+
+
+def test_a_job_whose_response_is_stored_is_only_acknowledged() -> None:
+    """NATS was killed before it had stored the first acknowledgement."""
+    acknowledged = list[bool]()
+
+    async def last(_: str) -> tuple[Frame, int]:
+        return Frame(END, 1, 5, b"", "w1"), 9
+
+    async def ack() -> None:
+        acknowledged.append(True)
+
+    async def serve() -> str:
+        link: Any = SimpleNamespace(names=FleetNames(), last=last)
+        message: Any = SimpleNamespace(ack=ack)
+        job = FleetJob("1", "/v1/x", "infer", "me", "", "m", A)
+        nothing: Any = None  # which a second attempt would need
+        return await JobRun(link, nothing, nothing, "w2", Roster(), message, job).serve()
+
+    assert asyncio.run(serve()) == DONE and acknowledged == [True]
+
+
+def test_a_message_that_nats_counts_and_does_not_have_is_no_job() -> None:
+    names = FleetNames()
+    there, gone = names.job(BATCH, "a", "me"), names.job(BATCH, "b", "me")
+
+    async def get_msg(stream: str, *, subject: str, **_: object) -> None:
+        if subject == gone:
+            raise NotFoundError
+
+    async def count(subjects: dict[str, int]) -> int:
+        link: Any = SimpleNamespace(names=names, streams=SimpleNamespace(get_msg=get_msg))
+        info: Any = SimpleNamespace(state=SimpleNamespace(subjects=subjects))
+        return (await FleetStatus(link, Roster())._queued(info)).total()
+
+    assert asyncio.run(count({there: 2, gone: 1, "other": 1})) == 2
+    assert asyncio.run(count({gone: 1})) == 0
+
+
+# -- transfers of all workers
+
+
+def test_the_progress_of_workers_is_joined() -> None:
+    progress = TransferProgress()
+
+    def blob(completed: int) -> dict[str, object]:
+        return {"status": "pulling b", "digest": B, "total": 10, "completed": completed, "size": 30}
+
+    for worker in ("w1", "w2"):
+        progress.take(worker, {"status": "pulling manifest"})
+        progress.take(worker, blob(4))
+    assert progress.lines() == [
+        {"status": "pulling manifest"},
+        {"status": "pulling b", "digest": B, "total": 20, "completed": 8, "size": 60},
+    ]
+    assert progress.lines() == []
+    progress.take("w2", blob(10))
+    progress.take("w2", {"status": "success"})  # the other one is not ready
+    assert [line["completed"] for line in progress.lines()] == [14]
 
 
 # -- fairness

@@ -143,6 +143,22 @@ def test_the_longest_idle_model_is_evicted(store: LayeredStore) -> None:
     assert played(store, play, models=1) == (False, ["other:latest"])
 
 
+def test_the_model_of_the_least_worth_is_evicted(store: LayeredStore) -> None:
+    """A fleet knows which model is missed least; of equal worth is the one idle for longest."""
+
+    async def play(engine: Any) -> list[str]:
+        await served(engine, job("tiny"))
+        await served(engine, job("other"))
+        names = []
+        for worth in ({}, {"other:latest": 1.0}, {"tiny:latest": 1.0}):
+            digests = {str(one.digest): str(one.reference) for one in engine.loaded()}
+            engine.value_by(lambda digest, w=worth, d=digests: w.get(d[str(digest)], 0.0))
+            names.append(str(engine._scheduler._idle().reference))
+        return names
+
+    assert played(store, play, models=2) == ["tiny:latest", "tiny:latest", "other:latest"]
+
+
 def test_two_models_stay_loaded_within_the_limit(store: LayeredStore) -> None:
     async def play(engine: Any) -> list[Any]:
         await asyncio.gather(served(engine, job("tiny")), served(engine, job("other")))

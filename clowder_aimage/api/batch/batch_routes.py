@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-import time
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -180,7 +179,7 @@ class BatchRoutes:
         file, _ = await read_own(self._store, body.input_file_id, owner, param="input_file_id")
         if file["object"]["purpose"] != INPUT:
             raise wrong("input_file_id", f"must be a file with the purpose {INPUT}")
-        now = int(time.time())
+        now = int(await self._store.now())
         batch = _new_batch(body, now)
         expiry = body.output_expires_after
         record = {
@@ -215,7 +214,7 @@ class BatchRoutes:
                 message = f"the batch is {batch['status']} and cannot be cancelled"
                 raise ApiError(409, message, code="batch_is_over")
             if batch["status"] != "cancelling":
-                batch |= {"status": "cancelling", "cancelling_at": int(time.time())}
+                batch |= {"status": "cancelling", "cancelling_at": int(await self._store.now())}
                 try:
                     await self._store.write(batch["id"], record, revision)
                 except ChangedRecordError:

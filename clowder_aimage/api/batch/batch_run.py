@@ -182,7 +182,7 @@ class BatchRun:
     async def _validate(self) -> bool:
         """Check all lines before any is sent; return False if the batch has failed."""
         wrong, total = await self._faults()
-        now = int(time.time())
+        now = int(await self.runner.store.now())
         if wrong:
             self.batch.update({"status": "failed", "failed_at": now})
             self.batch["errors"] = {"object": "list", "data": wrong}
@@ -264,7 +264,7 @@ class BatchRun:
             await self._flush()
             if self.batch["status"] == "cancelling":
                 return "cancelled"
-            if time.time() >= self.batch["expires_at"]:
+            if await self.runner.store.now() >= self.batch["expires_at"]:
                 return "expired"
 
     async def _answer(self, request: BatchRequest) -> None:
@@ -332,7 +332,8 @@ class BatchRun:
 
     async def _finish(self, reason: str) -> None:
         if not reason:
-            self.batch.update({"status": "finalizing", "finalizing_at": int(time.time())})
+            now = int(await self.runner.store.now())
+            self.batch.update({"status": "finalizing", "finalizing_at": now})
         await self._flush()
         for kind, member in ("outputs", "output_file_id"), ("errors", "error_file_id"):
             if self.record[kind]:
@@ -347,7 +348,8 @@ class BatchRun:
                 )
                 self.batch[member] = made["id"]
         status = reason or "completed"
-        self.batch.update({"status": status, f"{status}_at": int(time.time())})
+        now = int(await self.runner.store.now())
+        self.batch.update({"status": status, f"{status}_at": now})
         await self._save()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +36,9 @@ def is_id(text: str) -> bool:
 
 class BatchStore(Protocol):
     """Keeps records by id, and pieces by name. Methods raise AImageError if it cannot be used."""
+
+    async def now(self) -> float:
+        """Return the seconds since the epoch, by the clock of all servers that share the store."""
 
     async def read(self, id: str) -> tuple[Record, int] | None:  # noqa: A002
         """Return a record and its revision, or None."""
@@ -66,6 +70,10 @@ class DirectoryBatchStore:
 
     def __init__(self, root: Path) -> None:
         self._root, self._place = root, root / PRIVATE / DIRECTORY
+
+    async def now(self) -> float:
+        """Return the seconds since the epoch."""
+        return time.time()
 
     async def read(self, id: str) -> tuple[Record, int] | None:  # noqa: A002
         """Return a record and its revision, or None."""

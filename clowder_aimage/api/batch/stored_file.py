@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +67,7 @@ async def add_file(
     keep: int = KEPT,
 ) -> dict[str, Any]:
     """Make the record of a file, whose pieces are stored; return the file object."""
-    now = int(time.time())
+    now = int(await store.now())
     found = {
         "id": f"file-{secrets.token_hex(12)}",
         "object": "file",
@@ -130,7 +129,7 @@ async def lines(store: BatchStore, pieces: list[str]) -> AsyncIterator[bytes]:
 
 async def remove_expired(store: BatchStore) -> None:
     """Remove files whose time is over, and batches that ended as long ago."""
-    now = time.time()
+    now = await store.now()
     for record in await records(store, ""):
         one = record["object"]
         with contextlib.suppress(KeyError):

@@ -147,7 +147,7 @@ def fleet() -> None:
     default="8GiB",
     show_default=True,
     callback=parsed(_bytes),
-    help="Maximum size of results that are kept; a fourth of it for jobs that wait.",
+    help="Maximum size of results that are kept; a fourth of it more for jobs, and for files.",
 )
 @fleet_options
 def init(nats: str | None, replicas: int, keep: float, max_bytes: int, **chosen: Any) -> None:
