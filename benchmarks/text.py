@@ -2,10 +2,11 @@
 
 Each row is a process of its own with the same random weights: float32 for mlx-lm, Q8_0 for
 llama.cpp. They take turns, so that all of them meet the same disturbances. The first token is that
-of a prompt which no cache knows; the rate is that of the tokens after it. The ratio is to the
-library alone, by the median: a worker's pieces may arrive together, so its best turn says little.
-CPU is the processor time of a token, prompts included, with all processes of the row and the client
-of a worker; it is the figure that other programs disturb least.
+of a prompt which no cache knows. The rate is that of the tokens after it, until the end of the
+answer: each row is timed by its reader in the same way, and the library counts the tokens. The
+ratio is to the library alone, by the median: a worker's pieces may arrive together, so its best
+turn says little. CPU is the processor time of a token, prompts included, with all processes of the
+row and the client of a worker; it is the figure that other programs disturb least.
 
 The first row of a runtime in ROWS is the library alone. A row is a function from the path of the
 model to a function from a prompt and a number of tokens to the seconds until the first token, and
@@ -49,7 +50,12 @@ Write = Callable[[str, int], tuple[float, float]]
 def aimage(path: Path) -> Write:
     from clowder_aimage.create import create
     from clowder_aimage.layout import ImageLayout
-    from clowder_aimage.model.text.language_model import Sampling, TextEnd, TextRequest
+    from clowder_aimage.model.text.language_model import (
+        Sampling,
+        TextEnd,
+        TextPiece,
+        TextRequest,
+    )
     from clowder_aimage.model.text.runtime import load_language_model
     from clowder_aimage.oci import Reference
 
@@ -59,9 +65,13 @@ def aimage(path: Path) -> Write:
 
     def write(prompt: str, count: int) -> tuple[float, float]:
         request = TextRequest(prompt=prompt, max_tokens=count, sampling=Sampling(temperature=0))
-        *_, end = model.generate(request)
-        assert isinstance(end, TextEnd)
-        return end.prompt_seconds, (end.tokens - 1) / end.seconds
+        begun, first, tokens = time.perf_counter(), 0.0, 0
+        for event in model.generate(request):
+            if isinstance(event, TextEnd):
+                tokens = event.tokens
+            elif not first and isinstance(event, TextPiece) and event.text:
+                first = time.perf_counter()
+        return first - begun, (tokens - 1) / (time.perf_counter() - first)
 
     return write
 
@@ -92,17 +102,21 @@ def llama(path: Path) -> Write:
     server.handle_metrics()
 
     def write(prompt: str, count: int) -> tuple[float, float]:
-        times: list[float] = []
+        times, tokens = list[float](), 0
 
         def receive(answer: dict[str, Any]) -> bool:
-            if answer["choices"][0]["text"]:
+            nonlocal tokens
+            choice = answer["choices"][0]
+            if choice["text"] or choice["finish_reason"]:
                 times.append(time.perf_counter())
+            if choice["finish_reason"]:
+                tokens = answer["timings"]["predicted_n"]
             return False
 
         begun = time.perf_counter()
         body = {"prompt": prompt, "n_predict": count, "temperature": 0, "stream": True}
         server.handle_completions(body, receive)
-        return times[0] - begun, (count - 1) / (times[-1] - times[0])
+        return times[0] - begun, (tokens - 1) / (times[-1] - times[0])
 
     return write
 

@@ -80,7 +80,7 @@ class SentText:
 
 def _differs() -> ModelError:
     return ModelError(
-        "the model process ended, and the text cannot be continued: generated again, it differs "
-        "from the part that was sent",
+        "the model process ended; the text was generated again, but it differs from the part "
+        "that was sent",
         hint="try again",
     )

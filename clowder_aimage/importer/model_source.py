@@ -14,6 +14,7 @@ from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageE
 from clowder_aimage.formats import (
     controlnet,
     family_model,
+    gguf,
     lora,
     model_tree,
     transformers,
@@ -83,7 +84,7 @@ def parse_adapter(text: str) -> tuple[str, Path]:
     """Return the name and path in ``[NAME=]PATH``. Raises UsageError."""
     name, equals, path = text.partition("=")
     if not equals:
-        name, path = Path(text).name.removesuffix(".safetensors"), text
+        name, path = Path(text).name.removesuffix(".safetensors").removesuffix(gguf.ENDING), text
     if not _NAME.fullmatch(name):
         raise UsageError(f"invalid adapter name: {name[:100]!r}", remedy="name_adapter")
     return name, Path(path)
@@ -173,7 +174,8 @@ def _alone(directory: Path, kind: str) -> Path:
     found = model_tree.sole(directory)
     if found is None or kind == "savedmodel" or found.suffix.lower() == ".onnx":
         return directory
-    return found if kind != "lora" or is_safetensors(found) else directory
+    is_alone = kind != "lora" or is_safetensors(found) or found.suffix == gguf.ENDING
+    return found if is_alone else directory
 
 
 def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -> Inventory:
@@ -182,7 +184,9 @@ def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -
     for name, path in adapters:
         if name in described:
             raise UsageError(f"duplicate adapter name: {name}", remedy="name_adapter")
-        taken = lora.take(_alone(path, "lora") if path.is_dir() else path)
+        taken = _adapter(path)
+        if taken.facts["format"] == gguf.FORMAT != inventory.facts.get("format"):
+            raise UsageError(f"{path}: adapters in GGUF are for models in GGUF")
         described[name] = taken.facts["adapter"]
         named = [replace(file, name=f"{ADAPTERS}/{name}/{file.name}") for file in taken.files]
         files |= {file.name: file for file in named}
@@ -190,6 +194,17 @@ def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -
         return inventory
     facts = {**inventory.facts, ADAPTERS: dict(sorted(described.items()))}
     return replace(inventory, files=tuple(files.values()), facts=facts)
+
+
+def _adapter(path: Path) -> Inventory:
+    """Return the adapter at ``path``. Raises ModelError, FormatError."""
+    source = _alone(path, "lora") if path.is_dir() else path
+    if source.suffix != gguf.ENDING:
+        return lora.take(source)
+    found = gguf.take(source)
+    if "adapter" not in found.facts:
+        raise ModelError(f"{source} is not an adapter")
+    return found
 
 
 def _travelling(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:
@@ -229,7 +244,7 @@ def _check_adapter(root: Path, path: Path) -> None:
     if not _NAME.fullmatch(path.name):
         raise _no_adapter(path, "the name is not a valid adapter name")
     try:
-        lora.take(_alone(path, "lora"))
+        _adapter(path)
     except ModelError as error:
         raise _no_adapter(path, error.message) from None
 
@@ -238,7 +253,7 @@ def _no_adapter(path: Path, why: str) -> ModelError:
     return ModelError(
         f"{path} is not an adapter and would be skipped: {why}",
         hint=f"put each adapter into {ADAPTERS}/NAME/, as one safetensors LoRA with its "
-        "adapter_config.json, and move other files elsewhere",
+        "adapter_config.json or one GGUF file, and move other files elsewhere",
     )
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import xllamacpp
 
+from clowder_aimage.create import create
 from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.importer.model_source import ModelForm, parse_adapter
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.model.llama import llama_model, llama_params, llama_server
 from clowder_aimage.model.llama.llama_model import LlamaModel
 from clowder_aimage.model.llama.llama_server import LlamaServer
 from clowder_aimage.model.text.language_model import (
@@ -27,6 +33,7 @@ from clowder_aimage.model.text.language_model import (
     TextPiece,
     TextRequest,
 )
+from clowder_aimage.oci import Reference
 from tests.process import run
 from tests.text.file_aimage import gguf_aimage
 from tests.text.llama_models import GREEDY, complete, load, write, write_plain
@@ -167,7 +174,7 @@ def test_prompt_that_is_not_text_is_refused(model: LlamaModel, prompt: str) -> N
 
 
 def test_failure_of_the_library_does_not_repeat_the_prompt(model: LlamaModel) -> None:
-    with pytest.raises(ModelError, match="cannot answer") as caught:
+    with pytest.raises(ModelError, match=r"llama\.cpp failed") as caught:
         next(model._server.stream({"prompt": "a secret \ud800", "stream": True}))
     assert "secret" not in str(caught.value)
 
@@ -241,6 +248,39 @@ def test_requests_at_once_give_what_each_gives_alone(path: Path) -> None:
             elif isinstance(event, TextPiece):
                 texts[index] += event.text
     assert texts == alone
+
+
+class Script:
+    """A request in progress whose answers come together in given numbers."""
+
+    def __init__(self, *counts: int) -> None:
+        self.counts, self.waits = [*counts], list[float]()
+        self.thread = self.answers = self.has_last = self
+
+    def __call__(self, *_: object) -> Script:
+        return self
+
+    def start(self) -> None: ...
+
+    def empty(self) -> bool:
+        return True
+
+    def wait(self, seconds: float) -> None:
+        self.waits.append(round(seconds, 3))
+
+    def take(self) -> list[dict[str, Any]]:
+        return [{}] * self.counts.pop(0) if self.counts else []
+
+
+def test_answers_of_fast_texts_are_looked_at_less_often(
+    model: LlamaModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(1, 1, 4, 9, 3)
+    monkeypatch.setattr(llama_server, "_Call", script)
+    monkeypatch.setattr(llama_server, "time", SimpleNamespace(monotonic=lambda: 1e9))
+    monkeypatch.setattr(model._server, "_looked", 0.0)
+    assert [len(one) for one in model._server.stream({})] == [1, 1, 4, 9, 3]
+    assert script.waits == [0, 0.03, 0.06, 0.06, 0.03]
 
 
 def test_closing_ends_the_work(tmp_path: Path) -> None:
@@ -361,6 +401,34 @@ def test_adapter_changes_texts_by_its_scale(
         assert (write(loaded, request) == plain) == is_plain
 
 
+def test_adapter_that_is_packed_with_a_model_is_used(
+    path: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = write_lora(tmp_path / "style.gguf", directory)
+    store, given = ImageLayout(tmp_path / "store"), parse_adapter(str(adapter))
+    made = create(store, Reference.parse("m"), path, form=ModelForm(adapters=(given,))).aimage
+    assert made.properties["adapters"]["style"]["rank"] == 4
+    monkeypatch.setattr(llama_params, "limited_cores", lambda: 1)
+    asked = complete("the red", 24)
+    assert write(llama_model.load(store, made), asked) == write(load(path, adapter), asked)
+    written = tmp_path / "written"  # as an export has it
+    (written / "adapters/style").mkdir(parents=True)
+    shutil.copy(path, written)
+    shutil.copy(adapter, written / "adapters/style")
+    again = create(store, Reference.parse("n"), written).aimage
+    assert {layer.name for layer in again.layers} == {layer.name for layer in made.layers}
+
+
+def test_file_that_is_not_an_adapter_for_a_model_is_not_packed_with_it(
+    path: Path, directory: Path, tmp_path: Path
+) -> None:
+    store, adapter = ImageLayout(tmp_path / "store"), write_lora(tmp_path / "a.gguf", directory)
+    for model, beside, message in ((path, path, "not an adapter"), (directory, adapter, "in GGUF")):
+        form = ModelForm(adapters=(("style", beside),))
+        with pytest.raises((ModelError, UsageError), match=message):
+            create(store, Reference.parse("m"), model, form=form)
+
+
 def test_adapter_of_another_model_is_refused(path: Path, directory: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "wide", hidden_size=128)
     with pytest.raises(ModelError, match="have the shapes"):
@@ -407,7 +475,7 @@ def test_embeddings_have_unit_length(directory: Path, tmp_path: Path) -> None:
             model.embed(EmbeddingRequest((text,)))
         assert int(caught.value.facts["tokens"]) > model.context
         assert caught.value.facts["context"] == str(model.context)
-    with pytest.raises(UsageError, match="does not support completion"):
+    with pytest.raises(UsageError, match="computes embeddings only"):
         model.generate(complete("the"))
 
 

@@ -57,7 +57,7 @@ class AnswerOutput:
         if self.end is None:
             return []
         end = self.end
-        known = f", {end.cached_tokens} of them known" if end.cached_tokens else ""
+        known = f" ({end.cached_tokens} from the cache)" if end.cached_tokens else ""
         new = end.prompt_tokens - end.cached_tokens
         lines = [
             f"prompt: {plural(end.prompt_tokens, 'token')}{known}{_rate(new, end.prompt_seconds)}",

@@ -28,8 +28,8 @@ enhance_options = options(
     click.option(
         "--enhance",
         is_flag=True,
-        help="Let a language model write a longer prompt; without PROMPT, any one. --enhance=REF "
-        "names it.",
+        help="Let a language model write a longer prompt, or invent one if PROMPT is empty. "
+        "--enhance=REF names the model.",
     ),
     click.option(
         "--enhancer",
@@ -42,7 +42,7 @@ enhance_options = options(
         "instruction",
         type=click.Path(),
         metavar="FILE",
-        help="The instruction to the language model, in place of the own one.",
+        help="A text that replaces the built-in instruction to the language model.",
     ),
 )
 
@@ -69,7 +69,7 @@ class LocalEnhancer:
     """A language model in this process that writes prompts.
 
     values: the options, which may change between prompts. picture_model: the AImage that the
-    prompts are for. is_last: no prompts follow. The language model is let go before the pictures
+    prompts are for. is_last: no prompts follow. The language model is unloaded before the pictures
     are generated, unless other prompts follow and there is memory for both.
     """
 

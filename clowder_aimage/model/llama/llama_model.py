@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
@@ -193,8 +193,10 @@ class LlamaModel:
             if total >= self.context:
                 raise ContextError(total, self.context)
             yield None
+            is_plain = alternatives is None and not body["timings_per_token"]
             for answers in chain([rest], parts):
-                events = [*self._events(answers, stream, total, alternatives)]
+                wanted = [_joined(answers)] if is_plain and answers else answers
+                events = [*self._events(wanted, stream, total, alternatives)]
                 yield from join_pieces(events)
                 if events and isinstance(events[-1], TextEnd):
                     return
@@ -262,6 +264,13 @@ def _prompt_tokens(answer: Mapping[str, Any]) -> int:
     return int(progress["total"])
 
 
+def _joined(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the last answer with the text of all."""
+    last, choices = answers[-1], [answer["choices"][0] for answer in answers]
+    text = "".join(choice["text"] for choice in choices)
+    return {**last, "choices": [{**choices[-1], "text": text}]}
+
+
 def _feed(
     stream: TextStream, answer: Mapping[str, Any], alternatives: int | None
 ) -> Generator[TextEvent, None, None]:
@@ -289,5 +298,5 @@ def _end(reason: str, total: int, timings: Mapping[str, Any]) -> TextEnd:
 def _unit(vector: list[float]) -> tuple[float, ...]:
     length = math.sqrt(sum(one * one for one in vector))
     if not length or not math.isfinite(length):
-        raise ModelError("the model gives no embedding: its numbers are not finite")
+        raise ModelError("the model computed an embedding with values that are not finite")
     return tuple(one / length for one in vector)

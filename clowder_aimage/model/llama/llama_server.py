@@ -27,7 +27,8 @@ from clowder_aimage.model.text.language_model import ContextError
 
 _SILENT, _ERRORS = -1, 1  # verbosity
 _MAX_SOCKET = 100  # bytes of the path of a Unix socket
-GATHERED = 0.03  # seconds between two looks at the answers of fast texts
+GATHERED = 0.03  # seconds between two looks at the answers of a text
+_FAST, _FAST_GATHERED = 3, 0.06  # the same for texts with more answers than that at a look
 _UNENDED = ({"finish_reason": None},)  # the choices of an error
 _PATIENCE = 10.0  # seconds until a request ends that was cancelled
 _MAX_LOG = 500
@@ -114,13 +115,13 @@ class LlamaServer:
                 yield answers
                 is_begun = "prompt_progress" not in answers[-1]  # the first token does not wait
                 if is_begun and call.answers.empty():
-                    self._gather(call)
+                    self._gather(call, _FAST_GATHERED if len(answers) > _FAST else GATHERED)
         finally:
             call.is_cancelled = True
 
-    def _gather(self, call: _Call) -> None:
-        """Wait for the last answer, or a moment if this thread waited for answers just before."""
-        call.has_last.wait(max(0.0, self._looked + GATHERED - time.monotonic()))
+    def _gather(self, call: _Call, seconds: float) -> None:
+        """Wait for the last answer, at most until ``seconds`` have passed since the last wait."""
+        call.has_last.wait(max(0.0, self._looked + seconds - time.monotonic()))
         self._looked = time.monotonic()
 
     def embed(self, texts: Sequence[str]) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class LlamaServer:
 
 def _failure(error: Exception) -> ModelError:
     """Return an error without the message, which may contain a prompt."""
-    return ModelError(f"llama.cpp cannot answer: {type(error).__name__}")
+    return ModelError(f"llama.cpp failed: {type(error).__name__}")
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

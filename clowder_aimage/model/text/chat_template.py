@@ -189,12 +189,11 @@ def render_template(template: SandboxedTemplate, values: Mapping[str, Any]) -> s
 def require_template(template: ChatTemplate | None) -> ChatTemplate:
     """Return the template of a model. Raises UsageError if it has none."""
     if template is None:
-        error = UsageError(
+        raise UsageError(
             "the model has no chat template: it continues texts, but does not answer messages",
             hint="use completions, with the whole text as the prompt",
+            field="messages",
         )
-        error.facts["field"] = "messages"
-        raise error
     return template
 
 
@@ -235,9 +234,8 @@ def _refusal(error: RenderError) -> UsageError | None:
     if error.kind != _RefusalError.__name__:
         return None
     reason = "".join(one if one.isprintable() else " " for one in str(error))
-    refusal = UsageError(f"the model's chat template refuses: {reason[:_MAX_REFUSAL]}")
-    refusal.facts["field"] = "messages"
-    return refusal
+    message = f"the model's chat template refuses the messages: {reason[:_MAX_REFUSAL]}"
+    return UsageError(message, field="messages")
 
 
 def _refuse(message: object = "") -> None:

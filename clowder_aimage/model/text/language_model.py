@@ -22,8 +22,9 @@ MAX_STOPS = 16
 MAX_STOP = 1024  # characters of a stop string
 MAX_ALTERNATIVES = 20  # of a token
 MAX_SEED = (1 << 64) - 1
-_IN_WORDS = {GRAMMAR: "a schema of its answers: a model in GGUF is required for one"}
+_IN_WORDS = {GRAMMAR: "JSON Schemas for its answers: use a model in GGUF"}
 _IN_WORDS |= {EMBEDDING: "embeddings", LOGPROBS: "log probabilities"}
+_IN_WORDS |= {COMPLETION: "texts: it computes embeddings only"}
 _TEXTS, _CHARACTERS = 16, 4096  # that are embedded at once, if more than one text
 
 
@@ -267,15 +268,12 @@ def require_characters(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        error = UsageError("the prompt has code points that are not characters (U+D800 to U+DFFF)")
-        error.facts["field"] = "prompt"
-        raise error from None
+        message = "the prompt has code points that are not characters (U+D800 to U+DFFF)"
+        raise UsageError(message, field="prompt") from None
 
 
 def require(capabilities: Sequence[str] | frozenset[str], wanted: str, field_: str) -> None:
     """Raise UsageError, with the field of the request as a fact, if ``wanted`` is missing."""
     if wanted not in capabilities:
         what = _IN_WORDS.get(wanted, wanted)
-        error = UsageError(f"the model does not support {what}")
-        error.facts["field"] = field_
-        raise error
+        raise UsageError(f"the model does not support {what}", field=field_)
