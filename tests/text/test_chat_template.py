@@ -85,7 +85,7 @@ def test_gemma_merges_the_system_message() -> None:
 
 @pytest.mark.parametrize("source", [MISTRAL, GEMMA])
 def test_a_template_that_refuses_is_an_error_of_the_request(source: str) -> None:
-    with pytest.raises(UsageError, match=r"refuses: .*roles must alternate") as raised:
+    with pytest.raises(UsageError, match=r"refuses the messages: .*roles must alternate") as raised:
         render(source, USER, USER)
     assert raised.value.facts["field"] == "messages"
 
