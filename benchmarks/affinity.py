@@ -180,6 +180,7 @@ class SimulatedWorker(JoinedWorker):
 async def simulate(options: argparse.Namespace, workers: int, load: float, delay: float) -> Any:
     """Return the result of one run."""
     chance = random.Random(options.seed)
+    random.seed(options.seed)  # of the workers' jitter
     queue, results = Queue(delay, chance), list[tuple[bool, float]]()
     names = [name for name in MODELS if name != TEXT][: options.models]
     weights = [1 / (at + 1) for at in range(len(names))]

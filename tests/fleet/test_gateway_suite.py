@@ -16,7 +16,7 @@ from tests.fleet.fleet_run import nats_program
 from tests.process import run
 
 pytestmark = pytest.mark.integration
-FEWEST = {"openai": 60, "openai_text": 25, "ollama": 60, "ollama_text": 8}
+FEWEST = {"openai": 60, "openai_text": 25, "ollama": 60, "ollama_text": 8, "ollama_pull": 12}
 _OFTEN = ("openai", "ollama_text")
 
 

@@ -76,7 +76,6 @@ def post(worker: LocalWorker, path: str, body: dict[str, Any]) -> tuple[int, Any
 
 
 @pytest.mark.integration
-@pytest.mark.worker_only("a transfer is that of all workers, without the progress of each")
 def test_a_pull_reports_every_blob_and_lists_the_model(
     client: Any, registry: RealRegistry, pushed: str, empty: LocalWorker
 ) -> None:
@@ -104,7 +103,6 @@ def test_a_pull_of_a_present_model_succeeds(
     assert names(client) == [name]
 
 
-@pytest.mark.worker_only("a transfer is that of all workers, without the progress of each")
 def test_concurrent_pulls_share_one_transfer(client: Any, proxy: Proxy, empty: LocalWorker) -> None:
     name = f"{proxy.host}/{PATH}"
     proxy.hold = 1
@@ -145,7 +143,6 @@ def test_a_shutdown_does_not_wait_for_a_pull(proxy: Proxy, empty: LocalWorker) -
         empty.end()
 
 
-@pytest.mark.worker_only("a transfer is that of all workers, without the progress of each")
 def test_a_model_that_the_registry_lacks_is_404_in_the_stream(
     client: Any, registry: RealRegistry, pushed: str, empty: LocalWorker
 ) -> None:
@@ -203,7 +200,6 @@ def test_an_invalid_stream_field_starts_no_pull(empty: LocalWorker, proxy: Proxy
     assert status == 400 and not proxy.seen
 
 
-@pytest.mark.worker_only("a transfer is that of all workers, without the progress of each")
 def test_a_push_reports_its_blobs_and_can_be_pulled(
     worker: LocalWorker, client: Any, registry: RealRegistry
 ) -> None:
