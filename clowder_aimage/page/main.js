@@ -21,7 +21,7 @@ async function load(name) {
   parts.value = { ...parts.value, [name]: module[LATER[name]] };
 }
 
-/** Load the other parts, so that they are there also while the worker is not. */
+/** Load the other parts after the answers of the worker, so that they are there also while it is not. */
 async function loadAll() {
   for (const name of Object.keys(LATER)) await load(name).catch(() => {});
 }
@@ -41,7 +41,7 @@ function Page() {
   useEffect(() => void keepDraftPictures(), []);
   useEffect(() => void (online.value && refresh()), [token.value, online.value]);
   useEffect(() => void load(tab.value).catch(() => {}), [tab.value, online.value]);
-  useEffect(() => void (self.requestIdleCallback ?? setTimeout)(loadAll), []);
+  useEffect(() => void (isAsked.value && (self.requestIdleCallback ?? setTimeout)(loadAll)), [isAsked.value]);
   const Part = parts.value[tab.value];
   const isOut = worker.value && !scopes.value.infer;
   return html`<${Header} />
