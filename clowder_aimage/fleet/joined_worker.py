@@ -40,7 +40,6 @@ REPORT = 3.0  # seconds between two reports of a worker that has not changed
 LOOK = 0.25  # seconds between two checks for a change
 SWEEP = 1.0  # seconds between two looks for jobs that were announced to nobody
 IDLE = 3600.0  # seconds after which a queue without jobs loses its consumer
-JITTER = 0.002  # seconds by which workers with the same wait differ
 _ALL = 1 << 62  # above all numbers of messages
 _NEXT = json.dumps({"batch": 1, "no_wait": True}).encode()
 _log = logging.getLogger("aimage.fleet")
@@ -264,8 +263,7 @@ class JoinedWorker(Role):
     def _hear(self, subject: str, number: int = 0) -> None:
         key = self._link.names.wanted(subject)
         if key is not None:
-            now = time.monotonic() + random.uniform(0, JITTER)  # noqa: S311
-            self._choice.hear(key, now, number)
+            self._choice.hear(key, time.monotonic(), number)
             self._news.set()
 
     # -- messages of the fleet
