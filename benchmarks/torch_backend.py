@@ -6,7 +6,7 @@
 
 The model is a random Z-Image of 1024 channels and ``--layers`` layers. Both tools read the same
 tensors from the page cache: ``from_pretrained`` and ``to`` the device as a user calls them, with
-shards of 1 GB, and blobs of the store. Loads and peaks are of processes of their own, in turns;
+shards of 1 GB, and blobs of the store. Loads and peaks are of forks of two processes, in turns;
 what a load imports is imported before. Pictures are made in turns in one process. ``--measure``
 limits what is measured; the model in ``--root`` is made if it is not there, and stays.
 
@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -134,12 +135,18 @@ class Tools:
         steps = [after - before for before, after in itertools.pairwise(ends)]
         return time.perf_counter() - begun, statistics.median(steps)
 
+    def import_known(self, tool: str) -> Path:
+        """Import what another run of the tool imported; return the file with its names."""
+        known = self.root / f"{tool}.json"
+        for name in json.loads(known.read_text()) if known.exists() else ():
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):  # of optional parts
+                    importlib.import_module(name)
+        return known
+
     def alone(self, tool: str) -> dict[str, float]:
         """Load, and make two pictures for the peak; return seconds, and the peak in MiB."""
-        known = self.root / f"{tool}.json"  # what another run of the tool imported
-        for name in json.loads(known.read_text()) if known.exists() else ():
-            with contextlib.suppress(Exception):  # of optional parts
-                importlib.import_module(name)
+        known = self.import_known(tool)
         before = set(sys.modules)
         begun = time.perf_counter()
         pipeline = self.load(tool)
@@ -162,15 +169,50 @@ class Tools:
         return {"load and first picture": loaded + first, "step": step, "peak MiB": peak}
 
 
-def child(options: argparse.Namespace, tool: str) -> dict[str, float]:
-    """Measure one tool in a process of its own."""
-    command = [sys.executable, __file__, "--tool", tool]
-    for name in ("root", "name", "side", "steps", "dtype"):
-        command += [f"--{name}", str(getattr(options, name))]
-    command += ["--measure", *options.measure]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+class Process:
+    """A process with the modules of a tool, which measures it in forks: importing takes longest.
+
+    With a GPU, whose drivers do not fork, each measurement has a process of its own.
+    """
+
+    def __init__(self, options: argparse.Namespace, tool: str) -> None:
+        self._command = [sys.executable, __file__, "--tool", tool]
+        for name in ("root", "name", "side", "steps", "dtype"):
+            self._command += [f"--{name}", str(getattr(options, name))]
+        self._command += ["--measure", *options.measure]
+        self._process: subprocess.Popen[str] | None = None
+
+    def measure(self) -> dict[str, float]:
+        if self._process is None:
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self._process = subprocess.Popen(self._command, text=True, **pipes)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        lines = [line for line in self._process.stdout.readline().splitlines() if line]
+        found: dict[str, float] = json.loads(lines[-1])
+        if torch.cuda.is_available():
+            self.close()
+        return found
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.communicate()
+        self._process = None
+
+
+def serve(tools: Tools, tool: str) -> None:
+    """Measure a tool for each line of stdin."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print to it
+    for _ in sys.stdin:
+        tools.import_known(tool)
+        if torch.cuda.is_available():
+            print(json.dumps(tools.alone(tool)), file=answers, flush=True)
+            continue
+        if (child := os.fork()) == 0:
+            print(json.dumps(tools.alone(tool)), file=answers, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
 
 
 def row(what: str, values: dict[str, list[float]]) -> None:
@@ -197,11 +239,14 @@ def compare(options: argparse.Namespace, tools: list[str]) -> None:
 def compare_processes(options: argparse.Namespace, tools: list[str]) -> None:
     """Print loads and peaks of processes of their own, in turns."""
     runs: dict[str, list[dict[str, float]]] = {tool: [] for tool in tools}
+    processes = {tool: Process(options, tool) for tool in tools}
     for number in range(options.repeat + 1):
-        for tool in tools:
-            found = child(options, tool)
+        for tool, process in processes.items():
+            found = process.measure()
             if number:  # the first one finds what is imported
                 runs[tool].append(found)
+    for process in processes.values():
+        process.close()
     for what in runs[THEIRS][0]:
         row(what, {tool: [one[what] for one in runs[tool]] for tool in tools})
 
@@ -293,7 +338,7 @@ def main() -> None:
     options.side = options.side or (1024 if options.full and is_gpu else 128)
     torch.set_grad_enabled(False)
     if options.tool:
-        print(json.dumps(Tools(options).alone(options.tool)))
+        serve(Tools(options), options.tool)
         return
     with tempfile.TemporaryDirectory() as directory:
         options.root = options.root or Path(directory)

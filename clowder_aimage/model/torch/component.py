@@ -131,9 +131,10 @@ class TorchComponents(ModelComponents):
             path, _, last = own.rpartition(".")
             is_later = ".".join(own.split(".", 2)[:2]) in layers
             value = read if is_later else read.to(library.device, library.dtype)
-            if isinstance(getattr(parts[path], last), torch.nn.Parameter):
+            kind = "_parameters" if last in vars(parts[path])["_parameters"] else "_buffers"
+            if kind == "_parameters":
                 value = torch.nn.Parameter(value, requires_grad=False)
-            setattr(parts[path], last, value)
+            vars(parts[path])[kind][last] = value  # ``setattr`` takes several times as long
         for layer in layers.values():
             LayerOffload(layer, library.device, library.dtype)
         module.eval()

@@ -48,7 +48,7 @@ def _copied(module: torch.nn.Module) -> torch.nn.Module:
     """Copy a network; values, and objects that are not modules, stay those of ``module``."""
     found = object.__new__(type(module))
     own: dict[str, Any] = {
-        name: value.copy() if isinstance(value, dict | set) else value
+        name: value.copy() if isinstance(value, (dict, set)) else value
         for name, value in vars(module).items()
     }
     for name, child in own["_modules"].items():
@@ -87,10 +87,7 @@ class QwenEncoder:
         if known is not None:
             mask = (torch.arange(len(tokens), device=tokens.device) < known).long()[None]
         found = self.module(
-            input_ids=tokens[None],
-            attention_mask=mask,
-            use_cache=False,
-            output_hidden_states=True,
+            input_ids=tokens[None], attention_mask=mask, use_cache=False, output_hidden_states=True
         ).hidden_states
         return torch.cat([found[index][0] for index in self._outputs], dim=-1)
 
