@@ -22,6 +22,7 @@ ELSEWHERE = 1.0  # if it is in the memory of another worker: about the time to l
 EVICT = 1.0  # more, if a model that no other worker has in memory would be unloaded for it
 FETCH = 0.05  # if it would be fetched, and no other worker has it
 FETCH_TOO = 5.0  # if it would be fetched, and another worker has it
+LEFT = 3.0  # seconds for which a job that was given back is left to workers that wait the longest
 FORGET = 600.0  # seconds after which a digest that no announcement named is forgotten
 _LAST = 8  # ranks after this one wait as long
 
@@ -57,10 +58,21 @@ class JobChoice:
 
     wait: Callable[[str], float | None]
     _heard: dict[Key, dict[int, float]] = field(default_factory=dict)
+    _left: dict[Key, float] = field(default_factory=dict)
 
     def hear(self, key: Key, now: float, number: int = 0) -> None:
         """Take the news of a job."""
-        self._heard.setdefault(key, {}).setdefault(number, now)
+        if number or self._left.get(key, now) <= now:
+            self._heard.setdefault(key, {}).setdefault(number, now)
+
+    def leave(self, key: Key, now: float) -> None:
+        """Note that a job was given back: it is found on the queue, and is for another worker."""
+        self._left = {one: until for one, until in self._left.items() if until > now}
+        self._left[key] = now + LEFT
+        if self._heard.get(key, {}).keys() <= {0}:
+            self.forget(key)
+        else:
+            self._heard[key].pop(0, None)
 
     def forget(self, key: Key) -> None:
         """Note that a queue is empty."""

@@ -27,7 +27,7 @@ from clowder_aimage.fleet import job_choice
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink
 from clowder_aimage.fleet.job_choice import JobChoice, Key
 from clowder_aimage.fleet.job_request import answer_call
-from clowder_aimage.fleet.job_run import ACK_WAIT, DONE, GIVEN_UP, JobRun, read_job
+from clowder_aimage.fleet.job_run import ACK_WAIT, DONE, GIVEN_BACK, GIVEN_UP, JobRun, read_job
 from clowder_aimage.fleet.placement import Placement, Room
 from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.worker_card import RosterWatch, WorkerCard
@@ -152,7 +152,7 @@ class JoinedWorker(Role):
         digest = f"sha256:{key[1]}"
         is_new = digest not in {*self._placement.loaded, *self._room.digests}
         self._room.take(digest)
-        self._begin(self._serve(message, digest))
+        self._begin(self._serve(message, key))
         if is_new:  # before others load it too
             self._begin(self._put_card())
 
@@ -214,16 +214,16 @@ class JoinedWorker(Role):
             inactive_threshold=IDLE,
         )
 
-    async def _serve(self, message: Msg, digest: str) -> None:
-        begun = time.monotonic()
+    async def _serve(self, message: Msg, key: Key) -> None:
+        begun, digest = time.monotonic(), f"sha256:{key[1]}"
         try:
-            job = await read_job(self._link, message)
+            job, roster = await read_job(self._link, message), self._watch.roster
             run = JobRun(
                 self._link,
                 self._local,
                 self._service,
                 self._place.id,
-                self._watch.roster,
+                roster,
                 message,
                 job,
             )
@@ -234,6 +234,8 @@ class JoinedWorker(Role):
                 del self._runs[job.id]
             self.done += outcome == DONE
             self.failed += outcome == GIVEN_UP
+            if outcome == GIVEN_BACK and roster.on_disk_elsewhere(digest, self._place.id):
+                self._choice.leave(key, time.monotonic())
         except FormatError as error:
             _log.error("a job cannot be read", extra={"reason": error.message})
             await message.term()

@@ -45,7 +45,7 @@ def play(nats: Nats, tiny_store: Path, tmp_path: Path) -> Callable[..., None]:
         fleet = FleetRun(own or nats, tmp_path / "store", name, **options)
 
         async def played() -> None:
-            async with asyncio.timeout(30), aiohttp.ClientSession() as fleet.session:
+            async with asyncio.timeout(60), aiohttp.ClientSession() as fleet.session:
                 await fleet.make()
                 await scene(fleet)
 

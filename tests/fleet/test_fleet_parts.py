@@ -24,6 +24,7 @@ from clowder_aimage.fleet.fleet_status import FleetStatus
 from clowder_aimage.fleet.job_choice import (
     ELSEWHERE,
     FOLLOW,
+    LEFT,
     ON_DISK,
     JobChoice,
     to_load,
@@ -166,6 +167,22 @@ def test_jobs_of_loaded_models_come_first_and_batches_last() -> None:
     choice.forget((INTERACTIVE, "cold"))
     assert choice.next(9.0) == (None, None)
     assert choice.next(700.0) == (None, None)
+
+
+def test_a_job_that_was_given_back_is_left_to_others() -> None:
+    """It is found on the queue again; jobs that are announced are served meanwhile."""
+    choice, key = JobChoice(lambda _: 0.0), (INTERACTIVE, "m")
+    choice.hear(key, 1.0)
+    choice.leave(key, 1.0)
+    choice.hear(key, 2.0)
+    assert choice.next(2.0) == (None, None)
+    choice.hear(key, 2.0, 7)
+    assert choice.next(2.0)[0] == key
+    choice.leave(key, 2.0)
+    assert choice.next(2.0)[0] == key
+    choice.delivered(key, 7)
+    choice.hear(key, 2.1 + LEFT)
+    assert choice.next(2.1 + LEFT)[0] == key
 
 
 def test_a_worker_that_would_load_a_model_waits_for_a_job_that_is_old_enough() -> None:
