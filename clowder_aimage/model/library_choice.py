@@ -6,10 +6,12 @@ Importing this module imports neither.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from clowder_aimage.errors import UsageError
 AUTO, MLX, TORCH = "auto", "mlx", "torch"
 BACKENDS = (AUTO, MLX, TORCH)
 SLOW = "cpu (no fast BLAS)"  # of MLX
+OLDEST = {"torch": (2, 6), "diffusers": (0, 42), "transformers": (5, 0)}
 _OTHERS = {MLX: ("jinja2", "numpy", "PIL", "tokenizers"), TORCH: ("diffusers", "transformers")}
 _MODULES = {MLX: "clowder_aimage.model.backend", TORCH: "clowder_aimage.model.torch.library"}
 _DEVICES = "clowder_aimage.model.torch.torch_device"
+_faults: list[str] = []  # why PyTorch cannot be used, if AUTO has tried it
 _GPUS = ("/dev/nvidia0", "/dev/kfd")  # files of the drivers of NVIDIA and AMD
 _SHORT = {"f32": "float32", "bf16": "bfloat16"}  # common names of weight types
 
@@ -63,11 +67,13 @@ def choose_library(name: str | None = None, tuning: TorchTuning = NO_TUNING) -> 
     AUTO is MLX wherever it is installed, unless only PyTorch can use the GPU.
 
     Raises:
-        UsageError: The name is unknown, the library is not installed or lacks the options
+        UsageError: The name is unknown, the library is not installed, too old or lacks the options
             ``tuning``, or the device that these name does not work.
     """
     library = _suited() if name in (None, AUTO) else _named(str(name))
     tuning.check(library)
+    if library == TORCH:
+        _check_versions()
     if tuning.device is not None:
         importlib.import_module(_DEVICES).select_device(tuning.device)
     return library
@@ -113,6 +119,8 @@ def unused_gpu(library: str, why: str) -> str | None:
     file = _driver()
     if file is None:
         return None
+    if _faults:
+        why = f"PyTorch cannot be used ({_faults[0]}); update the extra [torch]"
     return f"{library} computes on the CPU, although this machine has a GPU ({file}): {why}"
 
 
@@ -123,8 +131,34 @@ def _suited() -> str:
         raise _missing(MLX if _driver() is None else TORCH)
     if len(found) == 1 or sys.platform == "darwin" or _driver() is None:
         return found[0]
-    has_gpu = [name for name in found if importlib.import_module(_MODULES[name]).on_gpu()]
-    return (has_gpu or found)[0]
+    return TORCH if not _on_gpu(MLX) and _torch_on_gpu() else MLX
+
+
+def _on_gpu(name: str) -> bool:
+    return bool(importlib.import_module(_MODULES[name]).on_gpu())
+
+
+def _torch_on_gpu() -> bool:
+    """Return whether PyTorch can be used and computes on a GPU; MLX is there if it cannot."""
+    try:
+        _check_versions()
+        return _on_gpu(TORCH)
+    except Exception as error:  # of many libraries, and undocumented
+        _faults[:] = [str(error).strip().partition("\n")[0][:200] or type(error).__name__]
+        return False
+
+
+def _check_versions() -> None:
+    """Reject libraries of TORCH that are too old, before an import fails. Raises UsageError."""
+    for name, oldest in OLDEST.items():
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:  # a build without metadata
+            continue
+        if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < oldest:
+            needed = ".".join(map(str, oldest))
+            message = f"{name} {found} is too old: {needed} or newer is required"
+            raise UsageError(message, remedy="install_extra", extra=TORCH)
 
 
 def _driver() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,11 @@ from clowder_aimage.model.library_choice import (
     choose_library,
     made_by,
     type_name,
+    unused_gpu,
 )
+from clowder_aimage.model.loader import load_pipeline
+from tests.adapter.vectors import TINY
+from tests.model.model_blobs import import_directory
 
 Machine = Callable[..., None]
 
@@ -29,6 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
 
     def of(*installed: str, gpu: tuple[str, ...] | None = None, platform: str = "linux") -> None:
         library_choice._suited.cache_clear()
+        library_choice._faults.clear()
         driver = tmp_path / "nvidia0"
         driver.unlink(missing_ok=True)
         if gpu is not None:
@@ -43,6 +49,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
 
     yield of
     library_choice._suited.cache_clear()
+    library_choice._faults.clear()
 
 
 @pytest.mark.parametrize(
@@ -84,6 +91,60 @@ def test_a_library_that_is_not_installed_is_named(machine: Machine) -> None:
     machine(gpu=())  # on Linux the extra [mlx] computes on the CPU
     with pytest.raises(UsageError, match=r"needs the extra \[torch\]"):
         choose_library()
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Return the versions that the packages state; they are the oldest."""
+    stated = {"torch": "2.6.0+cu126", "diffusers": "0.42.0.dev0", "transformers": "5.0rc1"}
+    monkeypatch.setattr(metadata, "version", stated.__getitem__)
+    return stated
+
+
+@pytest.mark.parametrize("backend", [TORCH, None])
+def test_a_version_that_is_too_old_is_named_before_it_is_imported(
+    machine: Machine,
+    versions: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    backend: str | None,
+) -> None:
+    """Older libraries lack names that are imported."""
+    machine(TORCH)
+    model = import_directory(TINY, tmp_path)
+    monkeypatch.setitem(sys.modules, "clowder_aimage.model.torch.component", None)
+    with pytest.raises(ImportError, match=r"torch\.component"):
+        load_pipeline(*model, backend=backend)
+    versions["diffusers"] = "0.41.2"
+    with pytest.raises(
+        UsageError, match=r"diffusers 0\.41\.2 is too old: 0\.42 or newer is required"
+    ) as refused:
+        load_pipeline(*model, backend=backend)
+    assert refused.value.remedy == "install_extra" and refused.value.facts == {"extra": TORCH}
+
+
+def test_mlx_computes_where_pytorch_cannot_be_used(
+    machine: Machine, versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(MLX, TORCH, gpu=(TORCH,))
+    assert choose_library() == TORCH
+    versions["transformers"] = "4.57.1"
+    machine(MLX, TORCH, gpu=(TORCH,))
+    assert choose_library() == choose_library("auto", TorchTuning()) == MLX
+    said = str(unused_gpu("MLX", "not said"))
+    assert "MLX computes on the CPU, although this machine has a GPU" in said
+    assert "transformers 4.57.1 is too old: 5.0 or newer is required" in said
+    assert said.endswith("update the extra [torch]")
+    with pytest.raises(UsageError, match="too old"):
+        choose_library(TORCH)
+    versions["transformers"] = "5.0.0"
+    machine(MLX, TORCH, gpu=(TORCH,))
+    monkeypatch.setitem(sys.modules, library_choice._MODULES[TORCH], None)
+    assert choose_library() == MLX
+    assert "PyTorch cannot be used (import of" in str(unused_gpu("MLX", "not said"))
+    machine(MLX, TORCH, gpu=(MLX,))
+    monkeypatch.setitem(sys.modules, library_choice._MODULES[TORCH], None)
+    assert choose_library() == MLX and str(unused_gpu("MLX", "said")).endswith(": said")
 
 
 def test_a_picture_is_made_again_by_its_library(machine: Machine) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -247,8 +247,40 @@ def test_memory_of_the_machine_that_is_insufficient_is_an_error(
         list(pipeline.generate(REQUEST))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB)"),
+        RuntimeError("Invalid buffer size: 24.00 GB"),  # of MPS too
+    ],
+)
+def test_adapters_and_copies_of_arrays_can_lack_memory_too(
+    pipeline: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    vector = next(one for one in vectors() if one.name == "ai-toolkit-alpha")
+    adapter = read_adapter(vector.write(tmp_path), pipeline.shapes, what="it", base="tiny")
+    plain, lacking = pictures(pipeline), SimpleNamespace(to=fail)
+    pipeline.use_adapters([(LoadedAdapter("it", adapter), 0.7)])
+    library = pipeline.library
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "from_numpy", fail)
+        for use, given in (
+            (pipeline.transformer_module.get, ()),
+            (library.array, (np.zeros(1, np.float32),)),
+            (library.floats, (lacking,)),
+        ):
+            with pytest.raises(NoMemoryError, match="the memory of the GPU is insufficient"):
+                use(*given)
+    pipeline.use_adapters([])
+    assert np.array_equal(pictures(pipeline), plain)
+
+
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return a function that sets the devices that work, and why others do not."""
     from clowder_aimage.model.torch import torch_device
 
@@ -263,17 +295,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         monkeypatch.setattr(torch_device, "failure", lambda name: None if name in found else why)
         return torch_device
 
-    torch_device.check_versions.cache_clear()
-    yield of
-    torch_device.check_versions.cache_clear()
-
-
-def test_a_version_that_is_too_old_is_named(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = gpus()
-    monkeypatch.setitem(module.OLDEST, "diffusers", (99, 1))
-    with pytest.raises(UsageError, match=r"diffusers \S+ is too old: 99.1 or newer") as refused:
-        module.select_device()
-    assert refused.value.facts["extra"] == "torch"
+    return of
 
 
 def test_the_device_is_the_first_that_works_or_the_named_one(gpus: Any) -> None:

@@ -17,7 +17,7 @@ from clowder_aimage.adapter.adapter import Change, LowRank
 from clowder_aimage.adapter.loaded_adapter import Use
 from clowder_aimage.adapter.network_adaptation import NetworkAdaptation
 from clowder_aimage.errors import ModelError
-from clowder_aimage.model.torch.library import TorchLibrary
+from clowder_aimage.model.torch.library import TorchLibrary, computing
 
 Changes = Sequence[tuple[Change, float]]
 
@@ -33,6 +33,7 @@ class TorchAdaptation(NetworkAdaptation):
         self._is_compiled = library.tuning.compile
         self._place = library.device, library.dtype  # a layer may have others while it is idle
 
+    @computing
     def _put(self, uses: Sequence[Use]) -> None:
         changes: dict[str, list[tuple[Change, float]]] = {}
         for adapter, strength in uses:

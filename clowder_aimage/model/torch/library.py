@@ -20,7 +20,9 @@ from clowder_aimage.model.torch.tuning import check_compiler
 _SCORES = 256 * MIB  # of attention at a time
 _SMALLER = "is insufficient for this picture: use a smaller size, or end other programs"
 _NO_KERNEL = ("No available kernel", "No viable backend for scaled_dot_product_attention")
-_NO_MEMORY = "DefaultCPUAllocator: "  # of a RuntimeError
+# Of errors that are a RuntimeError
+_NO_MEMORY = "DefaultCPUAllocator: "
+_NO_GPU_MEMORY = ("MPS backend out of memory", "Invalid buffer size: ")
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # of blobs
 _GRANTED = 9  # tenths of a GPU's memory
 F = TypeVar("F", bound=Callable[..., Any])
@@ -69,6 +71,45 @@ class TorchMemory:
             torch.mps.empty_cache()
 
 
+def computing(function: F) -> F:
+    """Decorate a method that uses a device: without gradients, and with errors of memory.
+
+    The method raises NoMemoryError if the device has too little memory.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        try:
+            with torch.inference_mode():
+                return function(*arguments, **named)
+        except NotImplementedError as error:  # of an operation on mps
+            raise ModelError(
+                "PyTorch lacks an operation of this model on this device",
+                hint="compute on another device, such as the CPU, or with MLX",
+            ) from error
+        except RuntimeError as error:
+            raise _explained(error) from error
+
+    return wrapped  # type: ignore[return-value]
+
+
+def _explained(error: RuntimeError) -> Exception:
+    """Return the error that explains one of PyTorch, or that itself."""
+    text = str(error)
+    is_of_mps = any(words in text for words in _NO_GPU_MEMORY)
+    if is_of_mps or isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return NoMemoryError(f"the memory of the GPU {_SMALLER}")
+    if _NO_MEMORY in text:
+        return NoMemoryError(f"the memory {_SMALLER}")
+    if any(words in text for words in _NO_KERNEL):
+        return ModelError(
+            "the attention backend cannot compute this model on this device",
+            hint="use another one, such as native, the default",
+        )
+    return error
+
+
 class TorchLibrary:
     """PyTorch on a device, with a compute type and options."""
 
@@ -112,14 +153,17 @@ class TorchLibrary:
             return False
         return self.device != CPU or (None not in types and {*types} != {_TYPES[self.dtype]})
 
+    @computing
     def array(self, values: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
+    @computing
     def floats(self, array: torch.Tensor) -> Floats:
         found: Floats = array.to(CPU, torch.float32).numpy()
         return found
 
+    @computing
     def colours(self, array: torch.Tensor) -> Floats:
         return self.floats((array * 0.5 + 0.5).clamp(0, 1))
 
@@ -135,41 +179,3 @@ class TorchLibrary:
     def transforming(self, width: int, hidden: int, heads: int, length: int) -> float:
         scores = min(2 * heads * length**2 * self.itemsize, _SCORES)
         return length * (8 * width + 3 * hidden) * self.itemsize + scores
-
-
-def computing(function: F) -> F:
-    """Decorate a method that computes networks: without gradients, and with errors of memory.
-
-    The method raises NoMemoryError if the device has too little memory.
-    """
-
-    @functools.wraps(function)
-    def wrapped(*arguments: Any, **named: Any) -> Any:
-        try:
-            with torch.inference_mode():
-                return function(*arguments, **named)
-        except NotImplementedError as error:  # of an operation on mps
-            raise ModelError(
-                "PyTorch lacks an operation of this model on this device",
-                hint="compute on another device, such as the CPU, or with MLX",
-            ) from error
-        except RuntimeError as error:
-            raise _explained(error) from error
-
-    return wrapped  # type: ignore[return-value]
-
-
-def _explained(error: RuntimeError) -> Exception:
-    """Return the error that explains one of PyTorch, or that itself."""
-    text = str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        torch.cuda.empty_cache()
-        return NoMemoryError(f"the memory of the GPU {_SMALLER}")
-    if _NO_MEMORY in text:
-        return NoMemoryError(f"the memory {_SMALLER}")
-    if any(words in text for words in _NO_KERNEL):
-        return ModelError(
-            "the attention backend cannot compute this model on this device",
-            hint="use another one, such as native, the default",
-        )
-    return error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import re
 import warnings
 
@@ -13,19 +12,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.model.library_choice import unused_gpu
 
 CUDA, MPS, CPU = "cuda", "mps", "cpu"
-OLDEST = {"torch": (2, 6), "diffusers": (0, 42), "transformers": (5, 0)}
 _NAME = re.compile(r"cpu|mps|cuda(:\d{1,3})?", re.ASCII)
-
-
-@functools.cache
-def check_versions() -> None:
-    """Reject PyTorch, or a library of its networks, that is too old. Raises UsageError."""
-    for name, oldest in OLDEST.items():
-        found = str(importlib.import_module(name).__version__)
-        if tuple(int(part) for part in found.split(".")[:2]) < oldest:
-            needed = ".".join(map(str, oldest))
-            message = f"{name} {found} is too old: {needed} or newer is required"
-            raise UsageError(message, remedy="install_extra", extra="torch")
 
 
 @functools.cache
@@ -55,9 +42,8 @@ def devices() -> list[str]:
 def select_device(name: str | None = None) -> str:
     """Return the device of a name; for None the first of cuda (also ROCm), mps, and cpu.
 
-    Raises UsageError: PyTorch cannot compute there; and as ``check_versions``.
+    Raises UsageError: PyTorch cannot compute there.
     """
-    check_versions()
     if name is None:
         return next((one for one in (CUDA, MPS) if failure(one) is None), CPU)
     if _NAME.fullmatch(name) is None:
