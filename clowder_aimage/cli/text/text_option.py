@@ -52,7 +52,8 @@ text_options = options(
     _option(
         "--schema",
         metavar="FILE",
-        help="Answer in JSON, as this JSON Schema defines it; 'json' allows any JSON object.",
+        help="The answer is JSON that this schema allows (GGUF models only);"
+        " 'json' allows any JSON object.",
     ),
 )
 
