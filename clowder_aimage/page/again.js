@@ -3,7 +3,7 @@
 import { html, useEffect, useId, useRef, useState } from './html.js';
 import { Bar, Button, Field, sendKey } from './controls.js';
 import { generate, inSlot } from './generation.js';
-import { t } from './lang.js';
+import { number, t } from './lang.js';
 import { draftOf } from './picture_draft.js';
 import { CHANGEABLE, changeable, readValue, seedAfter, settingText, withSetting } from './setting.js';
 import { models } from './state.js';
@@ -31,7 +31,7 @@ export function Again({ entry, onMade }) {
   const make = async (event) => {
     event.preventDefault();
     const value = readValue(name, text);
-    if (value === null) return setError(t('again.wrong'));
+    if (value === null) return setError(wrongText(name));
     setError('');
     setProgress({ step: 0, total: 0 });
     abort.current = new AbortController();
@@ -72,6 +72,11 @@ export function Again({ entry, onMade }) {
 function firstText(draft, name) {
   const text = settingText(draft, name);
   return name === 'seed' && text ? String(seedAfter(text) ?? text) : text;
+}
+
+function wrongText(name) {
+  const { least, most, step = 1 } = CHANGEABLE[name];
+  return least === undefined ? t('again.wrong') : t('again.range', { least: number(least, 3), most, step });
 }
 
 /** The control for the value of a changeable setting. */

@@ -84,7 +84,8 @@ export function clear() {
 
 function bodyOf(model) {
   const { system, messages, thinks } = talk.value;
-  const said = messages.filter((one) => one.content).map(({ role, content }) => ({ role, content }));
+  const isSaid = (one, index) => one.content && messages[index + 1]?.content !== ''; // a template may demand that roles alternate
+  const said = messages.filter(isSaid).map(({ role, content }) => ({ role, content }));
   const first = system.trim() ? [{ role: 'system', content: system.trim() }] : [];
   const body = { model, messages: [...first, ...said], stream: true, stream_options: { include_usage: true } };
   const canThink = models.value.find((one) => one.id === model)?.capabilities?.includes('thinking');
@@ -93,6 +94,7 @@ function bodyOf(model) {
 
 const put = (fields, isArriving) => {
   const { messages } = talk.value;
+  if (!messages.length) return; // a new conversation has begun
   say({ messages: [...messages.slice(0, -1), { ...messages.at(-1), ...fields }] }, isArriving);
 };
 
@@ -120,7 +122,7 @@ async function arriving(body, signal) {
       for await (const { data } of events('/v1/chat/completions', body, { signal })) take(data);
       return;
     } catch (error) {
-      const hasBegun = Boolean(talk.value.messages.at(-1).content || talk.value.messages.at(-1).thinking);
+      const hasBegun = Boolean(talk.value.messages.at(-1)?.content || talk.value.messages.at(-1)?.thinking);
       if (error.status !== 503 || !error.retryAfter || hasBegun || count >= MOST) throw error;
       await pause(error.retryAfter, signal);
     }
@@ -137,7 +139,7 @@ async function pause(seconds, signal) {
 }
 
 function take(data) {
-  const own = talk.value.messages.at(-1);
+  const own = talk.value.messages.at(-1) ?? {};
   const [choice] = data.choices ?? [];
   const { content, reasoning_content: thought } = choice?.delta ?? {};
   if (thought) put({ thinking: own.thinking + thought }, true);

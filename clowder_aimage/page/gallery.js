@@ -108,7 +108,7 @@ function Limits({ entries, found }) {
   return html`<p class=${`gallery-limits ${isFull ? 'gallery-full' : ''}`}>
     ${found.length !== entries.length && `${t('gallery.found', { n: found.length })} `}
     ${t('gallery.limits', { n: entries.length, size: bytes(size), most: MOST })}
-    ${space && ` ${t('gallery.room', { free: bytes(Math.max(0, space.quota - space.usage)) })}`}
+    ${space && ` ${t('gallery.room', { size: bytes(Math.max(0, space.quota - space.usage)) })}`}
     ${!isKept && entries.length > 0 && html` ${t('gallery.mayGo')} <button type="button" class="gallery-ask" onClick=${ask}>${t('gallery.keep')}</button>`}
   </p>`;
 }

@@ -22,7 +22,7 @@ export function SeedField({ value }) {
         value=${seed ?? ''} placeholder=${t('make.seed-random')} onInput=${typed} />`}
     <//>
     <${IconButton} icon=${seedLocked ? 'lock' : 'unlock'} label=${t('make.seed-lock')} aria-pressed=${seedLocked ? 'true' : 'false'} onClick=${lock} />
-    <${IconButton} icon="dice" label=${t('make.seed-draw')} onClick=${() => change({ seed: drawSeed() })} />
+    <${IconButton} icon="dice" label=${t('make.seed-draw')} onClick=${() => change({ seed: drawSeed(), seedLocked: true })} />
   </div>`;
 }
 

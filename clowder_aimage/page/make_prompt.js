@@ -17,15 +17,18 @@ export function PromptField({ value }) {
     ${isOpen && html`<${History} onClose=${() => setOpen(false)} />`}`;
 }
 
-let place = -1;
+let place = -1; // in the history; -1 is what was typed
+let typed = {};
 
 /** Alt with the arrow keys goes through earlier prompts. */
 function stepped(event) {
   if (!event.altKey || !['ArrowUp', 'ArrowDown'].includes(event.key)) return;
   event.preventDefault();
   const known = history();
-  place = Math.max(0, Math.min(known.length - 1, place + (event.key === 'ArrowUp' ? 1 : -1)));
-  if (known[place]) change(known[place]);
+  const { prompt, negative } = draft.value;
+  if (known[place]?.prompt !== prompt || known[place].negative !== negative) [place, typed] = [-1, { prompt, negative }];
+  place = Math.max(-1, Math.min(known.length - 1, place + (event.key === 'ArrowUp' ? 1 : -1)));
+  change(known[place] ?? typed);
 }
 
 function History({ onClose }) {

@@ -6,6 +6,7 @@ import { FIELDS, generate, inSlot } from './generation.js';
 import { t } from './lang.js';
 import { refresh } from './refresh.js';
 import { change, chosen, draft, notice, online } from './state.js';
+import { seedAfter } from './setting.js';
 import { readTab, remember, writeTab } from './storage.js';
 
 const MAX_SEED = 2 ** 32;
@@ -64,11 +65,15 @@ async function untilDone(value, signal) {
   }
 }
 
+/** Make the pictures that an earlier attempt has not kept, with the prompt that was written for it. */
 async function attempt(value, signal) {
-  set({ phase: 'slot', entries: [], preview: null, warnings: [], first: null });
-  await inSlot(signal, () => {
+  const count = run.value.entries.length;
+  if (count && count >= value.n) return undefined;
+  const rest = count ? { ...run.value.draft, n: value.n - count, seed: seedAfter(value.seed, count) } : value;
+  set({ phase: 'slot', preview: null, warnings: [], first: null });
+  return inSlot(signal, () => {
     set({ phase: 'sent' });
-    return generate(value, { signal, onEvent });
+    return generate(rest, { signal, onEvent });
   });
 }
 
@@ -108,10 +113,15 @@ function fail(error) {
 function onEvent({ kind, ...facts }) {
   if (kind === 'progress') return set({ phase: 'progress', ...measured(facts) });
   if (kind === 'preview') return set({ preview: facts.blob });
-  if (kind === 'prompt') return change({ enhanced: facts.prompt, enhancedFrom: run.value.draft.prompt });
+  if (kind === 'prompt') return wrote({ enhanced: facts.prompt, enhancedFrom: run.value.draft.prompt });
   if (kind === 'picture') return took(facts);
   if (['queued', 'pulling', 'loading', 'started'].includes(kind)) set({ phase: kind, ...facts });
   return undefined;
+}
+
+function wrote(prompts) {
+  set({ draft: { ...run.value.draft, ...prompts } });
+  change(prompts);
 }
 
 /** Return the steps with the seconds that are left, by the time of the steps since the first. */

@@ -6,7 +6,7 @@ import { t } from './lang.js';
 import { NO_MASK, TWICE } from './picture_enlargement.js';
 import { parsedFacts, pngFacts } from './png_facts.js';
 import { checkedFacts } from './setting.js';
-import { change, chosen, draft, EMPTY, models, notice, show } from './state.js';
+import { answersChats, change, chosen, draft, EMPTY, models, notice, show, worker } from './state.js';
 import { read, readTab, write, writeTab } from './storage.js';
 
 const KEPT = ['images', 'mask', 'control'];
@@ -112,11 +112,17 @@ export function draftOf(stated, inputs = {}) {
   return { draft: found, missing };
 }
 
+/** Return both prompts of a picture if the worker can enhance another one, else the one that it was made with. */
+function promptsOf({ prompt = '', original_prompt: original }) {
+  const enhancer = worker.value?.enhancer ? '' : models.value.find(answersChats)?.id;
+  if (!original || enhancer === undefined) return { prompt };
+  return { prompt: original, enhance: true, enhancer, enhanced: prompt, enhancedFrom: original };
+}
+
 function settingsOf(facts) {
   return {
     model: facts.reference ?? '',
-    prompt: facts.original_prompt ?? facts.prompt ?? '',
-    ...(facts.original_prompt ? { enhance: true, enhanced: facts.prompt, enhancedFrom: facts.original_prompt } : {}),
+    ...promptsOf(facts),
     negative: facts.negative ?? '',
     aspect: 'free',
     width: facts.width ?? null,

@@ -155,6 +155,7 @@ function ranged(part, kind) {
 /** Return a draft with one setting changed. */
 export function withSetting(draft, name, value) {
   if (name === 'seed') return { ...draft, seed: value, seedLocked: true };
+  if (name === 'prompt' && value !== draft.prompt) return { ...draft, prompt: value, enhance: false };
   if (name !== 'loraStrength') return { ...draft, [name]: value };
   const loras = draft.loras.map((use) => (use.on ? { ...use, strength: value } : use));
   return { ...draft, loras };

@@ -82,6 +82,15 @@ def test_an_answer_is_streamed_stopped_and_made_again(chat: Callable[[], Page]) 
     say(page, "two three")
     assert answer(page) == "two three"
     assert page.get_by_role("button", name="Regenerate").count() == 1
+    say(page, "late " + "slow " * 400)
+    expect(last).to_contain_text("late slow")
+    page.get_by_role("button", name="New conversation").click()
+    page.get_by_role("button", name="Delete messages").click()
+    expect(page.get_by_role("button", name="Stop")).to_have_count(0)
+    assert page.locator(".chat-message").count() == 0
+    say(page, "new")
+    assert answer(page) == "new"
+    assert page.locator(".chat-message").count() == 2
 
 
 def test_a_system_prompt_and_what_was_said_are_sent_and_kept(chat: Callable[[], Page]) -> None:
@@ -170,9 +179,15 @@ def test_failures_are_said_and_a_full_queue_is_asked_again(
     say(page, "lost")
     alert = page.get_by_role("alert").last
     expect(alert).to_contain_text("The connection to the worker was lost.")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "found")  # what was not answered is not sent again: roles alternate
+    said = [("user", "one fail two"), ("assistant", "one"), ("user", "patience")]
+    said += [("assistant", "patience"), ("user", "found")]
+    assert [(one["role"], one["content"].strip()) for one in sent(asked.value)] == said
+    expect(page.get_by_role("alert")).to_have_count(3)
     page.unroute("**/v1/chat/completions")
     page.get_by_role("button", name="Regenerate").click()
-    assert answer(page) == "lost"
+    assert answer(page) == "found"
 
 
 def test_the_model_is_chosen_among_those_that_chat(

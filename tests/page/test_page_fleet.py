@@ -49,7 +49,7 @@ def test_the_page_at_a_gateway_shows_the_fleet(
         page.get_by_role("heading", name="Fleet aimage").wait_for()
         shown = page.locator('[data-name="w1"]')
         shown.wait_for()
-        assert "shapes:latest" in shown.inner_text() and "of 2 at work" in shown.inner_text()
+        assert "shapes:latest" in shown.inner_text() and "of 2 jobs running" in shown.inner_text()
         assert page.get_by_role("heading", name="Jobs").count() == 0
     finally:
         for each in reversed(workers):

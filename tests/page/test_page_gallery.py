@@ -88,13 +88,13 @@ def test_an_empty_gallery_says_what_it_is_for_and_a_made_picture_appears(open_pa
     expect(page.locator(".wall-caption")).to_have_text("<img src=x onerror=alert(1)> a red circle")
     limits = page.locator(".gallery-limits")
     expect(limits).to_have_text(
-        re.compile(r"1 of at most 5,000 pictures, [\d.]+ kB.*[\d.]+ GB are free")
+        re.compile(r"1 of at most 5,000 pictures, [\d.]+ kB.*may still store [\d.]+ GB\.")
     )
     make(page, "two blue squares")
     page.get_by_label("Search prompts").fill("squares BLUE")
     expect(page.locator(TILES)).to_have_count(1)
     page.get_by_label("Search prompts").fill("elephant")
-    expect(page.get_by_text("No picture has these words.")).to_be_visible()
+    expect(page.get_by_text("No picture matches.")).to_be_visible()
 
 
 def test_the_viewer_keeps_the_focus_and_is_used_with_keys_and_a_finger(
@@ -155,6 +155,15 @@ def test_a_picture_again_with_one_thing_changed_is_compared_with_it(open_page: O
     viewer.get_by_label("To").fill("0x")
     viewer.get_by_role("button", name="Make it again").click()
     expect(viewer.get_by_text("This value is not possible.")).to_be_visible()
+    for name, value, range_ in (
+        ("steps", "0", "It must be 1 to 1,000."),
+        ("width", "100", "It must be 16 to 8,192, a multiple of 16."),
+    ):
+        viewer.get_by_label("Change", exact=True).select_option(name)
+        viewer.get_by_label("To", exact=True).fill(value)
+        viewer.get_by_role("button", name="Make it again").click()
+        expect(viewer.get_by_text(range_)).to_be_visible()
+    viewer.get_by_label("Change", exact=True).select_option("seed")
     viewer.get_by_label("To").fill("41")
     viewer.get_by_role("button", name="Make it again").click()
     compare = dialog(page, "Compare")

@@ -29,6 +29,35 @@ IMPATIENT = """() => {
     const real = setTimeout;
     window.setTimeout = (act, pause) => real(act, pause / 10);
 }"""
+# The connection of the next request for pictures is lost after the first of them
+CUT = """() => {
+    const real = fetch;
+    window.fetch = async (path, options) => {
+        if (!path.startsWith('/v1/images/')) return real(path, options);
+        window.fetch = real;
+        const body = JSON.stringify({ ...JSON.parse(options.body), n: 1 });
+        const answer = await real(path, { ...options, body });
+        const parts = [new Uint8Array(await answer.arrayBuffer())];
+        const lose = (to) => to.error(new Error('lost'));
+        const pull = (to) => (parts.length ? to.enqueue(parts.shift()) : lose(to));
+        return new Response(new ReadableStream({ pull }, { highWaterMark: 0 }), answer);
+    };
+}"""
+# The requests for a picture whose prompt was enhanced: as it is, with another prompt, and of
+# workers whose enhancer is any language model, or none
+ENHANCED = """async () => {
+    const { draftOf } = await import('/page/picture_draft.js');
+    const { requestOf } = await import('/page/generation.js');
+    const { withSetting } = await import('/page/setting.js');
+    const { models, worker } = await import('/page/state.js');
+    const made = () => draftOf({ prompt: 'a long one', original_prompt: 'short' }).draft;
+    const found = [made(), withSetting(made(), 'prompt', 'other')];
+    worker.value = { ...worker.value, enhancer: null };
+    found.push({ ...made(), prompt: 'other' });
+    models.value = [];
+    found.push({ ...made() });
+    return found.map(requestOf).map(({ prompt, enhance = null }) => [prompt, enhance]);
+}"""
 
 
 def write(page: Page, prompt: str) -> None:
@@ -140,8 +169,13 @@ def test_the_seed_is_drawn_for_each_request_unless_it_is_locked(open_page: OpenP
     page.get_by_role("button", name="Keep this seed").click()
     make(page)
     assert seed.input_value() == second
-    page.get_by_role("button", name="Draw a seed").click()
-    assert seed.input_value() != second
+    page.get_by_role("button", name="Keep this seed").click()
+    page.get_by_role("button", name="Draw a seed").click()  # which keeps it
+    expect(seed).not_to_have_value(second)
+    third = seed.input_value()
+    make(page)
+    assert seed.input_value() == third
+    expect(page.locator(".make-result-facts")).to_contain_text(f"seed {third} ")
     most = str((1 << 64) - 1)  # exactly, though a number of JavaScript does not hold it
     seed.fill(most)
     with page.expect_request("**/v1/images/generations") as asked:
@@ -151,6 +185,7 @@ def test_the_seed_is_drawn_for_each_request_unless_it_is_locked(open_page: OpenP
 
 
 def test_several_pictures_are_shown_beside_each_other(open_page: OpenPage) -> None:
+    """Those that were kept before the connection was lost are not made again."""
     page = open_page()
     page.get_by_label("Pictures", exact=True).fill("3")
     page.get_by_label("Steps").fill("1")
@@ -159,6 +194,14 @@ def test_several_pictures_are_shown_beside_each_other(open_page: OpenPage) -> No
     expect(page.locator(".make-thumb")).to_have_count(3)
     page.get_by_role("button", name="Show picture 2").click()
     expect(page.locator(".make-result-facts")).to_contain_text("seed 6")
+    page.evaluate(CUT)
+    bodies: list[dict[str, Any]] = []
+    page.on("request", lambda one: bodies.append(sent(one)) if "/v1/images" in one.url else None)
+    make(page)
+    expect(page.locator(".make-thumb")).to_have_count(3)
+    assert [(one["n"], one["seed"]) for one in bodies] == [(1, 5), (2, 6)]
+    count = "import('/page/gallery_store.js').then(async (it) => (await it.list()).length)"
+    assert page.evaluate(count) == 6
 
 
 def test_errors_are_beside_the_field_that_caused_them(open_page: OpenPage, watch: Watch) -> None:
@@ -198,6 +241,12 @@ def test_the_prompt_is_written_by_a_language_model_and_both_can_be_changed(
         make(page)
     assert sent(asked.value)["enhance"] is True
     assert longer.input_value() != "a blue star"
+    assert page.evaluate(ENHANCED) == [
+        ["a long one", None],
+        ["other", None],
+        ["other", "words:latest"],
+        ["a long one", None],
+    ]
 
 
 def test_earlier_prompts_are_offered(open_page: OpenPage) -> None:
@@ -214,6 +263,15 @@ def test_earlier_prompts_are_offered(open_page: OpenPage) -> None:
     assert prompt.input_value() == "a red circle"
     prompt.press("Alt+ArrowUp")
     assert prompt.input_value() == "a green star"
+    write(page, "not made yet")
+    for key, shown in (
+        ("Alt+ArrowUp", "a green star"),
+        ("Alt+ArrowUp", "a red circle"),
+        ("Alt+ArrowDown", "a green star"),
+        ("Alt+ArrowDown", "not made yet"),
+    ):
+        prompt.press(key)
+        expect(prompt).to_have_value(shown)
 
 
 def test_escape_cancels(open_page: OpenPage, shapes_worker: Worker) -> None:

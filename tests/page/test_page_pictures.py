@@ -174,7 +174,7 @@ def test_a_result_is_enlarged_and_a_picture_is_painted_around(open_page: Open) -
         page.get_by_label(name, exact=True).fill(pixels)
     facts, size = result(page)
     assert (facts["expand"], facts["strength"], size) == ([0, 16, 48, 0], 1.0, (176, 144))
-    page.get_by_label("No", exact=True).check(force=True)
+    page.get_by_label("Off", exact=True).check(force=True)
     expect(page.get_by_text("Paint only a part")).to_be_visible()
 
 
