@@ -156,10 +156,10 @@ class SimulatedWorker(JoinedWorker):
         loops = (self._report, 0.25), (self._sweep, 0.25), (self._take, 0.0)
         await asyncio.gather(*(joined_worker._for_ever(work, pause) for work, pause in loops))
 
-    async def _serve(self, message: Any, digest: str) -> None:
-        begun = asyncio.get_running_loop().time()
+    async def _serve(self, message: Any, key: tuple[str, str]) -> None:
+        begun, digest = asyncio.get_running_loop().time(), f"sha256:{key[1]}"
         is_warm = await self._role.work(message.name)
-        name = self._link.names.consumer(INTERACTIVE, digest.partition(":")[2])
+        name = self._link.names.consumer(*key)
         self._queue.running[name] -= 1
         self._results.append((is_warm, begun - message.at))
         message.done.set()

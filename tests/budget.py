@@ -18,7 +18,7 @@ PACKAGES = {
     "engine": (4_475, 88),
     "exporter": (1_640, 97),
     "family": (1_200, 95),
-    "fleet": (4_070, 85),
+    "fleet": (4_120, 85),
     "formats": (4_860, 97),
     "http": (1_780, 87),
     "importer": (3_120, 98),

@@ -98,6 +98,10 @@ class FleetShape:
                     replicas=self.replicas,
                 )
                 made.append(bucket)
+            else:
+                config = (await js.stream_info(f"KV_{bucket}")).config
+                if config.num_replicas != self.replicas:
+                    await js.update_stream(config.evolve(num_replicas=self.replicas))
         return made
 
 

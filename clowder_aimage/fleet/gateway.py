@@ -206,27 +206,35 @@ class JobGateway:
         A job that was admitted and not begun is published again, as its gateway may have died
         before it did so; the stream recognises a repetition.
         """
-        is_old = is_keyed and await self._was_admitted(job, _fingerprint(job, wish))
-        if is_old:
-            last, _ = await self._link.last(self._link.names.log(job.id))
-            if last is not None and last.kind != ADMITTED:
-                return _Admitted(job, is_kept, is_old=True)
-        payload, headers = job.encode(), {MESSAGE_ID: job.id}
-        names = self._link.names
+        is_old, names = False, self._link.names
         subject = names.job(job.priority, job.digest.partition(":")[2], job.caller)
         try:
-            if len(payload) > _INLINE:
-                pieces = [payload[at : at + PIECE] for at in range(0, len(payload), PIECE)]
-                for piece in pieces:
-                    await self._link.store(names.body(job.id), piece)
-                payload, headers[PIECES] = job.id.encode(), str(len(pieces))
-            sequence = await self._link.store(subject, payload, headers)
+            if is_keyed and await self._was_admitted(job, _fingerprint(job, wish)):
+                is_old, (last, _) = True, await self._link.last(names.log(job.id))
+                if last is not None and last.kind != ADMITTED:
+                    return _Admitted(job, is_kept, is_old)
+            sequence = await self._put(job, subject)
         except FullStoreError:
             raise unavailable("the queue of the fleet is full; try again later") from None
-        except NetworkError:
+        except (NetworkError, *LOST):
             raise unavailable("NATS does not answer; try again later") from None
         await self._link.tell(names.news, f"{subject} {sequence}".encode())
         return _Admitted(job, is_kept, is_old, sequence)
+
+    async def _put(self, job: FleetJob, subject: str) -> int:
+        """Put a job on the queue, a large one as pieces, which have a subject of their own.
+
+        So no piece is that of another upload, as when a request is repeated.
+        """
+        payload, headers = job.encode(), {MESSAGE_ID: job.id}
+        if len(payload) > _INLINE:
+            upload = secrets.token_hex(16)
+            pieces = [payload[at : at + PIECE] for at in range(0, len(payload), PIECE)]
+            for number, piece in enumerate(pieces):
+                own = {MESSAGE_ID: f"{upload} {number}"}
+                await self._link.store(self._link.names.body(upload), piece, own)
+            payload, headers[PIECES] = upload.encode(), str(len(pieces))
+        return await self._link.store(subject, payload, headers)
 
     async def _was_admitted(self, job: FleetJob, own: bytes) -> bool:
         """Return whether a request with the idempotency key of a job was accepted before.

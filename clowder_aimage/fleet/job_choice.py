@@ -8,6 +8,7 @@ that has vanished delays a job by one step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -52,11 +53,12 @@ class JobChoice:
     """The queues that may have jobs: by priority and digest, with the times of the news.
 
     ``wait`` returns the seconds to wait before asking for jobs of a digest, or None if this worker
-    cannot serve it. Jobs are known by their numbers in the stream; number 0 is a job of which
-    nothing else is known.
+    cannot serve it; ``lacks_room`` returns whether it could, if others had ended. Jobs are known by
+    their numbers in the stream; number 0 is a job of which nothing else is known.
     """
 
     wait: Callable[[str], float | None]
+    lacks_room: Callable[[str], bool] = lambda _: False
     _heard: dict[Key, dict[int, float]] = field(default_factory=dict)
     _left: dict[Key, float] = field(default_factory=dict)
 
@@ -74,9 +76,11 @@ class JobChoice:
         else:
             self._heard[key].pop(0, None)
 
-    def forget(self, key: Key) -> None:
-        """Note that a queue is empty."""
-        self._heard.pop(key, None)
+    def forget(self, key: Key, asked: float = math.inf) -> None:
+        """Note that a queue was empty when it was ``asked``."""
+        known = {number: at for number, at in self._heard.pop(key, {}).items() if at > asked}
+        if known:
+            self._heard[key] = known
 
     def delivered(self, key: Key, number: int) -> None:
         """Note that all jobs of a queue up to a number were delivered to workers."""
@@ -94,8 +98,10 @@ class JobChoice:
         """Return the queue to ask now, or None and the seconds until there is one.
 
         Interactive jobs come first, then what needs the least wait, then what was heard of first.
-        The seconds are None if nothing waits.
+        No job follows one that is being served while an earlier one of another model, or a more
+        urgent one, lacks room. The seconds are None if nothing waits.
         """
+        first = self._first_without_room()
         soonest: float | None = None
         best: tuple[tuple[int, float, float], Key] | None = None
         for key in list(self._heard):
@@ -104,11 +110,22 @@ class JobChoice:
                 del self._heard[key]
             elif wait is not None and (left := since + wait - now) > 0:
                 soonest = left if soonest is None else min(soonest, left)
+            elif wait == FOLLOW and first is not None and first < (PRIORITIES.index(key[0]), since):
+                continue
             elif wait is not None:
                 rank = PRIORITIES.index(key[0]), wait, since
                 if best is None or rank < best[0]:
                     best = rank, key
         return (best[1], 0.0) if best else (None, soonest)
+
+    def _first_without_room(self) -> tuple[int, float] | None:
+        """Return the priority and the time of the first job that could be served next."""
+        found = (
+            (PRIORITIES.index(key[0]), self._since(key))
+            for key, known in self._heard.items()
+            if any(known) and self.lacks_room(key[1])
+        )
+        return min(found, default=None)
 
     def is_due(self, key: Key, now: float) -> bool:
         """Return whether a job of a queue has waited long enough for this worker."""

@@ -31,7 +31,7 @@ ATTEMPTS = 4  # that fail before a job is given up
 LATER = 0.5  # seconds before a job that a worker gave back is delivered again
 _RETRIED = (500, 502, 503, 507)  # another worker may be able to
 _BUSY = 503
-DONE, GIVEN_BACK, GIVEN_UP = "done", "given back", "given up"
+DONE, GIVEN_BACK, GIVEN_UP, CANCELLED = "done", "given back", "given up", "cancelled"
 _log = logging.getLogger("aimage.fleet")
 
 
@@ -65,7 +65,7 @@ class JobRun:
 
     async def serve(self) -> str:
         """Serve the job unless it was served before; return the outcome."""
-        async with _alive(self.message):
+        async with kept(self.message):
             self.task = asyncio.create_task(self._serve())
             try:
                 await asyncio.wait([self.task])
@@ -73,7 +73,9 @@ class JobRun:
                 self.task.cancel()
                 await asyncio.wait([self.task])
                 raise
-            return self.task.result() if not self.task.cancelled() else GIVEN_BACK
+            if self.task.cancelled():
+                return CANCELLED if self.is_cancelled else GIVEN_BACK
+            return self.task.result()
 
     async def _serve(self) -> str:
         try:
@@ -84,7 +86,7 @@ class JobRun:
             await self._acknowledge()
             return DONE
         attempt = Attempt.following(last)
-        if self.worker in attempt.past and self._has_others():
+        if self.worker in attempt.past and self._has_others(attempt.past):
             return await self._give_back()
         log = JobLog(self.link, self.job.id, self.worker, attempt)
         try:
@@ -101,7 +103,7 @@ class JobRun:
 
     async def _attempt(self, log: JobLog) -> str:
         if len(log.attempt.past) >= ATTEMPTS:
-            return await self._give_up(log, "the workers vanished, or failed")
+            return await self._give_up(log, "the workers stopped answering, or failed")
         is_last = len(log.attempt.past) + 1 >= ATTEMPTS
         try:
             async with asyncio.timeout(self.job.timeout):
@@ -165,8 +167,8 @@ class JobRun:
         plain = str(Reference.parse(job.model)).partition("@")[0]
         return job.named(f"{plain}@{job.digest}")
 
-    def _has_others(self) -> bool:
-        return self.roster.on_disk_elsewhere(self.job.digest, self.worker)
+    def _has_others(self, past: tuple[str, ...]) -> bool:
+        return self.roster.on_disk_elsewhere(self.job.digest, self.worker, *past)
 
     # -- the end of an attempt
 
@@ -185,9 +187,13 @@ class JobRun:
 
     async def _release(self, log: JobLog, kind: str, reason: str) -> None:
         """Let another worker have the job; at a shutdown at once."""
-        with contextlib.suppress(LastFrameError, TimeoutError):
+        try:
             async with asyncio.timeout(ACK_WAIT / 2):
                 await log.end(kind, {"reason": reason})
+        except LastFrameError:  # another worker has the job
+            return
+        except TimeoutError:
+            pass
         with contextlib.suppress(*LOST):
             is_busy = kind == RELEASED and not self.service.engine.is_draining
             await self.message.nak(delay=LATER if is_busy or kind == FAILED else None)
@@ -209,8 +215,8 @@ class JobRun:
 
 
 @contextlib.asynccontextmanager
-async def _alive(message: Msg) -> AsyncIterator[None]:
-    """Tell the server that the job is being served."""
+async def kept(message: Msg) -> AsyncIterator[None]:
+    """Tell the server that the job is being served, so that it goes to no other worker."""
 
     async def tell() -> None:
         while True:

@@ -24,10 +24,21 @@ from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, FormatError
 from clowder_aimage.fleet import job_choice
-from clowder_aimage.fleet.fleet_link import LOST, FleetLink
+from clowder_aimage.fleet.fleet_link import LOST, MESSAGE_ID, FleetLink, LastFrameError
 from clowder_aimage.fleet.job_choice import JobChoice, Key
+from clowder_aimage.fleet.job_frame import DEAD, LAST, Attempt
+from clowder_aimage.fleet.job_log import JobLog
 from clowder_aimage.fleet.job_request import answer_call
-from clowder_aimage.fleet.job_run import ACK_WAIT, DONE, GIVEN_BACK, GIVEN_UP, JobRun, read_job
+from clowder_aimage.fleet.job_run import (
+    ACK_WAIT,
+    DONE,
+    GIVEN_BACK,
+    GIVEN_UP,
+    LATER,
+    JobRun,
+    kept,
+    read_job,
+)
 from clowder_aimage.fleet.placement import Placement, Room
 from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.worker_card import RosterWatch, WorkerCard
@@ -39,6 +50,7 @@ from clowder_aimage.oci import read_json
 REPORT = 3.0  # seconds between two reports of a worker that has not changed
 LOOK = 0.25  # seconds between two checks for a change
 SWEEP = 1.0  # seconds between two looks for jobs that were announced to nobody
+READERS = 3  # workers that try to read a job before it is given up
 IDLE = 3600.0  # seconds after which a queue without jobs loses its consumer
 _ALL = 1 << 62  # above all numbers of messages
 _NEXT = json.dumps({"batch": 1, "no_wait": True}).encode()
@@ -67,7 +79,7 @@ class JoinedWorker(Role):
         self._room = Room(service.settings.max_models, service.settings.parallel)
         place_of = service, self._view, self._room, self._watch.roster, place.id
         self._placement = Placement(*place_of)
-        self._choice = JobChoice(self._placement.wait)
+        self._choice = JobChoice(self._placement.wait, self._placement.lacks_room)
         service.engine.value_by(self._worth)
         self._news = asyncio.Event()
         self._runs: dict[str, JobRun] = {}
@@ -144,9 +156,10 @@ class JoinedWorker(Role):
         is_late = (self._placement.wait(key[1]) or 0.0) >= job_choice.ELSEWHERE
         if is_late and not await self._has_waited(key):
             return
+        asked = time.monotonic()
         message = await self._ask(key)
         if message is None:
-            self._choice.forget(key)
+            self._choice.forget(key, asked)
             return
         self._choice.delivered(key, message.metadata.sequence.stream)
         digest = f"sha256:{key[1]}"
@@ -217,7 +230,9 @@ class JoinedWorker(Role):
     async def _serve(self, message: Msg, key: Key) -> None:
         begun, digest = time.monotonic(), f"sha256:{key[1]}"
         try:
-            job, roster = await read_job(self._link, message), self._watch.roster
+            roster = self._watch.roster
+            async with kept(message):
+                job = await read_job(self._link, message)
             run = JobRun(
                 self._link,
                 self._local,
@@ -231,14 +246,15 @@ class JoinedWorker(Role):
             try:
                 outcome = await run.serve()
             finally:
-                del self._runs[job.id]
+                if self._runs.get(job.id) is run:  # else it was delivered again meanwhile
+                    del self._runs[job.id]
             self.done += outcome == DONE
             self.failed += outcome == GIVEN_UP
             if outcome == GIVEN_BACK and roster.on_disk_elsewhere(digest, self._place.id):
                 self._choice.leave(key, time.monotonic())
         except FormatError as error:
-            _log.error("a job cannot be read", extra={"reason": error.message})
-            await message.term()
+            with contextlib.suppress(*LOST):
+                await self._refuse(message, error)
         except LOST as error:
             _log.warning("a job was given back", extra={"reason": repr(error)})
         except Exception:
@@ -247,6 +263,22 @@ class JoinedWorker(Role):
             self._room.leave(digest)
             self._placement.demand.served(digest, begun)
             self._news.set()
+
+    async def _refuse(self, message: Msg, error: FormatError) -> None:
+        """Give a job that cannot be read to others, which may be newer; the last one ends it."""
+        _log.error("a job cannot be read", extra={"reason": error.message})
+        if (message.metadata.num_delivered or 0) < READERS:
+            await message.nak(delay=LATER)
+            return
+        link, job = self._link, (message.headers or {}).get(MESSAGE_ID, "")
+        last, after = await link.last(link.names.log(job))
+        if last is None or last.kind not in LAST:
+            log = JobLog(link, job, self._place.id, Attempt.following(last))
+            text = f"the job was given up, as no worker can read it: {error.message}"
+            with contextlib.suppress(LastFrameError):
+                await log.begin(after)
+                await log.end(DEAD, {"status": 500, "code": "job_given_up", "message": text})
+        await message.term()
 
     async def _sweep(self) -> None:
         """Listen to the fleet once connected, and look for jobs that were announced to nobody."""

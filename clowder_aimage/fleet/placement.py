@@ -46,11 +46,16 @@ class Room:
         """Return the number of jobs for a digest."""
         return self._jobs[digest]
 
+    @property
+    def is_full(self) -> bool:
+        """True if other models than those at work have no room."""
+        return len(self._jobs) >= self.slots
+
     def has(self, digest: str, *, is_text: bool) -> bool:
         """Return whether there is room for a job."""
         if digest in self._jobs:
             return self._jobs[digest] < (self._parallel if is_text else AHEAD)
-        return len(self._jobs) < self.slots
+        return not self.is_full
 
     def take(self, digest: str) -> None:
         """Count a job."""
@@ -181,6 +186,11 @@ class Placement:
             rank = sum(one < self._place for one in copies)
             return job_choice.to_repeat(rank + bool(copies and self._room.running > at_work))
         return self._load(name, others)
+
+    def lacks_room(self, digest: str) -> bool:
+        """Return whether a model that is in the store waits for others to end."""
+        name = f"sha256:{digest}"
+        return self._room.is_full and not self._room.of(name) and name in self._view.kinds
 
     def _load(self, name: str, others: OtherWorkers) -> float:
         loaded = self.loaded

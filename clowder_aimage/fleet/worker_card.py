@@ -108,9 +108,10 @@ class Roster:
         """Return the cards of the other workers that take jobs."""
         return [card for card in self.cards() if not card.is_draining and card.id != worker]
 
-    def on_disk_elsewhere(self, digest: str, worker: str) -> bool:
-        """Return whether another worker that takes jobs has a model in its store."""
-        return any(digest in card.models.values() for card in self.others(worker))
+    def on_disk_elsewhere(self, digest: str, worker: str, *past: str) -> bool:
+        """Return whether another worker that takes jobs, not of ``past``, has a model on disk."""
+        others = (card for card in self.others(worker) if card.id not in past)
+        return any(digest in card.models.values() for card in others)
 
     def may_pull(self) -> bool:
         """Return whether a worker fetches models that it lacks."""

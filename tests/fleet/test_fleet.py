@@ -19,6 +19,7 @@ from clowder_aimage.api.answer_stream import NdjsonStream
 from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet import job_choice, job_run, joined_worker, response_relay
 from clowder_aimage.fleet.continuation import NDJSON, SSE
+from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import GATEWAY, MESSAGE_ID, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.fleet_name import BATCH
 from clowder_aimage.fleet.job_frame import DATA, END, Frame
@@ -226,6 +227,7 @@ def test_a_failing_worker_is_replaced_and_a_poisoned_job_given_up(
     monkeypatch.setattr(job_run, "LATER", 0.05)
     monkeypatch.setattr(joined_worker, "SWEEP", 0.2)
     monkeypatch.setattr(job_choice, "ELSEWHERE", 0.2)
+    monkeypatch.setattr(job_choice, "LEFT", 2.0)
 
     async def scene(fleet: FleetRun) -> None:
         async def broken(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -254,6 +256,65 @@ def test_a_failing_worker_is_replaced_and_a_poisoned_job_given_up(
             again = re.search(r"aimage_fleet_retries_total (\d+)", shown)
             assert counted and again and int(counted[1]) - int(again[1]) == 7
             assert int(again[1]) >= job_run.ATTEMPTS - 1
+
+    play(scene)
+
+
+def test_a_job_that_two_workers_cannot_serve_is_given_up(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_run, "LATER", 0.05)
+    monkeypatch.setattr(joined_worker, "SWEEP", 0.2)
+    for name in ("ELSEWHERE", "EVICT", "LEFT"):
+        monkeypatch.setattr(job_choice, name, 0.1)
+
+    async def scene(fleet: FleetRun) -> None:
+        async def broken(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return web.json_response({"error": {"message": "no memory"}}, status=500)
+
+        one, two = ScriptedRole(broken), ScriptedRole(broken)
+        async with fleet.gateway() as url, fleet.worker("one", one), fleet.worker("two", two):
+            await fleet.know(url, 2)
+            assert (await fleet.ask(url, "poison"))[0] == 500
+            assert one.served and two.served
+            assert len(one.served) + len(two.served) == job_run.ATTEMPTS
+            assert len(await _given_up(fleet)) == 1
+
+    play(scene)
+
+
+def test_a_job_that_cannot_be_read_ends_with_an_error(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one of a newer gateway, or one whose pieces have expired."""
+    monkeypatch.setattr(joined_worker, "LATER", 0.05)
+    monkeypatch.setattr(joined_worker, "SWEEP", 0.2)
+    monkeypatch.setattr(FleetJob, "encode", lambda _: b'{"unknown": 1}')
+
+    async def scene(fleet: FleetRun) -> None:
+        role = ScriptedRole(prompt_as_picture)
+        async with fleet.gateway() as url, fleet.worker("w1", role) as worker:
+            await fleet.know(url, 1)
+            status, value = await fleet.ask(url, "a cat")
+            assert status == 500 and value["error"]["code"] == "job_given_up"
+            assert "no worker can read it" in value["error"]["message"]
+            await until(lambda: not worker._tasks)
+            assert not role.served and (await fleet.status(url))["jobs"] == 0
+
+    play(scene)
+
+
+def test_a_large_request_may_be_repeated_at_once(play: Play) -> None:
+    async def scene(fleet: FleetRun) -> None:
+        role = ScriptedRole(prompt_as_picture)
+        large = {"unknown": "x" * 900_000, "headers": {"Idempotency-Key": "large"}}
+        async with fleet.gateway() as one, fleet.gateway() as two, fleet.worker("w1", role):
+            await fleet.know(one, 1)
+            await fleet.know(two, 1)
+            asked = (fleet.ask(url, "a cat", seed=1, **large) for url in (one, two, one))
+            found = await asyncio.gather(*asked)
+        assert [status for status, _ in found] == [200] * 3
+        assert len(role.served) == 1
 
     play(scene)
 

@@ -169,6 +169,26 @@ def test_jobs_of_loaded_models_come_first_and_batches_last() -> None:
     assert choice.next(700.0) == (None, None)
 
 
+def test_no_job_follows_another_while_an_earlier_one_lacks_room() -> None:
+    waits: dict[str, float | None] = {"here": FOLLOW, "there": None}
+    choice = JobChoice(waits.__getitem__, lambda digest: digest == "there")
+    here, there = (INTERACTIVE, "here"), (INTERACTIVE, "there")
+    choice.hear(here, 1.0, 1)
+    choice.hear(there, 2.0, 2)
+    assert choice.next(5.0)[0] == here  # it came first
+    choice.delivered(here, 1)
+    choice.hear(here, 3.0, 3)
+    assert choice.next(5.0)[0] is None
+    choice.forget(there)
+    assert choice.next(5.0)[0] == here
+    choice.hear((BATCH, "here"), 1.0, 4)
+    choice.delivered(here, 3)
+    choice.hear(there, 4.0, 5)
+    assert choice.next(5.0)[0] is None  # a batch waits for others
+    choice.forget(there, 3.0)
+    assert choice.next(5.0)[0] is None  # the news came after the queue was empty
+
+
 def test_a_job_that_was_given_back_is_left_to_others() -> None:
     """It is found on the queue again; jobs that are announced are served meanwhile."""
     choice, key = JobChoice(lambda _: 0.0), (INTERACTIVE, "m")

@@ -524,6 +524,7 @@ COVERED = {
     **dict.fromkeys(("language_model", "runner"), "frames of this program"),
     **dict.fromkeys(("chat_template", "text_facts", "tokenizer_file"), "bounded, by read_json"),
     **dict.fromkeys(("enhancer_plan", "gguf_layers", "text_option"), "bounded, by read_json"),
+    "job_request": "a line of a transfer of a worker of the fleet, by read_json",
     "ollama_text": "a bounded field of a body, by read_json",
     **dict.fromkeys(("batch", "batch_line"), "lines of a file of the user, by read_json"),
     **dict.fromkeys(("batch_run", "batch_store", "fleet_batch_store"), "records, by read_json"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,16 @@ def adapter(pipeline: Any, scale: float) -> LoadedAdapter:
     return LoadedAdapter(f"a{scale}", Adapter(f"a{scale}", {name: (pair,)}))
 
 
+@pytest.fixture
+def compiling_here() -> Iterator[None]:
+    """Compile in this process: each of its own for compilation imports PyTorch first."""
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):
+        yield
+
+
+@pytest.mark.usefixtures("compiling_here")
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.no_cover  # which would double the time of the compiler, a program in Python
 def test_compiled_layers_make_the_same_pictures_and_notice_adapters(
@@ -61,10 +72,6 @@ def test_compiled_layers_make_the_same_pictures_and_notice_adapters(
         "compile",
         lambda module, **options: compile_module(module, **options | {"backend": backend}),
     )
-    from torch._inductor import config
-
-    # in this process: each of its own for compilation imports PyTorch first
-    monkeypatch.setattr(config, "compile_threads", 1)
     exact, compiled = load(tmp_path), load(tmp_path, compile=True)
     blocks = compiled.transformer.module.layers
     assert all(block._compiled_call_impl is not None for block in blocks)
