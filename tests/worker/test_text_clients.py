@@ -170,7 +170,7 @@ def test_the_command_line_uses_a_worker(worker: Worker) -> None:
     assert said.out.strip() == ANSWER
 
 
-PROMPTS = {1: "the red ball", 2: "a blue square"}
+PROMPTS = "the red ball", "a blue square", "two green stars on black", "an old mill at dawn"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -183,7 +183,8 @@ def test_streams_go_on_after_a_crash_of_their_process(
     path = made if kind == "directory" else write_gguf(tmp_path / "a.gguf", made)
     worker.aimage("create", "-q", kind, path)
 
-    other = threading.Event()  # the second text has begun: a crash with one text is its error
+    begun = threading.Event()  # the other text has begun: a crash with one text is its error
+    other = -1
 
     def write(seed: int, crash: Callable[[], None] | None = None) -> str:
         found = ""
@@ -193,9 +194,9 @@ def test_streams_go_on_after_a_crash_of_their_process(
         with client.completions.create(**body, stream=True) as parts:
             for part in parts:
                 found += part.choices[0].text
-                if seed == 2:
-                    other.set()
-                if crash is not None and found and other.wait(10):
+                if seed == other:
+                    begun.set()
+                if crash is not None and found and begun.wait(10):
                     crash()
                     crash = None
         return found
@@ -205,11 +206,11 @@ def test_streams_go_on_after_a_crash_of_their_process(
         for pid in map(int, children.read_text().split()):
             os.kill(pid, signal.SIGSEGV)
 
-    expected = [write(seed) for seed in (1, 2)]
-    other.clear()
+    known = [write(seed) for seed in range(len(PROMPTS))]
+    one, other = sorted(range(len(known)), key=lambda seed: len(known[seed]))[-2:]  # long ones
     with ThreadPoolExecutor(2) as pool:
-        texts = pool.map(write, (1, 2), (crash, None))
-        assert [*texts] == expected
+        texts = pool.map(write, (one, other), (crash, None))
+        assert [*texts] == [known[one], known[other]]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
