@@ -23,7 +23,7 @@ ELSEWHERE = 1.0  # if it is in the memory of another worker: about the time to l
 EVICT = 1.0  # more, if a model that no other worker has in memory would be unloaded for it
 FETCH = 0.05  # if it would be fetched, and no other worker has it
 FETCH_TOO = 5.0  # if it would be fetched, and another worker has it
-LEFT = 3.0  # seconds for which a job that was given back is left to workers that wait the longest
+LEFT = 3.0  # seconds after giving a job back in which only new jobs of its queue are taken
 FORGET = 600.0  # seconds after which a digest that no announcement named is forgotten
 _LAST = 8  # ranks after this one wait as long
 

@@ -30,8 +30,6 @@ FORWARDED = ("Accept", "Host", "Traceparent", "Tracestate", "X-Request-Id", "X-S
 OWN = frozenset(
     "connection content-length date keep-alive server transfer-encoding x-request-id".split()
 )
-
-
 ANSWER = "Aimage-Answer"  # the header with status and headers of a direct response
 _EVERY = 0.25  # seconds between two lines for the same blob of a transfer
 

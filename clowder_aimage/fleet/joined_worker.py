@@ -77,8 +77,7 @@ class JoinedWorker(Role):
         self._watch = RosterWatch(link)
         self._view = StoreView(service.store)
         self._room = Room(service.settings.max_models, service.settings.parallel)
-        place_of = service, self._view, self._room, self._watch.roster, place.id
-        self._placement = Placement(*place_of)
+        self._placement = Placement(service, self._view, self._room, self._watch.roster, place.id)
         self._choice = JobChoice(self._placement.wait, self._placement.lacks_room)
         service.engine.value_by(self._worth)
         self._news = asyncio.Event()

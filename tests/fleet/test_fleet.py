@@ -221,6 +221,10 @@ def test_a_client_that_leaves_cancels_its_job(play: Play) -> None:
     play(scene)
 
 
+async def broken(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    return web.json_response({"error": {"message": "no memory"}}, status=500)
+
+
 def test_a_failing_worker_is_replaced_and_a_poisoned_job_given_up(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,9 +234,6 @@ def test_a_failing_worker_is_replaced_and_a_poisoned_job_given_up(
     monkeypatch.setattr(job_choice, "LEFT", 2.0)
 
     async def scene(fleet: FleetRun) -> None:
-        async def broken(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            return web.json_response({"error": {"message": "no memory"}}, status=500)
-
         bad, good = ScriptedRole(broken), ScriptedRole(prompt_as_picture)
         async with fleet.gateway() as url, fleet.worker("bad", bad) as worker:
             await fleet.know(url, 1)
@@ -269,9 +270,6 @@ def test_a_job_that_two_workers_cannot_serve_is_given_up(
         monkeypatch.setattr(job_choice, name, 0.1)
 
     async def scene(fleet: FleetRun) -> None:
-        async def broken(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            return web.json_response({"error": {"message": "no memory"}}, status=500)
-
         one, two = ScriptedRole(broken), ScriptedRole(broken)
         async with fleet.gateway() as url, fleet.worker("one", one), fleet.worker("two", two):
             await fleet.know(url, 2)
