@@ -327,7 +327,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(
         screen.wait_for("Red.")
         screen.wait_for(">>> ")
         screen.type("half a line")
-        screen.wait_for("half a line")  # Python 3.11 may miss a signal before it reads
+        screen.wait_for("half a line")
         screen.type("\x03")
         screen.wait_for("cancelled; /bye or Ctrl-D ends")
         screen.wait_for(">>> ")

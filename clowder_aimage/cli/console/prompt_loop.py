@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ _MAX_PROMPT = 1 << 20  # bytes of stdin
 _QUOTES = '"""'  # around a prompt of several lines
 _HISTORY = 1000  # lines that are kept
 _MAX_HISTORY = 1 << 20  # bytes of its file
+_LOOK_FOR_SIGNALS = 0.2  # seconds
 _ENDS = ("/bye", "/exit", "/quit")
 _COMMON = {
     '"""': 'begin a text of several lines, which ends with """',
@@ -158,13 +160,28 @@ def settable(names: Sequence[str]) -> dict[str, click.Option]:
 
 def _read() -> str:
     """Return a line, or the text of several lines in triple quotes."""
-    line = input(">>> ").strip()
+    line = _line(">>> ").strip()
     if not line.startswith(_QUOTES):
         return line
     text = line.removeprefix(_QUOTES)
     while not text.endswith(_QUOTES):
-        text += f"\n{input('... ').rstrip()}"
+        text += f"\n{_line('... ').rstrip()}"
     return text.removesuffix(_QUOTES).strip()
+
+
+def _line(prompt: str) -> str:
+    """Return a line of ``input``, which looks for signals only when its waiting is interrupted.
+
+    A Ctrl-C just before it waits would have no effect until a key is pressed. A timer interrupts
+    the waiting, so that it has one.
+    """
+    previous = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_FOR_SIGNALS, _LOOK_FOR_SIGNALS)
+    try:
+        return input(prompt)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
 
 
 @dataclass(slots=True)
