@@ -22,7 +22,6 @@ _MAX_PROMPT = 1 << 20  # bytes of stdin
 _QUOTES = '"""'  # around a prompt of several lines
 _HISTORY = 1000  # lines that are kept
 _MAX_HISTORY = 1 << 20  # bytes of its file
-_LOOK_FOR_SIGNALS = 0.2  # seconds
 _ENDS = ("/bye", "/exit", "/quit")
 _COMMON = {
     '"""': 'begin a text of several lines, which ends with """',
@@ -43,10 +42,7 @@ def read_prompt(words: tuple[str, ...]) -> str | None:
         if not sys.stdout.isatty():
             raise UsageError("the prompt is missing", hint="aimage run REF PROMPT")
         return None
-    prompt = " ".join(words)
-    if words in ((), ("-",)):
-        prompt = _standard_input()
-    return prompt
+    return _standard_input() if words in ((), ("-",)) else " ".join(words)
 
 
 def check_prompt(prompt: str) -> None:
@@ -170,18 +166,13 @@ def _read() -> str:
 
 
 def _line(prompt: str) -> str:
-    """Return a line of ``input``, which looks for signals only when its waiting is interrupted.
-
-    A Ctrl-C just before it waits would have no effect until a key is pressed. A timer interrupts
-    the waiting, so that it has one.
-    """
-    previous = signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_FOR_SIGNALS, _LOOK_FOR_SIGNALS)
+    """Return a line. A timer interrupts ``input``, which misses a Ctrl-C just before it waits."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
     try:
         return input(prompt)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 @dataclass(slots=True)

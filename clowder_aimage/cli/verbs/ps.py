@@ -66,6 +66,4 @@ def _until(text: Any) -> datetime | None:
 
 
 def _left(until: datetime | None, now: datetime) -> str:
-    if until is None:
-        return "forever"
-    return f"in {duration(max(0.0, (until - now).total_seconds()))}"
+    return "forever" if until is None else f"in {duration(max(0.0, (until - now).total_seconds()))}"
