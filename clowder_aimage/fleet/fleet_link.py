@@ -35,7 +35,7 @@ MESSAGE_ID = "Nats-Msg-Id"  # by which a stream recognises a repetition
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _SMALL = (10023, 10047)  # the disk of JetStream, or of an account, has no room for a stream
 FULL = (10077, 10122)  # error codes of JetStream
-_WRONG_LAST, _NO_LEADER = 10071, 10008
+_WRONG_LAST, _NO_LEADER, _FEW_SERVERS = 10071, 10008, 10005
 _log = logging.getLogger("aimage.fleet")
 GATEWAY, WORKER, OPERATOR = "gateway", "worker", "operator"
 LOST = (NatsError, TimeoutError, OSError)
@@ -170,14 +170,16 @@ class FleetLink:
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise self._reason or NetworkError(f"NATS at {self._places} does not answer") from None
-        while True:  # a cluster that was started just now has no leader yet
+        while True:  # a cluster that was started just now has no leader yet, or too few servers
             try:
                 return await shape.make(self._js, self.names)
             except (APIError, TimeoutError) as error:
-                if not isinstance(error, APIError) or error.err_code == _NO_LEADER:
-                    if asyncio.get_running_loop().time() < end:
-                        await asyncio.sleep(0.2)
-                        continue
+                code = error.err_code if isinstance(error, APIError) else _NO_LEADER
+                is_early = asyncio.get_running_loop().time() < end
+                if code in (_NO_LEADER, _FEW_SERVERS) and is_early:
+                    await asyncio.sleep(0.2)
+                    continue
+                if not isinstance(error, APIError) or code == _NO_LEADER:
                     raise NetworkError(f"NATS at {self._places} is not ready") from None
                 if isinstance(error, ServiceUnavailableError):
                     message = f"NATS at {self._places} has no JetStream"
