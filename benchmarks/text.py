@@ -96,7 +96,8 @@ def llama(path: Path) -> Write:
 
     from clowder_aimage.model.llama.llama_params import make_params
 
-    params = make_params(path, (), context=CONTEXT, parallel=1, pooling=None)
+    weights = path.stat().st_size
+    params = make_params(path, (), weights=weights, context=CONTEXT, parallel=1, pooling=None)
     params.verbosity, params.hostnames = -1, [f"{tempfile.mkdtemp()}/a.sock"]
     server = xllamacpp.Server(params)
     server.handle_metrics()

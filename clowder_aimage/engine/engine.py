@@ -216,14 +216,19 @@ class Engine:
             parameters = _seeded(parameters)
         while True:
             try:
-                return await self._take_turn(request, stored, parameters, emit)
+                await self._take_turn(request, stored, parameters, emit)
+                return
             except DiedError as error:
+                if request.sent.is_ended:
+                    return  # only the report of the end is missing
                 if request.is_suspect and error.is_alone and request.model is not None:
                     self._scheduler.acquit(request.model)
                 if not request.is_text or error.is_alone or request.is_interrupted:
                     raise
             self._scheduler.leave(request)
             request.wait_again()  # perhaps another request ended the process
+            if isinstance(parameters, TextRequest):
+                parameters = request.sent.rest(parameters)
 
     async def _wait_in_line(self, request: QueuedRequest, emit: Emit) -> None:
         """Wait until the request may begin; emit its place, and again when it has changed."""
@@ -344,19 +349,19 @@ class Engine:
         metrics, label = self.metrics, self.metrics.model(model.reference.repository)
 
         def on_event(event: Event) -> None:
-            if isinstance(event, TextPiece | ToolCall | TextEnd):
-                if (new := request.sent.new(event)) is None:
-                    return
-                event = new
-            if not request.has_output and isinstance(event, TextPiece | ToolCall):
-                metrics.first_tokens.observe(self._clock() - begun)
-                request.has_output = True
-            elif isinstance(event, TextEnd):
-                metrics.tokens.labels(label, "prompt").inc(event.prompt_tokens)
-                metrics.tokens.labels(label, "text").inc(event.tokens)
-                if event.tokens > 1 and event.seconds > 0:
-                    metrics.token_rates.observe(event.tokens / event.seconds)
-            emit(event)
+            if not isinstance(event, TextPiece | ToolCall | TextEnd):
+                emit(event)
+                return
+            for passed in request.sent.add(event, self._clock()):
+                if not request.has_output and isinstance(passed, TextPiece | ToolCall):
+                    metrics.first_tokens.observe(self._clock() - begun)
+                    request.has_output = True
+                elif isinstance(passed, TextEnd):
+                    metrics.tokens.labels(label, "prompt").inc(passed.prompt_tokens)
+                    metrics.tokens.labels(label, "text").inc(passed.tokens)
+                    if passed.tokens > 1 and passed.seconds > 0:
+                        metrics.token_rates.observe(passed.tokens / passed.seconds)
+                emit(passed)
 
         return on_event
 
@@ -409,7 +414,7 @@ class Engine:
 
 
 def _seeded(request: TextRequest) -> TextRequest:
-    """Return a request with a seed, so that the same text can be generated again."""
+    """Return a request with a seed, so that its draws can go on in another process."""
     if request.sampling.seed is not None:
         return request
     return replace(request, sampling=replace(request.sampling, seed=secrets.randbits(63)))

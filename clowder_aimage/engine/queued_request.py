@@ -137,7 +137,6 @@ class QueuedRequest:
         self.deaths, self.is_suspect, self.number = self.deaths + 1, True, -abs(self.number)
         self.moved.clear()
         self.turn.clear()
-        self.sent.repeat()
 
     @property
     def is_begun(self) -> bool:

@@ -22,6 +22,7 @@ from clowder_aimage.errors import AImageError, ModelError, NoMemoryError
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
 from clowder_aimage.model.text.language_model import (
     ContextError,
+    DrawnTokens,
     EmbeddingRequest,
     Embeddings,
     TextEnd,
@@ -300,6 +301,8 @@ def _event(message: frame.Message, data: bytes) -> Event | None:
         fields["data"] = data
     if kind is TextPiece:
         fields["tokens"] = tuple(map(Token.from_json, fields.get("tokens", ())))
+    if "drawn" in fields:
+        fields["drawn"] = DrawnTokens.from_json(fields["drawn"])
     return kind(**fields)
 
 

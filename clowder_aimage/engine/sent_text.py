@@ -1,86 +1,72 @@
-"""The part of a text that its client has, while the text is generated a second time."""
+"""The part of a text that its client has, after which another process goes on with the text."""
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from clowder_aimage.errors import ModelError
-from clowder_aimage.model.text.language_model import TextEvent, TextPiece, ToolCall
-
-
-@dataclass(slots=True)
-class _Passage:
-    """Pieces of one kind that follow each other."""
-
-    kind: str
-    texts: list[str] = field(default_factory=list)
-    tokens: int = 0
-
-    def add(self, piece: TextPiece) -> None:
-        self.texts.append(piece.text)
-        self.tokens += len(piece.tokens)
+from clowder_aimage.model.text.language_model import (
+    DrawnTokens,
+    TextEnd,
+    TextEvent,
+    TextPiece,
+    TextRequest,
+    Token,
+    ToolCall,
+)
 
 
 class SentText:
-    """The events that were passed on. After ``repeat``, as much is left out of the next events."""
+    """The tokens of the events that were passed on.
+
+    An event is passed on together with all others of its tokens, so that none is lost or repeated.
+    """
 
     def __init__(self) -> None:
-        self._sent: list[_Passage | ToolCall] = []
-        self._due: deque[_Passage | ToolCall] = deque()  # what the repetition has not reached
+        self._waiting: list[TextPiece | ToolCall] = []  # for other events of their tokens
+        self._numbers: list[int | str] = []
+        self._texts: list[str] = []
+        self._held: tuple[Token, ...] = ()
+        self._count = self._begun = 0  # tokens; those of earlier processes
+        self._times: list[float] = []  # of the first and the last event of this process
+        self._seconds = 0.0  # between the first and the last event of each earlier process
+        self.is_ended = False
 
-    def repeat(self) -> None:
-        """Begin to compare: the text is generated again from its beginning."""
-        self._due = deque(
-            replace(one, texts=["".join(one.texts)]) if isinstance(one, _Passage) else one
-            for one in self._sent
+    def add(self, event: TextEvent, now: float) -> Sequence[TextEvent]:
+        """Return the events that are passed on after this one. ``now`` is in seconds."""
+        if isinstance(event, TextEnd):
+            self.is_ended = True
+            return (*self._take(now), self._whole(event))
+        self._waiting.append(event)
+        return () if event.drawn.is_partial else self._take(now)
+
+    def _take(self, now: float) -> Sequence[TextEvent]:
+        """Return the events that waited, and record their tokens."""
+        passed, self._waiting = self._waiting, []
+        self._times = [*self._times[:1], now]
+        for event in passed:
+            self._numbers += event.drawn.numbers
+            self._texts.append(event.drawn.text)
+            self._count += event.drawn.count
+            self._held = event.drawn.held
+        return passed
+
+    def _whole(self, end: TextEnd) -> TextEnd:
+        """Return the end with the counts of the whole text; the prompt was the request's alone."""
+        prompt = end.prompt_tokens - self._begun
+        return replace(
+            end,
+            prompt_tokens=prompt,
+            tokens=end.tokens + self._begun,
+            cached_tokens=min(end.cached_tokens, prompt),
+            seconds=end.seconds + self._seconds,
         )
 
-    def new(self, event: TextEvent) -> TextEvent | None:
-        """Return the part of an event that was not passed on before, which it is then; else None.
-
-        Pieces need not be divided as they were. Raises ModelError if the text is another one.
-        """
-        if isinstance(event, TextPiece) and not event.text:
-            return None  # a turn of other requests
-        found = self._without_due(event) if self._due else event
-        if isinstance(found, TextPiece):
-            self._record(found)
-        elif isinstance(found, ToolCall):
-            self._sent.append(found)
-        return found
-
-    def _record(self, piece: TextPiece) -> None:
-        last = self._sent[-1] if self._sent else None
-        if not isinstance(last, _Passage) or last.kind != piece.kind:
-            last = _Passage(piece.kind)
-            self._sent.append(last)
-        last.add(piece)
-
-    def _without_due(self, event: TextEvent) -> TextEvent | None:
-        due = self._due[0]
-        if isinstance(event, ToolCall) and event == due:
-            self._due.popleft()
-            return None
-        if not (isinstance(event, TextPiece) and isinstance(due, _Passage)):
-            raise _differs()
-        (wanted,) = due.texts
-        length = min(len(wanted), len(event.text))
-        if event.kind != due.kind or event.text[:length] != wanted[:length]:
-            raise _differs()
-        count = min(due.tokens, len(event.tokens))
-        due.texts, due.tokens = [wanted[length:]], due.tokens - count
-        if length == len(wanted):
-            self._due.popleft()
-        rest = replace(event, text=event.text[length:], tokens=event.tokens[count:])
-        if rest.text and self._due:  # something else followed
-            raise _differs()
-        return rest if rest.text else None
-
-
-def _differs() -> ModelError:
-    return ModelError(
-        "the model process ended; the text was generated again, but it differs from the part "
-        "that was sent",
-        hint="try again",
-    )
+    def rest(self, request: TextRequest) -> TextRequest:
+        """Return the request for the rest of the text, after its process has died."""
+        if self._times:
+            self._seconds += self._times[-1] - self._times[0]
+        self._waiting, self._times, self._begun = [], [], self._count
+        text = "".join(self._texts)
+        begun = DrawnTokens(tuple(self._numbers), self._count, text, self._held)
+        return replace(request, begun=begun)

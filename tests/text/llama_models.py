@@ -1,4 +1,4 @@
-"""Tiny GGUF models, loaded with one thread: more only wait for each other on a busy machine."""
+"""Tiny GGUF models."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from safetensors.numpy import load_file, save_file
 
-from clowder_aimage.model.llama import llama_model, llama_params
+from clowder_aimage.model.llama import llama_model
 from clowder_aimage.model.llama.llama_model import LlamaModel
 from clowder_aimage.model.text.language_model import Sampling, TextEnd, TextEvent, TextRequest
 from tests.text.file_aimage import gguf_aimage
@@ -22,9 +21,7 @@ GREEDY = Sampling(temperature=0)
 def load(*paths: Path, config: dict[str, Any] | None = None, **options: Any) -> LlamaModel:
     """Load an AImage of these files."""
     files, aimage = gguf_aimage(*paths, **(config or {}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llama_params, "limited_cores", lambda: 1)
-        return llama_model.load(files, aimage, **options)
+    return llama_model.load(files, aimage, **options)
 
 
 def complete(prompt: str, count: int = 16, **fields: Any) -> TextRequest:

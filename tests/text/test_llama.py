@@ -219,6 +219,15 @@ def test_memory_limits_the_context(path: Path) -> None:
         load(path, memory=weights)
 
 
+def test_threads_that_would_only_wait_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine several threads compute a tiny model fifty times slower than one."""
+    monkeypatch.setattr(llama_params, "limited_cores", lambda: 3)
+    how: dict[str, Any] = {"context": 256, "parallel": 1, "pooling": None}
+    for weights, count in ((1 << 20, 1), (1 << 30, 3)):
+        params = llama_params.make_params(Path("m.gguf"), (), weights=weights, **how)
+        assert params.cpuparams.n_threads == params.cpuparams_batch.n_threads == count
+
+
 @pytest.mark.integration
 def test_requests_at_once_have_their_whole_contexts(path: Path) -> None:
     model = load(path, parallel=3)
@@ -402,13 +411,12 @@ def test_adapter_changes_texts_by_its_scale(
 
 
 def test_adapter_that_is_packed_with_a_model_is_used(
-    path: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, directory: Path, tmp_path: Path
 ) -> None:
     adapter = write_lora(tmp_path / "style.gguf", directory)
     store, given = ImageLayout(tmp_path / "store"), parse_adapter(str(adapter))
     made = create(store, Reference.parse("m"), path, form=ModelForm(adapters=(given,))).aimage
     assert made.properties["adapters"]["style"]["rank"] == 4
-    monkeypatch.setattr(llama_params, "limited_cores", lambda: 1)
     asked = complete("the red", 24)
     assert write(llama_model.load(store, made), asked) == write(load(path, adapter), asked)
     written = tmp_path / "written"  # as an export has it

@@ -1,8 +1,8 @@
 """A model process with a scripted language model, run as a module.
 
 It answers with the words of the last message, one in each turn. Some words have effects: ``fail``
-raises an error, ``crash`` ends the process, ``slow`` takes a while, ``wait`` has no piece while
-others are open, ``process`` is another text in each process.
+raises an error, ``crash`` ends the process, ``bye`` does so after the text, ``slow`` takes a while,
+``wait`` has no piece while others are open, ``process`` is another text in each process.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from clowder_aimage.model.text.language_model import (
     LENGTH,
     STOP,
     ContextError,
+    DrawnTokens,
     EmbeddingRequest,
     Embeddings,
     TextEnd,
@@ -52,8 +53,12 @@ class ScriptedLanguageModel:
 
     def _events(self, words: Sequence[str], request: TextRequest) -> Any:
         self.open += 1
+        begun = request.begun.count
         try:
-            for word in words[: request.max_tokens]:
+            for number, word in enumerate(words[: request.max_tokens]):
+                if number < begun:
+                    continue
+                drawn = DrawnTokens((number,), 1)
                 if word == "fail":
                     raise ValueError("a secret word")
                 if word == "crash":
@@ -66,12 +71,16 @@ class ScriptedLanguageModel:
                     yield TextPiece("")
                     time.sleep(0.001)
                 if word == "call":
-                    yield ToolCall("look", '{"at": 1}')
+                    yield ToolCall("look", '{"at": 1}', drawn)
                     continue
                 tokens = () if request.alternatives is None else (_token(word),)
-                yield TextPiece(word + " ", "thinking" if word == "hm" else "content", tokens)
+                kind = "thinking" if word == "hm" else "content"
+                yield TextPiece(word + " ", kind, tokens, drawn)
             is_cut = request.max_tokens is not None and len(words) > request.max_tokens
-            yield TextEnd(LENGTH if is_cut else STOP, 7, len(words), 3, 0.5, 0.25)
+            reason = LENGTH if is_cut else STOP
+            yield TextEnd(reason, 7 + begun, len(words) - begun, 3, 0.5, 0.25)
+            if "bye" in words:
+                os._exit(3)
         finally:
             self.open -= 1
 

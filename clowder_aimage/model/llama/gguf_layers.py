@@ -66,6 +66,11 @@ class GgufLayers:
         return self.model[0].header.metadata
 
     @property
+    def size(self) -> int:
+        """The bytes of the model, without adapters."""
+        return sum(file.layer.descriptor.size for file in self.model)
+
+    @property
     def tensors(self) -> Mapping[str, GgufTensor]:
         return {name: one for file in self.model for name, one in file.tensors.items()}
 

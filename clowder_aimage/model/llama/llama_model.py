@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ from clowder_aimage.model.llama.llama_params import (
     make_params,
     usual_memory,
 )
-from clowder_aimage.model.llama.llama_request import ModelParams, tokens_of
+from clowder_aimage.model.llama.llama_request import ModelParams, drawn_tokens, tokens_of
 from clowder_aimage.model.llama.llama_server import LlamaServer
 from clowder_aimage.model.text.chat_template import ChatTemplate, check_request, require_template
 from clowder_aimage.model.text.language_model import (
@@ -81,19 +81,38 @@ def load(
     params = ModelParams(layers.params)
     tokens, count = fit_context(
         facts,
-        sum(file.layer.descriptor.size for file in layers.model),
+        layers.size,
         is_embedding=is_embedding,
         wanted=context or params.context,
         parallel=parallel,
         memory=memory,
     )
-    adapters = [(file.path, scale) for file, scale in layers.adapters]
-    with layers.linked() as path:
-        server = LlamaServer(
-            make_params(path, adapters, context=tokens, parallel=count, pooling=pooling)
-        )
+    server = _serve(layers, context=tokens, parallel=count, pooling=pooling)
     bos = "" if is_embedding else _added_bos(server, facts.token(layers.metadata, "bos"))
     return LlamaModel(server, layers, template, params, bos, tokens, count)
+
+
+def _serve(
+    layers: GgufLayers,
+    *,
+    context: int,
+    parallel: int = 1,
+    pooling: int | None = None,
+    begun: str = "",
+) -> LlamaServer:
+    """Return a server. begun: the text with which certain grammars begin. Raises ModelError."""
+    adapters = [(file.path, scale) for file, scale in layers.adapters]
+    with layers.linked() as path:
+        params = make_params(
+            path,
+            adapters,
+            weights=layers.size,
+            context=context,
+            parallel=parallel,
+            pooling=pooling,
+        )
+        params.sampling.generation_prompt = begun
+        return LlamaServer(params)
 
 
 class LlamaModel:
@@ -152,9 +171,14 @@ class LlamaModel:
         # only where this module ends the text: they take 3 % of the time
         body["timings_per_token"] = bool(request.stop or self._params.stop or self.context % STEP)
         body["preserved_tokens"] = sorted(stream.marks)  # special tokens are hidden otherwise
+        server, begun = self._server, request.begun
+        stream.go_on(begun, [begun.text.encode()])
         if request.schema is not None:
             body["grammar"] = self._grammars.of(request.schema)
-        text = self._text(body, stream, request.alternatives)
+            if begun.text:  # grammars of this type begin with the text that the server has
+                body["grammar_type"] = "tool_calls"
+                server = _serve(self._layers, context=self.context, begun=begun.text)
+        text = self._text(server, body, stream, request)
         next(text)  # raises at once
         return text
 
@@ -184,34 +208,60 @@ class LlamaModel:
         return (*first, *self._layers.messages, *own)
 
     def _text(
-        self, body: dict[str, Any], stream: TextStream, alternatives: int | None
+        self, server: LlamaServer, body: dict[str, Any], stream: TextStream, request: TextRequest
     ) -> Generator[Any, None, None]:
-        """Yield None when the request is accepted, then its events."""
-        with closing(self._server.stream(body)) as parts:
-            first, *rest = next(parts)
-            total = _prompt_tokens(first)
-            if total >= self.context:
-                raise ContextError(total, self.context)
+        """Yield None when the request is accepted, then its events. Close a server of its own."""
+        alternatives = request.alternatives
+        own = closing(server) if server is not self._server else nullcontext()
+        with own, closing(server.stream(body)) as parts:
+            total, rest = self._first_answers(parts, request)
             yield None
+            if rest is None or not body["n_predict"]:  # it was complete
+                yield TextEnd(LENGTH, total, 0)
+                return
             is_plain = alternatives is None and not body["timings_per_token"]
             for answers in chain([rest], parts):
-                wanted = [_joined(answers)] if is_plain and answers else answers
-                events = [*self._events(wanted, stream, total, alternatives)]
+                groups = [answers] if is_plain and answers else [[one] for one in answers]
+                events = [*self._events(groups, stream, total, alternatives)]
                 yield from join_pieces(events)
                 if events and isinstance(events[-1], TextEnd):
                     return
         raise ModelError("llama.cpp ended without a result")
 
+    def _first_answers(
+        self, parts: Iterator[list[dict[str, Any]]], request: TextRequest
+    ) -> tuple[int, list[dict[str, Any]] | None]:
+        """Return the number of tokens of the prompt, and the answers that came with it.
+
+        No answers come if a text goes on that has reached the end of the context. Raises
+        ContextError, UsageError.
+        """
+        try:
+            first, *rest = next(parts)
+            total = _prompt_tokens(first)
+            if total >= self.context:
+                raise ContextError(total, self.context)
+        except ContextError as error:
+            if not request.begun.count:
+                raise
+            return int(error.facts["tokens"]), None
+        return total, rest
+
     def _events(
         self,
-        answers: Iterable[Mapping[str, Any]],
+        groups: Iterable[Sequence[Mapping[str, Any]]],
         stream: TextStream,
         total: int,
         alternatives: int | None,
     ) -> Generator[TextEvent, None, None]:
         """Yield the events of answers up to the end; the prompt has ``total`` tokens."""
-        for answer in answers:
-            yield from _feed(stream, answer, alternatives)
+        for group in groups:
+            answer = _joined(group)
+            if "prompt_progress" in answer:
+                yield TextPiece("")  # the turn of other requests
+            shown, hidden = drawn_tokens(group, stream.count)
+            yield from stream.state_drawn(_feed(stream, answer, alternatives), shown)
+            yield from stream.state_drawn((), hidden)
             reason = answer["choices"][0]["finish_reason"]
             timings = answer.get("timings") or {}
             is_full = total + int(timings.get("predicted_n", 0)) >= self.context
@@ -273,15 +323,12 @@ def _joined(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 def _feed(
     stream: TextStream, answer: Mapping[str, Any], alternatives: int | None
-) -> Generator[TextEvent, None, None]:
-    """Yield what follows from an answer; an empty piece if it is about the prompt."""
-    if "prompt_progress" in answer:
-        yield TextPiece("")
+) -> list[TextEvent]:
+    """Return what follows from an answer."""
     choice = answer["choices"][0]
     first, *others = tokens_of(choice, alternatives) or (None,)
-    yield from stream.feed(choice["text"].encode(), first)
-    for token in others:
-        yield from stream.feed(b"", token)
+    events = stream.feed(choice["text"].encode(), first)
+    return events + [event for token in others for event in stream.feed(b"", token)]
 
 
 def _end(reason: str, total: int, timings: Mapping[str, Any]) -> TextEnd:

@@ -20,6 +20,7 @@ _USUAL = 8192  # tokens of a request, before several requests share the memory
 _MAX_USUAL = 32_768  # tokens of a request, if no number is given: their memory is taken at once
 _LIBRARY = 48 << 20  # bytes of the library without a model
 _MIB = 1 << 20
+_SMALL = 8 * _MIB  # bytes of a model that one thread computes: several would wait for each other
 
 
 def fit_context(
@@ -64,11 +65,15 @@ def make_params(
     path: Path,
     adapters: Sequence[tuple[Path, float]],
     *,
+    weights: int,
     context: int,
     parallel: int,
     pooling: int | None,
 ) -> xllamacpp.CommonParams:
-    """Return the parameters of the server. pooling: of an embedding model, else None."""
+    """Return the parameters of the server.
+
+    weights: bytes. pooling: of an embedding model, else None.
+    """
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
@@ -80,7 +85,7 @@ def make_params(
         params.embedding = True
         params.n_batch = params.n_ubatch = max(BATCH, _rounded(context))
         params.pooling_type = xllamacpp.llama_pooling_type(pooling)
-    if (count := limited_cores()) is not None:
+    if (count := 1 if weights < _SMALL else limited_cores()) is not None:
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = count
     params.fit_params = bool(gpus())  # lets layers stay on the CPU if the GPU is too small
     params.ctx_shift = False

@@ -6,13 +6,14 @@ Source: ggml-org/llama.cpp, tools/server/README.md, "POST /completion"; ollama, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.model.text.language_model import (
     MAX_STOP,
     MAX_STOPS,
+    DrawnTokens,
     Sampling,
     TextRequest,
     Token,
@@ -59,20 +60,45 @@ class ModelParams:
 
     def body(self, request: TextRequest, prompt: str) -> dict[str, Any]:
         """Return llama.cpp's request, without grammar and marks."""
+        most, begun = request.max_tokens or self._count("num_predict"), request.begun
         body: dict[str, Any] = {
-            "prompt": prompt,
+            "prompt": [prompt, *begun.numbers] if begun.count else prompt,
             "stream": True,
             "return_progress": True,
-            "n_predict": request.max_tokens or self._count("num_predict") or -1,
+            "verbose": True,  # states the numbers of tokens
+            "n_predict": -1 if most is None else most - begun.count,
         }
         if request.alternatives is not None:
             body["logprobs"] = max(1, request.alternatives)
-        return body | self._sampling | _fields(request.sampling)
+        body |= self._sampling | _fields(request.sampling)
+        if "seed" in body:  # else the rest would be drawn as the beginning was
+            body["seed"] = (body["seed"] + begun.count) % _SEEDS
+        return body
 
     def _count(self, name: str) -> int | None:
         """Return a positive number; ollama writes -1 and -2 for none."""
         value = self._params.get(name)
         return value if type(value) is int and value > 0 else None
+
+
+def drawn_tokens(
+    answers: Sequence[Mapping[str, Any]], known: int
+) -> tuple[DrawnTokens, DrawnTokens]:
+    """Return the tokens of answers, and those after the last text; ``known`` were before.
+
+    The latter are hidden: one may be the token that ends the text. A text takes the place of tokens
+    that are parts of one character: only the last is stated.
+    """
+    shown = hidden = DrawnTokens()
+    for answer in answers:
+        text, stated = answer["choices"][0]["text"], answer["__verbose"]
+        new = int(stated["tokens_predicted"]) - known
+        if answer["choices"][0]["finish_reason"] is None and new > 0:
+            number = int(stated["tokens"][0]) if new == 1 else text
+            hidden, known = hidden + DrawnTokens((number,), new, text), known + new
+            if text:
+                shown, hidden = shown + hidden, DrawnTokens()
+    return shown, hidden
 
 
 def tokens_of(choice: Mapping[str, Any], alternatives: int | None) -> tuple[Token, ...]:

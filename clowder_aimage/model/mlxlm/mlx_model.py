@@ -121,7 +121,7 @@ class MlxModel:
         check_request(request, self.capabilities)
         prompt, stream = self._begin(request)
         sampling = self._sampling(request.sampling)
-        sampler = TokenSampler(sampling, prompt.tokens, self.context)
+        sampler = TokenSampler(sampling, prompt.tokens, self.context, prompt.begun.count)
         generation = TextGeneration(self._network, self._kept, self._table, self._ends)
         return generation.run(prompt, sampler, stream)
 
@@ -146,9 +146,10 @@ class MlxModel:
             raise UsageError("the prompt has no tokens", field="prompt")
         if len(tokens) >= self.context:
             raise ContextError(len(tokens), self.context)
-        room = self.context - len(tokens)
-        count = min(room, request.max_tokens or room)
-        return Prompt(tokens, count, request.alternatives), stream
+        room, begun = self.context - len(tokens), request.begun
+        count = min(room, request.max_tokens or room) - begun.count
+        numbers = [one for one in begun.numbers if isinstance(one, int)]  # all of this runtime's
+        return Prompt([*tokens, *numbers], count, request.alternatives, begun), stream
 
     def _encode(self, text: str, *, has_special: bool) -> list[int]:
         require_characters(text)

@@ -10,7 +10,14 @@ from typing import Any
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.mlxlm.kept_cache import Cache, KeptCaches
 from clowder_aimage.model.mlxlm.token_sampler import TokenSampler
-from clowder_aimage.model.text.language_model import LENGTH, TextEnd, TextEvent, TextPiece, Token
+from clowder_aimage.model.text.language_model import (
+    LENGTH,
+    DrawnTokens,
+    TextEnd,
+    TextEvent,
+    TextPiece,
+    Token,
+)
 from clowder_aimage.model.text.text_stream import TextStream
 from clowder_aimage.model.text.token_table import TokenTable
 
@@ -21,11 +28,15 @@ _NOTHING = TextPiece("")  # gives way to other requests
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The tokens of a prompt, the number of tokens of its text, and of their alternatives."""
+    """The tokens of a prompt, the number of tokens that follow, and of their alternatives.
+
+    The last ones are those of the text that was ``begun`` before.
+    """
 
     tokens: list[int]
     count: int
-    alternatives: int | None = None
+    alternatives: int | None
+    begun: DrawnTokens
 
 
 @dataclass(slots=True)
@@ -54,6 +65,9 @@ class TextGeneration:
         begun = time.perf_counter()
         cache, cached = self._kept.take(prompt.tokens)
         progress = _Progress(cached, cached, [])
+        begun_tokens = prompt.tokens[len(prompt.tokens) - prompt.begun.count :]
+        known = (one for one in begun_tokens if not self._is_hidden(one, stream))
+        stream.go_on(prompt.begun, map(self._table.data, known))
         is_sound = False
         try:
             for _ in self._read(prompt.tokens[cached:], cache, progress):
@@ -62,8 +76,12 @@ class TextGeneration:
             for token in self._draw(prompt, cache, sampler, progress):
                 if len(progress.drawn) == 1:
                     first = time.perf_counter()
-                events = self._shown(progress.drawn[-1], token, stream)
-                yield from events or (_NOTHING,)
+                number = progress.drawn[-1]
+                is_hidden = self._is_hidden(number, stream)
+                events = [] if is_hidden else stream.feed(self._table.data(number), token)
+                yield from stream.state_drawn(events, DrawnTokens((number,), 1))
+                if not events:
+                    yield _NOTHING
                 if stream.is_stopped:
                     break
             yield from stream.finish()
@@ -79,14 +97,12 @@ class TextGeneration:
             if is_sound:
                 self._kept.put([*prompt.tokens, *progress.drawn][: progress.fed], cache)
 
-    def _shown(self, number: int, token: Token | None, stream: TextStream) -> list[TextEvent]:
-        """Return the events of a token; special tokens are hidden unless they are marks."""
+    def _is_hidden(self, number: int, stream: TextStream) -> bool:
+        """Return True for special tokens that are not marks, and for those that end a text."""
         if number in self._ends:
-            return []
-        data = self._table.data(number)
-        if self._table.is_special(number) and data.decode("utf-8", "replace") not in stream.marks:
-            return []
-        return stream.feed(data, token)
+            return True
+        text = self._table.data(number).decode("utf-8", "replace")
+        return self._table.is_special(number) and text not in stream.marks
 
     def _read(self, tokens: Sequence[int], cache: Cache, progress: _Progress) -> Iterator[None]:
         """Compute all tokens of a prompt but the last, in parts."""

@@ -23,16 +23,24 @@ class TokenSampler:
         options: All are set, except the seed of a greedy request.
         prompt: The tokens to which the repetition penalty applies as well.
         context: The number of tokens that penalties look at.
+        begun: The number of the last tokens of the prompt that are part of the text. The next ones
+            are drawn as if this sampler had drawn these.
     """
 
-    def __init__(self, options: Sampling, prompt: Sequence[int], context: int) -> None:
+    def __init__(
+        self, options: Sampling, prompt: Sequence[int], context: int, begun: int = 0
+    ) -> None:
         self._temperature = options.temperature or 0.0
         library = library_module("sample_utils")
         self._filters = _filters(library, options) if self._temperature else []
         self._key = mx.random.key(options.seed or 0)
+        for _ in range(begun if self._temperature else 0):
+            self._key, _ = mx.random.split(self._key)
+        text = list(prompt[len(prompt) - begun :])
         self._of_all, self._of_text = _penalties(library, options, context)
-        self._prompt = mx.array(list(prompt), mx.int32) if self._of_all else None
-        self._text: mx.array | None = None
+        before = list(prompt[: len(prompt) - begun])
+        self._prompt = mx.array(before, mx.int32) if self._of_all else None
+        self._text = mx.array(text, mx.int32) if text else None
 
     def draw(self, logits: mx.array, previous: mx.array | None) -> mx.array:
         """Return a token (1,) for logits (1, vocabulary) after the token ``previous`` (1,).

@@ -64,6 +64,36 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """Tokens of a text, after which another process can go on with it.
+
+    numbers: those of the tokens in order, with a text in place of tokens whose numbers the runtime
+    does not state. text: of all tokens, with the marks of thoughts and calls, if the runtime needs
+    it. held: tokens with log probabilities whose text is not part of an event yet. is_partial: more
+    events follow from the same tokens.
+    """
+
+    numbers: tuple[int | str, ...] = ()
+    count: int = 0
+    text: str = ""
+    held: tuple[Token, ...] = ()
+    is_partial: bool = False
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> DrawnTokens:
+        """Return the tokens of an ``asdict``."""
+        held = tuple(map(Token.from_json, value["held"]))
+        return cls(**{**value, "numbers": tuple(value["numbers"]), "held": held})
+
+    def __add__(self, later: DrawnTokens) -> DrawnTokens:
+        numbers, count = self.numbers + later.numbers, self.count + later.count
+        return DrawnTokens(numbers, count, self.text + later.text, later.held, later.is_partial)
+
+
+_NONE = DrawnTokens()
+
+
+@dataclass(frozen=True, slots=True)
 class TextRequest:
     """A request for text: an answer to ``messages``, or the continuation of ``prompt``.
 
@@ -73,7 +103,8 @@ class TextRequest:
     stop: strings that end the text and are not part of it. alternatives: the number of most
     probable tokens that are returned for each token, with its own log probability; None for no log
     probabilities. schema: the JSON Schema of the answer; an empty one is any JSON object. thinking:
-    the template's ``enable_thinking``; None for its default.
+    the template's ``enable_thinking``; None for its default. begun: tokens of the text that were
+    drawn before. The text goes on after them; ``max_tokens`` includes them.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -85,6 +116,7 @@ class TextRequest:
     alternatives: int | None = None
     schema: Mapping[str, Any] | None = None
     thinking: bool | None = None
+    begun: DrawnTokens = _NONE
 
     def __post_init__(self) -> None:
         """Accept the fields of ``asdict`` decoded from JSON. Raises UsageError."""
@@ -93,6 +125,9 @@ class TextRequest:
         sampling: Any = self.sampling
         if isinstance(sampling, dict):
             object.__setattr__(self, "sampling", Sampling(**sampling))
+        begun: Any = self.begun
+        if isinstance(begun, dict):
+            object.__setattr__(self, "begun", DrawnTokens.from_json(begun))
         if bool(self.messages) == (self.prompt is not None):
             raise UsageError("a request has either messages or a prompt")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -126,12 +161,14 @@ class Token:
 class TextPiece:
     """A piece of text; ``tokens`` if log probabilities were requested.
 
-    kind: "content"; "thinking" for what precedes the answer, without its marks.
+    kind: "content"; "thinking" for what precedes the answer, without its marks. drawn: the tokens
+    since the event before.
     """
 
     text: str
     kind: str = "content"
     tokens: tuple[Token, ...] = ()
+    drawn: DrawnTokens = field(default=_NONE, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +177,7 @@ class ToolCall:
 
     name: str
     arguments: str
+    drawn: DrawnTokens = field(default=_NONE, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +206,8 @@ def join_pieces(events: Iterable[TextEvent]) -> Iterator[TextEvent]:
             continue
         pieces = [piece for piece in found if isinstance(piece, TextPiece)]
         tokens = tuple(token for piece in pieces for token in piece.tokens)
-        yield TextPiece("".join(piece.text for piece in pieces), kind, tokens)
+        drawn = sum((piece.drawn for piece in pieces), _NONE)
+        yield TextPiece("".join(piece.text for piece in pieces), kind, tokens, drawn)
 
 
 @dataclass(frozen=True, slots=True)

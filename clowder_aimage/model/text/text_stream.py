@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import codecs
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from clowder_aimage.model.text.language_model import (
     STOP,
     TOOL_CALLS,
+    DrawnTokens,
+    TextEnd,
     TextEvent,
     TextPiece,
     Token,
@@ -20,6 +23,7 @@ from clowder_aimage.model.text.tool_call_format import CallFormat, Tools
 
 THINK, THOUGHT = "<think>", "</think>"  # around thoughts
 _CONTENT, _THINKING, _CALL = "content", "thinking", "call"
+_PARTIAL = DrawnTokens(is_partial=True)
 
 
 class TextStream:
@@ -52,6 +56,8 @@ class TextStream:
         self._buffer, self._mark = "", ""
         self._place = 0  # characters before the buffer
         self._tokens: deque[tuple[int, Token]] = deque()  # with the places of their ends
+        self._drawn = DrawnTokens()  # since the last event
+        self.count = 0  # tokens that were drawn
         self.has_called = False
         self.is_stopped = False
 
@@ -78,11 +84,31 @@ class TextStream:
         return [*self._scan(is_end=False)]
 
     def finish(self) -> list[TextEvent]:
-        """Return the rest at the end of the text."""
+        """Return the rest at the end of the text. It is not known of which tokens it is."""
         if self.is_stopped:
             return []
         self._buffer += self._decoder.decode(b"", True)
-        return [*self._scan(is_end=True)]
+        return [_with_drawn(event, _PARTIAL) for event in self._scan(is_end=True)]
+
+    def state_drawn(self, events: Sequence[TextEvent], drawn: DrawnTokens) -> Iterator[TextEvent]:
+        """Yield events of ``feed``; the last one states all tokens that were drawn until now.
+
+        ``drawn`` are those since the last call. Nothing goes on after a stop string.
+        """
+        self.count += drawn.count
+        held = tuple(token for _, token in self._tokens)
+        self._drawn += replace(drawn, held=held)
+        for event in events[:-1]:
+            yield _with_drawn(event, _PARTIAL)
+        if events:
+            yield _with_drawn(events[-1], _PARTIAL if self.is_stopped else self._drawn)
+            self._drawn = DrawnTokens()
+
+    def go_on(self, begun: DrawnTokens, parts: Iterable[bytes]) -> None:
+        """Go on after tokens that were drawn before; ``parts`` are their bytes."""
+        for data in parts:
+            self.feed(data)
+        self._tokens.extend((self._place + len(self._buffer), token) for token in begun.held)
 
     def _scan(self, *, is_end: bool) -> Iterator[TextEvent]:
         while not self.is_stopped:
@@ -210,6 +236,10 @@ class TextStream:
         self._until(length)
         self._buffer = self._buffer[length:]
         self._place += length
+
+
+def _with_drawn(event: TextEvent, drawn: DrawnTokens) -> TextEvent:
+    return event if isinstance(event, TextEnd) else replace(event, drawn=drawn)
 
 
 def is_in_thoughts(prompt: str) -> bool:
