@@ -1,17 +1,16 @@
 // Texts in the language of the person. Every text that is shown is in lang/.
 
-import { effect, signal } from './html.js';
+import { effect, html, signal } from './html.js';
 import { read, write } from './storage.js';
-import { en } from './lang/en.js';
 
 export const LANGUAGES = { en: 'English', de: 'Deutsch' };
-const TEXTS = { en };
+const TEXTS = {}; // of the languages that are loaded, each of which has all texts
 const ERRORS = {}; // of the worker, whose messages are in English
 
 const preferred = (navigator.languages ?? ['en']).map((each) => each.slice(0, 2)).find((each) => LANGUAGES[each]);
 const first = LANGUAGES[read('language')] ? read('language') : preferred ?? 'en';
 
-/** Load the texts of a language; without them the page stays in the one that it has. */
+/** Load the texts of a language. */
 async function load(name) {
   if (TEXTS[name]) return name;
   const module = await import(`./lang/${name}.js`);
@@ -20,9 +19,9 @@ async function load(name) {
   return name;
 }
 
-export const language = signal(await load(first).catch(() => 'en'));
+export const language = signal(await load(first).catch(() => load('en')));
 
-/** Show the page in a language. */
+/** Show the page in a language; without its texts it stays in the one that it has. */
 export async function speak(name) {
   language.value = await load(name);
   write('language', name);
@@ -38,7 +37,7 @@ const PLACE = /\{(\w+)(?::([^|}]*)\|([^}]*))?\}/g;
  * `{name:one|other}` is replaced by the first text if the value is 1, else by the second.
  */
 export function t(key, values = {}) {
-  const text = TEXTS[language.value][key] ?? en[key] ?? key;
+  const text = TEXTS[language.value][key] ?? key;
   return text.replace(PLACE, (all, name, one, other) => {
     if (!(name in values)) return all;
     if (other === undefined) return shown(values[name]);
@@ -53,6 +52,15 @@ export function worded(code, message) {
   const [form, text] = forms.find(([each]) => each.test(message)) ?? [];
   return form ? form.exec(message).reduce((all, part, index) => all.replace(`$${index}`, () => part), text) : message;
 }
+
+/** Return a text in which `{name}` is a sentence of the worker: English, which other languages quote. */
+export function quoting(key, name, sentence) {
+  const [before, after] = t(key).split(`{${name}}`);
+  return html`${before}${quoted(sentence)}${after}`;
+}
+
+/** Return a sentence of the worker for a page in any language. */
+export const quoted = (sentence) => (language.value === 'en' ? sentence : html`<q lang="en">${sentence}</q>`);
 
 const shown = (value) => (typeof value === 'number' ? number(value) : String(value));
 

@@ -1,15 +1,12 @@
 // The part Models: what the store has and what is in memory, and the ways to change both.
 
-import { html, useEffect, useState } from './html.js';
+import { html, signal, useEffect, useState } from './html.js';
 import { Button, Choice, Dialog, Empty, IconButton } from './controls.js';
-import { Fleet } from './fleet_panel.js';
-import { Fuse, Quantize } from './job_form.js';
 import { Jobs, jobs } from './jobs.js';
 import { bytes, t } from './lang.js';
 import { Meters } from './meter.js';
 import { Pulls, pull, pulls } from './pulls.js';
-import { Referrers } from './referrers.js';
-import { loaded, online, scopes, worker } from './state.js';
+import { loaded, notice, online, scopes, worker } from './state.js';
 import { doing, load, look, placeOf, removeName, stock, unload } from './stock.js';
 
 const PAUSE = 5000; // milliseconds between two questions
@@ -17,9 +14,21 @@ const KINDS = ['image', 'text', 'embedder', 'adapter', 'controlnet', 'other'];
 const RUNNABLE = ['image', 'text', 'embedder'];
 const CHANGEABLE = ['image', 'text', 'embedder', 'controlnet'];
 const FEW = 6; // entries that are shown without a search
+// What only some need is loaded when it is needed
+const LATER = {
+  Fuse: () => import('./job_form.js'),
+  Quantize: () => import('./job_form.js'),
+  Referrers: () => import('./referrers.js'),
+  Fleet: () => import('./fleet_panel.js'),
+};
+const parts = signal({ Removal });
+
+async function need(name) {
+  if (!parts.value[name]) parts.value = { ...parts.value, ...(await LATER[name]()) };
+}
 
 export function Models() {
-  const [dialog, setDialog] = useState(null); // {Part, one}
+  const [dialog, setDialog] = useState(null); // {name, one}
   const isFleet = Boolean(worker.value?.fleet); // which has no store of its own
   useEffect(() => {
     if (isFleet || !worker.value) return undefined;
@@ -27,7 +36,9 @@ export function Models() {
     const timer = setInterval(() => document.visibilityState === 'visible' && online.value && look(), PAUSE);
     return () => clearInterval(timer);
   }, [online.value, loaded.value.length, isFleet, !worker.value]);
+  useEffect(() => void (isFleet && need('Fleet').catch(() => {})), [isFleet, online.value]);
   const isAdmin = scopes.value.admin;
+  const { Fleet, [dialog?.name]: Opened } = parts.value;
   const isKnown = isFleet || (stock.value !== null && (jobs.value !== null || !isAdmin)); // shown at once, so that nothing moves
   return html`<h1 class="hidden-text">${t('tab.models')}</h1>
   ${!isKnown && html`<p class="dim" role="status">${t('models.looking')}</p>`}
@@ -38,8 +49,8 @@ export function Models() {
       ${!isFleet && html`<${Jobs} />`}
       ${!isAdmin && html`<p class="dim models-note">${t('models.readOnly')}</p>`}
     </div>
-    ${isFleet ? html`<${Fleet} />` : html`<${Stock} onDialog=${setDialog} />`}
-    ${dialog && html`<${dialog.Part} one=${dialog.one} onClose=${() => setDialog(null)} />`}
+    ${isFleet ? Fleet && html`<${Fleet} />` : html`<${Stock} onDialog=${setDialog} />`}
+    ${Opened && html`<${Opened} one=${dialog.one} onClose=${() => setDialog(null)} />`}
   </div>`;
 }
 
@@ -92,7 +103,8 @@ function Actions({ one, place, onDialog }) {
   const name = one.names[0];
   const isWhole = one.missing.blobs === 0;
   const { admin } = scopes.value;
-  const open = (Part) => () => onDialog({ Part, one });
+  const open = (part) => () =>
+    need(part).then(() => onDialog({ name: part, one }), () => notice(t('connection.lost'), { kind: 'bad' }));
   const isPulling = pulls.value.some((each) => each.name === name && !each.isOver);
   return html`<div class="models-actions" role="group" aria-label=${t('models.actions', { name })}>
     <span class="hidden-text" role="status">${what ? t(`models.${what}`) : ''}</span>
@@ -100,10 +112,10 @@ function Actions({ one, place, onDialog }) {
     ${what === 'loading' && html`<${IconButton} icon="close" label=${t('models.loadStop', { name })} onClick=${stop} />`}
     ${place && admin && html`<${Button} disabled=${Boolean(what)} onClick=${() => unload(one)}>${t(what ? `models.${what}` : 'models.unload')}<//>`}
     ${admin && !isWhole && html`<${Button} disabled=${isPulling} onClick=${() => pull(name)}>${t('models.complete')}<//>`}
-    ${admin && isWhole && CHANGEABLE.includes(one.kind) && html`<${Button} kind="quiet" onClick=${open(Quantize)}>${t('models.quantize')}<//>`}
-    ${admin && isWhole && one.kind === 'image' && html`<${Button} kind="quiet" onClick=${open(Fuse)}>${t('models.fuse')}<//>`}
-    <${Button} kind="quiet" onClick=${open(Referrers)}>${t('models.referrers')}<//>
-    ${admin && html`<${IconButton} icon="trash" label=${t('models.delete', { name })} disabled=${what === 'deleting'} onClick=${open(Removal)} />`}
+    ${admin && isWhole && CHANGEABLE.includes(one.kind) && html`<${Button} kind="quiet" onClick=${open('Quantize')}>${t('models.quantize')}<//>`}
+    ${admin && isWhole && one.kind === 'image' && html`<${Button} kind="quiet" onClick=${open('Fuse')}>${t('models.fuse')}<//>`}
+    <${Button} kind="quiet" onClick=${open('Referrers')}>${t('models.referrers')}<//>
+    ${admin && html`<${IconButton} icon="trash" label=${t('models.delete', { name })} disabled=${what === 'deleting'} onClick=${open('Removal')} />`}
   </div>`;
 }
 

@@ -120,17 +120,6 @@ def imports() -> Iterator[tuple[Path, str]]:
             yield path, found
 
 
-def test_the_page_stays_small(worker: LocalWorker) -> None:
-    """With the headers of its responses; ``benchmarks/page.py`` measures it in a browser."""
-    size = 0
-    for path in DIRECTORY.rglob("*.*"):
-        if path.suffix in (".html", ".js", ".css", ".svg") and path.name != "de.js":
-            name = path.relative_to(DIRECTORY).as_posix()
-            _, headers, body = ask(f"{worker.url}/page/{name}", **{"Accept-Encoding": "gzip"})
-            size += len(body) + len(bytes(headers))
-    assert 100_000 < size < 150_000
-
-
 def graph(path: Path, found: set[str]) -> set[str]:
     """Add the modules that a module imports before it runs."""
     name = path.relative_to(DIRECTORY).as_posix()
@@ -139,6 +128,23 @@ def graph(path: Path, found: set[str]) -> set[str]:
         for other in re.findall(r"""\bfrom ?["']([^"']+)["']""", path.read_text("utf-8")):
             graph((path.parent / other).resolve(), found)
     return found
+
+
+@pytest.mark.parametrize("language", ["en", "de"])
+def test_the_page_stays_small(worker: LocalWorker, language: str) -> None:
+    """All that it loads by itself in a language, with the headers of the responses.
+
+    ``benchmarks/page.py`` measures it in a browser.
+    """
+    modules = {f"lang/{language}.js"}
+    for part in ("main", "gallery", "models", "chat"):
+        graph(DIRECTORY / f"{part}.js", modules)
+    others = {path.name for path in DIRECTORY.glob("*.*") if path.suffix in (".css", ".svg")}
+    size = 0
+    for name in ("index.html", *others, *modules):
+        _, headers, body = ask(f"{worker.url}/page/{name}", **{"Accept-Encoding": "gzip"})
+        size += len(body) + len(bytes(headers))
+    assert 100_000 < size < 150_000
 
 
 def test_the_index_names_the_modules_that_are_needed_first() -> None:
