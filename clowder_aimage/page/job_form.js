@@ -7,10 +7,26 @@ import { fixed, t } from './lang.js';
 import { beginJob } from './jobs.js';
 import { draft, notice } from './state.js';
 import { stock } from './stock.js';
+import { readTab, writeTab } from './storage.js';
 
 const TYPES = ['int8', 'int4', 'mxfp8', 'nvfp4', 'bf16', 'f16'];
 const FLOATS = ['bf16', 'f16'];
 const GROUPS = [32, 64, 128];
+
+/**
+ * Return the fields of a dialog for a model, and a function that changes some of them.
+ *
+ * They survive a reload, until `change(null)`: the job has begun.
+ */
+function useKept(kind, name, first) {
+  const key = `${kind} ${name}`;
+  const [fields, setFields] = useState(() => ({ target: null, ...first(), ...readTab('jobs', {})[key] }));
+  const change = (more) => {
+    setFields({ ...fields, ...more });
+    writeTab('jobs', { ...readTab('jobs', {}), [key]: more ? { ...fields, ...more } : undefined });
+  };
+  return [fields, change];
+}
 
 /** Return a name that the store lacks for a new model: the old one with a word at the end of its tag. */
 function newName(name, word) {
@@ -23,16 +39,16 @@ function newName(name, word) {
 }
 
 /** The frame of both dialogs: the name of the result, its error, and the button. */
-function JobDialog({ title, one, word, about, fields, isReady = true, children, onClose }) {
-  const [typed, setTyped] = useState(null);
+function JobDialog({ title, one, word, about, typed, onTyped, fields, isReady = true, children, onClose }) {
   const [error, setError] = useState(null);
   const [isSending, setSending] = useState(false);
-  const target = typed ?? newName(one.names[0], word);
+  const target = typed.target ?? newName(one.names[0], word);
   const submit = async (event) => {
     event.preventDefault();
     setSending(true);
     try {
       await beginJob({ model: one.names[0], target: target.trim(), ...fields });
+      onTyped(null);
       notice(t('jobs.begun', { name: target }));
       onClose();
     } catch (failed) {
@@ -48,7 +64,7 @@ function JobDialog({ title, one, word, about, fields, isReady = true, children, 
       ${children}
       <${Field} label=${t('jobs.name')} error=${isOfName ? error.message : ''}>
         ${(link) => html`<input ...${link} class="input" autocomplete="off" autocapitalize="off" spellcheck=${false}
-          value=${target} onInput=${(event) => (setTyped(event.target.value), setError(null))} />`}
+          value=${target} onInput=${(event) => (onTyped({ target: event.target.value }), setError(null))} />`}
       <//>
       ${error && !isOfName && html`<p class="field-error" role="alert">${error.message}</p>`}
       <div class="row models-dialog-end">
@@ -60,10 +76,8 @@ function JobDialog({ title, one, word, about, fields, isReady = true, children, 
 
 /** Convert the weights of a model. */
 export function Quantize({ one, onClose }) {
-  const [type, setType] = useState('int8');
-  const [group, setGroup] = useState(64);
-  const [isWide, setWide] = useState(false);
-  const [isAttached, setAttached] = useState(true);
+  const [typed, onTyped] = useKept('convert', one.names[0], () => ({ type: 'int8', group: 64, isWide: false, isAttached: true }));
+  const { type, group, isWide, isAttached } = typed;
   const isFloat = FLOATS.includes(type);
   const isPicture = one.kind === 'image';
   const fields = { kind: 'convert', attach: isAttached };
@@ -71,26 +85,27 @@ export function Quantize({ one, onClose }) {
   else fields.quantize = isPicture && isWide ? `transformer=${type},text_encoder=${type}` : type;
   if (type.startsWith('int')) fields.group_size = group;
   const options = (list, key) => list.map((value) => ({ value, label: key ? t(`${key}.${value}`) : String(value) }));
-  return html`<${JobDialog} ...${{ one, onClose, fields }} title=${t('quantize.title')} word=${type} about=${t('quantize.about')}>
-    <${Choice} label=${t('quantize.type')} value=${type} options=${options(TYPES)} onChange=${setType} />
+  return html`<${JobDialog} ...${{ one, onClose, fields, typed, onTyped }} title=${t('quantize.title')} word=${type} about=${t('quantize.about')}>
+    <${Choice} label=${t('quantize.type')} value=${type} options=${options(TYPES)} onChange=${(value) => onTyped({ type: value })} />
     <p class="field-hint">${t(`quantize.hint.${type}`)}</p>
-    ${type.startsWith('int') && html`<${Choice} label=${t('quantize.group')} value=${group} options=${options(GROUPS)} onChange=${setGroup} />`}
-    ${isPicture && !isFloat && html`<${Switch} label=${t('quantize.encoder')} hint=${t('quantize.encoderHint')} checked=${isWide} onChange=${setWide} />`}
-    <${Switch} label=${t('quantize.attach')} hint=${t('quantize.attachHint')} checked=${isAttached} onChange=${setAttached} />
+    ${type.startsWith('int') && html`<${Choice} label=${t('quantize.group')} value=${group} options=${options(GROUPS)} onChange=${(value) => onTyped({ group: value })} />`}
+    ${isPicture && !isFloat && html`<${Switch} label=${t('quantize.encoder')} hint=${t('quantize.encoderHint')} checked=${isWide} onChange=${(value) => onTyped({ isWide: value })} />`}
+    <${Switch} label=${t('quantize.attach')} hint=${t('quantize.attachHint')} checked=${isAttached} onChange=${(value) => onTyped({ isAttached: value })} />
   <//>`;
 }
 
 /** Add adapters to the weights of a model. */
 export function Fuse({ one, onClose }) {
   const name = one.names[0];
-  const [chosen, setChosen] = useState(() => preset(name));
+  const [typed, onTyped] = useKept('fuse', name, () => ({ chosen: preset(name) }));
+  const { chosen } = typed;
   useEffect(() => void findAdapters(name), [name]);
   const { list, error } = adapters.value;
   const fitting = (list ?? []).filter((each) => each.suitable !== false);
   const loras = chosen.filter((use) => fitting.some((each) => each.id === use.model));
-  const put = (use) => setChosen([...chosen.filter((each) => each.model !== use.model), use]);
-  const drop = (model) => setChosen(chosen.filter((each) => each.model !== model));
-  return html`<${JobDialog} ...${{ one, onClose }} title=${t('fuse.title')} word="fused" about=${t('fuse.about')}
+  const put = (use) => onTyped({ chosen: [...chosen.filter((each) => each.model !== use.model), use] });
+  const drop = (model) => onTyped({ chosen: chosen.filter((each) => each.model !== model) });
+  return html`<${JobDialog} ...${{ one, onClose, typed, onTyped }} title=${t('fuse.title')} word="fused" about=${t('fuse.about')}
     fields=${{ kind: 'fuse', loras }} isReady=${loras.length > 0}>
     ${error && html`<p class="field-error">${error}</p>`}
     ${list === null ? html`<p class="dim">${t('lora.loading')}</p>` : !fitting.length && html`<p>${t('fuse.none')}</p>`}

@@ -4,7 +4,7 @@ import { html, signal, useEffect } from './html.js';
 import { call } from './api.js';
 import { Bar, IconButton } from './controls.js';
 import { Icon } from './icons.js';
-import { bytes, duration, moment, t, worded } from './lang.js';
+import { bytes, duration, moment, quoted, t, worded } from './lang.js';
 import { refresh } from './refresh.js';
 import { notice, online, scopes } from './state.js';
 import { look } from './stock.js';
@@ -95,7 +95,7 @@ function Outcome({ job }) {
   if (size === undefined) return html`<p class="dim">${moment(Date.parse(job.ended))}</p>`;
   const seconds = (Date.parse(job.ended) - Date.parse(job.started)) / 1000;
   return html`<p class="dim">${t('jobs.result', { size: bytes(size), added: bytes(added), time: duration(seconds) })}</p>
-    ${remark && html`<p class="dim">${remark}</p>`}`;
+    ${remark && html`<p class="dim">${quoted(remark)}</p>`}`;
 }
 
 function Stage({ job }) {

@@ -4,7 +4,7 @@ import { html, useEffect, useId, useState } from './html.js';
 import { adapters, findAdapters, hasPhrase, LEAST, MOST, onScale, STEP, tagOf, togglePhrase } from './adapters.js';
 import { Fold, IconButton, Slider, Switch } from './controls.js';
 import { Icon } from './icons.js';
-import { fixed, number, t } from './lang.js';
+import { fixed, number, quoting, t } from './lang.js';
 import { change, draft, models, scopes } from './state.js';
 
 const FEW = 8; // adapters that are shown without a search and with all groups open
@@ -91,7 +91,7 @@ function Adapter({ one, value, onChange }) {
         onChange=${(on) => put({ on })} />
       <span class="lora-facts dim">${factsOf(one)}</span>
     </div>
-    ${isUnfit && html`<p class=${`lora-reason ${isOn ? 'lora-wrong' : ''}`}>${t('lora.unfit', { reason: one.reason })}</p>`}
+    ${isUnfit && html`<p class=${`lora-reason ${isOn ? 'lora-wrong' : ''}`}>${quoting('lora.unfit', 'reason', one.reason)}</p>`}
     ${isOn && html`<${Slider} label=${t('lora.weight')} value=${use.strength} min=${LEAST} max=${MOST} step=${STEP}
       format=${fixed} onChange=${(strength) => put({ strength })} />`}
     ${(isOn || !isUnfit) && one.triggers.length > 0 && html`<${Triggers} ...${{ one, isOn }} />`}

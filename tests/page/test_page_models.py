@@ -229,6 +229,10 @@ def test_jobs_quantize_and_fuse(open_part: OpenPage, watch: Watch) -> None:
     dialog.get_by_role("radio", name="int4").check()
     expect(target).to_have_value("shapes:int4")
     target.fill("shapes")
+    page.reload()  # what was typed is kept
+    shapes.get_by_role("button", name="Quantize").click()
+    expect(target).to_have_value("shapes")
+    expect(dialog.get_by_role("radio", name="int4")).to_be_checked()
     dialog.get_by_role("button", name="Start").click()
     expect(dialog.get_by_role("alert")).to_contain_text("exists already")
     target.fill("shapes:int4")
@@ -236,6 +240,10 @@ def test_jobs_quantize_and_fuse(open_part: OpenPage, watch: Watch) -> None:
     shapes.get_by_role("button", name="Fuse LoRA").click()
     expect(dialog.get_by_text("ink", exact=True)).to_have_count(0)  # it is not for this model
     dialog.get_by_role("switch", name="styles/sky").check()
+    page.reload()
+    shapes.get_by_role("button", name="Fuse LoRA").click()
+    expect(dialog.get_by_role("switch", name="styles/sky")).to_be_checked()
+    expect(target).to_have_value("shapes:fused")
     dialog.get_by_role("button", name="Start").click()
     jobs = page.get_by_role("region", name="Jobs")
     expect(jobs.get_by_role("listitem")).to_have_count(2)
