@@ -148,6 +148,7 @@ class ImageRequest(EnhanceFields, GuidanceFields, PictureFields, GenerationBody)
             "height": self.height,
         }
         whole |= self.of_pictures(pictures, aimage, has_size=self.has_size) | self.of_guidance()
+        whole |= self.of_enhancement()
         if self.guidance is None:
             whole["guidance"] = self.guidance_scale
         steps = self.num_inference_steps if self.steps is None else self.steps

@@ -75,7 +75,7 @@ class OllamaPictureBody(OllamaBody, _Options, EnhanceFields, PictureFields):
 
         A size of 0 or a negative seed counts as not given.
         """
-        found = self.of_guidance()
+        found = self.of_guidance() | self.of_enhancement()
         for name in ("width", "height", "steps", "seed"):
             value: int | None = getattr(self, name)
             if value is not None and (value >= 0 if name == "seed" else value != 0):

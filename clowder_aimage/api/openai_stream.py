@@ -52,7 +52,7 @@ def entry(picture: ImageEvent, body: ImageRequest, keep: KeepPicture) -> dict[st
     """Return a picture as an entry of a response: its bytes or its URL."""
     is_link = body.response_format == "url"
     found = {"url": keep(picture)} if is_link else {"b64_json": encoded(picture)}
-    if "original_prompt" in picture.facts:
+    if body.enhance:
         found["revised_prompt"] = str(picture.facts["prompt"])
     return found
 
@@ -108,17 +108,17 @@ class OpenAIStream:
         self._body, self._keep, self._has_progress = body, keep, has_progress
         self._size = body.dimensions
         self._more: dict[str, Any] = {}
-        self._prompt: str | None = None  # until it was sent
+        self._prompt: dict[str, str | None] | None = None  # until it was sent
 
     def learn(self, parameters: GenerateRequest, warnings: Sequence[str]) -> None:
         self._size = f"{parameters.width}x{parameters.height}"
-        if parameters.original_prompt is not None:  # a language model wrote another
-            self._prompt = parameters.prompt
+        if self._body.enhance:
+            self._prompt = {"prompt": parameters.prompt, "enhancer": parameters.enhancer}
         self._more = described(parameters.loras, warnings)
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if self._prompt is not None:
-            yield from self._state("prompt", "prompt written", prompt=self._prompt)
+            yield from self._state("prompt", "prompt written", **self._prompt)
             self._prompt = None
         if isinstance(event, QueuedEvent):
             yield from self._state("queued", f"queued behind {event.ahead}", ahead=event.ahead)

@@ -65,6 +65,7 @@ export function requestFields(facts, defaults = null) {
   if (!known.expand) fields.size = `${known.width}x${known.height}`;
   const differs = (name, value) => value !== undefined && (value !== usual[name] || !defaults || name in defaults);
   for (const name of ['steps', 'seed', 'guidance']) if (name in known) fields[name] = known[name];
+  if ('original_prompt' in known) for (const name of ['original_prompt', 'enhancer']) if (name in known) fields[name] = known[name];
   if (known.negative) fields.negative_prompt = known.negative;
   for (const name of Object.keys(usual)) if (differs(name, known[name])) fields[name] = known[name];
   for (const name of ['cfg_normalization', 'shift']) if (known[name]) fields[name] = known[name];
@@ -88,7 +89,7 @@ function pictureFields(known) {
 }
 
 const OPTIONS = { negative_prompt: '--negative', cfg_normalization: '--cfg-normalization' };
-const NOT_OPTIONS = new Set(['model', 'prompt', 'painted', 'loras']);
+const NOT_OPTIONS = new Set(['model', 'prompt', 'original_prompt', 'enhancer', 'painted', 'loras']);
 
 /**
  * Return the line of `aimage run` that makes a picture again on the worker at `host`.

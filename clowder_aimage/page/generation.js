@@ -30,13 +30,21 @@ export function requestOf(draft) {
   const found = { prompt: draft.prompt, stream: true, stream_format: 'openai+progress' };
   copy(draft, SAME, found);
   found.partial_images = draft.previews;
-  if (draft.enhance && draft.enhanced && draft.enhancedFrom === draft.prompt) found.prompt = draft.enhanced;
+  const isWritten = draft.enhanced && (draft.enhance ? draft.enhancedFrom : draft.enhanced) === draft.prompt;
+  if (isWritten) Object.assign(found, writtenPrompts(draft));
   else if (draft.enhance) found.enhance = draft.enhancer || true;
   const loras = draft.loras.filter((one) => one.on !== false);
   if (loras.length) found.loras = loras.map(({ model, strength }) => ({ model, strength }));
   if (draft.images.length) copy(draft, OF_IMAGE, found);
   if (draft.control) copy(draft, OF_CONTROL, found);
   return found;
+}
+
+/** Return the fields for a prompt that was enhanced before: both texts, and the adapters that were typed as tags. */
+function writtenPrompts({ enhanced, enhancedFrom, enhancedBy }) {
+  const tags = (enhancedFrom.match(/<lora:[^<>]*>/gi) ?? []).filter((tag) => !enhanced.includes(tag));
+  const original = tags.reduce((text, tag) => text.replace(tag, ''), enhancedFrom);
+  return { prompt: [enhanced, ...tags].join(' '), original_prompt: original, ...(enhancedBy && { enhancer: enhancedBy }) };
 }
 
 function copy(draft, names, target) {
@@ -101,7 +109,7 @@ export async function inSlot(signal, work) {
  * Make the pictures of a draft, keep them in the gallery, and return them as entries of it.
  *
  * `onEvent` takes {kind, ...}: queued {ahead}, pulling {completed, total}, loading, started, prompt
- * {prompt}, progress {step, total}, preview {blob}, picture {entry}. Throws as `events` does.
+ * {prompt, enhancer}, progress {step, total}, preview {blob}, picture {entry}. Throws as `events` does.
  */
 export async function generate(draft, { onEvent = () => {}, signal } = {}) {
   const [path, body, form] = await sent(draft);

@@ -78,7 +78,7 @@ function Written({ value }) {
   const aside = html`<button type="button" class="link" onClick=${() => change({ enhanced: '' })}>${t('make.enhance-again')}</button>`;
   return html`<${Field} label=${t('make.enhanced')} aside=${aside} hint=${t(isOld ? 'make.enhanced-old' : 'make.enhanced-hint')}>
     ${(link) => html`<textarea ...${link} class=${`input ${isOld ? 'make-old' : ''}`} rows="4" maxlength="32000" value=${value.enhanced}
-      onInput=${(event) => change({ enhanced: event.target.value, enhancedFrom: draft.value.prompt })}></textarea>`}
+      onInput=${(event) => change({ enhanced: event.target.value, enhancedFrom: draft.value.prompt, enhancedBy: '' })}></textarea>`}
   <//>`;
 }
 

@@ -113,7 +113,7 @@ function fail(error) {
 function onEvent({ kind, ...facts }) {
   if (kind === 'progress') return set({ phase: 'progress', ...measured(facts) });
   if (kind === 'preview') return set({ preview: facts.blob });
-  if (kind === 'prompt') return wrote({ enhanced: facts.prompt, enhancedFrom: run.value.draft.prompt });
+  if (kind === 'prompt') return wrote({ enhanced: facts.prompt, enhancedFrom: run.value.draft.prompt, enhancedBy: facts.enhancer });
   if (kind === 'picture') return took(facts);
   if (['queued', 'pulling', 'loading', 'started'].includes(kind)) set({ phase: kind, ...facts });
   return undefined;

@@ -87,8 +87,8 @@ export function usePicture(blob) {
 
 /** Make a picture of the gallery twice as large, with its prompt: the form has the settings. */
 export function enlargePicture({ blob, facts }) {
-  const { prompt, negative } = draftOf(facts).draft;
-  change({ prompt, negative, ...TWICE, images: [blob], aspect: '', width: null, height: null });
+  const prompts = { enhance: false, enhanced: '', ...promptsOf(checkedFacts(facts)) };
+  change({ ...prompts, negative: draftOf(facts).draft.negative, ...TWICE, images: [blob], aspect: '', width: null, height: null });
   show('make');
 }
 
@@ -112,11 +112,12 @@ export function draftOf(stated, inputs = {}) {
   return { draft: found, missing };
 }
 
-/** Return both prompts of a picture if the worker can enhance another one, else the one that it was made with. */
-function promptsOf({ prompt = '', original_prompt: original }) {
+/** Return both prompts of a picture; the switch is on if the worker can enhance another one. */
+function promptsOf({ prompt = '', original_prompt: original, enhancer: enhancedBy = '' }) {
+  if (original === undefined) return { prompt };
+  const written = { enhanced: prompt, enhancedFrom: original, enhancedBy };
   const enhancer = worker.value?.enhancer ? '' : models.value.find(answersChats)?.id;
-  if (!original || enhancer === undefined) return { prompt };
-  return { prompt: original, enhance: true, enhancer, enhanced: prompt, enhancedFrom: original };
+  return enhancer === undefined ? { prompt, ...written } : { prompt: original, enhance: true, enhancer, ...written };
 }
 
 function settingsOf(facts) {

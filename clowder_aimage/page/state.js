@@ -67,6 +67,7 @@ export const EMPTY = {
   prompt: '',
   enhanced: '', // the prompt that a language model wrote, which may have been edited
   enhancedFrom: '', // the prompt that it was written for
+  enhancedBy: '', // the language model that wrote it, until it is edited
   enhance: false,
   enhancer: '', // a language model, if the worker has none of its own
   negative: '',

@@ -44,19 +44,23 @@ CUT = """() => {
     };
 }"""
 # The requests for a picture whose prompt was enhanced: as it is, with another prompt, and of
-# workers whose enhancer is any language model, or none
+# workers whose enhancer is any language model, with an adapter in the prompt, or none
 ENHANCED = """async () => {
     const { draftOf } = await import('/page/picture_draft.js');
     const { requestOf } = await import('/page/generation.js');
     const { withSetting } = await import('/page/setting.js');
     const { models, worker } = await import('/page/state.js');
-    const made = () => draftOf({ prompt: 'a long one', original_prompt: 'short' }).draft;
+    const facts = { prompt: 'a long one', original_prompt: 'short', enhancer: 'words@1' };
+    const made = () => draftOf(facts).draft;
     const found = [made(), withSetting(made(), 'prompt', 'other')];
     worker.value = { ...worker.value, enhancer: null };
     found.push({ ...made(), prompt: 'other' });
+    const tagged = 'short <lora:azure:1>';
+    found.push({ ...made(), prompt: tagged, enhancedFrom: tagged });
     models.value = [];
     found.push({ ...made() });
-    return found.map(requestOf).map(({ prompt, enhance = null }) => [prompt, enhance]);
+    const names = ['prompt', 'enhance', 'original_prompt', 'enhancer'];
+    return found.map(requestOf).map((one) => names.map((name) => one[name] ?? null));
 }"""
 
 
@@ -230,11 +234,20 @@ def test_the_prompt_is_written_by_a_language_model_and_both_can_be_changed(
     longer = page.get_by_label("Enhanced prompt", exact=True)
     written = longer.input_value()
     assert written
+    make(page)  # with the prompt that was written
     longer.fill("a blue star")
     with page.expect_request("**/v1/images/generations") as asked:
         make(page)
     assert sent(asked.value)["prompt"] == "a blue star"
     assert "enhance" not in sent(asked.value)
+    facts = page.evaluate(
+        "import('/page/gallery_store.js').then((it) => it.list())"
+        ".then((all) => all.map(({ facts }) => facts))"
+    )
+    assert [one["original_prompt"] for one in facts] == ["circle red"] * 3
+    assert [one["prompt"] for one in facts] == ["a blue star", written, written]
+    assert facts[1]["enhancer"] == facts[2]["enhancer"]
+    assert "enhancer" not in facts[0]  # which a person wrote
     write(page, "square green")
     expect(page.get_by_text("This was written for another prompt")).to_be_visible()
     with page.expect_request("**/v1/images/generations") as asked:
@@ -242,10 +255,11 @@ def test_the_prompt_is_written_by_a_language_model_and_both_can_be_changed(
     assert sent(asked.value)["enhance"] is True
     assert longer.input_value() != "a blue star"
     assert page.evaluate(ENHANCED) == [
-        ["a long one", None],
-        ["other", None],
-        ["other", "words:latest"],
-        ["a long one", None],
+        ["a long one", None, "short", "words@1"],
+        ["other", None, None, None],
+        ["other", "words:latest", None, None],
+        ["a long one <lora:azure:1>", None, "short ", "words@1"],
+        ["a long one", None, "short", "words@1"],
     ]
 
 

@@ -72,19 +72,24 @@ def test_requests_without_a_language_model_are_refused(
 
 @pytest.mark.parametrize("path", [OPENAI, OLLAMA])
 @pytest.mark.parametrize(
-    ("enhance", "instruction", "message"),
+    ("fields", "message"),
     [
-        ("enhancer", " ", "enhance_instruction"),
-        ("enhancer", 7, "enhance_instruction"),
-        ("enhancer", "x" * 65_537, "65536 characters"),
-        (False, "Be wild.", "enhance_instruction requires enhance"),
+        ({"enhance": "enhancer", "enhance_instruction": " "}, "enhance_instruction"),
+        ({"enhance": "enhancer", "enhance_instruction": 7}, "enhance_instruction"),
+        ({"enhance": "enhancer", "enhance_instruction": "x" * 65_537}, "65536 characters"),
+        ({"enhance_instruction": "Be wild."}, "enhance_instruction requires enhance"),
+        ({"original_prompt": "x" * 32_001}, "32000 characters"),
+        ({"original_prompt": "\ud800"}, "original_prompt"),
+        ({"original_prompt": "a", "enhance": True}, "original_prompt cannot be combined with"),
+        ({"original_prompt": "a", "enhancer": ""}, "enhancer"),
+        ({"original_prompt": "a", "enhancer": "x" * 1025}, "1024 characters"),
+        ({"enhancer": "words"}, "enhancer requires original_prompt"),
     ],
 )
-def test_an_instruction_is_a_text_of_limited_length(
-    worker: LocalWorker, path: str, enhance: Any, instruction: Any, message: str
+def test_texts_of_an_enhancement_have_limits_and_belong_together(
+    worker: LocalWorker, path: str, fields: dict[str, Any], message: str
 ) -> None:
-    wish = {"prompt": "2 blue boxes", "enhance": enhance, "enhance_instruction": instruction}
-    status, answer = ask(worker, path, **wish)
+    status, answer = ask(worker, path, prompt="2 blue boxes", **fields)
     assert status == 400 and message in str(answer["error"])
 
 
@@ -117,5 +122,10 @@ def test_the_picture_states_both_prompts(worker: LocalWorker) -> None:
         assert facts["prompt"] == WRITTEN and facts["original_prompt"] == wish["prompt"]
         assert facts["enhancer"].startswith("enhancer@sha256:")
     assert entry["b64_json"] == line["image"]
+    known = {name: facts[name] for name in ("prompt", "original_prompt", "enhancer")}
+    status, answer = ask(worker, OPENAI, **known, size="32x32")
+    assert answer["data"] == [{"b64_json": line["image"]}]
+    status, other = ask(worker, OLLAMA, **known, stream=False)
+    assert other["image"] == line["image"]
     status, answer = ask(worker, OPENAI, prompt="", enhance="enhancer")
     assert status == 200 and answer["data"][0]["revised_prompt"]

@@ -53,6 +53,7 @@ EXAMPLES |= {"image": "data:image/png;base64,aGk=", "mask": "alpha"}
 EXAMPLES |= {"control": "oci://registry.example.com/edges:v1", "controlnet": "union"}
 EXAMPLES |= {"expand": "0,0,16,0", "images": ["data:image/png;base64,aGk="]}
 EXAMPLES |= {"enhance": "talk", "enhance_instruction": "Be wild."}
+EXAMPLES |= {"original_prompt": None, "enhancer": None}  # not with enhance
 EXAMPLES |= {"output": {"push": "registry.example.com/team/pictures:v1"}}
 EXAMPLES |= {"width": 16, "height": 16, "loras": [{"model": "style", "strength": 0.5}]}
 
