@@ -35,25 +35,44 @@ ARGUMENTS = [
     "--disable-dev-shm-usage",
     "--process-per-site",  # tabs share a process: the files are compiled once
 ]
+# Only the worker's own checks protect it from hosts below .example, which lead to it
+RECKLESS = [
+    "--host-resolver-rules=MAP *.example 127.0.0.1",
+    "--disable-features=LocalNetworkAccessChecks,PrivateNetworkAccessRespectPreflightResults",
+]
 PATIENCE = 20_000  # milliseconds
 SIZE = {"width": 1280, "height": 800}
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """Return a browser without a window, which ends with the module."""
+@pytest.fixture(scope="package")
+def launch() -> Iterator[Callable[[], Browser]]:
+    """Return a function that returns a browser without a window: the same one while it lives."""
     from playwright.sync_api import expect, sync_playwright
 
     if CHROMIUM is None and "AIMAGE_REQUIRE_TOOLS" not in os.environ:
         pytest.skip("chromium is not installed")
     expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield found
-        found.close()
+        found: list[Browser] = []
+
+        def current() -> Browser:
+            if not found or not found[-1].is_connected():
+                arguments = [*ARGUMENTS, *RECKLESS]
+                found.append(playwright.chromium.launch(executable_path=CHROMIUM, args=arguments))
+            return found[-1]
+
+        yield current
+        for one in found:
+            one.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
+def browser(launch: Callable[[], Browser]) -> Browser:
+    """Return the browser."""
+    return launch()
+
+
+@pytest.fixture(scope="package")
 def shapes_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store with the models ``shapes`` (pictures) and ``words`` (texts). Copy it."""
     here = tmp_path_factory.mktemp("shapes")
@@ -87,7 +106,7 @@ def start_worker(
         worker.end()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shapes_worker(shapes_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """Return a worker without tokens that the tests share: leave its store as it was."""
     worker = serve_copy(shapes_store, tmp_path_factory.mktemp("worker"))
@@ -138,10 +157,19 @@ def watch() -> Iterator[Watch]:
 
 
 @pytest.fixture(scope="module")
-def shared_context(browser: Browser) -> Iterator[BrowserContext]:
-    """Return a browser context whose cache has the files of the page after the first test."""
-    found = browser.new_context(viewport=SIZE, locale="en-GB", accept_downloads=True)  # type: ignore[arg-type]
+def shared_context(browser: Browser, shapes_worker: Worker) -> Iterator[BrowserContext]:
+    """Return a browser context whose cache has the files of the page after the first test.
+
+    Its first tab stays open, and with it the process of all tabs. Transitions take no time.
+    """
+    found = browser.new_context(
+        viewport=SIZE,  # type: ignore[arg-type]
+        locale="en-GB",
+        accept_downloads=True,
+        reduced_motion="reduce",
+    )
     found.set_default_timeout(PATIENCE)
+    found.new_page().goto(f"{shapes_worker.url}/healthz")
     yield found
     found.close()
 
@@ -150,7 +178,7 @@ def shared_context(browser: Browser) -> Iterator[BrowserContext]:
 def context(shared_context: BrowserContext) -> Iterator[BrowserContext]:
     """Return a browser context; ``open_page`` clears the storage that earlier tests left."""
     yield shared_context
-    for page in shared_context.pages:
+    for page in shared_context.pages[1:]:
         page.close()
     shared_context.unroute_all()
     shared_context.clear_permissions()

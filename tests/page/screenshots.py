@@ -52,6 +52,12 @@ FILL = """async (prompts) => {
   }
 }"""
 
+# Scroll until the tools of the mask, which are below the picture, are just above the button Make
+TO_THE_TOOLS = """() => {
+  const end = document.querySelector('.mask-editor').getBoundingClientRect().bottom;
+  scrollBy(0, end - document.querySelector('.make-actions').getBoundingClientRect().top + 16);
+}"""
+
 
 @contextmanager
 def serving() -> Iterator[Worker]:
@@ -104,7 +110,8 @@ def mask(page: Page, look: str) -> None:
     page.get_by_role("button", name="Use this").click()
     page.get_by_text("Paint only a part").click()
     canvas = page.get_by_role("application").or_(page.locator("canvas")).last
-    canvas.scroll_into_view_if_needed()
+    canvas.wait_for()
+    page.evaluate(TO_THE_TOOLS)
     box = canvas.bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.3)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -15,7 +16,7 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 
 from playwright.sync_api import expect
 
-from tests.page.conftest import ARGUMENTS, CHROMIUM, Watch
+from tests.page.conftest import Watch
 from tests.worker.conftest import Worker, answer_to, get
 
 if TYPE_CHECKING:
@@ -40,7 +41,11 @@ HOSTILE = [
     "<style>body { display: none }</style><link rel=stylesheet href=//evil.example/x.css>",
     "\u202eegami\u202c {prompt} {n}",
 ]
-NAME = "<img src=x onerror=window.attacked=1>\u202e' onclick=window.attacked=1 \""
+# Elements that the page itself does not have
+ATTACKS = (
+    "script:not([src^='/page/']), iframe, object, embed, body style, body link, img[src=x],"
+    " [onerror], [onload], [onfocus], [onclick], [ontoggle], [href^='javascript'], main svg[onload]"
+)
 
 
 def test_hostile_prompts_are_text(open_page: OpenPage, watch: Watch) -> None:
@@ -65,31 +70,96 @@ def test_hostile_prompts_are_text(open_page: OpenPage, watch: Watch) -> None:
     assert page.evaluate("window.attacked") is None
 
 
-def test_hostile_names_and_errors_of_a_worker_are_text(open_page: OpenPage, watch: Watch) -> None:
+def hostile_worker(shapes_worker: Worker) -> dict[str, Any]:
+    """Return what a worker answers at each path whose texts are all hostile."""
+    whole = "\n".join(HOSTILE)
+    kinds = ["image", "chat"]
+    models: list[dict[str, Any]] = [{"id": text, "capabilities": kinds} for text in HOSTILE]
+    models[0]["details"] = {"parameter_size": whole, "quantization_level": whole}
+    sizes = {"size": 9, "shared": 1, "unique": 8, "missing": {"blobs": 0, "size": 0}}
+    stored = {"kind": "image", "precision": whole, "family": whole, **sizes}
+    adapters = [
+        {
+            "id": f"{index} {text}",
+            "title": text,
+            "group": whole,
+            "type": whole,
+            "rank": 4,
+            "weight": 1,
+            "triggers": HOSTILE,
+            "suitable": index > 0,
+            "reason": None if index else whole,
+        }
+        for index, text in enumerate(HOSTILE)
+    ]
+    day = "2026-01-02T03:04:05Z"
+    job = {"kind": "fuse", "model": whole, "created": day, "started": day, "ended": day}
+    done = {"status": "done", "result": {"size": 1, "new": 1, "remark": whole}}
+    failed = {"status": "failed", "error": {"code": HOSTILE[0], "message": whole}}
+    jobs = [
+        {**job, "id": str(index), "target": text, **(done if index else failed)}
+        for index, text in enumerate(HOSTILE)
+    ]
+    notes = {"annotations": {"org.opencontainers.image.title": whole}, "artifact_type": whole}
+    referrer = {"kind": "pictures", "name": whole, "digest": f"sha256:{'0' * 64}", "size": 1}
+    names = [{"names": [text], "digest": text, **stored} for text in HOSTILE]
+    return {
+        "/v1/models": {"object": "list", "data": models},
+        "/v1/store": shapes_worker.get("/v1/store") | {"data": names},
+        "/v1/adapters": {"data": adapters},
+        "/v1/jobs": {"data": jobs},
+        "/v1/referrers": {"data": [referrer | notes]},
+        "/v1/images/generations": {"error": {"message": whole, "param": "prompt", "code": whole}},
+        "/v1/chat/completions": {"error": {"message": whole, "code": whole}},
+    }
+
+
+def test_hostile_names_tags_and_errors_of_a_worker_are_text(
+    open_page: OpenPage, watch: Watch, shapes_worker: Worker
+) -> None:
+    """Of models, adapters, jobs and referrers, whose English sentences say so on a German page."""
     watch.allow("status of 400")
     page = open_page()
+    answers = hostile_worker(shapes_worker)
 
-    def models(route: Route) -> None:
-        facts = {"object": "model", "owned_by": NAME, "capabilities": ["image", "chat"]}
-        data = [{"id": NAME, **facts}, {"id": f"adapter{NAME}", **facts, "adapter": {"name": NAME}}]
-        route.fulfill(json={"object": "list", "data": data})
+    def answer(route: Route) -> None:
+        body = answers[urlsplit(route.request.url).path]
+        route.fulfill(status=400 if "error" in body else 200, json=body)
 
-    def refuse(route: Route) -> None:
-        error = {"message": NAME, "type": NAME, "param": "prompt", "code": NAME}
-        route.fulfill(status=400, json={"error": error})
-
-    page.route("**/v1/models", models)
-    page.route("**/v1/images/generations", refuse)
+    for path in answers:
+        page.route(re.compile(rf"{path}(\?|$)"), answer)
     page.reload()
-    expect(page.get_by_label("Model", exact=True)).to_have_value(NAME)
     page.get_by_label("Prompt", exact=True).fill("a red circle")
     page.keyboard.press("Control+Enter")
-    expect(page.get_by_role("alert").first).to_have_text(NAME)
-    for part in ("models", "chat", "make"):
-        page.get_by_role("link", name=part.capitalize(), exact=True).click()
-        page.wait_for_timeout(100)
+    expect(page.get_by_role("alert").first).to_have_text("\n".join(HOSTILE))
+    page.get_by_text("LoRA adapters").click()
+    page.locator(".lora-group-head").click()
+    page.get_by_role("switch", name=re.compile("^<svg onload")).check()
+    expect(page.locator(".lora-tag")).to_contain_text("<svg onload=window.attacked=1>")
+    check_hostile(page, "select option", ".lora-name > span:first-child", ".lora-chip")
+    page.get_by_role("link", name="Chat", exact=True).click()
+    page.get_by_label("Message", exact=True).fill("hello")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text(HOSTILE[0])
+    check_hostile(page, "select option")
+    page.get_by_role("link", name="Models", exact=True).click()
+    page.get_by_role("button", name="Referrers").first.click()
+    expect(page.locator(".models-referrer")).to_contain_text(HOSTILE[0])
+    page.keyboard.press("Escape")
+    page.evaluate("import('/page/lang.js').then((it) => it.speak('de'))")
+    expect(page.locator(".models-job q[lang=en]").first).to_have_text("\n".join(HOSTILE))
+    check_hostile(page, ".models-title", ".models-job-list .models-name", ".models-facts")
+    page.get_by_role("link", name="Erzeugen", exact=True).click()
+    expect(page.locator(".lora-reason q[lang=en]")).to_have_text("\n".join(HOSTILE))
+
+
+def check_hostile(page: Page, *places: str) -> None:
+    """Check that elements show all hostile texts, and that none has become an element."""
+    for place in places:
+        shown = "\n".join(page.locator(place).all_text_contents())
+        assert not [text for text in HOSTILE if text not in shown], place
     assert page.evaluate("window.attacked") is None
-    assert page.locator("img[src='x']").count() == 0
+    assert page.locator(ATTACKS).count() == 0
 
 
 def test_the_policy_stops_code_and_requests_that_were_injected(
@@ -126,19 +196,6 @@ def test_the_policy_stops_code_and_requests_that_were_injected(
 # -- other origins
 
 
-@pytest.fixture(scope="module")
-def reckless(browser: Browser) -> Iterator[Browser]:
-    """Return a browser in which only the worker's own checks protect it."""
-    resolver = "--host-resolver-rules=MAP *.example 127.0.0.1"
-    lenient = (
-        "--disable-features=LocalNetworkAccessChecks,PrivateNetworkAccessRespectPreflightResults"
-    )
-    kind = browser.browser_type
-    found = kind.launch(executable_path=CHROMIUM, args=[*ARGUMENTS, resolver, lenient])
-    yield found
-    found.close()
-
-
 CALLS = """async (url) => {
   const tried = async (path, options) => {
     try {
@@ -161,9 +218,9 @@ CALLS = """async (url) => {
 
 
 def test_a_page_of_another_origin_cannot_call_the_worker(
-    reckless: Browser, shapes_worker: Worker
+    browser: Browser, shapes_worker: Worker
 ) -> None:
-    page = reckless.new_page()
+    page = browser.new_page()
     page.route(
         "http://evil.example/**",
         lambda route: route.fulfill(body="<h1>Hello</h1>", content_type="text/html"),
@@ -177,18 +234,21 @@ def test_a_page_of_another_origin_cannot_call_the_worker(
     refusals = [line for line in shapes_worker.lines if "/api/generate" in line and "403" in line]
     assert refusals
     frame = f"<iframe src='{shapes_worker.url}/'></iframe>"
-    page.evaluate("html => document.body.innerHTML = html", frame)
-    page.wait_for_timeout(500)
+    page.evaluate(
+        "html => new Promise((done) => { document.body.innerHTML = html;"
+        " document.querySelector('iframe').onload = done; })",
+        frame,
+    )
     assert page.frames[-1].evaluate("document.querySelector('#page')") is None
     page.close()
 
 
 def test_a_name_that_leads_to_the_worker_is_refused(
-    reckless: Browser, shapes_worker: Worker
+    browser: Browser, shapes_worker: Worker
 ) -> None:
     """DNS rebinding: the page of evil.example, whose name now has the worker's address."""
     port = shapes_worker.url.rpartition(":")[2]
-    page = reckless.new_page()
+    page = browser.new_page()
     answer = page.goto(f"http://evil.example:{port}/")
     assert answer is not None
     assert answer.status == 403
