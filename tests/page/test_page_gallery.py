@@ -233,6 +233,7 @@ def test_deleted_pictures_are_put_back(open_page: Open) -> None:
     page = open_page(part="gallery")
     for prompt in ("one", "two", "three"):
         make(page, prompt, steps=1)
+    expect(page.locator(".wall-caption")).to_have_text(["three", "two", "one"])
     data = kept(page, 2)
     view(page, 1).get_by_role("button", name="Delete").click()
     expect(page.locator(".viewer-prompt")).to_have_text("one")

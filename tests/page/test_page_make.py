@@ -333,33 +333,24 @@ def test_a_reload_while_a_picture_forms_offers_to_make_it_again(open_page: OpenP
     expect(page.locator(".make-state")).to_contain_text("Done in")
 
 
-def test_a_worker_that_restarts_makes_the_picture_once_it_is_back(
-    open_page: OpenPage, start_worker: Callable[..., Worker], watch: Watch
-) -> None:
-    watch.allow("ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY|status of 503|network error")
-    worker = start_worker()
-    page = open_page(url=worker.url)
-    page.evaluate(IMPATIENT)
-    write(page, "a red circle")
-    page.get_by_label("Steps").fill("40")
-    page.keyboard.press("Control+Enter")
-    expect(page.locator(".make-state")).to_contain_text("Step")
-    worker.stop(signal.SIGKILL)
-    expect(page.locator(".make-state")).to_contain_text("The worker does not answer")
-    expect(page.get_by_role("status").filter(has_text="Trying again")).to_be_visible()
-    here = Aimage(worker.store.parent, worker.store)
-    again = begin(here, "--addr", worker.host, "--default-model", "shapes")
-    try:
-        expect(page.locator(".make-state")).to_contain_text("Done in", timeout=40_000)
-    finally:
-        again.end()
+@pytest.fixture(scope="module")
+def own_worker(start_worker: Callable[..., Worker]) -> Callable[[], Worker]:
+    """Return a function that returns a worker with a queue of one place, the same while it lives."""
+    found: list[Worker] = []
+
+    def current() -> Worker:
+        if not found or found[-1].process.poll() is not None:
+            found.append(start_worker("--queue", 1))
+        return found[-1]
+
+    return current
 
 
 def test_a_full_queue_is_told_with_the_place_and_waited_for(
-    open_page: OpenPage, start_worker: Callable[..., Worker], watch: Watch
+    open_page: OpenPage, own_worker: Callable[[], Worker], watch: Watch
 ) -> None:
     watch.allow("status of 503")
-    worker = start_worker("--queue", 1)
+    worker = own_worker()
     pages = [open_page(url=worker.url) for _ in range(4)]
     pages[3].evaluate(IMPATIENT)
     for number, page in enumerate(pages):
@@ -375,6 +366,28 @@ def test_a_full_queue_is_told_with_the_place_and_waited_for(
     for page in pages[1:]:
         page.bring_to_front()
         expect(page.locator(".make-state")).to_contain_text("Done in", timeout=30_000)
+
+
+def test_a_worker_that_restarts_makes_the_picture_once_it_is_back(
+    open_page: OpenPage, own_worker: Callable[[], Worker], watch: Watch
+) -> None:
+    watch.allow("ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY|status of 503|network error")
+    worker = own_worker()
+    page = open_page(url=worker.url)
+    page.evaluate(IMPATIENT)
+    write(page, "a red circle")
+    page.get_by_label("Steps").fill("100")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator(".make-state")).to_contain_text("Step")
+    worker.stop(signal.SIGKILL)
+    expect(page.locator(".make-state")).to_contain_text("The worker does not answer")
+    expect(page.get_by_role("status").filter(has_text="Trying again")).to_be_visible()
+    here = Aimage(worker.store.parent, worker.store)
+    again = begin(here, "--addr", worker.host, "--default-model", "shapes")
+    try:
+        expect(page.locator(".make-state")).to_contain_text("Done in", timeout=40_000)
+    finally:
+        again.end()
 
 
 def test_a_model_that_was_unloaded_is_loaded_and_one_that_was_removed_is_named(
