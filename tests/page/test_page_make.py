@@ -335,7 +335,7 @@ def test_a_reload_while_a_picture_forms_offers_to_make_it_again(open_page: OpenP
 
 @pytest.fixture(scope="module")
 def own_worker(start_worker: Callable[..., Worker]) -> Callable[[], Worker]:
-    """Return a function that returns a worker with a queue of one place, the same while it lives."""
+    """Return a function that returns a worker with a queue of one place: one while it lives."""
     found: list[Worker] = []
 
     def current() -> Worker:
