@@ -13,6 +13,7 @@ from clowder_aimage.engine.shared_transfer import run_in_thread
 from clowder_aimage.http.loop_watch import WatchedCoroutine
 from clowder_aimage.layout.lock import PATIENCE
 
+AGAIN = 5.0  # seconds before a task is cancelled again, longer than one needs to end
 _T = TypeVar("_T")
 _log = logging.getLogger("aimage.http")
 
@@ -26,9 +27,19 @@ async def beside(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None
     try:
         yield
     finally:
-        for task in tasks:
+        await end_tasks(*tasks)
+
+
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks, and again until they end: ``wait_for`` of Python 3.11 may lose a cancellation.
+
+    It does if what it waits for ends at the same time.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        _, pending = await asyncio.wait(pending, timeout=AGAIN)
 
 
 def _watched(coroutine: Coroutine[Any, Any, object]) -> WatchedCoroutine[object]:

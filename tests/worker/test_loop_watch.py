@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from clowder_aimage.http import loop_watch
+from clowder_aimage.http import background, loop_watch
 from clowder_aimage.http.background import beside
 
 
@@ -84,3 +85,23 @@ def test_background_work_that_never_begins_ends() -> None:
             pass
 
     asyncio.run(main())
+
+
+def test_background_work_that_loses_a_cancellation_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "AGAIN", 0.01)
+    ended = list[bool]()
+
+    async def deaf() -> None:
+        with contextlib.suppress(asyncio.CancelledError):  # as wait_for of Python 3.11 may do
+            await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def main() -> None:
+        async with beside(deaf()):
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert ended
