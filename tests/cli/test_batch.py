@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from clowder_aimage.cli.verbs import batch
+from clowder_aimage.engine.batch_line import BatchRequest
 from tests.process import Aimage
 from tests.scripted_worker import Asked, Says, ScriptedWorker, says
 
@@ -77,6 +79,23 @@ def test_a_batch_is_sent_once_and_failed_requests_again(
         target.write_bytes(target.read_bytes().splitlines(keepends=True)[0] + b'{"custom_id": "ba')
         here("batch", file)
         assert {name for name, each in results(target).items() if not each["error"]} == set(names)
+
+
+def test_few_results_of_a_batch_are_in_memory() -> None:
+    begun = list[BatchRequest]()
+
+    def begin(request: BatchRequest) -> Future[dict[str, Any]]:
+        begun.append(request)
+        done = Future[dict[str, Any]]()
+        done.set_result({"custom_id": request.custom_id})
+        return done
+
+    requests = [BatchRequest(str(number), URL, {}, "") for number in range(50)]
+    found = list[str]()
+    for value in batch._results(begin, requests, 4):
+        found.append(value["custom_id"])
+        assert len(begun) - len(found) < 4
+    assert sorted(found, key=int) == [each.custom_id for each in requests]
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ import pytest
 
 from clowder_aimage.api.batch import batch_run, stored_file
 from clowder_aimage.api.batch.batch_routes import BatchBody, _new_batch
-from clowder_aimage.api.batch.batch_run import BatchRunner
+from clowder_aimage.api.batch.batch_run import BatchRun, BatchRunner
 from clowder_aimage.api.batch.batch_store import ChangedRecordError, DirectoryBatchStore
 from clowder_aimage.api.batch.stored_file import FileWriter, lines, records, remove_expired
+from clowder_aimage.engine.batch_line import BatchRequest
+from clowder_aimage.errors import NetworkError
 
 URL = "/v1/completions"
 
@@ -157,7 +159,7 @@ def test_what_is_not_answered_in_time_has_expired_and_is_removed_later(
         never = ScriptedApp(lambda _: (0, b""))
         async with running(BatchRunner(store, never, lambda: 1)):  # type: ignore[arg-type]
             record = await ended(store, name)
-        assert record["object"]["status"] == "expired" and len(record["pieces"]) > 1
+        assert record["object"]["status"] == "expired" and record["pieces"][0][1] > 1
         assert {
             one["error"]["code"] for one in (await written(store, record["errors"])).values()
         } == {"batch_expired"}
@@ -165,5 +167,36 @@ def test_what_is_not_answered_in_time_has_expired_and_is_removed_later(
         monkeypatch.setattr(time, "time", lambda: 1e11)
         await remove_expired(store)
         assert not await store.ids() and not list(tmp_path.rglob("*.piece"))
+
+    play(scene())
+
+
+def test_the_record_of_a_batch_stays_short_however_many_pieces_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a piece that is perhaps half stored is not used again."""
+
+    async def scene() -> None:
+        store, named = DirectoryBatchStore(tmp_path), list[str]()
+        record, revision = (await store.read(await add(store, "a"))) or ({}, 0)
+        own: Any = ScriptedApp(lambda _: (200, b"{}"))
+        run = BatchRun(BatchRunner(store, own, lambda: 1), record, revision)
+        put = store.put
+
+        async def flaky(name: str, data: bytes) -> None:
+            named.append(name)
+            if len(named) == 20:
+                raise NetworkError("no answer")
+            await put(name, data)
+
+        monkeypatch.setattr(store, "put", flaky)
+        numbers = [str(number) for number in range(50)]
+        for number in numbers:
+            run._add(BatchRequest(number, URL, {}, ""), {"status_code": 200}, None)
+            with contextlib.suppress(NetworkError):
+                await run._flush()
+        assert len(set(named)) == 50 and [count for _, count in record["outputs"]] == [19, 30]
+        assert sorted(await written(store, record["outputs"])) == sorted(numbers)
+        assert len(json.dumps(record)) < 2000
 
     play(scene())

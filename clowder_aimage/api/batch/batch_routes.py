@@ -21,6 +21,7 @@ from clowder_aimage.api.batch.stored_file import (
     MAX_FILES,
     FileWriter,
     delete_file,
+    names,
     read_own,
     records,
 )
@@ -161,7 +162,7 @@ class BatchRoutes:
         record, _ = await self._own(request)
         answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         answer.content_length = record["object"]["bytes"]
-        pieces = record["pieces"]
+        pieces = [*names(record["pieces"])]
         first = await self._store.get(pieces[0]) if pieces else b""  # before the status is sent
         await answer.prepare(request)
         await answer.write(first)

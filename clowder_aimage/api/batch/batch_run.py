@@ -23,6 +23,7 @@ from clowder_aimage.api.batch.batch_store import BatchStore, ChangedRecordError,
 from clowder_aimage.api.batch.stored_file import (
     OUTPUT,
     add_file,
+    add_piece,
     lines,
     remove_expired,
 )
@@ -130,6 +131,7 @@ class BatchRun:
     record: Record
     revision: int
     done: set[str] = field(default_factory=set)
+    mark: str = field(default_factory=lambda: secrets.token_hex(16))
     fresh: dict[str, bytearray] = field(
         default_factory=lambda: {"outputs": bytearray(), "errors": bytearray()}
     )
@@ -323,10 +325,10 @@ class BatchRun:
         """Store the answers that are new, then the record that names them."""
         for kind, data in self.fresh.items():
             if data:
-                name, raw = secrets.token_hex(16), bytes(data)
-                await self.runner.store.put(name, raw)
+                raw, mark, self.mark = bytes(data), self.mark, secrets.token_hex(16)
+                await add_piece(self.runner.store, self.record[kind], f"{mark}-{kind}", raw)
+                self.mark = mark  # else a name could be that of a piece that is half stored
                 del data[: len(raw)]
-                self.record[kind].append(name)
                 self.record["sizes"][kind] += len(raw)
         await self._save()
 
@@ -336,7 +338,7 @@ class BatchRun:
             self.batch.update({"status": "finalizing", "finalizing_at": now})
         await self._flush()
         for kind, member in ("outputs", "output_file_id"), ("errors", "error_file_id"):
-            if self.record[kind]:
+            if self.record["sizes"][kind]:
                 made = await add_file(
                     self.runner.store,
                     self.record[kind],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,31 @@ KEPT = 30 * 86400  # seconds that files are kept
 INPUT, OUTPUT = "batch", "batch_output"
 
 
+Pieces = list[Any]  # pairs of a mark and a number of pieces: so a record stays short
+
+
+def names(pieces: Pieces) -> Iterator[str]:
+    """Yield the names of pieces in order."""
+    for mark, count in pieces:
+        yield from (f"{mark}-{number}" for number in range(count))
+
+
+async def add_piece(store: BatchStore, pieces: Pieces, mark: str, data: bytes) -> None:
+    """Store a piece and add it to ``pieces``. After a failure the writer needs another mark."""
+    if not pieces or pieces[-1][0] != mark:
+        pieces.append([mark, 0])
+    await store.put(f"{mark}-{pieces[-1][1]}", data)
+    pieces[-1][1] += 1
+
+
 @dataclass(slots=True)
 class FileWriter:
     """Writes a file; ``pieces`` are those that are stored."""
 
     store: BatchStore
     size: int = 0
-    pieces: list[str] = field(default_factory=list)
+    pieces: Pieces = field(default_factory=list)
+    _mark: str = field(default_factory=lambda: secrets.token_hex(16))
     _rest: bytearray = field(default_factory=bytearray)
 
     async def write(self, data: bytes) -> None:
@@ -32,7 +50,7 @@ class FileWriter:
         self.size += len(data)
         self._rest += data
         while len(self._rest) >= PIECE:
-            await self._put(bytes(self._rest[:PIECE]))
+            await add_piece(self.store, self.pieces, self._mark, bytes(self._rest[:PIECE]))
             del self._rest[:PIECE]
 
     async def end(
@@ -40,25 +58,20 @@ class FileWriter:
     ) -> dict[str, Any]:
         """Make the record, and return the file object."""
         if self._rest:
-            await self._put(bytes(self._rest))
+            await add_piece(self.store, self.pieces, self._mark, bytes(self._rest))
         return await add_file(
             self.store, self.pieces, self.size, name=name, owner=owner, purpose=purpose, keep=keep
         )
 
     async def abandon(self) -> None:
         """Remove what was stored."""
-        for name in self.pieces:
+        for name in names(self.pieces):
             await self.store.drop(name)
-
-    async def _put(self, data: bytes) -> None:
-        name = secrets.token_hex(16)
-        await self.store.put(name, data)
-        self.pieces.append(name)
 
 
 async def add_file(
     store: BatchStore,
-    pieces: list[str],
+    pieces: Pieces,
     size: int,
     *,
     name: str,
@@ -111,14 +124,14 @@ async def records(store: BatchStore, prefix: str, owner: str | None = None) -> l
 async def delete_file(store: BatchStore, record: Record) -> None:
     """Remove a file and its pieces."""
     await store.remove(record["object"]["id"])
-    for name in record["pieces"]:
+    for name in names(record["pieces"]):
         await store.drop(name)
 
 
-async def lines(store: BatchStore, pieces: list[str]) -> AsyncIterator[bytes]:
+async def lines(store: BatchStore, pieces: Pieces) -> AsyncIterator[bytes]:
     """Yield the lines of a file that are not empty, without their ends."""
     rest = b""
-    for name in pieces:
+    for name in names(pieces):
         *whole, rest = (rest + await store.get(name)).split(b"\n")
         for line in whole:
             if line.strip():

@@ -6,8 +6,8 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from clowder_aimage.cli.console.option import verb, verbose_option
 from clowder_aimage.cli.console.output import plural, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import refuse_options, worker
-from clowder_aimage.content.atomic_file import write_file
+from clowder_aimage.content.atomic_file import atomic_file, write_all
 from clowder_aimage.engine.batch_line import BatchRequest, batch_key, read_line
 from clowder_aimage.errors import AImageError, FormatError, NetworkError, NotFoundError, UsageError
 from clowder_aimage.oci import Reference, read_json
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MAX_REPLY = 256 << 20  # bytes of a response
 PAUSE, PATIENCE = 1.0, 600.0  # seconds before a busy worker is asked again, and in all
 _FILE = click.Path(dir_okay=False, path_type=Path)
+_Result = Future[dict[str, Any]]
 
 
 @verb
@@ -115,19 +116,25 @@ def read_results(file: Path, *, without_failed: bool = False) -> dict[str, bool]
     """
     if not file.exists():
         return {}
-    raw = file.read_bytes()
-    found, kept = dict[str, bool](), list[bytes]()
-    try:
-        for line in raw[: raw.rfind(b"\n") + 1].splitlines(keepends=True):
-            value = read_json(line, "the result", 1 << 30)
-            is_good = value["error"] is None
-            if is_good or not without_failed:
-                found[value["custom_id"]] = is_good
-                kept.append(line)
-    except (FormatError, KeyError, TypeError):
-        raise UsageError(f"{file} has no results of a batch", hint="name another file") from None
-    if (whole := b"".join(kept)) != raw:
-        write_file(file, whole)
+    found, dropped = dict[str, bool](), set[int]()
+    with file.open("rb") as lines:
+        try:
+            for number, line in enumerate(lines):
+                value = read_json(line, "the result", 1 << 30) if line.endswith(b"\n") else None
+                is_good = value is not None and value["error"] is None
+                if value is None or (without_failed and not is_good):
+                    dropped.add(number)
+                else:
+                    found[value["custom_id"]] = is_good
+        except (FormatError, KeyError, TypeError):
+            hint = "name another file"
+            raise UsageError(f"{file} has no results of a batch", hint=hint) from None
+        if dropped:
+            lines.seek(0)
+            with atomic_file(file) as kept:
+                for number, line in enumerate(lines):
+                    if number not in dropped:
+                        write_all(kept.fileno(), line)
     return found
 
 
@@ -140,9 +147,8 @@ def _run(
     try:
         with target.open("ab") as file, Progress("batch", unit="requests") as progress:
             progress.begin(len(requests))
-            futures = {pool.submit(_send, client, each, stopped): each for each in requests}
-            for future in as_completed(futures):
-                value = future.result()
+            begin = lambda each: pool.submit(_send, client, each, stopped)  # noqa: E731
+            for value in _results(begin, requests, parallel):
                 file.write(json.dumps(value).encode() + b"\n")
                 file.flush()
                 done[value["custom_id"]] = value["error"] is None
@@ -151,6 +157,19 @@ def _run(
         stopped.set()
         pool.shutdown(wait=False, cancel_futures=True)
     return done
+
+
+def _results(
+    begin: Callable[[BatchRequest], _Result], requests: list[BatchRequest], most: int
+) -> Iterator[dict[str, Any]]:
+    """Yield results as they come, of which at most ``most`` are in memory."""
+    running = set[_Result]()
+    for request in requests:
+        running.add(begin(request))
+        if len(running) >= most:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (each.result() for each in done)
+    yield from (each.result() for each in as_completed(running))
 
 
 def _send(client: WorkerClient, request: BatchRequest, stopped: threading.Event) -> dict[str, Any]:
