@@ -27,8 +27,11 @@ from clowder_aimage.fleet.fleet_name import FleetNames
 from clowder_aimage.fleet.fleet_stream import FleetShape, differences
 from clowder_aimage.fleet.job_frame import Frame
 from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.background import end_tasks
 
 MIN_VERSION = (2, 9)  # of the server: direct reads of streams
+MIN_PAYLOAD = 1 << 20  # bytes of a message that the server must accept; its default
+CHECK = 5.0  # seconds between two looks whether the streams are still there
 LATER = 2  # seconds between two attempts, and in Retry-After
 PATIENCE = 30.0  # seconds that a publication may take, over all attempts
 MESSAGE_ID = "Nats-Msg-Id"  # by which a stream recognises a repetition
@@ -36,6 +39,7 @@ _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _SMALL = (10023, 10047)  # the disk of JetStream, or of an account, has no room for a stream
 FULL = (10077, 10122)  # error codes of JetStream
 _WRONG_LAST, _NO_LEADER, _FEW_SERVERS = 10071, 10008, 10005
+_UNSETTLED = (10004, _FEW_SERVERS, _NO_LEADER, 10009)  # a cluster that elects a leader
 _log = logging.getLogger("aimage.fleet")
 GATEWAY, WORKER, OPERATOR = "gateway", "worker", "operator"
 LOST = (NatsError, TimeoutError, OSError)
@@ -100,7 +104,7 @@ def _check_creds(path: Path) -> None:
 
 
 class LastFrameError(AImageError):
-    """Another frame of a job was published in the meantime."""
+    """Another mark of a job was stored in the meantime."""
 
 
 class FullStoreError(AImageError):
@@ -129,6 +133,7 @@ class FleetLink:
         self._js = JetStreamContext(self._client)
         self._reason: AImageError | None = None
         self._ready = asyncio.Event()
+        self._due = 0.0  # when the streams are looked at again
         self.on_ready: list[Callable[[], object]] = []
 
     # -- the connection
@@ -141,8 +146,7 @@ class FleetLink:
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.wait([task])
+            await end_tasks(task)
             self._ready.clear()
             with contextlib.suppress(*LOST):
                 await self._client.close()
@@ -170,6 +174,7 @@ class FleetLink:
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise self._reason or NetworkError(f"NATS at {self._places} does not answer") from None
+        self._check_server()
         while True:  # a cluster that was started just now has no leader yet, or too few servers
             try:
                 return await shape.make(self._js, self.names)
@@ -210,6 +215,11 @@ class FleetLink:
             raise unavailable("the gateway has no connection to NATS; try again later")
         raise unavailable(reason.message, remedy=reason.remedy, hint=reason.hint, **reason.facts)
 
+    def check_lasting(self) -> None:
+        """Raise ApiError (503) if the fleet cannot be used until somebody changes something."""
+        if isinstance(self._reason, _LASTING):
+            self.check()
+
     async def _connect(self) -> None:
         await self._client.connect(
             **self._options,
@@ -224,30 +234,41 @@ class FleetLink:
             disconnected_cb=self._on_disconnected,
         )
         while True:
-            if self._client.is_connected and not self._ready.is_set():
+            if self._client.is_connected and asyncio.get_running_loop().time() >= self._due:
                 await self._verify()
             await asyncio.sleep(0.25 if self._reason is None else LATER / 4)
 
     async def _verify(self) -> None:
         try:
-            version = self._client.connected_server_version
-            if (version.major, version.minor) < MIN_VERSION:
-                needed = ".".join(map(str, MIN_VERSION))
-                raise UsageError(f"the NATS server has version {version}; {needed} is needed")
+            self._check_server()
             await check_streams(self._js, self.names, is_gateway=self._kind == GATEWAY)
         except AImageError as error:
             if self._reason is None or self._reason.message != error.message:
                 _log.warning("cannot use the fleet", extra={"reason": error.message})
             self._reason = error
+            self._ready.clear()
             return
         except LOST as error:
-            self._reason = NetworkError(f"NATS at {self._places} does not answer: {error!r}")
+            if not self._ready.is_set():
+                self._reason = NetworkError(f"NATS at {self._places} does not answer: {error!r}")
             return
-        self._reason = None
+        self._reason, self._due = None, asyncio.get_running_loop().time() + CHECK
+        if self._ready.is_set():
+            return
         self._ready.set()
         _log.info("connected to the fleet", extra={"fleet": self.names.fleet})
         for each in self.on_ready:
             each()
+
+    def _check_server(self) -> None:
+        """Raise UsageError if the server is too old, or accepts only short messages."""
+        version, most = self._client.connected_server_version, self._client.max_payload
+        if (version.major, version.minor) < MIN_VERSION:
+            needed = ".".join(map(str, MIN_VERSION))
+            raise UsageError(f"the NATS server has version {version}; {needed} is needed")
+        if most < MIN_PAYLOAD:
+            message = f"the NATS server accepts messages of {most} bytes; set max_payload in its "
+            raise UsageError(f"{message}configuration to {MIN_PAYLOAD} or more")
 
     async def _on_error(self, error: Exception) -> None:
         text = str(error) or type(error).__name__
@@ -261,7 +282,7 @@ class FleetLink:
         if self._ready.is_set():
             _log.warning("the connection to NATS was lost")
         self._ready.clear()
-        self._reason = NetworkError(f"NATS at {self._places} does not answer")
+        self._reason, self._due = NetworkError(f"NATS at {self._places} does not answer"), 0.0
 
     # -- messages
 
@@ -275,10 +296,12 @@ class FleetLink:
         """The client of JetStream."""
         return self._js
 
-    async def tell(self, subject: str, data: bytes = b"") -> None:
+    async def tell(
+        self, subject: str, data: bytes = b"", headers: dict[str, str] | None = None
+    ) -> None:
         """Publish a message that may be lost."""
         with contextlib.suppress(*LOST):
-            await self._client.publish(subject, data)
+            await self._client.publish(subject, data, headers=headers)
 
     async def store(
         self,
@@ -295,9 +318,11 @@ class FleetLink:
         the stream recognises a repetition.
 
         Raises:
-            LastFrameError: The last message of the subject has not the number ``after``.
+            LastFrameError: The last message of the subject has not the number ``after``. It may be
+                this one, which was stored though its acknowledgement was lost.
             FullStoreError: The stream has no room.
             NetworkError: The server did not acknowledge it in ``patience`` seconds.
+            ApiError: The fleet cannot be used until somebody changes something.
         """
         more = {} if after is None else {_EXPECTED: str(after)}
         loop = asyncio.get_running_loop()
@@ -311,6 +336,8 @@ class FleetLink:
             except APIError as error:
                 raise _refused(error) from None
             except LOST as error:
+                self._due = 0.0  # the stream may be missing
+                self.check_lasting()
                 if loop.time() >= end:
                     reason = str(error) or "no answer"
                     raise NetworkError(f"NATS did not store a message: {reason}") from None
@@ -351,7 +378,7 @@ class FleetLink:
 
 def _refused(error: APIError) -> AImageError:
     if error.err_code == _WRONG_LAST:
-        return LastFrameError("another frame of the job was published")
+        return LastFrameError("another mark of the job was stored")
     if error.err_code in FULL:
         return FullStoreError("the fleet's store on NATS is full")
     return NetworkError(f"NATS refused a message: {error.description or error}")
@@ -370,6 +397,8 @@ async def check_streams(
             message = f"the NATS server has no fleet {names.fleet!r}: no stream {name}"
             raise UsageError(message, **advice) from None
         except APIError as error:
+            if error.err_code in _UNSETTLED:
+                raise TimeoutError from None
             message = f"the NATS server refuses access to the stream {name}: {error.description}"
             raise UsageError(message) from None
         wrong = differences(names, found.config)

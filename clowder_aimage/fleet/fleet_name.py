@@ -68,6 +68,10 @@ class FleetNames:
         """Return the subject of the frames of a job."""
         return f"{self.fleet}.log.{job}"
 
+    def mark(self, job: str) -> str:
+        """Return the subject of the frames that begin and end the attempts at a job."""
+        return f"{self.fleet}.mark.{job}"
+
     def body(self, job: str) -> str:
         """Return the subject of the pieces of a job's body."""
         return f"{self.fleet}.body.{job}"

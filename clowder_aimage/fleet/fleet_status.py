@@ -114,6 +114,6 @@ class FleetStatus:
                 return
             self._looked = found.seq or 0
             job = (found.headers or {}).get(MESSAGE_ID, "")
-            last, _ = await self._link.last(names.log(job)) if job else (None, 0)
+            last, _ = await self._link.last(names.mark(job)) if job else (None, 0)
             if last is not None and last.kind in LAST:
                 await streams.delete_msg(names.jobs, self._looked)

@@ -52,6 +52,7 @@ class FleetShape:
         logs = stream(
             names.logs,
             f"{fleet}.log.*",
+            f"{fleet}.mark.*",
             f"{fleet}.body.*",
             retention=api.RetentionPolicy.LIMITS,
             max_bytes=self.max_bytes,

@@ -48,7 +48,7 @@ from clowder_aimage.http.background import aside, beside
 from clowder_aimage.http.private_app import private_caller
 from clowder_aimage.oci import Digest, Reference
 
-MIN_WINDOW = 8  # jobs on the queue that are not begun, at least
+MIN_WINDOW = 8  # jobs of a model on the queue that are not begun, at least
 MAX_KEY = 255  # characters of an idempotency key
 _MAX_NAMED = 10  # models in a message
 _INLINE = 2 * PIECE  # bytes of a job that is one message
@@ -89,9 +89,11 @@ class JobGateway:
         self._deadline = None if deadline == FOR_EVER else deadline
         self.line = FairLine(self.window, most)
 
-    def window(self) -> int:
-        """Return how many jobs of this gateway may be on the queue."""
-        return max(MIN_WINDOW, 2 * sum(card.slots for card in self._watch.roster.cards()))
+    def window(self, digest: str = "") -> int:
+        """Return how many jobs of this gateway for a model, or for all, may be on the queue."""
+        cards = self._watch.roster.cards()
+        able = [card.slots for card in cards if not digest or digest in card.kinds or card.may_pull]
+        return max(MIN_WINDOW, 2 * sum(able))
 
     async def answer(self, request: web.Request, wish: Wish) -> web.StreamResponse:
         """Respond with what a worker makes of a wish. Raises AImageError."""
@@ -126,7 +128,7 @@ class JobGateway:
         try:
             async with (
                 asyncio.timeout(self._deadline),
-                self.line.turn(job.caller, job.priority) as started,
+                self.line.turn(job.caller, job.priority, job.digest) as started,
                 JobReader(self._link, job.id).open() as reader,
             ):
                 admitted = await self._admit(job, wish, is_kept=is_kept, is_keyed=is_keyed)
@@ -210,7 +212,7 @@ class JobGateway:
         subject = names.job(job.priority, job.digest.partition(":")[2], job.caller)
         try:
             if is_keyed and await self._was_admitted(job, _fingerprint(job, wish)):
-                is_old, (last, _) = True, await self._link.last(names.log(job.id))
+                is_old, (last, _) = True, await self._link.last(names.mark(job.id))
                 if last is not None and last.kind != ADMITTED:
                     return _Admitted(job, is_kept, is_old)
             sequence = await self._put(job, subject)
@@ -241,7 +243,7 @@ class JobGateway:
 
         Raises ApiError (422): it was another request.
         """
-        subject = self._link.names.log(job.id)
+        subject = self._link.names.mark(job.id)
         admitted = Frame(ADMITTED, 0, 0, own)
         try:
             await self._link.store(subject, own, admitted.headers(), after=0)

@@ -25,6 +25,7 @@ FETCH = 0.05  # if it would be fetched, and no other worker has it
 FETCH_TOO = 5.0  # if it would be fetched, and another worker has it
 LEFT = 3.0  # seconds after giving a job back in which only new jobs of its queue are taken
 FORGET = 600.0  # seconds after which a digest that no announcement named is forgotten
+MOST = 1000  # queues, and jobs of one queue, that are remembered
 _LAST = 8  # ranks after this one wait as long
 
 Key = tuple[str, str]  # a priority and the hexadecimal part of a digest
@@ -63,9 +64,13 @@ class JobChoice:
     _left: dict[Key, float] = field(default_factory=dict)
 
     def hear(self, key: Key, now: float, number: int = 0) -> None:
-        """Take the news of a job."""
-        if number or self._left.get(key, now) <= now:
-            self._heard.setdefault(key, {}).setdefault(number, now)
+        """Take the news of a job. Of too many the first ones and the last one are remembered."""
+        is_known = key in self._heard or len(self._heard) < MOST
+        if is_known and (number or self._left.get(key, now) <= now):
+            known = self._heard.setdefault(key, {})
+            if len(known) >= MOST:
+                known.popitem()
+            known.setdefault(number, now)
 
     def leave(self, key: Key, now: float) -> None:
         """Note that a job was given back: it is found on the queue, and is for another worker."""

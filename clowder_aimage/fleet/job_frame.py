@@ -2,15 +2,19 @@
 
 The frames of a job are the messages of one subject, in a stream that keeps them for a time: a
 gateway reads them as they are published, and again from the stream if it missed some. Each attempt
-to serve a job numbers its frames from 0.
+to serve a job numbers its frames from 0. All frames but HEAD and DATA are marks: they are stored in
+a second subject first, each only after the mark that its writer knows as the last one. So the marks
+of a job are a chain: of two attempts that begin at once one does, an attempt ends only if none
+began after it, and nothing follows the last mark. Other frames of an attempt that another one
+followed count for nothing, wherever they are in the stream.
 
-BEGIN   an attempt begins; published only if no other attempt wrote a frame in the meantime
+BEGIN   an attempt begins; the data are its own, and tell it from others with its number
 HEAD    status and headers of the response, as JSON
 DATA    bytes of the body
-END     the response is complete; the last frame of a job
+END     the response is complete; the last mark of a job
 RELEASED the attempt ended without fault, such as at a shutdown, and another one follows
 FAILED  the attempt failed, and another one may follow
-DEAD    the job was given up; the data are the reason, as JSON. The last frame of a job
+DEAD    the job was given up; the data are the reason, as JSON. The last mark of a job
 ADMITTED a gateway accepted the job of an idempotency key; the data are the digest of its request
 """
 
@@ -21,7 +25,7 @@ from dataclasses import dataclass
 
 BEGIN, HEAD, DATA, END = "begin", "head", "data", "end"
 RELEASED, FAILED, DEAD, ADMITTED = "released", "failed", "dead", "admitted"
-LAST = (END, DEAD)  # no frame follows
+LAST = (END, DEAD)  # no mark follows
 PIECE = 256 * 1024  # bytes of a frame at most; NATS allows 1 MiB for a message
 _KIND, _PLACE, _WORKER, _PAST = "Aimage-Frame", "Aimage-Place", "Aimage-Worker", "Aimage-Past"
 
@@ -67,7 +71,7 @@ class Attempt:
 
     @classmethod
     def following(cls, last: Frame | None) -> Attempt:
-        """Return the attempt after the ``last`` frame of a job, which is not of kind LAST.
+        """Return the attempt after the ``last`` mark of a job, which is not of kind LAST.
 
         An attempt that did not say that it was released counts as failed: its worker vanished.
         """

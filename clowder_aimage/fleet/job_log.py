@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nats.js import api
 
-from clowder_aimage.errors import NetworkError
-from clowder_aimage.fleet.fleet_link import (
-    LOST,
-    MESSAGE_ID,
-    FleetLink,
-    FullStoreError,
-    LastFrameError,
-)
+from clowder_aimage.errors import AImageError
+from clowder_aimage.fleet.fleet_link import LOST, FleetLink, LastFrameError
 from clowder_aimage.fleet.job_frame import BEGIN, DATA, END, HEAD, PIECE, Attempt, Frame
 
 ACKNOWLEDGED = 5.0  # seconds for the acknowledgement of a frame before it is published again
-FULL = 1.0  # seconds before a message is published again that a full store refused
+FULL = 1.0  # seconds before a message is published again that was not stored
 
 
 class JobLog:
-    """Writes frames in order. The first and the last are published only if no other attempt began.
+    """Writes frames in order. A mark is published as a frame once it is stored (``job_frame``).
 
     A frame that is not stored yet is published again: a full store, or a server that is away,
     delays the end of a job and loses nothing.
@@ -33,16 +28,17 @@ class JobLog:
     def __init__(self, link: FleetLink, job: str, worker: str, attempt: Attempt) -> None:
         self.attempt = attempt
         self._link, self._worker = link, worker
-        self._subject = link.names.log(job)
+        self._subject, self._marks = link.names.log(job), link.names.mark(job)
         self._number, self._after = 0, 0
         self._sent: list[tuple[Frame, asyncio.Future[api.PubAck]]] = []
 
     async def begin(self, after: int) -> None:
-        """Write that the attempt begins, after the frame with that number in the stream.
+        """Write that the attempt begins, after the mark with that number in the stream.
 
         Raises LastFrameError: another attempt has begun.
         """
-        self._after = await self._store(self._frame(BEGIN), after=after)
+        self._after = after
+        self._after = await self._mark(self._frame(BEGIN, secrets.token_hex(8).encode()))
 
     async def head(self, status: int, headers: Sequence[tuple[str, str]]) -> None:
         """Write the status and the headers of the response."""
@@ -56,18 +52,21 @@ class JobLog:
     async def end(self, kind: str = END, facts: Mapping[str, Any] | None = None) -> None:
         """Write the last frame of the attempt, once all others are stored.
 
-        Raises LastFrameError: another attempt has begun, and this one does not count.
+        Raises LastFrameError: another attempt has begun and this one does not count, or it is over.
         """
         await self._settle()
-        frame = self._frame(kind, _json(facts) if facts is not None else b"")
-        while True:
-            try:
-                self._after = await self._store(frame, after=self._after)
-                return
-            except LastFrameError:
-                last, self._after = await self._last()
-                if last is None or last.attempt > self.attempt.number:
-                    raise
+        await self._mark(self._frame(kind, _json(facts) if facts is not None else b""))
+
+    async def _mark(self, frame: Frame) -> int:
+        """Store a mark, and publish it; return its number. It may be stored without an answer."""
+        try:
+            number = await self._store(self._marks, frame, after=self._after)
+        except LastFrameError:
+            last, number = await self._last()
+            if last != frame:
+                raise
+        await self._link.tell(self._subject, frame.data, frame.headers())
+        return number
 
     def _frame(self, kind: str, data: bytes = b"") -> Frame:
         number, self._number = self._number, self._number + 1
@@ -75,33 +74,31 @@ class JobLog:
 
     async def _send(self, frame: Frame) -> None:
         self._sent.append((frame, await self._link.store_later(self._subject, frame)))
-        while len(self._sent) > 1 and self._sent[0][1].done() and not self._sent[0][1].exception():
-            self._after = max(self._after, self._sent.pop(0)[1].result().seq)
+        while self._sent and self._sent[0][1].done() and not self._sent[0][1].exception():
+            del self._sent[0]
 
     async def _settle(self) -> None:
         for frame, future in self._sent:
             try:
                 async with asyncio.timeout(ACKNOWLEDGED):
-                    number = (await future).seq
+                    await future
             except LOST:
-                number = await self._store(frame)
-            self._after = max(self._after, number)
+                await self._store(self._subject, frame)
         self._sent.clear()
 
-    async def _store(self, frame: Frame, after: int | None = None) -> int:
-        headers = frame.headers()
-        if after is not None:  # so that a repetition is recognised, and not refused
-            headers[MESSAGE_ID] = f"{self._subject} {frame.attempt} {frame.number} {self._worker}"
+    async def _store(self, subject: str, frame: Frame, after: int | None = None) -> int:
         while True:
             try:
-                return await self._link.store(self._subject, frame.data, headers, after=after)
-            except (FullStoreError, NetworkError):
+                return await self._link.store(subject, frame.data, frame.headers(), after=after)
+            except LastFrameError:
+                raise
+            except AImageError:
                 await asyncio.sleep(FULL)
 
     async def _last(self) -> tuple[Frame | None, int]:
         while True:
             try:
-                return await self._link.last(self._subject)
+                return await self._link.last(self._marks)
             except LOST:
                 await asyncio.sleep(FULL)
 

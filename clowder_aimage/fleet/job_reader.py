@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink
-from clowder_aimage.fleet.job_frame import LAST, Frame
+from clowder_aimage.fleet.job_frame import BEGIN, LAST, Frame
 
 SILENCE = 2.0  # seconds without a frame after which the stream is read
 
@@ -18,11 +18,13 @@ SILENCE = 2.0  # seconds without a frame after which the stream is read
 class FrameOrder:
     """Puts frames into order: of the newest attempt, each once, by number.
 
-    A later attempt begins with its first frame; frames of earlier ones are dropped then.
+    A later attempt begins with its first frame; frames of earlier ones are dropped then. An attempt
+    with the same number is another one if its BEGIN is: the marks before it have expired.
     """
 
     def __init__(self) -> None:
         self._attempt, self._next = 0, 0
+        self._begun = b""
         self._early: dict[int, Frame] = {}
 
     @property
@@ -32,11 +34,14 @@ class FrameOrder:
 
     def add(self, frame: Frame) -> list[Frame]:
         """Take a frame, and return those whose turn has come."""
-        if frame.attempt > self._attempt:
+        is_begin = frame.kind == BEGIN
+        is_other = is_begin and self._next > 0 and frame.data != self._begun
+        if frame.attempt > self._attempt or (is_other and frame.attempt == self._attempt):
             self._attempt, self._next = frame.attempt, 0
             self._early.clear()
         if frame.attempt < self._attempt or frame.number < self._next or frame.attempt == 0:
             return []
+        self._begun = frame.data if is_begin else self._begun
         self._early[frame.number] = frame
         found = []
         while (known := self._early.pop(self._next, None)) is not None:
@@ -50,9 +55,10 @@ class JobReader:
 
     def __init__(self, link: FleetLink, job: str) -> None:
         self._link, self._subject = link, link.names.log(job)
+        # the number in the stream of the last frame that was read from it, by subject
+        self._read_to = {link.names.mark(job): 0, self._subject: 0}
         self._live: asyncio.Queue[Frame] = asyncio.Queue()
         self._order = FrameOrder()
-        self._after = 0  # number in the stream of the last frame that was read from it
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[JobReader]:
@@ -71,7 +77,7 @@ class JobReader:
     async def frames(self, *, from_start: bool = False) -> AsyncGenerator[Frame, None]:
         """Yield the frames until the last one; ``from_start`` those that are stored first.
 
-        While there is no connection it waits.
+        While there is no connection it waits. Raises ApiError (503): the fleet cannot be used.
         """
         must_read = from_start
         while True:
@@ -87,16 +93,18 @@ class JobReader:
             async with asyncio.timeout(SILENCE):
                 return self._order.add(await self._live.get())
         except TimeoutError:
+            self._link.check_lasting()
             return []
 
     async def _read(self) -> list[Frame]:
         found: list[Frame] = []
         with contextlib.suppress(*LOST):
-            async for number, message in self._link.stored(self._subject, self._after):
-                self._after = number
-                frame = Frame.parse(message.headers, message.data)
-                if frame is not None:
-                    found += self._order.add(frame)
+            for subject, after in self._read_to.items():
+                async for number, message in self._link.stored(subject, after):
+                    self._read_to[subject] = number
+                    frame = Frame.parse(message.headers, message.data)
+                    if frame is not None:
+                        found += self._order.add(frame)
         return found
 
 

@@ -5,11 +5,12 @@ Those that a gateway did not queue are requests to this worker alone, which is a
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -19,8 +20,9 @@ from clowder_aimage.api.picture.picture_source import NAMES, type_of
 from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet.continuation import NDJSON
 from clowder_aimage.fleet.fleet_job import FleetJob
-from clowder_aimage.fleet.fleet_link import LOST, FleetLink
+from clowder_aimage.fleet.fleet_link import FleetLink
 from clowder_aimage.fleet.job_frame import PIECE
+from clowder_aimage.http.background import beside
 from clowder_aimage.http.private_app import PrivateApp
 from clowder_aimage.oci import read_json
 
@@ -30,7 +32,11 @@ FORWARDED = ("Accept", "Host", "Traceparent", "Tracestate", "X-Request-Id", "X-S
 OWN = frozenset(
     "connection content-length date keep-alive server transfer-encoding x-request-id".split()
 )
-ANSWER = "Aimage-Answer"  # the header with status and headers of a direct response
+# A direct response is some messages: all but the last one have the header PART, which names what
+# they are, and the last one has ANSWER, with status, headers, and the size of the body
+PART, ANSWER = "Aimage-Part", "Aimage-Answer"
+LINE, CARD, BODY, ALIVE = "line", "card", "body", "alive"
+SIGN = 1.0  # seconds between two signs of life
 _EVERY = 0.25  # seconds between two lines for the same blob of a transfer
 
 
@@ -62,31 +68,42 @@ def _form(job: FleetJob) -> aiohttp.FormData:
     return found
 
 
-async def answer_call(link: FleetLink, local: PrivateApp, message: Msg) -> bool:
-    """Respond to a request by the routes of this process; return whether it may change the store.
+async def answer_call(
+    link: FleetLink, local: PrivateApp, message: Msg, renew: Callable[[], Awaitable[bytes]]
+) -> None:
+    """Respond to a request by the routes of this process.
 
-    The lines of a transfer are published as they arrive, and the last one is the response.
+    The lines of a transfer are published as they arrive, and the last one is the response. After a
+    change of the store ``renew`` returns the card of this worker, which comes before the response.
     """
     facts: dict[str, Any] = {"status": 500, "headers": []}
-    is_change = False
-    try:
-        job = FleetJob.decode(message.data)
-        is_change = job.method not in ("GET", "HEAD")
-        async with send_job(local, job) as response:
-            facts["status"] = response.status
-            known = [(name, text) for name, text in response.headers.items()]
-            facts["headers"] = [one for one in known if one[0].lower() not in OWN]
-            if response.content_type == NDJSON:
-                body = await _pass_lines(link, message.reply, response, facts)
-            else:
-                body = await response.read()
-    except (AImageError, aiohttp.ClientError) as error:
-        body = str(error).encode()
-    if len(body) > link.client.max_payload - PIECE:
-        body, facts = b"the response is too large", {"status": 507, "headers": []}
-    with contextlib.suppress(*LOST):
-        await link.client.publish(message.reply, body, headers={ANSWER: json.dumps(facts)})
-    return is_change
+    async with beside(_show_life(link, message.reply)):
+        try:
+            job = FleetJob.decode(message.data)
+            async with send_job(local, job) as response:
+                facts["status"] = response.status
+                known = [(name, text) for name, text in response.headers.items()]
+                facts["headers"] = [one for one in known if one[0].lower() not in OWN]
+                if response.content_type == NDJSON:
+                    body = await _pass_lines(link, message.reply, response, facts)
+                else:
+                    body = await response.read()
+            if job.method not in ("GET", "HEAD"):
+                with contextlib.suppress(AImageError):  # the store cannot be read
+                    await link.tell(message.reply, await renew(), {PART: CARD})
+        except (AImageError, aiohttp.ClientError) as error:
+            body = str(error).encode()
+    facts["size"] = len(body)
+    while len(body) > PIECE:
+        await link.tell(message.reply, body[:PIECE], {PART: BODY})
+        body = body[PIECE:]
+    await link.tell(message.reply, body, {ANSWER: json.dumps(facts)})
+
+
+async def _show_life(link: FleetLink, reply: str) -> None:
+    while True:
+        await asyncio.sleep(SIGN)
+        await link.tell(reply, b"", {PART: ALIVE})
 
 
 async def _pass_lines(
@@ -100,5 +117,5 @@ async def _pass_lines(
             facts["status"] = value.get("status", 500)
         elif now - told.get(name, 0.0) >= _EVERY or value.get("completed") == value.get("total"):
             told[name] = now
-            await link.tell(reply, last)
+            await link.tell(reply, last, {PART: LINE})
     return last

@@ -79,7 +79,7 @@ class JobRun:
 
     async def _serve(self) -> str:
         try:
-            last, after = await self.link.last(self.link.names.log(self.job.id))
+            last, after = await self.link.last(self.link.names.mark(self.job.id))
         except LOST:
             return await self._give_back()
         if last is not None and last.kind in LAST:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from nats.aio.msg import Msg
-from nats.errors import NoRespondersError
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
@@ -83,7 +82,7 @@ class JoinedWorker(Role):
         self._news = asyncio.Event()
         self._runs: dict[str, JobRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._consumers: set[Key] = set()
+        self._consumers: dict[Key, float] = {}  # when each was asked last
         self._is_heard = False
         self._swept = self._reported = 0.0
         self._told: object = None
@@ -199,17 +198,15 @@ class JoinedWorker(Role):
         names = self._link.names
         consumer = names.consumer(*key)
         try:
-            if key not in self._consumers:
+            if (now := time.monotonic()) - self._consumers.get(key, -IDLE) > IDLE / 2:
                 await self._link.streams.add_consumer(names.jobs, self._consumer(key))
-                self._consumers.add(key)
+            self._consumers[key] = now
             subject = f"$JS.API.CONSUMER.MSG.NEXT.{names.jobs}.{consumer}"
             message = await self._link.client.request(
                 subject, _NEXT, timeout=2.0, old_style=True
             )  # with an inbox of its own, as the answer has the subject of the job
-        except NoRespondersError:  # it was removed, as nobody asked for a long time
-            self._consumers.discard(key)
-            return None
-        except (*LOST, JetStreamError):
+        except (*LOST, JetStreamError):  # perhaps it was removed, of which NATS says nothing
+            self._consumers.pop(key, None)
             return None
         status = (message.headers or {}).get("Status")
         return message if status is None else None
@@ -270,13 +267,15 @@ class JoinedWorker(Role):
             await message.nak(delay=LATER)
             return
         link, job = self._link, (message.headers or {}).get(MESSAGE_ID, "")
-        last, after = await link.last(link.names.log(job))
+        last, after = await link.last(link.names.mark(job))
         if last is None or last.kind not in LAST:
             log = JobLog(link, job, self._place.id, Attempt.following(last))
             text = f"the job was given up, as no worker can read it: {error.message}"
-            with contextlib.suppress(LastFrameError):
+            try:
                 await log.begin(after)
                 await log.end(DEAD, {"status": 500, "code": "job_given_up", "message": text})
+            except LastFrameError:  # another worker can read it
+                return
         await message.term()
 
     async def _sweep(self) -> None:
@@ -325,9 +324,13 @@ class JoinedWorker(Role):
         self._begin(self._answer(message))
 
     async def _answer(self, message: Msg) -> None:
-        if await answer_call(self._link, self._local, message):  # of a change
-            await run_io(self._view.read)
-            await self._put_card()
+        await answer_call(self._link, self._local, message, self._renew)
+
+    async def _renew(self) -> bytes:
+        """Report after a change of the store, and return the card. Raises AImageError."""
+        await run_io(self._view.read)
+        await self._put_card()
+        return self._card().encode()
 
     async def _on_order(self, message: Msg) -> None:
         """Take or refuse jobs from now on, as an operator says; answer with the card."""

@@ -21,18 +21,18 @@ from nats.errors import NoRespondersError
 from clowder_aimage.api.answer_stream import NdjsonStream, is_gone
 from clowder_aimage.api.picture import picture_link
 from clowder_aimage.api.request_body import read_object
-from clowder_aimage.errors import UsageError
+from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink, unavailable
-from clowder_aimage.fleet.job_request import ANSWER
+from clowder_aimage.fleet.job_request import ANSWER, BODY, CARD, LINE, PART
 from clowder_aimage.fleet.worker_card import Roster, WorkerCard
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
 from clowder_aimage.oci import Reference, read_json
 
 PATIENCE = 5.0  # seconds for a list
-_WATCH = 0.5  # seconds between two checks that a worker is still there, and of progress
-_EVER = 86400.0  # seconds
+SILENCE = 10.0  # seconds without a sign of life after which a worker counts as gone
+_WATCH = 0.5  # seconds between two looks at the progress
 _WAITING = {"status": "waiting for workers"}
 _LISTS = (  # a path, its list, and what is one entry
     ("/v1/models", "data", "id", INFER),
@@ -149,8 +149,8 @@ class WorkerCalls:
     ) -> list[WorkerAnswer]:
         """Return the responses of all workers that respond, in the order of their ids.
 
-        Without ``patience`` a worker may take as long as it is there. ``on_line`` takes the id of a
-        worker and a line of its transfer. Raises ApiError.
+        Without ``patience`` a worker may take as long as it gives signs of life. ``on_line`` takes
+        the id of a worker and a line of its transfer. Raises ApiError.
         """
         self._link.check()
         cards = self._roster.cards()
@@ -185,40 +185,54 @@ class WorkerCalls:
             headers={"Host": request.host},
             fields=fields,
         )
-        seconds = patience or _EVER
-        task = asyncio.create_task(self._ask(worker, job.encode(), seconds, on_line))
-        try:
-            while not task.done():
-                await asyncio.wait([task], timeout=_WATCH)
-                if not any(card.id == worker for card in self._roster.cards()):
-                    raise TimeoutError
-            message = task.result()
-        finally:
-            task.cancel()
-        facts = read_json((message.headers or {})[ANSWER].encode(), "an answer")
-        headers = [(name, text) for name, text in facts["headers"]]
-        return WorkerAnswer(facts["status"], headers, message.data)
+        data, most = job.encode(), self._link.client.max_payload
+        if len(data) > most:
+            message = f"the request has {len(data)} bytes, and a message of NATS at most {most}: "
+            message += "raise max_payload in the configuration of the NATS server"
+            raise ApiError(413, message, code="too_large")
+        async with asyncio.timeout(patience):
+            return await self._ask(worker, data, on_line)
 
-    async def _ask(self, worker: str, data: bytes, seconds: float, on_line: OnLine | None) -> Msg:
-        """Return the response of a worker, after the lines of its transfer. Raises NatsError."""
-        client, subject = self._link.client, self._link.names.call(worker)
-        if on_line is None:
-            return await client.request(subject, data, timeout=seconds)
+    async def _ask(self, worker: str, data: bytes, on_line: OnLine | None) -> WorkerAnswer:
+        """Return the response of a worker. Raises NatsError, TimeoutError, FormatError."""
+        client = self._link.client
         arrived: asyncio.Queue[Msg] = asyncio.Queue()
-        inbox = client.new_inbox()
-        subscription = await client.subscribe(inbox, cb=arrived.put)
+        subscription = await client.subscribe(inbox := client.new_inbox(), cb=arrived.put)
         try:
-            await client.publish(subject, data, reply=inbox)
-            while True:
-                message = await arrived.get()
-                if (message.headers or {}).get("Status") == "503":
-                    raise NoRespondersError
-                if ANSWER in (message.headers or {}):
-                    return message
-                on_line(worker, read_json(message.data, "a line of a transfer"))
+            await client.publish(self._link.names.call(worker), data, reply=inbox)
+            return await self._collect(arrived, worker, on_line)
         finally:
             with contextlib.suppress(*LOST):
                 await subscription.unsubscribe()
+
+    async def _collect(
+        self, arrived: asyncio.Queue[Msg], worker: str, on_line: OnLine | None
+    ) -> WorkerAnswer:
+        """Return the response that the messages are, after lines of its transfer and a new card.
+
+        Raises TimeoutError after a long silence, in which the worker may have begun again.
+        """
+        body = bytearray()
+        while True:
+            async with asyncio.timeout(SILENCE):
+                message = await arrived.get()
+            known = message.headers or {}
+            if known.get("Status") == "503":
+                raise NoRespondersError
+            kind = known.get(PART)
+            if kind == CARD:
+                with contextlib.suppress(FormatError):
+                    self._roster.put(WorkerCard.decode(message.data))
+            elif kind == LINE and on_line is not None:
+                on_line(worker, read_json(message.data, "a line of a transfer"))
+            elif kind == BODY or ANSWER in known:
+                body += message.data
+            if ANSWER in known:
+                facts = read_json(known[ANSWER].encode(), "an answer")
+                if len(body) != facts["size"]:
+                    raise TimeoutError  # a part was lost
+                headers = [(name, text) for name, text in facts["headers"]]
+                return WorkerAnswer(facts["status"], headers, bytes(body))
 
     async def _merged(self, field: str, key: str, request: web.Request) -> web.StreamResponse:
         """Respond with the entries of all workers, each once, in the order of the first."""

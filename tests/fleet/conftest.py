@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from tests.conftest import TINY
-from tests.fleet.fleet_run import FleetRun, Nats
+from tests.fleet.fleet_run import PATIENCE, FleetRun, Nats
 from tests.process import Aimage
 
 Scene = Callable[[FleetRun], Awaitable[None]]
@@ -45,7 +45,7 @@ def play(nats: Nats, tiny_store: Path, tmp_path: Path) -> Callable[..., None]:
         fleet = FleetRun(own or nats, tmp_path / "store", name, **options)
 
         async def played() -> None:
-            async with asyncio.timeout(60), aiohttp.ClientSession() as fleet.session:
+            async with asyncio.timeout(3 * PATIENCE), aiohttp.ClientSession() as fleet.session:
                 await fleet.make()
                 await scene(fleet)
 

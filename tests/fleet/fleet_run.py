@@ -38,6 +38,7 @@ from tests import process
 
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 PICTURES = "/v1/images/generations"
+PATIENCE = 60.0  # seconds until a test fails that waits; on an idle machine it needs a fraction
 
 
 def free_port() -> int:
@@ -153,7 +154,7 @@ class FleetRun:
         try:
             async with role.running(), accepting(build_app(role, tokens=tokens), listening):
                 if is_awaited:
-                    await link.connected(10)
+                    await link.connected(PATIENCE)
                 yield listening.urls[0]
         finally:
             listening.close()
@@ -169,7 +170,7 @@ class FleetRun:
         link = FleetLink(self.access_of(WORKER), WORKER, name)
         joined = JoinedWorker(link, service, role, WorkerPlace(name))
         async with role.running(), joined.running():
-            await link.connected(10)
+            await link.connected(PATIENCE)
             await until(lambda: joined._is_heard and bool(joined._view.models))
             await joined._put_card()
             yield joined
@@ -201,7 +202,7 @@ def _no_registry(reference: Reference) -> Digest:
     raise AssertionError(f"{reference} was looked for in a registry")
 
 
-async def until(is_true: Callable[[], Any], timeout: float = 20.0) -> None:
+async def until(is_true: Callable[[], Any], timeout: float = PATIENCE) -> None:
     """Wait for a condition, which may be a coroutine function."""
     async with asyncio.timeout(timeout):
         while True:

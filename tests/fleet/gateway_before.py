@@ -17,7 +17,7 @@ from clowder_aimage.fleet.gateway_role import GatewayRole
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
 from clowder_aimage.http.route import Role
 from clowder_aimage.oci import Digest, Reference
-from tests.fleet.fleet_run import Nats, until
+from tests.fleet.fleet_run import PATIENCE, Nats, until
 
 _numbers = itertools.count()
 
@@ -34,7 +34,7 @@ async def gateway_before(nats: Nats, service: Service, own: Role) -> AsyncIterat
     resolve = partial(_resolve, service)
     gateway = GatewayRole(FleetLink(access, GATEWAY), GatewayMetrics(), resolve=resolve)
     async with joined.running(), gateway.running():
-        await link.connected(10)
+        await link.connected(PATIENCE)
         await until(lambda: gateway._watch.roster.cards())
         yield gateway
         await joined.drain(0.0, asyncio.Event())

@@ -17,15 +17,23 @@ from aiohttp import web
 
 from clowder_aimage.api.answer_stream import NdjsonStream
 from clowder_aimage.errors import AImageError
-from clowder_aimage.fleet import job_choice, job_run, joined_worker, response_relay
+from clowder_aimage.fleet import (
+    fleet_link,
+    job_choice,
+    job_reader,
+    job_run,
+    joined_worker,
+    response_relay,
+)
 from clowder_aimage.fleet.continuation import NDJSON, SSE
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import GATEWAY, MESSAGE_ID, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.fleet_name import BATCH
-from clowder_aimage.fleet.job_frame import DATA, END, Frame
+from clowder_aimage.fleet.job_frame import BEGIN, END, Frame
 from clowder_aimage.fleet.worker_card import give_order
 from clowder_aimage.http.route import ADMIN, Role, Route
 from tests.fleet.fleet_run import (
+    PATIENCE,
     PICTURES,
     FleetRun,
     Nats,
@@ -321,7 +329,7 @@ async def _given_up(fleet: FleetRun) -> list[dict[str, Any]]:
     """Return the jobs that were given up."""
     link = fleet.operator()
     async with link.open():
-        await link.connected(10)
+        await link.connected(PATIENCE)
         found = []
         info = await link.streams.stream_info(link.names.dead)
         for number in range(info.state.first_seq, info.state.last_seq + 1):
@@ -338,7 +346,7 @@ def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
             # As if the workers of four attempts had been killed in the middle
             link = fleet.operator()
             async with link.open():
-                await link.connected(10)
+                await link.connected(PATIENCE)
                 key = {"headers": {"Idempotency-Key": "killed"}}
                 told = asyncio.create_task(fleet.ask(url, "x", **key))
                 assert (await told)[0] == 200
@@ -347,8 +355,8 @@ def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
                 job = next(iter(info.state.subjects or {})).rpartition(".")[2]
                 await streams.purge_stream(names.logs)
                 past = ("w2", "w3", "w4")
-                frame = Frame(DATA, 4, 1, b"", "w5", past)
-                await link.store(names.log(job), b"", frame.headers())
+                frame = Frame(BEGIN, 4, 0, b"", "w5", past)
+                await link.store(names.mark(job), b"", frame.headers())
                 await streams.delete_stream(names.dead)
                 await fleet.make()
                 role.served.clear()
@@ -374,7 +382,7 @@ async def _published_again(link: FleetLink, job: str, fleet: FleetRun, url: str)
         return (await fleet.status(url))["given_up"] == 1
 
     await until(is_dead)
-    last, _ = await link.last(names.log(job))
+    last, _ = await link.last(names.mark(job))
     assert last is not None
     return str(json.loads(last.data)["message"])
 
@@ -393,7 +401,7 @@ def test_a_drained_worker_ends_its_work_and_takes_no_more(play: Play) -> None:
             await fleet.know(url, 1)
             link = fleet.operator()
             async with link.open():
-                await link.connected(10)
+                await link.connected(PATIENCE)
                 asked = asyncio.create_task(fleet.ask(url, "a", seed=1))
                 await begun.wait()
                 card = await give_order(link, "first", "drain")
@@ -507,7 +515,7 @@ def test_a_fleet_that_is_not_prepared_is_named(play: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
         link = fleet.operator()
         async with link.open():
-            await link.connected(10)
+            await link.connected(PATIENCE)
             config = (await link.streams.stream_info(link.names.logs)).config
             config.subjects = ["other.>"]
             await link.streams.update_stream(config)
@@ -532,6 +540,45 @@ def test_a_fleet_that_is_not_prepared_is_named(play: Play) -> None:
                         return answer.status == 200
 
                 await until(is_ready)
+
+    play(scene)
+
+
+def test_a_stream_that_is_deleted_while_gateways_are_connected_is_named(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_reader, "SILENCE", 0.2)
+    monkeypatch.setattr(fleet_link, "CHECK", 0.2)
+
+    async def scene(fleet: FleetRun) -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            begun.set()
+            await go_on.wait()
+            return await prompt_as_picture(request, body)
+
+        link, role = fleet.operator(), ScriptedRole(slow)
+        async with fleet.gateway() as url, fleet.worker("w1", role), link.open():
+            await link.connected(PATIENCE)
+            await fleet.know(url, 1)
+            for name in (link.names.jobs, link.names.logs):
+                begun.clear()
+                waiting = asyncio.create_task(fleet.ask(url, "waits"))
+                await begun.wait()
+                await link.streams.delete_stream(name)
+                for asked in (waiting, fleet.ask(url, "x")):
+                    status, value = await asked
+                    assert status == 503, value
+                    assert f"no stream {name}" in value["error"]["message"]
+                await fleet.make()
+                go_on.set()
+
+                async def is_answered() -> bool:
+                    return (await fleet.ask(url, "again", seed=1))[0] == 200
+
+                await until(is_answered)
+                go_on.clear()
 
     play(scene)
 
@@ -642,7 +689,7 @@ def test_the_shipped_configuration_allows_what_a_fleet_does(
             assert (await fleet.status(url))["jobs"] == 0
             link = fleet.operator()
             async with link.open():
-                await link.connected(10)
+                await link.connected(PATIENCE)
                 assert (await give_order(link, "w1", "drain"))["is_draining"]
 
     try:
@@ -655,11 +702,11 @@ def test_a_finished_job_that_the_server_left_on_the_queue_is_removed(play: Play)
     async def scene(fleet: FleetRun) -> None:
         link = fleet.operator()
         async with link.open(), fleet.gateway() as url:
-            await link.connected(10)
-            for name, kind in (("done", END), ("running", DATA)):
+            await link.connected(PATIENCE)
+            for name, kind in (("done", END), ("running", BEGIN)):
                 subject = link.names.job(BATCH, name, "me")
                 await link.store(subject, b"x", {MESSAGE_ID: name})
-                await link.store(link.names.log(name), b"", Frame(kind, 1, 1).headers())
+                await link.store(link.names.mark(name), b"", Frame(kind, 1, 1).headers())
 
             async def is_removed() -> bool:
                 queue = (await fleet.status(url))["queue"]

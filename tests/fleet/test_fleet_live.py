@@ -21,7 +21,7 @@ from PIL import Image
 
 from clowder_aimage.fleet.job_run import ACK_WAIT
 from clowder_aimage.fleet.joined_worker import SWEEP
-from tests.fleet.fleet_run import PICTURES, Nats
+from tests.fleet.fleet_run import PATIENCE, PICTURES, Nats
 from tests.process import Aimage
 from tests.worker.conftest import Worker, begin
 
@@ -53,7 +53,7 @@ class LiveFleet:
 
     @staticmethod
     def until(is_true: Any) -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE
         while not is_true():
             assert time.monotonic() < end
             time.sleep(0.05)

@@ -21,10 +21,13 @@ from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import GATEWAY, FleetAccess, FleetLink
 from clowder_aimage.fleet.fleet_name import BATCH, INTERACTIVE, FleetNames
 from clowder_aimage.fleet.fleet_status import FleetStatus
+from clowder_aimage.fleet.fleet_stream import FleetShape
+from clowder_aimage.fleet.gateway import MIN_WINDOW, JobGateway
 from clowder_aimage.fleet.job_choice import (
     ELSEWHERE,
     FOLLOW,
     LEFT,
+    MOST,
     ON_DISK,
     JobChoice,
     to_load,
@@ -92,6 +95,9 @@ def test_frames_are_ordered_once_and_by_attempt() -> None:
     assert add(2, 1) == []
     assert add(2, 0) == [(2, 0), (2, 1)]
     assert add(1, 3) == []  # of a worker that came back too late
+    other = Frame(BEGIN, 2, 0, b"other")  # the marks before it have expired
+    assert order.add(other) == [other] and add(2, 1) == [(2, 1)]
+    assert order.add(other) == []
 
 
 # -- workers
@@ -203,6 +209,19 @@ def test_a_job_that_was_given_back_is_left_to_others() -> None:
     choice.delivered(key, 7)
     choice.hear(key, 2.1 + LEFT)
     assert choice.next(2.1 + LEFT)[0] == key
+
+
+def test_what_is_remembered_of_queues_that_nobody_serves_is_bounded() -> None:
+    choice, key = JobChoice(lambda _: None), (INTERACTIVE, "m")
+    for number in range(1, 2 * MOST):
+        choice.hear(key, float(number), number)
+        choice.hear((BATCH, str(number)), 0.0)
+    assert len(choice._heard[key]) == MOST and len(choice._heard) == MOST
+    assert choice._since(key) == 1.0
+    choice.delivered(key, 2 * MOST - 2)
+    assert choice.is_wanted("m")  # the last one is there
+    choice.delivered(key, 2 * MOST - 1)
+    assert not choice.is_wanted("m")
 
 
 def test_a_worker_that_would_load_a_model_waits_for_a_job_that_is_old_enough() -> None:
@@ -356,12 +375,12 @@ def test_callers_have_their_turns_one_after_another() -> None:
 
 
 async def _take_turns() -> None:
-    line, order = FairLine(lambda: 1, most=10), list[str]()
+    line, order = FairLine(lambda _: 1, most=10), list[str]()
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(line.turn("first", INTERACTIVE))
+        await stack.enter_async_context(line.turn("first", INTERACTIVE, A))
 
         async def job(caller: str, priority: str = INTERACTIVE) -> None:
-            async with line.turn(caller, priority):
+            async with line.turn(caller, priority, A):
                 order.append(caller)
 
         jobs = [asyncio.create_task(job("batch", BATCH))]
@@ -375,13 +394,54 @@ async def _take_turns() -> None:
         assert line.waiting == 5
     await asyncio.gather(*jobs)
     assert order == ["many", "few", "many", "many", "batch"]
-    assert line.queued == line.waiting == 0
+    assert not line.queued and not line.waiting and not line._waiting
+
+
+def test_jobs_that_no_worker_takes_hold_up_no_other_model() -> None:
+    async def run() -> None:
+        line, order = FairLine({A: 2, B: 1}.__getitem__, most=9), list[str]()
+
+        async def job(caller: str) -> None:
+            async with line.turn(caller, INTERACTIVE, B):
+                order.append(caller)
+
+        stuck = [asyncio.create_task(_stay(line)) for _ in range(5)]
+        await asyncio.sleep(0)
+        assert (line.queued[A], line.waiting) == (2, 3)
+        async with line.turn("many", INTERACTIVE, B):  # at once
+            jobs = [asyncio.create_task(job(caller)) for caller in ("many", "many", "few")]
+            await asyncio.sleep(0)
+            assert line.waiting == 6
+        await asyncio.gather(*jobs)
+        assert order == ["many", "few", "many"]
+        for task in stuck:
+            task.cancel()
+        await asyncio.wait(stuck)
+        assert not line.queued and not line._waiting
+
+    asyncio.run(run())
+
+
+def test_a_window_is_that_of_the_workers_that_may_have_the_model() -> None:
+    watch: Any = SimpleNamespace(roster=Roster())
+    nothing: Any = None
+    gateway = JobGateway(nothing, watch, nothing, resolve=nothing)
+    assert gateway.window(A) == gateway.window() == MIN_WINDOW
+    watch.roster.put(card("w1", slots=9))
+    assert (gateway.window(A), gateway.window(C)) == (18, MIN_WINDOW)
+    watch.roster.put(card("w2", slots=10, may_pull=True))
+    assert (gateway.window(A), gateway.window(C), gateway.window()) == (38, 20, 38)
+
+
+async def _stay(line: FairLine) -> None:
+    async with line.turn("a", INTERACTIVE, A):
+        await asyncio.Event().wait()
 
 
 def test_a_full_line_refuses_and_a_job_that_has_begun_makes_room() -> None:
     async def run() -> None:
-        line = FairLine(lambda: 1, most=1)
-        async with line.turn("a", INTERACTIVE) as begun:
+        line = FairLine(lambda _: 1, most=1)
+        async with line.turn("a", INTERACTIVE, A) as begun:
             waiting = asyncio.create_task(_pass(line))
             await asyncio.sleep(0)
             with pytest.raises(BusyError):
@@ -393,16 +453,16 @@ def test_a_full_line_refuses_and_a_job_that_has_begun_makes_room() -> None:
 
 
 async def _pass(line: FairLine) -> None:
-    async with line.turn("b", INTERACTIVE):
+    async with line.turn("b", INTERACTIVE, A):
         pass
 
 
 def test_the_age_of_the_oldest_job_is_that_of_jobs_that_no_worker_has_begun() -> None:
     async def run() -> None:
         now = 0.0
-        line = FairLine(lambda: 1, most=9, clock=lambda: now)
+        line = FairLine(lambda _: 1, most=9, clock=lambda: now)
         assert line.age(INTERACTIVE) == 0.0
-        async with line.turn("a", INTERACTIVE) as begun:
+        async with line.turn("a", INTERACTIVE, A) as begun:
             waiting = asyncio.create_task(_pass(line))
             await asyncio.sleep(0)
             now = 5.0
@@ -501,14 +561,24 @@ def test_errors_have_the_form_of_the_stream() -> None:
     assert is_stream("text/event-stream; charset=utf-8") and not is_stream("application/json")
 
 
-def test_a_server_of_an_old_version_is_named() -> None:
+def test_a_server_that_cannot_serve_a_fleet_is_named() -> None:
+    """It is too old, or its messages are too short for a piece of a response."""
+
     async def check() -> None:
         link = FleetLink(FleetAccess(("nats://127.0.0.1:1",)), GATEWAY)
-        version = SimpleNamespace(major=2, minor=8)
-        link._client = SimpleNamespace(is_connected=True, connected_server_version=version)  # type: ignore[assignment]
-        await link._verify()
-        with pytest.raises(ApiError, match=r"2\.9 is needed") as caught:
-            link.check()
-        assert caught.value.status == 503 and caught.value.headers["Retry-After"]
+        for minor, most, reason in (
+            (8, 1 << 20, r"2\.9 is needed"),
+            (10, 1 << 16, r"messages of 65536 bytes; set max_payload .* to 1048576 or more"),
+        ):
+            version = SimpleNamespace(major=2, minor=minor)
+            link._client = SimpleNamespace(  # type: ignore[assignment]
+                is_connected=True, connected_server_version=version, max_payload=most
+            )
+            await link._verify()
+            with pytest.raises(ApiError, match=reason) as caught:
+                link.check()
+            assert caught.value.status == 503 and caught.value.headers["Retry-After"]
+            with pytest.raises(UsageError, match=reason):
+                await link.make(FleetShape(), 1)
 
     asyncio.run(check())

@@ -19,7 +19,7 @@ from clowder_aimage.cli.verbs import fleet as verb
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.fleet.fleet_link import GATEWAY, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.fleet_name import FleetNames
-from tests.fleet.fleet_run import FleetRun, Nats, ScriptedRole, prompt_as_picture
+from tests.fleet.fleet_run import PATIENCE, FleetRun, Nats, ScriptedRole, prompt_as_picture
 from tests.fleet.nats_config import Key, account, creds_file, shipped
 from tests.process import Aimage
 from tests.worker.conftest import begin
@@ -113,7 +113,7 @@ def test_a_fleet_with_tls_certificates_of_clients_and_nkeys(
         join = ("--join", url, *trust, *client, *worker_key, "--worker-name", "w1")
         worker = begin(here, *join)
         try:
-            end = time.monotonic() + 30
+            end = time.monotonic() + PATIENCE
             while not gateway.get("/v1/fleet")["workers"]:
                 assert time.monotonic() < end
                 time.sleep(0.05)
@@ -158,7 +158,7 @@ def test_credentials_of_an_operator_select_the_tenant(play: Play, tmp_path: Path
             link = fleet.operator()
             async with link.open():
                 with pytest.raises(Exception, match="no fleet"):
-                    await link.connected(10)
+                    await link.connected(PATIENCE)
 
     with server(tmp_path, text) as own:
         play(scene, own, creds=files["one"])
@@ -191,8 +191,8 @@ def test_a_tenant_neither_reads_nor_writes_another_s_jobs(
 
             curious = FleetLink(other.access_of(GATEWAY), GATEWAY, "curious")
             async with link.open(), curious.open():
-                await link.connected(10)
-                await curious.connected(10)
+                await link.connected(PATIENCE)
+                await curious.connected(PATIENCE)
                 await curious.client.subscribe(link.names.log("*"), cb=hear)
                 await curious.client.subscribe(f"$KV.{link.names.workers}.>", cb=hear)
                 await curious.client.flush()
@@ -231,7 +231,7 @@ def test_gateways_and_workers_are_limited_to_their_fleet(
                 into.append(str(error))
 
             async with link.open():
-                await link.connected(10)
+                await link.connected(PATIENCE)
                 link.client._error_cb = note
                 await link.client.subscribe(names.log("*"))
                 await link.client.subscribe(names.job("interactive", "*"))
@@ -249,7 +249,7 @@ def test_gateways_and_workers_are_limited_to_their_fleet(
                         await link.streams.stream_info(names.jobs)
         watching = team.operator()
         async with watching.open():
-            await watching.connected(10)
+            await watching.connected(PATIENCE)
             for name in (names.jobs, names.logs):
                 assert (await watching.streams.stream_info(name)).state.last_seq == 0
 
@@ -263,7 +263,7 @@ def test_a_worker_s_user_cannot_make_jobs_or_give_orders(
     async def scene(fleet: FleetRun) -> None:
         link = FleetLink(fleet.access_of(WORKER), WORKER, "bad")
         async with link.open():
-            await link.connected(10)
+            await link.connected(PATIENCE)
             with pytest.raises(NetworkError):
                 await link.store(link.names.job("interactive", "a", "b"), b"", patience=0.1)
             with pytest.raises((NatsTimeoutError, TimeoutError)):
