@@ -193,7 +193,7 @@ class ImageRoutes:
         how: dict[str, Any] = {"encoding": body.encoding, "pull": selected.pull}
         how["adapters"] = work.adapters
         generate = partial(self._service.engine.generate, selected.reference, make, **how)
-        return work.enhancer.before(generate) if work.enhancer else generate()
+        return work.enhancer.before(generate, body.n) if work.enhancer else generate()
 
     async def _whole(
         self, request: web.Request, work: _Work, headers: dict[str, str]

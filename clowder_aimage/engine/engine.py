@@ -110,12 +110,14 @@ class Engine:
         pull: str = IF_MISSING,
         adapters: Mapping[int, Reference] = _NONE,
         is_text: bool = False,
+        is_admitted: bool = False,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a generation; closing the generator cancels it between two steps.
 
         ``make`` returns the parameters and is called once the AImage and those of ``adapters`` are
         in the store. An error of an adapter has its index as the fact ``adapter``. ``is_text``: it
-        is for a language model, which serves several requests at once.
+        is for a language model, which serves several requests at once. ``is_admitted``: it is a
+        part of a request that was admitted before, and is not refused if the queue is full.
 
         Raises:
             BusyError, DeadlineError, StoppedError: The request was refused or ended.
@@ -125,6 +127,7 @@ class Engine:
         """
         how = encoding or PictureEncoding()
         request = QueuedRequest(reference, make, how, keep_alive, pull, adapters, is_text)
+        request.is_admitted = is_admitted
         return self._stream(request)
 
     def load(
@@ -171,7 +174,8 @@ class Engine:
         return BusyError(count, self._pace.wait(count, running))
 
     async def _serve(self, request: QueuedRequest, emit: Emit) -> None:
-        self.check_room(is_text=request.is_text)
+        if not request.is_admitted or self.is_draining:
+            self.check_room(is_text=request.is_text)
         request.number, request.deadline = next(self._numbers), self.limits.deadline
         self._requests.add(request)
         self.metrics.queue.set(self.waiting)

@@ -112,6 +112,7 @@ class QueuedRequest:
     adapters: Mapping[int, Reference] = field(default_factory=dict)
     is_text: bool = False
 
+    is_admitted: bool = False  # as a part of another one
     number: int = 0
     stage: str = "waiting"
     model: ModelSlot | None = None

@@ -127,5 +127,18 @@ def test_the_picture_states_both_prompts(worker: LocalWorker) -> None:
     assert answer["data"] == [{"b64_json": line["image"]}]
     status, other = ask(worker, OLLAMA, **known, stream=False)
     assert other["image"] == line["image"]
-    status, answer = ask(worker, OPENAI, prompt="", enhance="enhancer")
-    assert status == 200 and answer["data"][0]["revised_prompt"]
+
+
+@pytest.mark.integration
+def test_each_picture_has_a_prompt_with_its_own_seed(worker: LocalWorker) -> None:
+    wish: dict[str, Any] = {"prompt": "", "enhance": "enhancer", "size": "32x32"}
+    status, answer = ask(worker, OPENAI, **wish, n=2)
+    first, second = answer["data"]
+    assert status == 200 and first["revised_prompt"] != second["revised_prompt"] != ""
+    _, alone = ask(worker, OPENAI, **wish, seed=4)
+    assert alone["data"] == [second]
+    body = json.dumps(SMALL | wish | {"n": 2, "stream": True}).encode()
+    _, _, stream = answer_to(urllib.request.Request(worker.url + OPENAI, body))
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith(b"data: {")]
+    assert [(one["step"], one["total"]) for one in events[:-1]] == [(1, 2), (2, 2)]
+    assert events[-1]["data"] == answer["data"]

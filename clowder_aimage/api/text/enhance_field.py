@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
@@ -14,11 +14,11 @@ from clowder_aimage.api.model_kind import TEXT, check_kind
 from clowder_aimage.api.request_body import RequestBody, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
-from clowder_aimage.engine.event import Event, PullingEvent
+from clowder_aimage.engine.event import Event, ImageEvent, PreviewEvent, PullingEvent
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.http.api_error import ApiError, api_error
-from clowder_aimage.model.pipeline import ENHANCED, GenerateRequest
+from clowder_aimage.model.pipeline import ENHANCED, GenerateRequest, Step
 from clowder_aimage.model.text.enhancement import (
     MAX_INSTRUCTION,
     enhanced_prompt,
@@ -75,9 +75,9 @@ class EnhanceFields(RequestBody):
 
 @dataclass(slots=True)
 class PromptEnhancer:
-    """A language model of the worker that writes the prompt of a request.
+    """A language model of the worker that writes the prompts of a request, one for each picture.
 
-    prompt, seed, instruction: those of the request. The new prompt is known once its events
+    prompt, seed, instruction: those of the request. The new prompts are known once their events
     have passed.
     """
 
@@ -87,7 +87,8 @@ class PromptEnhancer:
     seed: int
     pull: str
     instruction: str | None = None
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
+    picture: int = 0  # that is generated
     name: str = ""
 
     @classmethod
@@ -107,40 +108,58 @@ class PromptEnhancer:
             raise wrong(_FIELD, error.message[:300]) from None
 
     async def before(
-        self, generate: Callable[[], AsyncGenerator[Event, None]]
+        self, generate: Callable[..., AsyncGenerator[Event, None]], count: int = 1
     ) -> AsyncGenerator[Event, None]:
-        """Write the prompt, then yield the events of ``generate``. Raises ApiError."""
-        pieces: list[TextEvent] = []
+        """Write the prompts, then yield the events of ``generate`` for each. Raises ApiError."""
         try:
-            events = self.service.engine.generate(
-                self.reference, self._make, pull=self.pull, is_text=True
-            )
-            async with contextlib.aclosing(events) as coming:
-                async for event in coming:
-                    if isinstance(event, TextPiece):
-                        pieces.append(event)
-                    elif isinstance(event, PullingEvent):
+            for number in range(count):
+                async with contextlib.aclosing(self._write(number)) as coming:
+                    async for event in coming:
                         yield event
-            self.text = enhanced_prompt(pieces)
             found = await run_generation(self.service.store.resolve, self.reference)
             self.name = f"{self.reference.name}@{found.digest}"
         except AImageError as error:
             raise _explained(error) from None
-        async with contextlib.aclosing(generate()) as coming:
+        for self.picture in range(count):
+            async with contextlib.aclosing(generate(is_admitted=self.picture > 0)) as coming:
+                async for event in coming:
+                    if isinstance(event, Step | PreviewEvent | ImageEvent):
+                        event = replace(event, picture=self.picture)
+                    yield event
+
+    async def _write(self, number: int) -> AsyncGenerator[Event, None]:
+        """Write the prompt of a picture, and yield the events of a pull."""
+        pieces: list[TextEvent] = []
+
+        def make(aimage: AImage) -> TextRequest:
+            check_kind(self.reference, aimage, TEXT)
+            return self.request(number)
+
+        events = self.service.engine.generate(
+            self.reference, make, pull=self.pull, is_text=True, is_admitted=number > 0
+        )
+        async with contextlib.aclosing(events) as coming:
             async for event in coming:
-                yield event
+                if isinstance(event, TextPiece):
+                    pieces.append(event)
+                elif isinstance(event, PullingEvent):
+                    yield event
+        self.texts.append(enhanced_prompt(pieces))
 
     def apply(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with the new prompt, which states both."""
-        return replace(request, prompt=self.text, original_prompt=self.prompt, enhancer=self.name)
+        """Return the request for one picture with its new prompt, which states both."""
+        return replace(
+            request,
+            prompt=self.texts[self.picture],
+            seed=request.seed + self.picture,
+            n=1,
+            original_prompt=self.prompt,
+            enhancer=self.name,
+        )
 
-    def request(self) -> TextRequest:
-        """Return the request for the new prompt."""
-        return enhancement_request(self.prompt, self.seed, self.instruction)
-
-    def _make(self, aimage: AImage) -> TextRequest:
-        check_kind(self.reference, aimage, TEXT)
-        return self.request()
+    def request(self, number: int = 0) -> TextRequest:
+        """Return the request for the new prompt of a picture."""
+        return enhancement_request(self.prompt, self.seed + number, self.instruction)
 
 
 def _explained(error: AImageError) -> ApiError:
