@@ -18,7 +18,7 @@ PACKAGES = {
     "engine": (4_475, 88),
     "exporter": (1_640, 97),
     "family": (1_200, 95),
-    "fleet": (4_210, 85),
+    "fleet": (4_230, 85),
     "formats": (4_860, 97),
     "http": (1_790, 87),
     "importer": (3_120, 98),

@@ -165,12 +165,13 @@ async def _copy(service: Service, request: web.Request) -> web.StreamResponse:
     source, target = _reference(body.source, "source"), _reference(body.destination, "destination")
     if target.digest is not None:
         raise UsageError(f"expected a tag, not a digest: {target}", hint="remove the @DIGEST")
-    if not await run_locking(_tag, service.store, source, target):
+    if not await run_locking(copy_name, service.store, source, target):
         raise model_list.unknown(source)
     return web.Response()
 
 
-def _tag(store: ImageLayout, source: Reference, target: Reference) -> bool:
+def copy_name(store: ImageLayout, source: Reference, target: Reference) -> bool:
+    """Give the AImage ``source`` another name; return whether it is there. Run in a thread."""
     if _source(store, source) is None:  # before a store is created for nothing
         return False
     with store.keep():

@@ -7,14 +7,16 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 from nats.aio.msg import Msg
 
+from clowder_aimage.api.ollama_routes import copy_name
 from clowder_aimage.api.service import Service
-from clowder_aimage.engine.executor import run_io
+from clowder_aimage.engine.admission import NEVER
+from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink, LastFrameError
@@ -23,7 +25,8 @@ from clowder_aimage.fleet.job_log import JobLog
 from clowder_aimage.fleet.job_request import OWN, send_job
 from clowder_aimage.fleet.worker_card import Roster
 from clowder_aimage.http.private_app import PrivateApp
-from clowder_aimage.oci import Reference
+from clowder_aimage.http.route import ADMIN
+from clowder_aimage.oci import Digest, Reference
 
 ACK_WAIT = 4.0  # seconds after the last sign of life of its worker that a job goes elsewhere
 ALIVE = ACK_WAIT / 4  # seconds between two signs of life
@@ -55,6 +58,7 @@ class JobRun:
     message: Msg
     job: FleetJob
     is_cancelled: bool = False
+    is_nameless: bool = False  # this worker's store has no such name
     task: asyncio.Task[str] | None = None
 
     def cancel(self) -> None:
@@ -129,6 +133,7 @@ class JobRun:
             return GIVEN_BACK
         if reason:  # the client gets the response of the last worker
             return await self._give_up(log, reason, END)
+        await self._name()
         await log.end(END)
         await self._acknowledge()
         return DONE
@@ -158,14 +163,27 @@ class JobRun:
 
         It is unchanged if its name has that digest here, as it nearly always has. Run in a thread.
         """
-        job = self.job
+        job, is_named = self.job, False
         for name in (job.asked, job.model):  # the default model has another name than was asked for
             with contextlib.suppress(AImageError):
                 reference = self.service.reference(name or None)
                 if str(self.service.store.resolve(reference).digest) == job.digest:
                     return job if name == job.asked else job.named(name)
-        plain = str(Reference.parse(job.model)).partition("@")[0]
-        return job.named(f"{plain}@{job.digest}")
+                is_named = True  # as another one
+        self.is_nameless = not is_named
+        return job.named(str(self._by_digest()))
+
+    def _by_digest(self) -> Reference:
+        return replace(Reference.parse(self.job.model), digest=Digest.parse(self.job.digest))
+
+    async def _name(self) -> None:
+        """Give a model that was pulled by its digest the name that its client used."""
+        may_pull = (self.job.fields or {}).get("pull") != NEVER and self.job.scope == ADMIN
+        name = Reference.parse(self.job.model)
+        if self.is_nameless and may_pull and name.registry is not None and name.digest is None:
+            with contextlib.suppress(AImageError):
+                source = self._by_digest()
+                await run_locking(copy_name, self.service.store, source, name)
 
     def _has_others(self, past: tuple[str, ...]) -> bool:
         return self.roster.on_disk_elsewhere(self.job.digest, self.worker, *past)

@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.errors import FormatError, NetworkError
+from clowder_aimage.engine.admission import NEVER
+from clowder_aimage.errors import FormatError, NetworkError, NotFoundError
 from clowder_aimage.fleet import job_log
+from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import MESSAGE_ID, FleetLink, LastFrameError
 from clowder_aimage.fleet.job_frame import BEGIN, END, RELEASED, Attempt, Frame
 from clowder_aimage.fleet.job_log import JobLog
+from clowder_aimage.fleet.job_run import JobRun
+from clowder_aimage.fleet.worker_card import Roster
+from clowder_aimage.http.route import ADMIN, INFER
+from clowder_aimage.oci import Reference
 from tests.fleet.fleet_run import FleetRun, ScriptedRole, prompt_as_picture, until
 
 pytestmark = pytest.mark.integration
@@ -152,5 +158,36 @@ def test_a_job_that_another_worker_reads_is_not_ended_by_one_that_cannot(
             )
             await worker._refuse(other, FormatError("unknown field"))
             assert await marks(worker._link, "other") == [BEGIN, "dead"] and ended == ["term"]
+
+    play(scene)
+
+
+def test_a_model_that_a_job_pulled_has_the_name_that_was_asked_for(play: Play) -> None:
+    """It is pulled by the digest for which the job was admitted."""
+
+    async def scene(fleet: FleetRun) -> None:
+        async with fleet.worker("w", ScriptedRole(prompt_as_picture)) as worker:
+            store, link = worker._service.store, worker._link
+            digest = str(store.resolve(Reference.parse("tiny")).digest)
+            nothing: Any = None
+
+            async def served(model: str, scope: str, digest: str, **fields: Any) -> str:
+                job = FleetJob("j", "/", scope, "", model, model, digest, fields=fields)
+                run = JobRun(link, nothing, worker._service, "w", Roster(), nothing, job)
+                name = str((run._pinned().fields or {}).get("model", "unchanged"))
+                await run._name()
+                return name
+
+            other = "127.0.0.1:1/team/tiny:latest"
+            for scope, fields in ((INFER, {}), (ADMIN, {"pull": NEVER})):
+                assert await served(other, scope, digest, **fields) == f"{other}@{digest}"
+                with pytest.raises(NotFoundError):
+                    store.resolve(Reference.parse(other))
+            assert await served(other, ADMIN, digest) == f"{other}@{digest}"
+            assert str(store.resolve(Reference.parse(other)).digest) == digest
+            assert await served(other, ADMIN, digest) == "unchanged"
+            newer = f"sha256:{'0' * 64}"  # of other workers
+            assert await served(other, ADMIN, newer) == f"{other}@{newer}"
+            assert str(store.resolve(Reference.parse(other)).digest) == digest
 
     play(scene)
