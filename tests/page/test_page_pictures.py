@@ -409,6 +409,7 @@ def test_a_picture_dropped_anywhere_loads_its_settings(open_page: Open) -> None:
     number, facts = make(page, "two blue circles", steps=3, seed="18446744073709551610")
     data = kept(page, number)
     page.reload()
+    page.wait_for_selector("#main *")
     give(page, "body", ("circles.png", "image/png", data))
     expect(page.get_by_label("Prompt", exact=True)).to_have_value("two blue circles")
     found = draft(page)
