@@ -12,7 +12,8 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 ARGS    ?=
 
 BIN     := $(VENV)/bin
-PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Most modules of the packages are never imported: the others are compiled when they are.
+PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 RUN     := $(VENV)/.installed-run
 DEV     := $(VENV)/.installed-dev
 DOCS    := build/docs-venv
