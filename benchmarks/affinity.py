@@ -8,7 +8,9 @@ engines and the NATS server are simulated, and each message is on its way for a 
 random time of mean ``--delay``, as on a busy machine. Jobs arrive at random, for models by Zipf's
 law, so that ``--load`` of all slots are at work on average. ``met`` is the share of jobs for which
 no model was loaded, without the first quarter of the jobs; ``fixed`` is that of a fleet that never
-unloads a model. ``wait`` are the milliseconds until a job begins: p50 and p99.
+unloads a model. ``wait`` are the milliseconds until a job begins: p50 and p99. ``rate`` is the part
+of what the engines allow (one job of a model at a time), while jobs arrive and without the first
+quarter of that time: with one model and a load above what the engines allow, how the fleet scales.
 """
 
 from __future__ import annotations
@@ -161,7 +163,8 @@ class SimulatedWorker(JoinedWorker):
         is_warm = await self._role.work(message.name)
         name = self._link.names.consumer(*key)
         self._queue.running[name] -= 1
-        self._results.append((is_warm, begun - message.at))
+        now = asyncio.get_running_loop().time()
+        self._results.append((is_warm, begun - message.at, now))
         message.done.set()
         self._room.leave(digest)
         self._placement.demand.served(digest, begun)
@@ -181,7 +184,7 @@ async def simulate(options: argparse.Namespace, workers: int, load: float, delay
     """Return the result of one run."""
     chance = random.Random(options.seed)
     random.seed(options.seed)  # of the workers' jitter
-    queue, results = Queue(delay, chance), list[tuple[bool, float]]()
+    queue, results = Queue(delay, chance), list[tuple[bool, float, float]]()
     names = [name for name in MODELS if name != TEXT][: options.models]
     weights = [1 / (at + 1) for at in range(len(names))]
     for at in range(workers):
@@ -189,10 +192,14 @@ async def simulate(options: argparse.Namespace, workers: int, load: float, delay
         queue.workers.append(SimulatedWorker(queue, f"w{at:03}", role, results))
     tasks = [asyncio.create_task(each.run()) for each in queue.workers]
     mean = options.seconds / (load * SLOTS * workers)
-    jobs = []
+    jobs, clock = [], asyncio.get_running_loop().time
+    begun = clock()
     for _ in range(options.jobs):
         await asyncio.sleep(chance.expovariate(1 / mean))
         jobs.append(queue.publish(chance.choices(names, weights)[0]))
+    end = clock()
+    begun += (end - begun) / 4
+    served = sum(begun <= at < end for _, _, at in results)
     for job in jobs:
         await job.done.wait()
     for task in tasks:
@@ -201,13 +208,15 @@ async def simulate(options: argparse.Namespace, workers: int, load: float, delay
         with suppress(asyncio.CancelledError):
             await task
     settled = results[len(results) // 4 :]
+    slots = min(SLOTS, options.models) * workers
     return {
         "workers": workers,
         "load": load,
         "delay": delay,
-        "met": round(sum(is_warm for is_warm, _ in settled) / len(settled), 3),
+        "met": round(sum(is_warm for is_warm, _, _ in settled) / len(settled), 3),
         "fixed": round(sum(sorted(weights)[-SLOTS * workers :]) / sum(weights), 3),
-        "wait": percentiles([wait for _, wait in settled]),
+        "wait": percentiles([wait for _, wait, _ in settled]),
+        "rate": round(served * options.seconds / (end - begun) / slots, 3),
     }
 
 

@@ -129,7 +129,12 @@ def test_a_worker_that_stood_still_does_not_count(live: LiveFleet) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     assert not asking.is_alive() and pixels(found[0]) == pixels(wanted)
-    live.until(lambda: not any(live.card(one)["running"] for one in names.values()))
+
+    def is_idle() -> bool:
+        cards = live.gateway.get("/v1/fleet")["workers"]
+        return len(cards) == len(names) and not any(each["running"] for each in cards)
+
+    live.until(is_idle)
     again = post(live.url, key, **WISH, steps=150)["data"][0]["b64_json"]
     assert again == found[0]  # the response of the other one, to the byte
     assert live.gateway.get("/v1/fleet")["given_up"] == 0
