@@ -44,8 +44,14 @@ class LiveFleet:
         return begin(self.here, "--join", self.nats.url, *FLEET, "--worker-name", name)
 
     def card(self, name: str) -> dict[str, Any]:
-        found = self.here("fleet", "status", "--json", "--nats", self.nats.url, *FLEET)
-        cards = {each["id"]: each for each in json.loads(found.out)["workers"]}
+        cards: dict[str, Any] = {}
+
+        def is_known() -> bool:
+            found = self.here("fleet", "status", "--json", "--nats", self.nats.url, *FLEET)
+            cards.update({each["id"]: each for each in json.loads(found.out)["workers"]})
+            return name in cards  # a busy worker may be heard late
+
+        self.until(is_known)
         return dict(cards[name])
 
     def know(self, count: int) -> None:
