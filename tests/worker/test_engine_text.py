@@ -193,11 +193,12 @@ def test_twenty_clients_of_a_real_model_are_served_in_turns(
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
     monkeypatch.setattr(runner, "_COMMAND", REAL)
     monkeypatch.setattr(engine, "runtime_of", runtime_of)
-    own, length = LayeredStore([tmp_path / "store"]), 60
+    own, length = LayeredStore([tmp_path / "store"]), 90
     create(own, NAME, write_model(tmp_path / "model"))
 
     async def play(engine: Any) -> Any:
-        counts, at_first_end = [0] * 21, list[int]()  # tokens
+        counts = [0] * 21  # tokens
+        at_last_begin, at_first_end = list[int](), list[int]()
 
         async def client(number: int) -> str:
             sampling = Sampling(temperature=1, top_k=9, seed=number)  # top_k: it does not end
@@ -208,17 +209,21 @@ def test_twenty_clients_of_a_real_model_are_served_in_turns(
                     events.append(event)
                     if isinstance(event, TextPiece):
                         counts[number] += event.drawn.count
+                        if not at_last_begin and min(counts[:20]):
+                            at_last_begin.extend(counts)
                     elif isinstance(event, TextEnd) and not at_first_end:
                         at_first_end.extend(counts)
             assert isinstance(events[-1], TextEnd) and events[-1].tokens == length
             return text_of(events)
 
         texts = await asyncio.gather(*map(client, range(21)))  # they begin when it is loaded
-        return texts, [await client(number) for number in (0, 20)], at_first_end
+        return texts, [await client(number) for number in (0, 20)], at_last_begin, at_first_end
 
-    texts, alone, counts = played(own, play, parallel=20, queue=2)
+    texts, alone, before, after = played(own, play, parallel=20, queue=2)
     assert [texts[0], texts[20]] == alone and len(set(texts)) == 21
-    assert min(counts[:20]) > length / 2 and counts[20] == 0
+    assert before and before[20] == after[20] == 0
+    written_together = [end - begin for begin, end in zip(before[:20], after[:20], strict=True)]
+    assert max(written_together) <= 2 * min(written_together) + 4
 
 
 def test_more_requests_than_there_is_room_for_are_refused(store: LayeredStore) -> None:
