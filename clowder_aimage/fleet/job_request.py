@@ -32,8 +32,8 @@ FORWARDED = ("Accept", "Host", "Traceparent", "Tracestate", "X-Request-Id", "X-S
 OWN = frozenset(
     "connection content-length date keep-alive server transfer-encoding x-request-id".split()
 )
-# A direct response is some messages: all but the last one have the header PART, which names what
-# they are, and the last one has ANSWER, with status, headers, and the size of the body
+# A direct response has one or more messages. The last one has the header ANSWER: status, headers,
+# and the size of the body. The others have PART: a line of a transfer, a card, a part of the body
 PART, ANSWER = "Aimage-Part", "Aimage-Answer"
 LINE, CARD, BODY, ALIVE = "line", "card", "body", "alive"
 SIGN = 1.0  # seconds between two signs of life

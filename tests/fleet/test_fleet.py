@@ -473,20 +473,25 @@ def test_batches_wait_for_others_and_callers_are_equal(play: Play) -> None:
     play(scene)
 
 
+def held_role() -> tuple[ScriptedRole, asyncio.Event, asyncio.Event]:
+    """Return a role whose jobs wait, the event that one has begun, and the one they wait for."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        begun.set()
+        await go_on.wait()
+        return await prompt_as_picture(request, body)
+
+    return ScriptedRole(wait), begun, go_on
+
+
 def test_requests_wait_for_a_server_that_is_killed(
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = Nats(tmp_path / "js").start()
 
     async def scene(fleet: FleetRun) -> None:
-        begun, go_on = asyncio.Event(), asyncio.Event()
-
-        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            begun.set()
-            await go_on.wait()
-            return await prompt_as_picture(request, body)
-
-        role = ScriptedRole(slow)
+        role, begun, go_on = held_role()
         async with fleet.gateway() as url, fleet.worker("w1", role):
             await fleet.know(url, 1)
             asked = asyncio.create_task(fleet.ask(url, "a", seed=5))
@@ -551,14 +556,7 @@ def test_a_stream_that_is_deleted_while_gateways_are_connected_is_named(
     monkeypatch.setattr(fleet_link, "CHECK", 0.2)
 
     async def scene(fleet: FleetRun) -> None:
-        begun, go_on = asyncio.Event(), asyncio.Event()
-
-        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            begun.set()
-            await go_on.wait()
-            return await prompt_as_picture(request, body)
-
-        link, role = fleet.operator(), ScriptedRole(slow)
+        link, (role, begun, go_on) = fleet.operator(), held_role()
         async with fleet.gateway() as url, fleet.worker("w1", role), link.open():
             await link.connected(PATIENCE)
             await fleet.know(url, 1)
