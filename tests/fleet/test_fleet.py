@@ -745,6 +745,7 @@ def test_a_cluster_loses_a_server_and_no_job(play: Play, tmp_path: Path) -> None
                     await until(lambda: len(first.served) + len(other.served) > 5)
                     servers[0].kill()
             assert await asyncio.gather(*asked) == [f"{number} 1" for number in range(60)]
+            await fleet.know(url, 2)  # the gateway answers 503 while the servers elect a leader
             assert (await fleet.status(url))["given_up"] == 0
 
     try:
