@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.process import Aimage
 from tests.real_registry import RealRegistry
+from tests.store import copy_store
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +45,7 @@ def stocked(aimage: Callable[[], Aimage], tiny_store: Path) -> Callable[[], Aima
 
     def make() -> Aimage:
         here = aimage()
-        shutil.copytree(tiny_store, here.store)
+        copy_store(tiny_store, here.store)
         return here
 
     return make

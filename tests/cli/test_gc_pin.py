@@ -14,6 +14,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from tests.content.artifact import put, put_artifact
 from tests.process import Aimage
+from tests.store import unshare
 
 DAY = 86400
 
@@ -166,7 +167,7 @@ def test_invalid_limits_are_refused(stored: Any, wrong: tuple[str, str]) -> None
 def test_a_damaged_manifest_stops_gc(stored: Any, wishes: tuple[str, ...]) -> None:
     stray = put(stored.layout, b"stray")
     path = stored.layout.path(stored.made["b:v1"].descriptor)
-    path.chmod(0o644)
+    unshare(path)
     path.write_bytes(path.read_bytes().replace(b"schemaVersion", b"SchemaVersion"))
     before = total(stored)
     err = stored("gc", "--grace", "0", *wishes, code=5).err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from clowder_aimage.oci import Manifest
 from tests.conftest import TINY
 from tests.content.artifact import put_artifact
 from tests.process import Aimage
+from tests.store import copy_store, unshare
 
 DAY = 86400
 
@@ -33,7 +33,7 @@ class Stocked(Aimage):
 def stored(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Stocked:
     """Return a store that tests read only."""
     home = tmp_path_factory.mktemp("listed")
-    shutil.copytree(tiny_store, home / "store")
+    copy_store(tiny_store, home / "store")
     made = put_artifact(ImageLayout(home / "store"), "other:v2", b"data")
     here = Stocked(home, home / "store", made=made)
     here("tag", "x", "tiny")
@@ -46,7 +46,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Stocke
 @pytest.fixture
 def changed(tmp_path: Path, stored: Stocked) -> Stocked:
     """Return a copy of the store that a test may change."""
-    shutil.copytree(stored.store, tmp_path / "store")
+    copy_store(stored.store, tmp_path / "store")
     return Stocked(tmp_path, tmp_path / "store", made=stored.made)
 
 
@@ -163,7 +163,7 @@ def test_an_unreadable_config_leaves_the_other_columns(changed: Stocked) -> None
     digest = changed("--json", "ls", "dated").value[0]["digest"]
     manifest = json.loads((changed.store / "blobs" / digest.replace(":", "/")).read_bytes())
     path = changed.store / "blobs" / manifest["config"]["digest"].replace(":", "/")
-    path.chmod(0o644)
+    unshare(path)
     path.write_bytes(b"{" * path.stat().st_size)
     (changed.store / ".aimage" / "listing" / digest[7:]).unlink()
     row = changed("--json", "ls", "dated").value[0]

@@ -23,6 +23,7 @@ from clowder_aimage.oci import Descriptor, Reference
 from tests.process import PROGRAM, Aimage, run
 from tests.real_registry import RealRegistry
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
+from tests.store import unshare
 
 
 def _one_sentence(err: str) -> str:
@@ -361,7 +362,7 @@ def test_a_damaged_blob_is_detected_before_it_is_pushed(
     layers = here("show", repository, "--json").value["layers"]
     largest = max(layers, key=lambda layer: layer["size"])
     blob = here.store / "blobs" / "sha256" / largest["digest"][7:]
-    blob.chmod(0o644)
+    unshare(blob)
     data = bytearray(blob.read_bytes())
     data[-1] ^= 1
     blob.write_bytes(data)

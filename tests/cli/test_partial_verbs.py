@@ -19,6 +19,7 @@ from clowder_aimage.pull import _tag_part as name_part
 from clowder_aimage.pull import stored_name
 from tests.memory_store import MemoryStore
 from tests.process import Aimage
+from tests.store import unshare
 
 NAME = Reference.parse("registry.example.com/model:v1")
 CONFIG = b'{"schemaVersion":1,"components":{}}'
@@ -81,7 +82,7 @@ def test_present_layers_are_kept_and_verified(part: Aimage) -> None:
     layout = ImageLayout(part.store)
     assert all(layout.exists(layer(name).descriptor) for name in ("top.json", "net/a", "vae/b"))
     path = layout.path(layer("net/a").descriptor)
-    path.chmod(0o644)
+    unshare(path)
     path.write_bytes(b"other")
     assert "damaged" in part("verify", code=5).out
 

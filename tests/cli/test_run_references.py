@@ -18,6 +18,7 @@ from clowder_aimage.pictures.made_picture import MadePicture
 from clowder_aimage.pictures.picture_artifact import picture_config
 from clowder_aimage.validate import check
 from tests.process import Aimage
+from tests.store import copy_store
 
 RUN = ("run", "flux", "put both in one picture", "--seed", 3, "--steps", 1, "--local")
 BOTH = ("--image", "a.png", "--image", "b.png")
@@ -28,7 +29,7 @@ def stored(flux2_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Aimag
     """Return a command line with the model as ``flux``, and two pictures."""
     home = tmp_path_factory.mktemp("flux")
     here = Aimage(home, home / "store")
-    shutil.copytree(flux2_store, here.store)
+    copy_store(flux2_store, here.store)
     random = np.random.default_rng(0)
     for name, (width, height) in {"a": (80, 96), "b": (64, 70)}.items():
         values = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -69,7 +70,7 @@ def test_one_image_is_a_reference_too(stored: Aimage, made: Path) -> None:
 
 def test_replay_names_references_that_are_missing(stored: Aimage, made: Path) -> None:
     here = Aimage(stored.home, stored.home / "other")
-    shutil.copytree(stored.store, here.store)
+    copy_store(stored.store, here.store)
     one, other = (digest(stored.home / f"{name}.png") for name in "ab")
     for each in (one, other):
         (here.store / "blobs/sha256" / each.partition(":")[2]).unlink()

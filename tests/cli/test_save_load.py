@@ -20,6 +20,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference, mediatype
 from tests.content import artifact
 from tests.process import PROGRAM, Aimage, run, spawn
+from tests.store import unshare
 
 
 @pytest.fixture
@@ -150,7 +151,7 @@ def test_usage_errors_of_save_and_load(here: Any) -> None:
 
 def test_a_damaged_store_writes_no_archive(here: Any) -> None:
     path = max((here.store / "blobs" / "sha256").iterdir(), key=lambda path: path.stat().st_size)
-    path.chmod(0o644)
+    unshare(path)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -32,6 +32,7 @@ from tests.process import PROGRAM, Aimage, Done, run
 from tests.real_registry import PASSWORD
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
 from tests.scripted_worker import ScriptedWorker, says
+from tests.store import copy_store
 
 ROOT = Path(__file__).parents[2]
 SHELL = re.compile(r"[|<>&;$~*]")
@@ -137,11 +138,6 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here.store
 
 
-def _link_blobs(source: str, target: str) -> None:
-    copy = os.link if "/blobs/" in source else shutil.copy2
-    copy(source, target)
-
-
 def _ollama() -> ScriptedWorker:
     """Return a server that answers as ollama does: its models, and success for every change."""
     model = {"name": "llama3.2:1b", "model": "llama3.2:1b", "digest": "ba" * 32, "size": 1320000000}
@@ -191,7 +187,7 @@ def play(
             (here.home / "bare/sitecustomize.py").write_text(BARE)
             authority.cert_pem.write_to_path(str(here.home / "ca.pem"))
             if store is not None:
-                shutil.copytree(store, here.store, copy_function=_link_blobs)
+                copy_store(store, here.store)
             for name, start in servers.items():
                 if name in scene:
                     scene = scene.replace(name, start().host)

@@ -17,6 +17,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.tensor import encode_header
 from tests.process import PROGRAM, Aimage, Done, run
+from tests.store import unshare
 from tests.vectors.vector import HERE
 
 CONFIG = b'{"schemaVersion":1,"components":{"vae":{}}}'
@@ -302,7 +303,7 @@ def test_a_config_of_another_size_and_digest_fails(here: Aimage) -> None:
     manifest, config = written()
     named(here, "bad", manifest, config)
     path = here.store / "blobs" / manifest["config"]["digest"].replace(":", "/")
-    path.chmod(0o644)
+    unshare(path)
     path.write_bytes(config + b" ")
     assert pointers(here("validate", "bad", "--json", code=5)) == ["/config/size", "/config/digest"]
 
@@ -311,7 +312,7 @@ def test_a_damaged_manifest_in_the_store_fails(here: Aimage) -> None:
     manifest, config = written()
     content = named(here, "bad", manifest, config)
     path = here.store / "blobs" / str(content.digest).replace(":", "/")
-    path.chmod(0o644)
+    unshare(path)
     path.write_bytes(path.read_bytes().replace(b'"size": 2', b'"size":-2'))
     done = here("validate", "bad", "--json", code=5)
     assert pointers(done) == ["/layers/0/size", ""]
@@ -349,7 +350,7 @@ def test_an_index_that_references_itself_terminates(here: Aimage) -> None:
     index = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": []}
     content = named(here, "loop", index)
     path = here.store / "blobs" / str(content.digest).replace(":", "/")
-    path.chmod(0o644)
+    unshare(path)
     path.write_text(json.dumps(index | {"manifests": [content.to_json()]}))
     done = here("validate", "loop", "--json", code=5)
     assert pointers(done) == ["", ""]  # the size and the digest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +17,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 from tests.process import Aimage
+from tests.store import copy_store, unshare
 
 GONE = "127.0.0.1:1"  # an unused port
 
@@ -27,7 +27,7 @@ def stored(aimage: Callable[..., Aimage], pushed_store: tuple[Path, str]) -> Any
     """Return a store with an AImage under two names that its registry has too."""
     here: Any = aimage()
     store, here.name = pushed_store
-    shutil.copytree(store, here.store)
+    copy_store(store, here.store)
     here("tag", here.name, "mine", "-q")
     return here
 
@@ -48,7 +48,7 @@ def path_of(here: Any, encoded: str) -> Any:
 def flip(path: Any) -> None:
     """Flip one bit, keeping the file's size and time."""
     times = path.stat()
-    path.chmod(0o644)
+    unshare(path)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -302,7 +302,7 @@ def test_verify_of_an_empty_store(aimage: Callable[..., Aimage]) -> None:
 
 def test_writable_blobs_are_reported_and_made_read_only(stored: Any) -> None:
     path = path_of(stored, blobs(stored)[0])
-    path.chmod(0o644)
+    unshare(path)
     done = stored("--json", "verify")
     assert [problem["kind"] for problem in done.value["problems"]] == ["writable"]
     stored("verify", "--repair")

@@ -25,6 +25,7 @@ from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.verify import verify
 from tests.content.artifact import blob, manifest, put_artifact
 from tests.process import Aimage, Done, spawn
+from tests.store import copy_store
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1024 * 1024
@@ -141,18 +142,11 @@ class Places:
         (place.directory / "home").mkdir(parents=True)
         place.top.mkdir()
         if template is not None:
-            shutil.copytree(template, place.store, copy_function=_link_or_copy)
+            copy_store(template, place.store)
         return place
 
     def drop(self, place: Place) -> None:
         shutil.rmtree(place.directory)
-
-
-def _link_or_copy(source: str, target: str) -> None:
-    if "/blobs/" in source:
-        os.link(source, target)
-    else:
-        shutil.copy2(source, target)
 
 
 # -- invariants

@@ -22,6 +22,7 @@ from clowder_aimage.tensor import encode_header
 from tests.process import Aimage
 from tests.proxy import Proxy
 from tests.real_registry import RealRegistry
+from tests.store import unshare
 
 MIB = 1024 * 1024
 BUFFERS = 4 * MIB  # bytes that may be in flight when a connection ends
@@ -462,7 +463,7 @@ def test_repair_of_a_part_fetches_only_damaged_blobs(
     path = ImageLayout(here.store).path(
         Descriptor.from_json(pushed.layers["vae/config.json"], "layer")
     )
-    path.chmod(0o644)
+    unshare(path)
     path.write_bytes(b"other")
     mark = len(proxy.seen)
     here("verify", "--repair")

@@ -23,6 +23,7 @@ from tests.process import PROGRAM, Aimage, run
 from tests.real_registry import RealRegistry
 from tests.scripted import Answer, ScriptedRegistry, Seen
 from tests.scripted_worker import Says, ScriptedWorker, event
+from tests.store import copy_store
 
 SMALL = ("--steps", 2, "--seed", 7, "--size", "32x32", "--local")
 PICTURE = mediatype.AIMAGE_PICTURE
@@ -55,7 +56,7 @@ def first(tmp_path_factory: pytest.TempPathFactory, host: str) -> Path:
 @pytest.fixture
 def here(aimage: Callable[..., Aimage], first: Path) -> Aimage:
     found = aimage()
-    shutil.copytree(first / "store", found.store)
+    copy_store(first / "store", found.store)
     return found
 
 

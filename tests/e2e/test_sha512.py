@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.process import Aimage
+from tests.store import unshare
 
 
 def test_only_the_manifest_has_a_sha256_digest(aimage: Callable[..., Aimage], llm: Path) -> None:
@@ -34,7 +35,7 @@ def test_sha512_aimages_support_dialects_and_repair(
     here("push", repository)
     assert there("pull", repository).line == digest
     path = next((there.store / "blobs" / "sha512").iterdir())
-    path.chmod(0o644)
+    unshare(path)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -19,6 +19,7 @@ from clowder_aimage.export import ExportSummary, export
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.tensor import encode_header
+from tests.store import unshare
 
 NAME = Reference.parse("model")
 KIT = "application/vnd.kitops.modelkit.model.v1.tar"
@@ -128,7 +129,7 @@ class Artifact:
         """Invert the last byte of a blob."""
         path = self.store.path(layer.descriptor)
         data = path.read_bytes()
-        path.chmod(0o644)
+        unshare(path)
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.exporter.conftest import files_in, tensors_in
 from tests.process import Aimage
+from tests.store import copy_store, unshare
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def here(aimage: Callable[..., Aimage], made: Path) -> Aimage:
     """Return the command line on a copy of that store."""
     found = aimage()
-    shutil.copytree(made, found.store)
+    copy_store(made, found.store)
     return found
 
 
@@ -121,7 +122,7 @@ def test_export_json_output(here: Aimage, tmp_path: Path) -> None:
 
 def test_export_with_links(here: Aimage, tiny: Path, tmp_path: Path) -> None:
     done = here("export", "tiny", "out", "--links")
-    linked = sum(path.stat().st_nlink == 2 for path in (tmp_path / "out").rglob("*.json"))
+    linked = sum(path.stat().st_nlink > 1 for path in (tmp_path / "out").rglob("*.json"))
     if linked:
         assert "8 hard-linked, 0 copied" in done.err
         assert "do not modify them" in done.err
@@ -173,7 +174,7 @@ def test_export_of_a_damaged_blob_fails(here: Aimage) -> None:
     digest = next(x["digest"] for x in layers if x["name"].endswith("to_q.weight"))
     path = here.store / "blobs/sha256" / digest.removeprefix("sha256:")
     data = path.read_bytes()
-    path.chmod(0o644)
+    unshare(path)
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     done = here("export", "tiny", "out", code=5)
     assert "aimage verify --repair" in done.err

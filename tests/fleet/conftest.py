@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from tests.conftest import TINY
 from tests.fleet.fleet_run import PATIENCE, FleetRun, Nats
 from tests.process import Aimage
+from tests.store import copy_store
 
 Scene = Callable[[FleetRun], Awaitable[None]]
 _numbers = itertools.count()
@@ -40,7 +40,7 @@ def play(nats: Nats, tiny_store: Path, tmp_path: Path) -> Callable[..., None]:
     """Return a function that plays a scene in a fleet of its own."""
 
     def run(scene: Scene, own: Nats | None = None, name: str = "", **options: Any) -> None:
-        shutil.copytree(tiny_store, tmp_path / "store")
+        copy_store(tiny_store, tmp_path / "store")
         name = name or f"test{next(_numbers)}"
         fleet = FleetRun(own or nats, tmp_path / "store", name, **options)
 

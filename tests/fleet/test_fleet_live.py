@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -23,6 +22,7 @@ from clowder_aimage.fleet.job_run import ACK_WAIT
 from clowder_aimage.fleet.joined_worker import SWEEP
 from tests.fleet.fleet_run import PATIENCE, PICTURES, Nats
 from tests.process import Aimage
+from tests.store import copy_store
 from tests.worker.conftest import Worker, begin
 
 pytestmark = pytest.mark.integration
@@ -75,7 +75,7 @@ def live(
 ) -> Iterator[LiveFleet]:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     home = tmp_path_factory.mktemp("live")
-    shutil.copytree(tiny_store, home / "store")
+    copy_store(tiny_store, home / "store")
     fleet = LiveFleet(nats, Aimage(home, home / "store"))
     fleet.know(2)
     yield fleet

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from clowder_aimage.fleet.fleet_name import FleetNames
 from tests.fleet.fleet_run import PATIENCE, FleetRun, Nats, ScriptedRole, prompt_as_picture
 from tests.fleet.nats_config import Key, account, creds_file, shipped
 from tests.process import Aimage
+from tests.store import copy_store
 from tests.worker.conftest import begin
 
 pytestmark = pytest.mark.integration
@@ -74,7 +74,7 @@ def test_a_fleet_with_tls_certificates_of_clients_and_nkeys(
     lines = "".join(f'{name}: "{tmp_path / file}"\n' for name, file in files.items())
     with server(tmp_path, f"{text}\ntls {{\n{lines}verify: true\n}}\n") as own:
         url = own.url.replace("nats://", "tls://")
-        shutil.copytree(tiny_store, tmp_path / "store")
+        copy_store(tiny_store, tmp_path / "store")
         here = Aimage(tmp_path, tmp_path / "store")
         trust = ("--nats-ca", tmp_path / "ca.pem")
         client = ("--nats-cert", tmp_path / "client.pem", "--nats-key", tmp_path / "client.key")

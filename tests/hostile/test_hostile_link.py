@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tests.hostile.hostile_world import (
 )
 from tests.process import Aimage
 from tests.scripted import Answer, ScriptedRegistry
+from tests.store import copy_store
 
 CONFIG = json.dumps({"schemaVersion": 1, "components": {}}).encode()
 LAYER = SECRET  # the hash of what is outside fits
@@ -147,7 +147,7 @@ def test_a_second_store_is_asked_for_a_linked_blob(world: World) -> None:
     """A link in the first store does not keep the second from being asked."""
     stored(world, "x:v1")
     other = world.home / "other"
-    shutil.copytree(world.store, other)
+    copy_store(world.store, other)
     make_link(world, "layer", "same")
     layout = LayeredStore([world.store, other])
     content = Descriptor(mediatype.AIMAGE_FILE, Descriptor.of("", LAYER).digest, len(LAYER))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.process import LATE_MODULES, Aimage, run
+from tests.store import copy_store
 
 NOBODY = 65534
 # another user may not be allowed to read the code, so it is imported before the switch
@@ -45,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
 def two(made: Path, tmp_path: Path) -> Aimage:
     """Return an own empty store, and one that only another user may write."""
     home = tmp_path / "home"
-    shutil.copytree(made, home)
+    copy_store(made, home)
     here = Aimage(home, home / "other")
     here.environment["AIMAGE_STORE"] = f"{home / 'first'}{os.pathsep}{here.store}"
     return here

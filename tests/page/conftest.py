@@ -17,6 +17,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.process import Aimage
+from tests.store import copy_store
 from tests.worker.conftest import Worker, begin
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def shapes_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def serve_copy(store: Path, here: Path, *arguments: object) -> Worker:
     """Start ``aimage serve`` on a copy of the store."""
-    shutil.copytree(store, here / "store", copy_function=os.link)
+    copy_store(store, here / "store")
     defaults = ("--default-model", "shapes", "--enhancer", "words", "--max-models", 2)
     return begin(Aimage(here, here / "store"), *defaults, *arguments)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from tests.lora_file import write_lora
 from tests.page.conftest import SHAPES, Watch
 from tests.process import Aimage
 from tests.real_registry import RealRegistry
+from tests.store import copy_store
 from tests.worker.conftest import Worker, begin
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def host(
 ) -> str:
     """Return a registry that has the models ``shapes``, with an attached file, and ``noise``."""
     home = tmp_path_factory.mktemp("pushed")
-    shutil.copytree(shapes_store, home / "store", copy_function=os.link)
+    copy_store(shapes_store, home / "store")
     here = Aimage(home, home / "store")
     values = np.random.default_rng(0).normal(size=(3, 250_000)).astype(np.float32)
     save_file({str(index): row for index, row in enumerate(values)}, home / "noise.safetensors")
@@ -61,7 +61,7 @@ def shapes_worker(
 ) -> Iterator[Worker]:
     """Return a worker with adapters, a slow connection to the registry, and two tokens."""
     home = tmp_path_factory.mktemp("models")
-    shutil.copytree(shapes_store, home / "store", copy_function=os.link)
+    copy_store(shapes_store, home / "store")
     here = Aimage(home, home / "store")
     here("create", "-q", "azure", SHAPES / "azure.safetensors", "--base", "shapes")
     here("tag", "shapes", f"{host}/{WHOLE}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
 import urllib.request
 from collections.abc import Callable, Iterator
 from email import message_from_bytes
@@ -36,6 +35,7 @@ from tests.page.picture_steps import (
     with_facts,
 )
 from tests.process import Aimage
+from tests.store import copy_store
 from tests.worker.conftest import LocalWorker, Worker
 
 if TYPE_CHECKING:
@@ -364,7 +364,7 @@ def guided_worker(
 ) -> Iterator[LocalWorker]:
     """Return a worker with ``tiny``, its ControlNet ``control``, and ``flux``, which edits."""
     home = tmp_path_factory.mktemp("guided")
-    shutil.copytree(flux2_store, home / "store")
+    copy_store(flux2_store, home / "store")
     here = Aimage(home, home / "store")
     here("create", "-q", "tiny", TINY)
     here("create", "-q", "control", write_file(home / "union.safetensors", tensors()))

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import shutil
 import signal
 import subprocess
 import threading
@@ -25,6 +24,7 @@ from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
 from tests.process import Aimage
+from tests.store import copy_store
 
 if TYPE_CHECKING:
     from clowder_aimage.api.service import Service
@@ -314,7 +314,7 @@ def worker(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """Return a worker with its own store, shared by the tests of a module."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
     home = tmp_path_factory.mktemp("worker")
-    shutil.copytree(stocked, home / "store")
+    copy_store(stocked, home / "store")
     found = LocalWorker(Aimage(home, home / "store"))
     yield found
     found.end()

@@ -23,6 +23,7 @@ from clowder_aimage.model.picture import load_picture
 from tests.conftest import TINY
 from tests.controlnet_file import tensors, write_directory, write_file
 from tests.process import Aimage
+from tests.store import copy_store
 from tests.worker.conftest import LocalWorker, answer_to
 from tests.worker.test_picture_upload import (
     EDITS,
@@ -46,7 +47,7 @@ SMALL = {"model": "tiny", "prompt": "a fox", "steps": 2, "seed": 1}
 def worker(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
     """Return a worker with control networks: ``union``, ``wide`` of another model, and ``own``."""
     home = tmp_path_factory.mktemp("control")
-    shutil.copytree(stocked, home / "store")
+    copy_store(stocked, home / "store")
     here = Aimage(home, home / "store")
     here("create", "union", write_file(home / "union.safetensors", tensors()), "-q")
     here("create", "wide", write_file(home / "wide.safetensors", tensors(dim=96)), "-q")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -24,6 +23,7 @@ from clowder_aimage.model.picture_facts import facts_of
 from clowder_aimage.oci import Reference
 from tests.model.model_oracle import CASES
 from tests.process import Aimage
+from tests.store import copy_store
 from tests.worker.conftest import LocalWorker, answer_to
 
 MODEL = Path(__file__).parents[1] / "model"
@@ -232,7 +232,7 @@ def test_settings_of_the_worker_apply_to_requests_without_fields(worker: LocalWo
 @pytest.fixture
 def own(stocked: Path, tmp_path: Path) -> Aimage:
     """Return a command line with its own store."""
-    shutil.copytree(stocked, tmp_path / "store")
+    copy_store(stocked, tmp_path / "store")
     return Aimage(tmp_path, tmp_path / "store")
 
 

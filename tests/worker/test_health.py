@@ -34,6 +34,7 @@ from clowder_aimage.layout import ImageLayout, index
 from clowder_aimage.registry import ClientOptions
 from tests.layout.test_record_names import break_calls
 from tests.process import run
+from tests.store import copy_store
 
 if TYPE_CHECKING:
     from tests.worker.conftest import LocalWorker
@@ -105,7 +106,7 @@ def test_readiness_without_a_token_names_no_models(service: Service) -> None:
 
 
 def test_an_incomplete_pinned_model_is_missing(stocked: Path, tmp_path: Path) -> None:
-    shutil.copytree(stocked, tmp_path / "store")
+    copy_store(stocked, tmp_path / "store")
     store = ImageLayout(tmp_path / "store")
     store.pins.put("tiny:latest", {}, durable=False)
     readiness = Readiness(store)
@@ -126,7 +127,7 @@ def test_an_incomplete_pinned_model_is_missing(stocked: Path, tmp_path: Path) ->
 def test_a_probe_checks_blobs_again_only_after_a_change(
     stocked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(stocked, tmp_path / "store")
+    copy_store(stocked, tmp_path / "store")
     store, seen = ImageLayout(tmp_path / "store"), list[object]()
     store.pins.put("tiny:latest", {}, durable=False)
     exists, later = store.exists, time.time_ns() + 10**11
@@ -191,7 +192,7 @@ def test_a_store_that_cannot_be_read_is_said_as_that(
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)  # no other tool is writing
     root = tmp_path / "store"
-    shutil.copytree(stocked, root)
+    copy_store(stocked, root)
     service = make_service(Settings(default_model="tiny"), ImageLayout(root), ClientOptions())
     picture = {"model": "tiny", "prompt": "x", "size": "32x32"}
     calls: list[tuple[str, str, Any]] = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import shutil
 import sys
 import time
 import urllib.request
@@ -26,6 +25,7 @@ from clowder_aimage.engine.job_queue import CANCELLED, FAILED, Job, JobQueue
 from clowder_aimage.oci import Reference
 from tests.lora_file import write_lora
 from tests.process import Aimage, run
+from tests.store import copy_store
 from tests.worker.conftest import LocalWorker, answer_to
 
 INT8 = {"kind": "convert", "model": "tiny", "target": "tiny:int8", "quantize": "int8"}
@@ -35,7 +35,7 @@ INT8 = {"kind": "convert", "model": "tiny", "target": "tiny:int8", "quantize": "
 def changing(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
     """Return a worker with the model ``tiny``, its adapter ``style`` and one of another model."""
     home = tmp_path_factory.mktemp("changing")
-    shutil.copytree(stocked, home / "store")
+    copy_store(stocked, home / "store")
     here = Aimage(home, home / "store")
     here("create", "style", write_lora(home / "a.safetensors"), "--base", "tiny", "-q")
     here("create", "foreign", write_lora(home / "c.safetensors", width=64), "-q")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.host_settings import HostSettings
 from tests.process import Aimage
 from tests.scripted import Answer, ScriptedRegistry, serving
+from tests.store import copy_store
 from tests.worker.conftest import LocalWorker, answer_to
 
 GENERATIONS = "/v1/images/generations"
@@ -55,7 +55,7 @@ def worker(
 ) -> Iterator[LocalWorker]:
     """Return a worker with two tokens that fetches pictures from one site."""
     home = tmp_path_factory.mktemp("pushing")
-    shutil.copytree(stocked, home / "store")
+    copy_store(stocked, home / "store")
     tokens = home / "tokens"
     tokens.write_text(f"admin {ADMIN}\ninfer {INFER}\n")
     tokens.chmod(0o600)

@@ -10,7 +10,6 @@ import asyncio
 import io
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.oci import Digest, mediatype
 from clowder_aimage.registry import ClientOptions
 from tests.hostile.hostile_world import plant
+from tests.store import copy_store
 
 TOKENS = {ADMIN: "a" * 16, INFER: "i" * 16, NODE: "n" * 16}
 ROUTES = 25  # the least number of routes expected
@@ -362,7 +362,7 @@ def test_invalid_index_entries_are_skipped(
     stocked: Path, tmp_path: Path, data: bytes | None
 ) -> None:
     """An invalid digest or manifest in index.json is not followed and breaks no list."""
-    shutil.copytree(stocked, tmp_path / "store")
+    copy_store(stocked, tmp_path / "store")
     place = tmp_path / "store" / "index.json"
     index = json.loads(place.read_bytes())
     entry: dict[str, Any] = {"mediaType": mediatype.OCI_MANIFEST, "digest": BAD, "size": 5}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from PIL import Image
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Digest
 from tests.process import Aimage
+from tests.store import copy_store
 from tests.worker.conftest import LocalWorker, answer_to
 
 EDITS = "/v1/images/edits"
@@ -43,7 +43,7 @@ URLS = [f"data:image/png;base64,{base64.b64encode(one).decode()}" for one in (ON
 def worker(flux2_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
     """Return a worker with a model that edits pictures."""
     home = tmp_path_factory.mktemp("worker")
-    shutil.copytree(flux2_store, home / "store")
+    copy_store(flux2_store, home / "store")
     found = LocalWorker(Aimage(home, home / "store"))
     yield found
     found.end()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from PIL import Image
 from tests.process import Aimage
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import RealRegistry
+from tests.store import copy_store
 from tests.worker.conftest import LocalWorker, Worker, begin
 
 ADMIN, INFER = "a" * 32, "i" * 32
@@ -230,7 +230,7 @@ def test_a_worker_without_mlx_lists_models_and_refuses_generation(
     blocked = ("mlx", "numpy", "PIL", "tokenizers", "jinja2")
     text = f"import sys; sys.modules.update(dict.fromkeys({blocked}))"
     (here.home / "sitecustomize.py").write_text(text)
-    shutil.copytree(stocked, here.home / "its")
+    copy_store(stocked, here.home / "its")
     its = Aimage(here.home, here.home / "its")
     there = begin(its, PYTHONPATH=f"{here.home}{os.pathsep}{here.env()['PYTHONPATH']}")
     here.environment["AIMAGE_HOST"] = there.url

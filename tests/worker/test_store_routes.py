@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
 from tests.lora_file import write_lora
 from tests.process import Aimage
+from tests.store import copy_store
 from tests.worker.conftest import LocalWorker
 
 
@@ -26,7 +26,7 @@ from tests.worker.conftest import LocalWorker
 def described(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
     """Return a worker with ``tiny``, a quantized variant, adapters, and artifacts about it."""
     home = tmp_path_factory.mktemp("described")
-    shutil.copytree(stocked, home / "store")
+    copy_store(stocked, home / "store")
     here = Aimage(home, home / "store")
     here("convert", "tiny", "tiny:int8", "--quantize", "int8", "--attach")
     file = write_lora(home / "a.safetensors", trigger_words="ink, wash", recommended_weight="0.8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import shutil
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ from clowder_aimage.engine.queued_request import ModelSlot
 from clowder_aimage.model.picture_facts import facts_of
 from tests.lora_file import write_lora
 from tests.process import Aimage
+from tests.store import copy_store
 from tests.worker.conftest import LocalWorker, answer_to
 
 GENERATIONS = "/v1/images/generations"
@@ -35,7 +35,7 @@ SMALL = {"model": "tiny", "prompt": "a fox", "size": "32x32", "steps": 1, "seed"
 def adapted(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorker]:
     """Return a worker with the model ``tiny``, its adapter ``style`` and a directory of files."""
     home = tmp_path_factory.mktemp("adapted")
-    shutil.copytree(stocked, home / "store")
+    copy_store(stocked, home / "store")
     here = Aimage(home, home / "store")
     file = write_lora(home / "a.safetensors", trigger_words="ink wash", recommended_weight="0.8")
     here("create", "style", file, "--base", "tiny", "-q")
