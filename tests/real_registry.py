@@ -12,6 +12,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from tests.process import run, spawn
 
 USER, PASSWORD = "operator", "open sesame"
 _HTPASSWD = f"{USER}:$2b$04$a7mYyL7B.7KnFTvR6z49i.8x/zQh7U6x/hFjv2IM28WT6Bc0Ag1Be\n"
+_AUTHORIZATION = {"Authorization": f"Basic {b64encode(f'{USER}:{PASSWORD}'.encode()).decode()}"}
 _REQUEST = re.compile(r'"(GET|HEAD|POST|PUT|PATCH|DELETE) (/v2/\S*) HTTP/[0-9.]+" (\d+)')
 
 
@@ -32,7 +34,6 @@ class RealRegistry:
 
     host: str
     log: Path | None = None
-    root: Path | None = None
 
     def mark(self) -> int:
         """Return a position in the log, to count from."""
@@ -49,12 +50,20 @@ class RealRegistry:
                 kinds[f"{method} {'manifest' if '/manifests/' in url else 'blob'}"] += 1
         return kinds
 
-    def blob(self, digest: str) -> Path:
-        """Return the path of a blob in the registry's storage."""
-        if self.root is None:
-            pytest.skip("this registry's disk cannot be reached")
-        encoded = digest.removeprefix("sha256:")
-        return self.root / "docker/registry/v2/blobs/sha256" / encoded[:2] / encoded / "data"
+    def blob(self, path: str, digest: object) -> bytes | None:
+        """Return the bytes of a blob, or None if the repository at ``path`` does not have it."""
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(
+                    f"http://{self.host}/v2/{path}/blobs/{digest}", headers=_AUTHORIZATION
+                )
+            ) as response:
+                content: bytes = response.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                assert error.code == 404, error
+            return None
+        return content
 
 
 @contextlib.contextmanager
@@ -78,10 +87,7 @@ def _process(directory: Path, private: bool) -> Iterator[RealRegistry]:
     port = free_port()
     config: dict[str, object] = {
         "version": 0.1,
-        "storage": {
-            "filesystem": {"rootdirectory": str(directory / "data")},
-            "delete": {"enabled": True},
-        },
+        "storage": {"filesystem": {"rootdirectory": str(directory / "data")}, "delete": {"enabled": True}},
         "http": {"addr": f"127.0.0.1:{port}"},
         "log": {"level": "error"},  # beside the access log
     }
@@ -96,11 +102,12 @@ def _process(directory: Path, private: bool) -> Iterator[RealRegistry]:
             is_shared=True,
             stdout=file,
             stderr=file,
-            env=os.environ | {"GOGC": "800"},  # a model has hundreds of blobs: less of its CPU time
+            # a model has hundreds of blobs: it takes less CPU time on one thread
+            env=os.environ | {"GOGC": "800"},
         )
     try:
         wait_for(f"http://127.0.0.1:{port}/v2/", process)
-        yield RealRegistry(f"127.0.0.1:{port}", log, directory / "data")
+        yield RealRegistry(f"127.0.0.1:{port}", log)
     finally:
         process.terminate()
         process.wait(10)

@@ -100,7 +100,7 @@ def test_a_copy_to_another_registry_and_back(
     assert f"the source has the digest {pushed}" in wrong.err
     assert not blobs(there.store)
     assert there("pull", f"{served}/team/x:v1").line == pushed
-    assert there("tags", repository).out.splitlines() == ["v1", "back"]
+    assert sorted(there("tags", repository).out.splitlines()) == ["back", "v1"]
 
 
 def test_a_copy_of_an_index(
@@ -207,10 +207,7 @@ def test_attach_and_referrers_without_the_api(
     here = aimage()
     tag = f"sha256-{pushed.removeprefix('sha256:')}"
     assert here("tags", repository).line == "v1"
-    assert here("tags", repository, "--all", "--json").value == {
-        "repository": repository,
-        "tags": ["v1", tag],
-    }
+    assert sorted(here("tags", repository, "--all", "--json").value["tags"]) == sorted(["v1", tag])
 
 
 def test_attach_and_referrers_with_the_api(

@@ -49,8 +49,6 @@ def test_shared_tensors_are_stored_and_sent_once(
     sent = registry.count(mark, repository)
     assert sent["PUT blob"] == len(new) + 1  # and the config
     assert sent["PATCH blob"] == 0
-    for digest in {*plain.values(), *small.values()}:
-        assert registry.blob(digest).exists()
     there = aimage("there")
     there("pull", f"{repository}:plain")
     mark = registry.mark()
