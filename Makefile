@@ -83,7 +83,7 @@ format: $(DEV)
 # The site needs only these packages: they have an environment of their own.
 docs: $(DOCS)/.installed
 	$(DOCS)/bin/python docs/mkdocs_hooks.py
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	@echo build/site/index.html
 
 $(DOCS)/.installed: pyproject.toml

@@ -223,7 +223,9 @@ def _literal(text: str) -> str:
 
 def _prose(text: str) -> str:
     """Return one line of Markdown."""
-    return re.sub(r"([*`])", r"\\\1", re.sub(r"<(?=[a-zA-Z/!])", "&lt;", " ".join(text.split())))
+    line = re.sub(r"<(?=[a-zA-Z/!])", "&lt;", " ".join(text.split()))
+    # "[a] [b]" and "[a][b]" would be links
+    return re.sub(r"([*`]|(?<=\])\[|(?<=\] )\[)", r"\\\1", line)
 
 
 def _http_api() -> str:
