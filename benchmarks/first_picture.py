@@ -1,6 +1,6 @@
 """Measure the time from the start of a process to its first step and its first picture.
 
-    python benchmarks/first_picture.py [--shape small|medium|large] [--seconds 20] [--rounds 3]
+    python -m benchmarks.first_picture [--shape small|medium|large] [--seconds 20] [--rounds 3]
         [--json] [--directory DIR]
 
 warm            the model is in the store, and its files are in the page cache
@@ -32,13 +32,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from link import link
-from models import SHAPES, build
-from transfer import registry
+from benchmarks.link import link
+from benchmarks.models import SHAPES, build
+from benchmarks.transfer import registry
+
+if TYPE_CHECKING:
+    from clowder_aimage.model.pipeline import GenerateRequest, PipelineEvent
 
 PROMPT, STEPS = "a red circle on a blue square", "2"
 PRECISION = "int4"  # of the variant
@@ -175,9 +179,10 @@ def _aimage(store: Path, *arguments: str) -> None:
 
 def _child(run: Run, tool: str, *arguments: str) -> Times:
     """Run this file as the process to measure."""
-    command = [sys.executable, __file__, "--child", tool, str(run.picture), str(run.side)]
+    command = [sys.executable, "-m", "benchmarks.first_picture", "--child", tool]
+    command += [str(run.picture), str(run.side), *arguments]
     begun = time.monotonic()
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     end = time.monotonic()
     marks = [line for line in done.stderr.splitlines() if line.startswith(_MARK)]
     if done.returncode or not marks:
@@ -191,21 +196,17 @@ def _mark() -> None:
 
 def _child_aimage(picture: str, side: str, store: str, name: str, *more: str) -> None:
     """Run the verb, and print when its first step is done."""
-    import importlib
+    from clowder_aimage.generate import RunnableModel
 
-    generate = importlib.import_module("clowder_aimage.generate")
-    original = generate.RunnableModel.generate
+    original = RunnableModel.generate
 
-    def watched(model: object, request: object) -> object:
-        def events() -> object:
-            with contextlib.closing(original(model, request)) as made:
-                yield next(made)
-                _mark()
-                yield from made
+    def watched(model: RunnableModel, request: GenerateRequest) -> Iterator[PipelineEvent]:
+        with contextlib.closing(original(model, request)) as events:
+            yield next(events)
+            _mark()
+            yield from events
 
-        return events()
-
-    generate.RunnableModel.generate = watched
+    RunnableModel.generate = watched  # type: ignore[method-assign, assignment]
     options = ["--size", f"{side}x{side}", "--steps", STEPS, "--seed", "1", "-o", picture]
     options += ["--dtype", "float32", *more]
     sys.argv = ["aimage", "-q", "--store", store, "run", name, PROMPT, *options]
@@ -274,7 +275,7 @@ def _print(shape: str, size: int, rows: dict[str, list[Times]], *, as_json: bool
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child = {OURS: _child_aimage, THEIRS: _child_diffusers}[sys.argv[2]]
-        child(*sys.argv[3:])
+        children: dict[str, Callable[..., None]] = {OURS: _child_aimage, THEIRS: _child_diffusers}
+        children[sys.argv[2]](*sys.argv[3:])
     else:
         main()

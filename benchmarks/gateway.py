@@ -1,6 +1,6 @@
 """Measure what a gateway adds to workers, and how a fleet scales, with engines that only sleep.
 
-    python benchmarks/gateway.py latency|throughput|streams|affinity|scaling [--workers N,...]
+    python -m benchmarks.gateway latency|throughput|streams|affinity|scaling [--workers N,...]
         [--seconds S] [--rounds N] [--json]
 
 Gateways are ``aimage gateway``, the NATS server is nats-server with a directory. Workers take jobs
@@ -38,8 +38,8 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from jobs import ENVIRONMENT, PICTURES, Program, free_port, percentiles
 
+from benchmarks.jobs import ENVIRONMENT, PICTURES, Program, free_port, percentiles
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.fleet.fleet_link import WORKER, FleetAccess, FleetLink
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
@@ -56,7 +56,6 @@ MODELS = {name: f"sha256:{hashlib.sha256(name.encode()).hexdigest()}" for name i
 LOAD = 1.0  # seconds to load a model
 STREAMS, PIECES, PAUSE = 200, 40, 0.1  # texts at once, their pieces, seconds between two
 TOGETHER = 8  # workers of a process
-HERE = Path(__file__)
 
 
 class SleepingRole(Role):
@@ -190,7 +189,7 @@ class SleepingFleet:
             ports = ",".join(map(str, self.ports[first : first + TOGETHER]))
             more = ["--nats", self.url, "--ports", ports, "--first", str(first)]
             more += ["--slots", str(slots), "--seconds", str(seconds)]
-            command = [sys.executable, str(HERE), "workers", *more]
+            command = [sys.executable, "-m", "benchmarks.gateway", "workers", *more]
             self.programs.append(Program(f"w{first}", self.ports[first], command, place))
         aimage = [sys.executable, "-m", "clowder_aimage.cli"]
         self.gateways = []

@@ -1,6 +1,6 @@
 """Measure candidate HTTP servers for the registry and the worker API.
 
-Run `python benchmarks/http_server.py` (about two minutes, 2 GiB of disk in --directory). Each
+Run `python -m benchmarks.http_server` (about two minutes, 2 GiB of disk in --directory). Each
 round restarts every candidate, so that cold start and peak memory are measured as often as
 throughput, and rounds are interleaved, so that load on the machine affects all candidates alike.
 Candidates whose packages are not installed are skipped, and so is docker-registry if its program
@@ -199,13 +199,13 @@ def serve_granian(root: Path, port: int) -> None:
 
     os.environ["BENCHMARK_ROOT"] = str(root)
     Granian(
-        "http_server:starlette_app",
+        "benchmarks.http_server:starlette_app",
         port=port,
         interface=Interfaces.ASGI,
         factory=True,
         log_enabled=False,
         websockets=False,
-        working_dir=Path(__file__).parent,
+        working_dir=Path(__file__).parents[1],
     ).serve()
 
 
@@ -371,7 +371,8 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def measure(candidate: str, root: Path) -> dict[str, float]:
     port = free_port()
     start = time.perf_counter()
-    command = [sys.executable, __file__, "--serve", candidate, str(root), str(port)]
+    command = [sys.executable, "-m", "benchmarks.http_server", "--serve", candidate]
+    command += [str(root), str(port)]
     process = subprocess.Popen(command)
     try:
         wait_ready(port, process)

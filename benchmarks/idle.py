@@ -1,6 +1,6 @@
 """Measure an idle node: all of its models are present, and nothing changes.
 
-    python benchmarks/idle.py [--counts 1,100,500] [--rounds 5] [--seconds 10]
+    python -m benchmarks.idle [--counts 1,100,500] [--rounds 5] [--seconds 10]
 
 For each number of models (of 1,200 layers each, as in store.py): the seconds from the start of the
 node until it is ready, its CPU use of one core afterwards (median of the rounds), its resident
@@ -19,7 +19,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from store import AIMAGE, make_store, name_of
+from benchmarks.store import AIMAGE, make_store, name_of
 
 SETTLE = 25.0  # seconds until recently changed files are no longer read again
 
@@ -32,7 +32,8 @@ class Node:
         (home / "desired").mkdir()
         wants = [{"ref": name_of(number), "pullPolicy": "Never"} for number in range(count)]
         (home / "desired" / "models.json").write_text(json.dumps(wants))
-        command = [AIMAGE, "node", "--desired", home / "desired", "--store", home / "store"]
+        command = [AIMAGE, "node", "--store", str(home / "store")]
+        command += ["--desired", str(home / "desired")]
         command += ["--addr", "127.0.0.1:0", "--log-level", "error", "--high", "100"]
         self.begun = time.monotonic()
         self._process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """Kill workers, gateways and the NATS server of a fleet at random while clients make pictures.
 
-    python benchmarks/jobs.py [--workers 8] [--gateways 2] [--jobs 2000] [--clients 50]
+    python -m benchmarks.jobs [--workers 8] [--gateways 2] [--jobs 2000] [--clients 50]
         [--every SECONDS] [--calm] [--seed N] [--directory DIR] [--json]
 
 Workers are ``aimage serve --join`` with examples/tiny, gateways ``aimage gateway``, each a process.

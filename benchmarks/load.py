@@ -1,4 +1,4 @@
-"""Measure the loading of a model of many tensors: ``python benchmarks/load.py``.
+"""Measure the loading of a model of many tensors: ``python -m benchmarks.load``.
 
 1,000 BF16 tensors of 512 KiB, one blob each in an image layout, and the same tensors in one file.
 Each row is one way to load all of them into memory, in a separate process per round; rounds are
@@ -210,7 +210,7 @@ def peak() -> float:
 
 def measure(directory: Path, way: str) -> dict[str, float] | str:
     """Return the figures of a child process, or the end of its error output."""
-    command = [sys.executable, __file__, "--child", way, str(directory)]
+    command = [sys.executable, "-m", "benchmarks.load", "--child", way, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return done.stderr.strip().rpartition("\n")[2][:80]

@@ -1,4 +1,4 @@
-"""Measure the peak memory of a generation: ``python benchmarks/memory.py``.
+"""Measure the peak memory of a generation: ``python -m benchmarks.memory``.
 
 A picture is made with the models of models.py, in float32, by ``aimage run``, by a pipeline with
 each policy of its memory, and by diffusers (``from_pretrained``), each in a process of its own. The
@@ -21,7 +21,8 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from models import SHAPES, Shape, build
+
+from benchmarks.models import SHAPES, Shape, build
 
 PROMPT, STEPS, SEED = "a red fox in the snow", 2, 7
 GOAL = 0.6  # of diffusers' peak
@@ -74,8 +75,8 @@ def measure(directory: Path, side: int, tool: str, limit: int | None = None) -> 
         if tool == "run":
             command = by_run(directory, side, target)
         else:
-            command = [__file__, "--child", tool, str(directory), str(side), str(target)]
-            command.append(str(limit or 0))
+            command = ["-m", "benchmarks.memory", "--child", tool, str(directory), str(side)]
+            command += [str(target), str(limit or 0)]
         begun = time.perf_counter()
         silent = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]  # stdout is for the table
         child = os.posix_spawn(
@@ -135,9 +136,9 @@ def main() -> None:
         if not options.json:
             print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
         for shape in options.shapes or ("medium", "large"):
-            directory = build((options.directory or Path(temporary)) / shape, shape)
-            _pack(directory)
-            for row in rows(directory, shape):
+            model = build((options.directory or Path(temporary)) / shape, shape)
+            _pack(model)
+            for row in rows(model, shape):
                 cells = " | ".join(str(row[column]) for column in COLUMNS)
                 print(json.dumps(row) if options.json else f"| {cells} |", flush=True)
     return None

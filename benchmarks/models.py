@@ -1,4 +1,4 @@
-"""Write random Z-Image models for benchmarks: ``python benchmarks/models.py DIR --shape medium``.
+"""Write random Z-Image models for benchmarks: ``python -m benchmarks.models DIR --shape medium``.
 
 The widths are those of the real model, or reduced; the values are random, float32 and the same in
 each run. diffusers and ``aimage create`` read the directories. Tokenizer and schedule are those of

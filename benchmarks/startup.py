@@ -1,6 +1,6 @@
 """Measure a cold start: ``aimage --version`` against importing click alone.
 
-    python benchmarks/startup.py
+    python -m benchmarks.startup
 
 Prints medians of 25 runs, interleaved, and their ratio; the goal is at most 1.2.
 """

@@ -1,4 +1,4 @@
-"""Time the networks of an image pipeline, and those of others: ``python benchmarks/step.py``.
+"""Time the networks of an image pipeline, and those of others: ``python -m benchmarks.step``.
 
 Parts: a step of the transformer, the decoding of a picture, the encoding of a text, the encoding of
 a picture of twice the side. Each tool has a process of its own that loads the same random float32
@@ -26,9 +26,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-import flux2
 import numpy as np
-from models import SHAPES, Shape, build
+
+from benchmarks import flux2
+from benchmarks.models import SHAPES, Shape, build
 
 BASE = "diffusers"
 TOOLS = ("aimage", BASE, "mflux")
@@ -196,7 +197,8 @@ class Process:
     """A tool with its times."""
 
     def __init__(self, directory: Path, shape: str, part: str, tool: str) -> None:
-        command = [sys.executable, __file__, "--child", tool, str(directory), shape, part]
+        command = [sys.executable, "-m", "benchmarks.step", "--child", tool, str(directory)]
+        command += [shape, part]
         self.tool, self.times = tool, list[float]()
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(

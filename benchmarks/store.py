@@ -1,6 +1,6 @@
 """Measure verbs on a store with many AImages, and the cost of durable writes.
 
-    python benchmarks/store.py [--counts 100,1000] [--rounds 5] [--verbs] [--durability]
+    python -m benchmarks.store [--counts 100,1000] [--rounds 5] [--verbs] [--durability]
         [--directory DIR]
 
 The default is both ``--verbs`` and ``--durability``.
@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.layout import ImageLayout, direct_io, group_commit
@@ -163,14 +164,13 @@ def make_blobs() -> list[tuple[Descriptor, bytes]]:
 @contextlib.contextmanager
 def hasty(*, cached: bool) -> Iterator[None]:
     """Skip fsync and syncfs; if ``cached``, leave all writes in the page cache."""
-    fsync, syncfs, flag = os.fsync, group_commit._syncfs, direct_io._DIRECT
-    os.fsync = lambda fd: None  # type: ignore[assignment]
-    group_commit._syncfs = lambda: lambda fd: 0
-    direct_io._DIRECT = 0 if cached else flag
-    try:
+    flag = 0 if cached else direct_io._DIRECT
+    with (
+        mock.patch.object(os, "fsync", lambda fd: None),
+        mock.patch.object(group_commit, "sync_file_system", lambda fd: True),
+        mock.patch.object(direct_io, "_DIRECT", flag),
+    ):
         yield
-    finally:
-        os.fsync, group_commit._syncfs, direct_io._DIRECT = fsync, syncfs, flag
 
 
 def write_all(root: Path, blobs: list[tuple[Descriptor, bytes]]) -> float:
