@@ -1,7 +1,7 @@
 """Measure the time from the start of a process to its first step and its first picture.
 
     python -m benchmarks.first_picture [--shape small|medium|large] [--seconds 20] [--rounds 3]
-        [--json] [--directory DIR]
+        [--case NAME] [--json] [--directory DIR]
 
 warm            the model is in the store, and its files are in the page cache
 cold            the same without the page cache
@@ -77,6 +77,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print rows as lines of JSON")
     parser.add_argument("--directory", type=Path, help="keep the models here")
+    known = _cases()
+    parser.add_argument("--case", action="append", choices=known, help="only this one; repeatable")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         root = options.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -96,8 +98,8 @@ def main() -> None:
         _aimage(store, "tag", "bench/model:v1", run.name)
         rows: dict[str, list[Times]] = {}
         for _ in range(options.rounds):
-            for case, measure in _cases().items():
-                rows.setdefault(case, []).append(measure(run))
+            for case in options.case or known:
+                rows.setdefault(case, []).append(known[case](run))
         shutil.rmtree(run.empty, ignore_errors=True)
     _print(options.shape, size, rows, as_json=options.json)
 

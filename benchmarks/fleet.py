@@ -296,6 +296,8 @@ def main() -> None:
     parser.add_argument("--simulate", action="store_true", help="predict larger fleets")
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
+    if "killed" in options.ways and options.nodes < 4:
+        parser.error("killed needs 4 nodes")
     with contextlib.ExitStack() as stack:
         directory = options.directory
         if directory is None:

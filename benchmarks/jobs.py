@@ -191,7 +191,7 @@ async def measure(options: argparse.Namespace, place: Path) -> Result:
     try:
         await fleet.start()
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            known = [pixels(fleet.run(at)) for at in range(SEEDS)]
+            known = [pixels(fleet.run(at)) for at in range(min(SEEDS, options.jobs))]
             await ready(session, fleet, options.workers)
             killing, over = None, asyncio.Event()
             if not options.calm:

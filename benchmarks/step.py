@@ -34,6 +34,7 @@ from benchmarks.models import SHAPES, Shape, build
 BASE = "diffusers"
 TOOLS = ("aimage", BASE, "mflux")
 PARTS = ("step", "decode", "encode", "picture")
+USUAL = ("small", "medium", "large", flux2.SHAPE)  # shapes
 COLUMNS = ("part", "shape", "tool", "min_s", "median_s", "ratio_min", "ratio_median", "parity")
 TOKENS = 64  # of the text
 TIME = 0.25  # of the step, 0 to 1
@@ -271,9 +272,13 @@ def main() -> None:
     tools = [tool for tool in chosen if tool == "aimage" or importlib.util.find_spec(tool)]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        for shape in options.shape or [*SHAPES, flux2.SHAPE]:
+        for shape in options.shape or USUAL:
             directory = (options.directory or Path(temporary)) / shape
-            (flux2.build(directory) if shape == flux2.SHAPE else build(directory, shape))
+            (
+                flux2.build(directory)
+                if shape == flux2.SHAPE
+                else build(directory, cast("Shape", shape))
+            )
             for part in options.part or PARTS:
                 rows += compare(directory, shape, part, tools, options.rounds)
     if options.json:
