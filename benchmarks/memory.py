@@ -4,8 +4,8 @@ A picture is made with the models of models.py, in float32, by ``aimage run``, b
 each policy of its memory, and by diffusers (``from_pretrained``), each in a process of its own. The
 peak is the resident memory of the whole process, with interpreter and libraries. The limit of the
 policy auto is 0.6 times diffusers' peak, the goal of all policies but keep. diffusers offloads
-networks from an accelerator only (``enable_model_cpu_offload``), so it has one row. Where it is not
-installed, the policy keep takes its place.
+networks from an accelerator only (``enable_model_cpu_offload``), so it has one row. Without
+it, ratios are to the first tool.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +28,7 @@ from benchmarks.models import SHAPES, Shape, build
 
 PROMPT, STEPS, SEED = "a red fox in the snow", 2, 7
 BASE = "diffusers"
+TOOLS = (BASE, "run", "keep", "auto", "release")
 GOAL = 0.6  # of its peak
 COLUMNS = ("shape", "tool", "peak_mib", "ratio", "seconds", "difference")
 Pixels = npt.NDArray[np.uint8]
@@ -101,21 +102,20 @@ def read(target: Path) -> Pixels:
     return load_picture(Path(f"{target}.png"))[0]
 
 
-def rows(directory: Path, shape: Shape) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a shape."""
+def rows(directory: Path, shape: Shape, tools: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a shape; ratios and differences are to the first tool."""
     side = SHAPES[shape].side
-    tool = BASE if importlib.util.find_spec(BASE) else "keep"
-    base = measure(directory, side, tool)
+    base = measure(directory, side, tools[0])
     limit = int(GOAL * base["peak"])
-    for each in dict.fromkeys((tool, "run", "keep", "auto", "release")):
-        found = base if each == tool else measure(directory, side, each, limit)
-        difference = np.abs(found["pixels"].astype(int) - base["pixels"].astype(int))
+    for tool in tools:
+        row = base if tool == tools[0] else measure(directory, side, tool, limit)
+        difference = np.abs(row["pixels"].astype(int) - base["pixels"].astype(int))
         yield {
             "shape": shape,
-            "tool": each if each == BASE else f"aimage {each}",
-            "peak_mib": found["peak"] >> 20,
-            "ratio": round(found["peak"] / base["peak"], 2),
-            "seconds": round(found["seconds"], 1),
+            "tool": tool if tool == BASE else f"aimage {tool}",
+            "peak_mib": row["peak"] >> 20,
+            "ratio": round(row["peak"] / base["peak"], 2),
+            "seconds": round(row["seconds"], 1),
             "difference": int(difference.max()),
         }
 
@@ -135,14 +135,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), action="append", dest="shapes")
     parser.add_argument("--directory", type=Path, help="keep the models here for the next run")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each row")
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="only this one; repeatable")
     options = parser.parse_args()
+    chosen = options.tool or TOOLS
+    tools = [tool for tool in chosen if tool != BASE or importlib.util.find_spec(BASE)]
     with tempfile.TemporaryDirectory() as temporary:
         if not options.json:
             print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
         for shape in options.shapes or ("medium", "large"):
             model = build((options.directory or Path(temporary)) / shape, shape)
             _pack(model)
-            for row in rows(model, shape):
+            for row in rows(model, shape, tools):
                 cells = " | ".join(str(row[column]) for column in COLUMNS)
                 print(json.dumps(row) if options.json else f"| {cells} |", flush=True)
     return None

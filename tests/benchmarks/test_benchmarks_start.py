@@ -73,13 +73,18 @@ STARTS = (
         "| ModelWeights.load |",
         ("mlx",),
     ),
-    Start("memory --shape tiny", "| aimage auto |", ("mlx",)),
+    Start("memory --shape tiny --tool keep --tool auto", "| aimage auto |", ("mlx",)),
     Start("models {place} --shape tiny", "{place}"),
     Start("page --runs 1", '"first_paint"', ("mlx", "playwright"), ("chromium",), has_goals=True),
     Start("quality --precisions float32,int4 --scenes 1", "| int4 |", ("mlx",)),
     Start("serve --rounds 1 --side 64", "| HTTP, stream |", ("mlx",)),
     Start("simulate --nodes 2,4 --mib 1", "| 4 |"),
-    Start("soak --minutes 0.05 --idle 2", "| registry: manifest |", ("mlx",), has_goals=True),
+    Start(
+        "soak --minutes 0.02 --calm 0.01 --idle 2",
+        "| registry: manifest |",
+        ("mlx",),
+        has_goals=True,
+    ),
     Start("startup --runs 1", "| aimage ls |"),
     Start("step --shape tiny --part step --rounds 1", "| aimage |", ("mlx",)),
     Start("step --shape flux2 --part decode --tool aimage --rounds 1", "| aimage |", ("mlx",)),
@@ -94,7 +99,7 @@ STARTS = (
         NETWORKS,
     ),
     Start(
-        "transfer --link --push --delta --shapes s --rounds 1",
+        "transfer --link --push --delta --shapes s --rounds 1 --peers skopeo",
         "| aimage pull |",
         (),
         (*REGISTRY, "skopeo", "curl"),
@@ -125,7 +130,7 @@ def test_a_program_runs_with_its_smallest_sizes(start: Start, tmp_path: Path) ->
         pytest.skip(f"not installed: {', '.join(absent)}")
     words = shlex.split(start.command.format(place=tmp_path / "model"))
     command = [sys.executable, "-m", f"benchmarks.{words[0]}", *words[1:]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     # other tests run at the same time
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = run(command, cwd=ROOT, env=environment, text=True)
