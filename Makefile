@@ -4,12 +4,16 @@
 #   make test VENV=/tmp/venv         in another virtual environment
 #   make test WORKERS=2              with two workers instead of one more than cores
 #   make test ARGS='-k layout'       with more arguments for pytest
+#   make install EXTRAS=mlx,hf       with other extras (docs/install.md); EXTRAS= for none
+#   make install PREFIX=/usr/local   in another place than ~/.local
 
 PYTHON  ?= python3
 VENV    ?= .venv
 # Many tests wait for other processes.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 ARGS    ?=
+PREFIX  ?= $(HOME)/.local
+EXTRAS  ?= all
 
 BIN     := $(VENV)/bin
 # Most modules of the packages are never imported: the others are compiled when they are.
@@ -18,22 +22,28 @@ RUN     := $(VENV)/.installed-run
 DEV     := $(VENV)/.installed-dev
 DOCS    := build/docs-venv
 TOOLS   := build/tools-venv
+PROGRAM := $(PREFIX)/share/aimage-venv
+LINK    := $(PREFIX)/bin/aimage
 IMAGES  := deploy/docker
 
 # The tests start many processes: each would compile the program again.
 export PYTHONDONTWRITEBYTECODE :=
 
+CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo 'aimage needs Python 3.11 or newer: make ... PYTHON=python3.12' >&2; exit 1; }
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 GATEWAY := openai openai_text openai_retry promises_openai ollama ollama_text ollama_pull \
   promises_ollama picture_upload picture_output control_requests reference_requests \
   enhance_requests worker_adapters content remote_live facts
 
-.PHONY: help demo test test-all test-slow test-gateway check lint fuzz format docs dist lock audit venv clean
+.PHONY: help demo install uninstall test test-all test-slow test-gateway check lint fuzz format docs dist lock audit venv clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo       create, push, pull, run and replay a small model'
+	@echo 'make install    install or upgrade aimage for this user, with a link in ~/.local/bin'
+	@echo 'make uninstall  remove what make install made'
 	@echo 'make test       the tests, in a few minutes'
 	@echo 'make test-all   all tests except the slow ones; some need other programs'
 	@echo 'make test-slow  the slow tests, which loop for many minutes'
@@ -51,6 +61,27 @@ help:
 
 demo: $(RUN)
 	@$(BIN)/python examples/demo.py
+
+# The environment is the program's own: the Python of Debian, Ubuntu and Homebrew refuses packages.
+# Only a link to this environment is replaced or removed.
+IS_OURS := [ "$$(readlink '$(LINK)')" = '$(PROGRAM)/bin/aimage' ]
+
+install:
+	@$(CHECK_PYTHON)
+	@{ [ ! -e '$(LINK)' ] && [ ! -L '$(LINK)' ]; } || $(IS_OURS) || \
+	  { echo '$(LINK) was made by another program: remove it, or use PREFIX=' >&2; exit 1; }
+	@$(PYTHON) -m venv '$(PROGRAM)'
+	'$(PROGRAM)/bin/python' -m pip --disable-pip-version-check install --quiet --upgrade \
+	  '$(CURDIR)$(if $(EXTRAS),[$(EXTRAS)])'
+	@mkdir -p '$(PREFIX)/bin'
+	@ln -sf '$(PROGRAM)/bin/aimage' '$(LINK)'
+	@'$(LINK)' --version
+	@case ":$$PATH:" in *':$(PREFIX)/bin:'*) ;; *) \
+	  echo 'Add $(PREFIX)/bin to PATH: aimage is there.' ;; esac
+
+uninstall:
+	@if $(IS_OURS); then rm '$(LINK)'; fi
+	@if [ -f '$(PROGRAM)/pyvenv.cfg' ]; then rm -r '$(PROGRAM)'; fi
 
 test: $(DEV)
 	$(PYTEST) -m 'not integration and not slow' $(ARGS)
@@ -133,8 +164,7 @@ venv: $(DEV)
 
 # If the venv cannot be created completely, its python is removed, so that the next make retries.
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo 'aimage needs Python 3.11 or newer: make ... PYTHON=python3.12' >&2; exit 1; }
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV) || { rm -f $(BIN)/python; exit 1; }
 
 $(RUN): pyproject.toml | $(BIN)/python

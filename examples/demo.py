@@ -59,7 +59,7 @@ def main() -> None:
                 stop(child)
     print(f"\nDone in {time.monotonic() - began:.0f} s. The pictures: {picture.resolve()}")
     print("The model is a small Z-Image that knows drawn shapes: examples/shapes tells more.")
-    print("A real model directory takes the same commands. Next: README.md")
+    print("A real model directory takes the same commands. Next: docs/first-picture.md")
 
 
 def demo(home: Path) -> Path:

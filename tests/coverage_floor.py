@@ -10,19 +10,42 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.budget import PACKAGES
-
+# The least coverage of each package, of lines and branches together, in per cent, rounded down.
+# It only rises. "." is the root.
+FLOORS = {
+    ".": 97,
+    "adapter": 95,
+    "api": 95,
+    "cli": 93,
+    "content": 97,
+    "dialect": 98,
+    "distribution": 53,  # most of its tests serve in a child process
+    "engine": 88,
+    "exporter": 97,
+    "family": 95,
+    "fleet": 85,
+    "formats": 97,
+    "http": 87,
+    "importer": 98,
+    "layout": 96,
+    "model": 96,
+    "node": 94,
+    "oci": 99,
+    "pictures": 94,
+    "registry": 97,
+    "tensor": 98,
+}
 COUNTS = ("num_statements", "num_branches", "covered_lines", "covered_branches")
 
 
 def coverage(report: Path) -> dict[str, float]:
     """Return the coverage of each package in per cent."""
     packages: dict[str, Counter[str]] = {}
-    for name, found in json.loads(report.read_text())["files"].items():
+    for name, file in json.loads(report.read_text())["files"].items():
         parts = Path(name).parts
         parts = parts[parts.index("clowder_aimage") + 1 :]
         counts = packages.setdefault(parts[0] if len(parts) > 1 else ".", Counter())
-        counts.update({key: found["summary"].get(key, 0) for key in COUNTS})
+        counts.update({key: file["summary"].get(key, 0) for key in COUNTS})
     return {
         name: 100
         * (counts["covered_lines"] + counts["covered_branches"])
@@ -33,15 +56,15 @@ def coverage(report: Path) -> dict[str, float]:
 
 def main() -> int:
     """Print a table; return 1 if a package is below its floor."""
-    found = coverage(Path(sys.argv[1]))
+    shares = coverage(Path(sys.argv[1]))
     below = []
-    for name, (_, floor) in PACKAGES.items():
-        share = found.pop(name, 0.0)
+    for name, floor in FLOORS.items():
+        share = shares.pop(name, 0.0)
         below += [name] * (share < floor)
         print(f"{name:14}{share:6.1f} %  floor {floor} %{'  BELOW' if share < floor else ''}")
-    for name in found:
+    for name in shares:
         print(f"{name:14} has no floor")
-    return int(bool(below or found))
+    return int(bool(below or shares))
 
 
 if __name__ == "__main__":

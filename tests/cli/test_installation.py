@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import sysconfig
 import tomllib
 from collections.abc import Callable, Collection
 from importlib import metadata
@@ -83,6 +84,17 @@ def test_a_tool_installs_anew_with_the_extras_that_are_there(
 ) -> None:
     installed({"url": "file:///a", "dir_info": {}}, file)
     assert install_command("mlx,worker") == f"{command} '/a[mlx,server,worker]'"
+
+
+@pytest.mark.parametrize("is_venv", [False, True])
+def test_a_python_that_refuses_packages_gets_none(
+    installed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, is_venv: bool
+) -> None:
+    directory = installed({"url": "file:///a", "dir_info": {}}, "EXTERNALLY-MANAGED")
+    monkeypatch.setattr(sys, "base_prefix", "/usr" if is_venv else str(directory))
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(directory))
+    command = "pip install '/a[mlx]'" if is_venv else "pipx install --force '/a[mlx,server]'"
+    assert install_command("mlx") == command
 
 
 def test_every_extra_of_all_is_known() -> None:

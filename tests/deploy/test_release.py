@@ -19,6 +19,7 @@ from tests.process import Aimage, run
 
 pytest.importorskip("hatchling", reason="hatchling is not installed")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 FORMULA = DEPLOY / "homebrew" / "aimage.rb.in"
 
 
@@ -84,6 +85,25 @@ def test_the_help_needs_no_package_but_click() -> None:
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_a_workflow_matches_its_schema(path: Path) -> None:
     output(tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", path)
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_a_form_of_issues_matches_its_schema(path: Path) -> None:
+    kind = "config" if path.stem == "config" else "forms"
+    schema = f"vendor.github-issue-{kind}"
+    output(tool("check-jsonschema"), "--builtin-schema", schema, path)
+
+
+def test_hooks_of_commits_use_programs_of_the_environment() -> None:
+    """They fetch nothing, and a program that is missing would fail each commit."""
+    yaml = pytest.importorskip("yaml")
+    text = (ROOT / ".pre-commit-config.yaml").read_text("utf-8")
+    repositories = yaml.safe_load(text)["repos"]
+    assert [each["repo"] for each in repositories] == ["local"]
+    for hook in repositories[0]["hooks"]:
+        program = Path(hook["entry"].split()[0])
+        assert program.parent == Path(".venv/bin")
+        assert shutil.which(program.name, path=Path(sys.executable).parent)
 
 
 def test_the_workflow_fills_in_the_formula(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Run the paths of docs/tutorial.md in a fresh environment: ``python -m tests.docs.scenario VENV``.
+"""Run the paths of docs/tutorial.md as a newcomer: ``python -m tests.docs.scenario PREFIX``.
 
-Unlike the tests of the documentation this also runs the commands that install the package. VENV is
-a virtual environment with pip. The number of commands and the seconds of each path are printed.
+Unlike the tests of the documentation this also runs the commands that install the package, into
+PREFIX instead of ``~/.local``. The number of commands and the seconds of each path are printed.
 """
 
 from __future__ import annotations
@@ -40,17 +40,20 @@ def commands(heading: str) -> list[Command]:
         return sorted([*installing, *section.commands], key=lambda command: command.line)
 
 
-def follow(heading: str, venv: Path) -> str | None:
+def follow(heading: str, prefix: Path) -> str | None:
     """Run the commands of a section; return the first failure, or None."""
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         typed = commands(heading)
         whole = Document(TUTORIAL.path)
         places = stack.enter_context(registries(whole, home / "registries"))
-        variables = environment(home) | {"PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+        variables = environment(home) | {
+            "PATH": f"{prefix / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        }
         steps = [placed(command, places) for command in typed]
+        install = f"make -C {ROOT} install PREFIX={prefix} PYTHON={sys.executable}"
         steps = [
-            Command(step.text.replace("'.[", f"'{ROOT}["), step.expected, step.line)
+            Command(step.text.replace("make install", install), step.expected, step.line)
             for step in steps
         ]
         for step, (code, output) in zip(
@@ -62,11 +65,11 @@ def follow(heading: str, venv: Path) -> str | None:
     return None
 
 
-def main(venv: Path) -> int:
+def main(prefix: Path) -> int:
     """Run all paths; return 1 after a failure."""
     for heading in LIMITS:
         began = time.monotonic()
-        if failure := follow(heading, venv):
+        if failure := follow(heading, prefix):
             sys.stderr.write(f"{heading}: {failure}\n")
             return 1
         seconds = time.monotonic() - began

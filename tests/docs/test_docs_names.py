@@ -15,7 +15,7 @@ from tests.docs.document import GUIDES, PROSE, ROOT, Document
 from tests.process import run
 
 CLI = Document(ROOT / "docs" / "cli.md")
-README = Document(ROOT / "README.md")
+ENVIRONMENT = Document(ROOT / "docs" / "environment.md")
 DOCUMENTS = [Document(path) for path in PROSE]
 PACKAGE = ROOT / "clowder_aimage"
 # Hosts of package registries: the documentation and the scripts work with any mirror of them.
@@ -90,8 +90,8 @@ def test_every_option_typed_in_the_documentation_exists() -> None:
                     assert not unknown, f"{document.name}, line {command.line}: {sorted(unknown)}"
 
 
-def test_every_exit_code_is_in_the_readme() -> None:
-    table = README.section("Exit codes")
+def test_every_exit_code_is_documented() -> None:
+    table = ENVIRONMENT.section("Exit codes")
     codes = {0, 130} | {
         value.exit_code
         for value in vars(errors).values()
@@ -101,12 +101,12 @@ def test_every_exit_code_is_in_the_readme() -> None:
         assert re.search(rf"^\| {code} \|", table, re.MULTILINE), f"exit code {code}"
 
 
-def test_every_environment_variable_is_in_the_readme() -> None:
+def test_every_environment_variable_is_documented() -> None:
     paths = [*(PACKAGE / "cli").rglob("*.py"), PACKAGE / "user_directory.py"]
     source = "".join(path.read_text("utf-8") for path in paths)
     read = set(re.findall(r'(?:environ\.get\(|envvar=)"([A-Z_]+)"', source))
     assert read
-    table = README.section("Environment variables")
+    table = ENVIRONMENT.section("Environment variables")
     assert not {name for name in read if f"`{name}`" not in table}
 
 

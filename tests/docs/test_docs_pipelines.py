@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -44,7 +45,7 @@ def commands(text: str) -> list[str]:
     pipeline: dict[str, Any] = yaml.safe_load(text)
     job = pipeline.get("jobs", pipeline)["model"]
     steps: list[str] = job.get("script") or [one["run"] for one in job["steps"] if "run" in one]
-    assert steps[0].startswith("pip install 'clowder-aimage @ git+https://")
+    assert re.match(r"pipx? install 'clowder-aimage @ git\+https://", steps[0])
     return steps[1:]
 
 

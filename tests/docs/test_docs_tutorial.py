@@ -16,9 +16,9 @@ def test_a_path_has_few_commands(heading: str) -> None:
 @pytest.mark.parametrize(
     ("heading", "verbs"),
     [
-        ("The first picture", ["pip install", "aimage create", "aimage run"]),
+        ("The first picture", ["make install", "aimage create", "aimage run"]),
         ("A model on a second machine", ["aimage create", "aimage push", "aimage run"]),
-        ("A picture in Open WebUI", ["pip install", "aimage serve", "curl"]),
+        ("A picture in Open WebUI", ["make install", "aimage serve", "curl"]),
     ],
 )
 def test_a_path_goes_from_its_start_to_its_end(heading: str, verbs: list[str]) -> None:

@@ -7,6 +7,7 @@ import json
 import shlex
 import shutil
 import sys
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,20 @@ _EXTRAS = {
 def install_command(extras: str) -> str:
     """Return the command that installs ``extras`` from where this program was installed."""
     wanted = set(extras.split(","))
-    found = (command for file, command in _TOOLS.items() if Path(sys.prefix, file).is_file())
-    if command := next(found, None):  # it installs anew: keep the extras that are there
+    # These commands install anew: keep the extras that are there
+    if command := _tool():
         wanted |= {extra for extra, name in _EXTRAS.items() if importlib.util.find_spec(name)}
     return f"{command or _pip()} {_requirement(','.join(sorted(wanted)))}"
+
+
+def _tool() -> str | None:
+    """Return the command of a tool that makes environments; None in any other environment."""
+    for file, command in _TOOLS.items():
+        if Path(sys.prefix, file).is_file():
+            return command
+    # The Python of Debian, Ubuntu and Homebrew refuses packages (PEP 668)
+    is_managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").is_file()
+    return "pipx install --force" if is_managed and sys.prefix == sys.base_prefix else None
 
 
 def _pip() -> str:

@@ -20,7 +20,7 @@ from clowder_aimage.schema import load, read_configuration
 from clowder_aimage.user_directory import check_variables, config_file, server_variables
 
 MASK = "***"
-# Other environment variables, as listed in the README
+# Other environment variables, as listed in docs/environment.md
 _VARIABLES = (
     *(
         "AIMAGE_ENHANCER",
