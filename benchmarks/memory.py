@@ -5,7 +5,7 @@ each policy of its memory, and by diffusers (``from_pretrained``), each in a pro
 peak is the resident memory of the whole process, with interpreter and libraries. The limit of the
 policy auto is 0.6 times diffusers' peak, the goal of all policies but keep. diffusers offloads
 networks from an accelerator only (``enable_model_cpu_offload``), so it has one row. Without
-it, ratios are to the first tool.
+it, ratios are to the first tool, and auto has no limit.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def rows(directory: Path, shape: Shape, tools: Sequence[str]) -> Iterator[dict[s
     """Yield the rows of a shape; ratios and differences are to the first tool."""
     side = SHAPES[shape].side
     base = measure(directory, side, tools[0])
-    limit = int(GOAL * base["peak"])
+    limit = int(GOAL * base["peak"]) if tools[0] == BASE else None
     for tool in tools:
         row = base if tool == tools[0] else measure(directory, side, tool, limit)
         difference = np.abs(row["pixels"].astype(int) - base["pixels"].astype(int))
@@ -124,7 +124,7 @@ def child(tool: str, directory: Path, side: int, target: Path, limit: int) -> No
     if tool == "diffusers":
         by_diffusers(directory, side, target)
     else:
-        by_policy(directory, side, target, tool, limit if tool == "auto" else None)
+        by_policy(directory, side, target, tool, (limit or None) if tool == "auto" else None)
 
 
 def main() -> None:
