@@ -52,7 +52,7 @@ help:
 	@echo 'make fuzz       damaged documents, files and requests; ARGS="--cases 1000000", ARGS=parsers'
 	@echo 'make check      lint and test; must pass before a change is merged'
 	@echo 'make format     format and fix the source with ruff'
-	@echo 'make docs       the documentation as a site in build/site'
+	@echo 'make docs       docs/cli.md, and the documentation as a site in build/site'
 	@echo 'make dist       wheel and sdist in dist, and an SBOM (CycloneDX) in build/sbom'
 	@echo 'make lock       pin the packages of the images again'
 	@echo 'make audit      check the pinned packages; ADVISORIES=FILE.zip, also for vulnerabilities'
@@ -113,7 +113,8 @@ format: $(DEV)
 
 # The site needs only these packages: they have an environment of their own.
 docs: $(DOCS)/.installed
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	$(DOCS)/bin/python docs/mkdocs_hooks.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	@echo build/site/index.html
 
 $(DOCS)/.installed: pyproject.toml

@@ -14,7 +14,6 @@ from clowder_aimage.cli.main import cli
 from tests.docs.document import GUIDES, PROSE, ROOT, Document
 from tests.process import run
 
-CLI = Document(ROOT / "docs" / "cli.md")
 ENVIRONMENT = Document(ROOT / "docs" / "environment.md")
 DOCUMENTS = [Document(path) for path in PROSE]
 PACKAGE = ROOT / "clowder_aimage"
@@ -44,7 +43,6 @@ def verbs(command: click.Command, name: str = "aimage") -> Iterator[tuple[str, c
 
 
 VERBS = dict(verbs(cli))
-SHARED_HEADINGS = ("Options of every verb", "Options of verbs that reach a registry")
 
 
 def options(command: click.Command) -> set[str]:
@@ -59,24 +57,6 @@ def options(command: click.Command) -> set[str]:
 def mentioned(text: str) -> set[str]:
     """Options that a text speaks of."""
     return set(re.findall(r"(?<![\w-])--?[a-zA-Z][a-z-]*(?![\w])", text))
-
-
-def test_every_verb_and_option_is_in_the_reference() -> None:
-    shared = "".join(CLI.section(heading) for heading in SHARED_HEADINGS)
-    for verb, command in VERBS.items():
-        own = CLI.section(verb) if verb != "aimage" else CLI.text
-        missing = options(command) - mentioned(own) - mentioned(shared)
-        assert not missing, f"docs/cli.md does not explain {sorted(missing)} of '{verb}'"
-
-
-def test_every_option_in_the_reference_exists() -> None:
-    for verb, command in VERBS.items():
-        if isinstance(command, click.Group):
-            continue  # its text may mention options of its verbs
-        table = "\n".join(t for t in CLI.section(verb).splitlines() if t.startswith("| `-"))
-        known = options(command) | options(cli)
-        unknown = mentioned(table.replace("|", " ").replace("`", " ")) - known
-        assert not unknown, f"docs/cli.md gives '{verb}' {sorted(unknown)}, which it does not have"
 
 
 def test_every_option_typed_in_the_documentation_exists() -> None:
