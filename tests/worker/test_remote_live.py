@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.process import Aimage
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import RealRegistry
 from tests.store import copy_store
+from tests.wait import until
 from tests.worker.conftest import LocalWorker, Worker, begin
 
 ADMIN, INFER = "a" * 32, "i" * 32
@@ -262,11 +262,9 @@ def test_remote_verbs_need_a_token_of_their_scope(here: Aimage, worker: LocalWor
 @pytest.mark.integration
 def test_stop_ends_a_running_generation(worker: LocalWorker, here: Aimage) -> None:
     drawing = here.start("run", "tiny", "a fox", "--steps", 1000, "--width", 256, "--height", 256)
-    while not any(model["model"] for model in worker.get("/api/ps")["models"]):
-        time.sleep(0.02)
+    until(lambda: worker.get("/api/ps")["models"])
     steps = metric(worker, "aimage_generation_step_seconds_count")
-    while metric(worker, "aimage_generation_step_seconds_count") == steps:
-        time.sleep(0.02)
+    until(lambda: metric(worker, "aimage_generation_step_seconds_count") != steps)
     assert here("stop", "tiny").line == "tiny:latest"
     _, errors = drawing.communicate(timeout=30)
     assert drawing.returncode == 1
