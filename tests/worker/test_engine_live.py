@@ -180,7 +180,7 @@ def test_a_failing_wanted_model_is_retried_and_does_not_block_others(
     worker: LocalWorker, registry: RealRegistry, repository: str
 ) -> None:
     first = worker.aimage.home / "first"
-    worker.aimage("create", "-q", repository, TINY, "--store", first)
+    worker.aimage("create", "-q", repository, TINY, "--whole-files", "--store", first)
     worker.aimage("push", "-q", repository, "--store", first)
     with Proxy(registry.host).running() as proxy:
         proxy.instead = lambda passed: Reply(418)  # this status is not retried

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import TINY
 from tests.process import Aimage
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import RealRegistry
@@ -124,7 +125,7 @@ def test_refusals_of_a_worker_map_to_exit_codes(
 def test_models_are_pulled_listed_and_removed_remotely(
     here: Aimage, local: Aimage, repository: str
 ) -> None:
-    digest = local("tag", "tiny", repository).line
+    digest = local("create", "-q", repository, TINY, "--whole-files").line
     assert local("push", repository).line == digest
     assert here("rm", "--remote", repository).line.startswith(repository)
     assert repository not in here("ls", "--remote").out
@@ -161,7 +162,7 @@ def test_a_failed_remote_pull_has_the_exit_code_of_a_local_one(
     change: Callable[[Passed, Reply], None],
     code: int,
 ) -> None:
-    local("tag", "tiny", repository)
+    local("create", repository, TINY, "--whole-files")
     local("push", repository)
     local("rm", repository)
     mine, its = (Aimage(here.home, here.home / name) for name in ("mine", "its"))

@@ -266,8 +266,9 @@ def test_a_worker_is_ready_when_wanted_models_are_present(worker: LocalWorker) -
 
 @pytest.mark.integration
 def test_wanted_models_are_pulled(worker: LocalWorker, repository: str) -> None:
-    worker.aimage("create", "-q", repository, TINY, "--store", worker.aimage.home / "first")
-    worker.aimage("push", "-q", repository, "--store", worker.aimage.home / "first")
+    first = worker.aimage.home / "first"
+    worker.aimage("create", "-q", repository, TINY, "--whole-files", "--store", first)
+    worker.aimage("push", "-q", repository, "--store", first)
     other = worker.start("--wanted", repository)
     until(lambda: status_of(other)[0] == 200)
     assert repository in worker.aimage("ls").out

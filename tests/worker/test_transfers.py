@@ -37,6 +37,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.http.api_error import api_error, registry_error
+from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.push import push
@@ -53,7 +54,7 @@ PATH = "tests/transfers:v1"
 def pushed(tmp_path_factory: pytest.TempPathFactory, registry: RealRegistry) -> None:
     store = ImageLayout(tmp_path_factory.mktemp("transfers") / "store")
     name = Reference.parse(f"{registry.host}/{PATH}")
-    create(store, name, TINY)
+    create(store, name, TINY, form=ModelForm(whole_files=True))  # a few blobs
     push(store, name, ClientOptions())
 
 
