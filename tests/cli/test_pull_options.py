@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import time
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from clowder_aimage.content.copy_option import Rate
 from tests.process import Aimage, run
 from tests.real_registry import RealRegistry
+from tests.scripted import ScriptedRegistry, artifact, serving
 
 
 @pytest.mark.integration
@@ -32,11 +34,19 @@ def test_a_dry_run_fetches_only_manifests(
     assert again["alreadyThere"] == value["fetch"]
 
 
-@pytest.mark.integration
-def test_a_rate_limit_is_respected(aimage: Callable[..., Aimage], pushed: str) -> None:
-    begun = time.monotonic()
-    aimage()("pull", pushed, "--limit-rate", "500k")
-    assert time.monotonic() - begun > 1.2e6 / 500e3
+def test_a_rate_limit_is_respected(
+    aimage: Callable[..., Aimage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The waits of the connections are recorded instead of slept."""
+    waits: list[float] = []
+
+    def rate(limit: float) -> Rate:
+        return Rate(limit, clock=lambda: 0.0, sleep=waits.append)
+
+    monkeypatch.setattr(sys.modules["clowder_aimage.cli.verbs.pull"], "Rate", rate)
+    with ScriptedRegistry(serving(*artifact(b"{}", b"x" * 100_000))).running() as registry:
+        aimage()("pull", f"{registry.host}/x", "--limit-rate", "50k")
+    assert max(waits) == pytest.approx(100_002 / 50e3)
 
 
 def test_an_invalid_rate_is_refused(aimage: Callable[..., Aimage]) -> None:
