@@ -223,7 +223,7 @@ def _on_small_disk(here: Aimage) -> Path | None:
 
 @pytest.mark.integration
 def test_ctrl_c_during_a_pull(aimage: Callable[..., Aimage]) -> None:
-    """The exit code is 130 although the registry stalls, and no incomplete file has a final name."""
+    """The exit code is 130 while the registry stalls, and no incomplete file has a final name."""
     manifest, blobs = artifact(b"{}", b"x" * 3_000_000)
     right = serving(manifest, blobs)
 
