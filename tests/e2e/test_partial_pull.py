@@ -28,6 +28,7 @@ MIB = 1024 * 1024
 BUFFERS = 4 * MIB  # bytes that may be in flight when a connection ends
 PATH = "tests/partial:v1"
 RUNNABLE = "tests/partial-tensors:v1"
+TOP_LEVEL = ("README.md", "model_index.json")
 CONFIG = b'{"schemaVersion":1,"components":{"vae":{},"net":{}}}'
 
 
@@ -107,7 +108,7 @@ def test_a_component_is_fetched_with_top_level_files_only(
 ) -> None:
     here = aimage()
     done = here("pull", name, "--component", "vae", "--component", "scheduler", "--json")
-    assert got(proxy) == pushed.blobs("vae/", "scheduler/", "model_index.json")
+    assert got(proxy) == pushed.blobs("vae/", "scheduler/", *TOP_LEVEL)
     assert done.value["digest"] == pushed.digest
     left = pushed.blobs("").items() - got(proxy).items()
     assert done.value["partial"] is True
@@ -144,7 +145,7 @@ def test_a_second_part_is_added_to_the_first(
     here("pull", name, "--include", "vae/*")
     assert got(proxy) == pushed.blobs("vae/")
     here("pull", name, "--include", "vae/*", "--component", "transformer")
-    wanted = pushed.blobs("vae/", "transformer/", "model_index.json")
+    wanted = pushed.blobs("vae/", "transformer/", *TOP_LEVEL)
     assert got(proxy) == wanted
     assert is_marked(here, name)
     here("pull", name, "--include", "[!tv]*", "--component", "text_encoder", "--include", "tok*")
@@ -222,7 +223,7 @@ def test_a_dry_run_of_a_partial_pull(
 ) -> None:
     here = aimage()
     value = here("pull", name, "--component", "vae", "--dry-run", "--json").value
-    wanted = pushed.blobs("vae/", "model_index.json")
+    wanted = pushed.blobs("vae/", *TOP_LEVEL)
     assert value["fetch"] == {"blobs": len(wanted), "size": sum(wanted.values())}
     left = dict(pushed.blobs("").items() - wanted.items())
     assert value["missing"] == {"blobs": len(left), "size": sum(left.values())}
@@ -259,7 +260,7 @@ def test_unknown_components_are_refused(
     err = here("pull", name, *options, code=3).err
     assert said in err
     assert "scheduler, text_encoder, tokenizer, transformer, vae" in err
-    assert "the top-level layers model_index.json" in err
+    assert "the top-level layers README.md, model_index.json" in err
     assert not here.store.exists()
     assert got(proxy).keys() == {pushed.config["digest"]}
 
@@ -483,7 +484,7 @@ def test_repair_of_a_part_fetches_only_damaged_blobs(
     assert row(here, name)["partial"] is True
     shown = here("show", name, "--json").value
     assert shown["partial"] is True
-    assert shown["missing"]["blobs"] == 9
+    assert shown["missing"]["blobs"] == 8
     assert "missing     scheduler (1 layer), text_encoder (" in here("show", name).out
     here("pull", name)
     assert "partial" not in here("show", name, "--json").value
