@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from clowder_aimage.tensor import encode_header, read_header
 from tests.process import Aimage
 from tests.real_registry import RealRegistry
 from tests.store import copy_store
@@ -31,6 +33,25 @@ def pushed_store(
 def pushed(pushed_store: tuple[Path, str]) -> str:
     """Return the name of the tiny model's files in the registry."""
     return pushed_store[1]
+
+
+@pytest.fixture(scope="session")
+def abridged(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """Return the tiny model with a single tensor of each network.
+
+    It is packed as 11 blobs instead of 292, and cannot be run.
+    """
+    directory = tmp_path_factory.mktemp("abridged") / "tiny"
+    shutil.copytree(tiny, directory)
+    for path in directory.rglob("*.safetensors"):
+        data = path.read_bytes()
+        with path.open("rb") as file:
+            header = read_header(file, len(data))
+        name, tensor = min(header.tensors.items())
+        values = data[header.data_offset + tensor.start : header.data_offset + tensor.end]
+        head = encode_header([(name, tensor.dtype, tensor.shape)], header.metadata)
+        path.write_bytes(head + values)
+    return directory
 
 
 @pytest.fixture(scope="session")
