@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from clowder_aimage.tensor import encode_header, read_header
+from tests.abridged import abridge
 from tests.process import Aimage
 from tests.real_registry import RealRegistry
 from tests.store import copy_store
@@ -37,21 +36,8 @@ def pushed(pushed_store: tuple[Path, str]) -> str:
 
 @pytest.fixture(scope="session")
 def abridged(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """Return the tiny model with a single tensor of each network.
-
-    It is packed as 11 blobs instead of 292, and cannot be run.
-    """
-    directory = tmp_path_factory.mktemp("abridged") / "tiny"
-    shutil.copytree(tiny, directory)
-    for path in directory.rglob("*.safetensors"):
-        data = path.read_bytes()
-        with path.open("rb") as file:
-            header = read_header(file, len(data))
-        name, tensor = min(header.tensors.items())
-        values = data[header.data_offset + tensor.start : header.data_offset + tensor.end]
-        head = encode_header([(name, tensor.dtype, tensor.shape)], header.metadata)
-        path.write_bytes(head + values)
-    return directory
+    """Return the tiny model with one tensor of each network."""
+    return abridge(tiny, tmp_path_factory.mktemp("abridged") / "tiny")
 
 
 @pytest.fixture(scope="session")
