@@ -484,7 +484,8 @@ def test_notes_and_summaries_are_events_with_json(
     aimage: Callable[..., Aimage], tiny: Path, repository: str
 ) -> None:
     here = aimage()
-    done = here("create", repository, tiny, "--json", "--manifest-type", "custom")
+    custom = ("--whole-files", "--manifest-type", "custom")
+    done = here("create", repository, tiny, "--json", *custom)
     events = [json.loads(line) for line in done.err.splitlines()]
     assert {event["event"] for event in events} >= {"plan", "note"}
     done = here("push", repository, "--json")
