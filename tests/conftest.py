@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.tensor import blas
 from tests.process import Aimage, reaped, restore_signals
 from tests.quarantine import QUARANTINE
@@ -193,6 +194,12 @@ def repository(registry: RealRegistry, request: pytest.FixtureRequest) -> str:
     """Return a repository name, with host, that no other test uses."""
     name = "".join(c if c.isalnum() else "-" for c in request.node.name.lower()).strip("-")
     return f"{registry.host}/tests/{'-'.join(filter(None, name.split('-')))}"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ImageLayout:
+    """Return an empty store."""
+    return ImageLayout(tmp_path / "store")
 
 
 @pytest.fixture

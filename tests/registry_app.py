@@ -1,7 +1,9 @@
-"""``registry serve`` as an application, for tests that run it in process."""
+"""``registry serve`` in this process: as an application, and as a server in a thread."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 from aiohttp import web
@@ -28,3 +30,37 @@ def registry_app(
     app = build_app(role, tokens=tokens, interface=OCI)
     app.cleanup_ctx.append(running)
     return app
+
+
+class RegistryThread:
+    """The registry on a free port of 127.0.0.1; its event loop has its own thread."""
+
+    def __init__(self, layout: ImageLayout) -> None:
+        self._layout = layout
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self.host = ""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(60)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        runner = web.AppRunner(registry_app(self._layout), access_log=None)
+
+        async def begin() -> None:
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            self.host = f"127.0.0.1:{runner.addresses[0][1]}"
+            self._ready.set()
+
+        self._loop.run_until_complete(begin())
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(60)

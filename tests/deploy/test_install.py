@@ -33,7 +33,9 @@ def make(tmp_path: Path) -> Make:
         "HOME": str(tmp_path / "home"),
         "PATH": os.environ["PATH"],
         "PYTHONPATH": str(packages),
-        "PIP_NO_BUILD_ISOLATION": "0",  # pip's way of saying --no-build-isolation
+        # pip's way of saying --no-build-isolation and --no-compile
+        "PIP_NO_BUILD_ISOLATION": "0",
+        "PIP_NO_COMPILE": "0",
         "PIP_NO_DEPS": "1",
         "PIP_NO_INDEX": "1",
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -38,7 +37,7 @@ from tests.deploy.cluster import (
 from tests.deploy.test_deploy import check_arguments, is_pinned
 from tests.deploy.written import ROOT
 from tests.docs.document import Document
-from tests.process import run
+from tests.process import Aimage
 
 IMAGE = f"registry.example.com/clowder-aimage:{__version__}"
 
@@ -320,11 +319,8 @@ def test_layer_names_match_the_guide(dialect: str, annotation: str, tmp_path: Pa
     The guide lists those that find none, and must change once layers have titles.
     """
     store = tmp_path / "store"
-    make = ["create", "-q", "tiny", str(ROOT / "examples" / "tiny")]
-    make += ["--dialect", dialect, "--store", str(store)]
-    done = run([sys.executable, "-m", "clowder_aimage.cli", *make], text=True)
-    assert done.returncode == 0, done.stderr
-    digest = done.stdout.strip().removeprefix("sha256:")
+    make = ("create", "-q", "tiny", ROOT / "examples" / "tiny", "--dialect", dialect)
+    digest = Aimage(tmp_path, store)(*make).line.removeprefix("sha256:")
     layers = json.loads((store / "blobs" / "sha256" / digest).read_bytes())["layers"]
     assert layers and all(annotation in layer["annotations"] for layer in layers)
     assert not [one for one in layers if "org.opencontainers.image.title" in one["annotations"]]

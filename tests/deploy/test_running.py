@@ -36,7 +36,7 @@ from tests.deploy.written import (
     last,
     unit,
 )
-from tests.process import Aimage, run, spawn
+from tests.process import Aimage, reaped, run, spawn
 from tests.real_registry import RealRegistry
 from tests.worker.conftest import Worker, begin
 
@@ -63,6 +63,7 @@ class Containers:
     home: Path
     registry: str
     places: dict[str, str] = field(default_factory=dict)
+    said: str = ""  # stdout of ``init``
 
     def __post_init__(self) -> None:
         for name in ("access", "store", "tmp"):
@@ -135,13 +136,19 @@ class Containers:
         return (self.home / "access" / "token").read_text().strip()
 
 
-@pytest.fixture
-def containers(tmp_path: Path, registry: RealRegistry) -> Containers:
-    return Containers(tmp_path, registry.host)
+@pytest.fixture(scope="module")
+def containers(
+    tmp_path_factory: pytest.TempPathFactory, registry: RealRegistry
+) -> Iterator[Containers]:
+    """Return the paths after ``init`` has run."""
+    with reaped():
+        containers = Containers(tmp_path_factory.mktemp("containers"), registry.host)
+        containers.said = containers.init()
+        yield containers
 
 
 def test_init_pushes_a_model_and_creates_a_token_once(containers: Containers) -> None:
-    first = containers.init()
+    first = containers.said
     place = containers.home / "access" / "token"
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
     token = containers.token
@@ -153,8 +160,10 @@ def test_init_pushes_a_model_and_creates_a_token_once(containers: Containers) ->
 
 
 def test_the_worker_of_the_compose_file_generates_an_image(containers: Containers) -> None:
-    containers.init()
+    """The health checks of the images succeed while it runs."""
     with containers.worker() as worker:
+        checks = [health_check(path, worker.host) for path in DOCKERFILES]
+        assert [run(check).returncode for check in checks] == [0] * len(checks)
         place = worker.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104
         assert Client(place).ask("GET", "/healthz")[0] == 200
         status, _ = Client(place).ask("POST", "/v1/images/generations", {"prompt": "a red circle"})
@@ -162,6 +171,17 @@ def test_the_worker_of_the_compose_file_generates_an_image(containers: Container
         client = Client(place, containers.token)
         assert client.picture().startswith(PNG)
         assert client.picture(model="gpt-image-1").startswith(PNG)
+    assert all(run(check).returncode for check in checks)
+
+
+def health_check(path: Path, host: str) -> list[str]:
+    """Return the command of a HEALTHCHECK, for a worker at ``host``."""
+    words = json.loads(last(path, "HEALTHCHECK").partition("CMD ")[2])
+    assert any("127.0.0.1:11434" in word for word in words)
+    return [
+        word.replace("127.0.0.1:11434", host.replace("0.0.0.0", "127.0.0.1"))  # noqa: S104
+        for word in (sys.executable, *words[1:])
+    ]
 
 
 def test_a_confined_program_cannot_write_elsewhere(containers: Containers) -> None:
@@ -174,7 +194,6 @@ def test_a_confined_program_cannot_write_elsewhere(containers: Containers) -> No
 def test_a_worker_needs_no_capability_and_writes_only_to_its_volume(
     containers: Containers,
 ) -> None:
-    containers.init()
     _, *options = map(containers.here, compose()["services"]["worker"]["command"])
     environment = {
         "AIMAGE_STORE": str(containers.home / "store"),
@@ -200,19 +219,6 @@ def test_a_worker_needs_no_capability_and_writes_only_to_its_volume(
     finally:
         process.kill()
         process.communicate()
-
-
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_the_health_check_fails_without_a_worker(path: Path, tmp_path: Path) -> None:
-    worker = begin(Aimage(tmp_path, tmp_path / "store"))
-    try:
-        words = last(path, "HEALTHCHECK").partition("CMD ")[2]
-        command = [sys.executable, *json.loads(words)[1:]]
-        here = [word.replace("127.0.0.1:11434", worker.host) for word in command]
-        assert run(here).returncode == 0
-    finally:
-        worker.end()
-    assert run(here).returncode != 0
 
 
 # -- systemd

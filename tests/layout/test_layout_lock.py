@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,7 +30,7 @@ from clowder_aimage.layout.ingest import JOURNALED
 from clowder_aimage.layout.lock import held
 from clowder_aimage.oci import Digest, Reference
 from tests.content.artifact import blob, put, put_artifact
-from tests.process import LATE_MODULES, run, spawn
+from tests.process import LATE_MODULES, Aimage, end, run, spawn
 from tests.real_registry import RealRegistry
 
 ROOT = Path(__file__).parent.parent.parent
@@ -165,7 +166,7 @@ def test_concurrent_tags_by_threads_are_all_kept(layout: ImageLayout) -> None:
 GROUP, ANNA, BERT = 61_000, 61_001, 61_002
 # another user may not be allowed to read the code, so it is imported before the switch
 AS_MEMBER = f"""
-import difflib, importlib, os, pkgutil, stringprep, sys
+import difflib, importlib, json, os, pkgutil, stringprep, sys
 import encodings.idna, encodings.utf_8_sig
 {LATE_MODULES}
 import clowder_aimage
@@ -181,17 +182,25 @@ try:
     validate("aimage-config", dict())
 except Exception:
     pass
-uid, umask, own, group = map(int, sys.argv[1:5])
-del sys.argv[1:5]
+uid, group = map(int, sys.argv[1:3])
 os.setgroups([group])
-os.setgid(own)
+os.setgid(uid)
 os.setuid(uid)
-os.umask(umask)
+os.umask(0o022)
 os.chdir("/")
-main()
+for line in sys.stdin:
+    if pid := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        continue
+    for number, name in enumerate(("out", "err"), 1):
+        path = os.path.join(os.environ["HOME"], name)
+        os.dup2(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_RDWR), number)
+    sys.argv[1:] = json.loads(line)
+    main()
 """
 TAKE_IN = f"""
 import os, sys
+from functools import partial
 from pathlib import Path
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor
@@ -214,21 +223,21 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may become 
 
 
 class Member:
-    """A user of the group, with their own home and a restrictive umask."""
+    """A user of the group, with their own home and a restrictive umask.
 
-    def __init__(self, uid: int, directory: Path, store: Path) -> None:
-        self.uid, self.store = uid, store
+    Each verb is a process, forked from one that has imported everything.
+    """
+
+    def __init__(self, uid: int, directory: Path) -> None:
         self.home = directory / str(uid)
         self.home.mkdir()
         os.chown(self.home, uid, uid)
-
-    def start(self, *arguments: object) -> subprocess.Popen[str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("AIMAGE_", "DOCKER_"))}
-        who = map(str, (self.uid, 0o022, self.uid, GROUP))
-        return spawn(
-            [sys.executable, "-c", AS_MEMBER, *who, *map(str, arguments)],
+        self._process = spawn(
+            [sys.executable, "-c", AS_MEMBER, str(uid), str(GROUP)],
+            is_shared=True,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
             env=kept
             | {
@@ -237,29 +246,46 @@ class Member:
                 "XDG_CONFIG_HOME": str(self.home / "config"),
                 "XDG_RUNTIME_DIR": str(self.home / "run"),
                 "DOCKER_CONFIG": str(self.home / "docker"),
-                "AIMAGE_STORE": str(self.store),
                 "PYTHONPATH": str(ROOT),
             },
         )
 
     def __call__(self, *arguments: object) -> str:
-        process = self.start(*arguments)
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 0, f"{arguments}: {out}\n{err}"
+        """Run a verb, and return its stdout."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        stdin.write(json.dumps([str(each) for each in arguments]) + "\n")
+        stdin.flush()
+        code = stdout.readline().strip()
+        out, err = ((self.home / name).read_text() for name in ("out", "err"))
+        assert code == "0", f"{arguments}: {out}\n{err}"
         return out
+
+    def end(self) -> None:
+        end(self._process)
+
+
+@pytest.fixture(scope="module")
+def members() -> Iterator[tuple[Member, Member]]:
+    """Return two members of the group."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        members = Member(ANNA, Path(name)), Member(BERT, Path(name))
+        yield members
+        for member in members:
+            member.end()
 
 
 @pytest.fixture
-def shared() -> Iterator[tuple[Member, Member]]:
-    """Return a directory that belongs to a group, and two of its members."""
+def shared() -> Iterator[Path]:
+    """Return a directory that belongs to the group."""
     with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
-        directory.chmod(0o755)
-        store = directory / "store"
+        Path(name).chmod(0o755)
+        store = Path(name) / "store"
         store.mkdir()
         os.chown(store, 0, GROUP)
         store.chmod(0o2775)
-        yield Member(ANNA, directory, store), Member(BERT, directory, store)
+        yield store
 
 
 @pytest.fixture
@@ -288,13 +314,15 @@ def check_modes(store: Path) -> None:
 
 @pytest.mark.integration
 @needs_root
-def test_two_users_of_a_group_share_a_store(shared: tuple[Member, Member], model: Path) -> None:
-    anna, bert = shared
+def test_two_users_of_a_group_share_a_store(
+    members: tuple[Member, Member], shared: Path, model: Path
+) -> None:
+    anna, bert = (partial(member, "--store", shared) for member in members)
     first = anna("-q", "create", "anna:v1", model, "--whole-files").strip()
     assert (
         bert("-q", "create", "bert:v1", model, "--whole-files", "--license", "mit").strip() != first
     )
-    check_modes(anna.store)
+    check_modes(shared)
     assert bert("tag", "anna:v1", "again:v1").strip() == first
     anna("rm", "bert:v1", "again:v1")
     bert("pin", "anna:v1")
@@ -305,25 +333,24 @@ def test_two_users_of_a_group_share_a_store(shared: tuple[Member, Member], model
     assert json.loads(bert("--json", "gc", "--grace", "0"))["left"] == 0
     anna("-q", "create", "anna:v2", model, "--whole-files")
     bert("verify")
-    check_modes(anna.store)
+    check_modes(shared)
 
 
 @pytest.mark.integration
 @needs_root
 def test_two_users_pull_into_one_store(
-    shared: tuple[Member, Member], model: Path, registry: RealRegistry, repository: str
+    members: tuple[Member, Member],
+    shared: Path,
+    registry: RealRegistry,
+    repository: str,
+    tmp_path: Path,
 ) -> None:
-    anna, bert = shared
-    with tempfile.TemporaryDirectory() as name:
-        elsewhere = Path(name)
-        here = ["--store", str(elsewhere)]
-        Path(name).chmod(0o777)
-        anna(*here, "-q", "create", f"{repository}:v1", model, "--whole-files")
-        anna(*here, "-q", "push", f"{repository}:v1")
-    bert("-q", "pull", f"{repository}:v1")
-    anna("-q", "pull", f"{repository}:v1")
-    anna("verify")
-    check_modes(anna.store)
+    put_artifact(ImageLayout(tmp_path / "source"), f"{repository}:v1", b"one", b"two")
+    Aimage(tmp_path, tmp_path / "source")("push", "-q", f"{repository}:v1")
+    for member in reversed(members):
+        member("--store", shared, "-q", "pull", f"{repository}:v1")
+    members[0]("--store", shared, "verify")
+    check_modes(shared)
 
 
 @needs_root
@@ -332,29 +359,26 @@ def test_two_users_pull_into_one_store(
     [False, pytest.param(True, marks=pytest.mark.integration)],
     ids=["small", "large"],
 )
-def test_unfinished_ingest_of_another_user_is_replaced(
-    shared: tuple[Member, Member], journaled: bool
-) -> None:
+def test_unfinished_ingest_of_another_user_is_replaced(shared: Path, journaled: bool) -> None:
     """Anna's process is killed in the middle of a blob; Bert needs the same one."""
-    anna, bert = shared
     data = b"0123456789abcdef" * ((JOURNALED // 16 + 16) if journaled else 1)
     content = blob(data)
 
-    def take_in(member: Member, what: str) -> subprocess.CompletedProcess[Any]:
-        arguments = map(str, (member.uid, GROUP, member.store, len(data) // 16))
+    def take_in(uid: int, what: str) -> subprocess.CompletedProcess[Any]:
+        arguments = map(str, (uid, GROUP, shared, len(data) // 16))
         return run(
             [sys.executable, "-c", TAKE_IN, *arguments, what],
             text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
 
-    assert take_in(anna, "kill").returncode == -9
-    assert len(list((anna.store / ".aimage" / "ingest").iterdir())) == 1 + journaled
-    done = take_in(bert, "finish")
+    assert take_in(ANNA, "kill").returncode == -9
+    assert len(list((shared / ".aimage" / "ingest").iterdir())) == 1 + journaled
+    done = take_in(BERT, "finish")
     assert done.returncode == 0, done.stderr
-    assert ImageLayout(anna.store).path(content).read_bytes() == data
-    check_modes(anna.store)
-    assert list((anna.store / ".aimage" / "ingest").iterdir()) == []
+    assert ImageLayout(shared).path(content).read_bytes() == data
+    check_modes(shared)
+    assert list((shared / ".aimage" / "ingest").iterdir()) == []
 
 
 @needs_root

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import secrets
 import threading
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from clowder_aimage.pull import PullOptions, pull
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.peer import PeerTimeouts
 from tests.content.artifact import put_artifact
+from tests.wait import PATIENCE
 
 TOKEN = "a token that only the nodes know"
 MIB = 1024 * 1024
@@ -120,11 +120,11 @@ class Node:
         self.sharing.close()
         self.hang_up()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
         self._loop.close()
 
     def _do(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE)
 
     async def _serve(self, port: int) -> None:
         scopes: dict[web.AbstractRoute, str] = {}
@@ -160,17 +160,10 @@ class Node:
                 connection.transport.abort()
         await runner.cleanup()
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until the state of a neighbour makes a condition true."""
         with self._changed:
-            assert self._changed.wait_for(condition, seconds), self.sharing.peers.states()
-
-    def until(self, condition: Callable[[], bool], seconds: float = 20) -> None:
-        """Poll until a condition is true."""
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, self.sharing.peers.states()
-            time.sleep(0.02)
+            assert self._changed.wait_for(condition, PATIENCE), self.sharing.peers.states()
 
     def knows(self, *others: str) -> None:
         """Wait until the peers at these addresses are live."""

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Digest, Reference
 from tests.node.nodes import noise, push_model
 from tests.proxy import Passed, Proxy, Reply
 
@@ -31,9 +33,14 @@ class Publisher:
         """Return the name of a tag, which may not exist yet."""
         return f"{self.proxy.host}/{self.repository.partition('/')[2]}:{tag}"
 
-    def digest(self, layer: str, size: int = 0) -> str:
-        from clowder_aimage.oci import Digest
+    def pushed(self, name: str) -> str:
+        """Return the digest of the version that was published last under a name."""
+        host = self.repository.partition("/")[0]
+        reference = replace(Reference.parse(name), registry=host)
+        return str(ImageLayout(self.home / "pushed").resolve(reference).digest)
 
+    def digest(self, layer: str, size: int = 0) -> str:
+        """Return the digest of a layer."""
         return str(Digest.of(noise(size or self.size, layer)))
 
     # -- requests

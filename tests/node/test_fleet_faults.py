@@ -22,13 +22,14 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions, Repository
 from tests.content.artifact import put_artifact
-from tests.node.conftest import LiveNode, until
+from tests.node.node_run import LiveNode
 from tests.node.nodes import MIB, noise
 from tests.node.publisher import events
 from tests.node.small_disk import Disk, small_disk
 from tests.process import spawn
 from tests.proxy import Proxy
 from tests.real_registry import PASSWORD, USER, free_port, wait_for
+from tests.wait import until
 
 pytestmark = pytest.mark.integration
 

@@ -20,11 +20,12 @@ from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.node.spec_files import SpecFiles
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
-from tests.node.conftest import LiveNode, until
+from tests.node.node_run import LiveNode, LocalNode
 from tests.node.publisher import Publisher, events
-from tests.node.test_node_live import asked
+from tests.node.test_node_live import asked, push_tiny
 from tests.process import Aimage
 from tests.proxy import Proxy
+from tests.wait import until
 
 FOLLOWED = {"refresh": 1, "pullPolicy": "Always"}
 HOUR, DECADE = 3600.0, 10 * 365 * 86400.0
@@ -133,9 +134,8 @@ def rounds(publisher: Publisher, tag: str = "v1", count: int = 3) -> None:
     until(lambda: publisher.manifests(tag, since) >= count, f"{count} looks at the tag")
 
 
-@pytest.mark.integration
 def test_wrong_content_is_not_fetched_again_until_the_tag_moves(
-    node: LiveNode, publisher: Publisher
+    node: LocalNode, publisher: Publisher
 ) -> None:
     publisher.spoil("b")
     ref = publisher.publish("a", "b")
@@ -165,9 +165,8 @@ def test_wrong_content_is_not_fetched_again_until_the_tag_moves(
 # -- changes in the middle of a pull
 
 
-@pytest.mark.integration
 def test_a_spec_that_is_removed_during_its_pull_stops_the_pull(
-    node: LiveNode, publisher: Publisher
+    node: LocalNode, publisher: Publisher
 ) -> None:
     ref = publisher.publish("a", "b", size=20_000_000)
     other = publisher.publish("c", tag="other")
@@ -214,9 +213,8 @@ def test_a_pull_goes_on_between_a_change_and_the_next_turn(
     asyncio.run(play())
 
 
-@pytest.mark.integration
 def test_a_change_of_priority_during_a_pull_fetches_nothing_twice(
-    node: LiveNode, publisher: Publisher
+    node: LocalNode, publisher: Publisher
 ) -> None:
     ref = publisher.publish("a", "b", size=400_000)
     publisher.proxy.hold = 500_000
@@ -232,15 +230,10 @@ def test_a_change_of_priority_during_a_pull_fetches_nothing_twice(
     node.aimage("verify")
 
 
-@pytest.mark.integration
 def test_components_changed_during_a_pull_are_fetched(
-    node: LiveNode, author: Aimage, repository: str, proxy: Proxy
+    node: LocalNode, author: Aimage, local_repository: str, proxy: Proxy
 ) -> None:
-    name = f"{repository}:v1"
-    author("tag", "tiny", name)
-    author("push", "-q", name)
-    author("rm", name)
-    ref = f"{proxy.host}/{repository.partition('/')[2]}:v1"
+    ref = push_tiny(author, local_repository, proxy)
     proxy.hold = 100_000
     node.want({"ref": ref, "components": ["transformer"]})
     node.start()
@@ -278,39 +271,38 @@ def swap(directory: Path, number: int, text: str) -> None:
 
 @pytest.mark.integration
 def test_a_swapped_config_map_is_read_at_once_and_on_sighup(
-    node: LiveNode, publisher: Publisher
+    live_node: LiveNode, publisher: Publisher
 ) -> None:
     one, other = publisher.publish("a", tag="one"), publisher.publish("b", tag="other")
-    swap(node.desired, 1, f"- ref: {one}\n")
-    node.start()
-    node.reaches(one, "present")
-    swap(node.desired, 2, f"- ref: {one}\n- ref: {other}\n  pin: true\n")
-    node.reaches(other, "present")
-    swap(node.desired, 3, "- ref: [\n")
-    until(lambda: not node.status()["desired"]["valid"], "the mistake to be said")
-    assert node.metric("aimage_desired_images") == 2
-    swap(node.desired, 4, f"- ref: {other}\n")
-    until(lambda: node.model(one)["state"] == "not wanted", "the repaired one to count")
-    assert node.names() == {one, other}
-    loads = [each for each in events(node.url, {"desired"}) if each["valid"]]
-    before = node.status()["desired"]["loaded"]
-    node.worker.process.send_signal(signal.SIGHUP)
+    swap(live_node.desired, 1, f"- ref: {one}\n")
+    live_node.start()
+    live_node.reaches(one, "present")
+    swap(live_node.desired, 2, f"- ref: {one}\n- ref: {other}\n  pin: true\n")
+    live_node.reaches(other, "present")
+    swap(live_node.desired, 3, "- ref: [\n")
+    until(lambda: not live_node.status()["desired"]["valid"], "the mistake to be said")
+    assert live_node.metric("aimage_desired_images") == 2
+    swap(live_node.desired, 4, f"- ref: {other}\n")
+    until(lambda: live_node.model(one)["state"] == "not wanted", "the repaired one to count")
+    assert live_node.names() == {one, other}
+    loads = [each for each in events(live_node.url, {"desired"}) if each["valid"]]
+    before = live_node.status()["desired"]["loaded"]
+    live_node.worker.process.send_signal(signal.SIGHUP)
     said = "reloading the desired state"
-    until(lambda: any(said in line for line in node.worker.lines), "the signal to be heard")
+    until(lambda: any(said in line for line in live_node.worker.lines), "the signal to be heard")
     again_loaded = until(
-        lambda: len([e for e in events(node.url, {"desired"}) if e["valid"]]) > len(loads),
+        lambda: len([e for e in events(live_node.url, {"desired"}) if e["valid"]]) > len(loads),
         "the files to be read again",
     )
-    assert again_loaded and node.status()["desired"]["loaded"] >= before
-    assert node.model(other)["state"] == "present"
+    assert again_loaded and live_node.status()["desired"]["loaded"] >= before
+    assert live_node.model(other)["state"] == "present"
 
 
 # -- priorities
 
 
-@pytest.mark.integration
 def test_a_requested_pull_precedes_queued_ones_and_joins_its_own(
-    node: LiveNode, publisher: Publisher
+    node: LocalNode, publisher: Publisher
 ) -> None:
     refs = [publisher.publish(f"layer {n}", tag=f"v{n}") for n in range(7)]
     extra = publisher.publish("extra", tag="extra")

@@ -15,11 +15,12 @@ from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.eviction import Watermarks
 from clowder_aimage.oci import Reference
 from tests.content.artifact import put_artifact
-from tests.node.conftest import LiveNode, until
+from tests.node.node_run import LocalNode
 from tests.node.nodes import MIB, noise
 from tests.node.publisher import Publisher, events
 from tests.node.small_disk import Disk, small_disk
 from tests.node.test_node_clock import Bench, want
+from tests.wait import until
 
 FULL = Watermarks(1.0, 1.0, age=0.0)  # watermarks that are never passed
 
@@ -183,12 +184,11 @@ def test_above_the_upper_mark_only_unwanted_models_are_evicted(
         asyncio.run(play())
 
 
-@pytest.mark.integration
 def test_a_node_with_a_full_disk_serves_models_and_reports_the_reason(
-    disk: Disk, publisher: Publisher, tmp_path: Path
+    disk: Disk, publisher: Publisher, tmp_path: Path, quick: None
 ) -> None:
     here, more = publisher.publish("a", size=MIB), publisher.publish("b", tag="more", size=20 * MIB)
-    node = LiveNode(tmp_path / "node", store=disk.root / "store")
+    node = LocalNode(tmp_path / "node", store=disk.root / "store")
     node.want({"ref": here, "refresh": 1, "pullPolicy": "Always", "pin": True})
     try:
         node.start("--high", "100", "--low", "100")
@@ -203,7 +203,7 @@ def test_a_node_with_a_full_disk_serves_models_and_reports_the_reason(
         assert status == 503 and {"reason": "model missing", "model": more} in body["reasons"]
         assert node.model(here)["state"] == "present"
         host, _, rest = here.partition("/")
-        found = node.worker.get(f"/v2/{rest.rpartition(':')[0]}/manifests/v1?ns={host}")
+        found = node.get(f"/v2/{rest.rpartition(':')[0]}/manifests/v1?ns={host}")
         assert len(found["layers"]) == 1
         failures = [each["model"] for each in events(node.url, {"failed"})]
         assert failures == [more]
@@ -217,12 +217,11 @@ def test_a_node_with_a_full_disk_serves_models_and_reports_the_reason(
         node.end()
 
 
-@pytest.mark.integration
 def test_a_node_is_not_ready_only_when_its_disk_is_full(
-    disk: Disk, publisher: Publisher, tmp_path: Path
+    disk: Disk, publisher: Publisher, tmp_path: Path, quick: None
 ) -> None:
     here = publisher.publish("a", size=MIB)
-    node = LiveNode(tmp_path / "node", store=disk.root / "store")
+    node = LocalNode(tmp_path / "node", store=disk.root / "store")
     node.want({"ref": here})
     try:
         node.start()

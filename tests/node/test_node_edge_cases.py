@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.node.conftest import LiveNode, until
+from tests.node.node_run import LiveNode, LocalNode
 from tests.node.nodes import noise
 from tests.node.publisher import Publisher
 from tests.node.test_node_live import asked
-
-pytestmark = pytest.mark.integration  # nodes in child processes
+from tests.wait import until
 
 SOON = {"RES_OPTIONS": "timeout:1 attempts:1"}  # fail fast without a name server
 ADMIN, NODES, INFER = "admin-" + "a" * 32, "nodes-" + "b" * 32, "infer-" + "c" * 32
@@ -28,7 +27,7 @@ def bearer(token: str) -> dict[Any, Any]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def got(node: LiveNode, path: str, token: str = "") -> tuple[Any, Any]:
+def got(node: LocalNode, path: str, token: str = "") -> tuple[Any, Any]:
     """Return the status and body of a response, errors included."""
     request = urllib.request.Request(node.url + path, headers=bearer(token))
     try:
@@ -48,17 +47,10 @@ def status_of(call: Callable[[], Any]) -> Any:
             return error.code
 
 
-def line(node: Any, said: Any) -> Any:
-    """Wait for a line of the log that contains a text."""
-    return until(
-        lambda: next((each for each in node.worker.lines if said in each), None), f"the log: {said}"
-    )
-
-
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[LiveNode]:
+def other(tmp_path: Path) -> Iterator[LocalNode]:
     """Return a second node that is not started yet."""
-    found = LiveNode(tmp_path / "other")
+    found = LocalNode(tmp_path / "other")
     yield found
     found.end()
 
@@ -76,22 +68,22 @@ def tokens(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("has_tokens", [True], ids=["tokens"])
 def test_a_node_without_neighbours_serves_a_node_that_names_it(
-    node: LiveNode, other: LiveNode, publisher: Publisher, tokens: Path, has_tokens: bool
+    node: LocalNode, other: LocalNode, publisher: Publisher, tokens: Path, has_tokens: bool
 ) -> None:
     said, token = (("--token-file", tokens), ADMIN) if has_tokens else ((), "")
     ref = publisher.publish("a", "b")
 
-    def seen(one: LiveNode) -> Any:
+    def seen(one: LocalNode) -> Any:
         return json.loads(got(one, "/v1/node", token)[1])
 
-    def here(one: LiveNode) -> Any:
+    def here(one: LocalNode) -> Any:
         return next((it for it in seen(one)["models"] if it["state"] == "present"), None)
 
     node.want({"ref": ref})
     node.start(*said)
     until(lambda: here(node), "the first to have it")
     publisher.refuse(lambda passed: "/blobs/" in passed.path, 501)
-    other.start(*said, "--neighbour", node.worker.host)
+    other.start(*said, "--neighbour", node.host)
     until(lambda: [it["state"] for it in seen(other)["neighbours"]] == ["live"], "the neighbour")
     other.want({"ref": ref})
     found = until(lambda: here(other), "the other to have it")
@@ -108,7 +100,7 @@ def test_a_node_without_neighbours_serves_a_node_that_names_it(
 
 
 def test_a_node_without_neighbours_serves_ranges_to_node_tokens_only(
-    node: LiveNode, publisher: Publisher, tokens: Path
+    node: LocalNode, publisher: Publisher, tokens: Path
 ) -> None:
     ref = publisher.publish("a")
     node.want({"ref": ref})
@@ -125,39 +117,40 @@ def test_a_node_without_neighbours_serves_ranges_to_node_tokens_only(
     assert got(node, blob, NODES) == (200, noise(publisher.size, "a"))
 
 
+@pytest.mark.integration
 def test_an_unresolvable_neighbour_is_silent_and_does_not_affect_pulls(
-    node: LiveNode, publisher: Publisher
+    live_node: LiveNode, publisher: Publisher
 ) -> None:
     ref = publisher.publish("a")
     names = ("no-such.invalid:80", "dns:no-such.invalid:80", "a..b:80", "dns:a..b:80")
-    node.want({"ref": ref})
-    node.start(*(word for name in names for word in ("--neighbour", name)), **SOON)
-    node.reaches(ref, "present")
+    live_node.want({"ref": ref})
+    live_node.start(*(word for name in names for word in ("--neighbour", name)), **SOON)
+    live_node.reaches(ref, "present")
 
     def are_silent() -> bool | dict[Any, Any]:
-        found = {each["url"]: each for each in node.status()["neighbours"]}
+        found = {each["url"]: each for each in live_node.status()["neighbours"]}
         reasons = {each["reason"] for each in found.values()}
         return len(found) == len(names) and "not contacted yet" not in reasons and found
 
-    found = until(are_silent, f"all names to be looked up: {node.status()['neighbours']}")
+    found = until(are_silent, f"all names to be looked up: {live_node.status()['neighbours']}")
     assert {each["state"] for each in found.values()} == {"silent"}
     assert found["dns:no-such.invalid:80"]["reason"] == "cannot resolve the name"
-    shown = node.aimage("node", "status", "--addr", node.worker.host).out
+    shown = live_node.aimage("node", "status", "--addr", live_node.host).out
     assert "4 silent" in shown
     for url in ("http://no-such.invalid:80", "dns:no-such.invalid:80"):
         (row,) = [each for each in shown.splitlines() if f" {url} is silent: " in each]
         assert row.partition(" is silent: ")[2].strip()
-    assert node.readiness()[0] == 200
+    assert live_node.readiness()[0] == 200
     more = publisher.publish("b", tag="v2")
-    node.want({"ref": ref}, {"ref": more})
-    node.reaches(more, "present")
-    assert not any("cannot ping the neighbours" in each for each in node.worker.lines)
+    live_node.want({"ref": ref}, {"ref": more})
+    live_node.reaches(more, "present")
+    assert not any("cannot ping the neighbours" in each for each in live_node.worker.lines)
 
 
 # -- spellings
 
 
-def test_retry_accepts_every_spelling_of_a_name(node: LiveNode, publisher: Publisher) -> None:
+def test_retry_accepts_every_spelling_of_a_name(node: LocalNode, publisher: Publisher) -> None:
     ref = publisher.name("latest")
     base = ref.removesuffix(":latest")
     node.want({"ref": base, "refresh": 0})  # it is only retried on request
@@ -182,7 +175,7 @@ def test_retry_accepts_every_spelling_of_a_name(node: LiveNode, publisher: Publi
 # -- prefetch
 
 
-def test_models_of_negative_priority_are_pulled_last(node: LiveNode, publisher: Publisher) -> None:
+def test_models_of_negative_priority_are_pulled_last(node: LocalNode, publisher: Publisher) -> None:
     idle = publisher.publish("idle", tag="a-idle")
     refs = [publisher.publish(f"layer {number}", tag=f"v{number}") for number in range(3)]
     publisher.proxy.hold = 1

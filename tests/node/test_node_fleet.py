@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.node.conftest import LiveNode, until
+from tests.node.node_run import LiveNode
 from tests.node.nodes import MIB, noise, push_model
 from tests.proxy import Proxy
+from tests.real_registry import RealRegistry
+from tests.wait import until
 
 pytestmark = pytest.mark.integration
 
-NODES = 4
+NODES = 3
 
 
 def free_ports(count: int) -> list[int]:
@@ -34,9 +36,14 @@ def has_live_neighbours(node: Any) -> bool:
 
 
 def test_neighbours_fetch_a_new_model_from_the_registry_once(
-    tmp_path: Path, repository: str, proxy: Proxy
+    tmp_path: Path, registry: RealRegistry, repository: str
 ) -> None:
-    sizes = (70 * MIB, 20 * MIB, 5 * MIB, 300_000, 20_000)
+    with Proxy(registry.host).running() as proxy:
+        check_traffic(tmp_path, repository, proxy)
+
+
+def check_traffic(home: Path, repository: str, proxy: Proxy) -> None:
+    sizes = (40 * MIB, 5 * MIB, 300_000, 20_000)
     layers = [noise(size, f"fleet {number}") for number, size in enumerate(sizes)]
     ref = f"{proxy.host}/{repository.partition('/')[2]}:1"
     ports = free_ports(NODES)
@@ -45,7 +52,7 @@ def test_neighbours_fetch_a_new_model_from_the_registry_once(
         for number, port in enumerate(ports):
             others = [f"127.0.0.1:{other}" for other in ports if other != port]
             known = [word for other in others for word in ("--neighbour", other)]
-            node = LiveNode(tmp_path / f"node{number}", *known)
+            node = LiveNode(home / f"node{number}", *known)
             nodes.append(node.start("--addr", f"127.0.0.1:{port}"))
         for node in nodes:
             until(partial(has_live_neighbours, node), "the neighbours to be live")
@@ -53,7 +60,7 @@ def test_neighbours_fetch_a_new_model_from_the_registry_once(
             node.want({"ref": ref, "refresh": 1})
         for node in nodes:
             node.reaches(ref, "failed")  # the tag does not exist yet
-        pushed = push_model(tmp_path, repository, *layers)
+        pushed = push_model(home, repository, *layers)
         assert str(replace(pushed, registry=proxy.host)) == ref
         found = [node.reaches(ref, "present") for node in nodes]
         assert len({each["digest"] for each in found}) == 1

@@ -10,11 +10,9 @@ import pytest
 
 from tests.deploy.metrics import METRICS
 from tests.deploy.test_deploy import tool
-from tests.node.conftest import LiveNode
+from tests.node.node_run import LiveNode, LocalNode
 from tests.process import run
 from tests.worker.conftest import begin
-
-pytestmark = pytest.mark.integration  # nodes in child processes
 
 
 def exposed(url: str) -> tuple[Any, dict[Any, Any]]:
@@ -26,7 +24,8 @@ def exposed(url: str) -> tuple[Any, dict[Any, Any]]:
     return text, {name: found[name] for name in ours}
 
 
-def test_a_node_exposes_every_metric_of_nodes(node: LiveNode) -> None:
+@pytest.mark.integration  # promtool
+def test_a_node_exposes_every_metric_of_nodes(node: LocalNode) -> None:
     node.start()
     text, found = exposed(node.url)
     wanted = {one.name: one.kind for one in METRICS if one.on_node}
@@ -36,11 +35,12 @@ def test_a_node_exposes_every_metric_of_nodes(node: LiveNode) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_worker_with_a_node_exposes_exactly_the_known_metrics(node: LiveNode) -> None:
+@pytest.mark.integration
+def test_a_worker_with_a_node_exposes_exactly_the_known_metrics(live_node: LiveNode) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
-    node.want({"ref": "127.0.0.1:1/none:v1"})
-    node.worker = begin(node.aimage, "--node", "--desired", node.desired)
-    assert node.status()["models"][0]["ref"] == "127.0.0.1:1/none:v1"
-    _, found = exposed(node.url)
+    live_node.want({"ref": "127.0.0.1:1/none:v1"})
+    live_node.worker = begin(live_node.aimage, "--node", "--desired", live_node.desired)
+    assert live_node.status()["models"][0]["ref"] == "127.0.0.1:1/none:v1"
+    _, found = exposed(live_node.url)
     ours = [one for one in METRICS if not one.name.startswith("aimage_fleet_")]  # of gateways
     assert {one.name: one.kind for one in ours} == found

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
-import pytest
-
-from tests.node.conftest import LiveNode, until
+from tests.node.node_run import LocalNode
 from tests.node.publisher import Publisher
 from tests.proxy import Reply
-
-pytestmark = pytest.mark.integration  # nodes in child processes
+from tests.wait import until
 
 FULL = ("--high", "1", "--low", "0.5", "--min-age", "0")  # any disk is above these marks
 
 
-def ended(node: LiveNode) -> None:
-    """Kill the node with SIGKILL."""
-    node.worker.stop(signal.SIGKILL)
-    node.end()
-
-
-def looked(node: LiveNode) -> None:
+def looked(node: LocalNode) -> None:
     """Wait until the disk was measured as too full."""
     until(lambda: node.metric('aimage_gc_runs_total{reason="high"}'), "a look at the disk")
 
 
 def test_an_invalid_list_after_a_restart_evicts_no_model(
-    node: LiveNode, publisher: Publisher
+    node: LocalNode, publisher: Publisher
 ) -> None:
     ref = publisher.publish("a")
     node.want({"ref": ref})
     node.start("--prune")
     node.reaches(ref, "present")
-    ended(node)
+    node.end()
     (node.desired / "models.json").write_text('[{"reff": 1}]')
     node.start("--prune", *FULL)
     looked(node)
@@ -45,13 +35,13 @@ def test_an_invalid_list_after_a_restart_evicts_no_model(
 
 
 def test_a_list_that_appears_after_start_evicts_no_model(
-    node: LiveNode, publisher: Publisher
+    node: LocalNode, publisher: Publisher
 ) -> None:
     ref = publisher.publish("a")
     node.want({"ref": ref})
     node.start("--prune")
     node.reaches(ref, "present")
-    ended(node)
+    node.end()
     (node.desired / "models.json").unlink()
     node.start("--prune", *FULL)
     looked(node)
@@ -61,7 +51,9 @@ def test_a_list_that_appears_after_start_evicts_no_model(
     assert node.names() == {ref}
 
 
-def test_a_node_that_never_read_its_list_is_not_ready(node: LiveNode, publisher: Publisher) -> None:
+def test_a_node_that_never_read_its_list_is_not_ready(
+    node: LocalNode, publisher: Publisher
+) -> None:
     node.desired.rmdir()
     node.start()
     code, said = node.readiness()
@@ -73,13 +65,10 @@ def test_a_node_that_never_read_its_list_is_not_ready(node: LiveNode, publisher:
     until(lambda: node.readiness()[0] == 200, "the list to be read, and followed")
 
 
-def test_a_node_without_a_list_is_ready(tmp_path: Path, publisher: Publisher) -> None:
-    node = LiveNode(tmp_path / "bare")
-    node.desired.rmdir()
+def test_a_node_without_a_list_is_ready(tmp_path: Path, quick: None) -> None:
+    node = LocalNode(tmp_path / "bare", has_list=False)
     try:
-        from tests.worker.conftest import begin
-
-        node.worker = begin(node.aimage, verb="node")
+        node.start()
         assert node.metric("aimage_config_last_reload_successful") == 1
         assert node.readiness()[0] == 200
     finally:
@@ -87,10 +76,10 @@ def test_a_node_without_a_list_is_ready(tmp_path: Path, publisher: Publisher) ->
 
 
 def test_nodes_on_one_store_keep_each_others_models(
-    node: LiveNode, publisher: Publisher, tmp_path: Path
+    node: LocalNode, publisher: Publisher, tmp_path: Path
 ) -> None:
     first, second = publisher.publish("a", tag="first"), publisher.publish("b", tag="second")
-    other = LiveNode(tmp_path / "other", store=node.aimage.store)
+    other = LocalNode(tmp_path / "other", store=node.aimage.store)
     node.want({"ref": first})
     other.want({"ref": second})
     try:
@@ -109,18 +98,19 @@ def test_nodes_on_one_store_keep_each_others_models(
         other.end()
 
 
-def test_a_deleted_tag_of_a_present_model_is_reported(node: LiveNode, publisher: Publisher) -> None:
+def test_a_deleted_tag_of_a_present_model_is_reported(
+    node: LocalNode, publisher: Publisher
+) -> None:
     ref = publisher.publish("a")
     node.want({"ref": ref, "refresh": 1, "pullPolicy": "Always"})
     node.start()
     node.reaches(ref, "present")
     publisher.proxy.instead = lambda passed: Reply(404)
-    told = until(
-        lambda: (found := node.model(ref))["code"] == "not_found" and found, "the tag to be missed"
-    )
-    assert told["state"] == "present" and told["reason"] and told["next"]
+    until(lambda: node.model(ref)["code"] == "not_found", "the tag to be missed")
+    model = node.model(ref)
+    assert model["state"] == "present" and model["reason"] and model["next"]
     until(lambda: node.metric('aimage_desired_failed{code="not_found"}') == 1, "the metric")
-    shown = node.aimage("node", "status", "--addr", node.worker.host).out
+    shown = node.aimage("node", "status", "--addr", node.host).out
     assert "present; " in shown and "404" in shown
     assert node.readiness()[0] == 200
     publisher.proxy.instead = None
@@ -128,7 +118,7 @@ def test_a_deleted_tag_of_a_present_model_is_reported(node: LiveNode, publisher:
 
 
 def test_a_missing_model_of_policy_never_has_its_own_code(
-    node: LiveNode, publisher: Publisher
+    node: LocalNode, publisher: Publisher
 ) -> None:
     ref = publisher.publish("a")
     node.want({"ref": ref, "pullPolicy": "Never"})
@@ -139,7 +129,9 @@ def test_a_missing_model_of_policy_never_has_its_own_code(
     node.reaches(ref, "present")
 
 
-def test_a_component_that_the_model_lacks_is_reported(node: LiveNode, publisher: Publisher) -> None:
+def test_a_component_that_the_model_lacks_is_reported(
+    node: LocalNode, publisher: Publisher
+) -> None:
     ref = publisher.publish("a")
     node.aimage("pull", "-q", ref)
     node.want({"ref": ref, "components": ["nothing"]})

@@ -25,9 +25,10 @@ from clowder_aimage.layout.stored_aimage import hold
 from clowder_aimage.oci import Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.descriptor import Descriptor
 from clowder_aimage.registry import ClientOptions, Repository
-from tests.node.conftest import LiveNode, until
+from tests.node.node_run import LiveNode
 from tests.node.nodes import MIB, noise
 from tests.process import Aimage
+from tests.wait import until
 from tests.worker.conftest import begin
 
 pytestmark = pytest.mark.integration  # nodes in child processes

@@ -23,9 +23,10 @@ from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.node.spec_files import read_directory
 from clowder_aimage.registry import ClientOptions
 from tests.layout.test_record_names import break_calls, drop_rights
-from tests.node.conftest import LiveNode, until
+from tests.node.node_run import LiveNode
 from tests.node.test_node_live import asked
 from tests.process import Aimage
+from tests.wait import until
 
 REF = "127.0.0.1:1/none:v1"
 NOT_WRITABLE = {"reason": "store not writable"}
@@ -69,25 +70,25 @@ def refused(node: Any, method: Any, path: Any, body: Any) -> tuple[int, Any]:
 
 @pytest.mark.integration
 def test_a_live_node_is_not_ready_while_its_store_is_inaccessible(
-    node: LiveNode, monkeypatch: pytest.MonkeyPatch
+    live_node: LiveNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drop_rights(monkeypatch)
-    root = node.aimage.store
+    root = live_node.aimage.store
     (root / ".aimage").mkdir(parents=True)
-    node.start()
-    until(lambda: node.readiness()[0] == 200, "the node to be ready")
+    live_node.start()
+    until(lambda: live_node.readiness()[0] == 200, "the node to be ready")
     root.chmod(0)
     try:
-        code, said = node.readiness()
+        code, said = live_node.readiness()
         assert code == 503 and NOT_WRITABLE in said["reasons"]
-        now = node.status()
+        now = live_node.status()
         assert not now["ready"] and NOT_WRITABLE in now["reasons"]
         assert set(now["disk"]) == {"total", "free", "used", "high", "low"}
-        assert node.worker.get("/healthz") == {"status": "ok"}
+        assert live_node.worker.get("/healthz") == {"status": "ok"}
     finally:
         root.chmod(0o755)
-    assert node.readiness()[0] == 200
-    assert node.worker.stop()[0] == 0
+    assert live_node.readiness()[0] == 200
+    assert live_node.worker.stop()[0] == 0
 
 
 # -- background tasks

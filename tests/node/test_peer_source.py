@@ -25,7 +25,7 @@ from tests.content.artifact import blob
 from tests.memory_store import MemoryStore
 from tests.node.nodes import LIMITS, MIB, TOKEN, Node, fleet, noise, push_model
 from tests.proxy import Proxy
-from tests.real_registry import RealRegistry
+from tests.registry_app import RegistryThread
 from tests.scripted import Answer, ScriptedRegistry
 
 BLOB = noise(2 * RANGE + 12345, "near")
@@ -53,9 +53,10 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 @pytest.fixture(scope="module")
-def pushed(registry: RealRegistry, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def pushed(local_registry: RegistryThread, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Push a model to the registry."""
-    return push_model(tmp_path_factory.mktemp("pushed"), f"{registry.host}/tests/poison", *LAYERS)
+    home = tmp_path_factory.mktemp("pushed")
+    return push_model(home, f"{local_registry.host}/tests/poison", *LAYERS)
 
 
 # -- reading
@@ -209,12 +210,12 @@ def test_a_pull_with_a_faulty_peer_is_correct(
 
 
 def test_a_wrong_blob_is_read_again_from_the_registry_only(
-    tmp_path: Path, registry: RealRegistry, pushed: Reference
+    tmp_path: Path, local_registry: RegistryThread, pushed: Reference
 ) -> None:
     async def wrong_large(_: Any, start: Any, end: Any) -> web.Response | None:
         return partial(bytes(end - start), start, end) if end - start > MIB else None
 
-    with Proxy(registry.host).running() as proxy:
+    with Proxy(local_registry.host).running() as proxy:
         reference = Reference(proxy.host, pushed.repository, pushed.tag)
         _, other, _ = pull_from(wrong_large, tmp_path, reference)
         large = [url for url, _ in other.blob_requests() if hashed(LAYERS[0]) in url]
@@ -239,9 +240,9 @@ def test_a_redirect_to_an_address_is_not_followed(tmp_path: Path, pushed: Refere
 
 
 def test_a_redirect_leads_to_a_node_that_has_the_range(
-    tmp_path: Path, registry: RealRegistry, pushed: Reference
+    tmp_path: Path, local_registry: RegistryThread, pushed: Reference
 ) -> None:
-    with Proxy(registry.host).running() as proxy, fleet(tmp_path, 3, ids=IDS[:3]) as nodes:
+    with Proxy(local_registry.host).running() as proxy, fleet(tmp_path, 3, ids=IDS[:3]) as nodes:
         one, owner, holder = nodes
         holder.reference = one.reference = Reference(proxy.host, pushed.repository, pushed.tag)
         holder.pull(holder.reference)

@@ -20,6 +20,7 @@ from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.registry.peer import PeerError
 from tests.node.nodes import Node, fleet
+from tests.wait import until
 
 ME, OTHER, THIRD = "0" * 32, "1" * 32, "2" * 32
 SILENT = PeerError("no answer")
@@ -233,7 +234,7 @@ def test_a_node_with_another_token_is_refused(tmp_path: Path) -> None:
                 "rejected the token" in each["reason"] for each in one.sharing.peers.states()
             )
 
-        one.until(is_refused)
+        until(is_refused)
         assert not other.statuses[200]
 
 

@@ -25,7 +25,6 @@ from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.peer import BlobSpan
 from tests.node.nodes import LIMITS, all_at_once, noise, push_model
 from tests.proxy import Proxy
-from tests.real_registry import RealRegistry
 
 if TYPE_CHECKING:
     from clowder_aimage.node.peers import SharingLimits
@@ -258,29 +257,28 @@ def test_cached_ranges_are_in_unlinked_files(layout: ImageLayout, cache: RangeCa
 
 
 def test_a_registry_that_ignores_range_headers_is_detected(
-    tmp_path: Path, registry: RealRegistry, repository: str
+    tmp_path: Path, local_repository: str, proxy: Proxy
 ) -> None:
-    pushed = push_model(tmp_path, repository, BLOB)
-    with Proxy(registry.host, ranges="ignored").running() as proxy:
-        upstream = RangeUpstream(ClientOptions(docker_config=tmp_path), lambda *_: None)
-        reference = Reference(proxy.host, pushed.repository, pushed.tag)
-        assert upstream.has_ranges(proxy.host)
-        with upstream.open(reference, PARTS[1]) as reader:
-            assert reader.read(1000) == bytes_of(PARTS[1])[:1000]
-        assert not upstream.has_ranges(proxy.host)
-        upstream.close()
+    pushed = push_model(tmp_path, local_repository, BLOB)
+    proxy.ranges = "ignored"
+    upstream = RangeUpstream(ClientOptions(docker_config=tmp_path), lambda *_: None)
+    reference = Reference(proxy.host, pushed.repository, pushed.tag)
+    assert upstream.has_ranges(proxy.host)
+    with upstream.open(reference, PARTS[1]) as reader:
+        assert reader.read(1000) == bytes_of(PARTS[1])[:1000]
+    assert not upstream.has_ranges(proxy.host)
+    upstream.close()
 
 
 def test_the_size_of_a_blob_is_requested_once(
-    tmp_path: Path, registry: RealRegistry, repository: str
+    tmp_path: Path, local_repository: str, proxy: Proxy
 ) -> None:
-    pushed = push_model(tmp_path, repository, BLOB)
-    with Proxy(registry.host).running() as proxy:
-        upstream = RangeUpstream(ClientOptions(docker_config=tmp_path), lambda *_: None)
-        reference = Reference(proxy.host, pushed.repository, pushed.tag)
-        for _ in range(2):
-            assert upstream.size(reference, CONTENT.digest) == len(BLOB)
-        assert [passed.method for passed in proxy.seen].count("HEAD") == 1
-        with pytest.raises(NotFoundError):
-            upstream.size(reference, Digest.of(b"missing"))
-        upstream.close()
+    pushed = push_model(tmp_path, local_repository, BLOB)
+    upstream = RangeUpstream(ClientOptions(docker_config=tmp_path), lambda *_: None)
+    reference = Reference(proxy.host, pushed.repository, pushed.tag)
+    for _ in range(2):
+        assert upstream.size(reference, CONTENT.digest) == len(BLOB)
+    assert [passed.method for passed in proxy.seen].count("HEAD") == 1
+    with pytest.raises(NotFoundError):
+        upstream.size(reference, Digest.of(b"missing"))
+    upstream.close()

@@ -21,7 +21,8 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions
 from tests.node.nodes import LIMITS, TOKEN, Node, acquaint, all_at_once, noise, push_model
 from tests.proxy import Proxy
-from tests.real_registry import RealRegistry
+from tests.registry_app import RegistryThread
+from tests.wait import until
 
 BLOB = noise(2 * RANGE + 1000, "shared")
 CONTENT = Descriptor("application/octet-stream", Digest.of(BLOB), len(BLOB))
@@ -30,17 +31,16 @@ ONE_UPLOAD = replace(LIMITS, uploads=1)
 STORED = {"Cache-Control": "only-if-cached"}
 
 
-@pytest.fixture
-def proxy(registry: RealRegistry) -> Iterator[Proxy]:
-    with Proxy(registry.host).running() as found:
-        yield found
+@pytest.fixture(scope="module")
+def model(local_registry: RegistryThread, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """Push BLOB and return its reference."""
+    return push_model(tmp_path_factory.mktemp("model"), f"{local_registry.host}/tests/blob", BLOB)
 
 
 @pytest.fixture
-def pushed(tmp_path: Path, repository: str, proxy: Proxy) -> Reference:
-    """Push BLOB and return its reference behind the proxy."""
-    found = push_model(tmp_path, repository, BLOB)
-    return Reference(proxy.host, found.repository, found.tag)
+def pushed(model: Reference, proxy: Proxy) -> Reference:
+    """Return the reference of BLOB behind the proxy."""
+    return Reference(proxy.host, model.repository, model.tag)
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ def test_a_stored_blob_is_served_in_ranges(tmp_path: Path) -> None:
     with running(tmp_path) as (node,):
         for number in range(3):
             check(ask(node, number), number)
-        node.until(lambda: node.bytes == {"sent": len(BLOB)})
+        until(lambda: node.bytes == {"sent": len(BLOB)})
 
 
 def test_a_part_of_a_range_is_served(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_client_that_does_not_read_loses_its_slot(
     monkeypatch.setattr(range_routes, "_STALL_TIMEOUT", 0.3)
     with running(tmp_path, limits=replace(LIMITS, uploads=2)) as (node,):
         slow = [hold(node), hold(node)]
-        node.until(lambda: ask(node)[0] == 206)
+        until(lambda: ask(node)[0] == 206)
         for each in slow:
             each.connection.close()
 
@@ -298,9 +298,9 @@ def test_work_for_disconnected_clients_counts_until_it_ends(
         routes, ended = node.sharing.ranges, threading.Event()
         work = [routes._aside(ended.wait) for _ in range(range_routes.MAX_REQUESTS)]
         tasks = [node._loop.create_task(each) for each in work]
-        node.until(lambda: ask(node)[0] == 429)
+        until(lambda: ask(node)[0] == 429)
         ended.set()
-        node.until(lambda: ask(node)[0] == 206)
+        until(lambda: ask(node)[0] == 206)
         assert all(task.done() for task in tasks)
 
 

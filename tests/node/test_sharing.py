@@ -20,8 +20,9 @@ from tests.node.nodes import MIB, TOKEN, acquaint, all_at_once, fleet, noise, pu
 from tests.proxy import Proxy
 from tests.real_registry import PASSWORD, USER, RealRegistry
 from tests.scripted import Answer, ScriptedRegistry, Seen
+from tests.wait import PATIENCE
 
-STAGGERED = 5
+STAGGERED = 4
 
 pytestmark = pytest.mark.integration
 
@@ -42,7 +43,7 @@ def model(tmp_path: Path, repository: str, proxy: Proxy, *sizes: int) -> tuple[R
 def test_four_nodes_fetch_a_model_from_the_registry_once(
     tmp_path: Path, repository: str, proxy: Proxy
 ) -> None:
-    reference, size = model(tmp_path, repository, proxy, 70 * MIB + 5, 33 * MIB, 3 * MIB, 1000, 7)
+    reference, size = model(tmp_path, repository, proxy, 35 * MIB + 5, 17 * MIB, 3 * MIB, 1000, 7)
     with fleet(tmp_path, 4) as nodes:
         done = all_at_once([partial(node.pull, reference) for node in nodes])
     assert len({root for root, _ in done}) == 1
@@ -59,7 +60,7 @@ def test_four_nodes_fetch_a_model_from_the_registry_once(
 def test_successive_pulls_fetch_a_model_from_the_registry_once(
     tmp_path: Path, repository: str, proxy: Proxy
 ) -> None:
-    reference, size = model(tmp_path, repository, proxy, 40 * MIB, 20 * MIB, 100)
+    reference, size = model(tmp_path, repository, proxy, 33 * MIB, 100)
     with fleet(tmp_path, 3) as nodes:
         for node in nodes:
             node.pull(reference)
@@ -70,7 +71,7 @@ def test_staggered_pulls_fetch_a_model_from_the_registry_once(
     tmp_path: Path, repository: str, proxy: Any
 ) -> None:
     proxy.pace = 20 * MIB
-    sizes = [40 * MIB] * 3 + [3 * MIB] * 4
+    sizes = [18 * MIB] * 3 + [2 * MIB] * 3
     layers = [noise(size, f"{tmp_path} {number}") for number, size in enumerate(sizes)]
     pushed = push_model(tmp_path, repository, *layers)
     reference = Reference(proxy.host, pushed.repository, pushed.tag)
@@ -81,7 +82,7 @@ def test_staggered_pulls_fetch_a_model_from_the_registry_once(
         hears = [threading.Event() for _ in nodes]
 
         def play(number: Any) -> Any:
-            assert hears[number].wait(60)
+            assert hears[number].wait(PATIENCE)
             nodes[number].has_repository = True
             return nodes[number].pull(reference)
 
@@ -98,7 +99,7 @@ def test_staggered_pulls_fetch_a_model_from_the_registry_once(
 def test_a_later_node_fetches_nothing_from_the_registry(
     tmp_path: Path, repository: str, proxy: Proxy
 ) -> None:
-    reference, size = model(tmp_path, repository, proxy, 70 * MIB, 20 * MIB, 100)
+    reference, size = model(tmp_path, repository, proxy, 33 * MIB, 100)
     with fleet(tmp_path / "old", 1) as old, fleet(tmp_path / "new", 1) as new:
         old[0].pull(reference)
         before = proxy.sent()
@@ -111,9 +112,9 @@ def test_a_later_node_fetches_nothing_from_the_registry(
 def test_an_owner_that_dies_during_a_pull_does_not_affect_the_result(
     tmp_path: Path, repository: str, proxy: Proxy
 ) -> None:
-    reference, _ = model(tmp_path, repository, proxy, 90 * MIB, 40 * MIB)
+    reference, _ = model(tmp_path, repository, proxy, 40 * MIB, 20 * MIB)
     with fleet(tmp_path, 3) as nodes:
-        proxy.hold = 30 * MIB
+        proxy.hold = 15 * MIB
         pulls = [partial(node.pull, reference) for node in nodes[:2]]
 
         def kill() -> None:
@@ -134,13 +135,14 @@ def test_pulls_with_a_corrupt_mirror_are_correct(
     tmp_path: Path, repository: str, proxy: Proxy
 ) -> None:
     """Owners forward corrupt ranges, so each node must verify them itself."""
-    reference, size = model(tmp_path, repository, proxy, 70 * MIB)
+    reference, size = model(tmp_path, repository, proxy, 34 * MIB)
     wrong = bytearray(noise(size, f"{tmp_path} 0"))
+    digest = hashlib.sha256(wrong).hexdigest()
     for start in range(0, size, 16 * MIB):
         wrong[start + 5] ^= 1
 
     def answer(asked: Seen) -> Answer:
-        if hashlib.sha256(noise(size, f"{tmp_path} 0")).hexdigest() not in asked.path:
+        if digest not in asked.path:
             return Answer(404)
         first, last = map(int, asked.headers["Range"].removeprefix("bytes=").split("-"))
         headers = {"Content-Range": f"bytes {first}-{last}/{size}"}

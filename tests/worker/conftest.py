@@ -157,7 +157,7 @@ def answer_to(asked: urllib.request.Request) -> tuple[int, Any, bytes]:
             return error.code, error.headers, error.read()
 
 
-class _ExceptionLog(logging.Handler):
+class ExceptionLog(logging.Handler):
     """Collect the log records that have a traceback."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class LocalWorker:
         from clowder_aimage.http.access import read_tokens
         from clowder_aimage.http.listening_socket import listen
 
-        self._log = _ExceptionLog()
+        self._log = ExceptionLog()
         self.exceptions = self._log.found
         logging.getLogger("aimage").addHandler(self._log)
         self.aimage, self.store = here, here.store
