@@ -35,7 +35,7 @@ from tests.model.quantized_blobs import (
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FolderStore:
+def folder_store(tmp_path: Path) -> FolderStore:
     return FolderStore(tmp_path)
 
 
@@ -62,8 +62,8 @@ BAD: dict[str, tuple[bytes, str]] = {
 }
 
 
-def with_blob(store: FolderStore, data: bytes, **layer: Any) -> ModelWeights:
-    maker = Maker(store)
+def with_blob(folder_store: FolderStore, data: bytes, **layer: Any) -> ModelWeights:
+    maker = Maker(folder_store)
     for name, array in MATRICES.items():
         if name == NAME:
             maker.add(name, data, **({"dtype": "int8", "shape": (8, 64)} | layer))
@@ -75,8 +75,8 @@ def with_blob(store: FolderStore, data: bytes, **layer: Any) -> ModelWeights:
 
 
 @pytest.mark.parametrize(("data", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_blobs_load_nothing(store: FolderStore, data: bytes, message: str) -> None:
-    weights, net = with_blob(store, data), Net()
+def test_bad_blobs_load_nothing(folder_store: FolderStore, data: bytes, message: str) -> None:
+    weights, net = with_blob(folder_store, data), Net()
     before = {
         name: np.array(value) for name, value in (("fc", net.fc.weight), ("t", net.table.weight))
     }
@@ -97,69 +97,75 @@ def test_bad_blobs_load_nothing(store: FolderStore, data: bytes, message: str) -
         {"dtype": "U32", "shape": (8, 64)},
     ],
 )
-def test_layers_that_promise_something_else(store: FolderStore, layer: dict[str, Any]) -> None:
-    weights = with_blob(store, blob(GOOD, INT8), **layer)
+def test_layers_that_promise_something_else(
+    folder_store: FolderStore, layer: dict[str, Any]
+) -> None:
+    weights = with_blob(folder_store, blob(GOOD, INT8), **layer)
     with pytest.raises(FormatError, match="its layer has"):
         weights.apply(Net())
 
 
-def test_layers_that_promise_codes(store: FolderStore) -> None:
+def test_layers_that_promise_codes(folder_store: FolderStore) -> None:
     """ollama's way: U32, and the shape that the codes have."""
     for layer in ({"dtype": "U32", "shape": (8, 16)}, {"dtype": None, "shape": (8, 16)}):
-        weights = with_blob(store, blob(GOOD, INT8), **layer)
+        weights = with_blob(folder_store, blob(GOOD, INT8), **layer)
         np.testing.assert_array_equal(weights.numpy(NAME), judge(MATRICES[NAME], "int8"))
 
 
-def test_a_tensor_more_is_refused_whatever_the_layer_says(store: FolderStore) -> None:
+def test_a_tensor_more_is_refused_whatever_the_layer_says(folder_store: FolderStore) -> None:
     for name, key in ((NAME, NAME), (NAME, f"net/{NAME}"), (NAME, "data"), ("top", "top")):
         data = blob({key: bits(mx.ones((2, 2))), "other": bits(mx.ones((2,)))})
         for promise in (("F32", (2, 2)), (None, None)):
-            maker = Maker(store)
+            maker = Maker(folder_store)
             maker.add(name, data, *promise)
             with pytest.raises(FormatError, match=r"also contains|of another group"):
                 opened(maker).load()
 
 
-def test_errors_name_the_layer_once(store: FolderStore) -> None:
-    weights = with_blob(store, blob(GOOD, INT8), dtype="int4")
+def test_errors_name_the_layer_once(folder_store: FolderStore) -> None:
+    weights = with_blob(folder_store, blob(GOOD, INT8), dtype="int4")
     message = rf"^net/{NAME}: the blob contains int8 \[8, 64\], its layer has int4 \[8, 64\]$"
     with pytest.raises(FormatError, match=message):
         weights.numpy(NAME)
-    weights = with_blob(store, blob({"x": bits(mx.ones((2,)))}))
+    weights = with_blob(folder_store, blob({"x": bits(mx.ones((2,)))}))
     with pytest.raises(FormatError, match=rf"^net/{NAME}: the blob contains x instead$"):
         weights.numpy(NAME)
 
 
-def test_blob_of_another_size_than_its_layer_is_refused(store: FolderStore) -> None:
-    weights = with_blob(store, blob(GOOD, INT8))
-    (path,) = (path for path in store.root.iterdir() if path.read_bytes() == blob(GOOD, INT8))
+def test_blob_of_another_size_than_its_layer_is_refused(folder_store: FolderStore) -> None:
+    weights = with_blob(folder_store, blob(GOOD, INT8))
+    (path,) = (
+        path for path in folder_store.root.iterdir() if path.read_bytes() == blob(GOOD, INT8)
+    )
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(FormatError, match=r"has \d+ bytes, expected \d+"):
         weights.apply(Net())
 
 
 @pytest.mark.parametrize("length", [64, 4088, 5000])
-def test_a_header_of_any_length(store: FolderStore, length: int) -> None:
+def test_a_header_of_any_length(folder_store: FolderStore, length: int) -> None:
     """The short way reads and refuses the same blobs as the long way."""
     text = b'{"w":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}'.ljust(length)
     whole = length.to_bytes(8, "little") + text + bytes(8)
     lying = (length + 1).to_bytes(8, "little") + whole[8:]
     beyond = (length + 17).to_bytes(8, "little") + whole[8:]
     for data in (whole, whole + b"x", whole[:-1], whole[:-9], whole[:7], b"", lying, beyond):
-        layer = Layer(store.add(mediatype.AIMAGE_SAFETENSORS, data), "net/w")
+        layer = Layer(folder_store.add(mediatype.AIMAGE_SAFETENSORS, data), "net/w")
         try:
             expected = read_header(io.BytesIO(data), len(data))
         except FormatError as error:
             with pytest.raises(FormatError, match=re.escape(f"net/w: {error}")):
-                WeightBlob.read(store, layer)
+                WeightBlob.read(folder_store, layer)
         else:
             assert data is whole
-            assert WeightBlob.read(store, layer).header == expected
+            assert WeightBlob.read(folder_store, layer).header == expected
 
 
-def test_headers_come_before_weights(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_come_before_weights(
+    folder_store: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bad blob is the last one; nothing has been asked of MLX when it is found."""
-    maker = made(store, "int8", "combined")
+    maker = made(folder_store, "int8", "combined")
     maker.add("model.last.weight", b"hello", "F32", (1,))
     monkeypatch.setattr(mx, "load", lambda *_, **__: pytest.fail("a weight was read"))
     with pytest.raises(FormatError, match=r"net/model\.last\.weight: truncated"):
@@ -190,10 +196,10 @@ class Strange(Network):
     ],
 )
 def test_layers_that_cannot_take_codes(
-    store: FolderStore, wrong: str, kind: str, keep: bool
+    folder_store: FolderStore, wrong: str, kind: str, keep: bool
 ) -> None:
     shapes = {"conv.weight": (8, 8, 64, 64), "norm.weight": (4, 64), "token": (4, 64)}
-    maker = Maker(store)
+    maker = Maker(folder_store)
     for name, shape in shapes.items():
         if name == wrong:
             maker.quantized(name, values(*shape), "int8")
@@ -203,12 +209,12 @@ def test_layers_that_cannot_take_codes(
         opened(maker).apply(Strange(), keep_quantized=keep)
 
 
-def test_a_configuration_that_is_wrong_about_the_blobs(store: FolderStore) -> None:
+def test_a_configuration_that_is_wrong_about_the_blobs(folder_store: FolderStore) -> None:
     """The blob's own word counts; where it has none, the shapes must fit the configuration."""
-    maker = made(store, "int8", "combined")
+    maker = made(folder_store, "int8", "combined")
     maker.config["quantization"] = {"group_size": 32, "bits": 4}
     assert opened(maker).quantization(NAME) == Quantization.parse("int8", 64)
-    maker = made(store, "int8", "layers of mlx")
+    maker = made(folder_store, "int8", "layers of mlx")
     maker.config["quantization"]["group_size"] = 32
     with pytest.raises(FormatError, match="groups of 32"):
         opened(maker).numpy(NAME)
@@ -217,8 +223,8 @@ def test_a_configuration_that_is_wrong_about_the_blobs(store: FolderStore) -> No
         opened(maker).numpy(NAME)
 
 
-def test_mlx_may_say_how_one_module_is_quantized(store: FolderStore) -> None:
-    maker = Maker(store)
+def test_mlx_may_say_how_one_module_is_quantized(folder_store: FolderStore) -> None:
+    maker = Maker(folder_store)
     maker.quantized("one.weight", values(4, 64), "int4", "layers of mlx")
     maker.quantized("two.weight", values(4, 64), "int8", "layers of mlx", 32)
     maker.config["quantization"] = {
@@ -234,10 +240,10 @@ def test_mlx_may_say_how_one_module_is_quantized(store: FolderStore) -> None:
 
 @pytest.mark.parametrize(("size", "mode"), [(32, "affine"), (64, "nvfp4")])
 def test_mlx_may_say_no_more_than_the_bits_of_a_module(
-    store: FolderStore, size: int, mode: str
+    folder_store: FolderStore, size: int, mode: str
 ) -> None:
     """The shapes say the rest; what has no mode is affine, whatever the others are."""
-    maker = Maker(store)
+    maker = Maker(folder_store)
     maker.quantized("one.weight", values(4, 64), "int4" if mode == "affine" else mode, "mlx keys")
     maker.quantized("two.weight", values(4, 128), "int8", "layers of mlx", size)
     how = {"group_size": 64, "bits": 4} if mode == "affine" else {"group_size": 16, "bits": 4}
@@ -248,9 +254,9 @@ def test_mlx_may_say_no_more_than_the_bits_of_a_module(
     np.testing.assert_array_equal(weights.numpy("two.weight"), expected)
 
 
-def test_other_makers_scales_beside_floats(store: FolderStore) -> None:
+def test_other_makers_scales_beside_floats(folder_store: FolderStore) -> None:
     """As compressed-tensors has them: 8-bit floats, and a scale in a layer of its own."""
-    maker = Maker(store)
+    maker = Maker(folder_store)
     maker.add("x.weight", blob({"x.weight": ("F8_E4M3", (2, 4), bytes(8))}), "F8_E4M3", (2, 4))
     maker.plain("x.weight_scale", mx.ones((2, 1)))
     with pytest.raises(FormatError, match="must be U32, not F8_E4M3"):
@@ -261,9 +267,9 @@ def test_other_makers_scales_beside_floats(store: FolderStore) -> None:
     ("name", "promised"), [("x.scales", ("F32", (2, 64))), ("x.weight_scale", ())]
 )
 def test_floats_are_not_codes_whatever_stands_beside_them(
-    store: FolderStore, name: str, promised: tuple[Any, ...]
+    folder_store: FolderStore, name: str, promised: tuple[Any, ...]
 ) -> None:
-    maker = Maker(store)
+    maker = Maker(folder_store)
     maker.add("x.weight", blob({"x.weight": bits(mx.ones((2, 64)))}), *promised)
     maker.plain(name, 2 * mx.ones((2, 1)))
     weights = opened(maker)
@@ -274,66 +280,66 @@ def test_floats_are_not_codes_whatever_stands_beside_them(
     weights.load()
 
 
-def test_codes_with_scales_of_their_own_take_no_others(store: FolderStore) -> None:
-    maker = made(store, "int8", "combined")
+def test_codes_with_scales_of_their_own_take_no_others(folder_store: FolderStore) -> None:
+    maker = made(folder_store, "int8", "combined")
     maker.plain("model.fc.scales", mx.zeros((8, 1)))
     weights = opened(maker)
     assert "model.fc.scales" in weights
     np.testing.assert_array_equal(weights.numpy(NAME), judge(MATRICES[NAME], "int8"))
 
 
-def test_a_broken_blob_of_codes_spoils_no_other(store: FolderStore) -> None:
-    maker = made(store, "int8", "layers of the first generation")
+def test_a_broken_blob_of_codes_spoils_no_other(folder_store: FolderStore) -> None:
+    maker = made(folder_store, "int8", "layers of the first generation")
     whole = maker.aimage()
     (layer,) = (layer for layer in whole.layers if layer.name == f"net/{NAME}")
-    store.path(layer.descriptor).write_bytes(b"hello")
-    weights = ModelWeights.open(store, whole, "net")
+    folder_store.path(layer.descriptor).write_bytes(b"hello")
+    weights = ModelWeights.open(folder_store, whole, "net")
     assert weights.shape("norm.weight") == (64,)
     with pytest.raises(FormatError, match=rf"net/{NAME}"):
         weights.numpy(NAME)
 
 
-def test_nothing_is_kept_of_a_load_that_breaks_off(store: FolderStore) -> None:
+def test_nothing_is_kept_of_a_load_that_breaks_off(folder_store: FolderStore) -> None:
     """Headers are read on the way: the first tensors were there already."""
-    maker = Maker(store)
+    maker = Maker(folder_store)
     for index in range(40):
         maker.plain(f"{index}", mx.ones((4,)))
     whole = maker.aimage()
-    store.path(maker.layers[-1].descriptor).write_bytes(b"hello")
-    weights = ModelWeights.open(store, whole, "net")
+    folder_store.path(maker.layers[-1].descriptor).write_bytes(b"hello")
+    weights = ModelWeights.open(folder_store, whole, "net")
     with pytest.raises(FormatError, match="net/39"):
         weights.load()
     assert weights._loaded == {}
 
 
-def test_groups_that_are_not_what_they_claim(store: FolderStore) -> None:
+def test_groups_that_are_not_what_they_claim(folder_store: FolderStore) -> None:
     one = bits(mx.ones((2, 2)))
     for parts, message in (
         ({"a.experts.0.w": one, "b.experts.0.w": one}, "of another group"),
         ({"a.experts.0.w": one, "net/a.experts.0.w": one}, "of another group"),
         ({}, "no tensors"),
     ):
-        maker = Maker(store)
+        maker = Maker(folder_store)
         maker.add("a.experts", blob(parts))
         with pytest.raises(FormatError, match=message):
             opened(maker).keys()
-    maker = Maker(store)
+    maker = Maker(folder_store)
     maker.add("mlp.fc", blob({"mlp.fcx.w": one}))
     with pytest.raises(FormatError, match=r"contains mlp\.fcx\.w instead"):
         opened(maker).keys()
-    maker = Maker(store)
+    maker = Maker(folder_store)
     maker.add("experts", blob({"experts.0.w": one, "experts.1.w": one}), "F32", (2, 2))
     with pytest.raises(NotFoundError, match=r"tensor net/experts\.0\.w not found"):
         opened(maker).numpy("experts.0.w")
-    maker = Maker(store)
+    maker = Maker(folder_store)
     maker.add("experts", blob({"experts.0.w": one}))
     maker.plain("experts.0.w", mx.ones((2, 2)))
     with pytest.raises(FormatError, match=r"duplicate tensor name: experts\.0\.w"):
         opened(maker).load()
 
 
-def test_unknown_tensor_names_are_not_found(store: FolderStore) -> None:
-    weights = opened(made(store, "int8", "layers of the first generation"))
+def test_unknown_tensor_names_are_not_found(folder_store: FolderStore) -> None:
+    weights = opened(made(folder_store, "int8", "layers of the first generation"))
     for name in ("model.fc.weight_scale", "model.fc", "model.up.weight", ""):
         with pytest.raises(NotFoundError, match=r"tensor net/.* not found"):
             weights.quantization(name)

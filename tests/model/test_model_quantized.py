@@ -33,7 +33,7 @@ from tests.process import run
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FolderStore:
+def folder_store(tmp_path: Path) -> FolderStore:
     return FolderStore(tmp_path)
 
 
@@ -45,9 +45,11 @@ CASES = {
 
 
 @pytest.mark.parametrize(("kind", "layout"), sorted(CASES))
-def test_weights_read_every_layout_and_kind(store: FolderStore, kind: str, layout: str) -> None:
+def test_weights_read_every_layout_and_kind(
+    folder_store: FolderStore, kind: str, layout: str
+) -> None:
     size = 32 if kind == "int4" else None  # not what int4 has when nothing is said
-    maker = made(store, kind, layout, size)
+    maker = made(folder_store, kind, layout, size)
     weights = opened(maker)
     mixed = {name.replace(".weight", ".other") for name in MATRICES if "mixed" in layout}
     assert set(weights.keys()) == MATRICES.keys() | VECTORS.keys() | mixed
@@ -65,17 +67,17 @@ def test_weights_read_every_layout_and_kind(store: FolderStore, kind: str, layou
 
 
 @pytest.mark.parametrize("layout", ["combined", "group", "layers of mlx"])
-def test_into_a_module(store: FolderStore, layout: str) -> None:
+def test_into_a_module(folder_store: FolderStore, layout: str) -> None:
     net = Net()
-    opened(made(store, "int4", layout)).apply(net, dtype=mx.float32, keep_quantized=False)
+    opened(made(folder_store, "int4", layout)).apply(net, dtype=mx.float32, keep_quantized=False)
     for path, name in ((net.fc, NAME), (net.rest[0], "rest.0.weight"), (net.table, "table.weight")):
         np.testing.assert_array_equal(np.array(path.weight), judge(MATRICES[name], "int4"))
     np.testing.assert_array_equal(np.array(net.fc.bias), VECTORS["model.fc.bias"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kept_quantized_computes_the_same(store: FolderStore, kind: str) -> None:
-    weights = opened(made(store, kind, "combined"))
+def test_kept_quantized_computes_the_same(folder_store: FolderStore, kind: str) -> None:
+    weights = opened(made(folder_store, kind, "combined"))
     plain, kept = Net(), Net()
     weights.apply(plain, dtype=mx.float32, keep_quantized=False)
     weights.apply(kept, dtype=mx.float32, keep_quantized=True)
@@ -91,18 +93,20 @@ def test_kept_quantized_computes_the_same(store: FolderStore, kind: str) -> None
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_the_type_to_compute_in(store: FolderStore, keep: bool) -> None:
+def test_the_type_to_compute_in(folder_store: FolderStore, keep: bool) -> None:
     net = Net()
-    opened(made(store, "nvfp4", "combined")).apply(net, dtype=mx.bfloat16, keep_quantized=keep)
+    opened(made(folder_store, "nvfp4", "combined")).apply(
+        net, dtype=mx.bfloat16, keep_quantized=keep
+    )
     assert net(mx.array([1])).dtype == mx.bfloat16
     assert net.norm.weight.dtype == mx.bfloat16
     assert net.fc.weight.dtype == (mx.uint32 if keep else mx.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
-def test_scales_of_another_type(store: FolderStore, dtype: mx.Dtype) -> None:
+def test_scales_of_another_type(folder_store: FolderStore, dtype: mx.Dtype) -> None:
     """Kept, they become the type to compute in, so that a product is not a float32 one."""
-    maker = made(store, "int8", "combined")
+    maker = made(folder_store, "int8", "combined")
     parts = quantize(MATRICES[NAME], "int8", dtype=dtype)
     data = blob({NAME + key: bits(part) for key, part in parts.items()}, {"quant_type": "int8"})
     maker.layers = [layer for layer in maker.layers if not layer.name.endswith(NAME)]
@@ -121,21 +125,21 @@ def test_scales_of_another_type(store: FolderStore, dtype: mx.Dtype) -> None:
     assert np.corrcoef(np.array(found.astype(mx.float32)), exact)[0, 1] > 0.999
 
 
-def test_on_a_cpu_nothing_is_kept(store: FolderStore) -> None:
+def test_on_a_cpu_nothing_is_kept(folder_store: FolderStore) -> None:
     net = Net()
-    opened(made(store, "int8", "combined")).apply(net)
+    opened(made(folder_store, "int8", "combined")).apply(net)
     kept = mx.default_device().type == mx.DeviceType.gpu
     assert isinstance(net.fc, QuantizedLinear) == kept
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_loaded_and_asked_for(store: FolderStore, keep: bool) -> None:
-    weights = opened(made(store, "mxfp8", "combined"))
+def test_loaded_and_asked_for(folder_store: FolderStore, keep: bool) -> None:
+    weights = opened(made(folder_store, "mxfp8", "combined"))
     weights.load(mx.bfloat16, keep_quantized=keep)
     assert weights[NAME].dtype == weights["norm.weight"].dtype == mx.bfloat16
     expected = mx.array(judge(MATRICES[NAME], "mxfp8")).astype(mx.bfloat16)
     assert mx.array_equal(weights[NAME], expected)
-    for path in store.root.iterdir():
+    for path in folder_store.root.iterdir():
         path.unlink()
     assert weights[NAME].shape == (8, 64)
     weights.release()
@@ -144,9 +148,9 @@ def test_loaded_and_asked_for(store: FolderStore, keep: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (8,), (8, 1)])
-def test_a_global_scale(store: FolderStore, shape: tuple[int, ...]) -> None:
+def test_a_global_scale(folder_store: FolderStore, shape: tuple[int, ...]) -> None:
     factor = (np.arange(1, 1 + int(np.prod(shape)), dtype=np.float32) * 3e-4).reshape(shape)
-    maker = Maker(store)
+    maker = Maker(folder_store)
     for name, array in MATRICES.items():
         own = factor if name == NAME or factor.size == 1 else np.resize(factor, (len(array),))
         parts = {name + key: bits(value) for key, value in quantize(array, "nvfp4").items()}
@@ -167,13 +171,13 @@ def test_a_global_scale(store: FolderStore, shape: tuple[int, ...]) -> None:
     np.testing.assert_allclose(np.array(kept(tokens)), np.array(plain(tokens)), atol=1e-4)
 
 
-def test_only_the_blob_that_is_asked_for_is_opened(store: FolderStore) -> None:
-    maker = made(store, "int8", "combined")
+def test_only_the_blob_that_is_asked_for_is_opened(folder_store: FolderStore) -> None:
+    maker = made(folder_store, "int8", "combined")
     weights = opened(maker)
     (wanted,) = (layer for layer in maker.layers if layer.name.endswith(NAME))
     for layer in maker.layers:
         if layer is not wanted:
-            store.path(layer.descriptor).unlink()
+            folder_store.path(layer.descriptor).unlink()
     np.testing.assert_array_equal(weights.numpy(NAME), judge(MATRICES[NAME], "int8"))
     assert NAME in weights
     assert len(weights) == len(maker.layers)

@@ -52,12 +52,12 @@ SIZES |= {"U16": 2, "I16": 2, "F16": 2, "BF16": 2, "U32": 4, "I32": 4, "F32": 4}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FolderStore:
+def folder_store(tmp_path: Path) -> FolderStore:
     return FolderStore(tmp_path)
 
 
-def with_tensors(store: FolderStore, tensors: dict[str, Part]) -> ModelWeights:
-    maker = Maker(store)
+def with_tensors(folder_store: FolderStore, tensors: dict[str, Part]) -> ModelWeights:
+    maker = Maker(folder_store)
     for name, part in tensors.items():
         maker.add(name, blob({name: part}), *part[:2])
     return opened(maker)
@@ -69,8 +69,8 @@ def of(dtype: str, data: bytes = BYTES) -> Part:
     return dtype, (2, len(data) // SIZES.get(dtype, 8) // 2), data
 
 
-def test_numpy_views_every_dtype_read_only(store: FolderStore) -> None:
-    weights = with_tensors(store, {dtype: of(dtype) for dtype in PLAIN})
+def test_numpy_views_every_dtype_read_only(folder_store: FolderStore) -> None:
+    weights = with_tensors(folder_store, {dtype: of(dtype) for dtype in PLAIN})
     for dtype, (own, other) in PLAIN.items():
         found, (_, shape, data) = weights.numpy(dtype), of(dtype)
         assert found.dtype == own and found.shape == shape
@@ -82,9 +82,9 @@ def test_numpy_views_every_dtype_read_only(store: FolderStore) -> None:
 
 
 @pytest.mark.integration
-def test_torch_views_every_dtype(store: FolderStore) -> None:
+def test_torch_views_every_dtype(folder_store: FolderStore) -> None:
     torch = pytest.importorskip("torch")
-    weights = with_tensors(store, {dtype: of(dtype) for dtype in PLAIN})
+    weights = with_tensors(folder_store, {dtype: of(dtype) for dtype in PLAIN})
     for dtype, (_, own) in PLAIN.items():
         found, (_, shape, data) = weights.torch(dtype), of(dtype)
         assert (found.dtype, tuple(found.shape)) == (getattr(torch, own), shape)
@@ -95,20 +95,20 @@ def test_torch_views_every_dtype(store: FolderStore) -> None:
             )
 
 
-def test_bf16_becomes_float32(store: FolderStore) -> None:
+def test_bf16_becomes_float32(folder_store: FolderStore) -> None:
     values = np.array([1.0, -2.5, 3e38, 1e-40, np.inf], np.float32)
     stored = np.array(mx.array(values).astype(mx.bfloat16).view(mx.uint16))
-    weights = with_tensors(store, {"x": ("BF16", (5,), stored.tobytes())})
+    weights = with_tensors(folder_store, {"x": ("BF16", (5,), stored.tobytes())})
     expected = np.array(mx.array(values).astype(mx.bfloat16).astype(mx.float32))
     np.testing.assert_array_equal(weights.numpy("x"), expected)
 
 
-def test_numpy_does_not_copy(store: FolderStore) -> None:
+def test_numpy_does_not_copy(folder_store: FolderStore) -> None:
     """The view shows the file's own pages."""
     data = np.arange(4096, dtype=np.float32)
-    weights = with_tensors(store, {"x": ("F32", (4096,), data.tobytes())})
+    weights = with_tensors(folder_store, {"x": ("F32", (4096,), data.tobytes())})
     found = weights.numpy("x")
-    (path,) = (path for path in store.root.iterdir() if path.stat().st_size > 4096)
+    (path,) = (path for path in folder_store.root.iterdir() if path.stat().st_size > 4096)
     with path.open("r+b") as file:
         file.seek(-4, 2)
         file.write(np.float32(7).tobytes())
@@ -117,9 +117,9 @@ def test_numpy_does_not_copy(store: FolderStore) -> None:
 
 
 @pytest.mark.integration
-def test_writing_to_torch_stays_here(store: FolderStore) -> None:
+def test_writing_to_torch_stays_here(folder_store: FolderStore) -> None:
     pytest.importorskip("torch")
-    weights = with_tensors(store, {"x": ("F32", (2, 2), np.ones(4, np.float32).tobytes())})
+    weights = with_tensors(folder_store, {"x": ("F32", (2, 2), np.ones(4, np.float32).tobytes())})
     mine = weights.torch("x")
     mine[0, 0] = 5
     assert mine[0, 0] == 5
@@ -127,22 +127,22 @@ def test_writing_to_torch_stays_here(store: FolderStore) -> None:
     assert weights.numpy("x")[0, 0] == 1
 
 
-def test_views_outlive_the_blob(store: FolderStore) -> None:
-    weights = with_tensors(store, {"x": of("F32")})
+def test_views_outlive_the_blob(folder_store: FolderStore) -> None:
+    weights = with_tensors(folder_store, {"x": of("F32")})
     found = weights.numpy("x")
     del weights
-    for path in store.root.iterdir():
+    for path in folder_store.root.iterdir():
         path.unlink()
     assert found.tobytes() == BYTES
 
 
 @pytest.mark.integration
-def test_empty_scalar_and_unpadded(store: FolderStore) -> None:
+def test_empty_scalar_and_unpadded(folder_store: FolderStore) -> None:
     torch = pytest.importorskip("torch")
     one = np.float32(2.5).tobytes()
     text = b'{"x":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}'
     assert len(text) % 4
-    maker = Maker(store)
+    maker = Maker(folder_store)
     maker.add("x", len(text).to_bytes(8, "little") + text + one)
     maker.add("none", blob({"none": ("BF16", (0, 4), b"")}))
     weights = opened(maker)
@@ -161,9 +161,9 @@ def test_empty_scalar_and_unpadded(store: FolderStore) -> None:
     ],
 )
 def test_a_single_number_is_an_array(
-    store: FolderStore, dtype: str, data: bytes, value: float
+    folder_store: FolderStore, dtype: str, data: bytes, value: float
 ) -> None:
-    found = with_tensors(store, {"x": (dtype, (), data)}).numpy("x")
+    found = with_tensors(folder_store, {"x": (dtype, (), data)}).numpy("x")
     assert isinstance(found, np.ndarray)
     assert not found.shape and found.dtype == np.float32
     assert float(found) == value
@@ -171,9 +171,9 @@ def test_a_single_number_is_an_array(
 
 
 @pytest.mark.integration
-def test_quantized_tensors(store: FolderStore) -> None:
+def test_quantized_tensors(folder_store: FolderStore) -> None:
     torch = pytest.importorskip("torch")
-    weights = opened(made(store, "int4", "combined"))
+    weights = opened(made(folder_store, "int4", "combined"))
     expected = judge(MATRICES[NAME], "int4")
     found = weights.torch(NAME)
     assert found.dtype == torch.float32
@@ -186,10 +186,10 @@ def test_quantized_tensors(store: FolderStore) -> None:
         np.testing.assert_array_equal(value, np.array(plain))
 
 
-def test_without_torch(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch(folder_store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ModelError, match="PyTorch is not installed") as caught:
-        with_tensors(store, {"x": of("F32")}).torch("x")
+        with_tensors(folder_store, {"x": of("F32")}).torch("x")
     assert "numpy" in (caught.value.hint or "")
 
 
@@ -201,10 +201,10 @@ def test_map_file_refuses_missing_and_empty_files(tmp_path: Path) -> None:
         map_file(str(tmp_path / "empty"))
 
 
-def test_numpy_refuses_a_blob_that_was_truncated(store: FolderStore) -> None:
-    weights = with_tensors(store, {"x": of("F32", bytes(8192))})
+def test_numpy_refuses_a_blob_that_was_truncated(folder_store: FolderStore) -> None:
+    weights = with_tensors(folder_store, {"x": of("F32", bytes(8192))})
     assert weights.shape("x") == (2, 1024)
-    for path in store.root.iterdir():
+    for path in folder_store.root.iterdir():
         path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StoreError, match="was truncated"):
         weights.numpy("x")

@@ -47,26 +47,26 @@ def arrays() -> dict[str, np.ndarray]:
     return {name: random.rand(*shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def packed(store: FolderStore, tensors: Arrays, key: str = "{name}") -> AImage:
+def packed(folder_store: FolderStore, tensors: Arrays, key: str = "{name}") -> AImage:
     """Return an AImage with one component, ``net``."""
-    layers = [Layer(store.add(mediatype.AIMAGE_FILE, b'{"a": 1}'), "net/config.json")]
+    layers = [Layer(folder_store.add(mediatype.AIMAGE_FILE, b'{"a": 1}'), "net/config.json")]
     for name, value in tensors.items():
         dtype = DTYPES[value.dtype.name]
         header = encode_header([(key.format(name=name), dtype, value.shape)])
-        blob = store.add(mediatype.AIMAGE_SAFETENSORS, header + value.tobytes())
+        blob = folder_store.add(mediatype.AIMAGE_SAFETENSORS, header + value.tobytes())
         layers.append(Layer(blob, f"net/{name}", dtype, value.shape))
     return AImage(b"{}", tuple(layers))
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> FolderStore:
+def folder_store(tmp_path: Path) -> FolderStore:
     return FolderStore(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["{name}", "net/{name}", "data"])
-def test_values_arrive_in_the_layout_of_mlx(store: FolderStore, key: str) -> None:
+def test_values_arrive_in_the_layout_of_mlx(folder_store: FolderStore, key: str) -> None:
     tensors = arrays()
-    weights = ModelWeights.open(store, packed(store, tensors, key), "net")
+    weights = ModelWeights.open(folder_store, packed(folder_store, tensors, key), "net")
     net = Net()
     assert weights.apply(net) == ()
     assert weights.keys() == tuple(tensors)
@@ -76,21 +76,23 @@ def test_values_arrive_in_the_layout_of_mlx(store: FolderStore, key: str) -> Non
     assert (np.array(net.conv.weight) == expected).all()
 
 
-def test_a_blob_with_two_candidates_is_refused(store: FolderStore) -> None:
+def test_a_blob_with_two_candidates_is_refused(folder_store: FolderStore) -> None:
     tensors = arrays()
-    aimage = packed(store, tensors)
+    aimage = packed(folder_store, tensors)
     bias = tensors["model.fc.bias"]
     header = encode_header([("data", "F32", (2,)), ("model.fc.bias", "F32", (2,))])
-    blob = store.add(mediatype.AIMAGE_SAFETENSORS, header + (bias * 0).tobytes() + bias.tobytes())
+    blob = folder_store.add(
+        mediatype.AIMAGE_SAFETENSORS, header + (bias * 0).tobytes() + bias.tobytes()
+    )
     crowded = swap(aimage, Layer(blob, "net/model.fc.bias", "F32", (2,)))
     with pytest.raises(FormatError, match=r"^net/model\.fc\.bias: the blob also contains data$"):
-        ModelWeights.open(store, crowded, "net").apply(Net())
+        ModelWeights.open(folder_store, crowded, "net").apply(Net())
 
 
-def test_casting_and_skipping(store: FolderStore) -> None:
+def test_casting_and_skipping(folder_store: FolderStore) -> None:
     tensors = {name: value.astype(np.float16) for name, value in arrays().items()}
     tensors["model.last.weight"] = np.zeros((1,), np.int8)
-    weights = ModelWeights.open(store, packed(store, tensors), "net")
+    weights = ModelWeights.open(folder_store, packed(folder_store, tensors), "net")
     net = Net()
     skipped = weights.apply(net, skip=lambda name: "last" in name, dtype=mx.float32)
     assert skipped == ("model.last.weight",)
@@ -104,31 +106,31 @@ def swap(aimage: AImage, layer: Layer) -> AImage:
     )
 
 
-def test_names_must_fit_exactly(store: FolderStore) -> None:
+def test_names_must_fit_exactly(folder_store: FolderStore) -> None:
     tensors = arrays()
     less = {name: value for name, value in tensors.items() if name != "model.fc.bias"}
     with pytest.raises(ModelError, match=r"missing tensors fc\.bias"):
-        ModelWeights.open(store, packed(store, less), "net").apply(Net())
+        ModelWeights.open(folder_store, packed(folder_store, less), "net").apply(Net())
     more = tensors | {"model.fc.extra": np.zeros((1,), np.float32)}
     with pytest.raises(ModelError, match=r"unexpected tensors model\.fc\.extra"):
-        ModelWeights.open(store, packed(store, more), "net").apply(Net())
+        ModelWeights.open(folder_store, packed(folder_store, more), "net").apply(Net())
     twice = tensors | {"fc.bias": tensors["model.fc.bias"]}
     with pytest.raises(ModelError, match=r"duplicate tensors for fc\.bias"):
-        ModelWeights.open(store, packed(store, twice), "net").apply(Net())
+        ModelWeights.open(folder_store, packed(folder_store, twice), "net").apply(Net())
 
 
-def test_shapes_must_fit_exactly(store: FolderStore) -> None:
+def test_shapes_must_fit_exactly(folder_store: FolderStore) -> None:
     tensors = arrays() | {"model.conv.weight": np.zeros((5, 3, 3, 4), np.float32)}
     with pytest.raises(ModelError, match=r"requires shape \[5, 4, 3, 3\].*has \[5, 3, 3, 4\]"):
-        ModelWeights.open(store, packed(store, tensors), "net").apply(Net())
+        ModelWeights.open(folder_store, packed(folder_store, tensors), "net").apply(Net())
 
 
-def test_a_failed_load_leaves_the_module_alone(store: FolderStore) -> None:
+def test_a_failed_load_leaves_the_module_alone(folder_store: FolderStore) -> None:
     net = Net()
     before = np.array(net.fc.weight)
     tensors = arrays() | {"model.conv.bias": np.zeros((6,), np.float32)}
     with pytest.raises(ModelError):
-        ModelWeights.open(store, packed(store, tensors), "net").apply(net)
+        ModelWeights.open(folder_store, packed(folder_store, tensors), "net").apply(net)
     assert (np.array(net.fc.weight) == before).all()
 
 
@@ -139,18 +141,18 @@ def lying(layer: Layer, **changes: object) -> Layer:
 
 @pytest.mark.parametrize("changes", [{"dtype": "BF16"}, {"shape": (3, 2)}])
 def test_layer_with_false_type_or_shape_is_refused(
-    store: FolderStore, changes: dict[str, object]
+    folder_store: FolderStore, changes: dict[str, object]
 ) -> None:
-    aimage = packed(store, arrays())
+    aimage = packed(folder_store, arrays())
     layer = lying(aimage.layer("net/model.fc.weight"), **changes)
     with pytest.raises(FormatError, match=r"fc\.weight: the blob contains F32 \[2, 3\]"):
-        ModelWeights.open(store, swap(aimage, layer), "net").apply(Net())
+        ModelWeights.open(folder_store, swap(aimage, layer), "net").apply(Net())
 
 
-def test_layer_without_type_and_shape_is_read(store: FolderStore) -> None:
-    aimage = packed(store, arrays())
+def test_layer_without_type_and_shape_is_read(folder_store: FolderStore) -> None:
+    aimage = packed(folder_store, arrays())
     layer = lying(aimage.layer("net/model.fc.weight"), dtype=None, shape=None)
-    ModelWeights.open(store, swap(aimage, layer), "net").apply(Net())
+    ModelWeights.open(folder_store, swap(aimage, layer), "net").apply(Net())
 
 
 BAD_BLOBS = {
@@ -163,28 +165,28 @@ BAD_BLOBS = {
 
 
 @pytest.mark.parametrize("data", BAD_BLOBS.values(), ids=BAD_BLOBS.keys())
-def test_malformed_blobs_are_refused(store: FolderStore, data: bytes) -> None:
-    aimage = packed(store, arrays())
-    blob = store.add(mediatype.AIMAGE_SAFETENSORS, data)
+def test_malformed_blobs_are_refused(folder_store: FolderStore, data: bytes) -> None:
+    aimage = packed(folder_store, arrays())
+    blob = folder_store.add(mediatype.AIMAGE_SAFETENSORS, data)
     layer = Layer(blob, "net/model.fc.bias", "F32", (2,))
     with pytest.raises(FormatError, match=r"net/model\.fc\.bias"):
-        ModelWeights.open(store, swap(aimage, layer), "net").apply(Net())
+        ModelWeights.open(folder_store, swap(aimage, layer), "net").apply(Net())
 
 
-def test_integer_weights_are_refused(store: FolderStore) -> None:
+def test_integer_weights_are_refused(folder_store: FolderStore) -> None:
     tensors = arrays() | {"model.fc.bias": np.zeros((2,), np.int8)}
     with pytest.raises(ModelError, match="type I8"):
-        ModelWeights.open(store, packed(store, tensors), "net").apply(Net())
+        ModelWeights.open(folder_store, packed(folder_store, tensors), "net").apply(Net())
 
 
-def test_missing_components_and_blobs_are_errors(store: FolderStore) -> None:
-    aimage = packed(store, arrays())
+def test_missing_components_and_blobs_are_errors(folder_store: FolderStore) -> None:
+    aimage = packed(folder_store, arrays())
     with pytest.raises(ModelError, match=r"vae/config\.json not found"):
-        ModelWeights.open(store, aimage, "vae")
+        ModelWeights.open(folder_store, aimage, "vae")
     with pytest.raises(ModelError, match="no tensors found for net"):
-        ModelWeights.open(store, AImage(b"{}", aimage.layers[:1]), "net")
-    weights = ModelWeights.open(store, aimage, "net")
-    store.path(aimage.layers[1].descriptor).unlink()
+        ModelWeights.open(folder_store, AImage(b"{}", aimage.layers[:1]), "net")
+    weights = ModelWeights.open(folder_store, aimage, "net")
+    folder_store.path(aimage.layers[1].descriptor).unlink()
     with pytest.raises(NotFoundError):
         weights.apply(Net())
 
@@ -206,12 +208,12 @@ class Wide(Network):
         return name
 
 tensors = {{f"all.{{i}}": np.full((4,), i, np.float32) for i in range(600)}}
-store = FolderStore(Path({root!r}))
-aimage = packed(store, tensors)
+folder_store = FolderStore(Path({root!r}))
+aimage = packed(folder_store, tensors)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 mx.async_eval = lambda _: None  # nothing is read before it must be: as on the slowest disk
 wide = Wide()
-ModelWeights.open(store, aimage, "net").apply(wide)
+ModelWeights.open(folder_store, aimage, "net").apply(wide)
 assert [int(value[3]) for value in wide.all] == list(range(600))
 """
 
@@ -240,13 +242,13 @@ def peak():
 
 MIB = 1024 * 1024
 array.CHUNK_BYTES, array.PENDING_BYTES = 8 * MIB, 16 * MIB
-store = FolderStore(Path({root!r}))
+folder_store = FolderStore(Path({root!r}))
 layers = ()
 for index in range(64):
     tensors = {{f"{{index}}": np.full((1024, 1024), index, np.float32)}}
-    aimage = packed(store, tensors)
+    aimage = packed(folder_store, tensors)
     layers = (*layers, aimage.layers[1])
-weights = ModelWeights.open(store, type(aimage)(b"{{}}", (aimage.layers[0], *layers)), "net")
+weights = ModelWeights.open(folder_store, type(aimage)(b"{{}}", (aimage.layers[0], *layers)), "net")
 mx.eval(mx.ones((8,)).astype(mx.bfloat16))
 before = peak()
 weights.load(mx.bfloat16)
@@ -264,14 +266,14 @@ def test_the_peak_is_the_model_and_a_chunk(tmp_path: Path) -> None:
     assert 112 < float(done.stdout) < 128 + 16 * 1.5 + 16
 
 
-def test_any_thread_may_load(store: FolderStore) -> None:
+def test_any_thread_may_load(folder_store: FolderStore) -> None:
     """One at a time, each with arrays of its own; evaluated ones may be handed on."""
     tensors = arrays()
-    aimage = packed(store, tensors)
+    aimage = packed(folder_store, tensors)
     found: list[mx.array] = []
 
     def load() -> None:
-        weights = ModelWeights.open(store, aimage, "net")
+        weights = ModelWeights.open(folder_store, aimage, "net")
         weights.load(mx.float32)
         found.append(weights["model.fc.weight"])
         found.append(mx.contiguous(weights["model.conv.weight"] * 2))

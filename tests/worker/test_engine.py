@@ -49,11 +49,13 @@ from tests.worker.engine_runs import (
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
+def stocked_store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
     return stocked(tmp_path_factory.mktemp("engine") / "store")
 
 
-def test_a_request_yields_queue_step_and_image_events(store: LayeredStore, tmp_path: Path) -> None:
+def test_a_request_yields_queue_step_and_image_events(
+    stocked_store: LayeredStore, tmp_path: Path
+) -> None:
     """Also after an invalid request; previews have the requested encoding."""
 
     async def play(engine: Any) -> tuple[Any, Any, Any]:
@@ -66,7 +68,7 @@ def test_a_request_yields_queue_step_and_image_events(store: LayeredStore, tmp_p
         asked = job(steps=4, encoding=encoding, parameters={"previews": 2})
         return first, second, await served(engine, asked)
 
-    first, second, third = played(store, play)
+    first, second, third = played(stocked_store, play)
     previews = [event for event in third if isinstance(event, PreviewEvent)]
     assert [one.number for one in previews] == [0, 1]
     assert all(one.data.startswith(b"\xff\xd8") for one in (*previews, third[-1]))
@@ -78,14 +80,16 @@ def test_a_request_yields_queue_step_and_image_events(store: LayeredStore, tmp_p
     path.write_bytes(first[-1].data)
     pixels, facts = load_picture(path)
     assert facts["seed"] == 7
-    with store.lease() as lease:
-        model = load(store, find_complete(store, NAME, lease))
+    with stocked_store.lease() as lease:
+        model = load(stocked_store, find_complete(stocked_store, NAME, lease))
         request = GenerateRequest.for_model(model.stored.aimage, "a dog", steps=2, seed=7)
         (image,) = [one for one in model.generate(request) if isinstance(one, Image)]
     assert image.pixels.tobytes() == pixels.tobytes()
 
 
-def test_a_killed_process_fails_its_request_and_is_started_again(store: LayeredStore) -> None:
+def test_a_killed_process_fails_its_request_and_is_started_again(
+    stocked_store: LayeredStore,
+) -> None:
     """Also one that is killed while it is idle."""
 
     async def play(engine: Any) -> tuple[Any, Any]:
@@ -103,7 +107,7 @@ def test_a_killed_process_fails_its_request_and_is_started_again(store: LayeredS
         await until_async(lambda: not runner.is_alive)
         return second, await served(engine, job())
 
-    for events in played(store, play):
+    for events in played(stocked_store, play):
         assert [type(event) for event in events][1] is LoadingEvent
         assert isinstance(events[-1], ImageEvent)
 
@@ -111,13 +115,13 @@ def test_a_killed_process_fails_its_request_and_is_started_again(store: LayeredS
 def test_a_tag_moved_during_a_load_does_not_affect_earlier_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = stocked(tmp_path / "store")
-    before, other = store.resolve(NAME), store.resolve(Reference.parse("other"))
+    stocked_store = stocked(tmp_path / "store")
+    before, other = stocked_store.resolve(NAME), stocked_store.resolve(Reference.parse("other"))
     assert before.digest != other.digest
     start = Runner.start
 
     async def moved(*arguments: Any, **options: Any) -> Runner:
-        store.tag(other, NAME)
+        stocked_store.tag(other, NAME)
         return await start(*arguments, **options)
 
     monkeypatch.setattr(Runner, "start", moved)
@@ -127,8 +131,8 @@ def test_a_tag_moved_during_a_load_does_not_affect_earlier_requests(
         assert [one.digest for one in engine.loaded()] == [before.digest]
         return events[-1]
 
-    picture = played(store, play)
-    assert store.resolve(NAME).digest == other.digest
+    picture = played(stocked_store, play)
+    assert stocked_store.resolve(NAME).digest == other.digest
     path = tmp_path / "picture.png"
     path.write_bytes(picture.data)
     assert load_picture(path)[1]["digest"] == str(before.digest)
@@ -159,14 +163,14 @@ def awaited(condition: Any) -> Answer | None:
 def test_a_model_is_loaded_while_it_is_pulled(tmp_path: Path, model: ModelScript) -> None:
     before = children()
     model.answers[model.last("transformer")] = lambda: awaited(lambda: children() - before)
-    store = LayeredStore([tmp_path / "store"])
+    stocked_store = LayeredStore([tmp_path / "store"])
     with ScriptedRegistry(model).running() as registry:
         one = job(f"{registry.host}/team/model")
 
         async def play(engine: Any) -> list[Any]:
             return [await served(engine, one) for _ in range(2)]
 
-        early, later = played(store, play)
+        early, later = played(stocked_store, play)
     assert isinstance(early[-2], Step)
     assert any(isinstance(event, PullingEvent) for event in early)
     assert not any(isinstance(event, PullingEvent) for event in later)
@@ -203,7 +207,7 @@ def test_a_failed_pull_ends_the_process_that_was_loaded_for_it(
 
     # the encoder, the last part of the VAE, is not loaded
     model.answers[model.last("vae" if is_loaded else "transformer")] = gone
-    store = LayeredStore([tmp_path / "store"])
+    stocked_store = LayeredStore([tmp_path / "store"])
 
     async def play(engine: Any) -> None:
         engines.append(engine)
@@ -212,8 +216,8 @@ def test_a_failed_pull_ends_the_process_that_was_loaded_for_it(
         await until_async(lambda: not children() - before)
 
     with ScriptedRegistry(model).running() as registry:
-        played(store, play)
-    assert not list(store.tags())
+        played(stocked_store, play)
+    assert not list(stocked_store.tags())
 
 
 # -- frames

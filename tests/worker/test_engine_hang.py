@@ -50,7 +50,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
+def stocked_store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
     return stocked(tmp_path_factory.mktemp("hang") / "store")
 
 
@@ -89,7 +89,9 @@ def patient(engine: Any, deadline: float) -> None:
 # -- a process that dies
 
 
-def test_a_process_that_dies_after_a_cancel_does_not_block_the_queue(store: LayeredStore) -> None:
+def test_a_process_that_dies_after_a_cancel_does_not_block_the_queue(
+    stocked_store: LayeredStore,
+) -> None:
     async def play(engine: Any) -> tuple[Any, Any]:
         first, pid = await at_work(engine)
         same, other = await queued(engine, "tiny", "other")
@@ -99,10 +101,10 @@ def test_a_process_that_dies_after_a_cancel_does_not_block_the_queue(store: Laye
         os.kill(pid, signal.SIGKILL)
         return await asyncio.gather(same.result(), other.result())
 
-    assert all(isinstance(heard[-1], ImageEvent) for heard in played(store, play))
+    assert all(isinstance(heard[-1], ImageEvent) for heard in played(stocked_store, play))
 
 
-def test_a_model_whose_process_dies_is_unloaded(store: LayeredStore) -> None:
+def test_a_model_whose_process_dies_is_unloaded(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[Any, float | None]:
         await served(engine, job())
         (model,) = engine.loaded()
@@ -114,13 +116,13 @@ def test_a_model_whose_process_dies_is_unloaded(store: LayeredStore) -> None:
         await until_async(lambda: sample(engine, "aimage_model_loaded", **shown) == 0)
         return loaded, sample(engine, "aimage_model_evictions_total", reason="died")
 
-    assert played(store, play) == ([], 1)
+    assert played(stocked_store, play) == ([], 1)
 
 
 # -- a process that hangs
 
 
-def test_the_deadline_applies_to_a_hung_process(store: LayeredStore) -> None:
+def test_the_deadline_applies_to_a_hung_process(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[str | None, Any, bool]:
         await served(engine, job())
         patient(engine, 0.5)
@@ -132,13 +134,13 @@ def test_the_deadline_applies_to_a_hung_process(store: LayeredStore) -> None:
         again = await served(engine, job())
         return caught.value.hint, again, is_gone(pid)
 
-    hint, again, gone = played(store, play, cancel_timeout=0.1)
+    hint, again, gone = played(stocked_store, play, cancel_timeout=0.1)
     assert "fewer steps" in hint
     assert isinstance(again[-1], ImageEvent)
     assert gone  # it did not react to the cancel
 
 
-def test_the_deadline_counts_from_the_request(store: LayeredStore) -> None:
+def test_the_deadline_counts_from_the_request(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[str | None, str | None]:
         client, pid = await loading(engine)
         patient(engine, 0.2)
@@ -156,12 +158,14 @@ def test_the_deadline_counts_from_the_request(store: LayeredStore) -> None:
         await holds.leave()
         return loads.value.hint, waits.value.hint
 
-    loads, waits = played(store, play)
+    loads, waits = played(stocked_store, play)
     assert "being loaded" in loads
     assert "queued" in waits
 
 
-def test_a_cancelled_long_step_finishes_before_the_next_request(store: LayeredStore) -> None:
+def test_a_cancelled_long_step_finishes_before_the_next_request(
+    stocked_store: LayeredStore,
+) -> None:
     """Return at once to the cancelled client; the next one waits, and the model stays loaded."""
 
     async def play(engine: Any) -> tuple[Any, Any]:
@@ -174,11 +178,11 @@ def test_a_cancelled_long_step_finishes_before_the_next_request(store: LayeredSt
         await after.result()
         return pid, engine.loaded()[0].runner.pid
 
-    before, after = played(store, play)
+    before, after = played(stocked_store, play)
     assert before == after
 
 
-def test_repeated_cancellation_does_not_affect_later_requests(store: LayeredStore) -> None:
+def test_repeated_cancellation_does_not_affect_later_requests(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[list[Any], list[Any]]:
         wanted = [(await served(engine, job(seed=seed)))[-1].data for seed in (5, 6)]
         client, pid = await at_work(engine)
@@ -192,11 +196,11 @@ def test_repeated_cancellation_does_not_affect_later_requests(store: LayeredStor
         os.kill(pid, signal.SIGCONT)
         return wanted, [(await each.result())[-1].data for each in next_two]
 
-    wanted, found = played(store, play)
+    wanted, found = played(stocked_store, play)
     assert wanted == found
 
 
-def test_stop_ends_a_process_that_hangs(store: LayeredStore) -> None:
+def test_stop_ends_a_process_that_hangs(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> Any:
         client, pid = await at_work(engine)
         (waits,) = await queued(engine, "tiny")
@@ -208,13 +212,13 @@ def test_stop_ends_a_process_that_hangs(store: LayeredStore) -> None:
                 await each.result()
         return await served(engine, job())
 
-    assert isinstance(played(store, play)[-1], ImageEvent)
+    assert isinstance(played(stocked_store, play)[-1], ImageEvent)
 
 
 # -- loads
 
 
-def test_stop_ends_a_load(store: LayeredStore) -> None:
+def test_stop_ends_a_load(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> Any:
         client, pid = await loading(engine)
         assert await engine.stop(NAME)
@@ -223,11 +227,11 @@ def test_stop_ends_a_load(store: LayeredStore) -> None:
             await client.result()
         return await served(engine, job("other"))
 
-    assert isinstance(played(store, play)[-1], ImageEvent)
+    assert isinstance(played(stocked_store, play)[-1], ImageEvent)
 
 
 def test_stop_waits_for_a_process_that_is_slow_to_exit(
-    store: LayeredStore, monkeypatch: pytest.MonkeyPatch
+    stocked_store: LayeredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process with many gigabytes takes long to exit."""
     kill, send = asyncio.subprocess.Process.kill, Runner.send
@@ -252,11 +256,11 @@ def test_stop_waits_for_a_process_that_is_slow_to_exit(
         assert await engine.stop(NAME)
         return is_gone(pid)
 
-    assert played(store, play)
+    assert played(stocked_store, play)
 
 
 def test_stop_ends_a_model_that_has_just_been_loaded(
-    store: LayeredStore, monkeypatch: pytest.MonkeyPatch
+    stocked_store: LayeredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, stopping = Runner.start, []
 
@@ -276,10 +280,10 @@ def test_stop_ends_a_model_that_has_just_been_loaded(
         await client.leave()
         return gone, engine.loaded()
 
-    assert played(store, play) == (True, [])
+    assert played(stocked_store, play) == (True, [])
 
 
-def test_a_load_without_waiting_clients_is_cancelled(store: LayeredStore) -> None:
+def test_a_load_without_waiting_clients_is_cancelled(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[bool, Any, list[str]]:
         client, pid = await loading(engine)
         (other,) = await queued(engine, "other")
@@ -287,16 +291,21 @@ def test_a_load_without_waiting_clients_is_cancelled(store: LayeredStore) -> Non
         heard = await other.result()
         return is_gone(pid), heard, [str(one.reference) for one in engine.loaded()]
 
-    gone, heard, names = played(store, play)
+    gone, heard, names = played(stocked_store, play)
     assert gone and isinstance(heard[-1], ImageEvent)
     assert names == ["other:latest"]
 
 
-def test_a_load_without_progress_times_out(store: LayeredStore) -> None:
+def test_a_load_without_progress_times_out(stocked_store: LayeredStore) -> None:
     async def play() -> bool:
         before = children()
         start = asyncio.create_task(
-            Runner.start(store.roots, "tiny", store.resolve(NAME), EngineLimits(load_timeout=1.0))
+            Runner.start(
+                stocked_store.roots,
+                "tiny",
+                stocked_store.resolve(NAME),
+                EngineLimits(load_timeout=1.0),
+            )
         )
         await until_async(lambda: children() - before)
         (pid,) = children() - before
@@ -308,7 +317,7 @@ def test_a_load_without_progress_times_out(store: LayeredStore) -> None:
     assert asyncio.run(asyncio.wait_for(play(), 60))
 
 
-def test_a_failed_load_fails_all_waiting_requests(store: LayeredStore) -> None:
+def test_a_failed_load_fails_all_waiting_requests(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> Any:
         first, pid = await loading(engine)
         (second,) = await queued(engine, "tiny")
@@ -318,10 +327,12 @@ def test_a_failed_load_fails_all_waiting_requests(store: LayeredStore) -> None:
                 await each.result()
         return await served(engine, job())
 
-    assert isinstance(played(store, play)[-1], ImageEvent)
+    assert isinstance(played(stocked_store, play)[-1], ImageEvent)
 
 
-def test_idle_models_are_evicted_when_a_load_runs_out_of_memory(store: LayeredStore) -> None:
+def test_idle_models_are_evicted_when_a_load_runs_out_of_memory(
+    stocked_store: LayeredStore,
+) -> None:
     """The kernel reports lack of memory to a process only by killing it."""
 
     async def play(engine: Any) -> tuple[Any, bool, float | None]:
@@ -332,12 +343,12 @@ def test_idle_models_are_evicted_when_a_load_runs_out_of_memory(store: LayeredSt
         heard = await client.result()
         return heard, is_gone(idle), sample(engine, "aimage_model_evictions_total", reason="memory")
 
-    heard, gone, evicted = played(store, play, models=2)
+    heard, gone, evicted = played(stocked_store, play, models=2)
     assert isinstance(heard[-1], ImageEvent)
     assert gone and evicted == 1
 
 
-def test_idle_models_are_evicted_when_free_memory_is_too_small(store: LayeredStore) -> None:
+def test_idle_models_are_evicted_when_free_memory_is_too_small(stocked_store: LayeredStore) -> None:
     limit = 1 << 30
 
     async def play(engine: Any) -> list[Any]:
@@ -346,15 +357,18 @@ def test_idle_models_are_evicted_when_free_memory_is_too_small(store: LayeredSto
         await served(engine, job("tiny"))
         return [str(one.reference) for one in engine.loaded()]
 
-    assert played(store, play, models=2, free=lambda: 1000) == ["tiny:latest"]
-    assert played(store, play, models=2, free=lambda: None) == ["tiny:latest", "other:latest"]
-    assert played(store, play, models=2, memory=limit, free=lambda: None) == ["tiny:latest"]
+    assert played(stocked_store, play, models=2, free=lambda: 1000) == ["tiny:latest"]
+    assert played(stocked_store, play, models=2, free=lambda: None) == [
+        "tiny:latest",
+        "other:latest",
+    ]
+    assert played(stocked_store, play, models=2, memory=limit, free=lambda: None) == ["tiny:latest"]
 
 
 # -- the end
 
 
-def test_closing_without_grace_stops_requests_cleanly(store: LayeredStore) -> None:
+def test_closing_without_grace_stops_requests_cleanly(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> bool:
         client, pid = await at_work(engine)
         os.kill(pid, signal.SIGSTOP)
@@ -363,10 +377,10 @@ def test_closing_without_grace_stops_requests_cleanly(store: LayeredStore) -> No
             await client.result()
         return is_gone(pid)
 
-    assert played(store, play)
+    assert played(stocked_store, play)
 
 
-def test_a_closing_engine_loads_no_model(store: LayeredStore) -> None:
+def test_a_closing_engine_loads_no_model(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[Any, list[Any], float | None]:
         client = Client(engine, job(steps=30))
         await client.hears(Step)
@@ -383,7 +397,7 @@ def test_a_closing_engine_loads_no_model(store: LayeredStore) -> None:
             sample(engine, "aimage_model_load_duration_seconds_count"),
         )
 
-    heard, others, loads = played(store, play)
+    heard, others, loads = played(stocked_store, play)
     assert isinstance(heard[-1], ImageEvent)
     assert [type(event) for event in others] == [QueuedEvent]
     assert loads == 1

@@ -51,7 +51,7 @@ from tests.worker.engine_runs import (
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
+def stocked_store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
     return stocked(tmp_path_factory.mktemp("line") / "store")
 
 
@@ -70,7 +70,7 @@ def silence() -> Iterator[str]:
 # -- the queue and the models in memory
 
 
-def test_requests_beyond_the_queue_are_refused_at_once(store: LayeredStore) -> None:
+def test_requests_beyond_the_queue_are_refused_at_once(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[list[Any], int | str, Any]:
         async def one(seed: int) -> int | str:
             try:
@@ -83,13 +83,13 @@ def test_requests_beyond_the_queue_are_refused_at_once(store: LayeredStore) -> N
         after = await one(99)
         return found, after, engine.waiting
 
-    found, after, waiting = played(store, play, queue=4)
+    found, after, waiting = played(stocked_store, play, queue=4)
     assert found.count("served") == 5  # one running and four queued
     assert all(retry >= 1 for retry in found if retry != "served")
     assert (after, waiting) == ("served", 0)
 
 
-def test_a_cancelled_request_leaves_the_queue(store: LayeredStore) -> None:
+def test_a_cancelled_request_leaves_the_queue(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> Any:
         running = engine.generate(**job(steps=300))
         await anext(running)
@@ -104,10 +104,10 @@ def test_a_cancelled_request_leaves_the_queue(store: LayeredStore) -> None:
         await running.aclose()
         return left
 
-    assert played(store, play, queue=1) == 0
+    assert played(stocked_store, play, queue=1) == 0
 
 
-def test_an_idle_model_is_unloaded_after_keep_alive(store: LayeredStore) -> None:
+def test_an_idle_model_is_unloaded_after_keep_alive(stocked_store: LayeredStore) -> None:
     now = [0.0]
 
     async def play(engine: Any) -> list[int]:
@@ -119,30 +119,30 @@ def test_an_idle_model_is_unloaded_after_keep_alive(store: LayeredStore) -> None
             found.append(len(engine.loaded()))
         return found
 
-    assert played(store, play, clock=lambda: now[0]) == [0, 1, 0]
+    assert played(stocked_store, play, clock=lambda: now[0]) == [0, 1, 0]
 
 
-def test_an_infinite_keep_alive_never_expires(store: LayeredStore) -> None:
+def test_an_infinite_keep_alive_never_expires(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> Any:
         await served(engine, job(keep_alive=float("inf")))
         await engine.expire()
         (model,) = engine.loaded()
         return model.until
 
-    assert played(store, play, keep_alive=0.0) is None
+    assert played(stocked_store, play, keep_alive=0.0) is None
 
 
-def test_the_longest_idle_model_is_evicted(store: LayeredStore) -> None:
+def test_the_longest_idle_model_is_evicted(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[Any, list[str]]:
         await served(engine, job("tiny"))
         runner = engine.loaded()[0].runner
         await served(engine, job("other"))
         return runner.is_alive, [str(model.reference) for model in engine.loaded()]
 
-    assert played(store, play, models=1) == (False, ["other:latest"])
+    assert played(stocked_store, play, models=1) == (False, ["other:latest"])
 
 
-def test_the_model_of_the_least_worth_is_evicted(store: LayeredStore) -> None:
+def test_the_model_of_the_least_worth_is_evicted(stocked_store: LayeredStore) -> None:
     """A fleet knows which model is missed least; of equal worth is the one idle for longest."""
 
     async def play(engine: Any) -> list[str]:
@@ -155,18 +155,18 @@ def test_the_model_of_the_least_worth_is_evicted(store: LayeredStore) -> None:
             names.append(str(engine._scheduler._idle().reference))
         return names
 
-    assert played(store, play, models=2) == ["tiny:latest", "tiny:latest", "other:latest"]
+    assert played(stocked_store, play, models=2) == ["tiny:latest", "tiny:latest", "other:latest"]
 
 
-def test_two_models_stay_loaded_within_the_limit(store: LayeredStore) -> None:
+def test_two_models_stay_loaded_within_the_limit(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> list[Any]:
         await asyncio.gather(served(engine, job("tiny")), served(engine, job("other")))
         return sorted(str(model.reference) for model in engine.loaded())
 
-    assert played(store, play, models=2) == ["other:latest", "tiny:latest"]
+    assert played(stocked_store, play, models=2) == ["other:latest", "tiny:latest"]
 
 
-def test_stop_ends_a_running_request(store: LayeredStore) -> None:
+def test_stop_ends_a_running_request(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[int, Any]:
         events = engine.generate(**job(steps=1000))
         async for event in events:
@@ -178,10 +178,10 @@ def test_stop_ends_a_running_request(store: LayeredStore) -> None:
                 pass
         return len(engine.loaded()), await engine.stop(NAME)
 
-    assert played(store, play) == (0, False)
+    assert played(stocked_store, play) == (0, False)
 
 
-def test_a_request_beyond_its_deadline_fails(store: LayeredStore) -> None:
+def test_a_request_beyond_its_deadline_fails(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[float | None, float | None, Any]:
         await served(engine, job())
         engine.limits = dataclasses.replace(engine.limits, deadline=1.0)
@@ -194,29 +194,29 @@ def test_a_request_beyond_its_deadline_fails(store: LayeredStore) -> None:
         engine.limits = dataclasses.replace(engine.limits, deadline=float("inf"))
         return failed, given_up, await served(engine, job(steps=1))
 
-    failed, given_up, heard = played(store, play)
+    failed, given_up, heard = played(stocked_store, play)
     assert (failed, given_up) == (1, 0)  # no client cancelled
     assert isinstance(heard[-1], ImageEvent)
 
 
 @pytest.mark.parametrize("name", ["absent", "localhost:1/absent"])
-def test_a_missing_model_is_not_found(store: LayeredStore, name: str) -> None:
+def test_a_missing_model_is_not_found(stocked_store: LayeredStore, name: str) -> None:
     async def play(engine: Any) -> None:
         with pytest.raises(NotFoundError, match="not found"):
             await served(engine, job(name, pull="never"))
 
-    played(store, play)
+    played(stocked_store, play)
 
 
 def test_a_missing_model_is_pulled_with_progress_events(
-    store: LayeredStore, registry: RealRegistry, repository: str, tmp_path: Path
+    stocked_store: LayeredStore, registry: RealRegistry, repository: str, tmp_path: Path
 ) -> None:
     from clowder_aimage.engine.event import PullingEvent
     from clowder_aimage.push import push
 
     there = Reference.parse(f"{repository}:v1")
-    store.tag(store.resolve(NAME), there)
-    push(store, there, ClientOptions())
+    stocked_store.tag(stocked_store.resolve(NAME), there)
+    push(stocked_store, there, ClientOptions())
     fresh = LayeredStore([tmp_path / "fresh"])
 
     async def play(engine: Any) -> Any:
@@ -228,7 +228,9 @@ def test_a_missing_model_is_pulled_with_progress_events(
     assert isinstance(events[-1], ImageEvent)
 
 
-def test_a_closing_engine_refuses_requests_and_finishes_running_ones(store: LayeredStore) -> None:
+def test_a_closing_engine_refuses_requests_and_finishes_running_ones(
+    stocked_store: LayeredStore,
+) -> None:
     async def play(engine: Any) -> Any:
         running = asyncio.create_task(served(engine, job(steps=50)))
         await until_async(engine.loaded)
@@ -239,10 +241,10 @@ def test_a_closing_engine_refuses_requests_and_finishes_running_ones(store: Laye
         await closing
         return await running
 
-    assert isinstance(played(store, play)[-1], ImageEvent)
+    assert isinstance(played(stocked_store, play)[-1], ImageEvent)
 
 
-def test_a_cancelled_request_stops_within_one_step(store: LayeredStore) -> None:
+def test_a_cancelled_request_stops_within_one_step(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[int, Any, int]:
         async with contextlib.aclosing(engine.generate(**job(steps=1000))) as events:
             seen = 0
@@ -254,7 +256,7 @@ def test_a_cancelled_request_stops_within_one_step(store: LayeredStore) -> None:
         again = await served(engine, job())
         return steps, again, _count(engine, "aimage_generation_cancelled_total")
 
-    steps, again, cancelled = played(store, play)
+    steps, again, cancelled = played(stocked_store, play)
     assert steps == 3
     assert isinstance(again[-1], ImageEvent)
     assert cancelled == 1
@@ -270,7 +272,7 @@ def _count(engine: Any, name: str) -> int:
 # -- order
 
 
-def test_requests_are_served_in_order_across_models(store: LayeredStore) -> None:
+def test_requests_are_served_in_order_across_models(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[list[Any], list[Any]]:
         first = Client(engine, job(steps=1000))
         await first.hears(Step)
@@ -288,13 +290,13 @@ def test_requests_are_served_in_order_across_models(store: LayeredStore) -> None
             await each.result()
         return order, [getattr(each.heard[0], "ahead", None) for each in clients]
 
-    order, ahead = played(store, play)
+    order, ahead = played(stocked_store, play)
     assert order == [1, 2, 3, 4]
     assert ahead == [0, 1, 2, 3]
 
 
 def test_a_waiting_request_is_told_its_new_place(
-    store: LayeredStore, monkeypatch: pytest.MonkeyPatch
+    stocked_store: LayeredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("clowder_aimage.engine.engine.PLACE", 0.01)
 
@@ -314,11 +316,11 @@ def test_a_waiting_request_is_told_its_new_place(
         await third.result()
         return places
 
-    assert played(store, play) == [1, 0]
+    assert played(stocked_store, play) == [1, 0]
 
 
 def test_a_load_does_not_block_requests_for_loaded_models(
-    store: LayeredStore, monkeypatch: pytest.MonkeyPatch
+    stocked_store: LayeredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def play(engine: Any) -> tuple[Any, bool]:
         await served(engine, job("tiny"))
@@ -338,12 +340,12 @@ def test_a_load_does_not_block_requests_for_loaded_models(
         await other.result()
         return heard, is_loading
 
-    heard, is_loading = played(store, play, models=2)
+    heard, is_loading = played(stocked_store, play, models=2)
     assert isinstance(heard[-1], ImageEvent) and is_loading
 
 
 def test_a_model_that_arrives_is_loaded_only_while_no_other_is_wanted(
-    store: LayeredStore, monkeypatch: pytest.MonkeyPatch
+    stocked_store: LayeredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def play(engine: Any) -> tuple[Any, ...]:
         ended, start = asyncio.Event(), FakeRunner.start
@@ -357,7 +359,7 @@ def test_a_model_that_arrives_is_loaded_only_while_no_other_is_wanted(
             return await start()
 
         monkeypatch.setattr(FakeRunner, "start", load)
-        scheduler, stored = engine._scheduler, read_aimage(store, Reference.parse("other"))
+        scheduler, stored = engine._scheduler, read_aimage(stocked_store, Reference.parse("other"))
         early = [QueuedRequest(Reference.parse("other")) for _ in range(2)]
         for each in early:
             scheduler.prepare(each, stored, None)
@@ -370,7 +372,7 @@ def test_a_model_that_arrives_is_loaded_only_while_no_other_is_wanted(
         scheduler.leave(early[1])
         return is_kept, ended.is_set(), heard[-1], loads
 
-    is_kept, is_ended, last, models = played(store, play)
+    is_kept, is_ended, last, models = played(stocked_store, play)
     assert is_kept and is_ended
     assert isinstance(last, ImageEvent)
     assert models == 2  # the one that was given up for tiny waits for its pull
@@ -379,7 +381,9 @@ def test_a_model_that_arrives_is_loaded_only_while_no_other_is_wanted(
 # -- downloads
 
 
-def test_hung_downloads_do_not_block_requests_for_loaded_models(store: LayeredStore) -> None:
+def test_hung_downloads_do_not_block_requests_for_loaded_models(
+    stocked_store: LayeredStore,
+) -> None:
     async def play(engine: Any) -> tuple[Any, list[Any]]:
         with silence() as host:
             pulls = [Client(engine, job(f"{host}/team/x{number}")) for number in range(3)]
@@ -393,21 +397,23 @@ def test_hung_downloads_do_not_block_requests_for_loaded_models(store: LayeredSt
                 await each.leave()
         return waiting, heard
 
-    waiting, heard = played(store, play, queue=2)
+    waiting, heard = played(stocked_store, play, queue=2)
     assert waiting == 3
     assert all(isinstance(one[-1], ImageEvent) for one in heard)
 
 
-def test_the_deadline_includes_the_download(store: LayeredStore) -> None:
+def test_the_deadline_includes_the_download(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> str | None:
         with silence() as host, pytest.raises(DeadlineError) as caught:
             await served(engine, job(f"{host}/team/x"))
         return caught.value.hint
 
-    assert "being pulled" in played(store, play, deadline=0.3)
+    assert "being pulled" in played(stocked_store, play, deadline=0.3)
 
 
-def test_closing_the_engine_stops_requests_that_wait_for_a_download(store: LayeredStore) -> None:
+def test_closing_the_engine_stops_requests_that_wait_for_a_download(
+    stocked_store: LayeredStore,
+) -> None:
     async def play(engine: Any) -> None:
         with silence() as host:
             asked = Client(engine, job(f"{host}/team/x"))
@@ -420,13 +426,13 @@ def test_closing_the_engine_stops_requests_that_wait_for_a_download(store: Layer
                 with pytest.raises(StoppedError):
                     await each
 
-    played(store, play)
+    played(stocked_store, play)
 
 
 # -- requests
 
 
-def test_a_load_request_generates_nothing_and_skips_the_queue(store: LayeredStore) -> None:
+def test_a_load_request_generates_nothing_and_skips_the_queue(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[Any, bool, Any, Any]:
         first = Client(engine, job(keep_alive=0.0), loads=True)
         heard = await first.result()
@@ -438,14 +444,14 @@ def test_a_load_request_generates_nothing_and_skips_the_queue(store: LayeredStor
         await working.leave()
         return heard, gone, again, kept
 
-    heard, gone, again, kept = played(store, play)
+    heard, gone, again, kept = played(stocked_store, play)
     assert [type(event) for event in heard] == [QueuedEvent, LoadingEvent]
     assert gone  # keep_alive is 0
     assert [type(event) for event in again] == [QueuedEvent]
     assert kept == 77.0
 
 
-def test_parameters_may_depend_on_the_model(store: LayeredStore) -> None:
+def test_parameters_may_depend_on_the_model(stocked_store: LayeredStore) -> None:
     def make(aimage: Any) -> GenerateRequest:
         return GenerateRequest.for_model(aimage, "a dog", steps=len(aimage.layers) and 3)
 
@@ -458,22 +464,22 @@ def test_parameters_may_depend_on_the_model(store: LayeredStore) -> None:
             await served(engine, {"reference": NAME, "make": refuse})
         return heard
 
-    heard = played(store, play)
+    heard = played(stocked_store, play)
     assert sum(isinstance(event, Step) for event in heard) == 3
     assert sum(isinstance(event, StartedEvent) for event in heard) == 1
 
 
 @pytest.mark.parametrize("part", ["config", "layer", "manifest"])
 def test_a_damaged_model_is_reported_as_damaged(tmp_path: Path, part: str) -> None:
-    store = LayeredStore([tmp_path / "store"])
+    stocked_store = LayeredStore([tmp_path / "store"])
     stocked(tmp_path / "store")
-    stored = read_aimage(store, NAME)
+    stored = read_aimage(stocked_store, NAME)
     blob = {
         "config": stored.manifest.config,
         "layer": stored.manifest.layers[-1],
         "manifest": stored.descriptor,
     }[part]
-    path = store.path(blob)
+    path = stocked_store.path(blob)
     path.chmod(0o600)
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -482,16 +488,18 @@ def test_a_damaged_model_is_reported_as_damaged(tmp_path: Path, part: str) -> No
             await served(engine, job())
         return caught.value.hint
 
-    assert "pull or create it again" in played(store, play)
+    assert "pull or create it again" in played(stocked_store, play)
 
 
 # -- metrics
 
 
 def test_the_loaded_metric_counts_all_tags_of_a_model(tmp_path: Path) -> None:
-    store = stocked(tmp_path / "store")
+    stocked_store = stocked(tmp_path / "store")
     for tag, name in (("a", "tiny"), ("b", "other")):
-        store.tag(store.resolve(Reference.parse(name)), Reference.parse(f"same:{tag}"))
+        stocked_store.tag(
+            stocked_store.resolve(Reference.parse(name)), Reference.parse(f"same:{tag}")
+        )
 
     async def play(engine: Any) -> list[float | None]:
         await served(engine, job("same:a"))
@@ -502,7 +510,7 @@ def test_the_loaded_metric_counts_all_tags_of_a_model(tmp_path: Path) -> None:
             shown.append(sample(engine, "aimage_model_loaded", model="same"))
         return shown
 
-    assert played(store, play, models=2) == [1, 1, 0]
+    assert played(stocked_store, play, models=2) == [1, 1, 0]
 
 
 def test_the_number_of_model_labels_is_limited() -> None:

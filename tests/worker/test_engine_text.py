@@ -46,7 +46,7 @@ COMMAND = (sys.executable, "-m", "tests.worker.scripted_language_model")
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
+def stocked_store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
     return stocked(tmp_path_factory.mktemp("store"))
 
 
@@ -156,7 +156,9 @@ def test_embeddings_that_are_cancelled_are_not_computed_to_the_end() -> None:
 # -- by clients of an engine
 
 
-def test_all_events_of_a_text_arrive_and_errors_with_their_facts(store: LayeredStore) -> None:
+def test_all_events_of_a_text_arrive_and_errors_with_their_facts(
+    stocked_store: LayeredStore,
+) -> None:
     async def play(engine: Any) -> list[Any]:
         one = await heard(engine, asked("hm so call it", alternatives=1))
         two = await heard(engine, asked("one two three", max_tokens=2))
@@ -171,7 +173,7 @@ def test_all_events_of_a_text_arrive_and_errors_with_their_facts(store: LayeredS
         assert text_of(await heard(engine, asked("bye"))) == "bye "  # it ended before its process
         return [one, two, three, rates]
 
-    one, two, three, rates = played(store, play)
+    one, two, three, rates = played(stocked_store, play)
     pieces = [event for event in one if isinstance(event, TextPiece)]
     assert [(piece.text, piece.kind) for piece in pieces][:2] == [
         ("hm ", "thinking"),
@@ -227,17 +229,17 @@ def test_twenty_clients_of_a_real_model_are_served_in_turns(
     assert max(written_together) <= 2 * min(written_together) + 4
 
 
-def test_more_requests_than_there_is_room_for_are_refused(store: LayeredStore) -> None:
+def test_more_requests_than_there_is_room_for_are_refused(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> list[Any]:
         clients = (heard(engine, asked("slow " * 20)) for _ in range(6))
         return await asyncio.gather(*clients, return_exceptions=True)
 
-    outcomes = played(store, play, parallel=2, queue=1)
+    outcomes = played(stocked_store, play, parallel=2, queue=1)
     refused = [one for one in outcomes if isinstance(one, BaseException)]
     assert len(refused) == 3 and all(isinstance(one, BusyError) for one in refused)
 
 
-def test_a_client_that_leaves_ends_only_its_own_text(store: LayeredStore) -> None:
+def test_a_client_that_leaves_ends_only_its_own_text(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> str:
         other = asyncio.create_task(heard(engine, asked("slow " * 50)))
         async with contextlib.aclosing(written(engine, asked("slow " * 500))) as events:
@@ -249,10 +251,10 @@ def test_a_client_that_leaves_ends_only_its_own_text(store: LayeredStore) -> Non
         assert model.users == 1 and not other.done()
         return text_of(await other)
 
-    assert played(store, play, parallel=2) == "slow " * 50
+    assert played(stocked_store, play, parallel=2) == "slow " * 50
 
 
-def test_a_crash_is_an_error_of_that_request_alone(store: LayeredStore) -> None:
+def test_a_crash_is_an_error_of_that_request_alone(stocked_store: LayeredStore) -> None:
     """Two requests end the process, one after the other: the others go on in the next one."""
     rich = asked("hm " + "slow " * 8 + "call end", alternatives=1)
 
@@ -265,7 +267,7 @@ def test_a_crash_is_an_error_of_that_request_alone(store: LayeredStore) -> None:
         clients += [asyncio.create_task(heard(engine, one)) for one in others]
         return alone, await asyncio.gather(*clients, return_exceptions=True)
 
-    alone, (first, second, other, silent, *crashes) = played(store, play, parallel=6)
+    alone, (first, second, other, silent, *crashes) = played(stocked_store, play, parallel=6)
     assert parts(first) == parts(second) == parts(alone) and len(parts(alone)) == 12
     assert text_of(silent) == "wait here "
     process, *rest = text_of(other).split()  # the beginning is that of the first process
@@ -280,7 +282,7 @@ def parts(events: list[Event]) -> list[Event]:
     return [replace(one, seconds=0) if isinstance(one, TextEnd) else one for one in found]
 
 
-def test_the_advice_after_a_kill_is_for_language_models(store: LayeredStore) -> None:
+def test_the_advice_after_a_kill_is_for_language_models(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> None:
         async with contextlib.aclosing(written(engine, asked("slow " * 500))) as events:
             async for event in events:
@@ -288,15 +290,15 @@ def test_the_advice_after_a_kill_is_for_language_models(store: LayeredStore) -> 
                     os.kill(engine.loaded()[0].runner.pid, signal.SIGKILL)
 
     with pytest.raises(ModelError, match=r"killed by signal 9, .* try a smaller context"):
-        played(store, play)
+        played(stocked_store, play)
 
 
-def test_a_stop_ends_all_texts(store: LayeredStore) -> None:
+def test_a_stop_ends_all_texts(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> list[Any]:
         clients = [asyncio.create_task(heard(engine, asked("slow " * 500))) for _ in range(3)]
         await until_async(lambda: engine.loaded() and len(engine.loaded()[0].served) == 3)
         assert await engine.stop(NAME)
         return await asyncio.gather(*clients, return_exceptions=True)
 
-    outcomes = played(store, play, parallel=4)
+    outcomes = played(stocked_store, play, parallel=4)
     assert [type(one).__name__ for one in outcomes] == ["StoppedError"] * 3
