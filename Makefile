@@ -45,8 +45,10 @@ help:
 	@echo 'make install    install or upgrade aimage for this user, with a link in ~/.local/bin'
 	@echo 'make uninstall  remove what make install made'
 	@echo 'make test       the tests, in a few minutes'
-	@echo 'make test-all   all tests except the slow ones; some need other programs'
-	@echo 'make test-slow  the slow tests, which loop for many minutes'
+	@echo 'make test-programs   tests with other programs, crashes, fleets and references'
+	@echo 'make test-all   both of them'
+	@echo 'make test-slow  soaks, load, large fuzzers: many minutes, nightly'
+	@echo 'make test-quarantine   the tests that fail by chance; their failures do not count'
 	@echo 'make test-gateway   the tests of the API of a worker, through a gateway'
 	@echo 'make lint       ruff, mypy, lint-imports'
 	@echo 'make fuzz       damaged documents, files and requests; ARGS="--cases 1000000", ARGS=parsers'
@@ -84,17 +86,24 @@ uninstall:
 	@if [ -f '$(PROGRAM)/pyvenv.cfg' ]; then rm -r '$(PROGRAM)'; fi
 
 test: $(DEV)
-	$(PYTEST) -m 'not integration and not slow' $(ARGS)
+	$(PYTEST) -m 'not integration and not slow and not quarantine' $(ARGS)
+
+test-programs: $(DEV)
+	$(PYTEST) -m 'integration and not slow and not quarantine' $(ARGS)
 
 test-all: $(DEV)
-	$(PYTEST) -m 'not slow' $(ARGS)
+	$(PYTEST) -m 'not slow and not quarantine' $(ARGS)
 
 test-slow: $(DEV)
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m 'slow and not quarantine' $(ARGS)
+
+# Fails only if pytest does; 5 is its code for no tests.
+test-quarantine: $(DEV)
+	$(PYTEST) -m quarantine $(ARGS) || [ $$? -eq 1 ] || [ $$? -eq 5 ]
 
 # The tests of a worker's API, through a gateway on nats-server
 test-gateway: $(DEV)
-	$(PYTEST) --gateway -m 'not slow' $(addprefix tests/worker/test_,$(addsuffix .py,$(GATEWAY))) $(ARGS)
+	$(PYTEST) --gateway -m 'not slow and not quarantine' $(addprefix tests/worker/test_,$(addsuffix .py,$(GATEWAY))) $(ARGS)
 
 fuzz: $(DEV)
 	$(BIN)/python -m tests.fuzz $(ARGS)

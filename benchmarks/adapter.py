@@ -1,4 +1,4 @@
-"""Time a step with an adapter, and changes of adapters: ``python benchmarks/adapter.py``.
+"""Time a step with an adapter, and changes of adapters: ``python -m benchmarks.adapter``.
 
 The adapter is a LoRA on every linear layer of the transformer. Steps with and without it take
 turns, in one process and on one float32 model. A change is the call that sets another strength, or
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from models import SHAPES, build
 
+from benchmarks.models import SHAPES, build
 from clowder_aimage.adapter.adapter import Adapter, LowRank
 from clowder_aimage.adapter.loaded_adapter import LoadedAdapter, Use
 from clowder_aimage.model.adaptation import Adaptation

@@ -1,6 +1,6 @@
 """Simulate which workers of a fleet take jobs, on a clock that jumps from event to event.
 
-    python benchmarks/affinity.py [--workers N,...] [--load SHARE,...] [--delay SECONDS,...]
+    python -m benchmarks.affinity [--workers N,...] [--load SHARE,...] [--delay SECONDS,...]
         [--jobs N] [--seconds S] [--models N] [--seed N] [--json]
 
 Workers run the code of ``aimage serve --join`` that chooses jobs and the models to unload; their
@@ -22,14 +22,14 @@ import random
 import selectors
 import sys
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-from gateway import LOAD, MODELS, TEXT, SleepingRole, know_models, service_of
-from jobs import percentiles
-
+from benchmarks.gateway import LOAD, MODELS, TEXT, SleepingRole, know_models, service_of
+from benchmarks.jobs import percentiles
 from clowder_aimage.fleet import joined_worker
 from clowder_aimage.fleet.fleet_name import INTERACTIVE, FleetNames
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
@@ -38,7 +38,7 @@ from clowder_aimage.fleet.worker_card import Roster
 SLOTS = 2
 
 
-class JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+class JumpingSelector(selectors.DefaultSelector):
     """Waits for nothing: the time passes at once."""
 
     now = 0.0
@@ -62,14 +62,13 @@ def jumping_clock() -> Iterator[asyncio.Runner]:
     async def in_loop(work: Any) -> Any:
         return work()
 
-    before = joined_worker.time, joined_worker.run_io
-    joined_worker.time = SimpleNamespace(monotonic=lambda: selector.now)  # type: ignore[assignment]
-    joined_worker.run_io = in_loop  # type: ignore[assignment]
-    try:
-        with asyncio.Runner(loop_factory=loop) as runner:
-            yield runner
-    finally:
-        joined_worker.time, joined_worker.run_io = before
+    clock = SimpleNamespace(monotonic=lambda: selector.now)
+    with (
+        mock.patch.object(joined_worker, "time", clock),
+        mock.patch.object(joined_worker, "run_io", in_loop),
+        asyncio.Runner(loop_factory=loop) as runner,
+    ):
+        yield runner
 
 
 class Queue:
@@ -78,7 +77,8 @@ class Queue:
     is_ready = True
 
     def __init__(self, delay: float, chance: random.Random) -> None:
-        self.names, self.on_ready, self._delay, self._chance = FleetNames(), [], delay, chance
+        self.names, self._delay, self._chance = FleetNames(), delay, chance
+        self.on_ready: list[Callable[[], object]] = []
         self.workers: list[SimulatedWorker] = []
         self.streams = self.client = self
         self.waiting: defaultdict[str, deque[Any]] = defaultdict(deque)

@@ -1,7 +1,7 @@
-"""Measure ``aimage create`` against a lower bound: ``python benchmarks/create.py``.
+"""Measure ``aimage create`` against a lower bound: ``python -m benchmarks.create``.
 
-    python benchmarks/create.py [--gib 2] [--shards 8] [--runs 5] [--quantize] [--directory DIR]
-    python benchmarks/create.py --all-in-one [--gib 2] [--runs 5] [--directory DIR]
+    python -m benchmarks.create [--gib 2] [--shards 8] [--runs 5] [--quantize] [--directory DIR]
+    python -m benchmarks.create --all-in-one [--gib 2] [--runs 5] [--directory DIR]
 
 The benchmark creates a Z-Image directory whose transformer has ``--gib`` GiB of random BF16 in
 shards. Each round runs each of these in a separate process, on an idle disk:

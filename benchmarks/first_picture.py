@@ -1,7 +1,7 @@
 """Measure the time from the start of a process to its first step and its first picture.
 
-    python benchmarks/first_picture.py [--shape small|medium|large] [--seconds 20] [--rounds 3]
-        [--json] [--directory DIR]
+    python -m benchmarks.first_picture [--shape small|medium|large] [--seconds 20] [--rounds 3]
+        [--case NAME] [--json] [--directory DIR]
 
 warm            the model is in the store, and its files are in the page cache
 cold            the same without the page cache
@@ -32,13 +32,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from link import link
-from models import SHAPES, build
-from transfer import registry
+from benchmarks.link import link
+from benchmarks.models import SHAPES, build
+from benchmarks.transfer import registry
+
+if TYPE_CHECKING:
+    from clowder_aimage.model.pipeline import GenerateRequest, PipelineEvent
 
 PROMPT, STEPS = "a red circle on a blue square", "2"
 PRECISION = "int4"  # of the variant
@@ -73,6 +77,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print rows as lines of JSON")
     parser.add_argument("--directory", type=Path, help="keep the models here")
+    known = _cases()
+    parser.add_argument("--case", action="append", choices=known, help="only this one; repeatable")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         root = options.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -92,8 +98,8 @@ def main() -> None:
         _aimage(store, "tag", "bench/model:v1", run.name)
         rows: dict[str, list[Times]] = {}
         for _ in range(options.rounds):
-            for case, measure in _cases().items():
-                rows.setdefault(case, []).append(measure(run))
+            for case in options.case or known:
+                rows.setdefault(case, []).append(known[case](run))
         shutil.rmtree(run.empty, ignore_errors=True)
     _print(options.shape, size, rows, as_json=options.json)
 
@@ -175,9 +181,10 @@ def _aimage(store: Path, *arguments: str) -> None:
 
 def _child(run: Run, tool: str, *arguments: str) -> Times:
     """Run this file as the process to measure."""
-    command = [sys.executable, __file__, "--child", tool, str(run.picture), str(run.side)]
+    command = [sys.executable, "-m", "benchmarks.first_picture", "--child", tool]
+    command += [str(run.picture), str(run.side), *arguments]
     begun = time.monotonic()
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     end = time.monotonic()
     marks = [line for line in done.stderr.splitlines() if line.startswith(_MARK)]
     if done.returncode or not marks:
@@ -191,21 +198,17 @@ def _mark() -> None:
 
 def _child_aimage(picture: str, side: str, store: str, name: str, *more: str) -> None:
     """Run the verb, and print when its first step is done."""
-    import importlib
+    from clowder_aimage.generate import RunnableModel
 
-    generate = importlib.import_module("clowder_aimage.generate")
-    original = generate.RunnableModel.generate
+    original = RunnableModel.generate
 
-    def watched(model: object, request: object) -> object:
-        def events() -> object:
-            with contextlib.closing(original(model, request)) as made:
-                yield next(made)
-                _mark()
-                yield from made
+    def watched(model: RunnableModel, request: GenerateRequest) -> Iterator[PipelineEvent]:
+        with contextlib.closing(original(model, request)) as events:
+            yield next(events)
+            _mark()
+            yield from events
 
-        return events()
-
-    generate.RunnableModel.generate = watched
+    RunnableModel.generate = watched  # type: ignore[method-assign, assignment]
     options = ["--size", f"{side}x{side}", "--steps", STEPS, "--seed", "1", "-o", picture]
     options += ["--dtype", "float32", *more]
     sys.argv = ["aimage", "-q", "--store", store, "run", name, PROMPT, *options]
@@ -274,7 +277,7 @@ def _print(shape: str, size: int, rows: dict[str, list[Times]], *, as_json: bool
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child = {OURS: _child_aimage, THEIRS: _child_diffusers}[sys.argv[2]]
-        child(*sys.argv[3:])
+        children: dict[str, Callable[..., None]] = {OURS: _child_aimage, THEIRS: _child_diffusers}
+        children[sys.argv[2]](*sys.argv[3:])
     else:
         main()

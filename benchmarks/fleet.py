@@ -1,6 +1,6 @@
 """Measure a fleet of nodes that all pull a model when its tag is pushed, with and without peers.
 
-    python benchmarks/fleet.py [--ways alone,near,told,killed] [--rounds 3] [--nodes 8] [--mib 128]
+    python -m benchmarks.fleet [--ways alone,near,told,killed] [--rounds 3] [--nodes 8] [--mib 128]
         [--registry MIB_PER_S] [--node MIB_PER_S] [--json] [--simulate] [--directory DIR]
 
 Each node is an ``aimage node`` process with its own store; docker-registry has the blobs of
@@ -39,10 +39,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import simulate
-import wire
-from nodes import MIB, REGISTRY, Model, Node, free_ports, sizes
-from transfer import registry
+from benchmarks import simulate, wire
+from benchmarks.nodes import MIB, REGISTRY, Model, Node, free_ports, sizes
+from benchmarks.transfer import registry
 
 PATIENCE = 600.0  # seconds
 LOOK = 0.2  # seconds between two requests for a status, which take CPU time from the nodes
@@ -297,6 +296,8 @@ def main() -> None:
     parser.add_argument("--simulate", action="store_true", help="predict larger fleets")
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
+    if "killed" in options.ways and options.nodes < 4:
+        parser.error("killed needs 4 nodes")
     with contextlib.ExitStack() as stack:
         directory = options.directory
         if directory is None:

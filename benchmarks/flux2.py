@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.model.random_flux2 import CONFIGS, write_flux2
 
@@ -17,7 +14,7 @@ SHAPE = "flux2"
 WORDS, SIDE = 512, 256  # tokens of a text, pixels of a picture
 TIME = 0.25  # of the step, 0 to 1
 HIDDEN = 256
-_WIDTHS = {
+_WIDTHS: dict[str, dict[str, Any]] = {
     "text_encoder": {
         "hidden_size": HIDDEN,
         "intermediate_size": HIDDEN * 19 // 5,

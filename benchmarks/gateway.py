@@ -1,6 +1,6 @@
 """Measure what a gateway adds to workers, and how a fleet scales, with engines that only sleep.
 
-    python benchmarks/gateway.py latency|throughput|streams|affinity|scaling [--workers N,...]
+    python -m benchmarks.gateway latency|throughput|streams|affinity|scaling [--workers N,...]
         [--seconds S] [--rounds N] [--json]
 
 Gateways are ``aimage gateway``, the NATS server is nats-server with a directory. Workers take jobs
@@ -38,8 +38,8 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from jobs import ENVIRONMENT, PICTURES, Program, free_port, percentiles
 
+from benchmarks.jobs import ENVIRONMENT, PICTURES, Program, free_port, percentiles
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.fleet.fleet_link import WORKER, FleetAccess, FleetLink
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
@@ -54,9 +54,8 @@ TEXT = "text:latest"
 NAMES = (TEXT, *(f"m{at}:latest" for at in range(1, 21)))
 MODELS = {name: f"sha256:{hashlib.sha256(name.encode()).hexdigest()}" for name in NAMES}
 LOAD = 1.0  # seconds to load a model
-STREAMS, PIECES, PAUSE = 200, 40, 0.1  # texts at once, their pieces, seconds between two
+PIECES, PAUSE = 40, 0.1  # of a text, seconds between two
 TOGETHER = 8  # workers of a process
-HERE = Path(__file__)
 
 
 class SleepingRole(Role):
@@ -190,7 +189,7 @@ class SleepingFleet:
             ports = ",".join(map(str, self.ports[first : first + TOGETHER]))
             more = ["--nats", self.url, "--ports", ports, "--first", str(first)]
             more += ["--slots", str(slots), "--seconds", str(seconds)]
-            command = [sys.executable, str(HERE), "workers", *more]
+            command = [sys.executable, "-m", "benchmarks.gateway", "workers", *more]
             self.programs.append(Program(f"w{first}", self.ports[first], command, place))
         aimage = [sys.executable, "-m", "clowder_aimage.cli"]
         self.gateways = []
@@ -270,7 +269,7 @@ async def throughput(options: argparse.Namespace, place: Path) -> dict[str, Any]
         ways = {"direct": fleet.ports, "gateway": [each.port for each in fleet.gateways]}
         for _ in range(options.rounds):
             for way, ports in ways.items():
-                rates[way].append(await rate(session, ports, count, 5.0))
+                rates[way].append(await rate(session, ports, count, 20 * options.seconds))
     found = {way: round(statistics.median(each), 2) for way, each in rates.items()}
     return {"per_second": found, "ratio": round(found["gateway"] / found["direct"], 3)}
 
@@ -279,7 +278,8 @@ async def rate(
     session: aiohttp.ClientSession, ports: list[int], workers: int, seconds: float
 ) -> float:
     """Return the jobs per second of three clients for each worker, after they have begun."""
-    done, end = 0, time.monotonic() + seconds + 1.5
+    warm_up = min(1.5, seconds)
+    done, end = 0, time.monotonic() + warm_up + seconds
     counted: list[float] = []
 
     async def client(at: int) -> None:
@@ -315,10 +315,10 @@ async def streams(options: argparse.Namespace, place: Path) -> dict[str, Any]:
     async with fleet.running() as session:
         ports = [each.port for each in fleet.gateways]
         begun = time.monotonic()
-        await asyncio.gather(*(read(ports[at % 2]) for at in range(STREAMS)))
+        await asyncio.gather(*(read(ports[at % 2]) for at in range(options.streams)))
         seconds = time.monotonic() - begun
     p50, p99 = percentiles(delays)
-    facts = {"streams": STREAMS, "whole": whole, "seconds": round(seconds, 2)}
+    facts = {"streams": options.streams, "whole": whole, "seconds": round(seconds, 2)}
     return {**facts, "alone_seconds": PIECES * PAUSE, "delay_p50_ms": p50, "delay_p99_ms": p99}
 
 
@@ -378,6 +378,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.25)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--load", type=float, default=0.4, help="share of the slots at work")
+    parser.add_argument("--streams", type=int, default=200, help="texts at once")
     parser.add_argument("--seed", type=int, default=1)
     for name, usual in (("nats", ""), ("ports", ""), ("first", 0), ("slots", 1)):
         parser.add_argument(f"--{name}", type=type(usual), default=usual, help=argparse.SUPPRESS)

@@ -1,6 +1,6 @@
 """Measure candidate HTTP servers for the registry and the worker API.
 
-Run `python benchmarks/http_server.py` (about two minutes, 2 GiB of disk in --directory). Each
+Run `python -m benchmarks.http_server` (about two minutes, 2 GiB of disk in --directory). Each
 round restarts every candidate, so that cold start and peak memory are measured as often as
 throughput, and rounds are interleaved, so that load on the machine affects all candidates alike.
 Candidates whose packages are not installed are skipped, and so is docker-registry if its program
@@ -26,7 +26,6 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-LARGE = 512 * 1024 * 1024
 SMALL = 256 * 1024
 SMALL_REQUESTS = 400
 CONNECTIONS = 8
@@ -199,13 +198,13 @@ def serve_granian(root: Path, port: int) -> None:
 
     os.environ["BENCHMARK_ROOT"] = str(root)
     Granian(
-        "http_server:starlette_app",
+        "benchmarks.http_server:starlette_app",
         port=port,
         interface=Interfaces.ASGI,
         factory=True,
         log_enabled=False,
         websockets=False,
-        working_dir=Path(__file__).parent,
+        working_dir=Path(__file__).parents[1],
     ).serve()
 
 
@@ -305,9 +304,9 @@ def small_gets(port: int, path: str) -> None:
         thread.join()
 
 
-def put_large(port: int) -> None:
+def put_large(port: int, size: int) -> None:
     client = Client(port)
-    status, headers = client.request("PUT", "/b/upload", LARGE)
+    status, headers = client.request("PUT", "/b/upload", size)
     if status != 200:
         raise ConnectionError(f"PUT: {status}")
     client.read(int(headers["content-length"]))
@@ -368,19 +367,20 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def measure(candidate: str, root: Path) -> dict[str, float]:
+def measure(candidate: str, root: Path, mib: int) -> dict[str, float]:
     port = free_port()
     start = time.perf_counter()
-    command = [sys.executable, __file__, "--serve", candidate, str(root), str(port)]
+    command = [sys.executable, "-m", "benchmarks.http_server", "--serve", candidate]
+    command += [str(root), str(port)]
     process = subprocess.Popen(command)
     try:
         wait_ready(port, process)
         figures = {"cold start s": time.perf_counter() - start}
         figures["idle RSS MiB"] = peak_mib(process.pid)
-        figures["GET 512 MiB s"] = timed(lambda: Client(port).get("/b/large"))
+        figures[f"GET {mib} MiB s"] = timed(lambda: Client(port).get("/b/large"))
         figures["400 GET 256 KiB s"] = timed(lambda: small_gets(port, "/b/small"))
         figures["peak RSS after GET MiB"] = peak_mib(process.pid)
-        figures["PUT 512 MiB s"] = timed(lambda: put_large(port))
+        figures[f"PUT {mib} MiB s"] = timed(lambda: put_large(port, mib * PIECE))
         figures["SSE cancel ms"] = cancel_seconds(port) * 1000
         figures["peak RSS MiB"] = peak_mib(process.pid)
         return figures
@@ -389,7 +389,7 @@ def measure(candidate: str, root: Path) -> dict[str, float]:
         (root / "upload").unlink(missing_ok=True)
 
 
-def measure_peer(root: Path, blobs: dict[str, str]) -> dict[str, float]:
+def measure_peer(root: Path, blobs: dict[str, str], mib: int) -> dict[str, float]:
     """Measure the same GETs from docker-registry, with the blobs written to its tree beforehand."""
     port = free_port()
     config = root / "registry.yml"
@@ -409,7 +409,7 @@ def measure_peer(root: Path, blobs: dict[str, str]) -> dict[str, float]:
         figures = {"cold start s": time.perf_counter() - start}
         figures["idle RSS MiB"] = peak_mib(process.pid)
         large, small = (f"/v2/b/blobs/sha256:{blobs[name]}" for name in ("large", "small"))
-        figures["GET 512 MiB s"] = timed(lambda: Client(port).get(large))
+        figures[f"GET {mib} MiB s"] = timed(lambda: Client(port).get(large))
         figures["400 GET 256 KiB s"] = timed(lambda: small_gets(port, small))
         figures["peak RSS after GET MiB"] = peak_mib(process.pid)
         return figures
@@ -417,10 +417,10 @@ def measure_peer(root: Path, blobs: dict[str, str]) -> dict[str, float]:
         stop(process)
 
 
-def lay_down(root: Path) -> dict[str, str]:
+def lay_down(root: Path, mib: int) -> dict[str, str]:
     """Write the two blobs, and link them into a docker-registry tree."""
     digests = {}
-    for name, size in (("large", LARGE), ("small", SMALL)):
+    for name, size in (("large", mib * PIECE), ("small", SMALL)):
         hasher = hashlib.sha256()
         with (root / name).open("wb") as file:
             for _ in range(max(1, size // PIECE)):
@@ -491,20 +491,20 @@ IMPORTS = {
 # ---------------------------------------------------------------- the program
 
 
-def run(rounds: int, directory: Path) -> dict[str, dict[str, list[float]]]:
+def run(rounds: int, mib: int, directory: Path) -> dict[str, dict[str, list[float]]]:
     results: dict[str, dict[str, list[float]]] = {}
-    blobs = lay_down(directory)
+    blobs = lay_down(directory, mib)
     names = [
         name for name, needs in CANDIDATES.items() if all(util.find_spec(each) for each in needs)
     ]
     for number in range(rounds):
         for name in names:
             print(f"round {number + 1}: {name}", file=sys.stderr)
-            figures = measure(name, directory)
+            figures = measure(name, directory, mib)
             figures["import s"] = import_seconds(IMPORTS[name])
             record(results, name, figures)
         if shutil.which("docker-registry"):
-            record(results, "docker-registry", measure_peer(directory, blobs))
+            record(results, "docker-registry", measure_peer(directory, blobs, mib))
     for name in names:
         wanted = requirements(CANDIDATES[name])
         record(results, name, {"packages": len(wanted), "install MiB": install_mib(wanted)})
@@ -533,6 +533,7 @@ def print_table(results: dict[str, dict[str, list[float]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=512, help="of the large blob")
     parser.add_argument("--directory", type=Path, help="where the blobs are written")
     parser.add_argument("--serve", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -541,7 +542,7 @@ def main() -> None:
         serve(candidate, Path(root), int(port))
         return
     with tempfile.TemporaryDirectory(dir=arguments.directory) as scratch:
-        print_table(run(arguments.rounds, Path(scratch)))
+        print_table(run(arguments.rounds, arguments.mib, Path(scratch)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Measure an idle node: all of its models are present, and nothing changes.
 
-    python benchmarks/idle.py [--counts 1,100,500] [--rounds 5] [--seconds 10]
+    python -m benchmarks.idle [--counts 1,100,500] [--rounds 5] [--seconds 10]
+        [--layers 1200] [--settle 25]
 
 For each number of models (of 1,200 layers each, as in store.py): the seconds from the start of the
 node until it is ready, its CPU use of one core afterwards (median of the rounds), its resident
@@ -19,20 +20,19 @@ import time
 import urllib.request
 from pathlib import Path
 
-from store import AIMAGE, make_store, name_of
-
-SETTLE = 25.0  # seconds until recently changed files are no longer read again
+from benchmarks.store import AIMAGE, LAYERS, make_store, name_of
 
 
 class Node:
     """``aimage node`` on a store of ``count`` models, all of them in its desired state."""
 
-    def __init__(self, home: Path, count: int) -> None:
-        make_store(home / "store", count, ours=True)
+    def __init__(self, home: Path, count: int, layers: int) -> None:
+        make_store(home / "store", count, layers, ours=True)
         (home / "desired").mkdir()
         wants = [{"ref": name_of(number), "pullPolicy": "Never"} for number in range(count)]
         (home / "desired" / "models.json").write_text(json.dumps(wants))
-        command = [AIMAGE, "node", "--desired", home / "desired", "--store", home / "store"]
+        command = [AIMAGE, "node", "--store", str(home / "store")]
+        command += ["--desired", str(home / "desired")]
         command += ["--addr", "127.0.0.1:0", "--log-level", "error", "--high", "100"]
         self.begun = time.monotonic()
         self._process = subprocess.Popen(
@@ -77,17 +77,20 @@ def main() -> None:
     parser.add_argument("--counts", default="1,100,500")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each round")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of each model")
+    # recently changed files are read again for a while
+    parser.add_argument("--settle", type=float, default=25.0, help="seconds before the first round")
     options = parser.parse_args()
     print("| models | ready after s | % of a core | resident MiB | open files |")
     print("|---|---|---|---|---|")
     for count in map(int, options.counts.split(",")):
         with tempfile.TemporaryDirectory() as home:
-            node = Node(Path(home), count)
+            node = Node(Path(home), count, options.layers)
             try:
                 while not node.is_ready():
                     time.sleep(0.5)
                 ready, used = time.monotonic() - node.begun, []
-                time.sleep(SETTLE)
+                time.sleep(options.settle)
                 for _ in range(options.rounds):
                     before = node.cpu()
                     time.sleep(options.seconds)

@@ -1,6 +1,6 @@
 """Kill workers, gateways and the NATS server of a fleet at random while clients make pictures.
 
-    python benchmarks/jobs.py [--workers 8] [--gateways 2] [--jobs 2000] [--clients 50]
+    python -m benchmarks.jobs [--workers 8] [--gateways 2] [--jobs 2000] [--clients 50]
         [--every SECONDS] [--calm] [--seed N] [--directory DIR] [--json]
 
 Workers are ``aimage serve --join`` with examples/tiny, gateways ``aimage gateway``, each a process.
@@ -191,7 +191,7 @@ async def measure(options: argparse.Namespace, place: Path) -> Result:
     try:
         await fleet.start()
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            known = [pixels(fleet.run(at)) for at in range(SEEDS)]
+            known = [pixels(fleet.run(at)) for at in range(min(SEEDS, options.jobs))]
             await ready(session, fleet, options.workers)
             killing, over = None, asyncio.Event()
             if not options.calm:

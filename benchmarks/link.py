@@ -1,6 +1,6 @@
 """A simulated link on loopback between a client and a server: limits the rate, or only counts.
 
-    python benchmarks/link.py HOST:PORT [--rate MIB_PER_S] [--round-trip MS] [--shared]
+    python -m benchmarks.link HOST:PORT [--rate MIB_PER_S] [--round-trip MS] [--shared]
 
 A TCP proxy in a separate process, so that its CPU time is not the client's; ``link()`` starts it.
 It prints the host:port that it listens on. On SIGUSR1, and at exit (SIGTERM, SIGINT), it prints a

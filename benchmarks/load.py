@@ -1,4 +1,4 @@
-"""Measure the loading of a model of many tensors: ``python benchmarks/load.py``.
+"""Measure the loading of a model of many tensors: ``python -m benchmarks.load``.
 
 1,000 BF16 tensors of 512 KiB, one blob each in an image layout, and the same tensors in one file.
 Each row is one way to load all of them into memory, in a separate process per round; rounds are
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,13 @@ def child(directory: Path, way: str) -> dict[str, float]:
     return {"seconds": seconds, "mib": peak() - before}
 
 
+def is_ready(way: str) -> bool:
+    """Return whether the packages that the way uses are installed."""
+    needs = {"safetensors": "safe_open" in way, "torch": "torch" in way}
+    needs["ml_dtypes"] = way == "safe_open numpy, one file"
+    return all(find_spec(name) for name, is_used in needs.items() if is_used)
+
+
 def warm_up(way: str) -> None:
     """Import the modules that the way uses."""
     if "mx" in way or way == "ModelWeights.load":
@@ -193,6 +201,8 @@ def warm_up(way: str) -> None:
         torch.zeros(1)
     if "safe_open" in way:
         import safetensors  # noqa: F401
+    if "safe_open numpy" in way:
+        import ml_dtypes  # noqa: F401  # numpy itself has no bfloat16
     time.sleep(0.2)  # the threads of a BLAS spin for a while
 
 
@@ -210,7 +220,7 @@ def peak() -> float:
 
 def measure(directory: Path, way: str) -> dict[str, float] | str:
     """Return the figures of a child process, or the end of its error output."""
-    command = [sys.executable, __file__, "--child", way, str(directory)]
+    command = [sys.executable, "-m", "benchmarks.load", "--child", way, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return done.stderr.strip().rpartition("\n")[2][:80]
@@ -239,7 +249,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--kib", type=int, default=512, help="bytes of a tensor / 1024")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ways", default=",".join(WAYS), help="names of rows, with commas")
+    parser.add_argument("--way", action="append", choices=WAYS, help="only this one; repeatable")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -250,7 +260,8 @@ def main() -> None:
         if not (directory / BIG).exists():
             directory.mkdir(parents=True, exist_ok=True)
             build(directory, options.count, options.kib)
-        ways = [way for way in WAYS if way in options.ways or way == BASE]
+        chosen = options.way or WAYS
+        ways = [way for way in WAYS if way == BASE or (way in chosen and is_ready(way))]
         found: dict[str, list[dict[str, float] | str]] = {way: [] for way in ways}
         for _ in range(options.rounds):
             for way in ways:

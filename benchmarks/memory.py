@@ -1,30 +1,35 @@
-"""Measure the peak memory of a generation: ``python benchmarks/memory.py``.
+"""Measure the peak memory of a generation: ``python -m benchmarks.memory``.
 
 A picture is made with the models of models.py, in float32, by ``aimage run``, by a pipeline with
 each policy of its memory, and by diffusers (``from_pretrained``), each in a process of its own. The
 peak is the resident memory of the whole process, with interpreter and libraries. The limit of the
 policy auto is 0.6 times diffusers' peak, the goal of all policies but keep. diffusers offloads
-networks from an accelerator only (``enable_model_cpu_offload``), so it has one row.
+networks from an accelerator only (``enable_model_cpu_offload``), so it has one row. Without
+it, ratios are to the first tool, and auto has no limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from models import SHAPES, Shape, build
+
+from benchmarks.models import SHAPES, Shape, build
 
 PROMPT, STEPS, SEED = "a red fox in the snow", 2, 7
-GOAL = 0.6  # of diffusers' peak
+BASE = "diffusers"
+TOOLS = (BASE, "run", "keep", "auto", "release")
+GOAL = 0.6  # of its peak
 COLUMNS = ("shape", "tool", "peak_mib", "ratio", "seconds", "difference")
 Pixels = npt.NDArray[np.uint8]
 
@@ -74,8 +79,8 @@ def measure(directory: Path, side: int, tool: str, limit: int | None = None) -> 
         if tool == "run":
             command = by_run(directory, side, target)
         else:
-            command = [__file__, "--child", tool, str(directory), str(side), str(target)]
-            command.append(str(limit or 0))
+            command = ["-m", "benchmarks.memory", "--child", tool, str(directory), str(side)]
+            command += [str(target), str(limit or 0)]
         begun = time.perf_counter()
         silent = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]  # stdout is for the table
         child = os.posix_spawn(
@@ -97,20 +102,20 @@ def read(target: Path) -> Pixels:
     return load_picture(Path(f"{target}.png"))[0]
 
 
-def rows(directory: Path, shape: Shape) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a shape."""
+def rows(directory: Path, shape: Shape, tools: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a shape; ratios and differences are to the first tool."""
     side = SHAPES[shape].side
-    theirs = measure(directory, side, "diffusers")
-    limit = int(GOAL * theirs["peak"])
-    for tool in ("diffusers", "run", "keep", "auto", "release"):
-        own = theirs if tool == "diffusers" else measure(directory, side, tool, limit)
-        difference = np.abs(own["pixels"].astype(int) - theirs["pixels"].astype(int))
+    base = measure(directory, side, tools[0])
+    limit = int(GOAL * base["peak"]) if tools[0] == BASE else None
+    for tool in tools:
+        row = base if tool == tools[0] else measure(directory, side, tool, limit)
+        difference = np.abs(row["pixels"].astype(int) - base["pixels"].astype(int))
         yield {
             "shape": shape,
-            "tool": tool if tool == "diffusers" else f"aimage {tool}",
-            "peak_mib": own["peak"] >> 20,
-            "ratio": round(own["peak"] / theirs["peak"], 2),
-            "seconds": round(own["seconds"], 1),
+            "tool": tool if tool == BASE else f"aimage {tool}",
+            "peak_mib": row["peak"] >> 20,
+            "ratio": round(row["peak"] / base["peak"], 2),
+            "seconds": round(row["seconds"], 1),
             "difference": int(difference.max()),
         }
 
@@ -119,7 +124,7 @@ def child(tool: str, directory: Path, side: int, target: Path, limit: int) -> No
     if tool == "diffusers":
         by_diffusers(directory, side, target)
     else:
-        by_policy(directory, side, target, tool, limit if tool == "auto" else None)
+        by_policy(directory, side, target, tool, (limit or None) if tool == "auto" else None)
 
 
 def main() -> None:
@@ -130,14 +135,17 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), action="append", dest="shapes")
     parser.add_argument("--directory", type=Path, help="keep the models here for the next run")
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each row")
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="only this one; repeatable")
     options = parser.parse_args()
+    chosen = options.tool or TOOLS
+    tools = [tool for tool in chosen if tool != BASE or importlib.util.find_spec(BASE)]
     with tempfile.TemporaryDirectory() as temporary:
         if not options.json:
             print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
         for shape in options.shapes or ("medium", "large"):
-            directory = build((options.directory or Path(temporary)) / shape, shape)
-            _pack(directory)
-            for row in rows(directory, shape):
+            model = build((options.directory or Path(temporary)) / shape, shape)
+            _pack(model)
+            for row in rows(model, shape, tools):
                 cells = " | ".join(str(row[column]) for column in COLUMNS)
                 print(json.dumps(row) if options.json else f"| {cells} |", flush=True)
     return None

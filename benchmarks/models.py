@@ -1,4 +1,4 @@
-"""Write random Z-Image models for benchmarks: ``python benchmarks/models.py DIR --shape medium``.
+"""Write random Z-Image models for benchmarks: ``python -m benchmarks.models DIR --shape medium``.
 
 The widths are those of the real model, or reduced; the values are random, float32 and the same in
 each run. diffusers and ``aimage create`` read the directories. Tokenizer and schedule are those of
@@ -25,7 +25,7 @@ TINY = Path(__file__).parents[1] / "examples" / "tiny"
 HEAD = 128  # channels of an attention head
 _CHUNK = 1 << 24  # values written at a time
 
-Shape = Literal["small", "medium", "large"]
+Shape = Literal["tiny", "small", "medium", "large"]
 Tensor = tuple[str, tuple[int, ...]]  # name and shape
 
 
@@ -46,6 +46,7 @@ class Widths:
 
 # The text encoders have 0.6 to 0.7 times as many values as the transformers, as in the real model
 SHAPES: dict[Shape, Widths] = {
+    "tiny": Widths(128, 1, 1, 64, 1, 4, 512, (32, 32, 32, 32), 64),
     "small": Widths(256, 4, 2, 256, 8, 4, 4096, (32, 64, 128, 128), 256),
     "medium": Widths(1024, 8, 2, 640, 15, 8, 16384, (64, 128, 256, 256), 256),
     "large": Widths(3840, 2, 1, 1280, 16, 16, 32768, (128, 256, 512, 512), 512),

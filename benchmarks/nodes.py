@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import wire
+from benchmarks import wire
 
 MIB = 1024 * 1024
 ROOT = Path(__file__).resolve().parents[1]

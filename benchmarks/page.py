@@ -1,6 +1,6 @@
 """How fast the page appears, and how many bytes it takes.
 
-``python benchmarks/page.py`` starts a worker with an empty store and opens the page in Debian's
+``python -m benchmarks.page`` starts a worker with an empty store and opens the page in Debian's
 chromium, without a cache, several times in each language. It prints the first paint, the time until
 the form can be used, and the bytes over the wire, and fails above the limits.
 """
@@ -15,10 +15,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
-
 
 FIRST_PAINT = 0.5  # seconds
 WIRE = 150_000  # bytes

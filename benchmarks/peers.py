@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shapes import Descriptor, blob_path, content
+from benchmarks.shapes import Descriptor, blob_path, content
 
 AIMAGE = str(Path(sys.executable).with_name("aimage"))
 OURS = "aimage pull"

@@ -1,4 +1,4 @@
-"""Measure the prompt fidelity of the shapes model by precision: ``python benchmarks/quality.py``.
+"""Measure the prompt fidelity of the shapes model by precision: ``python -m benchmarks.quality``.
 
 Pictures of the 300 held-out scenes of examples/shapes, each with its own seed, 8 steps and no
 guidance, are judged from their pixels alone. There is a row for each precision: computed in
@@ -356,27 +356,31 @@ def main() -> None:
     parser.add_argument("--enhancer", type=Path, metavar="DIR", help="measure a language model")
     parser.add_argument("--lora", metavar="FILE[:STRENGTH]", help="measure an adapter")
     options = parser.parse_args()
-    if options.inpaint:
-        with tempfile.TemporaryDirectory() as store:
-            pipeline, _ = load(options.directory, "float32", ImageLayout(Path(store)))
-            print_inpainted(pipeline, options.scenes or INPAINTED, options.pictures)
-        return
-    if options.enhancer:
-        with tempfile.TemporaryDirectory() as place:
-            store = ImageLayout(Path(place))
-            pipeline, _ = load(options.directory, "float32", store)
-            print_enhanced(pipeline, options.enhancer, store)
-        return
+    with tempfile.TemporaryDirectory() as place:
+        measure(options, ImageLayout(Path(place)))
+
+
+def measure(options: argparse.Namespace, store: ImageLayout) -> None:
+    """Print the table that the options choose."""
     scenes = held_out_scenes()[: options.scenes]
-    if options.cache:
-        with tempfile.TemporaryDirectory() as place:
-            print_cached(load(options.directory, "float32", ImageLayout(Path(place)))[0], scenes)
+    if not (options.inpaint or options.enhancer or options.cache or options.lora):
+        print_precisions(options, scenes, store)
         return
-    if options.lora:
-        with tempfile.TemporaryDirectory() as place:
-            pipeline, _ = load(options.directory, "float32", ImageLayout(Path(place)))
-            print_adapter(pipeline, open_adapter(pipeline, options.lora), scenes)
-        return
+    pipeline, _ = load(options.directory, "float32", store)
+    if options.inpaint:
+        print_inpainted(pipeline, options.scenes or INPAINTED, options.pictures)
+    elif options.enhancer:
+        print_enhanced(pipeline, options.enhancer, store)
+    elif options.cache:
+        print_cached(pipeline, scenes)
+    else:
+        print_adapter(pipeline, open_adapter(pipeline, options.lora), scenes)
+
+
+def print_precisions(
+    options: argparse.Namespace, scenes: Sequence[Scene], store: ImageLayout
+) -> None:
+    """Print the table of the precisions."""
     asked = [request(scene, seed) for seed, scene in enumerate(scenes)]
     titles = [column.replace("_", " ") for column in COLUMNS]
     print("| precision | quantized |", " | ".join(titles), "| correlation, mean | least |")
@@ -394,13 +398,11 @@ def main() -> None:
             flush=True,
         )
 
-    with tempfile.TemporaryDirectory() as place:
-        store = ImageLayout(Path(place))
-        for precision in options.precisions.split(","):
-            pipeline, count = load(options.directory, precision, store)
-            pictures = [picture(pipeline, one) for one in asked]
-            exact = exact or pictures
-            row(precision, count, pictures)
+    for precision in options.precisions.split(","):
+        pipeline, count = load(options.directory, precision, store)
+        pictures = [picture(pipeline, one) for one in asked]
+        exact = exact or pictures
+        row(precision, count, pictures)
     if options.diffusers:
         make = reference(options.directory)
         pictures = [make(one) for one in asked]

@@ -1,4 +1,4 @@
-"""Measure the overhead of a worker per picture: ``python benchmarks/serve.py``.
+"""Measure the overhead of a worker per picture: ``python -m benchmarks.serve``.
 
 The shapes model makes pictures of 8 steps: with the bare pipeline in a separate process, through
 the engine, over HTTP in one response, and as a stream. Each way loads the model once; rounds are
@@ -42,14 +42,15 @@ BARE = "pipeline"
 _CHILD = """
 import sys, time
 from pathlib import Path
-from clowder_aimage.generate import find, load
+from clowder_aimage.generate import load
 from clowder_aimage.layout.layered_store import LayeredStore
+from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.picture import encode_picture
 from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.oci import Reference
 store = LayeredStore([Path(sys.argv[1])])
-with store.lease() as lease:
-    model = load(store, find(store, Reference.parse("shapes"), lease))
+with store.lease():
+    model = load(store, read_aimage(store, Reference.parse("shapes")))
     for line in sys.stdin:
         seed, side = map(int, line.split())
         request = GenerateRequest(sys.argv[2], side, side, 8, seed)

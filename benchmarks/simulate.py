@@ -1,6 +1,6 @@
 """Simulate a fleet of any size by the rules of the nodes, without transferring bytes.
 
-    python benchmarks/simulate.py [--nodes 8,16,...,1024] [--mib 128] [--registry MIB_PER_S]
+    python -m benchmarks.simulate [--nodes 8,16,...,1024] [--mib 128] [--registry MIB_PER_S]
         [--node MIB_PER_S] [--overhead SECONDS] [--uploads 3] [--order same|own] [--json]
 
 A discrete-event simulation with fixed seeds: the figures are the same on every machine. Each node
@@ -27,8 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 
-from events import MIB, Clock, Event, Process, Transfer, Wire
-
+from benchmarks.events import MIB, Clock, Event, Process, Transfer, Wire
 from clowder_aimage.node.peers import SharingLimits
 from clowder_aimage.node.range_cache import AT_ONCE
 from clowder_aimage.node.range_routes import (
@@ -423,7 +422,7 @@ def series(rules: Rules, counts: Sequence[int] = COUNTS) -> list[Found]:
 
 
 def main() -> None:
-    from nodes import sizes
+    from benchmarks.nodes import sizes
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

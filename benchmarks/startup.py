@@ -1,19 +1,19 @@
 """Measure a cold start: ``aimage --version`` against importing click alone.
 
-    python benchmarks/startup.py
+    python -m benchmarks.startup [--runs 25]
 
-Prints medians of 25 runs, interleaved, and their ratio; the goal is at most 1.2.
+Prints medians of interleaved runs, and their ratio; the goal is at most 1.2.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-RUNS = 25
 AIMAGE = str(Path(sys.executable).with_name("aimage"))
 COMMANDS = {
     "import click": [sys.executable, "-c", "import click"],
@@ -29,8 +29,11 @@ def seconds(command: list[str]) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=25)
+    options = parser.parse_args()
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    for _ in range(RUNS):
+    for _ in range(options.runs):
         for name, command in COMMANDS.items():
             times[name].append(seconds(command))
     base = statistics.median(times["import click"])

@@ -1,4 +1,4 @@
-"""Time the networks of an image pipeline, and those of others: ``python benchmarks/step.py``.
+"""Time the networks of an image pipeline, and those of others: ``python -m benchmarks.step``.
 
 Parts: a step of the transformer, the decoding of a picture, the encoding of a text, the encoding of
 a picture of twice the side. Each tool has a process of its own that loads the same random float32
@@ -26,13 +26,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-import flux2
 import numpy as np
-from models import SHAPES, Shape, build
+
+from benchmarks import flux2
+from benchmarks.models import SHAPES, Shape, build
 
 BASE = "diffusers"
 TOOLS = ("aimage", BASE, "mflux")
 PARTS = ("step", "decode", "encode", "picture")
+USUAL = ("small", "medium", "large", flux2.SHAPE)  # shapes
 COLUMNS = ("part", "shape", "tool", "min_s", "median_s", "ratio_min", "ratio_median", "parity")
 TOKENS = 64  # of the text
 TIME = 0.25  # of the step, 0 to 1
@@ -196,7 +198,8 @@ class Process:
     """A tool with its times."""
 
     def __init__(self, directory: Path, shape: str, part: str, tool: str) -> None:
-        command = [sys.executable, __file__, "--child", tool, str(directory), shape, part]
+        command = [sys.executable, "-m", "benchmarks.step", "--child", tool, str(directory)]
+        command += [shape, part]
         self.tool, self.times = tool, list[float]()
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
@@ -269,9 +272,13 @@ def main() -> None:
     tools = [tool for tool in chosen if tool == "aimage" or importlib.util.find_spec(tool)]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        for shape in options.shape or [*SHAPES, flux2.SHAPE]:
+        for shape in options.shape or USUAL:
             directory = (options.directory or Path(temporary)) / shape
-            (flux2.build(directory) if shape == flux2.SHAPE else build(directory, shape))
+            (
+                flux2.build(directory)
+                if shape == flux2.SHAPE
+                else build(directory, cast("Shape", shape))
+            )
             for part in options.part or PARTS:
                 rows += compare(directory, shape, part, tools, options.rounds)
     if options.json:

@@ -1,6 +1,6 @@
 """Measure verbs on a store with many AImages, and the cost of durable writes.
 
-    python benchmarks/store.py [--counts 100,1000] [--rounds 5] [--verbs] [--durability]
+    python -m benchmarks.store [--counts 100,1000] [--rounds 5] [--verbs] [--durability]
         [--directory DIR]
 
 The default is both ``--verbs`` and ``--durability``.
@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.layout import ImageLayout, direct_io, group_commit
@@ -43,19 +44,19 @@ from clowder_aimage.oci import Descriptor, mediatype
 AIMAGE = str(Path(sys.executable).with_name("aimage"))
 LAYERS, SHARED = 1200, 0.9
 BARS = {"ls": 0.4, "tag": 0.4, "gc --dry-run": 5.0}  # seconds, for 1,000 AImages
-BLOBS, THREADS = 1200, 8
+THREADS = 8
 KIB = 1024
 
 
 # -- the verbs
 
 
-def make_store(root: Path, count: int, *, ours: bool) -> None:
+def make_store(root: Path, count: int, layers: int, *, ours: bool) -> None:
     """Create a store of ``count`` AImages; with ``ours``, as if aimage had written all tags."""
     blobs = root / "blobs" / "sha256"
     blobs.mkdir(parents=True)
-    common = [_layer(blobs, f"common/{number}") for number in range(int(LAYERS * SHARED))]
-    own = LAYERS - len(common)
+    common = [_layer(blobs, f"common/{number}") for number in range(int(layers * SHARED))]
+    own = layers - len(common)
     entries = []
     for which in range(count):
         config = _keep(blobs, json.dumps({"name": f"model {which}"}).encode())
@@ -126,14 +127,14 @@ def one_round(root: Path, number: int) -> Iterator[tuple[str, float]]:
         yield "du", seconds(root, "du")
 
 
-def measure_verbs(directory: Path, counts: list[int], rounds: int) -> None:
+def measure_verbs(directory: Path, counts: list[int], layers: int, rounds: int) -> None:
     """Print the table of the verbs."""
     stores = {}
     for ours in (False, True):
         for count in counts:
             root = directory / f"store-{count}-{'ours' if ours else 'theirs'}"
             shutil.rmtree(root, ignore_errors=True)
-            make_store(root, count, ours=ours)
+            make_store(root, count, layers, ours=ours)
             stores["aimage" if ours else "another tool", count] = root
     os.sync()
     times: dict[str, dict[tuple[str, int], list[float]]] = {}
@@ -154,23 +155,22 @@ def measure_verbs(directory: Path, counts: list[int], rounds: int) -> None:
 # -- durability
 
 
-def make_blobs() -> list[tuple[Descriptor, bytes]]:
+def make_blobs(count: int) -> list[tuple[Descriptor, bytes]]:
     rng = random.Random(7)
-    data = [os.urandom(int(64 * KIB * 2 ** rng.uniform(0, 4))) for _ in range(BLOBS)]
+    data = [os.urandom(int(64 * KIB * 2 ** rng.uniform(0, 4))) for _ in range(count)]
     return [(Descriptor.of("application/vnd.example.weights", blob), blob) for blob in data]
 
 
 @contextlib.contextmanager
 def hasty(*, cached: bool) -> Iterator[None]:
     """Skip fsync and syncfs; if ``cached``, leave all writes in the page cache."""
-    fsync, syncfs, flag = os.fsync, group_commit._syncfs, direct_io._DIRECT
-    os.fsync = lambda fd: None  # type: ignore[assignment]
-    group_commit._syncfs = lambda: lambda fd: 0
-    direct_io._DIRECT = 0 if cached else flag
-    try:
+    flag = 0 if cached else direct_io._DIRECT
+    with (
+        mock.patch.object(os, "fsync", lambda fd: None),
+        mock.patch.object(group_commit, "sync_file_system", lambda fd: True),
+        mock.patch.object(direct_io, "_DIRECT", flag),
+    ):
         yield
-    finally:
-        os.fsync, group_commit._syncfs, direct_io._DIRECT = fsync, syncfs, flag
 
 
 def write_all(root: Path, blobs: list[tuple[Descriptor, bytes]]) -> float:
@@ -184,9 +184,9 @@ def write_all(root: Path, blobs: list[tuple[Descriptor, bytes]]) -> float:
     return time.perf_counter() - begun
 
 
-def measure_durability(directory: Path, rounds: int) -> None:
+def measure_durability(directory: Path, count: int, rounds: int) -> None:
     """Print the table of the cost of fsync."""
-    blobs, root = make_blobs(), directory / "durable"
+    blobs, root = make_blobs(count), directory / "durable"
     write_all(root, blobs)  # warms up the directory's blocks, the threads, the allocator
     times: dict[str, list[float]] = {}
     for _ in range(rounds):
@@ -198,7 +198,7 @@ def measure_durability(directory: Path, rounds: int) -> None:
     shutil.rmtree(root)
     reference = statistics.median(times["without fsync"])
     size = sum(content.size for content, _ in blobs) / KIB / KIB
-    print(f"\n| {BLOBS:,} blobs, {size:.0f} MiB, {THREADS} threads | s | ratio |\n|---|---|---|")
+    print(f"\n| {count:,} blobs, {size:.0f} MiB, {THREADS} threads | s | ratio |\n|---|---|---|")
     for name, values in times.items():
         median = statistics.median(values)
         print(f"| {name} | {median:.2f} | {median / reference:.2f} |")
@@ -212,6 +212,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--verbs", action="store_true")
     parser.add_argument("--durability", action="store_true")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of each AImage")
+    parser.add_argument("--blobs", type=int, default=1200, help="to be written durably")
     parser.add_argument("--directory", type=Path)
     options = parser.parse_args()
     both = options.verbs == options.durability
@@ -221,9 +223,10 @@ def main() -> None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         directory.mkdir(parents=True, exist_ok=True)
         if both or options.verbs:
-            measure_verbs(directory, [int(n) for n in options.counts.split(",")], options.rounds)
+            counts = [int(n) for n in options.counts.split(",")]
+            measure_verbs(directory, counts, options.layers, options.rounds)
         if both or options.durability:
-            measure_durability(directory, options.rounds)
+            measure_durability(directory, options.blobs, options.rounds)
 
 
 if __name__ == "__main__":

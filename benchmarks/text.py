@@ -1,4 +1,4 @@
-"""Time texts of a language model and those of its library alone: ``python benchmarks/text.py``.
+"""Time texts of a language model and those of its library alone: ``python -m benchmarks.text``.
 
 Each row is a process of its own with the same random weights: float32 for mlx-lm, Q8_0 for
 llama.cpp. They take turns, so that all of them meet the same disturbances. The first token is that
@@ -30,9 +30,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
 CONTEXT = 1024
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "medium": {
         "hidden_size": 768,
@@ -192,7 +191,8 @@ def processor_time() -> float:
 
 def measure(runtime: str, path: Path, rounds: int, count: int, length: int) -> dict[str, list[Any]]:
     """Return the times of each row."""
-    command = [sys.executable, __file__, "--runtime", runtime, "--model", str(path), "--row"]
+    command = [sys.executable, "-m", "benchmarks.text", "--runtime", runtime]
+    command += ["--model", str(path), "--row"]
     children = {
         row: subprocess.Popen(
             [*command, row],

@@ -1,8 +1,8 @@
 """The backend PyTorch beside diffusers alone: load, a picture, and the peak of memory.
 
-    python benchmarks/torch_backend.py --layers 34 --side 128 [--stored bfloat16] [--dtype bfloat16]
-    python benchmarks/torch_backend.py --layers 34 --side 128 --root DIR --measure load
-    python benchmarks/torch_backend.py --full
+    python -m benchmarks.torch_backend --layers 34 --side 128 [--stored bfloat16] [--dtype bfloat16]
+    python -m benchmarks.torch_backend --layers 34 --side 128 --root DIR --measure load
+    python -m benchmarks.torch_backend --full
 
 The model is a random Z-Image of 1024 channels and ``--layers`` layers. Both tools read the same
 tensors from the page cache: ``from_pretrained`` and ``to`` the device as a user calls them, with
@@ -33,7 +33,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from clowder_aimage.create import create
@@ -176,7 +175,7 @@ class Process:
     """
 
     def __init__(self, options: argparse.Namespace, tool: str) -> None:
-        self._command = [sys.executable, __file__, "--tool", tool]
+        self._command = [sys.executable, "-m", "benchmarks.torch_backend", "--tool", tool]
         for name in ("root", "name", "side", "steps", "dtype"):
             self._command += [f"--{name}", str(getattr(options, name))]
         self._command += ["--measure", *options.measure]

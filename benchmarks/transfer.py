@@ -1,6 +1,6 @@
 """Compare pull and push with other tools, against docker-registry on loopback, in one run.
 
-    python benchmarks/transfer.py [--pull] [--push] [--link] [--delta] [--shapes SHAPE,...]
+    python -m benchmarks.transfer [--pull] [--push] [--link] [--delta] [--shapes SHAPE,...]
         [--rounds 5] [--peers skopeo,oras-py] [--directory DIR]
 
 Each option prints a table; the default is ``--pull``. ``shapes.py`` defines the shapes,
@@ -36,9 +36,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import peers
-import shapes
-from link import link
+from benchmarks import peers, shapes
+from benchmarks.link import link
 
 LIMITS = (20 * shapes.MIB, 0.020)  # bytes a second, seconds in each direction
 SHAPES = {"pull": "a,b,c", "link": "1g,c", "push": "a,b,c", "delta": "c"}

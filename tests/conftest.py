@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.layout import ImageLayout
 from clowder_aimage.tensor import blas
 from tests.process import Aimage, reaped, restore_signals
 from tests.quarantine import QUARANTINE
@@ -25,12 +25,13 @@ from tests.real_registry import RealRegistry, find_registry
 
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny"
-_MARKED = re.compile(r"\bmark\.(integration|slow)\b")
 # These have tests of a minute: if one began last, the other cores would wait for it
 _LONG = (
     *("tests/docs/test_docs_commands", "tests/shapes/test_shapes_model"),
     *("tests/cli/test_run_torch", "tests/worker/test_openapi", "tests/e2e/test_main_job"),
 )
+# Fixtures that start another program: their tests are run by make test-all
+PROGRAMS = {"registry", "private_registry", "skopeo", "launch"}
 _INTEGRATION = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.(integration|slow)\b", re.M)
 
 
@@ -89,19 +90,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out modules whose tests are all deselected: importing torch takes ten seconds."""
     if collection_path.suffix != ".py":
         return None
-    if collection_path.relative_to(ROOT).as_posix() in _left_out():
-        return True
     if "not integration" not in config.option.markexpr:
         return None
     return True if _INTEGRATION.search(collection_path.read_text("utf-8")) else None
-
-
-@functools.cache
-def _left_out() -> frozenset[str]:
-    """Return the tests that AIMAGE_LEAVE_OUT lists, and the modules of which it lists all."""
-    if "AIMAGE_LEAVE_OUT" not in os.environ:
-        return frozenset()
-    return frozenset(Path(os.environ["AIMAGE_LEAVE_OUT"]).read_text().splitlines())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -119,33 +110,15 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark quarantined tests, deselect those that AIMAGE_LEAVE_OUT lists, begin with long ones."""
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests of other programs and quarantined tests, and begin with long ones."""
     for item in items:
+        if PROGRAMS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.integration)
         if reason := QUARANTINE.get(item.nodeid.partition("[")[0]):
-            item.add_marker(pytest.mark.xfail(reason=reason))
-    if passed := _left_out():
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
-        items[:] = [item for item in items if item.nodeid not in passed]
+            item.add_marker(pytest.mark.quarantine(reason))
     items.sort(key=lambda item: not item.nodeid.startswith(_LONG))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Write the passed tests to the file in AIMAGE_PASSED, and the modules that have no others."""
-    if "AIMAGE_PASSED" in os.environ:
-        stats = terminalreporter.stats
-        passed = {report.nodeid for report in stats.get("passed", ())}
-        others = {
-            report.nodeid.partition("::")[0]
-            for outcome in ("failed", "error", "skipped", "xfailed", "xpassed")
-            for report in stats.get(outcome, ())
-        }
-        modules = {
-            name
-            for name in {each.partition("::")[0] for each in passed} - others
-            if not _MARKED.search((ROOT / name).read_text("utf-8"))
-        }
-        Path(os.environ["AIMAGE_PASSED"]).write_text("\n".join(sorted(passed | modules)))
 
 
 def pytest_report_header() -> str:
@@ -221,6 +194,12 @@ def repository(registry: RealRegistry, request: pytest.FixtureRequest) -> str:
     """Return a repository name, with host, that no other test uses."""
     name = "".join(c if c.isalnum() else "-" for c in request.node.name.lower()).strip("-")
     return f"{registry.host}/tests/{'-'.join(filter(None, name.split('-')))}"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ImageLayout:
+    """Return an empty store."""
+    return ImageLayout(tmp_path / "store")
 
 
 @pytest.fixture

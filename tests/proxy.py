@@ -235,6 +235,7 @@ class _Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         # bytes sent should equal bytes received approximately; large buffers would blur the count
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BLOCK)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 * _BLOCK)
         super().server_bind()
 
     def handle_error(self, *_: object) -> None:

@@ -1,8 +1,9 @@
-"""Unstable tests: each runs and its failure is reported, but does not fail the run.
+"""Tests that fail by chance. They are run apart, and their failures do not fail a run.
 
-An entry is a debt. It names the test and the reason it is not repaired yet; keep it empty.
+An entry is a debt: it names the test and the reason why it is not repaired yet. Keep it empty.
 """
 
 from __future__ import annotations
 
-QUARANTINE: dict[str, str] = {}  # node id, without parameters: reason
+# Node id without parameters: reason
+QUARANTINE: dict[str, str] = {}

@@ -1,8 +1,9 @@
-"""Run a real registry as a child process, or in a container if an engine is available."""
+"""Run a real registry in a container if a Docker engine answers, or as a child process."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -12,16 +13,22 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+import warnings
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.process import run, spawn
+from tests.process import spawn
 
+if TYPE_CHECKING:
+    from testcontainers.community.registry import DockerRegistryContainer
+
+IMAGE = "registry:3"
 USER, PASSWORD = "operator", "open sesame"
 _HTPASSWD = f"{USER}:$2b$04$a7mYyL7B.7KnFTvR6z49i.8x/zQh7U6x/hFjv2IM28WT6Bc0Ag1Be\n"
 _AUTHORIZATION = {"Authorization": f"Basic {b64encode(f'{USER}:{PASSWORD}'.encode()).decode()}"}
@@ -30,14 +37,14 @@ _REQUEST = re.compile(r'"(GET|HEAD|POST|PUT|PATCH|DELETE) (/v2/\S*) HTTP/[0-9.]+
 
 @dataclass
 class RealRegistry:
-    """``host`` is used in references; ``log`` contains the access log."""
+    """``host`` is used in references; ``log`` returns the access log."""
 
     host: str
-    log: Path | None = None
+    log: Callable[[], bytes] | None = None
 
     def mark(self) -> int:
         """Return a position in the log, to count from."""
-        return self.log.stat().st_size if self.log else 0
+        return len(self.log()) if self.log else 0
 
     def count(self, mark: int, repository: str) -> Counter[str]:
         """Count requests to a repository since ``mark`` by kind: ``PUT blob`` and so on."""
@@ -45,7 +52,7 @@ class RealRegistry:
             pytest.skip("this registry keeps no log to count in")
         path = "/v2/" + repository.partition("/")[2] + "/"
         kinds: Counter[str] = Counter()
-        for method, url, _ in _REQUEST.findall(self.log.read_bytes()[mark:].decode()):
+        for method, url, _ in _REQUEST.findall(self.log()[mark:].decode()):
             if url.startswith(path):
                 kinds[f"{method} {'manifest' if '/manifests/' in url else 'blob'}"] += 1
         return kinds
@@ -68,18 +75,20 @@ class RealRegistry:
 
 @contextlib.contextmanager
 def find_registry(directory: Path, *, private: bool = False) -> Iterator[RealRegistry]:
-    """Return Debian's docker-registry or a container; else skip the test, or fail it in CI."""
-    if shutil.which("docker-registry"):
-        with _process(directory, private) as found:
-            yield found
-        return
-    if not private and _engine():
-        with _container() as found:
-            yield found
-        return
-    if os.environ.get("AIMAGE_REQUIRE_REGISTRY") == "1":
-        pytest.fail("no registry: neither docker-registry nor a Docker engine is here")
-    pytest.skip("no registry: install docker-registry, or start a Docker engine")
+    """Yield a registry: a container, or Debian's docker-registry.
+
+    Without both, skip the test, or fail it where AIMAGE_REQUIRE_REGISTRY is 1.
+    """
+    if _engine_answers():
+        registry = _container(private)
+    elif shutil.which("docker-registry"):
+        registry = _process(directory, private)
+    elif os.environ.get("AIMAGE_REQUIRE_REGISTRY") == "1":
+        pytest.fail("no registry: neither a Docker engine nor docker-registry is here")
+    else:
+        pytest.skip("no registry: start a Docker engine, or install docker-registry")
+    with registry as running:
+        yield running
 
 
 @contextlib.contextmanager
@@ -87,7 +96,10 @@ def _process(directory: Path, private: bool) -> Iterator[RealRegistry]:
     port = free_port()
     config: dict[str, object] = {
         "version": 0.1,
-        "storage": {"filesystem": {"rootdirectory": str(directory / "data")}, "delete": {"enabled": True}},
+        "storage": {
+            "filesystem": {"rootdirectory": str(directory / "data")},
+            "delete": {"enabled": True},
+        },
         "http": {"addr": f"127.0.0.1:{port}"},
         "log": {"level": "error"},  # beside the access log
     }
@@ -102,30 +114,52 @@ def _process(directory: Path, private: bool) -> Iterator[RealRegistry]:
             is_shared=True,
             stdout=file,
             stderr=file,
-            # a model has hundreds of blobs: it takes less CPU time on one thread
+            # a model has hundreds of blobs: less of its CPU time
             env=os.environ | {"GOGC": "800"},
         )
     try:
         wait_for(f"http://127.0.0.1:{port}/v2/", process)
-        yield RealRegistry(f"127.0.0.1:{port}", log)
+        yield RealRegistry(f"127.0.0.1:{port}", log.read_bytes)
     finally:
         process.terminate()
         process.wait(10)
 
 
-def _engine() -> bool:
-    docker = shutil.which("docker")
-    if docker is None:
+@functools.cache
+def _engine_answers() -> bool:
+    # Imported late: most tests need no registry
+    from docker.errors import DockerException
+    from testcontainers.core.docker_client import DockerClient, get_docker_host
+
+    host = get_docker_host() or "unix:///var/run/docker.sock"
+    path = host.removeprefix("unix://")
+    if path != host and not Path(path).exists():
         return False
-    return run([docker, "info"], timeout=20).returncode == 0
+    try:
+        with contextlib.closing(DockerClient(timeout=10).client) as client:
+            client.ping()
+    except DockerException:
+        return False
+    return True
 
 
 @contextlib.contextmanager
-def _container() -> Iterator[RealRegistry]:
-    from testcontainers.registry import DockerRegistryContainer
+def _container(private: bool) -> Iterator[RealRegistry]:
+    user, password = (USER, PASSWORD) if private else (None, None)
+    container = container_type()(IMAGE, username=user, password=password)
+    container.with_env("REGISTRY_STORAGE_DELETE_ENABLED", "true")
+    container.with_env("OTEL_TRACES_EXPORTER", "none")
+    with container:
+        yield RealRegistry(container.get_registry(), lambda: container.get_logs()[0])
 
-    with DockerRegistryContainer("registry:3") as container:
-        yield RealRegistry(container.get_registry())
+
+def container_type() -> type[DockerRegistryContainer]:
+    """Import the class late: its module needs bcrypt, which only containers use."""
+    with warnings.catch_warnings():
+        # the module uses a decorator that its package has deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from testcontainers.community.registry import DockerRegistryContainer
+    return DockerRegistryContainer
 
 
 def free_port() -> int:

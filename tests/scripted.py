@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(bytes(_BLOCK))
                 self.server.registry.flooded += _BLOCK
         if answer.hang:
-            self.server.registry.released.wait(60)
+            self.server.registry.released.wait(600)
         if answer.cut is not None or answer.flood:
             self.close_connection = True
 
@@ -177,8 +177,10 @@ def serving(manifest: bytes, blobs: dict[str, bytes]) -> Script:
     return script
 
 
-def skip_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the client's retries of a request follow at once."""
+def skip_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Let the client's retries of a request follow at once; return the seconds of the waits."""
     defaults = retry.retrying.__kwdefaults__
     assert defaults is not None
-    monkeypatch.setitem(defaults, "sleep", lambda _: None)
+    waits: list[float] = []
+    monkeypatch.setitem(defaults, "sleep", waits.append)
+    return waits

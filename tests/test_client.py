@@ -26,6 +26,7 @@ from clowder_aimage import (
     push,
 )
 from clowder_aimage.errors import NotFoundError, UsageError
+from tests.abridged import abridge
 from tests.conftest import TINY
 from tests.controlnet_file import tensors, write_file
 from tests.lora_file import write_lora
@@ -66,6 +67,12 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIMAGE_STORE", str(tmp_path / "store"))
     for name in ("AIMAGE_CONFIG", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "DOCKER_CONFIG"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def abridged(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """Return the tiny model with one tensor of each network."""
+    return abridge(tiny, tmp_path_factory.mktemp("abridged") / "tiny")
 
 
 def parameters(function: Any) -> str:
@@ -112,10 +119,10 @@ def test_importing_the_package_imports_nothing_of_it() -> None:
 
 
 def test_an_aimage_is_created_pushed_and_pulled(
-    tiny: Path, registry: RealRegistry, tmp_path: Path
+    abridged: Path, registry: RealRegistry, tmp_path: Path
 ) -> None:
     name, seen = f"{registry.host}/api/tiny:v1", []
-    digest = create(name, tiny, progress=lambda *counts: seen.append(counts))
+    digest = create(name, abridged, progress=lambda *counts: seen.append(counts))
     assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] > 0
     assert push(Reference.parse(name)) == digest
     second, seen = Store(tmp_path / "second"), []
@@ -127,15 +134,17 @@ def test_an_aimage_is_created_pushed_and_pulled(
     assert Registry(registry.host).tags("api/tiny") == ["v1"]
 
 
-def test_a_store_is_changed_by_name(tiny: Path, tmp_path: Path) -> None:
-    create("tiny", tiny)
+def test_a_store_is_changed_by_name(abridged: Path, tmp_path: Path) -> None:
+    create("tiny", abridged)
     store = Store()
     assert store.path == tmp_path / "store" and "tiny" in store
     store.tag("tiny", "other:v1")
     assert store.names() == ["other:v1", "tiny:latest"]
     assert store.show("tiny")["pipeline"] == "ZImagePipeline"
     written = store.export("other:v1", tmp_path / "out")
-    assert (written / "model_index.json").read_bytes() == (tiny / "model_index.json").read_bytes()
+    assert (written / "model_index.json").read_bytes() == (
+        abridged / "model_index.json"
+    ).read_bytes()
     store.remove("other:v1")
     assert "other:v1" not in store
     with pytest.raises(NotFoundError):
@@ -144,9 +153,9 @@ def test_a_store_is_changed_by_name(tiny: Path, tmp_path: Path) -> None:
         store.tag("tiny", f"x@{store.digest('tiny')}")
 
 
-def test_a_part_is_pulled(tiny: Path, registry: RealRegistry, tmp_path: Path) -> None:
+def test_a_part_is_pulled(abridged: Path, registry: RealRegistry, tmp_path: Path) -> None:
     name = f"{registry.host}/api/part:v1"
-    create(name, tiny)
+    create(name, abridged)
     push(name)
     store = Store(tmp_path / "part")
     pull(name, store=store, include=["*.json"])
@@ -155,11 +164,11 @@ def test_a_part_is_pulled(tiny: Path, registry: RealRegistry, tmp_path: Path) ->
 
 
 def test_an_account_is_used_for_its_registry(
-    private_registry: RealRegistry, tiny: Path, tmp_path: Path
+    private_registry: RealRegistry, abridged: Path, tmp_path: Path
 ) -> None:
     host = private_registry.host
     name = f"{host}/api/private:v1"
-    create(name, tiny)
+    create(name, abridged)
     with pytest.raises(AImageError) as refused:
         push(name)
     assert refused.value.exit_code == 4

@@ -55,11 +55,6 @@ def server() -> Iterator[ScriptedRegistry]:
         yield found
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
 def user(store: ImageLayout, **rest: Any) -> InputSource:
     return InputSource(store, ClientOptions, hosts=None, has_files=True, **rest)
 

@@ -142,13 +142,13 @@ class _StreamSender:
         sock: socket.socket | None = self.sock  # type: ignore[attr-defined]
         if sock is not None:  # replaces the connect timeout; the response sets its own
             sock.settimeout(SEND_TIMEOUT)
-        if sock is None or not isinstance(data, StreamBody):
-            super().send(data)  # type: ignore[misc]
-            return
         try:
-            data.send_to(sock)
+            if sock is None or not isinstance(data, StreamBody):
+                super().send(data)  # type: ignore[misc]
+            else:
+                data.send_to(sock)
         except _TLS_ENDED as error:
-            # as without TLS: urllib3 then reads a response that arrived early
+            # As without TLS: urllib3 then reads a response or an alert that arrived early
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
 
 

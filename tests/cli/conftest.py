@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.abridged import abridge
 from tests.process import Aimage
 from tests.real_registry import RealRegistry
 from tests.store import copy_store
@@ -16,18 +17,27 @@ from tests.store import copy_store
 def pushed_store(
     tmp_path_factory: pytest.TempPathFactory, registry: RealRegistry, tiny: Path
 ) -> tuple[Path, str]:
-    """Return a store with the tiny model, and its name, which the registry has as well."""
+    """Return a store with the files of the tiny model, and its name, which the registry has too.
+
+    It has 13 blobs, as each is a request.
+    """
     home = tmp_path_factory.mktemp("pushed")
     here, name = Aimage(home, home / "store"), f"{registry.host}/cli/tiny:v1"
-    here("create", name, tiny, "-q")
+    here("create", name, tiny, "--whole-files", "-q")
     here("push", name, "-q")
     return here.store, name
 
 
 @pytest.fixture
 def pushed(pushed_store: tuple[Path, str]) -> str:
-    """Return the name of the tiny model in the registry."""
+    """Return the name of the tiny model's files in the registry."""
     return pushed_store[1]
+
+
+@pytest.fixture(scope="session")
+def abridged(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    """Return the tiny model with one tensor of each network."""
+    return abridge(tiny, tmp_path_factory.mktemp("abridged") / "tiny")
 
 
 @pytest.fixture(scope="session")

@@ -127,6 +127,27 @@ def test_a_client_certificate_is_presented(aimage: Callable[[], Aimage], tmp_pat
         assert "cannot load the client certificate" in here("resolve", name, *ca, *ours, code=1).err
 
 
+def test_a_required_certificate_is_reported_if_the_request_cannot_be_sent(
+    aimage: Callable[[], Aimage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The registry ends the connection with an alert, which may precede the request."""
+
+    def ended(*_: object) -> None:
+        raise ssl.SSLEOFError(ssl.SSL_ERROR_EOF, "EOF occurred in violation of protocol")
+
+    monkeypatch.setattr(ssl.SSLSocket, "sendall", ended)
+    authority = trustme.CA()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    context.verify_mode = ssl.CERT_REQUIRED
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    registry = ScriptedRegistry(RIGHT)
+    registry.wrap(context)
+    with registry.running():
+        ca = ("--ca-file", tmp_path / "ca.pem")
+        assert "--cert-file" in aimage()("resolve", f"{registry.host}/x:v1", *ca, code=1).err
+
+
 def test_the_trace_has_a_line_for_each_request_without_secrets(
     aimage: Callable[[], Aimage],
 ) -> None:

@@ -68,12 +68,12 @@ def without_extra(here: Aimage, tmp_path: Path) -> Aimage:
 
 
 def test_a_model_is_fetched_packed_and_found_again_without_the_hub(
-    here: Aimage, hub: Hub, tiny: Path
+    here: Aimage, hub: Hub, abridged: Path
 ) -> None:
-    commit = hub.add(NAME, tiny)
+    commit = hub.add(NAME, abridged)
     done = here("create", "x", NAME)
     assert done.line.startswith("sha256:")
-    assert f"fetching {NAME}: 11 files, 1." in done.err
+    assert f"fetching {NAME}: 11 files, " in done.err
     assert f"https://huggingface.co/{NAME}/tree/{commit}" in done.err
     assert source_of(here) == f"https://huggingface.co/{NAME}/tree/{commit}"
     assert hub.fetched() == set(hub.repositories[NAME])
@@ -85,10 +85,10 @@ def test_a_model_is_fetched_packed_and_found_again_without_the_hub(
     assert "fetching" not in again.err
 
 
-def test_the_layers_are_those_of_the_directory(here: Aimage, hub: Hub, tiny: Path) -> None:
-    hub.add(NAME, tiny)
+def test_the_layers_are_those_of_the_directory(here: Aimage, hub: Hub, abridged: Path) -> None:
+    hub.add(NAME, abridged)
     here("create", "x", NAME, "-q")
-    here("create", "local", tiny, "-q")
+    here("create", "local", abridged, "-q")
     store = ImageLayout(here.store)
     fetched, local = (read_aimage(store, Reference.parse(name)).aimage for name in ("x", "local"))
     assert fetched.layers == local.layers
@@ -117,9 +117,9 @@ def test_forms_of_the_name(form: str, here: Aimage, hub: Hub) -> None:
 
 
 def test_a_commit_of_the_cache_stays_after_the_branch_moved(
-    here: Aimage, hub: Hub, tiny: Path
+    here: Aimage, hub: Hub, abridged: Path
 ) -> None:
-    first = hub.add(NAME, tiny)
+    first = hub.add(NAME, abridged)
     one = here("create", "x", NAME, "-q").line
     files = hub.repositories[NAME]
     second = hub.add(NAME, files | {"README.md": b"---\nlicense: mit\n---\n"})
@@ -129,9 +129,9 @@ def test_a_commit_of_the_cache_stays_after_the_branch_moved(
 
 
 def test_duplicates_and_what_is_not_packed_are_not_fetched(
-    here: Aimage, hub: Hub, tiny: Path
+    here: Aimage, hub: Hub, abridged: Path
 ) -> None:
-    hub.add(NAME, tiny)
+    hub.add(NAME, abridged)
     files = hub.repositories[NAME]
     wanted = set(files)
     weights = files["vae/diffusion_pytorch_model.safetensors"]
@@ -150,9 +150,9 @@ def test_duplicates_and_what_is_not_packed_are_not_fetched(
 
 
 def test_quiet_prints_the_digest_alone_and_json_prints_json(
-    here: Aimage, hub: Hub, tiny: Path
+    here: Aimage, hub: Hub, abridged: Path
 ) -> None:
-    hub.add(NAME, tiny)
+    hub.add(NAME, abridged)
     quiet = here("create", "x", NAME, "-q")
     assert quiet.err == ""
     shutil.rmtree(cache_of(here))
@@ -166,14 +166,14 @@ def test_quiet_prints_the_digest_alone_and_json_prints_json(
     assert done.value["digest"] == quiet.line
 
 
-def test_a_source_that_is_given_is_kept(here: Aimage, hub: Hub, tiny: Path) -> None:
-    hub.add(NAME, tiny)
+def test_a_source_that_is_given_is_kept(here: Aimage, hub: Hub, abridged: Path) -> None:
+    hub.add(NAME, abridged)
     here("create", "x", NAME, "-q", "--source", "https://example.com/model")
     assert source_of(here) == "https://example.com/model"
 
 
-def test_a_part_that_is_missing_is_fetched(here: Aimage, hub: Hub, tiny: Path) -> None:
-    commit = hub.add(NAME, tiny)
+def test_a_part_that_is_missing_is_fetched(here: Aimage, hub: Hub, abridged: Path) -> None:
+    commit = hub.add(NAME, abridged)
     here("create", "x", NAME, "-q")
     lost = cache_of(here) / "snapshots" / commit / "vae" / "diffusion_pytorch_model.safetensors"
     lost.resolve().unlink()
@@ -183,9 +183,9 @@ def test_a_part_that_is_missing_is_fetched(here: Aimage, hub: Hub, tiny: Path) -
     assert hub.fetched() == {"vae/diffusion_pytorch_model.safetensors"}
 
 
-def test_shared_blobs_of_the_cache_are_followed(here: Aimage, hub: Hub, tiny: Path) -> None:
+def test_shared_blobs_of_the_cache_are_followed(here: Aimage, hub: Hub, abridged: Path) -> None:
     """huggingface_hub 2 keeps large files once for all repositories."""
-    commit = hub.add(NAME, tiny)
+    commit = hub.add(NAME, abridged)
     digest = here("create", "x", NAME, "-q").line
     cache = cache_of(here).parent
     link = cache_of(here) / "snapshots" / commit / "vae" / "diffusion_pytorch_model.safetensors"
@@ -221,10 +221,10 @@ def test_one_file_of_a_repository(here: Aimage, hub: Hub, tmp_path: Path) -> Non
 # -- from the cache alone
 
 
-def cached(here: Aimage, tiny: Path, commit: str = "a" * 40) -> Path:
-    """Put the tiny model into the cache as older versions of huggingface_hub leave it."""
+def cached(here: Aimage, abridged: Path, commit: str = "a" * 40) -> Path:
+    """Put the model into the cache as older versions of huggingface_hub leave it."""
     home = cache_of(here)
-    shutil.copytree(tiny, home / "snapshots" / commit)
+    shutil.copytree(abridged, home / "snapshots" / commit)
     (home / "blobs").mkdir()
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(commit)
@@ -232,9 +232,9 @@ def cached(here: Aimage, tiny: Path, commit: str = "a" * 40) -> Path:
 
 
 def test_a_cached_model_needs_neither_the_extra_nor_the_hub(
-    here: Aimage, hub: Hub, tiny: Path, tmp_path: Path
+    here: Aimage, hub: Hub, abridged: Path, tmp_path: Path
 ) -> None:
-    cached(here, tiny)
+    cached(here, abridged)
     bare = without_extra(here, tmp_path)
     bare("create", "x", NAME, "-q")
     assert source_of(here) == f"https://huggingface.co/{NAME}/tree/{'a' * 40}"
@@ -242,44 +242,48 @@ def test_a_cached_model_needs_neither_the_extra_nor_the_hub(
 
 
 def test_without_the_extra_nothing_is_fetched(
-    here: Aimage, hub: Hub, tiny: Path, tmp_path: Path
+    here: Aimage, hub: Hub, abridged: Path, tmp_path: Path
 ) -> None:
     bare = without_extra(here, tmp_path)
     done = bare("create", "x", NAME, code=2)
     assert "needs the extra [hf]" in done.err
     assert "[hf]'" in done.err.splitlines()[-1]
-    (cached(here, tiny) / "vae" / "config.json").unlink()
+    (cached(here, abridged) / "vae" / "config.json").unlink()
     done = bare("create", "x", NAME, code=2)
     assert "config.json is missing; fetching a model needs the extra [hf]" in done.err
     assert not here.store.exists()
 
 
-def test_offline_uses_the_cache_or_says_what_is_missing(here: Aimage, hub: Hub, tiny: Path) -> None:
+def test_offline_uses_the_cache_or_says_what_is_missing(
+    here: Aimage, hub: Hub, abridged: Path
+) -> None:
     here.environment["HF_HUB_OFFLINE"] = "1"
     done = here("create", "x", NAME, code=3)
     assert f"{NAME} is not in the Hugging Face cache" in done.err
     assert "HF_HUB_OFFLINE" in done.err
-    snapshot = cached(here, tiny)
+    snapshot = cached(here, abridged)
     here("create", "x", NAME, "-q")
     (snapshot / "transformer" / "config.json").unlink()
     assert "config.json is missing" in here("create", "y", NAME, code=3).err
     assert hub.requests == []
 
 
-def test_an_older_cache_is_used_when_the_hub_is_away(here: Aimage, hub: Hub, tiny: Path) -> None:
-    cached(here, tiny)
+def test_an_older_cache_is_used_when_the_hub_is_away(
+    here: Aimage, hub: Hub, abridged: Path
+) -> None:
+    cached(here, abridged)
     hub.status = 503
     here("create", "x", NAME, "-q")
     assert source_of(here) == f"https://huggingface.co/{NAME}/tree/{'a' * 40}"
 
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "XDG_CACHE_HOME", "HOME"])
-def test_places_of_the_cache(variable: str, here: Aimage, tiny: Path, tmp_path: Path) -> None:
+def test_places_of_the_cache(variable: str, here: Aimage, abridged: Path, tmp_path: Path) -> None:
     del here.environment["HF_HUB_CACHE"]
     here.environment |= {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": "", variable: str(tmp_path)}
     below = {"HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub"}
     place = tmp_path / below.get(variable, ".cache/huggingface/hub")
-    shutil.copytree(tiny, place / "models--org--m" / "snapshots" / "abcdef")
+    shutil.copytree(abridged, place / "models--org--m" / "snapshots" / "abcdef")
     (place / "models--org--m" / "blobs").mkdir()
     here("create", "x", "org/m@abcdef", "-q")
 
@@ -287,8 +291,8 @@ def test_places_of_the_cache(variable: str, here: Aimage, tiny: Path, tmp_path: 
 # -- refused
 
 
-def test_a_path_that_exists_wins(here: Aimage, hub: Hub, tiny: Path) -> None:
-    shutil.copytree(tiny, here.home / NAME)
+def test_a_path_that_exists_wins(here: Aimage, hub: Hub, abridged: Path) -> None:
+    shutil.copytree(abridged, here.home / NAME)
     here("create", "x", NAME, "-q")
     assert hub.requests == []
     done = here("create", "x", "Org/other", code=3)
@@ -303,8 +307,8 @@ def test_an_unknown_repository(here: Aimage, hub: Hub) -> None:
     assert not here.store.exists()
 
 
-def test_an_unknown_revision(here: Aimage, hub: Hub, tiny: Path) -> None:
-    hub.add(NAME, tiny)
+def test_an_unknown_revision(here: Aimage, hub: Hub, abridged: Path) -> None:
+    hub.add(NAME, abridged)
     done = here("create", "x", f"{NAME}@v9", code=3)
     assert f"{NAME} has no revision v9" in done.err
 
@@ -329,9 +333,9 @@ def test_a_gated_repository(here: Aimage, hub: Hub) -> None:
 
 @pytest.mark.parametrize(("status", "code"), [(403, 4), (500, 1), (503, 1)])
 def test_the_hub_answers_with_an_error(
-    status: int, code: int, here: Aimage, hub: Hub, tiny: Path
+    status: int, code: int, here: Aimage, hub: Hub, abridged: Path
 ) -> None:
-    hub.add(NAME, tiny)
+    hub.add(NAME, abridged)
     hub.status = status
     done = here("create", "x", NAME, code=code)
     assert f"{status}" in done.err
@@ -339,9 +343,9 @@ def test_the_hub_answers_with_an_error(
 
 
 def test_a_hub_that_drips_is_given_up(
-    here: Aimage, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    here: Aimage, hub: Hub, abridged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add(NAME, tiny)
+    hub.add(NAME, abridged)
     hub.is_slow = True
     monkeypatch.setattr(hub_model, "_BASE", 0.2)
     done = here("create", "x", NAME, code=1)
@@ -358,9 +362,9 @@ def test_no_network(here: Aimage) -> None:
 
 
 def test_no_room_in_the_cache(
-    here: Aimage, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    here: Aimage, hub: Hub, abridged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add(NAME, tiny)
+    hub.add(NAME, abridged)
     usage = shutil._ntuple_diskusage(10**6, 10**6 - 9999, 9999)
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     done = here("create", "x", NAME, code=6)
@@ -370,14 +374,14 @@ def test_no_room_in_the_cache(
 
 
 def test_a_disk_that_fills_up(
-    here: Aimage, hub: Hub, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    here: Aimage, hub: Hub, abridged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import huggingface_hub
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    hub.add(NAME, tiny)
+    hub.add(NAME, abridged)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
     assert f"no space left for {NAME} in" in here("create", "x", NAME, code=6).err
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)

@@ -38,9 +38,10 @@ def test_a_default_that_is_no_registry_is_refused(tmp_path: Path, default: objec
 
 
 def test_short_names_are_pushed_pulled_and_listed(
-    aimage: Callable[..., Aimage], stocked: Callable[[], Aimage], repository: str
+    aimage: Callable[..., Aimage], tiny: Path, repository: str
 ) -> None:
-    here, there = stocked(), aimage("there")
+    here, there = aimage(), aimage("there")
+    here("create", "-q", "x", tiny, "--whole-files")
     config = here.home / "short.json"
     host, _, team = repository.partition("/")
     config.write_text(json.dumps({"registries": {"default": repository, host: {"jobs": 2}}}))

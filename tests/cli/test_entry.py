@@ -8,6 +8,7 @@ import pty
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -216,9 +217,10 @@ def test_completion_has_verbs_options_and_names(stocked: Callable[[], Aimage]) -
 
 
 def test_completion_has_the_tags_of_a_registry(
-    stocked: Callable[[], Aimage], registry: RealRegistry
+    aimage: Callable[[], Aimage], tiny: Path, registry: RealRegistry
 ) -> None:
-    here = stocked()
+    here = aimage()
+    here("create", "-q", "x", tiny, "--whole-files")
     name = f"{registry.host}/completed/x"
     for tag in ("v1", "v2", "w1"):
         here("tag", "x", f"{name}:{tag}")

@@ -425,17 +425,17 @@ class OnTerminal:
 
 def test_a_pull_on_a_terminal(aimage: Callable[..., Aimage], pushed: str) -> None:
     run = OnTerminal(aimage("there"), "pull", pushed, "--limit-rate", "800k")
-    assert run.read_until(r"pulling \d+/293 blobs +[━╸╺ ]* +[\d.]+ .?B of +1.2 MB")
+    assert run.read_until(r"pulling \d+/13 blobs +[━╸╺ ]* +[\d.]+ .?B of +1.2 MB")
     code, screen = run.end()
     assert code == 0
     assert len(screen) == 1
-    assert re.fullmatch("pulled 293 blobs, .* in all", screen[0])
+    assert re.fullmatch("pulled 13 blobs, .* in all", screen[0])
 
 
 @pytest.mark.integration
 def test_an_interrupt_leaves_the_terminal_clean(aimage: Callable[..., Aimage], pushed: str) -> None:
     run = OnTerminal(aimage("there"), "pull", pushed, "--limit-rate", "20k")
-    assert run.read_until(r"pulling \d+/293 blobs")
+    assert run.read_until(r"pulling \d+/13 blobs")
     run.process.send_signal(signal.SIGINT)
     code, screen = run.end()
     assert code == 130
@@ -445,7 +445,7 @@ def test_an_interrupt_leaves_the_terminal_clean(aimage: Callable[..., Aimage], p
 def test_an_up_to_date_pull_draws_nothing(aimage: Callable[..., Aimage], pushed: str) -> None:
     aimage("there")("pull", pushed, "-q")
     done = aimage("there")("pull", pushed)
-    assert re.fullmatch("pulled 0 blobs, 293 already there, .* in all\n", done.err)
+    assert re.fullmatch("pulled 0 blobs, 13 already there, .* in all\n", done.err)
 
 
 @pytest.mark.integration
@@ -462,7 +462,7 @@ def test_a_dumb_terminal_receives_no_cursor_movements(
     os.close(master)
     assert done.returncode == 0
     assert "\x1b" not in text
-    assert text.splitlines()[-1].startswith("pulled 293 blobs")
+    assert text.splitlines()[-1].startswith("pulled 13 blobs")
 
 
 def test_a_pull_with_json(aimage: Callable[..., Aimage], pushed: str) -> None:
@@ -473,9 +473,9 @@ def test_a_pull_with_json(aimage: Callable[..., Aimage], pushed: str) -> None:
     kinds = [event["event"] for event in events]
     assert kinds[0] == "plan"
     assert kinds[-1] == "summary"
-    assert kinds.count("start") == kinds.count("done") == 293
+    assert kinds.count("start") == kinds.count("done") == 13
     assert 1 <= kinds.count("progress") <= 2 * events[-1]["seconds"] + 1
-    assert events[0]["blobs"] == events[-1]["blobs"] == 293
+    assert events[0]["blobs"] == events[-1]["blobs"] == 13
     assert events[0]["size"] == events[-1]["size"]
 
 
@@ -484,7 +484,8 @@ def test_notes_and_summaries_are_events_with_json(
     aimage: Callable[..., Aimage], tiny: Path, repository: str
 ) -> None:
     here = aimage()
-    done = here("create", repository, tiny, "--json", "--manifest-type", "custom")
+    custom = ("--whole-files", "--manifest-type", "custom")
+    done = here("create", repository, tiny, "--json", *custom)
     events = [json.loads(line) for line in done.err.splitlines()]
     assert {event["event"] for event in events} >= {"plan", "note"}
     done = here("push", repository, "--json")

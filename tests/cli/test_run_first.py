@@ -29,12 +29,12 @@ HOME = "first"  # the repository of all tests
 
 @pytest.fixture(scope="session")
 def variants(
-    tmp_path_factory: pytest.TempPathFactory, registry: RealRegistry
+    tmp_path_factory: pytest.TempPathFactory, registry: RealRegistry, abridged: Path
 ) -> tuple[Aimage, dict[str, str]]:
     """Return a command line and the digests of the pushed AImages, by tag.
 
-    ``int4`` is a variant of ``v1``, and ``other-int4`` one of ``other``; ``loose`` is int8 and
-    has no subject.
+    ``int4`` is a variant of ``v1``, and ``third-int4`` one of ``third``, which cannot be
+    run; a file of ``other`` differs; ``loose`` is int8 and has no subject.
     """
     home = tmp_path_factory.mktemp("variants")
     here, name = Aimage(home, home / "store"), f"{registry.host}/{HOME}/tiny"
@@ -42,13 +42,13 @@ def variants(
     shutil.copytree(TINY, home / "other")
     with (home / "other" / "tokenizer" / "tokenizer_config.json").open("a") as file:
         file.write("\n")
-    for tag, path in (("v1", TINY), ("other", home / "other")):
+    for tag, path in (("v1", TINY), ("other", home / "other"), ("third", abridged)):
         digests[tag] = here("create", f"{name}:{tag}", path, "-q").line
-    for tag, base in (("int4", "v1"), ("other-int4", "other")):
+    for tag, base in (("int4", "v1"), ("third-int4", "third")):
         convert = ("convert", f"{name}:{base}", f"{name}:{tag}", "--quantize", "q4", "--attach")
         digests[tag] = here(*convert, "-q").line
-    here("convert", f"{name}:v1", f"{name}:loose", "--quantize", "int8", "-q")
-    for tag in ("v1", "other", "int4", "other-int4", "loose"):
+    here("convert", f"{name}:third", f"{name}:loose", "--quantize", "int8", "-q")
+    for tag in ("v1", "other", "third", "int4", "third-int4", "loose"):
         here("push", f"{name}:{tag}", "-q")
     return here, digests
 
@@ -101,7 +101,7 @@ def test_a_variant_in_an_index_is_used(
     assert loads(here("run", tag, *SMALL, "--json", "--first", "int4"))["digest"] == digests["int4"]
 
 
-@pytest.mark.parametrize(("child", "why"), [("other-int4", "its subject is"), ("other", "differs")])
+@pytest.mark.parametrize(("child", "why"), [("third-int4", "its subject is"), ("other", "differs")])
 def test_a_variant_of_another_aimage_is_refused(
     aimage: Callable[[], Aimage],
     variants: tuple[Aimage, dict[str, str]],

@@ -153,11 +153,10 @@ def test_an_adapter_is_pulled_without_its_base(
     assert pixels((there.home / "there.png").read_bytes()) == pixels(
         drawn(here, "--lora", "style:0.5")
     )
-    both = aimage("both")
-    pulled = both("pull", base, style)
+    pulled = there("pull", base, style)
     assert len(pulled.out.split()) == 2
-    both("gc", "--grace", "0s")
-    both(*made)
+    there("gc", "--grace", "0s")
+    there(*made)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ PICTURE = ("--size", "32x32", "--steps", 2, "--seed", 5)
 
 
 def test_a_picture_made_without_mlx_is_replayed_by_both(aimage: Callable[[], Aimage]) -> None:
-    """Each process that imports PyTorch takes ten seconds."""
+    """A process that imports PyTorch takes ten seconds: this one has it."""
     here, without = aimage(), aimage()
     here("create", "tiny", TINY)
     text = "import sys; sys.modules.update(dict.fromkeys(('mlx', 'mlx.core', 'mlx.nn')))"
@@ -31,8 +31,8 @@ def test_a_picture_made_without_mlx_is_replayed_by_both(aimage: Callable[[], Aim
     assert made["backend"].startswith("torch ")
     said = without.process("run", "tiny", "a fox", "--local", "--backend", "mlx", code=2).err
     assert "needs the extra [mlx]" in said
-    assert here.process("replay", "t.png").line == "equal"
-    again = here.process("replay", "t.png", "--backend", "mlx", "--tolerance", 1, "--json").value
+    assert here("replay", "t.png").line == "equal"
+    again = here("replay", "t.png", "--backend", "mlx", "--tolerance", 1, "--json").value
     assert again["equal"] and again["largestDifference"] <= 1
     assert again["madeWith"] == made["backend"] != again["backend"]
 
@@ -46,7 +46,7 @@ def test_options_of_pytorch_are_refused_with_their_remedies(aimage: Callable[[],
         "mlx was selected, but a device, compilation" in said
         and "select it with --backend torch" in said
     )
-    said = here.process(*how, "--backend", "torch", "--attention", "flash", code=2).err
+    said = here(*how, "--backend", "torch", "--attention", "flash", code=2).err
     assert "the attention backend flash cannot be used" in said and "flash-attn" in said
 
 

@@ -102,7 +102,8 @@ def test_the_base_install_can_create_push_and_pull(
     here = aimage()
     extras = {"mlx", "numpy", "PIL", "jinja2", "tokenizers", "aiohttp"}
     for arguments in (
-        ("create", repository, str(tiny)),
+        ("create", "split", str(tiny)),
+        ("create", repository, str(tiny), "--whole-files"),
         ("push", repository),
         ("pull", repository),
     ):

@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import sys
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -25,6 +24,7 @@ from clowder_aimage.cli.console.terminal_picture import (
 from tests.cli.test_remote_verbs import at, drawing
 from tests.process import PROGRAM, Aimage, spawn_at
 from tests.scripted_worker import ScriptedWorker
+from tests.wait import until
 
 __all__ = ["at"]
 XTERM = {"TERM": "xterm-256color"}
@@ -134,7 +134,7 @@ def test_a_terminal_is_asked(answer: bytes, protocol: str) -> None:
     master, slave = pty.openpty()
     child = spawn_at(slave, [sys.executable, "-c", ASK])
     shown = read(master, answer)
-    assert child.wait(30) == 0
+    assert child.wait(60) == 0
     assert f"found {protocol!r}" in shown
     assert "same True" in shown
 
@@ -183,15 +183,15 @@ def test_run_draws_the_picture_in_the_terminal(
         command = [*PROGRAM, "run", "tiny", "a fox", "--seed", "7", *options]
         child = spawn_at(slave, command, env=here.env() | XTERM | terminal | path, cwd=here.home)
         shown = read(master, b"\x1b[?62;4;22c")
-    assert child.wait(30) == 0
+    assert child.wait(60) == 0
     (written,) = here.home.glob("*.png")
     assert written.name in shown
     drawn = re.search(shape or "\x1b(P|]1337|_Ga)", shown)
     assert (drawn is not None) == bool(shape)
     if drawn and "--open" in options:
         assert escape_picture(written.read_bytes(), SIXEL, 80).strip() in shown
-        while not (opened := here.home / "opened").exists():  # by a program that nobody waits for
-            time.sleep(0.005)
+        opened = here.home / "opened"
+        until(opened.exists, "the file of the viewer")  # a program that is not waited for
         assert (here.home / opened.read_text()).samefile(written)
     elif drawn:
         assert base64.b64decode(drawn[1]) == written.read_bytes()

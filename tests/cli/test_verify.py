@@ -76,7 +76,7 @@ def test_a_flipped_bit_is_reported(stored: Any) -> None:
 
 
 def test_only_the_named_aimages_are_verified(stored: Any, tiny: Path) -> None:
-    stored("create", "other", tiny, "--license", "mit")
+    stored("create", "other", tiny, "--whole-files", "--license", "mit")
     flip(path_of(stored, digest(stored)))  # its manifest differs from the other's
     stored("verify", "other")
     assert "damaged" in stored("verify", "mine", code=5).out
@@ -101,7 +101,8 @@ def test_repair_fetches_by_digest_when_the_tag_has_moved(stored: Any, tiny: Path
     encoded = blobs(stored)[3]
     before = digest(stored)
     elsewhere = stored.home / "elsewhere"
-    stored("--store", elsewhere, "create", stored.name, tiny, "--license", "mit")
+    changed = ("--whole-files", "--license", "mit")
+    stored("--store", elsewhere, "create", stored.name, tiny, *changed)
     stored("--store", elsewhere, "push", stored.name)
     flip(path_of(stored, encoded))
     assert "repaired" in stored("verify", "--repair").out
@@ -144,7 +145,7 @@ def test_a_damaged_blob_missing_in_every_registry_is_kept(
     name: str, what: str, aimage: Callable[..., Aimage], tiny: Path
 ) -> None:
     here: Any = aimage()
-    here("create", name, tiny)
+    here("create", name, tiny, "--whole-files")
     here.name = name
     manifest = json.loads(path_of(here, digest(here)).read_bytes())
     encoded = {
@@ -165,7 +166,7 @@ def test_a_damaged_blob_missing_in_every_registry_is_kept(
 def test_repair_continues_after_a_blob_that_cannot_be_fetched(stored: Any, tiny: Path) -> None:
     """The registry lost one of two blobs."""
     other = f"{GONE}/team/other:v1"
-    stored("create", other, tiny, "--license", "mit")
+    stored("create", other, tiny, "--whole-files", "--license", "mit")
     mine = json.loads(path_of(stored, digest(stored)).read_bytes())["config"]["digest"]
     theirs = stored("--json", "show", other).value["digest"].removeprefix("sha256:")
     encoded = mine.removeprefix("sha256:")

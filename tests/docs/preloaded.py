@@ -14,11 +14,11 @@ import os
 import pkgutil
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from tests.process import end, spawn
+from tests.wait import until
 
 PROGRAM = Path(sys.executable).with_name("aimage")
 _OTHERS = ("serve", "gateway", "node", "registry", "completion")  # signalled, or read their name
@@ -48,9 +48,8 @@ def preloaded(directory: Path) -> Iterator[Path]:
         values = {"python": sys.executable, "program": str(PROGRAM), "address": str(address)}
         client.write_text(_CLIENT.format(others=_OTHERS, **values))
         client.chmod(0o755)
-        while not address.exists():
-            assert server.poll() is None
-            time.sleep(0.05)
+        until(lambda: address.exists() or server.poll() is not None, "the socket")
+        assert server.poll() is None
         yield client.parent
     finally:
         end(server)

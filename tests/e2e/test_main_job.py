@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,27 +20,16 @@ PROMPT = "a red fox"
 def test_create_push_pull_run_replay(
     aimage: Callable[..., Aimage], tiny: Path, repository: str
 ) -> None:
-    here, there = aimage("here"), aimage("there")
+    here, there, elsewhere = aimage("here"), aimage("there"), aimage("elsewhere")
     reference = f"{repository}:v1"
     created = here("create", reference, tiny).line
     assert here("push", reference).line == created
     assert there("pull", reference).line == created
     assert there("-q", "show", reference, "--json").value["digest"] == created
     picture = there("run", reference, PROMPT, "--seed", 42, "--steps", 1, "-o", "it.png").line
-    assert here("replay", picture).line == "equal"
-
-
-@pytest.mark.integration
-def test_run_and_replay_pull_missing_blobs(
-    aimage: Callable[..., Aimage], tiny: Path, repository: str
-) -> None:
-    here, there, elsewhere = aimage("here"), aimage("there"), aimage("elsewhere")
-    here("create", repository, tiny)
-    here("push", repository)
-    picture = there("run", repository, PROMPT, "--seed", 7, "--steps", 2, "-o", "fox.png").line
-    assert elsewhere("replay", picture).line == "equal"
+    assert elsewhere("replay", picture).line == "equal"  # after a pull
     (name,) = [row["reference"] for row in elsewhere("ls", "--json").value]
-    assert name.startswith(f"{repository}@sha256:")
+    assert name == f"{repository}@{created}"
 
 
 def test_a_repeated_push_sends_nothing_and_a_repeated_pull_one_request(
@@ -62,53 +52,52 @@ def test_a_repeated_push_sends_nothing_and_a_repeated_pull_one_request(
 @pytest.mark.integration
 def test_models_share_common_blobs(
     aimage: Callable[..., Aimage],
-    tiny: Path,
+    llm: Path,
     registry: RealRegistry,
     repository: str,
     tmp_path: Path,
 ) -> None:
-    """A push of a second model with the same text encoder sends only new blobs."""
+    """A push of a second model of which two tensors differ sends only those."""
     here = aimage("here")
     other = tmp_path / "other"
-    run(["cp", "-r", str(tiny), str(other)], check=True)
-    weights = other / "transformer" / "diffusion_pytorch_model.safetensors"
+    shutil.copytree(llm, other)
+    weights = other / "model.safetensors"
     data = bytearray(weights.read_bytes())
     header = int.from_bytes(data[:8], "little")
     tensors = json.loads(data[8 : 8 + header])
-    tensors.pop("__metadata__", None)
-    for info in tensors.values():  # another transformer: every tensor changes
+    changed = [tensors["lm_head.weight"], tensors["model.norm.weight"]]
+    for info in changed:
         data[8 + header + info["data_offsets"][0]] ^= 1
     weights.write_bytes(data)
 
-    one = here("create", f"{repository}:one", tiny, "--json").value
+    one = here("create", f"{repository}:one", llm, "--json").value
     blobs = len(list((here.store / "blobs" / "sha256").iterdir()))
     two = here("create", f"{repository}:two", other, "--json").value
     assert one["alreadyThere"]["layers"] == 0
-    assert two["alreadyThere"]["layers"] == two["tensors"] + two["files"] - len(tensors)
+    assert two["alreadyThere"]["layers"] == two["tensors"] + two["files"] - len(changed)
     added = len(list((here.store / "blobs" / "sha256").iterdir())) - blobs
-    assert added == len(tensors) + 1  # and a manifest; both share one config
+    assert added == len(changed) + 1  # and a manifest; both share one config
 
     here("push", f"{repository}:one")
     mark = registry.mark()
     here("push", f"{repository}:two")
-    assert registry.count(mark, repository)["PUT blob"] == len(tensors)
+    assert registry.count(mark, repository)["PUT blob"] == len(changed)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("dialect", ["ollama", "container"])
 def test_every_dialect_round_trips(
-    dialect: str, aimage: Callable[..., Aimage], tiny: Path, repository: str
+    dialect: str, aimage: Callable[..., Aimage], llm: Path, repository: str
 ) -> None:
     here, there = aimage("here"), aimage("there")
-    created = here("create", repository, tiny).line
+    created = here("create", repository, llm).line
     pushed = here("push", repository, "--dialect", dialect).line
     assert pushed != created
     assert there("pull", repository).line == pushed
     shown = there("show", repository, "--json").value
     assert shown["dialect"] == dialect
     assert shown["config"] == here("show", repository, "--json").value["config"]
-    # The same blobs, so the same image; and clowder's manifest equals the created one.
-    there("run", repository, PROMPT, "--seed", 1, "--steps", 1, "-o", "it.png")
+    assert shown["layers"] == here("show", repository, "--json").value["layers"]
     there("tag", repository, f"{repository}:back")
     assert there("push", f"{repository}:back", "--dialect", "clowder").line == created
 
@@ -152,10 +141,10 @@ def test_pull_by_digest(aimage: Callable[..., Aimage], llm: Path, repository: st
 
 @pytest.mark.integration
 def test_skopeo_reads_the_layout_and_the_registry(
-    aimage: Callable[..., Aimage], tiny: Path, repository: str, skopeo: str, tmp_path: Path
+    aimage: Callable[..., Aimage], llm: Path, repository: str, skopeo: str, tmp_path: Path
 ) -> None:
     here = aimage("here")
-    digest = here("create", repository, tiny).line
+    digest = here("create", repository, llm).line
     here("push", repository)
     layout, remote = f"oci:{here.store}:{repository}:latest", f"docker://{repository}:latest"
     raw = _skopeo(skopeo, "inspect", "--raw", layout)
@@ -164,17 +153,17 @@ def test_skopeo_reads_the_layout_and_the_registry(
     _skopeo(skopeo, "copy", "--src-tls-verify=false", remote, f"oci:{tmp_path / 'copy'}:x:v1")
     copied = aimage("copy")
     assert copied("show", "x:v1", "--json").value["digest"] == digest
-    copied("run", "x:v1", PROMPT, "--seed", 1, "--steps", 1, "-o", "copied.png")
+    copied("verify")
 
 
 @pytest.mark.integration
 def test_a_container_compressed_by_skopeo_is_restored(
-    aimage: Callable[..., Aimage], tiny: Path, repository: str, skopeo: str
+    aimage: Callable[..., Aimage], llm: Path, repository: str, skopeo: str
 ) -> None:
     """skopeo gzips the layers and drops their annotations; the AImage is still restored."""
     here, there = aimage("here"), aimage("there")
-    here("create", f"{repository}:dressed", tiny, "--dialect", "container")
-    created = aimage("plain")("create", repository, tiny).line
+    here("create", f"{repository}:dressed", llm, "--dialect", "container")
+    created = aimage("plain")("create", repository, llm).line
     squeezed = aimage("squeezed")
     target = f"oci:{squeezed.store}:{repository}:squeezed"
     _skopeo(skopeo, "copy", f"oci:{here.store}:{repository}:dressed", target)
@@ -184,7 +173,7 @@ def test_a_container_compressed_by_skopeo_is_restored(
     pushed = squeezed("push", f"{repository}:squeezed").line
     assert there("pull", f"{repository}:squeezed").line == pushed
     assert there("push", f"{repository}:squeezed", "--dialect", "clowder").line == created
-    there("run", f"{repository}:squeezed", PROMPT, "--seed", 1, "--steps", 1, "-o", "x.png")
+    there("verify")
 
 
 def test_a_foreign_manifest_survives_byte_for_byte(

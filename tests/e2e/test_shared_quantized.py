@@ -11,16 +11,17 @@ import pytest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference
+from tests.abridged import abridge
 from tests.process import Aimage
 from tests.real_registry import RealRegistry
 
 
 @pytest.fixture
-def here(aimage: Callable[..., Aimage], repository: str, tiny: Path) -> Aimage:
+def here(aimage: Callable[..., Aimage], repository: str, tiny: Path, tmp_path: Path) -> Aimage:
     """Return the command line with both in its store: ``plain`` and ``small``."""
-    run = aimage()
-    run("create", f"{repository}:plain", tiny)
-    run("create", f"{repository}:small", tiny, "--quantize", "int8")
+    run, model = aimage(), abridge(tiny, tmp_path / "model")
+    run("create", f"{repository}:plain", model)
+    run("create", f"{repository}:small", model, "--quantize", "int8")
     return run
 
 

@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from clowder_aimage.content.copy_option import CopyEvent
 
 
-MIB = 1024 * 1024
-SIZE = 24 * MIB
+UNIT = 256 * 1024
+SIZE = 24 * UNIT
 BASIC = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
 NOW = 1_800_000_000.0
 
@@ -60,8 +60,9 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use chunks of 8, 2 and 1 MiB in place of 64, 16, 4 and 1."""
-    monkeypatch.setattr(upload, "FIRST_CHUNK", 8 * MIB)
+    """Use chunks of 8, 2 and 1 units in place of 64, 16, 4 and 1 MiB."""
+    monkeypatch.setattr(upload, "FIRST_CHUNK", 8 * UNIT)
+    monkeypatch.setattr(upload, "SMALLEST_CHUNK", UNIT)
 
 
 @dataclass
@@ -163,7 +164,7 @@ def plain(proxy: Proxy, repository: str, tmp_path: Path) -> Way:
 
 def is_big(passed: Passed) -> bool:
     """Return whether a request carries the large blob or a chunk of it."""
-    return passed.is_upload and int(passed.headers.get("Content-Length") or 0) > MIB // 2
+    return passed.is_upload and int(passed.headers.get("Content-Length") or 0) > UNIT // 2
 
 
 def first(condition: Callable[[Passed], bool], count: int = 1) -> Callable[[Any], bool]:
@@ -206,10 +207,10 @@ def test_a_broken_put_restarts_when_the_registry_lost_the_upload(
 ) -> None:
     """The offset query reports an unknown upload, and the blob is sent in a new one."""
     breaks = first(is_big)
-    plain.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None
+    plain.proxy.lost = lambda passed: 9 * UNIT if breaks(passed) else None
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
-    assert bodies(plain.proxy) == [9 * MIB, SIZE]
+    assert bodies(plain.proxy) == [9 * UNIT, SIZE]
     assert steps(plain.proxy)[:2] == [("PUT", 0), ("GET", 404)]
 
 
@@ -218,13 +219,13 @@ def test_an_interrupted_patch_is_restarted(
     buffers: bool, store: Store, registry: RealRegistry, plain: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large blob is sent by PATCH; this registry loses a broken one."""
-    monkeypatch.setattr(upload, "RESUMABLE", 8 * MIB)
+    monkeypatch.setattr(upload, "RESUMABLE", 8 * UNIT)
     breaks = first(is_big)
     plain.proxy.buffers = buffers
-    plain.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None
+    plain.proxy.lost = lambda passed: 9 * UNIT if breaks(passed) else None
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
-    assert bodies(plain.proxy) == [9 * MIB, SIZE]
+    assert bodies(plain.proxy) == [9 * UNIT, SIZE]
     assert steps(plain.proxy)[:2] == [("PATCH", 0), ("GET", 204 if buffers else 404)]
     assert ("PATCH", 202) in steps(plain.proxy)
 
@@ -235,12 +236,12 @@ def test_a_broken_chunk_continues_at_the_registry_s_offset(
 ) -> None:
     """Only the bytes that the proxy did not forward are sent again."""
     way.proxy.buffers = True
-    refuse(way.proxy, 8 * MIB)
-    breaks = first(lambda p: p.method == "PATCH" and "8388608-" in p.headers["Content-Range"])
-    way.proxy.lost = lambda passed: 5 * MIB if breaks(passed) else None
+    refuse(way.proxy, 8 * UNIT)
+    breaks = first(lambda p: p.method == "PATCH" and f"{8 * UNIT}-" in p.headers["Content-Range"])
+    way.proxy.lost = lambda passed: 5 * UNIT if breaks(passed) else None
     store.push(way.name, way.connection)
     arrived(store, registry, way)
-    assert bodies(way.proxy) == [0, 8 * MIB, 5 * MIB, 8 * MIB, 8 * MIB]
+    assert bodies(way.proxy) == [0, 8 * UNIT, 5 * UNIT, 8 * UNIT, 8 * UNIT]
     assert ("GET", 204) in steps(way.proxy)
     assert ("GET", 404) not in steps(way.proxy)
 
@@ -251,7 +252,7 @@ def test_a_push_with_progress_on_each_attempt_succeeds(
 ) -> None:
     """Every chunk breaks twice, far more often than attempts without progress may fail."""
     plain.proxy.buffers = True
-    refuse(plain.proxy, 2 * MIB)
+    refuse(plain.proxy, 2 * UNIT)
     broken: dict[str, list[int]] = {}
 
     def lost(passed: Any) -> int | None:
@@ -259,24 +260,24 @@ def test_a_push_with_progress_on_each_attempt_succeeds(
         broken.setdefault(span, [])
         if span and passed.number not in broken[span]:
             broken[span].append(passed.number)
-        return MIB if span and passed.number in broken[span][:2] else None
+        return UNIT if span and passed.number in broken[span][:2] else None
 
     plain.proxy.lost = lost
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
-    pieces = SIZE // (2 * MIB)
-    assert sum(bodies(plain.proxy)) == SIZE + 2 * pieces * MIB
+    pieces = SIZE // (2 * UNIT)
+    assert sum(bodies(plain.proxy)) == SIZE + 2 * pieces * UNIT
     assert len(bodies(plain.proxy)) > 3 * pieces
 
 
 def test_a_push_without_progress_fails(
     store: Store, plain: Way, aimage: Callable[..., Aimage]
 ) -> None:
-    plain.proxy.lost = lambda passed: 3 * MIB if is_big(passed) else None
+    plain.proxy.lost = lambda passed: 3 * UNIT if is_big(passed) else None
     here = aimage("store")
     here("tag", "x:v1", plain.name)
     err = here("push", plain.name, code=1).err
-    assert bodies(plain.proxy) == [3 * MIB] * 4
+    assert bodies(plain.proxy) == [3 * UNIT] * 4
     assert f"connection to {plain.proxy.host} lost" in err
     assert "try again" in err
     assert not [p for p in plain.proxy.seen if p.method == "PUT" and "/manifests/" in p.path]
@@ -304,7 +305,7 @@ def test_a_stalled_registry_is_waited_for(
 ) -> None:
     """It may be busy with received bytes, so the upload is not restarted."""
     monkeypatch.setattr(session, "CONNECT_TIMEOUT", 0.2)
-    rests = first(lambda p: is_big(p) and p.received >= MIB)
+    rests = first(lambda p: is_big(p) and p.received >= UNIT)
     rested: list[Passed] = []
 
     def lull(passed: Any) -> float:
@@ -325,12 +326,12 @@ def test_a_permanently_stalled_connection_is_replaced(
 ) -> None:
     """Another connection is tried after the timeout."""
     monkeypatch.setattr(transport, "SEND_TIMEOUT", 0.3, raising=False)
-    stands = first(lambda p: is_big(p) and p.received >= MIB)
+    stands = first(lambda p: is_big(p) and p.received >= UNIT)
     way.proxy.lull = lambda passed: math.inf if stands(passed) else 0.0
     store.push(way.name, way.connection)
     arrived(store, registry, way)
     (stood, whole) = bodies(way.proxy)
-    assert MIB <= stood < 2 * MIB
+    assert UNIT <= stood < 2 * UNIT
     assert whole == SIZE
 
 
@@ -356,14 +357,14 @@ def test_a_transient_error_on_a_chunk_is_retried(
     store: Store, registry: RealRegistry, plain: Way
 ) -> None:
     """Only that chunk is sent again."""
-    refuse(plain.proxy, 8 * MIB)
+    refuse(plain.proxy, 8 * UNIT)
     inner = plain.proxy.instead
     assert inner is not None
-    fails = first(lambda p: p.method == "PATCH" and "8388608-" in p.headers["Content-Range"])
+    fails = first(lambda p: p.method == "PATCH" and f"{8 * UNIT}-" in p.headers["Content-Range"])
     plain.proxy.instead = lambda p: Reply(500) if fails(p) else inner(p)
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
-    assert bodies(plain.proxy) == [0, 8 * MIB, 8 * MIB, 8 * MIB, 8 * MIB]
+    assert bodies(plain.proxy) == [0, 8 * UNIT, 8 * UNIT, 8 * UNIT, 8 * UNIT]
 
 
 @pytest.mark.usefixtures("small")
@@ -372,17 +373,17 @@ def test_a_transient_error_on_the_offset_query_is_retried(
 ) -> None:
     """Received bytes are not discarded."""
     plain.proxy.buffers = True
-    refuse(plain.proxy, 8 * MIB)
+    refuse(plain.proxy, 8 * UNIT)
     inner = plain.proxy.instead
     assert inner is not None
-    breaks = first(lambda p: p.method == "PATCH" and "8388608-" in p.headers["Content-Range"])
-    plain.proxy.lost = lambda passed: MIB if breaks(passed) else None
-    fails = first(lambda p: p.method == "GET" and p.is_upload and plain.proxy.received() > 8 * MIB)
+    breaks = first(lambda p: p.method == "PATCH" and f"{8 * UNIT}-" in p.headers["Content-Range"])
+    plain.proxy.lost = lambda passed: UNIT if breaks(passed) else None
+    fails = first(lambda p: p.method == "GET" and p.is_upload and plain.proxy.received() > 8 * UNIT)
     plain.proxy.instead = lambda p: Reply(500) if fails(p) else inner(p)
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
     assert ("GET", 500) in steps(plain.proxy)
-    assert bodies(plain.proxy) == [0, 8 * MIB, MIB, 8 * MIB, 8 * MIB]
+    assert bodies(plain.proxy) == [0, 8 * UNIT, UNIT, 8 * UNIT, 8 * UNIT]
 
 
 def test_retry_after_is_respected(store: Store, registry: RealRegistry, plain: Way) -> None:
@@ -394,7 +395,7 @@ def test_retry_after_is_respected(store: Store, registry: RealRegistry, plain: W
 
     fails = first(is_big)
     plain.proxy.instead = lambda p: (
-        Reply(429, {"Retry-After": "17"}, after=MIB) if fails(p) else None
+        Reply(429, {"Retry-After": "17"}, after=UNIT) if fails(p) else None
     )
     plain.connection = ClientOptions(
         docker_config=plain.connection.docker_config, clock=lambda: now[0], sleep=sleep
@@ -402,19 +403,19 @@ def test_retry_after_is_respected(store: Store, registry: RealRegistry, plain: W
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
     assert slept == [17]
-    assert sum(bodies(plain.proxy)) <= SIZE + MIB
+    assert sum(bodies(plain.proxy)) <= SIZE + UNIT
 
 
 @pytest.mark.parametrize("abruptly", [False, True], ids=["peaceful", "abrupt"])
 def test_an_error_response_during_the_body_is_read(abruptly: bool, store: Store, way: Way) -> None:
     body = json.dumps({"errors": [{"code": "DENIED", "message": "not for you"}]}).encode()
     way.proxy.instead = lambda p: (
-        Reply(403, {}, body, after=MIB, abruptly=abruptly) if is_big(p) else None
+        Reply(403, {}, body, after=UNIT, abruptly=abruptly) if is_big(p) else None
     )
     said = "403" if abruptly else "403 DENIED not for you"  # a reset may discard the rest
     with pytest.raises(UnauthorizedError, match=said):
         store.push(way.name, way.connection)
-    assert bodies(way.proxy) == [MIB]
+    assert bodies(way.proxy) == [UNIT]
     assert not [p for p in way.proxy.seen if p.method == "PUT" and "/manifests/" in p.path]
 
 
@@ -430,7 +431,7 @@ def refuse(proxy: Proxy, limit: int) -> None:
     )
 
 
-@pytest.mark.parametrize(("limit", "piece"), [(3 * MIB, 2), (MIB, 1)])
+@pytest.mark.parametrize(("limit", "piece"), [(3 * UNIT, 2), (UNIT, 1)])
 @pytest.mark.usefixtures("small")
 def test_smaller_chunks_are_sent_when_one_is_too_large(
     limit: int, piece: int, store: Store, registry: RealRegistry, plain: Way
@@ -439,9 +440,9 @@ def test_smaller_chunks_are_sent_when_one_is_too_large(
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
     taken = [p.received for p in plain.proxy.uploads() if is_big(p) and p.status in (201, 202)]
-    assert taken == [piece * MIB] * (SIZE // (piece * MIB))
+    assert taken == [piece * UNIT] * (SIZE // (piece * UNIT))
     refused = [p.headers["Content-Length"] for p in plain.proxy.uploads() if p.status == 413]
-    assert [int(size) // MIB for size in refused] == [s for s in (24, 8, 2) if s > piece]
+    assert [int(size) // UNIT for size in refused] == [s for s in (24, 8, 2) if s > piece]
     assert sum(bodies(plain.proxy)) == SIZE
 
 
@@ -478,7 +479,7 @@ class Tokens:
         if passed.headers.get("Authorization", "").removeprefix("Bearer ") in self.good:
             return early
         realm = f'Bearer realm="http://{self.proxy.host}/token",service="test"'
-        return Reply(401, {"WWW-Authenticate": realm}, after=MIB)
+        return Reply(401, {"WWW-Authenticate": realm}, after=UNIT)
 
     def revoke(self) -> None:
         self.good.clear()
@@ -493,7 +494,7 @@ def test_a_token_that_expires_before_the_body_is_renewed(
     tokens.then = lambda passed: tokens.revoke() if expires(passed) else None
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
-    assert bodies(plain.proxy) == [MIB, SIZE]
+    assert bodies(plain.proxy) == [UNIT, SIZE]
     assert tokens.count >= 2
 
 
@@ -503,19 +504,19 @@ def test_a_token_that_expires_between_two_chunks_is_renewed(
 ) -> None:
     """Received bytes are kept; only the refused chunk is sent again."""
     tokens = Tokens(plain.proxy)
-    expires = first(lambda p: "16777216-" in p.headers.get("Content-Range", ""))
+    expires = first(lambda p: f"{16 * UNIT}-" in p.headers.get("Content-Range", ""))
 
     def then(passed: Passed) -> Reply | None:
         if expires(passed):
             tokens.revoke()
-        if passed.is_upload and int(passed.headers.get("Content-Length") or 0) > 8 * MIB:
+        if passed.is_upload and int(passed.headers.get("Content-Length") or 0) > 8 * UNIT:
             return Reply(413, after=0)
         return None
 
     tokens.then = then
     store.push(plain.name, plain.connection)
     arrived(store, registry, plain)
-    assert bodies(plain.proxy) == [0, 8 * MIB, 8 * MIB, MIB, 8 * MIB]
+    assert bodies(plain.proxy) == [0, 8 * UNIT, 8 * UNIT, UNIT, 8 * UNIT]
 
 
 def private(aimage_home: Path, proxy: Proxy) -> None:
@@ -533,11 +534,11 @@ def test_a_401_during_an_upload_is_retried(
         fails = first(is_big)
         basic = {"WWW-Authenticate": 'Basic realm="test"'}
         proxy.instead = lambda p: (
-            Reply(401, basic, after=5 * MIB, abruptly=True) if fails(p) else None
+            Reply(401, basic, after=5 * UNIT, abruptly=True) if fails(p) else None
         )
         store.push(way.name, way.connection)
         arrived(store, private_registry, way)
-    assert bodies(proxy) == [5 * MIB, SIZE]
+    assert bodies(proxy) == [5 * UNIT, SIZE]
 
 
 def test_a_repeated_401_fails(
@@ -554,10 +555,10 @@ def test_a_repeated_401_fails(
         private(tmp_path / "docker", proxy)
         name = f"{proxy.host}/{repository.partition('/')[2]}:v1"
         basic = {"WWW-Authenticate": 'Basic realm="test"'}
-        proxy.instead = lambda p: Reply(401, basic, after=MIB) if is_big(p) else None
+        proxy.instead = lambda p: Reply(401, basic, after=UNIT) if is_big(p) else None
         here("tag", "x:v1", name)
         assert "credentials" in here("push", name, code=4).err
-    assert set(bodies(proxy)) == {MIB}
+    assert set(bodies(proxy)) == {UNIT}
     assert len(bodies(proxy)) <= 4
 
 
@@ -584,9 +585,9 @@ def test_a_location_on_another_host_gets_no_password(
         private(tmp_path, proxy)
         way = Way(proxy, repository.partition("/")[2], ClientOptions(docker_config=tmp_path))
         other.adds = {"Authorization": f"Basic {BASIC}"}  # the location itself authorises the write
-        refuse(other, 8 * MIB)
+        refuse(other, 8 * UNIT)
         breaks = first(lambda p: p.method == "PATCH")
-        other.lost = lambda p: MIB if breaks(p) else None
+        other.lost = lambda p: UNIT if breaks(p) else None
         there = other.host.replace("127.0.0.1", "localhost")
 
         def change(passed: Any, reply: Any) -> None:
@@ -627,7 +628,7 @@ def spoil(store: Store, change: Any) -> None:
 
 def test_a_damaged_blob_is_not_tagged(store: Store, registry: RealRegistry, way: Way) -> None:
     """The registry detects it and keeps nothing, and the error names the local copy."""
-    spoil(store, lambda content: content[: 5 * MIB] + b"?" + content[5 * MIB + 1 :])
+    spoil(store, lambda content: content[: 5 * UNIT] + b"?" + content[5 * UNIT + 1 :])
     with pytest.raises(VerificationError, match="digest mismatch") as raised:
         store.push(way.name, way.connection)
     assert raised.value.exit_code == 5
@@ -665,8 +666,8 @@ def test_a_resumed_push_of_a_damaged_blob_fails(
     """The rest alone cannot be verified locally; the registry verifies the whole."""
     spoil(store, lambda content: b"?" + content[1:])
     breaks = first(is_big)
-    plain.proxy.lost = lambda passed: 9 * MIB if breaks(passed) else None
+    plain.proxy.lost = lambda passed: 9 * UNIT if breaks(passed) else None
     with pytest.raises(VerificationError, match="digest mismatch"):
         store.push(plain.name, plain.connection)
-    assert bodies(plain.proxy) == [9 * MIB, SIZE]
+    assert bodies(plain.proxy) == [9 * UNIT, SIZE]
     assert registry.blob(plain.path, store.blob.digest) is None

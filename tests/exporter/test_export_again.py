@@ -56,11 +56,6 @@ SAVED = {
 TRANSFORMERS = {"config.json": CONFIG, "model.safetensors": WEIGHTS}
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
 def write(root: Path, files: dict[Any, Any]) -> Path:
     for name, data in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 
 def test_nine_of_ten_jobs_meet_a_loaded_model() -> None:
     """20 models by Zipf's law, 8 workers with two slots; the clock is simulated."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "affinity.py"), "--json"]
+    command = [sys.executable, "-m", "benchmarks.affinity", "--json"]
     command += ["--jobs", "300", "--load", "0.1,0.2"]
     known = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": str(ROOT)}
     done = run(command, env=known, text=True, timeout=100)

@@ -19,8 +19,8 @@ def test_no_job_is_lost_or_answered_with_anothers_picture() -> None:
     nats_program()
     sizes = {"workers": 3, "gateways": 2, "jobs": 240, "clients": 16, "every": 2}
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, str(ROOT / "benchmarks" / "jobs.py"), "--json", *options]
-    done = run(command, text=True, timeout=600)
+    command = [sys.executable, "-m", "benchmarks.jobs", "--json", *options]
+    done = run(command, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["jobs"] == sizes["jobs"] and sum(found["kills"].values()) >= 3

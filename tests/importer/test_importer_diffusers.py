@@ -57,11 +57,6 @@ def shards(variant: str = "") -> dict[Any, Any]:
     }
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
 def write(root: Path, *groups: dict[str, bytes]) -> Path:
     for name, data in [pair for files in groups for pair in files.items()]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)

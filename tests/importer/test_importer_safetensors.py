@@ -32,11 +32,6 @@ SLASHED = [("a/b", "F32", (2,))]
 WHOLE = ModelForm(whole_files=True)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
 def test_a_checkpoint_is_packed_by_tensor_and_exported_byte_for_byte(
     store: ImageLayout, tmp_path: Path
 ) -> None:

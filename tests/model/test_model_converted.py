@@ -51,7 +51,7 @@ def keep(tmp_path: Path) -> Keep:
     return make
 
 
-def read(store: ImageLayout, component: str) -> tuple[AImage, ModelWeights]:
+def open_weights(store: ImageLayout, component: str) -> tuple[AImage, ModelWeights]:
     aimage = read_aimage(store, NEW).aimage
     return aimage, ModelWeights.open(store, aimage, component)
 
@@ -75,7 +75,7 @@ def test_convert_keeps_the_values_of_every_layout_and_kind(
     size = 32 if kind == "int4" else None
     store = keep(blobs, made(blobs, kind, layout, size, component).aimage())
     packed = convert(store, OLD, NEW, Recipe.parse(dtype="f16"))
-    aimage, weights = read(store, component)
+    aimage, weights = open_weights(store, component)
     for name, array in MATRICES.items():
         assert weights.quantization(name) == Quantization.parse(kind, size)
         np.testing.assert_array_equal(weights.numpy(name), judge(array, kind, size))

@@ -81,6 +81,7 @@ def test_numpy_views_every_dtype_read_only(store: FolderStore) -> None:
             found[0] = 0
 
 
+@pytest.mark.integration
 def test_torch_views_every_dtype(store: FolderStore) -> None:
     torch = pytest.importorskip("torch")
     weights = with_tensors(store, {dtype: of(dtype) for dtype in PLAIN})
@@ -115,6 +116,7 @@ def test_numpy_does_not_copy(store: FolderStore) -> None:
     assert found[-2] == 4094
 
 
+@pytest.mark.integration
 def test_writing_to_torch_stays_here(store: FolderStore) -> None:
     pytest.importorskip("torch")
     weights = with_tensors(store, {"x": ("F32", (2, 2), np.ones(4, np.float32).tobytes())})
@@ -134,6 +136,7 @@ def test_views_outlive_the_blob(store: FolderStore) -> None:
     assert found.tobytes() == BYTES
 
 
+@pytest.mark.integration
 def test_empty_scalar_and_unpadded(store: FolderStore) -> None:
     torch = pytest.importorskip("torch")
     one = np.float32(2.5).tobytes()
@@ -167,6 +170,7 @@ def test_a_single_number_is_an_array(
     assert not found.flags.writeable
 
 
+@pytest.mark.integration
 def test_quantized_tensors(store: FolderStore) -> None:
     torch = pytest.importorskip("torch")
     weights = opened(made(store, "int4", "combined"))

@@ -24,7 +24,7 @@ from tests.model.model_blobs import import_directory
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 REQUEST = GenerateRequest("a fox", 32, 32, 3)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from tests.fleet.fleet_run import Nats
 from tests.page.conftest import serve_copy
 from tests.process import Aimage
+from tests.wait import until
 from tests.worker.conftest import answer_to, begin
 
 pytest.importorskip("playwright", reason="playwright is not installed")
@@ -35,12 +35,12 @@ def test_the_page_at_a_gateway_shows_the_fleet(
         here.process("fleet", "init", "--nats", nats.url)
         workers.append(serve_copy(shapes_store, tmp_path / "worker", *joined))
         workers.append(begin(here, "--nats", nats.url, verb="gateway"))
-        end, is_there = time.monotonic() + 30, False
-        while not is_there:
-            assert time.monotonic() < end
-            time.sleep(0.1)
+
+        def has_worker() -> bool:
             status, _, body = answer_to(urllib.request.Request(f"{workers[-1].url}/v1/fleet"))
-            is_there = status == 200 and bool(json.loads(body)["workers"])
+            return status == 200 and bool(json.loads(body)["workers"])
+
+        until(has_worker)
         page = open_page(url=workers[-1].url)
         page.get_by_label("Prompt", exact=True).fill("a red circle")
         page.get_by_role("button", name="Make").click()

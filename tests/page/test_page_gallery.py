@@ -395,6 +395,7 @@ def test_copied_commands_name_the_pictures_that_they_need(
 # -- many pictures
 
 
+@pytest.mark.slow
 def test_thousands_of_pictures_scroll_smoothly(
     context: BrowserContext, open_page: Open, record_property: Any
 ) -> None:

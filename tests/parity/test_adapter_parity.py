@@ -62,7 +62,7 @@ def picture(ours: ZImagePipeline, *uses: tuple[LoadedAdapter, float]) -> np.ndar
     return images[0].pixels.astype(int)
 
 
-def read(ours: ZImagePipeline, vector: AdapterVector, directory: Path) -> LoadedAdapter:
+def load_adapter(ours: ZImagePipeline, vector: AdapterVector, directory: Path) -> LoadedAdapter:
     path = vector.write(directory)
     return LoadedAdapter(vector.name, read_adapter(path, ours.shapes, what="it", base="tiny"))
 
@@ -76,7 +76,7 @@ def test_the_rows_that_diffusers_reads() -> None:
 def test_the_picture_of_diffusers(
     theirs: Any, ours: ZImagePipeline, vector: AdapterVector, tmp_path: Path
 ) -> None:
-    loaded, plain = read(ours, vector, tmp_path), picture(ours)
+    loaded, plain = load_adapter(ours, vector, tmp_path), picture(ours)
     theirs.load_lora_weights(tmp_path, weight_name=f"{vector.name}.safetensors", adapter_name="it")
     for strength in (1.0, 0.6):
         theirs.set_adapters(["it"], [strength])
@@ -90,7 +90,7 @@ def test_the_picture_of_diffusers(
 def test_two_adapters_as_in_diffusers(theirs: Any, ours: ZImagePipeline, tmp_path: Path) -> None:
     names, strengths = ("ai-toolkit-alpha", "diffusers-metadata"), [0.8, -0.5]
     chosen = [vector for name in names for vector in READ if vector.name == name]
-    loaded = [read(ours, vector, tmp_path) for vector in chosen]
+    loaded = [load_adapter(ours, vector, tmp_path) for vector in chosen]
     keys = []
     for number, vector in enumerate(chosen):
         keys.append(f"a{number}")

@@ -97,7 +97,7 @@ def pair(
     directory: Path = tmp_path_factory.mktemp("model")
     number = list(MODELS).index(request.param)
     seed, every = SEED + number, list(CASES)
-    cases = every if not number else [every[number % len(every)], every[(number + 2) % len(every)]]
+    cases = every if not number else [every[number % len(every)]]
     dims = draw(seed, **MODELS[request.param])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

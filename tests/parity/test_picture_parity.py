@@ -51,10 +51,10 @@ class Both:
             one.set_progress_bar_config(disable=True)
 
 
-@pytest.fixture(scope="module", params=[0, 1])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
     model, blobs = (tmp_path_factory.mktemp(name) for name in ("model", "blobs"))
-    return Both(model, blobs, SEED + request.param)
+    return Both(model, blobs, SEED)
 
 
 def random_picture(rng: random.Random, width: int, height: int) -> Picture.Image:

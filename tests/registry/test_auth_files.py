@@ -297,7 +297,7 @@ def test_the_command_line_reads_the_default_auth_files(
     """podman's file with a path, and REGISTRY_AUTH_FILE, precede docker's wrong credentials."""
     here, host = aimage(), private_registry.host
     right = {"auth": basic("operator", "open sesame")}
-    here("create", f"{host}/places/x:v1", tiny)
+    here("create", f"{host}/places/x:v1", tiny, "--whole-files")
     podman = here.home / ".config" / "containers" / "auth.json"
     podman.parent.mkdir(parents=True)
     podman.write_text(json.dumps({"auths": {f"{host}/other": right}}))

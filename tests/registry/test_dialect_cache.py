@@ -260,7 +260,7 @@ def test_the_second_push_skips_the_refused_dialect(
 ) -> None:
     """docker-registry refuses the custom type; the second push does not offer it again."""
     here, name = aimage(), f"{repository}:v1"
-    here("create", name, tiny, "--manifest-type", "custom")
+    here("create", name, tiny, "--whole-files", "--manifest-type", "custom")
     first = here("push", name)
     assert "rejected this type of manifest" in first.err
     second = here("push", name)

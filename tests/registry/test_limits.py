@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,12 +80,19 @@ def test_jobs_on_the_command_line_take_precedence(configured: Callable[..., Aima
     assert several.most > 1
 
 
-def test_rate_of_a_registry_limits_a_pull(configured: Callable[..., Aimage]) -> None:
-    """400 kB at 400 kB a second."""
+def test_rate_of_a_registry_limits_a_pull(
+    configured: Callable[..., Aimage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The waits of the connections are recorded instead of slept."""
+    waits: list[float] = []
+
+    def rate(limit: float) -> Rate:
+        return Rate(limit, clock=lambda: 0.0, sleep=waits.append)
+
+    monkeypatch.setattr(sys.modules["clowder_aimage.pull"], "Rate", rate)
     with ScriptedRegistry(serving(*artifact(*BLOBS))).running() as registry:
-        begun = time.monotonic()
-        configured(registry.host, limitRate="400k")("pull", f"{registry.host}/x")
-        assert time.monotonic() - begun > 1
+        configured(registry.host, limitRate="100k")("pull", f"{registry.host}/x")
+    assert max(waits) == pytest.approx(sum(map(len, BLOBS)) / 100e3)
 
 
 def test_rate_on_the_command_line_takes_precedence(configured: Callable[..., Aimage]) -> None:

@@ -395,7 +395,7 @@ def test_the_command_line_reads_the_config_file(
     """From the environment variable or the default place; a named file must exist."""
     here = aimage()
     host = registry.host
-    here("create", f"{host}/mirrored/x:v1", tiny)
+    here("create", f"{host}/mirrored/x:v1", tiny, "--whole-files")
     digest = here("push", f"{host}/mirrored/x:v1").line
     config = here.home / "aimage.json"
     entry = {"mirrors": [host], "trustTags": True}

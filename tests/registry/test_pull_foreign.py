@@ -206,7 +206,8 @@ def test_a_custom_type_aimage_is_pulled_from_registry_serve(
     """``registry serve`` refuses the type on push, but serves it from a layout."""
     pytest.importorskip("aiohttp", reason="aiohttp is not installed")
     maker = aimage("maker")
-    digest = maker("create", "team/tiny:v1", tiny, "--manifest-type", "custom").line
+    custom = ("--whole-files", "--manifest-type", "custom")
+    digest = maker("create", "team/tiny:v1", tiny, *custom).line
     with served(maker) as host:
         user, name = aimage("user"), f"{host}/team/tiny:v1"
         assert user("pull", name).line == digest

@@ -107,7 +107,7 @@ def pictures(pipeline: ZImagePipeline, scenes: list[Scene]) -> list[quality.Pixe
 
 @pytest.mark.integration
 def test_it_draws_the_ninth_colour_and_the_model_alone_does_not(pipeline: ZImagePipeline) -> None:
-    scenes = ninth()[::5]
+    scenes = ninth()[::10]
     found = quality.judged(scenes, pictures(pipeline, scenes), NINE)
     assert found["colour"]["right"] == 0
     with adapted(pipeline, ":1.0"):
@@ -118,7 +118,7 @@ def test_it_draws_the_ninth_colour_and_the_model_alone_does_not(pipeline: ZImage
 
 @pytest.mark.integration
 def test_it_leaves_usual_scenes_as_they_are(pipeline: ZImagePipeline) -> None:
-    scenes = usual()[::10]
+    scenes = usual()[::30]
     alone = quality.judged(scenes, pictures(pipeline, scenes))
     with adapted(pipeline, ""):
         found = quality.judged(scenes, pictures(pipeline, scenes))

@@ -25,7 +25,7 @@ from clowder_aimage.tensor import read_header
 
 MODEL = Path(__file__).parents[2] / "examples" / "shapes" / "model"
 usual = functools.cache(held_out_scenes)
-SAMPLE = range(0, 300, 15)  # seeds, and the scenes that go with them
+SAMPLE = range(0, 300, 30)  # seeds, and the scenes that go with them
 FILE = f"sha256:{'0' * 64}"  # of an image; the pipeline is given the picture itself
 BFLOAT16 = 0.97  # correlation with float32, at least, for each picture; all 300 keep it
 
@@ -60,10 +60,10 @@ def exact(load: Load) -> list[quality.Pixels]:
 
 @pytest.mark.parametrize(
     "step",
-    [pytest.param(3, marks=pytest.mark.integration), pytest.param(1, marks=pytest.mark.slow)],
+    [pytest.param(5, marks=pytest.mark.integration), pytest.param(1, marks=pytest.mark.slow)],
 )
 def test_held_out_scenes(load: Load, step: int) -> None:
-    """Generate every third scene, or all 300, with its number as the seed; drop none."""
+    """Generate every fifth scene, or all 300, with its number as the seed; drop none."""
     seeds = range(0, 300, step)
     found = quality.judged([usual()[seed] for seed in seeds], pictures(load("float32"), seeds))
     assert found["colour"]["of"] == found["shape"]["of"] == len(seeds)
@@ -114,13 +114,12 @@ def test_an_enlarged_scene_stays_as_it_is(load: Load) -> None:
 
 
 @pytest.mark.integration
-def test_another_caption_is_another_picture(load: Load) -> None:
+def test_another_caption_is_another_picture(exact: list[quality.Pixels]) -> None:
     """The judge is not pleased by whatever it is shown: the pictures of other scenes fail."""
-    made = pictures(load("float32"), SAMPLE)
     scenes = [usual()[seed] for seed in SAMPLE]
     verdicts = [
         score(scene, look(picture))
-        for scene, picture in zip(scenes, made[1:] + made[:1], strict=True)
+        for scene, picture in zip(scenes, exact[1:] + exact[:1], strict=True)
     ]
     assert sum(verdict.both for verdict in verdicts) <= len(verdicts) // 10
 
@@ -244,12 +243,12 @@ def test_it_is_small_and_stored_as_bfloat16() -> None:
 
 @pytest.mark.integration
 def test_a_red_circle_becomes_a_blue_square(load: Load) -> None:
-    """Paint 12 of the 60 held-out items in place of others; the background stays as it is."""
-    pipeline, wanted = load("float32"), quality.repaintings()[::5]
-    assert len(wanted) == 12
-    made = [one.paint(pipeline, 5 * seed, 1.0) for seed, one in enumerate(wanted)]
+    """Paint 6 of the 60 held-out items in place of others; the background stays as it is."""
+    pipeline, wanted = load("float32"), quality.repaintings()[::10]
+    assert len(wanted) == 6
+    made = [one.paint(pipeline, 10 * seed, 1.0) for seed, one in enumerate(wanted)]
     right = [one.is_in_place(pixels) for one, pixels in zip(wanted, made, strict=True)]
-    assert sum(right) >= 11  # of 60 95 % are right
+    assert sum(right) >= 5  # of 60 95 % are right
     assert not any(one.is_in_place(one.drawing) for one in wanted)
     for one, pixels in zip(wanted, made, strict=True):
         kept = np.abs(pixels.astype(int) - one.drawing)[one.mask < 128]

@@ -27,7 +27,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return model, write_lora(directory.with_name("lora.gguf"), directory)
 
 
-def read(path: Path) -> tuple[Metadata, Tensors]:
+def read_gguf(path: Path) -> tuple[Metadata, Tensors]:
     return read_bytes(path.read_bytes())
 
 
@@ -41,7 +41,7 @@ def check(metadata: Metadata, tensors: Tensors) -> GgufFacts:
 
 
 def test_facts_are_read(paths: tuple[Path, Path]) -> None:
-    metadata, tensors = read(paths[0])
+    metadata, tensors = read_gguf(paths[0])
     facts = check(metadata, tensors)
     assert (facts.architecture, facts.context, facts.layers) == ("llama", 512, 2)
     assert (facts.width, facts.inner, len(facts.tokens)) == (64, 128, 400)
@@ -97,14 +97,14 @@ LIES: dict[str, Callable[[Metadata], None]] = {
 
 @pytest.mark.parametrize("message", LIES)
 def test_metadata_that_lie_are_refused(paths: tuple[Path, Path], message: str) -> None:
-    metadata, tensors = read(paths[0])
+    metadata, tensors = read_gguf(paths[0])
     LIES[message](metadata)
     with pytest.raises(FormatError, match=message):
         check(metadata, tensors)
 
 
 def test_model_without_a_tokenizer_is_refused(paths: tuple[Path, Path]) -> None:
-    metadata, tensors = read(paths[0])
+    metadata, tensors = read_gguf(paths[0])
     del metadata["tokenizer.ggml.model"]
     with pytest.raises(ModelError, match="no tokenizer"):
         check(metadata, tensors)
@@ -124,7 +124,7 @@ def test_model_without_a_tokenizer_is_refused(paths: tuple[Path, Path]) -> None:
 def test_tensors_that_lie_are_refused(
     paths: tuple[Path, Path], name: str, kind: str, shape: tuple[int, ...], message: str
 ) -> None:
-    metadata, tensors = read(paths[0])
+    metadata, tensors = read_gguf(paths[0])
     tensors[name] = GgufTensor(name, kind, shape, 0, 0)
     with pytest.raises(ContentError, match=message):
         check(metadata, tensors)
@@ -137,8 +137,8 @@ def test_tensors_that_lie_are_refused(
 
 
 def test_adapter_that_lies_is_refused(paths: tuple[Path, Path]) -> None:
-    _, base = read(paths[0])
-    metadata, tensors = read(paths[1])
+    _, base = read_gguf(paths[0])
+    metadata, tensors = read_gguf(paths[1])
     check_adapter(metadata, tensors.values(), "llama", base)
     name = "blk.0.attn_q.weight.lora_a"
     changes: tuple[tuple[str, Metadata, Tensors], ...] = (

@@ -23,7 +23,9 @@ TOOLS = (
 )
 
 
-def read(parts: Iterable[str | bytes], **options: Any) -> tuple[list[TextEvent], TextStream]:
+def stream_events(
+    parts: Iterable[str | bytes], **options: Any
+) -> tuple[list[TextEvent], TextStream]:
     stream = TextStream(**options)
     events: list[TextEvent] = []
     for part in parts:
@@ -41,15 +43,15 @@ def each(text: str) -> list[bytes]:
 
 
 def test_characters_are_never_split() -> None:
-    events, _ = read(each("aé東🙂"))
+    events, _ = stream_events(each("aé東🙂"))
     assert pieces(events) == ["a", "é", "東", "🙂"]
-    events, _ = read([b"a\xf0\x9f", b"b", b"\xe6\x9d"])
+    events, _ = stream_events([b"a\xf0\x9f", b"b", b"\xe6\x9d"])
     assert "".join(pieces(events)) == "a�b�"
 
 
 @pytest.mark.parametrize("parts", [each("one STOP two"), ["one ST", "OP two"], ["one STOP two"]])
 def test_a_stop_string_ends_the_text_wherever_it_is_divided(parts: Sequence[str | bytes]) -> None:
-    events, stream = read(parts, stop=("STOP", "never"))
+    events, stream = stream_events(parts, stop=("STOP", "never"))
     assert text_of(events) == "one "
     assert stream.is_stopped and stream.reason == "stop"
     assert stream.feed(b"more") == []
@@ -65,25 +67,25 @@ def test_the_beginning_of_a_stop_string_is_held_back_and_sent_if_it_is_not_one()
 
 
 def test_the_first_of_several_stop_strings_counts() -> None:
-    events, _ = read(["abcd"], stop=("cd", "bc"))
+    events, _ = stream_events(["abcd"], stop=("cd", "bc"))
     assert text_of(events) == "a"
 
 
 @pytest.mark.parametrize("is_thinking", [False, True])
 def test_thoughts_are_separated_without_their_marks(is_thinking: bool) -> None:
     text = ("" if is_thinking else "<think>\n") + "hmm,\nso\n</think>\n\nYes <think> no"
-    events, _ = read(each(text), has_thinking=True, is_thinking=is_thinking)
+    events, _ = stream_events(each(text), has_thinking=True, is_thinking=is_thinking)
     assert text_of(events, "thinking") == "hmm,\nso"
     assert text_of(events) == "Yes <think> no"
 
 
 def test_empty_thoughts_are_no_piece() -> None:
-    events, _ = read(each("<think>\n\n</think>\n\nYes"), has_thinking=True)
+    events, _ = stream_events(each("<think>\n\n</think>\n\nYes"), has_thinking=True)
     assert pieces(events) == ["Y", "e", "s"]
 
 
 def test_thoughts_without_an_end_stay_thoughts() -> None:
-    events, _ = read(each("<think>hm "), has_thinking=True)
+    events, _ = stream_events(each("<think>hm "), has_thinking=True)
     assert text_of(events, "thinking") == "hm " and not text_of(events)
 
 
@@ -117,7 +119,7 @@ def test_thoughts_without_an_end_stay_thoughts() -> None:
     ],
 )
 def test_calls_in_the_forms_of_models(form: Any, text: str) -> None:
-    events, stream = read(each(text), calls=form, tools=TOOLS)
+    events, stream = stream_events(each(text), calls=form, tools=TOOLS)
     (call,) = calls_of(events)
     assert call.name == "weather"
     assert json.loads(call.arguments) == {"city": "Ulm", "days": 2}
@@ -127,15 +129,15 @@ def test_calls_in_the_forms_of_models(form: Any, text: str) -> None:
 def test_several_calls_after_an_answer() -> None:
     one = '<tool_call>{"name": "a", "arguments": {}}</tool_call>'
     two = one.replace('"a"', '"b"')
-    events, _ = read(each(f"I look.\n{one}\n{two}"), calls=TAGGED)
+    events, _ = stream_events(each(f"I look.\n{one}\n{two}"), calls=TAGGED)
     assert [call.name for call in calls_of(events)] == ["a", "b"]
     assert text_of(events).strip() == "I look."
-    events, _ = read(
+    events, _ = stream_events(
         each('[TOOL_CALLS]a[ARGS]{"x": {"y": 1}}[TOOL_CALLS]b[ARGS]{}'), calls=BRACKETED
     )
     assert [call.name for call in calls_of(events)] == ["a", "b"]
     text = '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}'
-    events, _ = read(each(text), calls=WHOLE)
+    events, _ = stream_events(each(text), calls=WHOLE)
     assert [call.name for call in calls_of(events)] == ["a", "b"]
 
 
@@ -152,7 +154,7 @@ def test_several_calls_after_an_answer() -> None:
     ],
 )
 def test_what_is_not_a_call_is_text(form: Any, text: str) -> None:
-    events, stream = read([text], calls=form)
+    events, stream = stream_events([text], calls=form)
     assert not calls_of(events)
     assert "".join(text_of(events).split()) == "".join(text.split())
     assert stream.reason == "stop"

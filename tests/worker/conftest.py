@@ -9,7 +9,6 @@ import logging
 import signal
 import subprocess
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -25,6 +24,7 @@ from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
 from tests.process import Aimage
 from tests.store import copy_store
+from tests.wait import until
 
 if TYPE_CHECKING:
     from clowder_aimage.api.service import Service
@@ -231,8 +231,7 @@ class LocalWorker:
 
             view, roster = StoreView(LayeredStore([self.store])), self._gateway._watch.roster
             view.read()
-            while [card.models for card in roster.cards()] != [view.models]:
-                time.sleep(0.02)
+            until(lambda: [card.models for card in roster.cards()] == [view.models])
 
     def drain(self) -> None:
         """Begin a graceful shutdown without waiting for its end."""

@@ -22,6 +22,7 @@ from clowder_aimage.model.pipeline import GenerateRequest, Step
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
+from tests.wait import until_async
 
 NAME = Reference.parse("tiny")
 
@@ -129,7 +130,7 @@ class Client:
 
     async def hears(self, kind: type) -> None:
         """Wait until an event of that type has been received."""
-        await until(lambda: any(isinstance(event, kind) for event in self.heard))
+        await until_async(lambda: any(isinstance(event, kind) for event in self.heard))
 
     async def leave(self) -> None:
         """Cancel the request, and wait until the cancellation is processed."""
@@ -138,12 +139,6 @@ class Client:
 
     async def result(self) -> Any:
         return await self.task
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Poll until the condition holds. ``played`` sets the timeout."""
-    while not condition():
-        await asyncio.sleep(0.005)
 
 
 def children() -> set[int]:

@@ -21,6 +21,7 @@ from clowder_aimage.api.batch.batch_store import ChangedRecordError, DirectoryBa
 from clowder_aimage.api.batch.stored_file import FileWriter, lines, records, remove_expired
 from clowder_aimage.engine.batch_line import BatchRequest
 from clowder_aimage.errors import NetworkError
+from tests.wait import until_async
 
 URL = "/v1/completions"
 
@@ -62,12 +63,13 @@ async def add(store: DirectoryBatchStore, *prompts: str, now: int = 1 << 40) -> 
 
 
 async def ended(store: DirectoryBatchStore, name: str) -> dict[str, Any]:
-    while True:
+    async def over() -> Any:
         found = await store.read(name)
         assert found is not None
-        if found[0]["object"]["status"] in batch_run.OVER:
-            return found[0]
-        await asyncio.sleep(0.01)
+        return found[0] if found[0]["object"]["status"] in batch_run.OVER else None
+
+    record: dict[str, Any] = await until_async(over)
+    return record
 
 
 async def written(store: DirectoryBatchStore, pieces: list[str]) -> dict[str, Any]:
@@ -128,8 +130,12 @@ def test_a_batch_of_a_server_that_has_gone_goes_on(tmp_path: Path) -> None:
         name = await add(store, "a", "b")
         first = ScriptedApp(lambda prompt: (200 if prompt == "a" else 0, b"{}"))
         async with running(BatchRunner(store, first, lambda: 2)):  # type: ignore[arg-type]
-            while not (found := await store.read(name)) or not found[0]["outputs"]:
-                await asyncio.sleep(0.01)
+
+            async def has_output() -> bool:
+                found = await store.read(name)
+                return bool(found and found[0]["outputs"])
+
+            await until_async(has_output)
         record, revision = (await store.read(name)) or ({}, 0)
         assert record["runner"] is None  # it said that it ends
         await store.write(name, {**record, "runner": "killed"}, revision)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import openai
 import pytest
 
 from clowder_aimage.api.batch import batch_run
+from tests.wait import until
 from tests.worker.conftest import LocalWorker, answer_to
 
 PICTURES = "/v1/images/generations"
@@ -39,11 +39,11 @@ def upload(client: Any, *lines: str) -> Any:
 
 
 def ended(client: Any, batch: Any) -> Any:
-    end = time.monotonic() + 60
-    while (found := client.batches.retrieve(batch.id)).status not in batch_run.OVER:
-        assert time.monotonic() < end, found
-        time.sleep(0.02)
-    return found
+    def over() -> Any:
+        found = client.batches.retrieve(batch.id)
+        return found if found.status in batch_run.OVER else None
+
+    return until(over)
 
 
 def begun(client: Any, *lines: str, **options: Any) -> Any:
@@ -51,7 +51,7 @@ def begun(client: Any, *lines: str, **options: Any) -> Any:
     return client.batches.create(input_file_id=upload(client, *lines).id, **known)
 
 
-def read(client: Any, name: str | None) -> dict[str, Any]:
+def output_lines(client: Any, name: str | None) -> dict[str, Any]:
     assert name is not None
     found = [json.loads(each) for each in client.files.content(name).text.splitlines()]
     return {each["custom_id"]: each for each in found}
@@ -64,7 +64,7 @@ def test_a_batch_is_run_and_its_output_is_a_file(client: Any, worker: LocalWorke
     assert (done.status, done.metadata) == ("completed", {"k": "v"})
     assert done.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
     assert done.in_progress_at and done.completed_at and done.expires_at == done.created_at + 86400
-    good, bad = read(client, done.output_file_id), read(client, done.error_file_id)
+    good, bad = output_lines(client, done.output_file_id), output_lines(client, done.error_file_id)
     assert set(good) == {"a", "b"} and set(bad) == {"c"}
     assert bad["c"]["response"]["body"]["error"]["param"] == "n"
     assert (bad["c"]["response"]["status_code"], bad["c"]["error"]) == (400, None)
@@ -95,7 +95,7 @@ def test_a_cancelled_batch_says_what_was_not_sent(client: Any) -> None:
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
     done = ended(client, batch)
     assert done.status == "cancelled" and done.cancelled_at
-    left = read(client, done.error_file_id)
+    left = output_lines(client, done.error_file_id)
     assert left["n19"]["error"]["code"] == "batch_cancelled"
     counts = done.request_counts
     assert counts.completed + counts.failed == counts.total == 20 or not counts.total

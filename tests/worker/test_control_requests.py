@@ -24,6 +24,7 @@ from tests.conftest import TINY
 from tests.controlnet_file import tensors, write_directory, write_file
 from tests.process import Aimage
 from tests.store import copy_store
+from tests.wait import until
 from tests.worker.conftest import LocalWorker, answer_to
 from tests.worker.test_picture_upload import (
     EDITS,
@@ -36,7 +37,6 @@ from tests.worker.test_picture_upload import (
     pictures,
     pixels,
     send,
-    settled,
     url_of,
 )
 
@@ -62,7 +62,7 @@ def worker(stocked: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         kept = left(here.store) - before - {".aimage/gc.lock"}
         return not {name for name in kept if "lease" not in name}
 
-    assert settled(is_clean)
+    until(is_clean)
     found.end()
 
 

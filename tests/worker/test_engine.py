@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureEncodin
 from clowder_aimage.oci import Reference
 from tests.model_script import ModelScript
 from tests.scripted import Answer, ScriptedRegistry
+from tests.wait import until, until_async
 from tests.worker.engine_runs import (
     NAME,
     Client,
@@ -45,7 +45,6 @@ from tests.worker.engine_runs import (
     played,
     served,
     stocked,
-    until,
 )
 
 
@@ -108,8 +107,7 @@ def test_a_process_killed_while_idle_is_started_again(store: LayeredStore) -> No
         await served(engine, job())
         runner = engine.loaded()[0].runner
         os.kill(runner.pid, signal.SIGKILL)
-        while runner.is_alive:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: not runner.is_alive)
         return await served(engine, job())
 
     assert [type(event) for event in played(store, play)][1] is LoadingEvent
@@ -165,11 +163,11 @@ def model(packed: ModelScript) -> ModelScript:
 
 def awaited(condition: Any) -> Answer | None:
     """Wait in a registry's thread; answer 404 if the condition does not come true."""
-    for _ in range(2000):
-        if condition():
-            return None
-        time.sleep(0.01)
-    return Answer(404)
+    try:
+        until(condition)
+    except AssertionError:
+        return Answer(404)
+    return None
 
 
 def test_a_model_is_loaded_while_it_is_pulled(tmp_path: Path, model: ModelScript) -> None:
@@ -193,7 +191,7 @@ def test_a_cancelled_request_leaves_the_pull_and_the_model_to_others(
 
     async def play(engine: Any) -> Any:
         first, second = (Client(engine, job(f"{registry.host}/team/model")) for _ in range(2))
-        await until(lambda: children() - before)
+        await until_async(lambda: children() - before)
         await first.leave()
         left.set()
         return await second.result()
@@ -221,7 +219,7 @@ def test_a_failed_pull_ends_the_process_that_was_loaded_for_it(
         engines.append(engine)
         with pytest.raises(NotFoundError):
             await served(engine, job(f"{registry.host}/team/model"))
-        await until(lambda: not children() - before)
+        await until_async(lambda: not children() - before)
 
     with ScriptedRegistry(model).running() as registry:
         played(store, play)

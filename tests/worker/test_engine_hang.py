@@ -30,6 +30,7 @@ from clowder_aimage.engine.event import (
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.pipeline import Step
+from tests.wait import until_async
 from tests.worker.engine_runs import (
     NAME,
     Client,
@@ -40,7 +41,6 @@ from tests.worker.engine_runs import (
     sample,
     served,
     stocked,
-    until,
 )
 
 pytestmark = [
@@ -75,7 +75,7 @@ async def loading(engine: Any, name: str = "tiny") -> tuple[Client, int]:
     """Return a client whose model is being loaded, and the id of the stopped loading process."""
     before = children()
     client = Client(engine, job(name))
-    await until(lambda: children() - before)
+    await until_async(lambda: children() - before)
     (pid,) = children() - before
     os.kill(pid, signal.SIGSTOP)
     await client.hears(LoadingEvent)
@@ -109,9 +109,9 @@ def test_a_model_whose_process_dies_is_unloaded(store: LayeredStore) -> None:
         shown = {"model": "tiny"}
         assert sample(engine, "aimage_model_loaded", **shown) == 1
         os.kill(model.runner.pid, signal.SIGKILL)
-        await until(lambda: not model.is_ready)
+        await until_async(lambda: not model.is_ready)
         loaded = engine.loaded()
-        await until(lambda: sample(engine, "aimage_model_loaded", **shown) == 0)
+        await until_async(lambda: sample(engine, "aimage_model_loaded", **shown) == 0)
         return loaded, sample(engine, "aimage_model_evictions_total", reason="died")
 
     assert played(store, play) == ([], 1)
@@ -246,9 +246,9 @@ def test_stop_waits_for_a_process_that_is_slow_to_exit(
 
     async def play(engine: Any) -> bool:
         client, pid = await loading(engine)
-        await until(lambda: sent == ["load"])
+        await until_async(lambda: sent == ["load"])
         await client.leave()
-        await until(lambda: killed)
+        await until_async(lambda: killed)
         assert await engine.stop(NAME)
         return is_gone(pid)
 
@@ -269,7 +269,7 @@ def test_stop_ends_a_model_that_has_just_been_loaded(
 
         monkeypatch.setattr(Runner, "start", started)
         client = Client(engine, job())
-        await until(lambda: stopping)
+        await until_async(lambda: stopping)
         ((task, pid),) = stopping
         await task
         gone = is_gone(pid)
@@ -298,7 +298,7 @@ def test_a_load_without_progress_times_out(store: LayeredStore) -> None:
         start = asyncio.create_task(
             Runner.start(store.roots, "tiny", store.resolve(NAME), EngineLimits(load_timeout=1.0))
         )
-        await until(lambda: children() - before)
+        await until_async(lambda: children() - before)
         (pid,) = children() - before
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(ModelError, match="no progress for 1 seconds"):

@@ -37,6 +37,7 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.pipeline import GenerateRequest, Step
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions
+from tests.wait import until_async
 from tests.worker.engine_runs import (
     NAME,
     Client,
@@ -46,7 +47,6 @@ from tests.worker.engine_runs import (
     sample,
     served,
     stocked,
-    until,
 )
 
 
@@ -96,8 +96,7 @@ def test_a_cancelled_request_leaves_the_queue(store: LayeredStore) -> None:
         while not isinstance(await anext(running), Step):
             pass
         waiting = asyncio.create_task(served(engine, job()))
-        while engine.waiting == 0:
-            await asyncio.sleep(0)
+        await until_async(lambda: engine.waiting)
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await waiting
@@ -232,8 +231,7 @@ def test_a_missing_model_is_pulled_with_progress_events(
 def test_a_closing_engine_refuses_requests_and_finishes_running_ones(store: LayeredStore) -> None:
     async def play(engine: Any) -> Any:
         running = asyncio.create_task(served(engine, job(steps=50)))
-        while not engine.loaded():
-            await asyncio.sleep(0.01)
+        await until_async(engine.loaded)
         closing = asyncio.create_task(engine.close(60))
         await asyncio.sleep(0)
         with pytest.raises(StoppedError):
@@ -309,7 +307,7 @@ def test_a_waiting_request_is_told_its_new_place(
         third = Client(engine, job())
         await third.hears(QueuedEvent)
         await second.leave()
-        await until(lambda: len(third.heard) == 2)
+        await until_async(lambda: len(third.heard) == 2)
         places = [getattr(event, "ahead", -1) for event in third.heard]
         engine.loaded()[0].runner.is_running.set()
         await first.leave()
@@ -416,7 +414,7 @@ def test_closing_the_engine_stops_requests_that_wait_for_a_download(store: Layer
             await asked.hears(PullingEvent)
             other = Reference.parse(f"{host}/team/y")
             pull = asyncio.create_task(fetch(engine._transfers, other, lambda _: None))
-            await until(lambda: engine._transfers.of(other))
+            await until_async(lambda: engine._transfers.of(other))
             await engine.close(60)
             for each in (asked.task, pull):
                 with pytest.raises(StoppedError):

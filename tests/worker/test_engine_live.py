@@ -11,8 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
+from contextlib import closing
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -33,6 +32,7 @@ from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 from tests.process import PROGRAM, run, spawn
 from tests.proxy import Proxy, Reply
+from tests.wait import until
 
 if TYPE_CHECKING:
     from tests.worker.conftest import LocalWorker, Worker
@@ -60,18 +60,9 @@ def begun(worker: Worker) -> tuple[HTTPConnection, HTTPResponse, int]:
     return line, answer, pid
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds."""
-    for _ in range(3000):
-        if condition():
-            return
-        threading.Event().wait(0.02)
-    raise AssertionError("it never came to pass")
-
-
 def status(worker: Worker, path: str = "/healthz") -> int:
     line = http.client.HTTPConnection(worker.host, timeout=30)
-    with contextlib.closing(line):
+    with closing(line):
         line.request("GET", path)
         return line.getresponse().status
 
@@ -80,35 +71,30 @@ def status(worker: Worker, path: str = "/healthz") -> int:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
+def test_requests_that_wait_for_a_download_get_503_at_shutdown(worker: LocalWorker) -> None:
+    requests: list[tuple[str, dict[str, Any]]] = [
         ("/v1/images/generations", {"prompt": "a dog"}),
         ("/v1/images/generations", {"prompt": "a dog", "stream": True}),
         ("/api/generate", {"prompt": "a dog"}),
         ("/api/pull", {"stream": False}),
-    ],
-)
-def test_requests_that_wait_for_a_download_get_503_at_shutdown(
-    worker: LocalWorker, path: str, body: dict[str, Any]
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        other = worker.launch()
-        name = f"127.0.0.1:{silent.getsockname()[1]}/team/x:v1"
-        line = post(other, path, body | {"model": name})
-        with contextlib.closing(line):
+    ]
+    other = worker.launch()
+    with contextlib.ExitStack() as stack:
+        lines = []
+        for path, body in requests:
+            silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            name = f"127.0.0.1:{silent.getsockname()[1]}/team/x:v1"
+            lines.append(stack.enter_context(closing(post(other, path, body | {"model": name}))))
             accepted, _ = silent.accept()  # the worker has connected
-            with accepted:
-                other.process.terminate()
-                answer = line.getresponse()
-                said = answer.read()
-    if body.get("stream"):
-        assert b"event: error" in said and b"unavailable" in said
-    elif path == "/api/generate":
-        assert json.loads(said.splitlines()[-1])["status"] == 503
-    else:
-        assert answer.status == 503, said
+            stack.enter_context(accepted)
+        other.process.terminate()
+        answers = [line.getresponse() for line in lines]
+        bodies = [answer.read() for answer in answers]
+    for answer, text in (answers[0], bodies[0]), (answers[3], bodies[3]):
+        assert answer.status == 503, text
         assert int(answer.headers["Retry-After"]) >= 1
+    assert b"event: error" in bodies[1] and b"unavailable" in bodies[1]
+    assert json.loads(bodies[2].splitlines()[-1])["status"] == 503
     code, errors = other.wait()
     assert code == 0 and "Traceback" not in errors
 
@@ -118,7 +104,7 @@ def test_requests_that_wait_for_a_download_get_503_at_shutdown(
 def test_a_forced_shutdown_is_reported_as_a_shutdown(worker: LocalWorker) -> None:
     other = worker.launch("--grace", "1h")
     line, answer, pid = begun(other)
-    with contextlib.closing(line):
+    with closing(line):
         os.kill(pid, signal.SIGSTOP)
         other.process.terminate()
         until(lambda: status(other, "/readyz") == 503)
@@ -177,7 +163,7 @@ def test_a_model_process_exits_silently_after_its_worker(worker: LocalWorker) ->
 def test_stderr_of_a_model_process_is_logged_by_the_worker(worker: LocalWorker) -> None:
     other = worker.launch("--log-format", "json", PYTHONFAULTHANDLER="1")
     line, answer, pid = begun(other)
-    with contextlib.closing(line):
+    with closing(line):
         os.kill(pid, signal.SIGABRT)
         assert b"event: error" in answer.read()
     _, errors = other.stop()
@@ -194,7 +180,7 @@ def test_a_failing_wanted_model_is_retried_and_does_not_block_others(
     worker: LocalWorker, registry: RealRegistry, repository: str
 ) -> None:
     first = worker.aimage.home / "first"
-    worker.aimage("create", "-q", repository, TINY, "--store", first)
+    worker.aimage("create", "-q", repository, TINY, "--whole-files", "--store", first)
     worker.aimage("push", "-q", repository, "--store", first)
     with Proxy(registry.host).running() as proxy:
         proxy.instead = lambda passed: Reply(418)  # this status is not retried
@@ -212,21 +198,22 @@ def test_a_failing_wanted_model_is_retried_and_does_not_block_others(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("target", ["3<&-", "3</dev/null"])
-def test_a_passed_descriptor_that_is_not_a_socket_is_refused(
-    worker: LocalWorker, target: str
-) -> None:
+def test_a_passed_descriptor_that_is_not_a_socket_is_refused(worker: LocalWorker) -> None:
     command = shlex.join([*PROGRAM, "serve"])
-    script = f"exec {target}; export LISTEN_PID=$$ LISTEN_FDS=1; exec {command}"
-    done = run(
-        ["bash", "-c", script],
-        text=True,
-        env=worker.aimage.env(),
-        timeout=60,
-    )
+    script = f"exec 3</dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec {command}"
+    done = run(["bash", "-c", script], text=True, env=worker.aimage.env(), timeout=60)
     assert done.returncode == 2
     assert "descriptor 3 is not a listening socket" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_passed_descriptor_that_is_closed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = os.dup(0)
+    os.close(closed)
+    monkeypatch.setattr(systemd, "FIRST", closed)
+    environment = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
+    with pytest.raises(UsageError, match=f"descriptor {closed} is not a listening socket"):
+        systemd.passed_sockets(environment)
 
 
 def test_a_passed_socket_that_does_not_listen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

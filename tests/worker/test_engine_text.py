@@ -37,7 +37,8 @@ from clowder_aimage.model.text.language_model import (
 from clowder_aimage.model.text.runtime import runtime_of
 from clowder_aimage.oci import Reference
 from tests.text.tiny_text import write_model
-from tests.worker.engine_runs import NAME, played, sample, stocked, until
+from tests.wait import until_async
+from tests.worker.engine_runs import NAME, played, sample, stocked
 from tests.worker.scripted_language_model import CONTEXT, ScriptedLanguageModel
 
 REAL = runner._COMMAND
@@ -244,7 +245,7 @@ def test_a_client_that_leaves_ends_only_its_own_text(store: LayeredStore) -> Non
                 if isinstance(event, TextPiece):
                     break
         (model,) = engine.loaded()
-        await until(lambda: not model.runner.endings)
+        await until_async(lambda: not model.runner.endings)
         assert model.users == 1 and not other.done()
         return text_of(await other)
 
@@ -259,7 +260,7 @@ def test_a_crash_is_an_error_of_that_request_alone(store: LayeredStore) -> None:
         alone = await heard(engine, rich)
         begun = [rich, rich, asked("process " + "slow " * 8)]
         clients = [asyncio.create_task(heard(engine, one)) for one in begun]
-        await until(lambda: sample(engine, "aimage_text_first_token_seconds_count") == 4)
+        await until_async(lambda: sample(engine, "aimage_text_first_token_seconds_count") == 4)
         others = [asked("wait here"), asked("slow slow crash"), asked("slow slow crash")]
         clients += [asyncio.create_task(heard(engine, one)) for one in others]
         return alone, await asyncio.gather(*clients, return_exceptions=True)
@@ -293,7 +294,7 @@ def test_the_advice_after_a_kill_is_for_language_models(store: LayeredStore) -> 
 def test_a_stop_ends_all_texts(store: LayeredStore) -> None:
     async def play(engine: Any) -> list[Any]:
         clients = [asyncio.create_task(heard(engine, asked("slow " * 500))) for _ in range(3)]
-        await until(lambda: engine.loaded() and len(engine.loaded()[0].served) == 3)
+        await until_async(lambda: engine.loaded() and len(engine.loaded()[0].served) == 3)
         assert await engine.stop(NAME)
         return await asyncio.gather(*clients, return_exceptions=True)
 

@@ -17,7 +17,8 @@ from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 from tests.process import Aimage
 from tests.real_registry import RealRegistry
-from tests.worker.engine_runs import FakeRunner, job, played, served, until
+from tests.wait import until_async
+from tests.worker.engine_runs import FakeRunner, job, played, served
 
 DIGESTS = dict[str, str]
 
@@ -55,7 +56,7 @@ def test_the_request_after_the_pull_uses_the_aimage_itself(
     async def play(engine: Any) -> list[str]:
         one = job(f"{name}:v1")
         found = [used(await served(engine, one))]
-        await until(lambda: not engine._first._tasks)
+        await until_async(lambda: not engine._first._tasks)
         return [*found, used(await served(engine, one)), *(str(m.digest) for m in engine.loaded())]
 
     first, second, loaded = played(store, play, first="int4")

@@ -18,7 +18,7 @@ class Clock:
         return self.now
 
 
-def read(target: io.BytesIO) -> list[tuple[object, ...]]:
+def read_frames(target: io.BytesIO) -> list[tuple[object, ...]]:
     """Return the kind, the request and the text of each frame."""
     target.seek(0)
     found: list[tuple[object, ...]] = []
@@ -31,15 +31,15 @@ def test_pieces_that_follow_soon_are_joined_and_the_first_one_does_not_wait() ->
     target, clock = io.BytesIO(), Clock()
     writer = FrameWriter(target, clock)
     writer.write_piece(1, TextPiece("a"))
-    assert read(target) == [("piece", 1, "a")]
+    assert read_frames(target) == [("piece", 1, "a")]
     writer.write_piece(1, TextPiece("b"))
     writer.write_piece(1, TextPiece("c"))
-    assert len(read(target)) == 1
+    assert len(read_frames(target)) == 1
     writer.write_piece(2, TextPiece("x"))  # the first one of another text
-    assert read(target)[1:] == [("piece", 1, "bc"), ("piece", 2, "x")]
+    assert read_frames(target)[1:] == [("piece", 1, "bc"), ("piece", 2, "x")]
     clock.now += 2 * GATHERED
     writer.write_piece(1, TextPiece("d"))
-    assert read(target)[3:] == [("piece", 1, "d")]
+    assert read_frames(target)[3:] == [("piece", 1, "d")]
 
 
 def test_thoughts_are_not_joined_to_the_answer_and_keep_their_tokens() -> None:
@@ -67,7 +67,7 @@ def test_a_new_text_with_the_number_of_one_that_has_ended_begins_at_once() -> No
     for kind in ("done", "error"):
         writer.write_piece(1, TextPiece("a"))
         writer.write({"is": kind, "id": 1})
-    assert [one[0] for one in read(target)] == ["piece", "done", "piece", "error"]
+    assert [one[0] for one in read_frames(target)] == ["piece", "done", "piece", "error"]
 
 
 def test_a_piece_that_is_held_back_is_written_while_the_model_computes() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from clowder_aimage.oci import Reference
 from tests.lora_file import write_lora
 from tests.process import Aimage, run
 from tests.store import copy_store
+from tests.wait import until, until_async
 from tests.worker.conftest import LocalWorker, answer_to
 
 INT8 = {"kind": "convert", "model": "tiny", "target": "tiny:int8", "quantize": "int8"}
@@ -56,12 +56,12 @@ def finish(worker: LocalWorker, fields: object) -> dict[str, Any]:
     """Request a job, and return it when it is over."""
     status, job = ask(worker, "POST", "/v1/jobs", fields)
     assert status == 202, job
-    end = time.monotonic() + 60
-    while job["ended"] is None:
-        assert time.monotonic() < end, job
-        job = worker.get(f"/v1/jobs/{job['id']}")
-        time.sleep(0.02)  # between two questions
-    return dict(job)
+
+    def over() -> Any:
+        found = worker.get(f"/v1/jobs/{job['id']}")
+        return found if found["ended"] is not None else None
+
+    return dict(until(over))
 
 
 def test_a_job_makes_what_the_verbs_make(changing: LocalWorker) -> None:
@@ -195,8 +195,7 @@ def test_jobs_run_one_after_another_and_are_cancelled(tmp_path: Path) -> None:
         first, *rest = [add(queue, f"n{i}") for i in range(job_queue.MAX_WAITING)]
         with pytest.raises(BusyError):
             add(queue, "more")
-        while not first.stage:
-            await asyncio.sleep(0.01)
+        await until_async(lambda: first.stage)
         assert first.total == 100 and {job.status for job in rest} == {"queued"}
         assert queue.is_made(Reference.parse("n0"))
         await queue.cancel(first)
@@ -228,8 +227,7 @@ def test_ended_jobs_are_forgotten_in_order(tmp_path: Path, monkeypatch: pytest.M
         queue = JobQueue([tmp_path], EventLog())
         for number in range(5):
             job = add(queue, f"n{number}")
-            while not job.is_over:
-                await asyncio.sleep(0)
+            await until_async(lambda job=job: job.is_over)
             assert job.error is not None and "cannot start" in job.error.message
         assert [str(job.target) for job in queue.all()] == ["n4:latest", "n3:latest", "n2:latest"]
 

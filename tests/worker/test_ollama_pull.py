@@ -15,6 +15,7 @@ pytest.importorskip("aiohttp")
 
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
+from tests.conftest import TINY
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import RealRegistry
 from tests.worker.conftest import LocalWorker
@@ -27,12 +28,23 @@ WAITED = ["verifying sha256 digest", "writing manifest", "success"]
 
 @pytest.fixture(scope="module")
 def pushed(worker: LocalWorker, registry: RealRegistry) -> str:
-    """Push the embedded model to the registry and return its digest."""
+    """Push the files of the embedded model, a few blobs, to the registry; return the digest."""
     name = f"{registry.host}/{PATH}"
-    worker.aimage("tag", "tiny", name)
+    worker.aimage("create", "-q", "whole", TINY, "--whole-files")
+    worker.aimage("tag", "whole", name)
     digest: str = worker.aimage("push", "-q", name).line
     worker.aimage("rm", name)
     return digest
+
+
+@pytest.fixture(scope="module")
+def runnable(worker: LocalWorker, registry: RealRegistry) -> str:
+    """Push the embedded model to the registry and return its name."""
+    name = f"{registry.host}/tests/ollama-run:v1"
+    worker.aimage("tag", "tiny", name)
+    worker.aimage("push", "-q", name)
+    worker.aimage("rm", name)
+    return name
 
 
 @pytest.fixture
@@ -91,7 +103,6 @@ def test_a_pull_reports_every_blob_and_lists_the_model(
     known = json.loads(layout.read(layout.resolve(Reference.parse(name))))
     wanted = {each["digest"]: each["size"] for each in [known["config"], *known["layers"]]}
     assert {digest: line.total for digest, line in last.items()} == wanted
-    assert client.generate(name, "a dog", width=32, height=32, steps=1).image
 
 
 def test_a_pull_of_a_present_model_succeeds(
@@ -201,11 +212,12 @@ def test_an_invalid_stream_field_starts_no_pull(empty: LocalWorker, proxy: Proxy
 
 
 def test_a_push_reports_its_blobs_and_can_be_pulled(
-    worker: LocalWorker, client: Any, registry: RealRegistry
+    worker: LocalWorker, client: Any, registry: RealRegistry, pushed: str
 ) -> None:
+    assert pushed
     name = f"{registry.host}/tests/ollama-push:v1"
     with ollama.Client(worker.url) as stocked:
-        stocked.copy("tiny", name)
+        stocked.copy("whole", name)
         lines = list(stocked.push(name, stream=True))
         assert lines[0].status == "retrieving manifest"
         assert [line.status for line in lines[-2:]] == ["pushing manifest", "success"]
@@ -223,11 +235,8 @@ def test_a_push_of_a_missing_model_is_404(client: Any) -> None:
     assert caught.value.status_code == 404
 
 
-def test_a_missing_model_is_pulled_before_generation(
-    client: Any, registry: RealRegistry, pushed: str
-) -> None:
-    name = f"{registry.host}/{PATH}"
-    parts = client.generate(name, "a dog", width=32, height=32, steps=2, stream=True)
+def test_a_missing_model_is_pulled_before_generation(client: Any, runnable: str) -> None:
+    parts = client.generate(runnable, "a dog", width=32, height=32, steps=2, stream=True)
     lines = [part.model_dump() for part in parts]
     assert lines[-1]["done"] and lines[-1]["image"]
     assert [(line["completed"], line["total"]) for line in lines if line["completed"]] == [

@@ -30,14 +30,16 @@ from clowder_aimage.oci import Descriptor
 from clowder_aimage.pictures.input_file import InputFile
 
 
-def read(raw: bytes | None = None, *, strict: bool = False, **fields: object) -> ImageRequest:
+def image_request(
+    raw: bytes | None = None, *, strict: bool = False, **fields: object
+) -> ImageRequest:
     body = json.dumps({"prompt": "a dog"} | fields).encode() if raw is None else raw
     return read_request(read_object(body), strict=strict, seed=42)
 
 
 def refused(raw: bytes | None = None, *, strict: bool = False, **fields: object) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        read(raw, strict=strict, **fields)
+        image_request(raw, strict=strict, **fields)
     return caught.value
 
 
@@ -47,7 +49,7 @@ def aimage(family: str = "z-image", **defaults: object) -> AImage:
 
 
 def test_missing_fields_take_the_defaults_of_the_model() -> None:
-    wish = read()
+    wish = image_request()
     own: dict[str, Any] = {"width": 32, "height": 48, "steps": 9, "guidance": 2}
     own |= {"guidance_end": 0.5, "cache_threshold": 0.2}
     expected = GenerateRequest("a dog", seed=42, **own)
@@ -58,7 +60,7 @@ def test_missing_fields_take_the_defaults_of_the_model() -> None:
 
 
 def test_all_fields_are_parsed() -> None:
-    wish = read(
+    wish = image_request(
         model="z-image",
         size="1024x768",
         n=3,
@@ -92,14 +94,17 @@ def test_all_fields_are_parsed() -> None:
 
 
 def test_null_fields_are_treated_as_missing() -> None:
-    assert read(size=None, n=None, stream=None, seed=None, steps=None, model=None) == read()
+    assert (
+        image_request(size=None, n=None, stream=None, seed=None, steps=None, model=None)
+        == image_request()
+    )
 
 
 def test_diffusers_field_names_are_synonyms() -> None:
-    wish = read(num_inference_steps=5, guidance_scale=1)
+    wish = image_request(num_inference_steps=5, guidance_scale=1)
     parameters = wish.for_model(aimage())
     assert (parameters.steps, parameters.guidance) == (5, 1.0)
-    assert read(steps=5, num_inference_steps=5).steps == 5
+    assert image_request(steps=5, num_inference_steps=5).steps == 5
     assert refused(steps=5, num_inference_steps=6).param == "steps"
 
 
@@ -108,28 +113,28 @@ def test_diffusers_field_names_are_synonyms() -> None:
     [("low", 5), ("medium", 9), ("auto", 9), ("standard", 9), ("high", 18), ("hd", 18)],
 )
 def test_a_quality_preset_scales_the_steps_of_the_model(quality: str, steps: int) -> None:
-    assert read(quality=quality).for_model(aimage(steps=9)).steps == steps
+    assert image_request(quality=quality).for_model(aimage(steps=9)).steps == steps
 
 
 def test_a_quality_preset_scales_eight_steps_by_default() -> None:
-    assert read(quality="low").for_model(aimage()).steps == 4
+    assert image_request(quality="low").for_model(aimage()).steps == 4
 
 
 def test_a_quality_preset_stays_between_1_and_1000_steps() -> None:
-    assert read(quality="max").for_model(aimage(steps=900)).steps == 1000
-    assert read(quality="low").for_model(aimage(steps=1)).steps == 1
+    assert image_request(quality="max").for_model(aimage(steps=900)).steps == 1000
+    assert image_request(quality="low").for_model(aimage(steps=1)).steps == 1
 
 
 def test_steps_override_a_quality_preset() -> None:
-    assert read(quality="high", steps=3).for_model(aimage(steps=9)).steps == 3
+    assert image_request(quality="high", steps=3).for_model(aimage(steps=9)).steps == 3
 
 
 def test_a_negative_prompt_requires_guidance() -> None:
     with pytest.raises(ApiError, match="requires guidance above 0") as caught:
-        read(negative_prompt="a cat").for_model(aimage())
+        image_request(negative_prompt="a cat").for_model(aimage())
     assert caught.value.param == "negative_prompt"
-    assert read(negative_prompt="a cat").for_model(aimage(guidance=3)).negative == "a cat"
-    assert read(negative_prompt="").for_model(aimage()).negative is None
+    assert image_request(negative_prompt="a cat").for_model(aimage(guidance=3)).negative == "a cat"
+    assert image_request(negative_prompt="").for_model(aimage()).negative is None
 
 
 @pytest.mark.parametrize(
@@ -190,46 +195,51 @@ def test_a_larger_picture_is_reduced_unless_a_size_is_given() -> None:
     photo = InputFile(Descriptor.of("image/png", b""), 4000, 3000)
     pictures = KeptPictures((photo,))
     for wish, said in (
-        (read(), "image has 4000 x 3000 pixels, and is reduced to 2352x1760; size sets another"),
-        (read(width=64), ""),
-        (read(crop=True), ""),
+        (
+            image_request(),
+            "image has 4000 x 3000 pixels, and is reduced to 2352x1760; size sets another",
+        ),
+        (image_request(width=64), ""),
+        (image_request(crop=True), ""),
     ):
         request = wish.for_model(aimage(), pictures=pictures)
         found = wish.warnings(request, pictures, has_size=wish.has_size)
         assert len(found) == bool(said) and all(one.startswith(said) for one in found)
-    assert read().for_model(aimage(), pictures=pictures).width == 2352
-    request = read().for_model(aimage("flux2"), pictures=pictures)  # a megapixel
+    assert image_request().for_model(aimage(), pictures=pictures).width == 2352
+    request = image_request().for_model(aimage("flux2"), pictures=pictures)  # a megapixel
     assert (request.width, request.height, len(request.references)) == (1168, 880, 1)
-    assert "is reduced to 1168x880" in read().warnings(request, pictures, has_size=False)[0]
+    assert (
+        "is reduced to 1168x880" in image_request().warnings(request, pictures, has_size=False)[0]
+    )
 
 
 def test_the_largest_seed_depends_on_the_number_of_pictures() -> None:
-    assert read(seed=2**64 - 10, n=10).seed == 2**64 - 10
+    assert image_request(seed=2**64 - 10, n=10).seed == 2**64 - 10
     assert refused(seed=2**64 - 9, n=10).param == "seed"
 
 
 def test_the_largest_and_smallest_sizes_are_accepted() -> None:
-    assert read(size="3840x2160").size == "3840x2160"
-    assert read(size="16x16").size == "16x16"
+    assert image_request(size="3840x2160").size == "3840x2160"
+    assert image_request(size="16x16").size == "16x16"
 
 
 def test_one_side_is_combined_with_the_default_of_the_model() -> None:
-    wish = read(width=64)
+    wish = image_request(width=64)
     assert (wish.dimensions, wish.sides) == ("auto", ("width",))
     parameters = wish.for_model(aimage(width=32, height=48))
     assert (parameters.width, parameters.height) == (64, 48)
 
 
 def test_width_and_height_must_agree_with_size() -> None:
-    assert read(width=64, height=48).dimensions == "64x48"
-    assert read(size="64x48", width=64).size == "64x48"
+    assert image_request(width=64, height=48).dimensions == "64x48"
+    assert image_request(size="64x48", width=64).size == "64x48"
     error = refused(size="64x48", height=64)
     assert (error.param, error.message) == ("height", "height is 64, but size is 64x48")
 
 
 def test_width_and_height_have_the_same_pixel_limit_as_size() -> None:
     assert refused(width=3856, height=2160).param == "width"
-    tall = read(height=518400)
+    tall = image_request(height=518400)
     with pytest.raises(ApiError, match=r"8294400 pixels: .* has 530841600") as caught:
         tall.for_model(aimage())
     assert caught.value.param == "height"
@@ -239,7 +249,7 @@ def test_width_and_height_have_the_same_pixel_limit_as_size() -> None:
 def test_a_size_refusal_names_a_field_of_the_request() -> None:
     message = "width 64 and height 8192 are too large for this machine: much"
     for fields, param in ({"height": 8192}, "height"), ({"size": "64x8192"}, "size"):
-        error = _with_param(UsageError(message, hint="use a smaller size"), read(**fields))
+        error = _with_param(UsageError(message, hint="use a smaller size"), image_request(**fields))
         assert isinstance(error, ApiError)
         assert (error.param, error.message) == (param, f"{message}; use a smaller size")
 
@@ -284,13 +294,13 @@ def test_a_body_that_is_not_a_json_object_is_refused(raw: bytes) -> None:
 
 
 def test_unknown_fields_are_ignored_and_listed() -> None:
-    assert read(watermark=True, cfg=2).ignored == ("cfg", "watermark")
+    assert image_request(watermark=True, cfg=2).ignored == ("cfg", "watermark")
 
 
 def test_unknown_fields_are_refused_with_strict() -> None:
     for error in (refused(strict=True, cfg=2), refused(b'{"prompt": "a", "cfg": 2, "strict": 1}')):
         assert (error.status, error.code, error.param) == (400, "unknown_parameter", "cfg")
-    assert read(strict=True, style="vivid", user="x").ignored == ()
+    assert image_request(strict=True, style="vivid", user="x").ignored == ()
 
 
 @pytest.mark.parametrize(
@@ -306,7 +316,7 @@ def test_unknown_fields_are_refused_with_strict() -> None:
 def test_a_refusal_by_the_model_names_the_field_of_the_request(
     message: str, param: str | None
 ) -> None:
-    error = _with_param(UsageError(message, hint="do this"), read(width=1024))
+    error = _with_param(UsageError(message, hint="do this"), image_request(width=1024))
     assert isinstance(error, ApiError)
     assert (error.status, error.param, error.message) == (400, param, f"{message}; do this")
 

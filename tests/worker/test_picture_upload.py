@@ -10,7 +10,7 @@ import json
 import threading
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from PIL import Image
 from clowder_aimage.api.picture import picture_upload
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Digest
+from tests.wait import until
 from tests.worker.conftest import answer_to
 
 if TYPE_CHECKING:
@@ -103,15 +104,6 @@ def left(store: Path) -> set[str]:
     return {str(path) for path in files if path.parts[:2] != (".aimage", "used")}
 
 
-def settled(condition: Callable[[], bool]) -> bool:
-    """Poll until the condition holds: a request ends after its response."""
-    for _ in range(100):
-        if condition():
-            return True
-        threading.Event().wait(0.05)
-    return False
-
-
 def collect(worker: LocalWorker) -> None:
     """Remove the pictures that ``run`` has left to a later collection."""
     blob = worker.store / "blobs/sha256" / Digest.of(file()).encoded
@@ -120,7 +112,7 @@ def collect(worker: LocalWorker) -> None:
         worker.aimage("gc", "--grace", 0)
         return not blob.exists()
 
-    assert settled(is_gone)
+    until(is_gone)
 
 
 @pytest.fixture(autouse=True)
@@ -133,7 +125,7 @@ def nothing_is_left(worker: LocalWorker) -> Iterator[None]:
         after = {name for name in left(worker.store) if "lease" not in name}
         return after - before <= {".aimage/gc.lock"}
 
-    assert settled(is_clean)
+    until(is_clean)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.conftest import TINY
 from tests.process import Aimage
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import RealRegistry
 from tests.store import copy_store
+from tests.wait import until
 from tests.worker.conftest import LocalWorker, Worker, begin
 
 ADMIN, INFER = "a" * 32, "i" * 32
@@ -124,7 +125,7 @@ def test_refusals_of_a_worker_map_to_exit_codes(
 def test_models_are_pulled_listed_and_removed_remotely(
     here: Aimage, local: Aimage, repository: str
 ) -> None:
-    digest = local("tag", "tiny", repository).line
+    digest = local("create", "-q", repository, TINY, "--whole-files").line
     assert local("push", repository).line == digest
     assert here("rm", "--remote", repository).line.startswith(repository)
     assert repository not in here("ls", "--remote").out
@@ -161,7 +162,7 @@ def test_a_failed_remote_pull_has_the_exit_code_of_a_local_one(
     change: Callable[[Passed, Reply], None],
     code: int,
 ) -> None:
-    local("tag", "tiny", repository)
+    local("create", repository, TINY, "--whole-files")
     local("push", repository)
     local("rm", repository)
     mine, its = (Aimage(here.home, here.home / name) for name in ("mine", "its"))
@@ -262,11 +263,9 @@ def test_remote_verbs_need_a_token_of_their_scope(here: Aimage, worker: LocalWor
 @pytest.mark.integration
 def test_stop_ends_a_running_generation(worker: LocalWorker, here: Aimage) -> None:
     drawing = here.start("run", "tiny", "a fox", "--steps", 1000, "--width", 256, "--height", 256)
-    while not any(model["model"] for model in worker.get("/api/ps")["models"]):
-        time.sleep(0.02)
+    until(lambda: worker.get("/api/ps")["models"])
     steps = metric(worker, "aimage_generation_step_seconds_count")
-    while metric(worker, "aimage_generation_step_seconds_count") == steps:
-        time.sleep(0.02)
+    until(lambda: metric(worker, "aimage_generation_step_seconds_count") != steps)
     assert here("stop", "tiny").line == "tiny:latest"
     _, errors = drawing.communicate(timeout=30)
     assert drawing.returncode == 1

@@ -14,9 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import urllib.request
-from collections.abc import Callable
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from clowder_aimage.http.server import Signals
 from tests.conftest import TINY
 from tests.process import PROGRAM, spawn
 from tests.scripted import Answer, ScriptedRegistry
+from tests.wait import until
 from tests.worker.conftest import answer_to
 
 SECRET = "a lighthouse that nobody may know of"
@@ -79,16 +78,6 @@ def status_of(worker: Worker | LocalWorker, path: str = "/readyz") -> tuple[int,
         return answer.status, answer.read()
     finally:
         line.close()
-
-
-def until(found: Callable[[], int], wanted: int) -> None:
-    """Poll until ``found()`` returns the wanted value."""
-    for _ in range(2000):
-        value = found()
-        if value == wanted:
-            return
-        threading.Event().wait(0.02)
-    raise AssertionError(f"{value!r} never became {wanted!r}")
 
 
 # -- listening
@@ -136,7 +125,7 @@ def test_the_metrics_have_an_address_of_their_own_without_a_token(
     (tmp_path / "tokens").write_text("admin " + "a" * 16)
     options = ("--metrics-addr", "127.0.0.1:0", "--log-format", "json")
     other = worker.launch("--token-file", tmp_path / "tokens", *options)
-    until(lambda: any('"apart"' in line for line in other.lines), True)
+    until(lambda: any('"apart"' in line for line in other.lines))
     (url,) = next(json.loads(line)["apart"] for line in other.lines if '"apart"' in line)
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
         assert b"aimage_build_info" in answer.read()
@@ -173,11 +162,13 @@ def test_sigint_ends_the_worker_with_exit_code_0(worker: LocalWorker) -> None:
 
 @pytest.mark.integration
 def test_draining_finishes_running_requests_and_refuses_new_ones(worker: LocalWorker) -> None:
+    """Those that are queued get an error."""
     other = worker.launch()
     line, answer = begun(other)
-    with contextlib.closing(line):
+    waiting, queued = post(other, "/v1/images/generations", LONG)
+    with contextlib.closing(line), contextlib.closing(waiting):
         other.process.terminate()
-        until(lambda: status_of(other)[0], 503)
+        until(lambda: status_of(other)[0] == 503)
         assert b"draining" in status_of(other)[1]
         assert status_of(other, "/healthz")[0] == 200
         refused, said = post(other, "/v1/images/generations", LONG | {"stream": False})
@@ -186,6 +177,9 @@ def test_draining_finishes_running_requests_and_refuses_new_ones(worker: LocalWo
             assert int(said.headers["Retry-After"]) >= 1
             assert json.loads(said.read())["error"]["code"] == "unavailable"
         assert b"event: done" in answer.read()
+        events = queued.read()
+        assert b"event: error" in events and b"shutting down" in events
+        assert b"event: done" not in events
     code, errors = other.wait()
     assert code == 0 and "Traceback" not in errors
 
@@ -196,7 +190,7 @@ def test_a_second_signal_ends_draining(worker: LocalWorker) -> None:
     line, answer = begun(other, n=10)
     with contextlib.closing(line):
         other.process.terminate()
-        until(lambda: status_of(other)[0], 503)
+        until(lambda: status_of(other)[0] == 503)
         other.process.terminate()
         with contextlib.suppress(http.client.HTTPException, ConnectionError):
             assert b"event: done" not in answer.read()
@@ -272,10 +266,11 @@ def test_a_worker_is_ready_when_wanted_models_are_present(worker: LocalWorker) -
 
 @pytest.mark.integration
 def test_wanted_models_are_pulled(worker: LocalWorker, repository: str) -> None:
-    worker.aimage("create", "-q", repository, TINY, "--store", worker.aimage.home / "first")
-    worker.aimage("push", "-q", repository, "--store", worker.aimage.home / "first")
+    first = worker.aimage.home / "first"
+    worker.aimage("create", "-q", repository, TINY, "--whole-files", "--store", first)
+    worker.aimage("push", "-q", repository, "--store", first)
     other = worker.start("--wanted", repository)
-    until(lambda: status_of(other)[0], 200)
+    until(lambda: status_of(other)[0] == 200)
     assert repository in worker.aimage("ls").out
 
 
@@ -429,18 +424,3 @@ def test_a_passed_non_loopback_socket_requires_a_token(monkeypatch: pytest.Monke
     with pytest.raises(UsageError, match="without tokens"):
         listen(None, has_tokens=False)
     assert listening.fileno() < 0  # it was closed
-
-
-@pytest.mark.integration
-def test_queued_requests_are_refused_at_shutdown(worker: LocalWorker) -> None:
-    other = worker.launch()
-    line, answer = begun(other)
-    waiting, queued = post(other, "/v1/images/generations", LONG)
-    with contextlib.closing(line), contextlib.closing(waiting):
-        other.process.terminate()
-        assert b"event: done" in answer.read()
-        said = queued.read()
-        assert b"event: error" in said
-        assert b"shutting down" in said
-        assert b"event: done" not in said
-    assert other.wait()[0] == 0

@@ -210,7 +210,7 @@ def test_streams_go_on_after_a_crash_of_their_process(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["words", "packed"])
 def test_memory_is_flat_over_many_requests(
     worker: Worker, client: Any, model: str, count: int

@@ -37,6 +37,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.http.api_error import api_error, registry_error
+from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.push import push
@@ -44,6 +45,7 @@ from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
 from tests.proxy import Proxy, Reply
 from tests.real_registry import RealRegistry
+from tests.wait import until_async
 
 PATH = "tests/transfers:v1"
 
@@ -52,7 +54,7 @@ PATH = "tests/transfers:v1"
 def pushed(tmp_path_factory: pytest.TempPathFactory, registry: RealRegistry) -> None:
     store = ImageLayout(tmp_path_factory.mktemp("transfers") / "store")
     name = Reference.parse(f"{registry.host}/{PATH}")
-    create(store, name, TINY)
+    create(store, name, TINY, form=ModelForm(whole_files=True))  # a few blobs
     push(store, name, ClientOptions())
 
 
@@ -209,7 +211,7 @@ def test_urgent_pulls_start_first_and_joining_raises_urgency(tmp_path: Path, pro
                 for number, (urgency, priority) in enumerate(wanted)
             ]
             assert not any(pull.is_begun for pull in pulls)  # the queue waits for further pulls
-            await asyncio.sleep(0.01)
+            await until_async(lambda: sum(pull.is_begun for pull in pulls) >= 3)
             # all desired pulls, and no prefetch while two or more pulls run
             assert [pull.is_begun for pull in pulls] == 3 * [False] + 3 * [True]
             assert it.counted("aimage_pull_queue_depth", **{"class": "prefetch"}) == 3
@@ -241,7 +243,7 @@ def test_simultaneous_pulls_start_by_priority(tmp_path: Path, proxy: Proxy) -> N
                 )
                 for priority in range(7)
             ]
-            await asyncio.sleep(0.01)
+            await until_async(lambda: sum(pull.is_begun for pull in pulls) >= 4)
             assert [pull.is_begun for pull in pulls] == 3 * [False] + 4 * [True]
             released.set()
             await asyncio.gather(*(each.end() for each in pulls), return_exceptions=True)

@@ -23,6 +23,7 @@ from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.engine.transfer_queue import DESIRED, INTERACTIVE, PREFETCH, TransferQueue
 from clowder_aimage.errors import NetworkError, NotFoundError, UnauthorizedError
+from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.push import push
@@ -113,7 +114,7 @@ def test_a_pull_is_not_blocked_by_pulls_from_a_silent_registry(
 ) -> None:
     first = ImageLayout(tmp_path / "first")
     reference = Reference.parse(f"{repository}:v1")
-    create(first, reference, TINY)
+    create(first, reference, TINY, form=ModelForm(whole_files=True))  # a few blobs
     push(first, reference, ClientOptions())
 
     async def play(it: Asked) -> tuple[Descriptor, Descriptor]:

@@ -20,6 +20,7 @@ from clowder_aimage.engine.admission import BusyError, StoppedError
 from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import MAX_TRANSFERS, TransferQueue
+from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from clowder_aimage.push import push
@@ -53,7 +54,7 @@ def test_forty_pulls_from_a_silent_registry_leave_a_slot_for_another(
     proxy, released = silent
     first = ImageLayout(tmp_path / "first")
     reference = Reference.parse(f"{repository}:v1")
-    create(first, reference, TINY)
+    create(first, reference, TINY, form=ModelForm(whole_files=True))  # a few blobs
     push(first, reference, ClientOptions())
 
     async def play(transfers: Any, store: Any) -> tuple[int, Any]:
