@@ -325,7 +325,7 @@ def test_a_permanently_stalled_connection_is_replaced(
     local: Store, registry: RealRegistry, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another connection is tried after the timeout."""
-    monkeypatch.setattr(transport, "SEND_TIMEOUT", 0.3, raising=False)
+    monkeypatch.setattr(transport, "SEND_TIMEOUT", 2.0, raising=False)
     stands = first(lambda p: is_big(p) and p.received >= UNIT)
     way.proxy.lull = lambda passed: math.inf if stands(passed) else 0.0
     local.push(way.name, way.connection)
