@@ -1,10 +1,13 @@
-"""Copies of stores that share their blobs, and blobs that are damaged."""
+"""Copies of stores that share their blobs, and blobs that are read or damaged."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from pathlib import Path
+
+from clowder_aimage.content import Source
+from clowder_aimage.oci import Descriptor
 
 # Mode, modification time and size of each shared blob when it was linked first
 _linked: dict[Path, tuple[int, int, int]] = {}
@@ -36,3 +39,9 @@ def unshare(path: Path) -> None:
     path.unlink()
     path.write_bytes(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def read(store: Source, content: Descriptor, *span: int) -> bytes:
+    """Return the bytes of a content, or of its ``span``: an offset and a length."""
+    with store.open(content, *span) as file:
+        return file.read()
