@@ -31,7 +31,7 @@ def got(node: LocalNode, path: str, token: str = "") -> tuple[Any, Any]:
     """Return the status and body of a response, errors included."""
     request = urllib.request.Request(node.url + path, headers=bearer(token))
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.read()
     except urllib.error.HTTPError as error:
         with error:
