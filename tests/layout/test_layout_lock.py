@@ -166,7 +166,7 @@ def test_concurrent_tags_by_threads_are_all_kept(layout: ImageLayout) -> None:
 GROUP, ANNA, BERT = 61_000, 61_001, 61_002
 # another user may not be allowed to read the code, so it is imported before the switch
 AS_MEMBER = f"""
-import difflib, importlib, json, os, pkgutil, stringprep, sys
+import difflib, gc, importlib, json, os, pkgutil, stringprep, sys
 import encodings.idna, encodings.utf_8_sig
 {LATE_MODULES}
 import clowder_aimage
@@ -188,6 +188,7 @@ os.setgid(uid)
 os.setuid(uid)
 os.umask(0o022)
 os.chdir("/")
+gc.freeze()
 for line in sys.stdin:
     if pid := os.fork():
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
