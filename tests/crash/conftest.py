@@ -12,7 +12,6 @@ import pytest
 from tests.crash.scene import (
     BIG,
     SMALL,
-    WORKERS,
     Job,
     Machines,
     Places,
@@ -30,7 +29,7 @@ FOREIGN = "tag-foreign pin-foreign".split()  # ... in a store of another tool
 
 @pytest.fixture(scope="session")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    made = Machines(tmp_path_factory.mktemp("machines"), WORKERS)
+    made = Machines(tmp_path_factory.mktemp("machines"))
     yield made
     made.close()
 

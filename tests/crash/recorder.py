@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import gc
 import importlib
 import io
 import json
@@ -33,7 +34,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _WRITING = set("wax+")
@@ -337,8 +338,8 @@ class Layer:
 # -- processes
 
 
-def _become(order: dict[str, Any]) -> None:
-    """Continue as if the command line had been started like this. Raises SystemExit."""
+def _become(order: dict[str, Any]) -> NoReturn:
+    """Continue as if the command line had been started like this, and exit."""
     from clowder_aimage.cli.main import run
 
     for number, name in ((0, os.devnull), (1, f"{order['out']}.out"), (2, f"{order['out']}.err")):
@@ -352,7 +353,10 @@ def _become(order: dict[str, Any]) -> None:
     if not order.get("locks", True):
         fcntl.flock = lambda fd, operation: None
     Layer(order).install()
-    sys.exit(run())
+    code = run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the interpreter would look at the objects of all modules once more
 
 
 def _wait(pid: int, after: float | None) -> int:
@@ -374,6 +378,7 @@ def _import_all() -> None:
 def serve() -> None:
     """Execute orders until the end of input."""
     _import_all()
+    gc.freeze()  # a fork shares its memory until it is written
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()

@@ -6,10 +6,10 @@ import hashlib
 import itertools
 import json
 import os
-import queue
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -66,27 +66,32 @@ class Machine:
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
         self._process.stdout.close()
 
 
 class Machines:
-    """Several machines; each command uses a free one."""
+    """Machines; each command uses a free one, or starts another."""
 
-    def __init__(self, directory: Path, count: int) -> None:
-        self._all = []
-        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        for number in range(count):
-            (directory / str(number)).mkdir()
-            self._all.append(Machine(directory / str(number)))
-            self._free.put(self._all[-1])
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._all: list[Machine] = []
+        self._free: list[Machine] = []
+        self._lock = threading.Lock()
 
     def run(self, order: dict[str, Any]) -> Done:
-        machine = self._free.get()
+        with self._lock:
+            machine = self._free.pop() if self._free else self._start()
         try:
             return machine.run(order)
         finally:
-            self._free.put(machine)
+            self._free.append(machine)
+
+    def _start(self) -> Machine:
+        directory = self._directory / str(len(self._all))
+        directory.mkdir()
+        self._all.append(Machine(directory))
+        return self._all[-1]
 
     def close(self) -> None:
         for machine in self._all:

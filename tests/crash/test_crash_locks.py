@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from clowder_aimage.verify import verify
 from tests.crash.scene import (
     KILLED,
     Job,
-    Machines,
     Place,
     Places,
     check_finished,
@@ -30,16 +29,9 @@ from tests.process import Done
 PROCESSES, NAMES = 4, 4
 
 
-@pytest.fixture(scope="module")
-def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    made = Machines(tmp_path_factory.mktemp("crowd"), PROCESSES + 1)
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def place(tmp_path: Path, crowd: Machines, template: Path) -> Place:
-    return Places(tmp_path, crowd).new(template)
+def place(places: Places, template: Path) -> Place:
+    return places.new(template)
 
 
 def run(place: Place, *argv: str) -> Done:

@@ -12,9 +12,10 @@ import aiohttp
 import pytest
 
 from tests.conftest import TINY
-from tests.fleet.fleet_run import PATIENCE, FleetRun, Nats
+from tests.fleet.fleet_run import FleetRun, Nats
 from tests.process import Aimage
 from tests.store import copy_store
+from tests.wait import PATIENCE
 
 Scene = Callable[[FleetRun], Awaitable[None]]
 _numbers = itertools.count()

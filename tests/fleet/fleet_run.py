@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,10 +34,10 @@ from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.registry import ClientOptions
 from tests import process
+from tests.wait import PATIENCE, until, until_async
 
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 PICTURES = "/v1/images/generations"
-PATIENCE = 60.0  # seconds until a test fails that waits; on an idle machine it needs a fraction
 
 
 def free_port() -> int:
@@ -77,14 +76,16 @@ class Nats:
         self.directory.mkdir(exist_ok=True)
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
         self._child = process.spawn(command, is_shared=True, stderr=subprocess.DEVNULL, **pipes)
-        end = time.monotonic() + 20
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return self
-            except OSError:
-                assert self._child.poll() is None and time.monotonic() < end
-                time.sleep(0.02)
+        until(self._accepts, "the server")
+        return self
+
+    def _accepts(self) -> bool:
+        assert self._child is not None and self._child.poll() is None
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 1).close()
+        except OSError:
+            return False
+        return True
 
     def kill(self) -> None:
         if self._child is not None:
@@ -171,7 +172,7 @@ class FleetRun:
         joined = JoinedWorker(link, service, role, WorkerPlace(name))
         async with role.running(), joined.running():
             await link.connected(PATIENCE)
-            await until(lambda: joined._is_heard and bool(joined._view.models))
+            await until_async(lambda: joined._is_heard and bool(joined._view.models))
             await joined._put_card()
             yield joined
         await role.drain(0, asyncio.Event())
@@ -190,7 +191,7 @@ class FleetRun:
             async with self.session.get(f"{url}/v1/fleet") as answer:
                 return answer.status == 200 and len((await answer.json())["workers"]) == count
 
-        await until(is_known)
+        await until_async(is_known)
 
     async def status(self, url: str) -> dict[str, Any]:
         async with self.session.get(f"{url}/v1/fleet") as answer:
@@ -200,13 +201,3 @@ class FleetRun:
 
 def _no_registry(reference: Reference) -> Digest:
     raise AssertionError(f"{reference} was looked for in a registry")
-
-
-async def until(is_true: Callable[[], Any], timeout: float = PATIENCE) -> None:
-    """Wait for a condition, which may be a coroutine function."""
-    async with asyncio.timeout(timeout):
-        while True:
-            found = is_true()
-            if await found if asyncio.iscoroutine(found) else found:
-                return
-            await asyncio.sleep(0.02)

@@ -17,7 +17,8 @@ from clowder_aimage.fleet.gateway_role import GatewayRole
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
 from clowder_aimage.http.route import Role
 from clowder_aimage.oci import Digest, Reference
-from tests.fleet.fleet_run import PATIENCE, Nats, until
+from tests.fleet.fleet_run import Nats
+from tests.wait import PATIENCE, until_async
 
 _numbers = itertools.count()
 
@@ -35,7 +36,7 @@ async def gateway_before(nats: Nats, service: Service, own: Role) -> AsyncIterat
     gateway = GatewayRole(FleetLink(access, GATEWAY), GatewayMetrics(), resolve=resolve)
     async with joined.running(), gateway.running():
         await link.connected(PATIENCE)
-        await until(lambda: gateway._watch.roster.cards())
+        await until_async(lambda: gateway._watch.roster.cards())
         yield gateway
         await joined.drain(0.0, asyncio.Event())
 

@@ -33,16 +33,15 @@ from clowder_aimage.fleet.job_frame import BEGIN, END, Frame
 from clowder_aimage.fleet.worker_card import give_order
 from clowder_aimage.http.route import ADMIN, Role, Route
 from tests.fleet.fleet_run import (
-    PATIENCE,
     PICTURES,
     FleetRun,
     Nats,
     ScriptedRole,
     free_port,
     prompt_as_picture,
-    until,
 )
 from tests.fleet.nats_config import shipped
+from tests.wait import PATIENCE, until_async
 
 pytestmark = pytest.mark.integration
 Play = Callable[..., None]
@@ -62,7 +61,7 @@ def test_a_job_is_answered_by_a_worker(play: Play) -> None:
             async def is_empty() -> bool:
                 return (await fleet.status(url))["jobs"] == 0
 
-            await until(is_empty)
+            await until_async(is_empty)
             large = "x" * 700_000 + " cat"
             status, value = await fleet.ask(url, "a", seed=1, unknown=large)
             assert status == 200 and role.served == ["a cat", "a dog", "a"]
@@ -210,7 +209,7 @@ def test_a_client_that_leaves_cancels_its_job(play: Play) -> None:
         async def endless(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             begun.set()
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(2 * PATIENCE)
             finally:
                 ended.set()
             raise AssertionError
@@ -222,8 +221,8 @@ def test_a_client_that_leaves_cancels_its_job(play: Play) -> None:
             await begun.wait()
             asked.cancel()
             waiting.cancel()
-            await asyncio.wait_for(ended.wait(), 10)
-            await until(lambda: not worker._tasks)
+            await asyncio.wait_for(ended.wait(), PATIENCE)
+            await until_async(lambda: not worker._tasks)
             assert (await fleet.status(url))["jobs"] == 0
 
     play(scene)
@@ -248,7 +247,7 @@ def test_a_failing_worker_is_replaced_and_a_poisoned_job_given_up(
             status, value = await fleet.ask(url, "poison")
             assert status == 500 and value == {"error": {"message": "no memory"}}
             assert len(bad.served) == job_run.ATTEMPTS
-            await until(lambda: worker.failed == 1)
+            await until_async(lambda: worker.failed == 1)
             (given_up,) = await _given_up(fleet)
             assert "4 attempts by bad: 500" in given_up["message"]
             assert "no memory" in given_up["message"] and given_up["path"] == PICTURES
@@ -304,7 +303,7 @@ def test_a_job_that_cannot_be_read_ends_with_an_error(
             status, value = await fleet.ask(url, "a cat")
             assert status == 500 and value["error"]["code"] == "job_given_up"
             assert "no worker can read it" in value["error"]["message"]
-            await until(lambda: not worker._tasks)
+            await until_async(lambda: not worker._tasks)
             assert not role.served and (await fleet.status(url))["jobs"] == 0
 
     play(scene)
@@ -381,7 +380,7 @@ async def _published_again(link: FleetLink, job: str, fleet: FleetRun, url: str)
     async def is_dead() -> bool:
         return (await fleet.status(url))["given_up"] == 1
 
-    await until(is_dead)
+    await until_async(is_dead)
     last, _ = await link.last(names.mark(job))
     assert last is not None
     return str(json.loads(last.data)["message"])
@@ -424,7 +423,7 @@ def test_a_worker_that_stops_gives_its_job_back(play: Play) -> None:
 
         async def endless(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             begun.set()
-            await asyncio.sleep(60)
+            await asyncio.sleep(2 * PATIENCE)
             raise AssertionError
 
         other = ScriptedRole(prompt_as_picture)
@@ -461,7 +460,7 @@ def test_batches_wait_for_others_and_callers_are_equal(play: Play) -> None:
             asked = [fleet.ask(url, "batch", headers=batch) for _ in range(10)]
             asked += [fleet.ask(url, "many", headers=many) for _ in range(30)]
             tasks = [asyncio.create_task(each) for each in asked]
-            await until(lambda: len(role.served) > 5)
+            await until_async(lambda: len(role.served) > 5)
             tasks += [asyncio.create_task(fleet.ask(url, "few", headers=few)) for _ in range(3)]
             found = await asyncio.gather(*tasks)
             assert {status for status, _ in found} == {200}
@@ -503,7 +502,7 @@ def test_requests_wait_for_a_server_that_is_killed(
                 async with fleet.session.post(url + PICTURES, json={"prompt": "x"}) as answer:
                     return answer.status == 503 and answer.headers["Retry-After"] == "2"
 
-            await until(is_refused)
+            await until_async(is_refused)
             await asyncio.to_thread(own.start)
             assert (await asked)[1]["data"][0]["b64_json"] == "a 5"
             assert role.served == ["a"]
@@ -530,21 +529,21 @@ def test_a_fleet_that_is_not_prepared_is_named(play: Play) -> None:
                     _, value = await fleet.ask(url, "x")
                     return "its subjects are other.>" in value["error"]["message"]
 
-                await until(says)
+                await until_async(says)
                 await link.streams.delete_stream(link.names.jobs)
 
                 async def says_more() -> bool:
                     async with fleet.session.get(f"{url}/readyz") as answer:
                         return "no stream" in await answer.text()
 
-                await until(says_more)
+                await until_async(says_more)
                 await fleet.make()
 
                 async def is_ready() -> bool:
                     async with fleet.session.get(f"{url}/readyz") as answer:
                         return answer.status == 200
 
-                await until(is_ready)
+                await until_async(is_ready)
 
     play(scene)
 
@@ -575,7 +574,7 @@ def test_a_stream_that_is_deleted_while_gateways_are_connected_is_named(
                 async def is_answered() -> bool:
                     return (await fleet.ask(url, "again", seed=1))[0] == 200
 
-                await until(is_answered)
+                await until_async(is_answered)
                 go_on.clear()
 
     play(scene)
@@ -622,7 +621,7 @@ async def run_batch(fleet: FleetRun, begin: str, end: str, *prompts: str) -> lis
             batch.update(await answer.json())
             return batch["status"] == "completed"
 
-    await until(is_over)
+    await until_async(is_over)
     async with fleet.session.get(f"{end}/v1/files/{batch['output_file_id']}/content") as answer:
         found = [json.loads(each) for each in (await answer.text()).splitlines()]
     async with fleet.session.delete(f"{end}/v1/files/{name}") as answer:
@@ -710,7 +709,7 @@ def test_a_finished_job_that_the_server_left_on_the_queue_is_removed(play: Play)
                 queue = (await fleet.status(url))["queue"]
                 return [each["digest"] for each in queue] == ["sha256:running"]
 
-            await until(is_removed)
+            await until_async(is_removed)
 
     play(scene)
 
@@ -742,7 +741,7 @@ def test_a_cluster_loses_a_server_and_no_job(play: Play, tmp_path: Path) -> None
                 key = {"headers": {"Idempotency-Key": str(number)}}
                 asked.append(asyncio.create_task(_insist(fleet, url, number, key)))
                 if number == 20:
-                    await until(lambda: len(first.served) + len(other.served) > 5)
+                    await until_async(lambda: len(first.served) + len(other.served) > 5)
                     servers[0].kill()
             assert await asyncio.gather(*asked) == [f"{number} 1" for number in range(60)]
             await fleet.know(url, 2)  # the gateway answers 503 while the servers elect a leader

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from clowder_aimage.cli.verbs import fleet as verb
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.fleet.fleet_link import GATEWAY, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.fleet_name import FleetNames
-from tests.fleet.fleet_run import PATIENCE, FleetRun, Nats, ScriptedRole, prompt_as_picture
+from tests.fleet.fleet_run import FleetRun, Nats, ScriptedRole, prompt_as_picture
 from tests.fleet.nats_config import Key, account, creds_file, shipped
 from tests.process import Aimage
 from tests.store import copy_store
+from tests.wait import PATIENCE, until, until_async
 from tests.worker.conftest import begin
 
 pytestmark = pytest.mark.integration
@@ -113,10 +113,7 @@ def test_a_fleet_with_tls_certificates_of_clients_and_nkeys(
         join = ("--join", url, *trust, *client, *worker_key, "--worker-name", "w1")
         worker = begin(here, *join)
         try:
-            end = time.monotonic() + PATIENCE
-            while not gateway.get("/v1/fleet")["workers"]:
-                assert time.monotonic() < end
-                time.sleep(0.05)
+            until(lambda: gateway.get("/v1/fleet")["workers"], "the worker")
             shown = here("fleet", "status", *operator).out
             assert "w1" in shown and "ready" in shown
         finally:
@@ -238,8 +235,7 @@ def test_gateways_and_workers_are_limited_to_their_fleet(
                 await link.client.publish(names.job("interactive", "a", "b"), b"x")
                 await link.client.publish(names.log("a"), b"x")
                 await link.client.publish(names.cancel("a"), b"x")
-                while len(errors) < 5:  # the scene has a limit of time
-                    await asyncio.sleep(0.02)
+                await until_async(lambda: len(errors) >= 5, "the errors")  # noqa: B023
                 assert all("permissions violation" in one.lower() for one in errors)
                 with pytest.raises((NatsTimeoutError, TimeoutError)):
                     async with asyncio.timeout(0.3):

@@ -21,7 +21,8 @@ from clowder_aimage.fleet.job_run import JobRun
 from clowder_aimage.fleet.worker_card import Roster
 from clowder_aimage.http.route import ADMIN, INFER
 from clowder_aimage.oci import Reference
-from tests.fleet.fleet_run import FleetRun, ScriptedRole, prompt_as_picture, until
+from tests.fleet.fleet_run import FleetRun, ScriptedRole, prompt_as_picture
+from tests.wait import until_async
 
 pytestmark = pytest.mark.integration
 Play = Callable[..., None]
@@ -56,7 +57,7 @@ async def on_queue(link: FleetLink) -> str:
         found.extend([one async for _, one in link.stored(subject, 0, names.jobs)])
         return bool(found)
 
-    await until(is_there)
+    await until_async(is_there)
     return str(found[0].headers[MESSAGE_ID])
 
 
@@ -97,7 +98,7 @@ def test_the_client_gets_the_response_of_the_attempt_that_began_last(play: Play)
             async def is_removed() -> bool:
                 return (await fleet.status(url))["jobs"] == 0
 
-            await until(is_removed)
+            await until_async(is_removed)
             assert await marks(link, job) == ["admitted", BEGIN, BEGIN, BEGIN, END]
             assert not role.served
 

@@ -32,8 +32,9 @@ class Failing(Target):
 
 
 @pytest.mark.integration
-def test_the_fuzzers_find_nothing() -> None:
-    done = run([sys.executable, "-m", "tests.fuzz", "--cases", "4000"], text=True)
+@pytest.mark.parametrize("cases", [1000, pytest.param(4000, marks=pytest.mark.slow)])
+def test_the_fuzzers_find_nothing(cases: int) -> None:
+    done = run([sys.executable, "-m", "tests.fuzz", "--cases", str(cases)], text=True)
     print(done.stdout)  # noqa: T201 - with the seed
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -46,7 +46,7 @@ def test_each_goal_can_be_missed(found: soak.Report, missed: list[str]) -> None:
     assert found.missed() == missed
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_good_clients_get_right_answers_during_attacks() -> None:
     """The descriptors are closed again; times and memory need a longer run."""
