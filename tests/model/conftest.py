@@ -1,26 +1,36 @@
-"""The tiny model of examples/tiny, as blobs and loaded."""
+"""The tiny model of examples/tiny, as blobs and loaded.
+
+Libraries are imported late: this module is imported before ``pytest_configure`` limits their
+threads if the directory is an argument of pytest.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
-from tests.model.model_blobs import FolderStore, import_directory
+if TYPE_CHECKING:
+    from clowder_aimage.dialect.aimage import AImage
+    from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+    from tests.model.model_blobs import FolderStore
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[FolderStore, AImage]:
+    from tests.model.model_blobs import import_directory
+
     return import_directory(TINY, tmp_path_factory.mktemp("blobs"))
 
 
 @pytest.fixture(scope="session")
 def pipeline(tiny: tuple[FolderStore, AImage]) -> ZImagePipeline:
+    from clowder_aimage.model.loader import load_pipeline
+    from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+
     loaded = load_pipeline(*tiny, dtype="float32")
     assert isinstance(loaded, ZImagePipeline)
     return loaded
