@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
-from clowder_aimage.content import Source
 from clowder_aimage.oci import Descriptor
+from tests.wait import until
 
 # Mode, modification time and size of each shared blob when it was linked first
 _linked: dict[Path, tuple[int, int, int]] = {}
@@ -41,7 +42,22 @@ def unshare(path: Path) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def read(store: Source, content: Descriptor, *span: int) -> bytes:
+def read(store: Any, content: Descriptor, *span: int | None) -> bytes:
     """Return the bytes of a content, or of its ``span``: an offset and a length."""
     with store.open(content, *span) as file:
-        return file.read()
+        data: bytes = file.read()
+        return data
+
+
+def pass_tick(directory: Path) -> None:
+    """Wait until a file that is written gets a later time than all files before."""
+    probe = directory / "clock"
+    probe.touch()
+    before = probe.stat().st_mtime_ns
+
+    def is_later() -> bool:
+        probe.touch()
+        return probe.stat().st_mtime_ns > before
+
+    until(is_later, "the clock of the file system to go on")
+    probe.unlink()

@@ -24,7 +24,7 @@ def test_a_read_waits_for_its_blob(tmp_path: Path) -> None:
         return False
 
     def arrive() -> None:
-        looked.wait(10)
+        looked.wait(60)
         store.push(blob(DATA), bytes_body(DATA))
 
     arriving = threading.Thread(target=arrive)

@@ -117,7 +117,7 @@ class Reader(io.RawIOBase):
             source.fail(self.content.digest, self.offset)
         with source.lock:
             together = lambda: source.busiest >= source.together  # noqa: E731
-            assert self.first or source.lock.wait_for(together, 20), "nobody joined"
+            assert self.first or source.lock.wait_for(together, 60), "nobody joined"
         data = source.give(self.content, self.offset, min(self.end, self.offset + len(buffer)))
         buffer[: len(data)] = data
         self.offset += len(data)
@@ -151,11 +151,6 @@ class Watch:
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
-@pytest.fixture
 def slow_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevent connections from being fast enough to keep a blob to themselves."""
     monkeypatch.setattr(parts, "PLENTY", math.inf)
@@ -163,39 +158,39 @@ def slow_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fetch(
     source: Counted,
-    layout: ImageLayout,
+    store: ImageLayout,
     *contents: Descriptor,
     connections: int = 4,
     watch: Watch | None = None,
     rate: Rate | None = None,
 ) -> Watch:
     watch = watch or Watch()
-    BlobDownload(source, layout, contents, CopyOptions(connections, watch, rate)).run()
+    BlobDownload(source, store, contents, CopyOptions(connections, watch, rate)).run()
     return watch
 
 
-def left_over(layout: ImageLayout) -> list[Any]:
-    directory = layout.root / ".aimage" / "ingest"
+def left_over(store: ImageLayout) -> list[Any]:
+    directory = store.root / ".aimage" / "ingest"
     return sorted(path.name for path in directory.iterdir()) if directory.exists() else []
 
 
 # -- distribution of connections
 
 
-def test_idle_connections_join_the_largest_blob(layout: ImageLayout, slow_network: None) -> None:
+def test_idle_connections_join_the_largest_blob(store: ImageLayout, slow_network: None) -> None:
     source = Counted(BIG, together=3)
-    watch = fetch(source, layout, CONTENT, connections=4)
+    watch = fetch(source, store, CONTENT, connections=4)
     assert source.busiest >= 3  # they waited for each other; otherwise the source fails
-    assert layout.path(CONTENT).read_bytes() == BIG
+    assert store.path(CONTENT).read_bytes() == BIG
     assert source.bytes[CONTENT.digest] == CONTENT.size  # every byte once
     assert watch.done == CONTENT.size
     assert watch.least == 0
-    assert left_over(layout) == []
+    assert left_over(store) == []
 
 
-def test_parts_shrink_towards_the_end(layout: ImageLayout, slow_network: None) -> None:
+def test_parts_shrink_towards_the_end(store: ImageLayout, slow_network: None) -> None:
     source = Counted(BIG, together=3)
-    fetch(source, layout, CONTENT, connections=4)
+    fetch(source, store, CONTENT, connections=4)
     lengths = source.lengths(CONTENT)
     assert max(lengths) <= CONTENT.size // 2
     assert min(lengths) < lengths[0]
@@ -204,7 +199,7 @@ def test_parts_shrink_towards_the_end(layout: ImageLayout, slow_network: None) -
 
 
 def test_half_of_a_slow_connection_s_rest_is_taken_over(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each blob has a connection; the first free one joins the slow one."""
     monkeypatch.setattr(parts, "WORTH_SHARING", 0.01)
@@ -214,44 +209,44 @@ def test_half_of_a_slow_connection_s_rest_is_taken_over(
 
     def fail(digest: Any, offset: Any) -> None:
         if digest != CONTENT.digest:
-            assert begun.wait(20)  # so that there is work left when the large one starts
+            assert begun.wait(60)  # so that there is work left when the large one starts
         elif offset > 20 * MIB:
             joined.set()
         elif offset:
-            assert joined.wait(20), "nobody came to help"
+            assert joined.wait(60), "nobody came to help"
         begun.set()
 
     source.fail = fail
-    watch = fetch(source, layout, CONTENT, *map(blob, smalls), connections=2)
-    assert layout.path(CONTENT).read_bytes() == BIG
+    watch = fetch(source, store, CONTENT, *map(blob, smalls), connections=2)
+    assert store.path(CONTENT).read_bytes() == BIG
     assert source.lengths(CONTENT)[0] == CONTENT.size
     assert len(source.lengths(CONTENT)) >= 2
     assert watch.done == CONTENT.size + 3000
     assert source.bytes[CONTENT.digest] <= CONTENT.size + MIB  # it was stopped in time
 
 
-def test_small_blobs_are_fetched_in_parallel_with_one_connection_each(layout: ImageLayout) -> None:
+def test_small_blobs_are_fetched_in_parallel_with_one_connection_each(store: ImageLayout) -> None:
     blobs = [noise(500_000, bytes([i])) for i in range(12)]
     source = Counted(*blobs, together=3)
     contents = [blob(data) for data in blobs]
-    fetch(source, layout, *contents, connections=3)
+    fetch(source, store, *contents, connections=3)
     assert source.busiest == 3
     assert all(source.lengths(content) == [content.size] for content in contents)
-    assert all(layout.path(blob(data)).read_bytes() == data for data in blobs)
+    assert all(store.path(blob(data)).read_bytes() == data for data in blobs)
 
 
 @pytest.mark.parametrize("connections", [1, 3])
-def test_the_budget_is_never_exceeded(connections: int, layout: ImageLayout) -> None:
+def test_the_budget_is_never_exceeded(connections: int, store: ImageLayout) -> None:
     blobs = [BIG[: 9 * MIB], BIG[: 5 * MIB], *(noise(1000, bytes([i])) for i in range(20))]
     source = Counted(*blobs, together=connections)
-    watch = fetch(source, layout, *(blob(data) for data in blobs), connections=connections)
+    watch = fetch(source, store, *(blob(data) for data in blobs), connections=connections)
     assert source.busiest == connections
     assert sum(source.bytes.values()) == watch.done == sum(map(len, blobs))
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
 def test_parts_received_out_of_order_are_hashed_correctly(
-    algorithm: str, layout: ImageLayout
+    algorithm: str, store: ImageLayout
 ) -> None:
     """The connection with the first part arrives last."""
     content = Descriptor(BLOB, Digest.of(BIG, algorithm), len(BIG))
@@ -263,14 +258,14 @@ def test_parts_received_out_of_order_are_hashed_correctly(
         if offset >= 20 * MIB:
             behind.set()
         elif offset == MIB:
-            assert behind.wait(20), "nobody went ahead"
+            assert behind.wait(60), "nobody went ahead"
 
     source.fail = fail
-    fetch(source, layout, content, connections=3)
-    assert layout.path(content).read_bytes() == BIG
+    fetch(source, store, content, connections=3)
+    assert store.path(content).read_bytes() == BIG
 
 
-def test_memory_is_independent_of_the_blob_size(layout: ImageLayout) -> None:
+def test_memory_is_independent_of_the_blob_size(store: ImageLayout) -> None:
     peaks = []
     for size in (20 * MIB, 80 * MIB):
         hasher = hashlib.sha256()
@@ -280,36 +275,36 @@ def test_memory_is_independent_of_the_blob_size(layout: ImageLayout) -> None:
         source = Zeros(together=3)
         tracemalloc.start()
         try:
-            fetch(source, layout, content, connections=4)
+            fetch(source, store, content, connections=4)
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-        layout.path(content).unlink()
+        store.path(content).unlink()
     assert peaks[1] < peaks[0] + 4 * MIB
     assert peaks[1] < 16 * MIB  # for four connections: a buffer each, and the source's data
 
 
-def test_an_empty_blob_is_not_requested(layout: ImageLayout) -> None:
+def test_an_empty_blob_is_not_requested(store: ImageLayout) -> None:
     source = Counted(b"")
-    fetch(source, layout, blob(b""))
+    fetch(source, store, blob(b""))
     assert source.opened == []
-    assert layout.path(blob(b"")).read_bytes() == b""
+    assert store.path(blob(b"")).read_bytes() == b""
 
 
 # -- servers without ranges
 
 
-def test_a_source_that_ignores_ranges_is_read_by_one_connection(layout: ImageLayout) -> None:
+def test_a_source_that_ignores_ranges_is_read_by_one_connection(store: ImageLayout) -> None:
     """At most the first part is sent twice, as the whole blob is requested after it."""
     source = Counted(BIG, ranges=False)
-    watch = fetch(source, layout, CONTENT, connections=8)
-    assert layout.path(CONTENT).read_bytes() == BIG
+    watch = fetch(source, store, CONTENT, connections=8)
+    assert store.path(CONTENT).read_bytes() == BIG
     assert source.busiest == 1
     assert source.bytes[CONTENT.digest] <= CONTENT.size + NOTED
     assert watch.done == CONTENT.size
 
 
-def test_a_source_that_starts_to_ignore_ranges(layout: ImageLayout) -> None:
+def test_a_source_that_starts_to_ignore_ranges(store: ImageLayout) -> None:
     """One server behind a load balancer may differ from the others."""
     source = Counted(BIG, together=3)
 
@@ -318,8 +313,8 @@ def test_a_source_that_starts_to_ignore_ranges(layout: ImageLayout) -> None:
             source.ranges = False
 
     source.fail = fail
-    watch = fetch(source, layout, CONTENT, connections=3)
-    assert layout.path(CONTENT).read_bytes() == BIG
+    watch = fetch(source, store, CONTENT, connections=3)
+    assert store.path(CONTENT).read_bytes() == BIG
     assert watch.done == CONTENT.size
     assert source.busiest == 3
 
@@ -342,103 +337,103 @@ class Failing:
                 raise self.error
 
 
-def test_a_fetch_after_a_failure_requests_only_missing_bytes(layout: ImageLayout) -> None:
+def test_a_fetch_after_a_failure_requests_only_missing_bytes(store: ImageLayout) -> None:
     source, watch = Counted(BIG, together=3), Watch()
     source.fail = Failing(25 * MIB, NetworkError("gone"))
     with pytest.raises(NetworkError, match="gone"):
-        fetch(source, layout, CONTENT, connections=4, watch=watch)
+        fetch(source, store, CONTENT, connections=4, watch=watch)
     first = source.bytes[CONTENT.digest]
     assert 20 * MIB < first < CONTENT.size
     assert watch.done == first
     again = Counted(BIG, together=1)
-    watch = fetch(again, layout, CONTENT, connections=4)
+    watch = fetch(again, store, CONTENT, connections=4)
     assert again.bytes[CONTENT.digest] == CONTENT.size - first
     assert watch.sums["progress"] == CONTENT.size  # existing bytes count once
-    assert layout.path(CONTENT).read_bytes() == BIG
-    assert left_over(layout) == []
+    assert store.path(CONTENT).read_bytes() == BIG
+    assert left_over(store) == []
 
 
-def test_a_failed_small_blob_leaves_no_partial(layout: ImageLayout) -> None:
+def test_a_failed_small_blob_leaves_no_partial(store: ImageLayout) -> None:
     data = BIG[: 3 * MIB]
     source = Counted(data)
     source.fail = Failing(2 * MIB, NetworkError("gone"))
     with pytest.raises(NetworkError):
-        fetch(source, layout, blob(data))
-    assert left_over(layout) == []
+        fetch(source, store, blob(data))
+    assert left_over(store) == []
 
 
-def test_a_finished_fetch_leaves_the_partial_of_another_blob(layout: ImageLayout) -> None:
+def test_a_finished_fetch_leaves_the_partial_of_another_blob(store: ImageLayout) -> None:
     source = Counted(BIG)
     source.fail = Failing(25 * MIB, NetworkError("gone"))
     with pytest.raises(NetworkError):
-        fetch(source, layout, CONTENT)
-    partial = left_over(layout)
+        fetch(source, store, CONTENT)
+    partial = left_over(store)
     assert partial == [CONTENT.digest.encoded, f"{CONTENT.digest.encoded}.journal"]
     small = noise(1000)
-    fetch(Counted(small), layout, blob(small))
-    assert left_over(layout) == partial
+    fetch(Counted(small), store, blob(small))
+    assert left_over(store) == partial
 
 
-def test_wrong_bytes_are_discarded(layout: ImageLayout) -> None:
+def test_wrong_bytes_are_discarded(store: ImageLayout) -> None:
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-1] + b"?"
     with pytest.raises(VerificationError, match="digest mismatch"):
-        fetch(source, layout, CONTENT)
-    assert left_over(layout) == []
-    assert not layout.exists(CONTENT)
-    fetch(Counted(BIG), layout, CONTENT)
-    assert layout.exists(CONTENT)
+        fetch(source, store, CONTENT)
+    assert left_over(store) == []
+    assert not store.exists(CONTENT)
+    fetch(Counted(BIG), store, CONTENT)
+    assert store.exists(CONTENT)
 
 
-def test_wrong_bytes_are_not_requested_twice(layout: ImageLayout) -> None:
+def test_wrong_bytes_are_not_requested_twice(store: ImageLayout) -> None:
     """There is no other source."""
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-1] + b"?"
     with pytest.raises(VerificationError, match="digest mismatch"):
-        fetch(source, layout, CONTENT)
+        fetch(source, store, CONTENT)
     assert source.bytes[CONTENT.digest] == CONTENT.size
 
 
-def resumed(layout: ImageLayout, data: bytes) -> None:
+def resumed(store: ImageLayout, data: bytes) -> None:
     """Return the remains of an earlier fetch of the large blob."""
-    ingest = layout.ingest(CONTENT.digest.encoded, CONTENT)
+    ingest = store.ingest(CONTENT.digest.encoded, CONTENT)
     ingest.write_at(0, data)
     ingest.suspend()
-    assert left_over(layout)
+    assert left_over(store)
 
 
-def test_a_damaged_partial_is_fetched_again_at_once(layout: ImageLayout) -> None:
-    resumed(layout, b"?" * (25 * MIB))
+def test_a_damaged_partial_is_fetched_again_at_once(store: ImageLayout) -> None:
+    resumed(store, b"?" * (25 * MIB))
     source = Counted(BIG)
-    watch = fetch(source, layout, CONTENT)
-    assert layout.path(CONTENT).read_bytes() == BIG
+    watch = fetch(source, store, CONTENT)
+    assert store.path(CONTENT).read_bytes() == BIG
     assert source.bytes[CONTENT.digest] == CONTENT.size - 25 * MIB + CONTENT.size
     assert watch.done == CONTENT.size
-    assert left_over(layout) == []
+    assert left_over(store) == []
 
 
-def test_a_complete_but_damaged_partial_is_fetched_again(layout: ImageLayout) -> None:
-    resumed(layout, b"?" * CONTENT.size)
+def test_a_complete_but_damaged_partial_is_fetched_again(store: ImageLayout) -> None:
+    resumed(store, b"?" * CONTENT.size)
     source = Counted(BIG)
-    fetch(source, layout, CONTENT)
-    assert layout.path(CONTENT).read_bytes() == BIG
+    fetch(source, store, CONTENT)
+    assert store.path(CONTENT).read_bytes() == BIG
     assert source.bytes[CONTENT.digest] == CONTENT.size
 
 
-def test_a_damaged_partial_of_a_wrong_blob_is_fetched_again_once(layout: ImageLayout) -> None:
-    resumed(layout, b"?" * (25 * MIB))
+def test_a_damaged_partial_of_a_wrong_blob_is_fetched_again_once(store: ImageLayout) -> None:
+    resumed(store, b"?" * (25 * MIB))
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-1] + b"?"
     with pytest.raises(VerificationError, match="digest mismatch"):
-        fetch(source, layout, CONTENT)
+        fetch(source, store, CONTENT)
     assert source.bytes[CONTENT.digest] == CONTENT.size - 25 * MIB + CONTENT.size
-    assert left_over(layout) == []
+    assert left_over(store) == []
 
 
-def test_an_empty_blob_of_another_digest_is_refused(layout: ImageLayout) -> None:
+def test_an_empty_blob_of_another_digest_is_refused(store: ImageLayout) -> None:
     """A manifest may declare any digest with size zero."""
     content = Descriptor(BLOB, Digest.of(b"something"), 0)
-    engine = BlobDownload(Counted(), layout, [content], CopyOptions(2, Watch()))
+    engine = BlobDownload(Counted(), store, [content], CopyOptions(2, Watch()))
     with pytest.raises(VerificationError, match="digest mismatch"):
         ended(engine)
 
@@ -455,17 +450,17 @@ def ended(engine: BlobDownload) -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     hangs = thread.is_alive()
     if hangs:
         engine._stop()
-        thread.join(20)
+        thread.join(60)
     assert not hangs, "it did not end"
     for error in errors:
         raise error
 
 
-def test_a_connection_that_joins_too_late_finishes_the_blob(layout: ImageLayout) -> None:
+def test_a_connection_that_joins_too_late_finishes_the_blob(store: ImageLayout) -> None:
     """Bytes were left when it joined, and none when it took its part.
 
     The connections that received them have ended by then.
@@ -478,29 +473,29 @@ def test_a_connection_that_joins_too_late_finishes_the_blob(layout: ImageLayout)
                 if blob.readers == 2 and not late.is_set():
                     late.set()
                     gone = lambda: blob.readers == 1 and not blob.unclaimed  # noqa: E731
-                    assert self._changed.wait_for(gone, 10), "it is not alone"
+                    assert self._changed.wait_for(gone, 60), "it is not alone"
             super()._fetch_chunk(blob, buffer)
 
     def fail(_: Any, offset: Any) -> None:
-        assert not offset or late.wait(10), "nobody joined"
+        assert not offset or late.wait(60), "nobody joined"
 
     source, watch = Counted(BIG), Watch()
     source.fail = fail
-    ended(Late(source, layout, [CONTENT], CopyOptions(2, watch)))
-    assert layout.path(CONTENT).read_bytes() == BIG
+    ended(Late(source, store, [CONTENT], CopyOptions(2, watch)))
+    assert store.path(CONTENT).read_bytes() == BIG
     assert watch.sums["done"] == CONTENT.size
-    assert left_over(layout) == []
+    assert left_over(store) == []
 
 
-def test_a_source_that_ends_early_fails(layout: ImageLayout) -> None:
+def test_a_source_that_ends_early_fails(store: ImageLayout) -> None:
     source = Counted(BIG)
     source.blobs[CONTENT.digest] = BIG[:-5]
     with pytest.raises(VerificationError, match="ended after"):
-        fetch(source, layout, CONTENT)
+        fetch(source, store, CONTENT)
 
 
 def test_a_full_disk_keeps_journaled_bytes(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is full for data and journal; earlier journal entries remain valid."""
     real, writes = os.pwrite, Failing(30 * MIB, OSError(errno.ENOSPC, "No space left on device"))
@@ -512,17 +507,17 @@ def test_a_full_disk_keeps_journaled_bytes(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", pwrite)
         with pytest.raises(NoSpaceError) as caught:
-            fetch(Counted(BIG, together=2), layout, CONTENT, connections=2)
+            fetch(Counted(BIG, together=2), store, CONTENT, connections=2)
     assert caught.value.exit_code == 6
-    assert len(left_over(layout)) == 2
+    assert len(left_over(store)) == 2
     again = Counted(BIG)
-    fetch(again, layout, CONTENT, connections=2)
+    fetch(again, store, CONTENT, connections=2)
     assert again.bytes[CONTENT.digest] == CONTENT.size - 30 * MIB
-    assert layout.path(CONTENT).read_bytes() == BIG
+    assert store.path(CONTENT).read_bytes() == BIG
 
 
 def test_a_failure_is_raised_even_if_the_journal_cannot_be_written(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No blob stays locked: the same process may retry."""
     other = noise(20 * MIB, b"other")
@@ -532,17 +527,17 @@ def test_a_failure_is_raised_even_if_the_journal_cannot_be_written(
 
     source = Counted(BIG, other, together=2)
     source.fail = Failing(3 * MIB, NetworkError("gone"))  # before the first part is complete
-    fetch(Counted(b"first"), layout, blob(b"first"))  # the directories exist
+    fetch(Counted(b"first"), store, blob(b"first"))  # the directories exist
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(NetworkError, match="gone"):
-            fetch(source, layout, CONTENT, blob(other), connections=2)
-    fetch(Counted(BIG, other), layout, CONTENT, blob(other), connections=2)
-    assert layout.path(CONTENT).read_bytes() == BIG
-    assert layout.path(blob(other)).read_bytes() == other
+            fetch(source, store, CONTENT, blob(other), connections=2)
+    fetch(Counted(BIG, other), store, CONTENT, blob(other), connections=2)
+    assert store.path(CONTENT).read_bytes() == BIG
+    assert store.path(blob(other)).read_bytes() == other
 
 
-def test_an_interrupt_ends_the_fetch_and_keeps_received_bytes(layout: ImageLayout) -> None:
+def test_an_interrupt_ends_the_fetch_and_keeps_received_bytes(store: ImageLayout) -> None:
     source = Counted(BIG)
 
     class Interrupt(KeyboardInterrupt):
@@ -550,35 +545,35 @@ def test_an_interrupt_ends_the_fetch_and_keeps_received_bytes(layout: ImageLayou
 
     source.fail = Failing(25 * MIB, Interrupt())
     with pytest.raises(Interrupt):
-        fetch(source, layout, CONTENT, connections=1)
+        fetch(source, store, CONTENT, connections=1)
     again = Counted(BIG)
-    fetch(again, layout, CONTENT)
+    fetch(again, store, CONTENT)
     assert again.bytes[CONTENT.digest] == CONTENT.size - 25 * MIB
 
 
 # -- shared downloads
 
 
-def test_two_fetches_of_one_blob_share_a_download(layout: ImageLayout) -> None:
+def test_two_fetches_of_one_blob_share_a_download(store: ImageLayout) -> None:
     source, waits = Counted(BIG), threading.Event()
-    source.fail = lambda _, offset: waits.wait(20) if offset == 16 * MIB else None
+    source.fail = lambda _, offset: waits.wait(60) if offset == 16 * MIB else None
     watches = [Watch(), Watch()]
     second_source = Counted(BIG)
     threads = [
-        threading.Thread(target=fetch, args=(source, layout, CONTENT), kwargs={"watch": watches[0]})
+        threading.Thread(target=fetch, args=(source, store, CONTENT), kwargs={"watch": watches[0]})
     ]
     threads[0].start()
     with source.lock:
-        assert source.lock.wait_for(lambda: source.opened, 20)
+        assert source.lock.wait_for(lambda: source.opened, 60)
     threads.append(
         threading.Thread(
-            target=fetch, args=(second_source, layout, CONTENT), kwargs={"watch": watches[1]}
+            target=fetch, args=(second_source, store, CONTENT), kwargs={"watch": watches[1]}
         )
     )
     threads[1].start()
     waits.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert second_source.opened == []
     assert source.bytes[CONTENT.digest] == CONTENT.size
     assert watches[0].done == CONTENT.size
@@ -586,10 +581,10 @@ def test_two_fetches_of_one_blob_share_a_download(layout: ImageLayout) -> None:
 
 
 def test_a_waiting_fetch_names_the_process_of_the_other(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch_module, "_NOTICE", -1.0)
-    at_work = layout.ingest(CONTENT.digest.encoded, CONTENT)
+    at_work = store.ingest(CONTENT.digest.encoded, CONTENT)
     waits: list[int] = []
 
     class Ending(Watch):
@@ -599,13 +594,13 @@ def test_a_waiting_fetch_names_the_process_of_the_other(
                 waits.append(event.count)
                 at_work.abort()
 
-    fetch(Counted(BIG), layout, CONTENT, watch=Ending())
+    fetch(Counted(BIG), store, CONTENT, watch=Ending())
     assert waits == [os.getpid() if Path("/proc/locks").exists() else 0]
-    assert layout.exists(CONTENT)
+    assert store.exists(CONTENT)
 
 
-def test_a_waiting_fetch_reports_the_progress_of_the_other(layout: ImageLayout) -> None:
-    at_work = layout.ingest(CONTENT.digest.encoded, CONTENT)
+def test_a_waiting_fetch_reports_the_progress_of_the_other(store: ImageLayout) -> None:
+    at_work = store.ingest(CONTENT.digest.encoded, CONTENT)
     at_work.write_at(0, BIG[: 8 * MIB])
     seen, source, watch = threading.Event(), Counted(BIG), Watch()
 
@@ -617,25 +612,25 @@ def test_a_waiting_fetch_reports_the_progress_of_the_other(layout: ImageLayout) 
                 seen.set()
 
     thread = threading.Thread(
-        target=fetch, args=(source, layout, CONTENT), kwargs={"watch": Seeing()}
+        target=fetch, args=(source, store, CONTENT), kwargs={"watch": Seeing()}
     )
     thread.start()
-    assert seen.wait(20)
+    assert seen.wait(60)
     assert source.opened == []
     at_work.abort()  # killed: the fetch restarts, and the observed progress is subtracted
-    thread.join(30)
+    thread.join(60)
     assert watch.done == CONTENT.size
-    assert layout.exists(CONTENT)
+    assert store.exists(CONTENT)
 
 
-def test_the_second_fetch_takes_over_when_the_first_fails(layout: Any) -> None:
+def test_the_second_fetch_takes_over_when_the_first_fails(store: Any) -> None:
     first, second = Counted(BIG), Counted(BIG)
     reached, fails = threading.Event(), threading.Event()
 
     def fail(_: Any, offset: Any) -> None:
         if offset >= 20 * MIB:
             reached.set()
-            assert fails.wait(20)
+            assert fails.wait(60)
             raise NetworkError("gone")
 
     first.fail = fail
@@ -643,15 +638,15 @@ def test_the_second_fetch_takes_over_when_the_first_fails(layout: Any) -> None:
 
     def run() -> None:
         try:
-            fetch(first, layout, CONTENT, connections=1)
+            fetch(first, store, CONTENT, connections=1)
         except NetworkError as error:
             errors.append(error)
 
     one = threading.Thread(target=run)
     one.start()
-    assert reached.wait(20)
+    assert reached.wait(60)
     busy, spins = threading.Event(), threading.Event()
-    ingest, looks = layout.ingest, []
+    ingest, looks = store.ingest, []
 
     def watched(*arguments: Any) -> FileIngest:
         looks.append(arguments)
@@ -662,19 +657,19 @@ def test_the_second_fetch_takes_over_when_the_first_fails(layout: Any) -> None:
             if len(looks) > 30:
                 spins.set()
 
-    layout.ingest = watched
-    two = threading.Thread(target=fetch, args=(second, layout, CONTENT))
+    store.ingest = watched
+    two = threading.Thread(target=fetch, args=(second, store, CONTENT))
     two.start()
-    assert busy.wait(20)  # it waits for the first one
+    assert busy.wait(60)  # it waits for the first one
     assert not spins.wait(0.3)  # it polls now and then, not continuously
     assert second.opened == []
     fails.set()
     with second.lock:
-        assert second.lock.wait_for(lambda: second.opened, 3), "nobody took over"
-    one.join(20)
-    two.join(20)
+        assert second.lock.wait_for(lambda: second.opened, 60), "nobody took over"
+    one.join(60)
+    two.join(60)
     assert len(errors) == 1
-    assert layout.path(CONTENT).read_bytes() == BIG
+    assert store.path(CONTENT).read_bytes() == BIG
     assert second.bytes[CONTENT.digest] == CONTENT.size - first.bytes[CONTENT.digest]
 
 
@@ -712,11 +707,11 @@ def test_idle_time_gives_no_credit() -> None:
     assert clock.now == pytest.approx(162)
 
 
-def test_a_fetch_respects_the_rate(layout: ImageLayout) -> None:
+def test_a_fetch_respects_the_rate(store: ImageLayout) -> None:
     clock = Clock()
     limit = 4 * MIB
     rate = Rate(limit, clock=clock, sleep=clock.sleep)
     source = Counted(BIG)
-    fetch(source, layout, CONTENT, connections=1, rate=rate)
+    fetch(source, store, CONTENT, connections=1, rate=rate)
     assert clock.now - 100 == pytest.approx(CONTENT.size / limit)
     assert max(clock.waits) <= 0.2

@@ -13,14 +13,10 @@ from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, Veri
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from tests.content.artifact import BLOB, blob, broken_body, index, manifest, put, put_artifact
 from tests.memory_store import MemoryStore
+from tests.store import read
 
 DATA = bytes(range(256)) * 20
 LARGE = bytes(range(251)) * 13_000  # over three mebibytes: more than one buffer
-
-
-def read(store: Any, content: Descriptor, *span: Any) -> Any:
-    with store.open(content, *span) as file:
-        return file.read()
 
 
 @pytest.mark.parametrize("data", [b"", DATA, LARGE], ids=["empty", "some", "large"])

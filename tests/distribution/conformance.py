@@ -271,7 +271,7 @@ class Client:
     def ask(self, method: str, path: str, *expected: int, **options: Any) -> requests.Response:
         """Send a request to a path below the repository, or to a location."""
         base = f"{self.url}/v2/{self.name}/"
-        answer = self.http.request(method, urljoin(base, path), timeout=30, **options)
+        answer = self.http.request(method, urljoin(base, path), timeout=60, **options)
         if expected:
             assert answer.status_code in expected, (method, path, answer.status_code, answer.text)
         return answer
@@ -554,4 +554,4 @@ def check_nothing_yet(client: Client) -> None:
     """Query a repository that was never pushed to."""
     assert client.tags() == []
     assert client.referrers(hash_of(os.urandom(9))) == []
-    client.http.get(f"{client.url}/v2/", timeout=30).raise_for_status()
+    client.http.get(f"{client.url}/v2/", timeout=60).raise_for_status()

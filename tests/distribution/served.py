@@ -91,7 +91,7 @@ class Server:
     log: IO[str] = field(default_factory=io.StringIO)
 
     def ask(self, method: str, path: str, **options: Any) -> requests.Response:
-        return self.http.request(method, self.url + path, timeout=20, **options)
+        return self.http.request(method, self.url + path, timeout=60, **options)
 
     def push_blob(self, data: bytes, name: str = "a/b") -> requests.Response:
         path = f"/v2/{name}/blobs/uploads/?digest={digest_of(data)}"
@@ -137,7 +137,7 @@ class Server:
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         self.process.send_signal(number)
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=60)
         self.log.seek(0)
         return self.process.returncode, self.log.read()
 

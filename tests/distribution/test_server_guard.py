@@ -56,7 +56,7 @@ def basic(user: str, password: str) -> str:
 )
 def test_other_authorizations_are_refused(guarded: Server, authorization: str) -> None:
     headers = {"Authorization": authorization.encode("latin-1")} if authorization else {}
-    answer = requests.get(guarded.url + "/v2/", headers=headers, timeout=20)
+    answer = requests.get(guarded.url + "/v2/", headers=headers, timeout=60)
     assert error_of(answer) == (401, "UNAUTHORIZED")
     assert answer.headers["WWW-Authenticate"].startswith("Basic ")
 
@@ -73,7 +73,7 @@ def test_every_route_requires_the_token(guarded: Server) -> None:
         ("GET", f"/v2/a/b/referrers/{digest}"),
         ("GET", "/nowhere"),
     ):
-        answer = requests.request(method, guarded.url + path, timeout=20)
+        answer = requests.request(method, guarded.url + path, timeout=60)
         assert error_of(answer) == (401, "UNAUTHORIZED"), path
 
 
@@ -81,7 +81,7 @@ def test_every_route_requires_the_token(guarded: Server) -> None:
 def test_valid_token_is_accepted(guarded: Server, authorization: str) -> None:
     headers = {"Authorization": authorization}
     path = f"{guarded.url}/v2/a/b/manifests/t"
-    assert requests.get(path, headers=headers, timeout=20).status_code == 200
+    assert requests.get(path, headers=headers, timeout=60).status_code == 200
 
 
 @pytest.mark.integration
@@ -235,6 +235,6 @@ def test_referrers_read_each_manifest_once(tmp_path: Path, monkeypatch: pytest.M
 def test_remote_access_with_a_token_requires_no_flag(tmp_path: Path, serve_layout: Serve) -> None:
     server = serve_layout(tmp_path, f"token={TOKEN}", address="0.0.0.0:0")
     url = f"http://127.0.0.1:{server.address[1]}/v2/"
-    assert requests.get(url, timeout=20).status_code == 401
+    assert requests.get(url, timeout=60).status_code == 401
     headers = {"Authorization": f"Bearer {TOKEN}", "Host": "registry.example"}
-    assert requests.get(url, headers=headers, timeout=20).status_code == 200
+    assert requests.get(url, headers=headers, timeout=60).status_code == 200

@@ -34,7 +34,7 @@ BAD_DIGESTS = [
 def raw_ask(server: Server, method: str, path: str, **headers: str) -> tuple[int, bytes]:
     """Request a path exactly as written, which requests would normalise."""
     host, port = server.address
-    connection = http.client.HTTPConnection(host, port, timeout=20)
+    connection = http.client.HTTPConnection(host, port, timeout=60)
     try:
         connection.putrequest(method, path, skip_host="Host" in headers)
         for key, value in {"Content-Length": "0", **headers}.items():

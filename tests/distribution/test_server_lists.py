@@ -36,7 +36,7 @@ def paged(
 def pages(server: Server, path: str) -> list[bytes]:
     found, url = [], server.url + path
     while url:
-        answer = server.http.get(url, timeout=20)
+        answer = server.http.get(url, timeout=60)
         assert answer.status_code == 200
         found.append(answer.content)
         link = answer.headers.get("Link", "")

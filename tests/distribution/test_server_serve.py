@@ -121,9 +121,9 @@ def test_command_line_of_a_cache_serves_until_interrupted(
     )
     assert process.stdout is not None
     url = process.stdout.readline().rstrip("\n")
-    answer = requests.get(f"{url}/v2/a/b/manifests/t", auth=("me", "0123456789abcdef"), timeout=20)
+    answer = requests.get(f"{url}/v2/a/b/manifests/t", auth=("me", "0123456789abcdef"), timeout=60)
     process.send_signal(signal.SIGINT)
-    out, log = process.communicate(timeout=20)
+    out, log = process.communicate(timeout=60)
     assert (process.returncode, out, answer.content) == (0, "", raw)
     (line,) = [json.loads(line) for line in log.splitlines() if '"request"' in line]
     assert (line["method"], line["status"], line["sent"]) == ("GET", 200, len(raw))
@@ -162,13 +162,13 @@ def test_metrics_count_requests_bytes_and_uploads(
     url = process.stdout.readline().rstrip("\n")
     line = next(line for line in process.stderr if '"ready"' in line)
     upload = f"{url}/v2/a/b/blobs/uploads/"
-    requests.post(upload, timeout=20)
-    requests.post(f"{upload}?digest={digest_of(b'x' * 1000)}", data=b"x" * 1000, timeout=20)
-    requests.get(f"{url}/v2/a/b/blobs/{digest_of(b'x' * 1000)}", timeout=20)
-    text = requests.get(json.loads(line)["apart"][0] + "/metrics", timeout=20).text
-    assert requests.get(f"{url}/metrics", timeout=20).status_code == 200
+    requests.post(upload, timeout=60)
+    requests.post(f"{upload}?digest={digest_of(b'x' * 1000)}", data=b"x" * 1000, timeout=60)
+    requests.get(f"{url}/v2/a/b/blobs/{digest_of(b'x' * 1000)}", timeout=60)
+    text = requests.get(json.loads(line)["apart"][0] + "/metrics", timeout=60).text
+    assert requests.get(f"{url}/metrics", timeout=60).status_code == 200
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     route = 'route="/v2/{name}/blobs/uploads/"'
     assert f'aimage_registry_requests_total{{code="201",method="POST",{route}}} 1.0' in text
     assert f'aimage_registry_request_duration_seconds_count{{method="POST",{route}}} 2.0' in text

@@ -24,6 +24,7 @@ from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.lease import leased
 from clowder_aimage.oci import Descriptor, Digest
 from tests.distribution.served import Server, digest_of, error_of
+from tests.wait import until
 
 BLOB = bytes(range(256)) * 40
 
@@ -191,10 +192,7 @@ def send_half(server: Server, location: str, total: int, half: bytes) -> socket.
 
 
 def wait_for_range(server: Server, location: str, wanted: str) -> None:
-    for _ in range(10_000):  # each iteration queries the server, so no clock is needed
-        if server.ask("GET", location).headers["Range"] == wanted:
-            return
-    raise AssertionError(f"the upload never came to {wanted}")
+    until(lambda: server.ask("GET", location).headers["Range"] == wanted, wanted)
 
 
 def test_broken_connection_keeps_received_bytes(server: Server) -> None:

@@ -91,11 +91,11 @@ def test_pictures_are_those_of_a_worker(live: LiveFleet) -> None:
     assert pixels(mine) == pixels(post(live.workers["w1"].url, **WISH)["data"][0]["b64_json"])
     found = {each["id"] for each in live.gateway.get("/v1/models")["data"]}
     assert found == {"tiny:latest"}
-    with urllib.request.urlopen(f"{live.url}/api/tags", timeout=30) as answer:
+    with urllib.request.urlopen(f"{live.url}/api/tags", timeout=60) as answer:
         assert json.load(answer)["models"][0]["name"] == "tiny:latest"
     linked = post(live.url, **WISH, response_format="url")["data"][0]["url"]
     assert linked.startswith(live.url)
-    with urllib.request.urlopen(linked, timeout=30) as answer:
+    with urllib.request.urlopen(linked, timeout=60) as answer:
         assert pixels(base64.b64encode(answer.read()).decode()) == pixels(mine)
 
 

@@ -283,7 +283,7 @@ def test_a_named_pipe_is_not_replaced(here: ImageLayout, there: ImageLayout, fil
     reader = threading.Thread(target=lambda: loaded.append(load(there, file)))
     reader.start()
     save(here, names("x"), file)
-    reader.join(20)
+    reader.join(60)
     assert loaded[0].names[0][0] == Reference.parse("x")
     assert file.is_fifo()
 

@@ -21,13 +21,14 @@ from clowder_aimage.layout.completeness import (
     check_completeness,
 )
 from tests.content.artifact import index, put, put_artifact
+from tests.store import pass_tick
 
 if TYPE_CHECKING:
     from clowder_aimage.oci import Descriptor, Manifest
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageLayout:
+def settled_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageLayout:
     """Return a store without recent changes."""
     later = SimpleNamespace(time_ns=lambda: time.time_ns() + 10**11)
     monkeypatch.setattr(layout_index, "time", later)
@@ -35,29 +36,31 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageLayout:
 
 
 @pytest.fixture
-def made(store: ImageLayout) -> Manifest:
-    return put_artifact(store, "one", b"one", b"two")
+def made(settled_store: ImageLayout) -> Manifest:
+    return put_artifact(settled_store, "one", b"one", b"two")
 
 
-def test_completeness_counts_each_missing_blob_once(store: ImageLayout, made: Manifest) -> None:
-    found = check_completeness(store, made.descriptor)
+def test_completeness_counts_each_missing_blob_once(
+    settled_store: ImageLayout, made: Manifest
+) -> None:
+    found = check_completeness(settled_store, made.descriptor)
     assert found.is_complete and found.total == sum(blob.size for blob in made.children)
-    store.path(made.layers[0]).unlink()
-    found = check_completeness(store, made.descriptor)
+    settled_store.path(made.layers[0]).unlink()
+    found = check_completeness(settled_store, made.descriptor)
     assert not found.is_complete and found.missing == (made.layers[0],)
     assert found.missing_size == made.layers[0].size
 
 
 def test_completeness_of_an_index_includes_its_manifests(
-    store: ImageLayout, made: Manifest
+    settled_store: ImageLayout, made: Manifest
 ) -> None:
     document = index([made.descriptor])
-    store.push(document.descriptor, bytes_body(document.raw))
-    assert check_completeness(store, document.descriptor).is_complete
-    store.path(made.descriptor).unlink()
-    assert check_completeness(store, document.descriptor).missing == (made.descriptor,)
-    store.path(document.descriptor).unlink()
-    found = check_completeness(store, document.descriptor)
+    settled_store.push(document.descriptor, bytes_body(document.raw))
+    assert check_completeness(settled_store, document.descriptor).is_complete
+    settled_store.path(made.descriptor).unlink()
+    assert check_completeness(settled_store, document.descriptor).missing == (made.descriptor,)
+    settled_store.path(document.descriptor).unlink()
+    found = check_completeness(settled_store, document.descriptor)
     assert found.missing == (document.descriptor,)
 
 
@@ -74,26 +77,26 @@ class CountingCheck:
 
 
 @pytest.fixture
-def check(store: ImageLayout, made: Manifest) -> CountingCheck:
-    return CountingCheck(store, made.descriptor)
+def check(settled_store: ImageLayout, made: Manifest) -> CountingCheck:
+    return CountingCheck(settled_store, made.descriptor)
 
 
 def test_cache_remembers_complete_aimages_until_the_store_changes(
-    store: ImageLayout, check: CountingCheck
+    settled_store: ImageLayout, check: CountingCheck
 ) -> None:
-    cache = CompletenessCache(store)
+    cache = CompletenessCache(settled_store)
     assert cache.find("one", check).is_complete and cache.find("one", check).is_complete
     assert check.calls == 1
-    time.sleep(0.02)  # longer than the file system's clock resolution
-    put(store, b"other")
+    pass_tick(settled_store.root.parent)
+    put(settled_store, b"other")
     cache.find("one", check)
     assert check.calls == 2
 
 
 def test_cache_rechecks_incomplete_and_failed_aimages(
-    store: ImageLayout, made: Manifest, check: CountingCheck
+    settled_store: ImageLayout, made: Manifest, check: CountingCheck
 ) -> None:
-    cache = CompletenessCache(store)
+    cache = CompletenessCache(settled_store)
     check.error = StoreError("too many open files")
     with pytest.raises(StoreError):
         cache.find("one", check)
@@ -105,10 +108,10 @@ def test_cache_rechecks_incomplete_and_failed_aimages(
 
 
 def test_cache_checks_again_after_its_age_or_for_another_version(
-    store: ImageLayout, check: CountingCheck
+    settled_store: ImageLayout, check: CountingCheck
 ) -> None:
     now = [0.0]
-    cache = CompletenessCache(store, clock=lambda: now[0], chance=lambda: 0.5)
+    cache = CompletenessCache(settled_store, clock=lambda: now[0], chance=lambda: 0.5)
     cache.find("one", check, "v1")
     now[0] = 0.75 * MAX_AGE - 1
     cache.find("one", check, "v1")
@@ -121,13 +124,13 @@ def test_cache_checks_again_after_its_age_or_for_another_version(
 
 
 def test_cache_drops_an_answer_outdated_by_a_change(
-    store: ImageLayout, made: Manifest, check: CountingCheck
+    settled_store: ImageLayout, made: Manifest, check: CountingCheck
 ) -> None:
-    cache = CompletenessCache(store)
+    cache = CompletenessCache(settled_store)
 
     def overtaken() -> Completeness:
         found = check()
-        store.path(made.layers[0]).unlink()
+        settled_store.path(made.layers[0]).unlink()
         return found
 
     assert cache.find("one", overtaken).is_complete

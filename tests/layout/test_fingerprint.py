@@ -18,12 +18,13 @@ from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.oci import Descriptor, Reference
 from tests.content.artifact import put, put_artifact
+from tests.store import pass_tick
 
 NAME = "example.org/team/model:v1"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ImageLayout:
+def store_with_model(tmp_path: Path) -> ImageLayout:
     store = ImageLayout(tmp_path / "store")
     put_artifact(store, NAME, b"one", b"two")
     return store
@@ -96,37 +97,39 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_fingerprint_changes_with_names_and_blobs(
-    store: ImageLayout, later: None, change: Callable[[Any], None]
+    store_with_model: ImageLayout, later: None, change: Callable[[Any], None]
 ) -> None:
-    before = fingerprint(store.roots)
-    assert before is not None and fingerprint(store.roots) == before
-    time.sleep(0.02)  # longer than the file system's clock resolution
-    change(store)
-    assert fingerprint(store.roots) != before
+    before = fingerprint(store_with_model.roots)
+    assert before is not None and fingerprint(store_with_model.roots) == before
+    pass_tick(store_with_model.root.parent)
+    change(store_with_model)
+    assert fingerprint(store_with_model.roots) != before
 
 
-def test_fingerprint_is_unchanged_by_reads(store: ImageLayout, later: None) -> None:
-    before = fingerprint(store.roots)
-    found = store.resolve(Reference.parse(NAME))
-    store.read(found)
-    store.use(found)
-    store.lease(found.digest).close()
-    store.ingest("begun").abort()
-    assert fingerprint(store.roots) == before
+def test_fingerprint_is_unchanged_by_reads(store_with_model: ImageLayout, later: None) -> None:
+    before = fingerprint(store_with_model.roots)
+    found = store_with_model.resolve(Reference.parse(NAME))
+    store_with_model.read(found)
+    store_with_model.use(found)
+    store_with_model.lease(found.digest).close()
+    store_with_model.ingest("begun").abort()
+    assert fingerprint(store_with_model.roots) == before
 
 
-def test_fingerprint_is_none_while_commits_are_pending(store: ImageLayout, later: None) -> None:
-    with store.batch():
-        assert store.fingerprint() == fingerprint(store.roots)
-        waiting = put(store, b"three")
-        assert store.exists(waiting) and not blob_of(store, waiting).exists()
-        assert store.fingerprint() is None
-    assert blob_of(store, waiting).exists()
-    assert store.fingerprint() == fingerprint(store.roots) is not None
+def test_fingerprint_is_none_while_commits_are_pending(
+    store_with_model: ImageLayout, later: None
+) -> None:
+    with store_with_model.batch():
+        assert store_with_model.fingerprint() == fingerprint(store_with_model.roots)
+        waiting = put(store_with_model, b"three")
+        assert store_with_model.exists(waiting) and not blob_of(store_with_model, waiting).exists()
+        assert store_with_model.fingerprint() is None
+    assert blob_of(store_with_model, waiting).exists()
+    assert store_with_model.fingerprint() == fingerprint(store_with_model.roots) is not None
 
 
-def test_fingerprint_is_none_right_after_a_change(store: ImageLayout) -> None:
-    assert fingerprint(store.roots) is None
+def test_fingerprint_is_none_right_after_a_change(store_with_model: ImageLayout) -> None:
+    assert fingerprint(store_with_model.roots) is None
 
 
 def test_fingerprint_of_a_missing_store(tmp_path: Path, later: None) -> None:
@@ -136,9 +139,11 @@ def test_fingerprint_of_a_missing_store(tmp_path: Path, later: None) -> None:
     assert fingerprint([tmp_path / "none"]) != before
 
 
-def test_fingerprint_covers_all_stores(store: ImageLayout, tmp_path: Path, later: None) -> None:
-    both = LayeredStore([tmp_path / "first", store.root])
+def test_fingerprint_covers_all_stores(
+    store_with_model: ImageLayout, tmp_path: Path, later: None
+) -> None:
+    both = LayeredStore([tmp_path / "first", store_with_model.root])
     before = fingerprint(both.roots)
-    time.sleep(0.02)
-    removes_a_blob(store)
+    pass_tick(tmp_path)
+    removes_a_blob(store_with_model)
     assert fingerprint(both.roots) != before

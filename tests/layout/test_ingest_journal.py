@@ -28,13 +28,8 @@ CONTENT = blob(DATA)
 WHOLE = [(0, len(DATA))]
 
 
-@pytest.fixture
-def layout(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
-def begin(layout: ImageLayout) -> FileIngest:
-    return layout.ingest(CONTENT.digest.encoded, CONTENT)
+def begin(store: ImageLayout) -> FileIngest:
+    return store.ingest(CONTENT.digest.encoded, CONTENT)
 
 
 def write(ingest: FileIngest, start: int, end: int) -> None:
@@ -42,9 +37,9 @@ def write(ingest: FileIngest, start: int, end: int) -> None:
         ingest.write_at(offset, DATA[offset : min(end, offset + MIB)])
 
 
-def files(layout: ImageLayout) -> tuple[Path, Path]:
+def files(store: ImageLayout) -> tuple[Path, Path]:
     """Return the partial and its journal."""
-    path = layout.root / ".aimage" / "ingest" / CONTENT.digest.encoded
+    path = store.root / ".aimage" / "ingest" / CONTENT.digest.encoded
     return path, path.with_name(f"{path.name}.journal")
 
 
@@ -54,37 +49,37 @@ def killed(ingest: FileIngest) -> None:
     os.close(fd)
 
 
-def complete(layout: ImageLayout, ingest: FileIngest) -> None:
+def complete(store: ImageLayout, ingest: FileIngest) -> None:
     for start, end in ingest.missing():
         write(ingest, start, end)
     ingest.commit(CONTENT)
-    assert layout.path(CONTENT).read_bytes() == DATA
-    assert not any(path.exists() for path in files(layout))
+    assert store.path(CONTENT).read_bytes() == DATA
+    assert not any(path.exists() for path in files(store))
 
 
-def test_journaled_spans_are_not_missing(layout: ImageLayout) -> None:
-    ingest = begin(layout)
+def test_journaled_spans_are_not_missing(store: ImageLayout) -> None:
+    ingest = begin(store)
     write(ingest, 0, 5 * MIB)
     write(ingest, 8 * MIB, 9 * MIB)
     ingest.checkpoint()
     write(ingest, 9 * MIB, 10 * MIB)  # not in the journal: it may not be on disk
     killed(ingest)
-    ingest = begin(layout)
+    ingest = begin(store)
     assert ingest.missing() == [(5 * MIB, 8 * MIB), (9 * MIB, len(DATA))]
-    complete(layout, ingest)
+    complete(store, ingest)
 
 
-def test_suspended_ingest_is_continued(layout: ImageLayout) -> None:
-    ingest = begin(layout)
+def test_suspended_ingest_is_continued(store: ImageLayout) -> None:
+    ingest = begin(store)
     write(ingest, 0, 5 * MIB)
     ingest.suspend()
-    ingest = begin(layout)
+    ingest = begin(store)
     assert ingest.missing() == [(5 * MIB, len(DATA))]
     write(ingest, 5 * MIB, 7 * MIB)
     ingest.suspend()
-    ingest = begin(layout)
+    ingest = begin(store)
     assert ingest.missing() == [(7 * MIB, len(DATA))]
-    complete(layout, ingest)
+    complete(store, ingest)
 
 
 @pytest.fixture
@@ -92,8 +87,8 @@ def synchronised(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
     """Record the synchronised inodes in order, with the journal at that time."""
     done = []
 
-    def begin(layout: Any) -> list[tuple[int, str | None]]:
-        _, journal = files(layout)
+    def begin(store: Any) -> list[tuple[int, str | None]]:
+        _, journal = files(store)
 
         def note(fd: Any) -> None:
             said = journal.read_text() if journal.exists() else None
@@ -107,49 +102,49 @@ def synchronised(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
 
 
 def test_data_is_durable_before_its_journal_entry_and_entries_before_names(
-    layout: ImageLayout, synchronised: Any
+    store: ImageLayout, synchronised: Any
 ) -> None:
     """A crash leaves no entry without its data, and does not lose both with the directory."""
-    ingest = begin(layout)
+    ingest = begin(store)
     write(ingest, 0, 5 * MIB)
-    done = synchronised(layout)
+    done = synchronised(store)
     ingest.checkpoint()
-    partial, journal = (path.stat().st_ino for path in files(layout))
-    directory = files(layout)[0].parent.stat().st_ino
+    partial, journal = (path.stat().st_ino for path in files(store))
+    directory = files(store)[0].parent.stat().st_ino
     entry = f"\n0-{5 * MIB}\n"
     assert done == [(partial, None), (journal, entry), (directory, entry)]
     ingest.abort()
 
 
-def test_the_directory_is_synchronised_once(layout: ImageLayout, synchronised: Any) -> None:
-    ingest = begin(layout)
+def test_the_directory_is_synchronised_once(store: ImageLayout, synchronised: Any) -> None:
+    ingest = begin(store)
     write(ingest, 0, 5 * MIB)
     ingest.checkpoint()
     write(ingest, 5 * MIB, 8 * MIB)
-    done = synchronised(layout)
+    done = synchronised(store)
     ingest.checkpoint()
-    partial, journal = (path.stat().st_ino for path in files(layout))
+    partial, journal = (path.stat().st_ino for path in files(store))
     first, second = f"\n0-{5 * MIB}\n", f"\n0-{8 * MIB}\n"
     assert done == [(partial, first), (journal, first + second)]
     ingest.abort()
 
 
 def test_checkpoint_works_without_fdatasync(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """macOS has no fdatasync."""
     monkeypatch.delattr(os, "fdatasync", raising=False)
-    ingest = begin(layout)
+    ingest = begin(store)
     write(ingest, 0, 5 * MIB)
     ingest.checkpoint()
     killed(ingest)
-    assert begin(layout).missing() == [(5 * MIB, len(DATA))]
+    assert begin(store).missing() == [(5 * MIB, len(DATA))]
 
 
 def test_failed_synchronisation_writes_no_entry(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ingest = begin(layout)
+    ingest = begin(store)
     write(ingest, 0, 5 * MIB)
 
     def fsync(_: Any) -> NoReturn:
@@ -159,7 +154,7 @@ def test_failed_synchronisation_writes_no_entry(
         patch.setattr(os, "fsync", fsync)
         with pytest.raises(StoreError):
             ingest.checkpoint()
-    assert not files(layout)[1].exists()
+    assert not files(store)[1].exists()
     ingest.abort()
 
 
@@ -173,23 +168,23 @@ def test_failed_synchronisation_writes_no_entry(
     ids=["empty", "third", "newline"],
 )
 def test_torn_last_journal_line_is_ignored(
-    line: str, missing: list[tuple[int, int]], layout: ImageLayout
+    line: str, missing: list[tuple[int, int]], store: ImageLayout
 ) -> None:
-    ingest = begin(layout)
+    ingest = begin(store)
     write(ingest, 0, 4 * MIB)
     ingest.checkpoint()
     write(ingest, 4 * MIB, 8 * MIB)
     killed(ingest)
-    with files(layout)[1].open("a") as journal:
+    with files(store)[1].open("a") as journal:
         journal.write(line)
-    ingest = begin(layout)
+    ingest = begin(store)
     assert ingest.missing() == missing
     write(ingest, missing[0][0], 9 * MIB)
     ingest.checkpoint()
     killed(ingest)
-    ingest = begin(layout)
+    ingest = begin(store)
     assert ingest.missing() == [(9 * MIB, len(DATA))]
-    complete(layout, ingest)
+    complete(store, ingest)
 
 
 @pytest.mark.parametrize(
@@ -202,79 +197,79 @@ def test_torn_last_journal_line_is_ignored(
     ],
     ids=["half", "beyond", "backwards", "empty"],
 )
-def test_malformed_journal_is_discarded(journal: bytes, layout: ImageLayout) -> None:
-    ingest = begin(layout)
+def test_malformed_journal_is_discarded(journal: bytes, store: ImageLayout) -> None:
+    ingest = begin(store)
     write(ingest, 0, 8 * MIB)
     killed(ingest)
-    files(layout)[1].write_bytes(journal)
-    ingest = begin(layout)
+    files(store)[1].write_bytes(journal)
+    ingest = begin(store)
     assert ingest.missing() == WHOLE
     write(ingest, 10 * MIB, 12 * MIB)
     killed(ingest)
-    ingest = begin(layout)
+    ingest = begin(store)
     assert ingest.missing() == WHOLE
-    complete(layout, ingest)
+    complete(store, ingest)
 
 
-def test_entries_beyond_a_truncated_file_are_ignored(layout: ImageLayout) -> None:
+def test_entries_beyond_a_truncated_file_are_ignored(store: ImageLayout) -> None:
     """The journal stays invalid for a truncated file, even after the file has grown again."""
-    ingest = begin(layout)
+    ingest = begin(store)
     write(ingest, 0, 10 * MIB)
     ingest.suspend()
-    os.truncate(files(layout)[0], 6 * MIB)
-    ingest = begin(layout)
+    os.truncate(files(store)[0], 6 * MIB)
+    ingest = begin(store)
     assert ingest.missing() == WHOLE
     write(ingest, 12 * MIB, 13 * MIB)  # the file is long enough now, and sparse
     killed(ingest)
-    ingest = begin(layout)
+    ingest = begin(store)
     assert ingest.missing() == WHOLE
-    complete(layout, ingest)
+    complete(store, ingest)
 
 
-def test_a_journal_without_its_file_is_ignored(layout: ImageLayout) -> None:
+def test_a_journal_without_its_file_is_ignored(store: ImageLayout) -> None:
     """Its process was killed after renaming the file and before removing the journal."""
-    ingest = begin(layout)
+    ingest = begin(store)
     write(ingest, 0, 10 * MIB)
     ingest.suspend()
-    files(layout)[0].unlink()
-    ingest = begin(layout)
+    files(store)[0].unlink()
+    ingest = begin(store)
     assert ingest.missing() == WHOLE
     write(ingest, 12 * MIB, 13 * MIB)
     killed(ingest)
-    ingest = begin(layout)
+    ingest = begin(store)
     assert ingest.missing() == WHOLE
-    complete(layout, ingest)
+    complete(store, ingest)
 
 
-def test_a_partial_longer_than_the_blob_is_discarded(layout: ImageLayout) -> None:
-    path, _ = files(layout)
+def test_a_partial_longer_than_the_blob_is_discarded(store: ImageLayout) -> None:
+    path, _ = files(store)
     path.parent.mkdir(parents=True)
     path.write_bytes(DATA + b"more")
-    complete(layout, begin(layout))
+    complete(store, begin(store))
 
 
-def test_a_complete_partial_is_only_verified(layout: ImageLayout) -> None:
-    ingest = begin(layout)
+def test_a_complete_partial_is_only_verified(store: ImageLayout) -> None:
+    ingest = begin(store)
     write(ingest, 0, len(DATA))
     ingest.suspend()
-    ingest = begin(layout)
+    ingest = begin(store)
     assert ingest.missing() == []
-    complete(layout, ingest)
+    complete(store, ingest)
 
 
-def test_a_partial_with_wrong_bytes_is_discarded(layout: ImageLayout) -> None:
-    ingest = begin(layout)
+def test_a_partial_with_wrong_bytes_is_discarded(store: ImageLayout) -> None:
+    ingest = begin(store)
     write(ingest, 0, 10 * MIB)
     ingest.suspend()
-    with files(layout)[0].open("r+b") as file:
+    with files(store)[0].open("r+b") as file:
         file.seek(3 * MIB)
         file.write(b"wrong")
-    ingest = begin(layout)
+    ingest = begin(store)
     with pytest.raises(VerificationError):
-        complete(layout, ingest)
-    assert not layout.exists(CONTENT)
-    assert not any(path.exists() for path in files(layout))
-    complete(layout, begin(layout))
+        complete(store, ingest)
+    assert not store.exists(CONTENT)
+    assert not any(path.exists() for path in files(store))
+    complete(store, begin(store))
 
 
 # -- the end of an ingest during a checkpoint
@@ -282,10 +277,10 @@ def test_a_partial_with_wrong_bytes_is_discarded(layout: ImageLayout) -> None:
 
 @pytest.mark.parametrize("end", ["commit", "abort", "suspend"])
 def test_the_end_of_an_ingest_waits_for_its_checkpoint(
-    end: str, layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    end: str, store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it could synchronise another file, or leave the journal of a finished blob."""
-    ingest = begin(layout)
+    ingest = begin(store)
     write(ingest, 0, len(DATA))
     in_fsync, go_on, errors = threading.Event(), threading.Event(), []
     real, first = os.fsync, threading.Lock()
@@ -293,7 +288,7 @@ def test_the_end_of_an_ingest_waits_for_its_checkpoint(
     def fsync(fd: Any) -> None:
         if first.acquire(blocking=False):
             in_fsync.set()
-            assert go_on.wait(20)
+            assert go_on.wait(60)
         real(fd)
 
     def checkpoint() -> None:
@@ -305,35 +300,35 @@ def test_the_end_of_an_ingest_waits_for_its_checkpoint(
     monkeypatch.setattr(os, "fsync", fsync)
     slow = threading.Thread(target=checkpoint)
     slow.start()
-    assert in_fsync.wait(20)
+    assert in_fsync.wait(60)
     arguments = [CONTENT] if end == "commit" else []
     ending = threading.Thread(target=getattr(ingest, end), args=arguments)
     ending.start()
     go_on.set()
-    slow.join(20)
-    ending.join(20)
+    slow.join(60)
+    ending.join(60)
     assert errors == []
-    assert layout.exists(CONTENT) == (end == "commit")
-    assert [path.exists() for path in files(layout)] == [end == "suspend"] * 2
+    assert store.exists(CONTENT) == (end == "commit")
+    assert [path.exists() for path in files(store)] == [end == "suspend"] * 2
 
 
 @pytest.mark.parametrize("end", ["commit", "suspend"])
-def test_checkpoint_after_the_end_does_nothing(end: str, layout: ImageLayout) -> None:
-    ingest = begin(layout)
+def test_checkpoint_after_the_end_does_nothing(end: str, store: ImageLayout) -> None:
+    ingest = begin(store)
     write(ingest, 0, len(DATA))
     getattr(ingest, end)(*([CONTENT] if end == "commit" else []))
-    before = [path.exists() and path.read_bytes() for path in files(layout)]
-    fd = os.open(layout.root, os.O_RDONLY)  # very likely reuses the freed descriptor number
+    before = [path.exists() and path.read_bytes() for path in files(store)]
+    fd = os.open(store.root, os.O_RDONLY)  # very likely reuses the freed descriptor number
     ingest.checkpoint()
     os.close(fd)
-    assert [path.exists() and path.read_bytes() for path in files(layout)] == before
+    assert [path.exists() and path.read_bytes() for path in files(store)] == before
 
 
 def test_checkpoint_includes_concurrent_writes(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer did not wait, and a kill would otherwise lose its bytes."""
-    ingest = begin(layout)
+    ingest = begin(store)
     write(ingest, 0, MIB)
     real, calls = os.fsync, []
 
@@ -347,7 +342,7 @@ def test_checkpoint_includes_concurrent_writes(
     monkeypatch.setattr(os, "fsync", fsync)
     ingest.checkpoint()
     killed(ingest)
-    assert begin(layout).missing() == [(18 * MIB, len(DATA))]
+    assert begin(store).missing() == [(18 * MIB, len(DATA))]
 
 
 # -- a full disk at the end
@@ -355,9 +350,9 @@ def test_checkpoint_includes_concurrent_writes(
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_verified_bytes_are_kept_when_they_cannot_be_published(
-    call: str, layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    call: str, store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ingest = begin(layout)
+    ingest = begin(store)
     write(ingest, 0, len(DATA))
     ingest.checkpoint()
 
@@ -368,10 +363,10 @@ def test_verified_bytes_are_kept_when_they_cannot_be_published(
         patch.setattr(os, call, full)
         with pytest.raises(NoSpaceError):
             ingest.commit(CONTENT)
-    assert not layout.exists(CONTENT)
-    ingest = begin(layout)
+    assert not store.exists(CONTENT)
+    ingest = begin(store)
     assert ingest.missing() == []
-    complete(layout, ingest)
+    complete(store, ingest)
 
 
 def test_a_read_only_partial_can_be_reopened() -> None:
@@ -379,25 +374,25 @@ def test_a_read_only_partial_can_be_reopened() -> None:
     directory = Path(tempfile.mkdtemp())
     nobody = 65534 if os.geteuid() == 0 else os.geteuid()
     os.chown(directory, nobody, -1)
-    layout = ImageLayout(directory)
+    store = ImageLayout(directory)
     before = os.geteuid()
     os.seteuid(nobody)
     try:
-        ingest = begin(layout)
+        ingest = begin(store)
         write(ingest, 0, len(DATA))
         ingest.checkpoint()
         os.fchmod(ingest._fd, 0o444)
         killed(ingest)
-        complete(layout, begin(layout))
+        complete(store, begin(store))
     finally:
         os.seteuid(before)
         shutil.rmtree(directory)
 
 
-def test_a_suspended_ingest_releases_its_lock(layout: ImageLayout) -> None:
-    ingest = begin(layout)
+def test_a_suspended_ingest_releases_its_lock(store: ImageLayout) -> None:
+    ingest = begin(store)
     write(ingest, 0, 5 * MIB)
     with pytest.raises(IngestBusyError):
-        begin(layout)
+        begin(store)
     ingest.suspend()
-    begin(layout).abort()
+    begin(store).abort()

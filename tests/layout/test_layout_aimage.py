@@ -36,92 +36,87 @@ FILE = b'{"config":true}'
 CONFIG = b'{"schemaVersion":1,"components":{"vae":{}}}'
 
 
-@pytest.fixture
-def layout(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
 def aimage() -> AImage:
     tensor = Layer(Descriptor.of(mediatype.AIMAGE_SAFETENSORS, TENSOR), "vae/w", "U8", (2000,))
     file = Layer(Descriptor.of(mediatype.AIMAGE_FILE, FILE), "vae/config.json")
     return AImage(CONFIG, (file, tensor))
 
 
-def keep(layout: ImageLayout, dialect: str) -> Manifest:
+def keep(store: ImageLayout, dialect: str) -> Manifest:
     """Write the AImage into ``layout`` and return its manifest."""
     made = aimage()
     for layer, data in zip(made.layers, (FILE, TENSOR), strict=True):
-        layout.push(layer.descriptor, bytes_body(data))
+        store.push(layer.descriptor, bytes_body(data))
     manifest, config = DIALECTS[dialect].write(made)
-    layout.push(manifest.config, bytes_body(config))
-    layout.push(manifest.descriptor, bytes_body(manifest.raw), REFERENCE)
+    store.push(manifest.config, bytes_body(config))
+    store.push(manifest.descriptor, bytes_body(manifest.raw), REFERENCE)
     return manifest
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_dialect_is_read_back(layout: ImageLayout, dialect: str) -> None:
-    manifest = keep(layout, dialect)
-    stored = read_aimage(layout, REFERENCE)
+def test_every_dialect_is_read_back(store: ImageLayout, dialect: str) -> None:
+    manifest = keep(store, dialect)
+    stored = read_aimage(store, REFERENCE)
     assert stored.descriptor.digest == manifest.digest
     assert stored.manifest.raw == manifest.raw
     assert stored.dialect.name == dialect
     assert stored.aimage == aimage()
-    before = set((layout.root / "blobs" / "sha256").iterdir())
-    inflate(layout, stored)  # nothing is compressed, so nothing is done
-    assert set((layout.root / "blobs" / "sha256").iterdir()) == before
+    before = set((store.root / "blobs" / "sha256").iterdir())
+    inflate(store, stored)  # nothing is compressed, so nothing is done
+    assert set((store.root / "blobs" / "sha256").iterdir()) == before
 
 
-def test_a_config_over_4_mib_is_refused_before_it_is_parsed(layout: ImageLayout) -> None:
+def test_a_config_over_4_mib_is_refused_before_it_is_parsed(store: ImageLayout) -> None:
     config = CONFIG[:-1] + b',"x":[' + b"{}," * 1_400_000 + b"0]}"
     with pytest.raises(FormatError, match=r"config .* too large"):
         DIALECTS["clowder"].write(AImage(config, ()))
     value = json.loads(DIALECTS["clowder"].write(AImage(CONFIG, ()))[0].raw)
     value["config"] = Descriptor.of(mediatype.AIMAGE_CONFIG, config).to_json()
-    layout.push(Descriptor.from_json(value["config"]), bytes_body(config))
+    store.push(Descriptor.from_json(value["config"]), bytes_body(config))
     manifest = Manifest.build(value)
-    layout.push(manifest.descriptor, bytes_body(manifest.raw), REFERENCE)
+    store.push(manifest.descriptor, bytes_body(manifest.raw), REFERENCE)
     with pytest.raises(VerificationError, match=r"is too large: .* the limit is 4194304"):
-        read_aimage(layout, REFERENCE)
+        read_aimage(store, REFERENCE)
 
 
-def test_documents_are_parsed_once_for_a_digest(layout: ImageLayout) -> None:
-    keep(layout, "clowder")
-    one, other = read_aimage(layout, REFERENCE), read_aimage(layout, REFERENCE)
+def test_documents_are_parsed_once_for_a_digest(store: ImageLayout) -> None:
+    keep(store, "clowder")
+    one, other = read_aimage(store, REFERENCE), read_aimage(store, REFERENCE)
     assert one.manifest is other.manifest
     assert one.aimage is other.aimage
     assert one.aimage.properties is other.aimage.properties
 
 
-def test_a_damaged_manifest_or_config_is_refused(layout: ImageLayout) -> None:
-    manifest = keep(layout, "clowder")
+def test_a_damaged_manifest_or_config_is_refused(store: ImageLayout) -> None:
+    manifest = keep(store, "clowder")
     for content in (manifest.config, manifest.descriptor):
-        path = layout.path(content)
+        path = store.path(content)
         good = path.read_bytes()
         path.chmod(0o644)
         path.write_bytes(good[:-2] + b" }")
         with pytest.raises(VerificationError):
-            read_aimage(layout, REFERENCE)
+            read_aimage(store, REFERENCE)
         path.write_bytes(good)
-    layout.path(manifest.config).unlink()
+    store.path(manifest.config).unlink()
     with pytest.raises(NotFoundError):
-        read_aimage(layout, REFERENCE)
+        read_aimage(store, REFERENCE)
 
 
 def test_a_read_error_of_a_manifest_is_a_store_error(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(file: Reader, _: Descriptor) -> NoReturn:
         file.close()
         raise OSError(errno.EIO, "Input/output error")
 
-    found = keep(layout, "clowder").descriptor
+    found = keep(store, "clowder").descriptor
     monkeypatch.setattr("clowder_aimage.layout.layout.read_all", fail)
     with pytest.raises(StoreError, match="Input/output error"):
-        layout.read(found)
+        store.read(found)
 
 
 def recompressed(
-    layout: ImageLayout,
+    store: ImageLayout,
     media_type: str = mediatype.OCI_LAYER_TAR_GZIP,
     pack: Callable[..., bytes] = gzip.compress,
 ) -> None:
@@ -130,12 +125,12 @@ def recompressed(
     document = json.loads(manifest.raw)
     for layer, data in zip(document["layers"], (FILE, TENSOR), strict=True):
         packed = Descriptor.of(media_type, pack(data))
-        layout.push(packed, bytes_body(pack(data)))
+        store.push(packed, bytes_body(pack(data)))
         layer.clear()
         layer.update(packed.to_json())
     made = Manifest.build(document)
-    layout.push(made.config, bytes_body(config))
-    layout.push(made.descriptor, bytes_body(made.raw), REFERENCE)
+    store.push(made.config, bytes_body(config))
+    store.push(made.descriptor, bytes_body(made.raw), REFERENCE)
 
 
 def fixed_gzip(data: bytes) -> bytes:
@@ -146,13 +141,13 @@ def fixed_gzip(data: bytes) -> bytes:
     "media_type",
     [mediatype.OCI_LAYER_TAR_GZIP, "application/vnd.docker.image.rootfs.diff.tar.gzip"],
 )
-def test_compressed_layers_are_inflated(layout: ImageLayout, media_type: str) -> None:
-    recompressed(layout, media_type, fixed_gzip)
-    stored = read_aimage(layout, REFERENCE)
-    assert not any(layout.exists(layer.descriptor) for layer in stored.aimage.layers)
-    inflate(layout, stored)
+def test_compressed_layers_are_inflated(store: ImageLayout, media_type: str) -> None:
+    recompressed(store, media_type, fixed_gzip)
+    stored = read_aimage(store, REFERENCE)
+    assert not any(store.exists(layer.descriptor) for layer in stored.aimage.layers)
+    inflate(store, stored)
     for layer, data in zip(stored.aimage.layers, (FILE, TENSOR), strict=True):
-        assert layout.path(layer.descriptor).read_bytes() == data
+        assert store.path(layer.descriptor).read_bytes() == data
     assert DIALECTS["clowder"].write(stored.aimage)[0] == DIALECTS["clowder"].write(aimage())[0]
 
 
@@ -167,21 +162,21 @@ def test_compressed_layers_are_inflated(layout: ImageLayout, media_type: str) ->
     ids=["other", "torn", "shorter", "bomb"],
 )
 def test_inflate_refuses_content_of_another_diff_id(
-    layout: ImageLayout,
+    store: ImageLayout,
     pack: Callable[[Any], bytes],
     error: type[ContentError] | tuple[type[FormatError], type[VerificationError]],
 ) -> None:
-    recompressed(layout, pack=pack)
-    stored = read_aimage(layout, REFERENCE)
+    recompressed(store, pack=pack)
+    stored = read_aimage(store, REFERENCE)
     with pytest.raises(error):
-        inflate(layout, stored)
-    assert not any(layout.exists(layer.descriptor) for layer in stored.aimage.layers)
+        inflate(store, stored)
+    assert not any(store.exists(layer.descriptor) for layer in stored.aimage.layers)
 
 
-def test_an_unsupported_compression_is_refused(layout: ImageLayout) -> None:
-    recompressed(layout, "application/vnd.oci.image.layer.v1.tar+xz", lambda data: b"xz" + data)
+def test_an_unsupported_compression_is_refused(store: ImageLayout) -> None:
+    recompressed(store, "application/vnd.oci.image.layer.v1.tar+xz", lambda data: b"xz" + data)
     with pytest.raises(FormatError, match="unsupported compression"):
-        inflate(layout, read_aimage(layout, REFERENCE))
+        inflate(store, read_aimage(store, REFERENCE))
 
 
 # -- skopeo
@@ -194,17 +189,17 @@ def run_skopeo(skopeo: str, *arguments: object) -> bytes:
 
 
 @pytest.mark.integration
-def test_skopeo_reads_the_layout(layout: ImageLayout, skopeo: str) -> None:
-    manifest = keep(layout, "clowder")
-    shown = run_skopeo(skopeo, "inspect", "--raw", f"oci:{layout.root}:{REFERENCE}")
+def test_skopeo_reads_the_layout(store: ImageLayout, skopeo: str) -> None:
+    manifest = keep(store, "clowder")
+    shown = run_skopeo(skopeo, "inspect", "--raw", f"oci:{store.root}:{REFERENCE}")
     assert shown == manifest.raw
 
 
 @pytest.mark.integration
-def test_a_copy_by_skopeo_is_read(layout: ImageLayout, skopeo: str, tmp_path: Path) -> None:
-    manifest = keep(layout, "clowder")
+def test_a_copy_by_skopeo_is_read(store: ImageLayout, skopeo: str, tmp_path: Path) -> None:
+    manifest = keep(store, "clowder")
     other = ImageLayout(tmp_path / "other")
-    source = f"oci:{layout.root}:{REFERENCE}"
+    source = f"oci:{store.root}:{REFERENCE}"
     run_skopeo(skopeo, "--insecure-policy", "copy", source, f"oci:{other.root}:{REFERENCE}")
     stored = read_aimage(other, REFERENCE)
     assert stored.manifest.raw == manifest.raw
@@ -213,28 +208,28 @@ def test_a_copy_by_skopeo_is_read(layout: ImageLayout, skopeo: str, tmp_path: Pa
 
 
 @pytest.mark.integration
-def test_skopeo_and_aimage_share_a_layout(layout: ImageLayout, skopeo: str, tmp_path: Path) -> None:
+def test_skopeo_and_aimage_share_a_layout(store: ImageLayout, skopeo: str, tmp_path: Path) -> None:
     """Each keeps the other's names."""
-    manifest = keep(layout, "clowder")
+    manifest = keep(store, "clowder")
     other = ImageLayout(tmp_path / "other")
     other.push(manifest.descriptor, bytes_body(manifest.raw))
     copied = Reference.parse("registry.example.com/copied:v1")
-    target = f"oci:{layout.root}:{copied}"
-    run_skopeo(skopeo, "--insecure-policy", "copy", f"oci:{layout.root}:{REFERENCE}", target)
-    assert {name for name, _ in layout.tags()} == {str(REFERENCE), str(copied)}
-    assert layout.resolve(copied).digest == manifest.digest
-    layout.tag(manifest.descriptor, Reference.parse("ours:v2"))
+    target = f"oci:{store.root}:{copied}"
+    run_skopeo(skopeo, "--insecure-policy", "copy", f"oci:{store.root}:{REFERENCE}", target)
+    assert {name for name, _ in store.tags()} == {str(REFERENCE), str(copied)}
+    assert store.resolve(copied).digest == manifest.digest
+    store.tag(manifest.descriptor, Reference.parse("ours:v2"))
     for name in (REFERENCE, copied, "ours:v2"):
-        assert run_skopeo(skopeo, "inspect", "--raw", f"oci:{layout.root}:{name}") == manifest.raw
+        assert run_skopeo(skopeo, "inspect", "--raw", f"oci:{store.root}:{name}") == manifest.raw
 
 
 @pytest.mark.integration
 def test_layers_compressed_by_skopeo_are_inflated(
-    layout: ImageLayout, skopeo: str, tmp_path: Path
+    store: ImageLayout, skopeo: str, tmp_path: Path
 ) -> None:
-    manifest = keep(layout, "container")
+    manifest = keep(store, "container")
     other = ImageLayout(tmp_path / "other")
-    source, target = f"oci:{layout.root}:{REFERENCE}", f"oci:{other.root}:{REFERENCE}"
+    source, target = f"oci:{store.root}:{REFERENCE}", f"oci:{other.root}:{REFERENCE}"
     run_skopeo(skopeo, "--insecure-policy", "copy", "--dest-compress", source, target)
     stored = read_aimage(other, REFERENCE)
     assert stored.manifest.raw != manifest.raw  # otherwise this test proves nothing

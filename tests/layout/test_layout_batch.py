@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -21,62 +20,57 @@ if TYPE_CHECKING:
 KIND = "application/octet-stream"
 
 
-@pytest.fixture
-def layout(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
-def begun(layout: ImageLayout) -> tuple[Descriptor, FileIngest]:
+def begun(store: ImageLayout) -> tuple[Descriptor, FileIngest]:
     """Return a small ingest that is complete and not committed."""
     data = os.urandom(1000)
     content = Descriptor.of(KIND, data)
-    ingest = layout.ingest(content.digest.encoded, content)
+    ingest = store.ingest(content.digest.encoded, content)
     ingest.write_at(0, data)
     return content, ingest
 
 
-def is_here(layout: ImageLayout, content: Descriptor) -> bool:
-    return ImageLayout(layout.root).exists(content)
+def is_here(store: ImageLayout, content: Descriptor) -> bool:
+    return ImageLayout(store.root).exists(content)
 
 
-def test_batch_commits_when_the_first_user_leaves(layout: ImageLayout) -> None:
-    with layout.batch():
-        with layout.batch():
-            content, ingest = begun(layout)
+def test_batch_commits_when_the_first_user_leaves(store: ImageLayout) -> None:
+    with store.batch():
+        with store.batch():
+            content, ingest = begun(store)
             ingest.commit(content)
-            assert not is_here(layout, content)  # it waits
-        assert is_here(layout, content)
+            assert not is_here(store, content)  # it waits
+        assert is_here(store, content)
 
 
-def test_batch_commits_when_the_last_user_leaves(layout: ImageLayout) -> None:
+def test_batch_commits_when_the_last_user_leaves(store: ImageLayout) -> None:
     with ExitStack() as first, ExitStack() as second:
-        first.enter_context(layout.batch())
-        second.enter_context(layout.batch())
-        content, ingest = begun(layout)
+        first.enter_context(store.batch())
+        second.enter_context(store.batch())
+        content, ingest = begun(store)
         first.close()
         ingest.commit(content)
         second.close()
-        assert is_here(layout, content)
+        assert is_here(store, content)
 
 
-def test_closed_batch_commits_at_once(layout: ImageLayout) -> None:
-    with layout.batch():
-        content, ingest = begun(layout)
+def test_closed_batch_commits_at_once(store: ImageLayout) -> None:
+    with store.batch():
+        content, ingest = begun(store)
     ingest.commit(content)
-    assert is_here(layout, content)
-    layout.push(content, bytes_body(b""))  # nothing is locked
+    assert is_here(store, content)
+    store.push(content, bytes_body(b""))  # nothing is locked
 
 
 def test_failed_commit_fails_all_users_of_a_batch(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> NoReturn:
         raise OSError(28, "No space left on device")
 
     with ExitStack() as first, ExitStack() as second:
-        first.enter_context(layout.batch())
-        second.enter_context(layout.batch())
-        content, ingest = begun(layout)
+        first.enter_context(store.batch())
+        second.enter_context(store.batch())
+        content, ingest = begun(store)
         ingest.commit(content)
         with monkeypatch.context() as patched:
             patched.setattr("clowder_aimage.layout.ingest.FileIngest.rename", full)
@@ -84,8 +78,8 @@ def test_failed_commit_fails_all_users_of_a_batch(
                 first.close()
         with pytest.raises(NoSpaceError):
             second.close()
-    assert not is_here(layout, content)
-    with layout.batch():
-        other, ingest = begun(layout)
+    assert not is_here(store, content)
+    with store.batch():
+        other, ingest = begun(store)
         ingest.commit(other)
-    assert is_here(layout, other)
+    assert is_here(store, other)

@@ -39,11 +39,6 @@ def expected(data: bytes) -> Descriptor:
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
-@pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Record direct writes: (offset, count)."""
     seen = []
@@ -67,9 +62,9 @@ def can_write_directly(directory: Path) -> bool:
 
 
 def take_in(
-    layout: ImageLayout, expected: Descriptor, data: bytes, order: list[Any] | None = None
+    store: ImageLayout, expected: Descriptor, data: bytes, order: list[Any] | None = None
 ) -> FileIngest:
-    ingest = layout.ingest(expected.digest.encoded, expected)
+    ingest = store.ingest(expected.digest.encoded, expected)
     buffer = new_buffer()
     for offset in order or range(0, len(data), MIB):
         piece = data[offset : offset + MIB]
@@ -79,7 +74,7 @@ def take_in(
 
 
 def test_writes_in_order_use_direct_io(
-    layout: ImageLayout,
+    store: ImageLayout,
     expected: Descriptor,
     data: bytes,
     written: list[tuple[int, int]],
@@ -87,23 +82,23 @@ def test_writes_in_order_use_direct_io(
 ) -> None:
     if not can_write_directly(tmp_path):
         pytest.skip("this file system has no other way than through the cache")
-    take_in(layout, expected, data).commit(expected)
+    take_in(store, expected, data).commit(expected)
     assert sorted(written) == [(at * MIB, MIB) for at in range(3)]  # the end is too short
-    assert layout.path(expected).read_bytes() == data
+    assert store.path(expected).read_bytes() == data
 
 
 def test_writes_out_of_order_use_the_cache(
-    layout: ImageLayout, expected: Descriptor, data: bytes, written: list[tuple[int, int]]
+    store: ImageLayout, expected: Descriptor, data: bytes, written: list[tuple[int, int]]
 ) -> None:
-    take_in(layout, expected, data, [2 * MIB, MIB, 3 * MIB, 0]).commit(expected)
+    take_in(store, expected, data, [2 * MIB, MIB, 3 * MIB, 0]).commit(expected)
     assert {offset for offset, _ in written} <= {0}
-    assert layout.path(expected).read_bytes() == data
+    assert store.path(expected).read_bytes() == data
 
 
 def test_unaligned_writes_use_the_cache(
-    layout: ImageLayout, expected: Descriptor, data: bytes, written: list[tuple[int, int]]
+    store: ImageLayout, expected: Descriptor, data: bytes, written: list[tuple[int, int]]
 ) -> None:
-    ingest = layout.ingest(expected.digest.encoded, expected)
+    ingest = store.ingest(expected.digest.encoded, expected)
     buffer = new_buffer()
     ingest.write_at(0, data[:MIB])  # bytes: their alignment is unknown
     piece = data[MIB : 2 * MIB - 1]
@@ -114,11 +109,11 @@ def test_unaligned_writes_use_the_cache(
     ingest.write_at(3 * MIB - 1, data[3 * MIB - 1 :])
     ingest.commit(expected)
     assert not written
-    assert layout.path(expected).read_bytes() == data
+    assert store.path(expected).read_bytes() == data
 
 
 def test_file_systems_without_direct_io_use_the_cache(
-    layout: ImageLayout,
+    store: ImageLayout,
     expected: Descriptor,
     data: bytes,
     written: list[tuple[int, int]],
@@ -132,13 +127,13 @@ def test_file_systems_without_direct_io_use_the_cache(
         return real(path, flags, *rest, **more)
 
     monkeypatch.setattr(os, "open", refuse)
-    take_in(layout, expected, data).commit(expected)
+    take_in(store, expected, data).commit(expected)
     assert not written
-    assert layout.path(expected).read_bytes() == data
+    assert store.path(expected).read_bytes() == data
 
 
 def test_disks_with_other_block_sizes_use_the_cache(
-    layout: ImageLayout,
+    store: ImageLayout,
     expected: Descriptor,
     data: bytes,
     monkeypatch: pytest.MonkeyPatch,
@@ -154,13 +149,13 @@ def test_disks_with_other_block_sizes_use_the_cache(
         return real(fd, view, offset)
 
     monkeypatch.setattr(os, "pwrite", refuse)
-    take_in(layout, expected, data).commit(expected)
+    take_in(store, expected, data).commit(expected)
     assert asked == ([0] if can_write_directly(tmp_path) else [])  # and is not tried again
-    assert layout.path(expected).read_bytes() == data
+    assert store.path(expected).read_bytes() == data
 
 
 def test_a_full_disk_during_direct_io_rehashes_the_rest(
-    layout: ImageLayout, expected: Descriptor, data: bytes, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, expected: Descriptor, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hash was ahead of the file: later writes to that range are hashed anew."""
     full = True
@@ -172,7 +167,7 @@ def test_a_full_disk_during_direct_io_rehashes_the_rest(
         return real(fd, view, offset)
 
     monkeypatch.setattr(os, "pwrite", write)
-    ingest = layout.ingest(expected.digest.encoded, expected)
+    ingest = store.ingest(expected.digest.encoded, expected)
     buffer = new_buffer()
     buffer[:] = data[:MIB]
     ingest.write_at(0, buffer)
@@ -185,7 +180,7 @@ def test_a_full_disk_during_direct_io_rehashes_the_rest(
         buffer[: len(piece)] = piece
         ingest.write_at(offset, buffer[: len(piece)])
     ingest.commit(expected)
-    assert layout.path(expected).read_bytes() == data
+    assert store.path(expected).read_bytes() == data
 
 
 def test_close_waits_for_pending_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +190,7 @@ def test_close_waits_for_pending_writes(tmp_path: Path, monkeypatch: pytest.Monk
 
     def write(self: DirectFile, view: memoryview[int], offset: int) -> int:
         begun.set()
-        go.wait(10)
+        go.wait(60)
         assert not closed.is_set()
         return len(view)
 
@@ -204,7 +199,7 @@ def test_close_waits_for_pending_writes(tmp_path: Path, monkeypatch: pytest.Monk
     file = DirectFile(str(path))
     file._is_usable = True
     writing = file.begin(0, new_buffer(16 * PAGE))
-    assert begun.wait(10)
+    assert begun.wait(60)
 
     def close() -> None:
         file.close()
@@ -214,7 +209,7 @@ def test_close_waits_for_pending_writes(tmp_path: Path, monkeypatch: pytest.Monk
     thread.start()
     assert not closed.wait(0.05)
     go.set()
-    assert writing is not None and writing.result(10) == 16 * PAGE
-    thread.join(10)
+    assert writing is not None and writing.result(60) == 16 * PAGE
+    thread.join(60)
     assert closed.is_set()
     assert file.begin(0, new_buffer(16 * PAGE)) is None

@@ -20,11 +20,6 @@ from tests.content.artifact import BLOB, blob, broken_body, manifest, put, put_a
 DATA = b"0123456789"
 
 
-@pytest.fixture
-def layout(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
 def files(root: Path) -> set[Any]:
     """Return the files below ``root`` without our private ones."""
     return {
@@ -41,8 +36,8 @@ def left_over(root: Path) -> set[str]:
     return {p.name for p in files if p.parent.name not in known} - {"lock", "gc.lock"}
 
 
-def index_of(layout: ImageLayout) -> Any:
-    return json.loads((layout.root / "index.json").read_bytes())
+def index_of(store: ImageLayout) -> Any:
+    return json.loads((store.root / "index.json").read_bytes())
 
 
 def write_index(root: Path, value: Any) -> None:
@@ -50,26 +45,26 @@ def write_index(root: Path, value: Any) -> None:
     (root / "index.json").write_text(json.dumps(value))
 
 
-def test_reading_creates_no_files(layout: ImageLayout) -> None:
-    assert list(layout.tags()) == []
-    assert not layout.exists(blob(DATA))
+def test_reading_creates_no_files(store: ImageLayout) -> None:
+    assert list(store.tags()) == []
+    assert not store.exists(blob(DATA))
     for attempt in (
-        lambda: layout.resolve(Reference.parse("a")),
-        lambda: layout.path(blob(DATA)),
-        lambda: layout.open(blob(DATA)),
-        lambda: layout.untag(Reference.parse("a")),
+        lambda: store.resolve(Reference.parse("a")),
+        lambda: store.path(blob(DATA)),
+        lambda: store.open(blob(DATA)),
+        lambda: store.untag(Reference.parse("a")),
     ):
         with pytest.raises(NotFoundError):
             attempt()
-    assert not layout.root.exists()
+    assert not store.root.exists()
 
 
-def test_a_push_writes_the_files_of_the_image_layout(layout: ImageLayout) -> None:
-    made = put_artifact(layout, "registry.example.com/a:v1", b"one", b"two")
+def test_a_push_writes_the_files_of_the_image_layout(store: ImageLayout) -> None:
+    made = put_artifact(store, "registry.example.com/a:v1", b"one", b"two")
     blobs = {f"blobs/sha256/{d.digest.encoded}" for d in (made.descriptor, *made.children)}
-    assert files(layout.root) == {"oci-layout", "index.json", *blobs}
-    assert (layout.root / "oci-layout").read_bytes() == b'{"imageLayoutVersion":"1.0.0"}'
-    assert index_of(layout) == {
+    assert files(store.root) == {"oci-layout", "index.json", *blobs}
+    assert (store.root / "oci-layout").read_bytes() == b'{"imageLayoutVersion":"1.0.0"}'
+    assert index_of(store) == {
         "schemaVersion": 2,
         "mediaType": "application/vnd.oci.image.index.v1+json",
         "manifests": [
@@ -84,38 +79,38 @@ def test_a_push_writes_the_files_of_the_image_layout(layout: ImageLayout) -> Non
             }
         ],
     }
-    assert left_over(layout.root) == set()
+    assert left_over(store.root) == set()
 
 
-def test_an_entry_has_the_artifact_type(layout: ImageLayout) -> None:
-    put_artifact(layout, "a", artifactType="application/vnd.example")
-    (entry,) = index_of(layout)["manifests"]
+def test_an_entry_has_the_artifact_type(store: ImageLayout) -> None:
+    put_artifact(store, "a", artifactType="application/vnd.example")
+    (entry,) = index_of(store)["manifests"]
     assert entry["artifactType"] == "application/vnd.example"
 
 
-def test_blobs_are_read_only_in_a_directory_per_algorithm(layout: ImageLayout) -> None:
+def test_blobs_are_read_only_in_a_directory_per_algorithm(store: ImageLayout) -> None:
     content = Descriptor(BLOB, Digest.of(DATA, "sha512"), len(DATA))
-    layout.push(content, bytes_body(DATA))
-    for found in (content, put(layout, DATA)):
-        path = layout.root / "blobs" / found.digest.algorithm / found.digest.encoded
-        assert layout.path(found) == path
+    store.push(content, bytes_body(DATA))
+    for found in (content, put(store, DATA)):
+        path = store.root / "blobs" / found.digest.algorithm / found.digest.encoded
+        assert store.path(found) == path
         assert stat.S_IMODE(path.stat().st_mode) == 0o444
         assert path.read_bytes() == DATA
 
 
-def test_a_truncated_blob_is_missing_and_is_replaced(layout: ImageLayout) -> None:
-    content = put(layout, DATA)
-    path = layout.path(content)
+def test_a_truncated_blob_is_missing_and_is_replaced(store: ImageLayout) -> None:
+    content = put(store, DATA)
+    path = store.path(content)
     path.chmod(0o644)
     path.write_bytes(DATA[:4])
-    assert not layout.exists(content)
-    layout.push(content, bytes_body(DATA))
+    assert not store.exists(content)
+    store.push(content, bytes_body(DATA))
     assert path.read_bytes() == DATA
 
 
-def test_failed_push_leaves_nothing(layout: ImageLayout) -> None:
-    made = put_artifact(layout, "a:v1", b"one")
-    before = files(layout.root)
+def test_failed_push_leaves_nothing(store: ImageLayout) -> None:
+    made = put_artifact(store, "a:v1", b"one")
+    before = files(store.root)
     for body in (
         bytes_body(b"012345678x"),
         bytes_body(b"0123"),
@@ -123,10 +118,10 @@ def test_failed_push_leaves_nothing(layout: ImageLayout) -> None:
         broken_body(DATA[:3], OSError("gone")),
     ):
         with pytest.raises((VerificationError, OSError)):
-            layout.push(blob(DATA), body)
-        assert files(layout.root) == before
-        assert left_over(layout.root) == set()
-    assert layout.resolve(Reference.parse("a:v1")).digest == made.digest
+            store.push(blob(DATA), body)
+        assert files(store.root) == before
+        assert left_over(store.root) == set()
+    assert store.resolve(Reference.parse("a:v1")).digest == made.digest
 
 
 @pytest.mark.parametrize(
@@ -137,9 +132,9 @@ def test_failed_push_leaves_nothing(layout: ImageLayout) -> None:
         (b"0123456789x", "has 11 bytes, expected 10"),
     ],
 )
-def test_verification_error_has_the_difference(layout: ImageLayout, body: bytes, said: str) -> None:
+def test_verification_error_has_the_difference(store: ImageLayout, body: bytes, said: str) -> None:
     with pytest.raises(VerificationError, match=said):
-        layout.push(blob(DATA), bytes_body(body))
+        store.push(blob(DATA), bytes_body(body))
 
 
 # -- index.json shared with other tools
@@ -155,9 +150,9 @@ FOREIGN = {
 UNREADABLE = [{"digest": "sha256:../../x"}, "what", None, 7, {"mediaType": BLOB}]
 
 
-def test_foreign_entries_and_fields_are_kept(layout: ImageLayout) -> None:
+def test_foreign_entries_and_fields_are_kept(store: ImageLayout) -> None:
     write_index(
-        layout.root,
+        store.root,
         {
             "x-top": {"b": 1, "a": [2]},
             "manifests": [FOREIGN, *UNREADABLE],
@@ -165,30 +160,30 @@ def test_foreign_entries_and_fields_are_kept(layout: ImageLayout) -> None:
             "annotations": {"k": "v"},
         },
     )
-    one = put_artifact(layout, "a:v1", b"one")
-    two = put_artifact(layout, "b:v1", b"two")
-    layout.tag(two.descriptor, Reference.parse("a:v1"))
-    layout.untag(Reference.parse("b:v1"))
-    value = index_of(layout)
+    one = put_artifact(store, "a:v1", b"one")
+    two = put_artifact(store, "b:v1", b"two")
+    store.tag(two.descriptor, Reference.parse("a:v1"))
+    store.untag(Reference.parse("b:v1"))
+    value = index_of(store)
     assert list(value) == ["x-top", "manifests", "schemaVersion", "annotations"]
     assert value["x-top"] == {"b": 1, "a": [2]}
     assert value["manifests"][: 1 + len(UNREADABLE)] == [FOREIGN, *UNREADABLE]
     (ours,) = value["manifests"][1 + len(UNREADABLE) :]
     assert ours["digest"] == str(two.digest)
     assert str(one.digest) not in json.dumps(value)
-    assert [name for name, _ in layout.tags()] == ["a:v1"]
+    assert [name for name, _ in store.tags()] == ["a:v1"]
 
 
-def test_retagging_keeps_foreign_fields_of_the_entry(layout: ImageLayout) -> None:
-    made = put_artifact(layout, "a:v1", b"one")
-    value = index_of(layout)
+def test_retagging_keeps_foreign_fields_of_the_entry(store: ImageLayout) -> None:
+    made = put_artifact(store, "a:v1", b"one")
+    value = index_of(store)
     value["manifests"][0]["platform"] = {"os": "linux"}
     value["manifests"][0]["annotations"]["x"] = "y"
-    write_index(layout.root, value)
-    layout.tag(made.descriptor, Reference.parse("a:v1"))
-    assert index_of(layout) == value
-    other = put_artifact(layout, "a:v1", b"two")  # another manifest: the former fields do not apply
-    (entry,) = index_of(layout)["manifests"]
+    write_index(store.root, value)
+    store.tag(made.descriptor, Reference.parse("a:v1"))
+    assert index_of(store) == value
+    other = put_artifact(store, "a:v1", b"two")  # another manifest: the former fields do not apply
+    (entry,) = index_of(store)["manifests"]
     assert entry["digest"] == str(other.digest)
     assert "platform" not in entry
     assert "x" not in entry["annotations"]
@@ -205,56 +200,56 @@ def test_retagging_keeps_foreign_fields_of_the_entry(layout: ImageLayout) -> Non
     ],
 )
 def test_foreign_names_are_resolved(
-    layout: ImageLayout, annotations: dict[str, str], name: str
+    store: ImageLayout, annotations: dict[str, str], name: str
 ) -> None:
     entry = {**FOREIGN, "annotations": annotations}
-    write_index(layout.root, {"schemaVersion": 2, "manifests": [entry]})
-    assert [found for found, _ in layout.tags()] == [name]
-    assert str(layout.resolve(Reference.parse(name)).digest) == FOREIGN["digest"]
+    write_index(store.root, {"schemaVersion": 2, "manifests": [entry]})
+    assert [found for found, _ in store.tags()] == [name]
+    assert str(store.resolve(Reference.parse(name)).digest) == FOREIGN["digest"]
 
 
-def test_a_foreign_name_without_a_tag_is_latest_and_is_replaced(layout: ImageLayout) -> None:
+def test_a_foreign_name_without_a_tag_is_latest_and_is_replaced(store: ImageLayout) -> None:
     entry = {**FOREIGN, "annotations": {mediatype.REF_NAME: "a"}}
-    write_index(layout.root, {"schemaVersion": 2, "manifests": [entry]})
-    assert layout.resolve(Reference.parse("a:latest")).size == 7
-    made = put_artifact(layout, "a", b"one")
-    assert [(n, d.digest) for n, d in layout.tags()] == [("a:latest", made.digest)]
+    write_index(store.root, {"schemaVersion": 2, "manifests": [entry]})
+    assert store.resolve(Reference.parse("a:latest")).size == 7
+    made = put_artifact(store, "a", b"one")
+    assert [(n, d.digest) for n, d in store.tags()] == [("a:latest", made.digest)]
 
 
-def test_resolve_by_digest_accepts_any_entry(layout: ImageLayout) -> None:
-    made = put_artifact(layout, "a:v1", b"one")
+def test_resolve_by_digest_accepts_any_entry(store: ImageLayout) -> None:
+    made = put_artifact(store, "a:v1", b"one")
     for text in (f"a@{made.digest}", f"b@{made.digest}", f"a:v9@{made.digest}"):
-        assert layout.resolve(Reference.parse(text)).digest == made.digest
+        assert store.resolve(Reference.parse(text)).digest == made.digest
 
 
-def test_a_name_with_a_digest_can_be_resolved_and_removed(layout: ImageLayout) -> None:
-    config = put(layout, b"{}")
+def test_a_name_with_a_digest_can_be_resolved_and_removed(store: ImageLayout) -> None:
+    config = put(store, b"{}")
     made = manifest(config, [])
     reference = Reference.parse(f"r.io/a@{made.digest}")
-    layout.push(made.descriptor, bytes_body(made.raw), reference)
-    assert [name for name, _ in layout.tags()] == [str(reference)]
-    layout.untag(reference)
-    assert list(layout.tags()) == []
+    store.push(made.descriptor, bytes_body(made.raw), reference)
+    assert [name for name, _ in store.tags()] == [str(reference)]
+    store.untag(reference)
+    assert list(store.tags()) == []
     with pytest.raises(NotFoundError):
-        layout.resolve(reference)
+        store.resolve(reference)
 
 
-def test_untagging_keeps_the_blobs_and_other_names(layout: ImageLayout) -> None:
-    made = put_artifact(layout, "a:v1", b"one")
-    layout.tag(made.descriptor, Reference.parse("b:v1"))
-    before = files(layout.root)
-    layout.untag(Reference.parse("a:v1"))
-    assert [name for name, _ in layout.tags()] == ["b:v1"]
-    assert files(layout.root) == before
+def test_untagging_keeps_the_blobs_and_other_names(store: ImageLayout) -> None:
+    made = put_artifact(store, "a:v1", b"one")
+    store.tag(made.descriptor, Reference.parse("b:v1"))
+    before = files(store.root)
+    store.untag(Reference.parse("a:v1"))
+    assert [name for name, _ in store.tags()] == ["b:v1"]
+    assert files(store.root) == before
     with pytest.raises(NotFoundError, match="a:v1 not found"):
-        layout.untag(Reference.parse("a:v1"))
+        store.untag(Reference.parse("a:v1"))
 
 
-def test_an_index_with_null_manifests_is_read(layout: ImageLayout) -> None:
-    write_index(layout.root, {"schemaVersion": 2, "manifests": None})
-    assert list(layout.tags()) == []
-    put_artifact(layout, "a")
-    assert [name for name, _ in layout.tags()] == ["a:latest"]
+def test_an_index_with_null_manifests_is_read(store: ImageLayout) -> None:
+    write_index(store.root, {"schemaVersion": 2, "manifests": None})
+    assert list(store.tags()) == []
+    put_artifact(store, "a")
+    assert [name for name, _ in store.tags()] == ["a:latest"]
 
 
 @pytest.mark.parametrize(
@@ -262,33 +257,33 @@ def test_an_index_with_null_manifests_is_read(layout: ImageLayout) -> None:
     [b"", b"[]", b'{"manifests":{}}'],
     ids=lambda raw: repr(raw[:12]),
 )
-def test_a_broken_index_is_reported_and_not_overwritten(layout: ImageLayout, raw: bytes) -> None:
-    made = put_artifact(layout, "a", b"one")
-    (layout.root / "index.json").write_bytes(raw)
+def test_a_broken_index_is_reported_and_not_overwritten(store: ImageLayout, raw: bytes) -> None:
+    made = put_artifact(store, "a", b"one")
+    (store.root / "index.json").write_bytes(raw)
     with pytest.raises(StoreError, match=r"index\.json is not an OCI index"):
-        list(layout.tags())
+        list(store.tags())
     with pytest.raises(StoreError, match=r"index\.json is not an OCI index"):
-        layout.tag(made.descriptor, Reference.parse("b"))
-    assert (layout.root / "index.json").read_bytes() == raw
+        store.tag(made.descriptor, Reference.parse("b"))
+    assert (store.root / "index.json").read_bytes() == raw
 
 
-def test_an_edit_that_fails_changes_nothing(layout: ImageLayout) -> None:
-    put_artifact(layout, "a")
-    before = (layout.root / "index.json").read_bytes()
-    with pytest.raises(ZeroDivisionError), edit_index(layout.root) as index:
+def test_an_edit_that_fails_changes_nothing(store: ImageLayout) -> None:
+    put_artifact(store, "a")
+    before = (store.root / "index.json").read_bytes()
+    with pytest.raises(ZeroDivisionError), edit_index(store.root) as index:
         index["manifests"].clear()
         _ = 1 / 0
-    assert (layout.root / "index.json").read_bytes() == before
-    assert left_over(layout.root) == set()
+    assert (store.root / "index.json").read_bytes() == before
+    assert left_over(store.root) == set()
 
 
-def test_an_edit_without_a_change_does_not_write(layout: ImageLayout) -> None:
-    put_artifact(layout, "a")
-    before = (layout.root / "index.json").stat().st_ino
-    with edit_index(layout.root):
+def test_an_edit_without_a_change_does_not_write(store: ImageLayout) -> None:
+    put_artifact(store, "a")
+    before = (store.root / "index.json").stat().st_ino
+    with edit_index(store.root):
         pass
-    assert (layout.root / "index.json").stat().st_ino == before
-    assert read_index(layout.root)["schemaVersion"] == 2
+    assert (store.root / "index.json").stat().st_ino == before
+    assert read_index(store.root)["schemaVersion"] == 2
 
 
 # -- unexpected files in the store
@@ -298,11 +293,11 @@ def test_a_store_that_is_a_file_fails(tmp_path: Path) -> None:
     path = tmp_path / "store"
     path.write_text("mine")
     for root in (path, path / "below"):
-        layout = ImageLayout(root)
+        store = ImageLayout(root)
         for attempt in (
-            lambda layout=layout: list(layout.tags()),
-            lambda layout=layout: layout.exists(blob(DATA)),
-            lambda layout=layout: layout.push(blob(DATA), bytes_body(DATA)),
+            lambda store=store: list(store.tags()),
+            lambda store=store: store.exists(blob(DATA)),
+            lambda store=store: store.push(blob(DATA), bytes_body(DATA)),
         ):
             with pytest.raises(StoreError, match="is not a directory") as caught:
                 attempt()
@@ -311,51 +306,49 @@ def test_a_store_that_is_a_file_fails(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-def test_a_symlinked_lock_is_refused(layout: ImageLayout, tmp_path: Path) -> None:
+def test_a_symlinked_lock_is_refused(store: ImageLayout, tmp_path: Path) -> None:
     """CVE-2025-68146: a file that replaces the lock must not be opened, locked or truncated."""
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    made = put_artifact(layout, "a")
-    lock = layout.root / ".aimage" / "lock"
+    made = put_artifact(store, "a")
+    lock = store.root / ".aimage" / "lock"
     for target in (victim, tmp_path / "absent"):
         lock.unlink()
         lock.symlink_to(target)
         with pytest.raises(StoreError):
-            layout.tag(made.descriptor, Reference.parse("b"))
+            store.tag(made.descriptor, Reference.parse("b"))
     assert victim.read_text() == "mine"
     assert not (tmp_path / "absent").exists()
 
 
-def test_a_directory_in_place_of_a_blob_fails(layout: ImageLayout) -> None:
+def test_a_directory_in_place_of_a_blob_fails(store: ImageLayout) -> None:
     content = blob(DATA)
-    (layout.root / "blobs" / "sha256" / content.digest.encoded).mkdir(parents=True)
+    (store.root / "blobs" / "sha256" / content.digest.encoded).mkdir(parents=True)
     with pytest.raises(NotFoundError):
-        layout.open(content)
+        store.open(content)
     with pytest.raises(StoreError):
-        layout.push(content, bytes_body(DATA))
-    assert left_over(layout.root) == set()
+        store.push(content, bytes_body(DATA))
+    assert left_over(store.root) == set()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_unwritable_store_fails(layout: ImageLayout) -> None:
-    put_artifact(layout, "a")
-    layout.root.joinpath("blobs", "sha256").chmod(0o555)
+def test_an_unwritable_store_fails(store: ImageLayout) -> None:
+    put_artifact(store, "a")
+    store.root.joinpath("blobs", "sha256").chmod(0o555)
     with pytest.raises(StoreError, match="Permission denied"):
-        put(layout, b"new")
+        put(store, b"new")
 
 
-def test_a_read_only_store_is_readable(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = put_artifact(layout, "a", b"one")
+def test_a_read_only_store_is_readable(store: ImageLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = put_artifact(store, "a", b"one")
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(30, "Read-only file system")
 
     for name in ("mkdir", "replace", "unlink", "fsync", "pwrite"):
         monkeypatch.setattr(os, name, refuse)
-    assert layout.resolve(Reference.parse("a")).digest == made.digest
-    with layout.open(made.layers[0]) as file:
+    assert store.resolve(Reference.parse("a")).digest == made.digest
+    with store.open(made.layers[0]) as file:
         assert file.read() == b"one"
     with pytest.raises(StoreError, match="Read-only file system"):
-        put(layout, b"new")
+        put(store, b"new")

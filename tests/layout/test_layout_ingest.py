@@ -25,25 +25,20 @@ DATA = bytes(range(100))
 CONTENT = blob(DATA)
 
 
-@pytest.fixture
-def layout(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
-def ingests(layout: ImageLayout) -> list[Any]:
-    return list((layout.root / ".aimage" / "ingest").iterdir())
+def ingests(store: ImageLayout) -> list[Any]:
+    return list((store.root / ".aimage" / "ingest").iterdir())
 
 
 @pytest.mark.parametrize("expected", [CONTENT, None], ids=["expected", "unknown"])
-def test_sequential_writes(layout: ImageLayout, expected: Descriptor | None) -> None:
-    ingest = layout.ingest("key", expected)
+def test_sequential_writes(store: ImageLayout, expected: Descriptor | None) -> None:
+    ingest = store.ingest("key", expected)
     for start in range(0, 100, 30):
-        assert not layout.exists(CONTENT)
+        assert not store.exists(CONTENT)
         ingest.write_at(start, DATA[start : start + 30])
     assert ingest.missing() == []
     ingest.commit(CONTENT)
-    assert layout.path(CONTENT).read_bytes() == DATA
-    assert ingests(layout) == []
+    assert store.path(CONTENT).read_bytes() == DATA
+    assert ingests(store) == []
 
 
 @settings(max_examples=40)
@@ -85,102 +80,102 @@ def test_commit_accepts_only_the_expected_bytes(writes: list[Any]) -> None:
             assert not path.exists()
 
 
-def test_overwriting_hashed_bytes_is_detected(layout: ImageLayout) -> None:
+def test_overwriting_hashed_bytes_is_detected(store: ImageLayout) -> None:
     """The hash of the former bytes must not be used for the new ones."""
-    ingest = layout.ingest("key", CONTENT)
+    ingest = store.ingest("key", CONTENT)
     ingest.write_at(0, DATA)
     ingest.write_at(10, b"\xff" * 10)
     with pytest.raises(VerificationError):
         ingest.commit(CONTENT)
-    assert not layout.exists(CONTENT)
-    ingest = layout.ingest("key", CONTENT)
+    assert not store.exists(CONTENT)
+    ingest = store.ingest("key", CONTENT)
     ingest.write_at(0, b"\xff" * 50)
     ingest.write_at(0, DATA)  # restarted, as by a retry
     ingest.commit(CONTENT)
-    assert layout.path(CONTENT).read_bytes() == DATA
+    assert store.path(CONTENT).read_bytes() == DATA
 
 
-def test_a_hole_fails_the_commit(layout: ImageLayout) -> None:
+def test_a_hole_fails_the_commit(store: ImageLayout) -> None:
     zeros = blob(bytes(30))
-    ingest = layout.ingest("key", zeros)
+    ingest = store.ingest("key", zeros)
     ingest.write_at(0, bytes(10))
     ingest.write_at(20, bytes(10))
     assert ingest.missing() == [(10, 20)]
     with pytest.raises(VerificationError, match="is incomplete: 20 of 30 bytes"):
         ingest.commit(zeros)
-    assert ingests(layout) == []
+    assert ingests(store) == []
 
 
-def test_commit_of_another_digest_is_refused(layout: ImageLayout) -> None:
+def test_commit_of_another_digest_is_refused(store: ImageLayout) -> None:
     other = Descriptor(BLOB, Digest.of(DATA, "sha512"), len(DATA))
-    ingest = layout.ingest("key", CONTENT)
+    ingest = store.ingest("key", CONTENT)
     ingest.write_at(0, DATA)
     ingest.commit(other)
-    assert layout.exists(other)
-    assert not layout.exists(CONTENT)
+    assert store.exists(other)
+    assert not store.exists(CONTENT)
 
 
-def test_abort_leaves_nothing_and_is_idempotent(layout: ImageLayout) -> None:
-    ingest = layout.ingest("key", CONTENT)
+def test_abort_leaves_nothing_and_is_idempotent(store: ImageLayout) -> None:
+    ingest = store.ingest("key", CONTENT)
     ingest.write_at(0, DATA)
     ingest.abort()
-    assert ingests(layout) == []
-    fd = os.open(layout.root, os.O_RDONLY)  # very likely reuses the freed descriptor number
+    assert ingests(store) == []
+    fd = os.open(store.root, os.O_RDONLY)  # very likely reuses the freed descriptor number
     ingest.abort()
     os.close(fd)  # raises if the second abort closed it
     with pytest.raises(StoreError):
         ingest.write_at(0, DATA)
 
 
-def test_abort_after_commit_closes_no_other_file(layout: ImageLayout) -> None:
-    ingest = layout.ingest("key", CONTENT)
+def test_abort_after_commit_closes_no_other_file(store: ImageLayout) -> None:
+    ingest = store.ingest("key", CONTENT)
     ingest.write_at(0, DATA)
     ingest.commit(CONTENT)
-    fd = os.open(layout.root, os.O_RDONLY)
+    fd = os.open(store.root, os.O_RDONLY)
     ingest.abort()
     os.close(fd)
-    assert layout.exists(CONTENT)
+    assert store.exists(CONTENT)
 
 
-def test_known_content_has_one_ingest_at_a_time(layout: ImageLayout) -> None:
-    one = layout.ingest("key", CONTENT)
+def test_known_content_has_one_ingest_at_a_time(store: ImageLayout) -> None:
+    one = store.ingest("key", CONTENT)
     one.write_at(0, DATA[:50])
     with pytest.raises(IngestBusyError):
-        layout.ingest("key", CONTENT)
+        store.ingest("key", CONTENT)
     one.write_at(50, DATA[50:])
     one.commit(CONTENT)
-    two = layout.ingest("key", CONTENT)
+    two = store.ingest("key", CONTENT)
     one.abort()  # already ended: it must not remove the new file of the same name
     assert two.missing() == [(0, 100)]
     two.write_at(0, DATA)
     two.commit(CONTENT)
-    assert layout.path(CONTENT).read_bytes() == DATA
+    assert store.path(CONTENT).read_bytes() == DATA
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
 def test_push_does_not_wait_for_a_stalled_ingest(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch, algorithm: str
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     monkeypatch.setattr(layout_module, "_WRITE_TIMEOUT", 0.05)
     content = Descriptor(BLOB, Digest.of(DATA, algorithm), len(DATA))
-    still = layout.ingest(content.digest.encoded, content)
+    still = store.ingest(content.digest.encoded, content)
     still.write_at(0, DATA[:50])
-    layout.push(content, bytes_body(DATA))
-    assert layout.path(content).read_bytes() == DATA
-    assert [path.name for path in ingests(layout)] == [content.digest.encoded]
+    store.push(content, bytes_body(DATA))
+    assert store.path(content).read_bytes() == DATA
+    assert [path.name for path in ingests(store)] == [content.digest.encoded]
     still.write_at(50, DATA[50:])  # and it may go on
     still.commit(content)
-    assert layout.path(content).read_bytes() == DATA
-    assert ingests(layout) == []
+    assert store.path(content).read_bytes() == DATA
+    assert ingests(store) == []
 
 
-def test_ingests_of_unknown_content_are_independent(layout: ImageLayout) -> None:
-    one, two = layout.ingest("key"), layout.ingest("key")
+def test_ingests_of_unknown_content_are_independent(store: ImageLayout) -> None:
+    one, two = store.ingest("key"), store.ingest("key")
     one.write_at(0, DATA)
     two.write_at(0, b"other")
     two.commit(blob(b"other"))
     one.commit(CONTENT)
-    assert layout.path(CONTENT).read_bytes() == DATA
+    assert store.path(CONTENT).read_bytes() == DATA
 
 
 # -- a full disk
@@ -192,39 +187,39 @@ def full(*_: object, **__: object) -> int:
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "mkdir", "replace"])
 def test_a_full_disk_is_reported_and_leaves_no_partial_blob(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch, call: str
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    made = put_artifact(layout, "a:v1", b"one")
+    made = put_artifact(store, "a:v1", b"one")
     new = manifest(made.config, [])
-    index = (layout.root / "index.json").read_bytes()
-    shutil.rmtree(layout.root / ".aimage")
+    index = (store.root / "index.json").read_bytes()
+    shutil.rmtree(store.root / ".aimage")
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
         with pytest.raises(NoSpaceError) as caught:
-            layout.push(new.descriptor, bytes_body(new.raw), Reference.parse("b:v1"))
+            store.push(new.descriptor, bytes_body(new.raw), Reference.parse("b:v1"))
     assert caught.value.exit_code == 6
-    assert str(layout.root) in caught.value.message
-    assert not layout.exists(new.descriptor)
-    assert (layout.root / "index.json").read_bytes() == index
-    corner = layout.root / ".aimage"
+    assert str(store.root) in caught.value.message
+    assert not store.exists(new.descriptor)
+    assert (store.root / "index.json").read_bytes() == index
+    corner = store.root / ".aimage"
     assert [p for p in corner.rglob("*") if p.is_file()] == []
-    layout.push(new.descriptor, bytes_body(new.raw), Reference.parse("b:v1"))
-    assert layout.resolve(Reference.parse("b:v1")).digest == new.digest
+    store.push(new.descriptor, bytes_body(new.raw), Reference.parse("b:v1"))
+    assert store.resolve(Reference.parse("b:v1")).digest == new.digest
 
 
 def test_a_full_disk_for_the_index_only(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = put_artifact(layout, "a:v1", b"one")
-    index = (layout.root / "index.json").read_bytes()
+    made = put_artifact(store, "a:v1", b"one")
+    index = (store.root / "index.json").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(NoSpaceError):
-            layout.tag(made.descriptor, Reference.parse("b:v1"))
-    assert (layout.root / "index.json").read_bytes() == index
-    files = {p.name for p in (layout.root / ".aimage").rglob("*") if p.is_file()}
+            store.tag(made.descriptor, Reference.parse("b:v1"))
+    assert (store.root / "index.json").read_bytes() == index
+    files = {p.name for p in (store.root / ".aimage").rglob("*") if p.is_file()}
     assert not [name for name in files if "." in name]
-    assert [name for name, _ in layout.tags()] == ["a:v1"]
+    assert [name for name, _ in store.tags()] == ["a:v1"]
 
 
 def test_an_actually_full_disk_fails(tmp_path: Path) -> None:
@@ -234,15 +229,15 @@ def test_an_actually_full_disk_fails(tmp_path: Path) -> None:
     if os.geteuid() != 0 or run(mount).returncode:
         pytest.skip("only root can mount a small disk")
     try:
-        layout = ImageLayout(disk / "store")
-        small = put(layout, b"small")
+        store = ImageLayout(disk / "store")
+        small = put(store, b"small")
         large = bytes(1024 * 1024)
         with pytest.raises(NoSpaceError):
-            put(layout, large)
-        assert not layout.exists(blob(large))
-        assert layout.path(small).read_bytes() == b"small"
-        assert ingests(layout) == []
-        put(layout, bytes(64 * 1024))  # the failed ingest releases its space
+            put(store, large)
+        assert not store.exists(blob(large))
+        assert store.path(small).read_bytes() == b"small"
+        assert ingests(store) == []
+        put(store, bytes(64 * 1024))  # the failed ingest releases its space
     finally:
         run(["umount", str(disk)], check=True)
 
@@ -251,12 +246,12 @@ def test_an_actually_full_disk_fails(tmp_path: Path) -> None:
 
 
 def test_content_is_durable_before_its_name(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_artifact(layout, "z")
-    config = put(layout, b"{}")
+    put_artifact(store, "z")
+    config = put(store, b"{}")
     made = manifest(config, [])
-    (before,) = (layout.root / ".aimage" / "names").iterdir()
+    (before,) = (store.root / ".aimage" / "names").iterdir()
     log: list[tuple[str, int]] = []
     fsync, replace = os.fsync, os.replace
 
@@ -271,10 +266,10 @@ def test_content_is_durable_before_its_name(
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "replace", watched_replace)
-    layout.push(made.descriptor, bytes_body(made.raw), Reference.parse("a"))
-    root = layout.root
+    store.push(made.descriptor, bytes_body(made.raw), Reference.parse("a"))
+    root = store.root
     listed = {path.stat().st_ino for path in (root / ".aimage" / "listing").glob("*")}
-    blob_inode = layout.path(made.descriptor).stat().st_ino
+    blob_inode = store.path(made.descriptor).stat().st_ino
     index_inode = (root / "index.json").stat().st_ino
     directory = (root / "blobs" / "sha256").stat().st_ino
     (name,) = (path for path in (root / ".aimage" / "names").iterdir() if path != before)
@@ -305,7 +300,7 @@ def test_an_unwritable_store_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(ingest, "open_shared", refuse)
-    layout = ImageLayout(tmp_path / "store")
+    store = ImageLayout(tmp_path / "store")
     with pytest.raises(StoreError, match="Permission denied"):
-        layout.ingest("key")
+        store.ingest("key")
     assert 1 < len(calls) < 20

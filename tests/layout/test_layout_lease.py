@@ -70,29 +70,24 @@ print("fine")
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
-@pytest.fixture
-def stray(layout: ImageLayout) -> Descriptor:
+def stray(store: ImageLayout) -> Descriptor:
     """Return an unneeded blob."""
-    return put(layout, b"stray")
+    return put(store, b"stray")
 
 
-def collected(layout: ImageLayout) -> gc.Collection:
-    return Collector(layout, grace=0).run()
+def collected(store: ImageLayout) -> gc.Collection:
+    return Collector(store, grace=0).run()
 
 
-def leases(layout: ImageLayout) -> list[Any]:
-    return list((layout.root / ".aimage" / "lease").glob("*"))
+def leases(store: ImageLayout) -> list[Any]:
+    return list((store.root / ".aimage" / "lease").glob("*"))
 
 
 @pytest.fixture
-def holder(layout: ImageLayout, stray: Descriptor) -> Iterator[subprocess.Popen[Any]]:
+def holder(store: ImageLayout, stray: Descriptor) -> Iterator[subprocess.Popen[Any]]:
     """Return a process that holds a lease of the stray."""
     with spawn(
-        [sys.executable, "-c", HOLD, str(layout.root), str(stray.digest)],
+        [sys.executable, "-c", HOLD, str(store.root), str(stray.digest)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -107,56 +102,56 @@ def holder(layout: ImageLayout, stray: Descriptor) -> Iterator[subprocess.Popen[
 
 
 def test_a_lease_of_a_running_process_keeps_blobs(
-    layout: ImageLayout, stray: Descriptor, holder: Any
+    store: ImageLayout, stray: Descriptor, holder: Any
 ) -> None:
-    other = put(layout, b"other")
-    assert collected(layout).blobs == 1
-    assert layout.exists(stray)
-    assert not layout.exists(other)
-    assert len(leases(layout)) == 1
+    other = put(store, b"other")
+    assert collected(store).blobs == 1
+    assert store.exists(stray)
+    assert not store.exists(other)
+    assert len(leases(store)) == 1
     holder.communicate()  # a normal exit removes the lease
-    assert leases(layout) == []
-    assert collected(layout).blobs == 1
+    assert leases(store) == []
+    assert collected(store).blobs == 1
 
 
-def test_a_lease_ends_with_its_process(layout: ImageLayout, stray: Descriptor, holder: Any) -> None:
+def test_a_lease_ends_with_its_process(store: ImageLayout, stray: Descriptor, holder: Any) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
-    assert len(leases(layout)) == 1
-    assert leased(layout.root, remove=False) == set()
-    assert len(leases(layout)) == 1
-    assert collected(layout).blobs == 1
-    assert not layout.exists(stray)
-    assert leases(layout) == []
+    assert len(leases(store)) == 1
+    assert leased(store.root, remove=False) == set()
+    assert len(leases(store)) == 1
+    assert collected(store).blobs == 1
+    assert not store.exists(stray)
+    assert leases(store) == []
 
 
 def test_added_digests_are_kept_until_the_lease_closes(
-    layout: ImageLayout, stray: Descriptor
+    store: ImageLayout, stray: Descriptor
 ) -> None:
-    later = put(layout, b"later")
-    with layout.lease(stray.digest) as lease:
+    later = put(store, b"later")
+    with store.lease(stray.digest) as lease:
         lease.add(later.digest)
         lease.add(later.digest, stray.digest)
-        assert leased(layout.root, remove=True) == {stray.digest, later.digest}
-        (path,) = leases(layout)
+        assert leased(store.root, remove=True) == {stray.digest, later.digest}
+        (path,) = leases(store)
         assert sorted(path.read_text().split()) == sorted([str(stray.digest), str(later.digest)])
-        assert collected(layout).blobs == 0
-    assert leases(layout) == []
-    assert collected(layout).blobs == 2
+        assert collected(store).blobs == 0
+    assert leases(store) == []
+    assert collected(store).blobs == 2
 
 
-def test_a_lease_of_a_manifest_keeps_only_leased_digests(layout: ImageLayout) -> None:
+def test_a_lease_of_a_manifest_keeps_only_leased_digests(store: ImageLayout) -> None:
     """The holder leases every digest that it needs."""
-    made = put_artifact(layout, "a", b"one")
-    layout.untag(Reference.parse("a"))
-    with layout.lease(made.digest, *(child.digest for child in made.children)):
-        assert collected(layout).blobs == 0
-    assert collected(layout).blobs == 3
+    made = put_artifact(store, "a", b"one")
+    store.untag(Reference.parse("a"))
+    with store.lease(made.digest, *(child.digest for child in made.children)):
+        assert collected(store).blobs == 0
+    assert collected(store).blobs == 3
 
 
-def test_threads_add_to_one_lease(layout: ImageLayout, stray: Descriptor) -> None:
+def test_threads_add_to_one_lease(store: ImageLayout, stray: Descriptor) -> None:
     digests = [[Digest.of(f"{who}/{n}".encode()) for n in range(40)] for who in range(8)]
-    lease = layout.lease(stray.digest)
+    lease = store.lease(stray.digest)
 
     def add(mine: Any) -> None:
         for digest in mine:
@@ -167,38 +162,38 @@ def test_threads_add_to_one_lease(layout: ImageLayout, stray: Descriptor) -> Non
         thread.start()
     for thread in threads:
         thread.join()
-    assert leased(layout.root, remove=True) == {
+    assert leased(store.root, remove=True) == {
         stray.digest,
         *(digest for mine in digests for digest in mine),
     }
-    (path,) = leases(layout)
+    (path,) = leases(store)
     assert len(path.read_text().split()) == 8 * 40 + 1  # each once, and complete
     lease.close()
     lease.close()  # again
 
 
-def test_torn_lease_keeps_its_readable_digests(layout: ImageLayout, stray: Descriptor) -> None:
-    with layout.lease(stray.digest):
-        (path,) = leases(layout)
+def test_torn_lease_keeps_its_readable_digests(store: ImageLayout, stray: Descriptor) -> None:
+    with store.lease(stray.digest):
+        (path,) = leases(store)
         with path.open("ab") as file:
             file.write(b"sha256:abc\n\xff\xff\n" + str(Digest.of(b"torn")).encode()[:-3])
-        assert leased(layout.root, remove=True) == {stray.digest}
+        assert leased(store.root, remove=True) == {stray.digest}
 
 
 def test_many_digests_are_written_in_full(
-    layout: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if the system accepts few bytes per write."""
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
     digests = {Digest.of(str(n).encode()) for n in range(100)}
-    with layout.lease(*digests):
-        assert leased(layout.root, remove=True) == digests
+    with store.lease(*digests):
+        assert leased(store.root, remove=True) == digests
 
 
-def test_empty_lease_creates_no_store(layout: ImageLayout) -> None:
-    with layout.lease():
-        assert not layout.root.exists()
+def test_empty_lease_creates_no_store(store: ImageLayout) -> None:
+    with store.lease():
+        assert not store.root.exists()
 
 
 # -- read-only stores
@@ -206,45 +201,45 @@ def test_empty_lease_creates_no_store(layout: ImageLayout) -> None:
 
 @pytest.mark.parametrize(("code", "what"), [(errno.EROFS, "locks"), (errno.EACCES, "files")])
 def test_a_lease_in_a_read_only_store_is_skipped(
-    layout: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch, code: int, what: str
+    store: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch, code: int, what: str
 ) -> None:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(lock if what == "locks" else lease_module, "open_shared", refuse)
-    with layout.lease(stray.digest) as lease:
+    with store.lease(stray.digest) as lease:
         lease.add(Digest.of(b"more"))
-    assert leases(layout) == []
+    assert leases(store) == []
 
 
 def test_lease_on_a_failing_disk_is_an_error(
-    layout: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(lock, "open_shared", refuse)
     with pytest.raises(StoreError, match="Input/output error"):
-        layout.lease(stray.digest)
+        store.lease(stray.digest)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_a_lease_in_a_store_of_another_user(layout: ImageLayout, stray: Descriptor) -> None:
-    for path in (layout.root, *layout.root.parents):
+def test_a_lease_in_a_store_of_another_user(store: ImageLayout, stray: Descriptor) -> None:
+    for path in (store.root, *store.root.parents):
         if not path.stat().st_mode & 0o005:
             path.chmod(path.stat().st_mode | 0o005)
     done = run(
-        [sys.executable, "-c", AS_NOBODY, str(layout.root), str(stray.digest)],
+        [sys.executable, "-c", AS_NOBODY, str(store.root), str(stray.digest)],
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         cwd="/",
     )
     assert done.stdout == "fine\n", done.stderr
-    assert not (layout.root / ".aimage" / "lease").exists()
+    assert not (store.root / ".aimage" / "lease").exists()
 
 
 def test_an_unreadable_lease_stops_a_collection(
-    layout: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leased digests are unknown."""
     real = os.open
@@ -254,19 +249,19 @@ def test_an_unreadable_lease_stops_a_collection(
             raise PermissionError(errno.EACCES, "Permission denied")
         return real(path, *arguments, **options)
 
-    with layout.lease(stray.digest):
+    with store.lease(stray.digest):
         monkeypatch.setattr(os, "open", refuse)
-        put(layout, b"other")
+        put(store, b"other")
         with pytest.raises(StoreError, match="Permission denied"):
-            collected(layout)
-        assert len(list((layout.root / "blobs" / "sha256").iterdir())) == 2
+            collected(store)
+        assert len(list((store.root / "blobs" / "sha256").iterdir())) == 2
 
 
 # -- leases during a collection
 
 
 def test_adding_waits_while_a_collection_removes(
-    layout: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later check for the blob is then reliable."""
     waiting = threading.Event()
@@ -279,13 +274,13 @@ def test_adding_waits_while_a_collection_removes(
         flock(fd, operation)
 
     def add() -> None:
-        with layout.lease(stray.digest):
-            said.append(layout.exists(stray))
+        with store.lease(stray.digest):
+            said.append(store.exists(stray))
 
     def sweep(self: Collector, *arguments: Any) -> None:
         thread.start()
-        assert waiting.wait(30)
-        assert leases(layout) == []
+        assert waiting.wait(60)
+        assert leases(store) == []
         sweeping(self, *arguments)
         said.append("removed")
 
@@ -293,32 +288,32 @@ def test_adding_waits_while_a_collection_removes(
     sweeping = Collector._sweep
     monkeypatch.setattr(lock, "flock", noted)
     monkeypatch.setattr(Collector, "_sweep", sweep)
-    assert collected(layout).blobs == 1
+    assert collected(store).blobs == 1
     thread.join()
     assert said == ["removed", False]
 
 
 def test_blob_leased_between_marking_and_sweeping_is_kept(
-    layout: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, stray: Descriptor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = put(layout, b"other")
+    other = put(store, b"other")
     taken = []
     held = lock.held
 
     def wrapped(*arguments: Any, **options: Any) -> AbstractContextManager[None]:
-        taken.append(layout.lease(stray.digest))
+        taken.append(store.lease(stray.digest))
         return held(*arguments, **options)
 
     monkeypatch.setattr(gc, "held", wrapped)
-    assert collected(layout).blobs == 1
-    assert layout.exists(stray)
-    assert not layout.exists(other)
+    assert collected(store).blobs == 1
+    assert store.exists(stray)
+    assert not store.exists(other)
     taken[0].close()
 
 
-def test_keep_blocks_collections(layout: ImageLayout, stray: Descriptor) -> None:
-    with layout.keep():
-        fd = os.open(layout.root / ".aimage" / COLLECTION, os.O_RDWR)
+def test_keep_blocks_collections(store: ImageLayout, stray: Descriptor) -> None:
+    with store.keep():
+        fd = os.open(store.root / ".aimage" / COLLECTION, os.O_RDWR)
         with pytest.raises(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(fd)
@@ -331,7 +326,7 @@ BLOBS = [b"{}", b"a" * 3000, b"b" * 2000, b"c" * 1000]
 
 
 def pulled(
-    layout: ImageLayout, tmp_path: Path, during: Callable[[Any], gc.Collection | None]
+    store: ImageLayout, tmp_path: Path, during: Callable[[Any], gc.Collection | None]
 ) -> list[str]:
     """Pull the blobs in order; ``during(number)`` runs before each response."""
     raw, by_digest = artifact(*BLOBS)
@@ -346,36 +341,34 @@ def pulled(
 
     with ScriptedRegistry(script).running() as registry:
         name = Reference.parse(f"{registry.host}/team/x:v1")
-        pull(name, layout, ClientOptions(docker_config=tmp_path, jobs_override=1))
+        pull(name, store, ClientOptions(docker_config=tmp_path, jobs_override=1))
     whole = Manifest.parse(raw)
     for content in (whole.descriptor, *whole.children):
-        assert layout.exists(content), content
-    assert layout.resolve(name).digest == whole.digest
+        assert store.exists(content), content
+    assert store.resolve(name).digest == whole.digest
     return asked
 
 
-@pytest.mark.parametrize("store", ["new", "made"])
-def test_a_pull_leases_fetched_blobs(layout: ImageLayout, tmp_path: Path, store: str) -> None:
-    if store == "made":
-        put_artifact(layout, "other", b"other")
-    elif store == "empty":
-        layout.root.mkdir()
+@pytest.mark.parametrize("kind", ["new", "made"])
+def test_a_pull_leases_fetched_blobs(store: ImageLayout, tmp_path: Path, kind: str) -> None:
+    if kind == "made":
+        put_artifact(store, "other", b"other")
     removed = []
-    pulled(layout, tmp_path, lambda number: removed.append(collected(layout).blobs))
+    pulled(store, tmp_path, lambda number: removed.append(collected(store).blobs))
     assert removed == [0] * 4
-    assert leases(layout) == []
+    assert leases(store) == []
 
 
-def test_a_pull_leases_existing_blobs(layout: ImageLayout, tmp_path: Path) -> None:
-    found, other = put(layout, BLOBS[1]), put(layout, b"other")
-    asked = pulled(layout, tmp_path, lambda number: collected(layout))
+def test_a_pull_leases_existing_blobs(store: ImageLayout, tmp_path: Path) -> None:
+    found, other = put(store, BLOBS[1]), put(store, b"other")
+    asked = pulled(store, tmp_path, lambda number: collected(store))
     assert len(asked) == 3
     assert str(found.digest) not in asked
-    assert not layout.exists(other)
+    assert not store.exists(other)
 
 
 def test_a_copy_leases_its_blobs_until_it_is_tagged(
-    layout: ImageLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest is written last; a collection just before the tag removes nothing."""
     source = ImageLayout(tmp_path / "source")
@@ -387,45 +380,45 @@ def test_a_copy_leases_its_blobs_until_it_is_tagged(
         tag(self, *arguments, **options)
 
     monkeypatch.setattr(ImageLayout, "tag", late)
-    copy(source, Reference.parse("a"), layout)
-    assert all(layout.exists(content) for content in (made.descriptor, *made.children))
+    copy(source, Reference.parse("a"), store)
+    assert all(store.exists(content) for content in (made.descriptor, *made.children))
 
 
-@pytest.mark.parametrize("store", ["new", "made"])
-def test_create_leases_its_blobs(layout: ImageLayout, tiny: Path, store: str) -> None:
-    if store == "made":
-        put_artifact(layout, "other", b"other")
+@pytest.mark.parametrize("kind", ["new", "made"])
+def test_create_leases_its_blobs(store: ImageLayout, tiny: Path, kind: str) -> None:
+    if kind == "made":
+        put_artifact(store, "other", b"other")
     removed: list[int] = []
 
     def written(_: WrittenLayers) -> None:
-        removed.append(collected(layout).blobs)
+        removed.append(collected(store).blobs)
 
     form = ModelForm(whole_files=True)
-    packed = create(layout, Reference.parse("x"), tiny, form=form, on_written=written)
+    packed = create(store, Reference.parse("x"), tiny, form=form, on_written=written)
     assert removed == [0] * len(packed.layers) and len(removed) > 5
-    assert leases(layout) == []
+    assert leases(store) == []
 
 
 def test_a_push_leases_its_blobs(
-    layout: ImageLayout, registry: RealRegistry, repository: str, tmp_path: Path
+    store: ImageLayout, registry: RealRegistry, repository: str, tmp_path: Path
 ) -> None:
     """The name is removed and a collection runs during the push."""
     with Proxy(registry.host).running() as proxy:
         name = Reference.parse(f"{proxy.host}/{repository.partition('/')[2]}:v1")
-        made = put_artifact(layout, str(name), b"one", b"two")
+        made = put_artifact(store, str(name), b"one", b"two")
         removed: list[Any] = []
 
         def instead(passed: Any) -> None:
             if not removed and passed.method == "POST":
                 removed.append(None)
-                layout.untag(name)
-                removed.append(collected(layout).blobs)
+                store.untag(name)
+                removed.append(collected(store).blobs)
 
         proxy.instead = instead
         connection = ClientOptions(docker_config=tmp_path)
-        assert push(layout, name, connection).digest == made.digest
+        assert push(store, name, connection).digest == made.digest
         assert removed == [None, 0]
-        assert collected(layout).blobs == 4
+        assert collected(store).blobs == 4
         again = ImageLayout(tmp_path / "again")
         pull(name, again, connection)
     assert all(again.exists(content) for content in (made.descriptor, *made.children))
@@ -437,35 +430,35 @@ def test_a_run_leases_its_model(
     """From before it is resolved until the end."""
     here = aimage()
     here("create", "x", tiny)
-    layout = ImageLayout(here.store)
+    store = ImageLayout(here.store)
     before = {path.name for path in (here.store / "blobs" / "sha256").iterdir()}
 
     def load(*_: Any, **__: Any) -> NoReturn:
-        layout.untag(Reference.parse("x"))
-        assert collected(layout).blobs == 0
+        store.untag(Reference.parse("x"))
+        assert collected(store).blobs == 0
         raise NotFoundError("the test has seen enough")
 
     monkeypatch.setattr(generate, "load", load)
     assert "seen enough" in here("run", "x", "fox", code=3).err
     assert {path.name for path in (here.store / "blobs" / "sha256").iterdir()} == before
-    assert collected(layout).blobs == len(before)
+    assert collected(store).blobs == len(before)
 
 
 def test_several_stores_are_leased_and_none_is_created(
-    layout: ImageLayout, tmp_path: Path, stray: Descriptor
+    store: ImageLayout, tmp_path: Path, stray: Descriptor
 ) -> None:
     absent = tmp_path / "absent"
     first = tmp_path / "first"
     (first / "blobs").mkdir(parents=True)
-    with LayeredStore([first, layout.root, absent]).lease(stray.digest):
-        assert collected(layout).blobs == 0
+    with LayeredStore([first, store.root, absent]).lease(stray.digest):
+        assert collected(store).blobs == 0
     assert not absent.exists()
-    assert collected(layout).blobs == 1
+    assert collected(store).blobs == 1
 
 
-def test_a_child_process_does_not_inherit_a_lease(layout: ImageLayout, stray: Descriptor) -> None:
+def test_a_child_process_does_not_inherit_a_lease(store: ImageLayout, stray: Descriptor) -> None:
     """Its file is closed in child processes."""
-    lease = FileLease(layout.root, [stray.digest])
+    lease = FileLease(store.root, [stray.digest])
     with spawn(
         [sys.executable, "-c", "print('here', flush=True); input()"],
         stdin=subprocess.PIPE,
@@ -476,26 +469,26 @@ def test_a_child_process_does_not_inherit_a_lease(layout: ImageLayout, stray: De
         assert child.stdout.readline() == b"here\n"
         os.close(lease._fd)  # simulates our exit
         lease._fd = -1
-        assert collected(layout).blobs == 1
+        assert collected(store).blobs == 1
         child.communicate(b"\n")
 
 
-def test_a_leased_manifest_may_be_incomplete(layout: ImageLayout) -> None:
+def test_a_leased_manifest_may_be_incomplete(store: ImageLayout) -> None:
     """A lease also lists blobs that are still to be fetched."""
     absent = manifest(Descriptor.of("x/y", b"{}"), [])
-    layout.push(Descriptor.of("x/y", b"{}"), bytes_body(b"{}"))
-    with layout.lease(absent.digest, absent.config.digest):
-        assert collected(layout).blobs == 0
-        assert layout.exists(absent.config)
+    store.push(Descriptor.of("x/y", b"{}"), bytes_body(b"{}"))
+    with store.lease(absent.digest, absent.config.digest):
+        assert collected(store).blobs == 0
+        assert store.exists(absent.config)
 
 
-def test_damaged_leased_manifest_does_not_stop_a_collection(layout: ImageLayout) -> None:
+def test_damaged_leased_manifest_does_not_stop_a_collection(store: ImageLayout) -> None:
     """A damaged manifest that is leased is being repaired, and stops nothing."""
-    made = put_artifact(layout, "a", b"one")
-    layout.untag(Reference.parse("a"))
-    path = layout.path(made.descriptor)
+    made = put_artifact(store, "a", b"one")
+    store.untag(Reference.parse("a"))
+    path = store.path(made.descriptor)
     path.chmod(0o644)
     path.write_bytes(json.dumps({}).encode())
-    with layout.lease(made.digest):
-        collected(layout)
+    with store.lease(made.digest):
+        collected(store)
         assert path.exists()

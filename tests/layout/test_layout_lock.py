@@ -37,29 +37,24 @@ ROOT = Path(__file__).parent.parent.parent
 DATA = b"0123456789"
 
 
-@pytest.fixture
-def layout(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
 # -- locks
 
 
-def test_lock_is_exclusive_or_shared(layout: ImageLayout) -> None:
-    layout.root.mkdir()
-    with held(layout.root, "x", shared=True), held(layout.root, "x", shared=True):
-        fd = os.open(layout.root / ".aimage" / "x", os.O_RDWR)
+def test_lock_is_exclusive_or_shared(store: ImageLayout) -> None:
+    store.root.mkdir()
+    with held(store.root, "x", shared=True), held(store.root, "x", shared=True):
+        fd = os.open(store.root / ".aimage" / "x", os.O_RDWR)
         with pytest.raises(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(fd)
 
 
-def test_lock_is_released_after_an_error(layout: ImageLayout) -> None:
-    layout.root.mkdir()
-    with pytest.raises(ZeroDivisionError), held(layout.root, "x"):
+def test_lock_is_released_after_an_error(store: ImageLayout) -> None:
+    store.root.mkdir()
+    with pytest.raises(ZeroDivisionError), held(store.root, "x"):
         _ = 1 / 0
-    with held(layout.root, "x"):
+    with held(store.root, "x"):
         pass
 
 
@@ -77,80 +72,80 @@ def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("no_locks", [errno.ENOSYS, errno.EOPNOTSUPP], indirect=True)
-def test_stores_work_without_locks(layout: ImageLayout, tmp_path: Path, no_locks: None) -> None:
+def test_stores_work_without_locks(store: ImageLayout, tmp_path: Path, no_locks: None) -> None:
     source = ImageLayout(tmp_path / "source")
     put_artifact(source, "a:v1", b"one", b"x" * (JOURNALED + 1))
-    copy(source, Reference.parse("a:v1"), layout)
-    stray = put(layout, b"stray")
-    layout.tag(layout.resolve(Reference.parse("a:v1")), Reference.parse("b:v1"))
-    layout.untag(Reference.parse("a:v1"))
-    with edit_index(layout.root) as index:
+    copy(source, Reference.parse("a:v1"), store)
+    stray = put(store, b"stray")
+    store.tag(store.resolve(Reference.parse("a:v1")), Reference.parse("b:v1"))
+    store.untag(Reference.parse("a:v1"))
+    with edit_index(store.root) as index:
         index["x"] = 1
-    assert Collector(layout, grace=0).run().blobs == 1
-    assert not layout.exists(stray)
-    assert [name for name, _ in layout.tags()] == ["b:v1"]
-    for path in (layout.root / "blobs" / "sha256").iterdir():
+    assert Collector(store, grace=0).run().blobs == 1
+    assert not store.exists(stray)
+    assert [name for name, _ in store.tags()] == ["b:v1"]
+    for path in (store.root / "blobs" / "sha256").iterdir():
         assert Digest.of(path.read_bytes()).encoded == path.name
 
 
 def test_without_locks_two_ingests_of_a_blob_both_commit(
-    layout: ImageLayout, no_locks: None
+    store: ImageLayout, no_locks: None
 ) -> None:
     """Each runs as if alone: neither may overwrite or truncate the other's file."""
     content = blob(DATA)
-    first = layout.ingest(content.digest.encoded, content)
+    first = store.ingest(content.digest.encoded, content)
     first.write_at(0, DATA[:5])
-    second = layout.ingest(content.digest.encoded, content)
+    second = store.ingest(content.digest.encoded, content)
     second.write_at(0, DATA[:3])
     first.write_at(5, DATA[5:])
     first.commit(content)
-    assert layout.path(content).read_bytes() == DATA
+    assert store.path(content).read_bytes() == DATA
     second.write_at(3, DATA[3:])
     second.commit(content)
-    assert layout.path(content).read_bytes() == DATA
-    assert list((layout.root / ".aimage" / "ingest").iterdir()) == []
+    assert store.path(content).read_bytes() == DATA
+    assert list((store.root / ".aimage" / "ingest").iterdir()) == []
 
 
-def test_without_locks_leases_keep_blobs(layout: ImageLayout, no_locks: None) -> None:
+def test_without_locks_leases_keep_blobs(store: ImageLayout, no_locks: None) -> None:
     """It is unknown if its process is running, so its blobs are kept."""
-    stray = put(layout, b"stray")
-    lease = layout.lease(stray.digest)
-    assert Collector(layout, grace=0).run().blobs == 0
+    stray = put(store, b"stray")
+    lease = store.lease(stray.digest)
+    assert Collector(store, grace=0).run().blobs == 0
     lease.close()
-    assert Collector(layout, grace=0).run().blobs == 1
+    assert Collector(store, grace=0).run().blobs == 1
 
 
 @pytest.mark.parametrize("what", ["index", "ingest", "lease"])
 def test_other_lock_errors_are_raised(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch, what: str
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    stray = put(layout, b"stray")
+    stray = put(store, b"stray")
 
     def refuse(*_: Any) -> NoReturn:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     begin = {
-        "index": lambda: edit_index(layout.root).__enter__(),
-        "ingest": lambda: layout.ingest("x"),
-        "lease": lambda: layout.lease(stray.digest),
+        "index": lambda: edit_index(store.root).__enter__(),
+        "ingest": lambda: store.ingest("x"),
+        "lease": lambda: store.lease(stray.digest),
     }
     with pytest.raises(StoreError, match="Input/output error"):
         begin[what]()
 
 
-def test_second_ingest_of_a_blob_is_busy(layout: ImageLayout) -> None:
+def test_second_ingest_of_a_blob_is_busy(store: ImageLayout) -> None:
     content = blob(DATA)
-    first = layout.ingest(content.digest.encoded, content)
+    first = store.ingest(content.digest.encoded, content)
     with pytest.raises(IngestBusyError):
-        layout.ingest(content.digest.encoded, content)
+        store.ingest(content.digest.encoded, content)
     first.abort()
 
 
-def test_concurrent_tags_by_threads_are_all_kept(layout: ImageLayout) -> None:
+def test_concurrent_tags_by_threads_are_all_kept(store: ImageLayout) -> None:
     def name(who: Any) -> None:
         for n in range(5):
-            put_artifact(layout, f"t{who}:v{n}", f"{who}/{n}".encode())
+            put_artifact(store, f"t{who}:v{n}", f"{who}/{n}".encode())
 
     threads = [threading.Thread(target=name, args=(who,)) for who in range(4)]
     for thread in threads:
@@ -158,7 +153,7 @@ def test_concurrent_tags_by_threads_are_all_kept(layout: ImageLayout) -> None:
     for thread in threads:
         thread.join()
     wanted = {f"t{who}:v{n}" for who in range(4) for n in range(5)}
-    assert {found for found, _ in layout.tags()} == wanted
+    assert {found for found, _ in store.tags()} == wanted
 
 
 # -- a store shared by a group
@@ -384,10 +379,10 @@ def test_unfinished_ingest_of_another_user_is_replaced(shared: Path, journaled: 
 
 @needs_root
 def test_a_private_store_is_not_opened_to_the_group(tmp_path: Path) -> None:
-    layout = ImageLayout(tmp_path / "store")
-    put_artifact(layout, "a:v1", b"one")
-    with layout.lease(Digest.of(b"x")):
-        for path in layout.root.rglob("*"):
+    store = ImageLayout(tmp_path / "store")
+    put_artifact(store, "a:v1", b"one")
+    with store.lease(Digest.of(b"x")):
+        for path in store.root.rglob("*"):
             assert not path.stat().st_mode & 0o022, path
 
 
@@ -397,7 +392,7 @@ def test_the_test_group_has_no_members_on_this_machine() -> None:
 
 
 def test_a_process_that_is_waited_for_is_named(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lock is released once the wait for it was reported."""
     reported, seen = threading.Event(), list[tuple[str, int | None]]()
@@ -408,20 +403,20 @@ def test_a_process_that_is_waited_for_is_named(
 
     monkeypatch.setattr(lock, "_NOTICE", 0.0)
     monkeypatch.setattr(lock, "ON_WAIT", [listener])
-    with lock.held(layout.root, "lock"):
-        waiting = threading.Thread(target=lambda: put_artifact(layout, "a:v1", b"a"))
+    with lock.held(store.root, "lock"):
+        waiting = threading.Thread(target=lambda: put_artifact(store, "a:v1", b"a"))
         waiting.start()
-        assert reported.wait(20)
+        assert reported.wait(60)
     waiting.join()
     pid = os.getpid() if Path("/proc/locks").exists() else None
-    assert set(seen) == {(f"the store {layout.root}", pid)}
-    assert [name for name, _ in layout.tags()] == ["a:v1"]
+    assert set(seen) == {(f"the store {store.root}", pid)}
+    assert [name for name, _ in store.tags()] == ["a:v1"]
 
 
-def test_a_busy_ingest_names_its_process(layout: ImageLayout) -> None:
+def test_a_busy_ingest_names_its_process(store: ImageLayout) -> None:
     content = blob(DATA)
-    first = layout.ingest(content.digest.encoded, content)
+    first = store.ingest(content.digest.encoded, content)
     with pytest.raises(IngestBusyError) as raised:
-        layout.ingest(content.digest.encoded, content)
+        store.ingest(content.digest.encoded, content)
     first.abort()
     assert raised.value.facts["pid"] == (str(os.getpid()) if Path("/proc/locks").exists() else "")

@@ -154,7 +154,7 @@ def test_a_link_in_place_of_the_directory_is_an_error(
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> ImageLayout:
+def store_with_pin(tmp_path: Path) -> ImageLayout:
     """Return two names, one of them pinned."""
     layout = ImageLayout(tmp_path / "store")
     for name in ("kept:v1", "other:v1"):
@@ -174,62 +174,67 @@ def everything(layout: ImageLayout) -> tuple[set[str], set[str]]:
     [("listdir", ".aimage/pins"), ("open", f".aimage/pins/{file_name('kept:v1')}")],
 )
 def test_unreadable_pins_stop_a_collection(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch, call: str, below: str
+    store_with_pin: ImageLayout, monkeypatch: pytest.MonkeyPatch, call: str, below: str
 ) -> None:
-    before = everything(layout)
-    break_calls(monkeypatch, call, layout.root / below)
+    before = everything(store_with_pin)
+    break_calls(monkeypatch, call, store_with_pin.root / below)
     with pytest.raises(StoreError, match=os.strerror(errno.EACCES)):
-        Collector(layout, grace=0).run(max_size=0)
+        Collector(store_with_pin, grace=0).run(max_size=0)
     monkeypatch.undo()
-    assert everything(layout) == before
-    Collector(layout, grace=0).run(max_size=0)
-    assert everything(layout)[0] == {"kept:v1"}
+    assert everything(store_with_pin) == before
+    Collector(store_with_pin, grace=0).run(max_size=0)
+    assert everything(store_with_pin)[0] == {"kept:v1"}
 
 
 def test_unreadable_names_stop_a_collection(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store_with_pin: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another tool dropped a name, which only the records have."""
-    (layout.root / "index.json").write_text('{"schemaVersion": 2, "manifests": []}')
-    before = everything(layout)
-    break_calls(monkeypatch, "listdir", layout.root / ".aimage" / "names")
+    (store_with_pin.root / "index.json").write_text('{"schemaVersion": 2, "manifests": []}')
+    before = everything(store_with_pin)
+    break_calls(monkeypatch, "listdir", store_with_pin.root / ".aimage" / "names")
     with pytest.raises(StoreError, match=os.strerror(errno.EACCES)):
-        Collector(layout, grace=0).run()
+        Collector(store_with_pin, grace=0).run()
     with pytest.raises(StoreError, match=os.strerror(errno.EACCES)):
-        read_index(layout.root)
+        read_index(store_with_pin.root)
     monkeypatch.undo()
-    assert everything(layout) == before and before[0] == {"kept:v1", "other:v1"}
+    assert everything(store_with_pin) == before and before[0] == {"kept:v1", "other:v1"}
 
 
 def test_a_name_with_an_unreadable_record_keeps_its_target(
-    layout: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store_with_pin: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, other = everything(layout), layout.resolve(Reference.parse("other:v1"))
-    kept = layout.resolve(Reference.parse("kept:v1"))
-    path = layout.root / ".aimage" / "names" / file_name("kept:v1")
+    before, other = everything(store_with_pin), store_with_pin.resolve(Reference.parse("other:v1"))
+    kept = store_with_pin.resolve(Reference.parse("kept:v1"))
+    path = store_with_pin.root / ".aimage" / "names" / file_name("kept:v1")
     raw = path.read_bytes()
     break_calls(monkeypatch, "open", path)
     for change in (
-        lambda: layout.untag(Reference.parse("kept:v1")),
-        lambda: layout.tag(other, Reference.parse("kept:v1")),
+        lambda: store_with_pin.untag(Reference.parse("kept:v1")),
+        lambda: store_with_pin.tag(other, Reference.parse("kept:v1")),
     ):
         with pytest.raises(StoreError, match=os.strerror(errno.EACCES)):
             change()
-    assert layout.resolve(Reference.parse("kept:v1")).digest == kept.digest  # reads still work
+    assert (
+        store_with_pin.resolve(Reference.parse("kept:v1")).digest == kept.digest
+    )  # reads still work
     monkeypatch.undo()
-    assert everything(layout) == before and path.read_bytes() == raw
+    assert everything(store_with_pin) == before and path.read_bytes() == raw
 
 
 @pytest.mark.parametrize("verb", [("gc", "--max-size", "0"), ("rm", "kept:v1"), ("pin",)], ids=str)
 def test_verbs_report_unreadable_pins(
-    layout: ImageLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: tuple[str, ...]
+    store_with_pin: ImageLayout,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: tuple[str, ...],
 ) -> None:
     drop_rights(monkeypatch)
-    before, pins = everything(layout), layout.root / ".aimage" / "pins"
+    before, pins = everything(store_with_pin), store_with_pin.root / ".aimage" / "pins"
     pins.chmod(0)
     try:
-        done = Aimage(tmp_path, layout.root)(*verb, code=1)
+        done = Aimage(tmp_path, store_with_pin.root)(*verb, code=1)
     finally:
         pins.chmod(0o755)
     assert "Permission denied" in done.err and str(pins) in done.err and done.out == ""
-    assert everything(layout) == before
+    assert everything(store_with_pin) == before

@@ -22,7 +22,6 @@ from tests.wait import until
 from tests.worker.conftest import ExceptionLog, Worker, begin
 
 if TYPE_CHECKING:
-    from clowder_aimage.node.daemon import Daemon
     from clowder_aimage.node.node_settings import NodeSettings
 
 
@@ -145,9 +144,9 @@ class LocalNode(NodeRun):
         self.url = ready.result(60)
         return self
 
-    def reload(self) -> None:
-        """Reload the desired state, as SIGHUP does."""
-        self._loop.call_soon_threadsafe(self.daemon.reload)
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return the facts of all events of a kind so far."""
+        return [item.facts for item in list(self._service.events._items) if item.kind == kind]
 
     def end(self) -> None:
         if self._thread is None:
@@ -176,12 +175,12 @@ class LocalNode(NodeRun):
         tokens = read_tokens(settings.token_file) if settings.token_file else {}
         listeners = listen(settings.addr, None, has_tokens=bool(tokens))
         connection = ClientOptions(docker_config=self.aimage.home / "docker")
-        service = make_service(settings, ImageLayout(self.aimage.store), connection)
+        self._service = service = make_service(settings, ImageLayout(self.aimage.store), connection)
         own = WorkerRole(service, makes_pictures=False)
-        self.daemon: Daemon = Daemon(service, settings, tokens)
-        app = build_app(self.daemon, own, tokens=tokens)
+        daemon = Daemon(service, settings, tokens)
+        app = build_app(daemon, own, tokens=tokens)
         try:
-            async with self.daemon.running(), own.running(), accepting(app, listeners):
+            async with daemon.running(), own.running(), accepting(app, listeners):
                 await own.ready()
                 ready.set_result(listeners.urls[0])
                 await self._over.wait()

@@ -87,7 +87,7 @@ def events(url: str, kinds: set[str] | None = None, after: str = "") -> list[dic
     found: list[dict[str, Any]] = []
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(f"{url}/v1/events", headers=headers), timeout=1
+            urllib.request.Request(f"{url}/v1/events", headers=headers), timeout=3
         ) as answer:
             kind = ""
             for raw in answer:

@@ -45,7 +45,7 @@ def small_disk(place: Path, size: int) -> Iterator[Disk]:
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
     try:
-        done = run(mount, timeout=20)
+        done = run(mount, timeout=60)
     except OSError:
         pytest.skip("there is no mount here")
     if done.returncode:
@@ -53,4 +53,4 @@ def small_disk(place: Path, size: int) -> Iterator[Disk]:
     try:
         yield Disk(place)
     finally:
-        run(["umount", "-l", str(place)], check=True, timeout=20)
+        run(["umount", "-l", str(place)], check=True, timeout=60)

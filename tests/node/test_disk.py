@@ -38,7 +38,7 @@ def artifact(store: ImageLayout, name: Reference) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ImageLayout:
+def three_models(tmp_path: Path) -> ImageLayout:
     """Return a store of three models without shared blobs, last used at different times."""
     store = ImageLayout(tmp_path / "store")
     for hour, name in enumerate((OLD, MIDDLE, NEW)):
@@ -58,45 +58,45 @@ def names(store: ImageLayout) -> set[Any]:
     return {name for name, _ in store.tags()}
 
 
-def test_relieve_evicts_the_least_recently_used_and_no_more(store: ImageLayout) -> None:
-    done = relieve(store, 100_000, keep=())
+def test_relieve_evicts_the_least_recently_used_and_no_more(three_models: ImageLayout) -> None:
+    done = relieve(three_models, 100_000, keep=())
     assert [one.name for one in done.forgotten] == [index_name(OLD)]
     assert done.size >= 200_000
-    assert names(store) == {index_name(MIDDLE), index_name(NEW)}
+    assert names(three_models) == {index_name(MIDDLE), index_name(NEW)}
 
 
-def test_relieve_keeps_desired_names(store: ImageLayout) -> None:
-    done = relieve(store, 100_000, keep=[index_name(OLD)])
+def test_relieve_keeps_desired_names(three_models: ImageLayout) -> None:
+    done = relieve(three_models, 100_000, keep=[index_name(OLD)])
     assert [one.name for one in done.forgotten] == [index_name(MIDDLE)]
 
 
-def test_relieve_does_not_interpret_names_as_patterns(store: ImageLayout) -> None:
-    done = relieve(store, 100_000, keep=["registry.example.com/*", "*", "[a-z]*"])
+def test_relieve_does_not_interpret_names_as_patterns(three_models: ImageLayout) -> None:
+    done = relieve(three_models, 100_000, keep=["registry.example.com/*", "*", "[a-z]*"])
     assert [one.name for one in done.forgotten] == [index_name(OLD)]
 
 
-def test_relieve_keeps_pinned_and_leased_names(store: ImageLayout) -> None:
-    store.pins.put(index_name(OLD), {}, durable=True)
-    with store.lease(store.resolve(MIDDLE).digest):
-        done = relieve(store, 10**12, keep=())
+def test_relieve_keeps_pinned_and_leased_names(three_models: ImageLayout) -> None:
+    three_models.pins.put(index_name(OLD), {}, durable=True)
+    with three_models.lease(three_models.resolve(MIDDLE).digest):
+        done = relieve(three_models, 10**12, keep=())
     assert [one.name for one in done.forgotten] == [index_name(NEW)]
-    assert names(store) == {index_name(OLD), index_name(MIDDLE)}
+    assert names(three_models) == {index_name(OLD), index_name(MIDDLE)}
 
 
-def test_relieve_collects_garbage_before_evicting(store: ImageLayout) -> None:
-    store.untag(NEW)
-    done = relieve(store, 100_000, keep=())
+def test_relieve_collects_garbage_before_evicting(three_models: ImageLayout) -> None:
+    three_models.untag(NEW)
+    done = relieve(three_models, 100_000, keep=())
     assert not done.forgotten and done.size >= 200_000
-    assert names(store) == {index_name(OLD), index_name(MIDDLE)}
+    assert names(three_models) == {index_name(OLD), index_name(MIDDLE)}
     with pytest.raises(NotFoundError):
-        store.resolve(NEW)
+        three_models.resolve(NEW)
 
 
-def test_relieve_keeps_recently_used_names(store: ImageLayout) -> None:
-    store.use(store.resolve(OLD))
-    done = relieve(store, 10**12, keep=[index_name(NEW)])
+def test_relieve_keeps_recently_used_names(three_models: ImageLayout) -> None:
+    three_models.use(three_models.resolve(OLD))
+    done = relieve(three_models, 10**12, keep=[index_name(NEW)])
     assert [one.name for one in done.forgotten] == [index_name(MIDDLE)]
-    done = relieve(store, 10**12, keep=[index_name(NEW)], age=0.0)
+    done = relieve(three_models, 10**12, keep=[index_name(NEW)], age=0.0)
     assert [one.name for one in done.forgotten] == [index_name(OLD)]
 
 
@@ -118,12 +118,12 @@ def test_usage_of_a_missing_store_is_that_of_its_parent(tmp_path: Path) -> None:
     assert 0 < found.part < 1 and found.total >= found.used + found.free > 0
 
 
-def test_stored_counts_blobs_and_interrupted_downloads(store: ImageLayout) -> None:
-    kept, _ = stored(store.root)
-    assert kept == sum(each.st_size for _, each in blobs(store.root)) > 600_000
+def test_stored_counts_blobs_and_interrupted_downloads(three_models: ImageLayout) -> None:
+    kept, _ = stored(three_models.root)
+    assert kept == sum(each.st_size for _, each in blobs(three_models.root)) > 600_000
     size = 20 * 1024 * 1024  # large enough for an ingest record
     content = Descriptor("application/octet-stream", Digest.of(b"y"), size)
-    ingest = store.ingest(content.digest.encoded, content)
+    ingest = three_models.ingest(content.digest.encoded, content)
     ingest.write_at(0, b"x" * size)
     ingest.suspend()
-    assert stored(store.root)[1] >= size
+    assert stored(three_models.root)[1] >= size

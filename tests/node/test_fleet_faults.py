@@ -33,9 +33,9 @@ from tests.wait import until
 
 pytestmark = pytest.mark.integration
 
-NODES, LAYERS = 4, 5
+NODES, LAYERS = 4, 3
 LAYER = 16 * MIB
-PACE = 1_500_000  # bytes per second of a connection to the registry
+PACE = 3_000_000  # bytes per second of a connection to the registry
 SECRET = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
 HTPASSWD = f"{USER}:$2b$04$a7mYyL7B.7KnFTvR6z49i.8x/zQh7U6x/hFjv2IM28WT6Bc0Ag1Be\n"
 
@@ -120,7 +120,7 @@ class Mortal:
         self.wire.cut()
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(60)
             self._process = None
 
 
@@ -185,9 +185,9 @@ class Fleet:
         return [each.headers for proxy in self.between for each in list(proxy.seen)]
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attempts", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_fleet_converges_despite_kills_and_a_full_disk(
-    tmp_path: Path, mortal: Mortal, disk: Disk, seconds: int
+    tmp_path: Path, mortal: Mortal, disk: Disk, attempts: int
 ) -> None:
     author = tmp_path / "author"
     log_in(author, mortal.direct)
@@ -201,18 +201,14 @@ def test_the_fleet_converges_despite_kills_and_a_full_disk(
         until(lambda: mortal.wire.sent > LAYERS * LAYER // 3, "the pull to be in the middle")
         disk.fill()
         mortal.kill()
-        gone = time.monotonic()
         killed.worker.stop(signal.SIGKILL)
         killed.end()
         assert first.model(ref)["state"] != "present"
-        failed = [
-            until(partial(failures, n, ref), "the failure to be reported") for n in (first, other)
-        ]
         for node in (first, other):
+            until(partial(has_failed, node, ref, attempts), "the failure to be reported")
             until(partial(sees, node, "silent", 1), "the killed node to be silent")
             assert node.readiness()[1]["reasons"] == [{"reason": "model missing", "model": ref}]
         killed.start()
-        until(lambda: time.monotonic() - gone >= seconds, "the time to pass")
         mortal.start()
         until(lambda: full.model(ref)["code"] == "no_space", "the full disk to be told")
         until(lambda: full.metric('aimage_desired_failed{code="no_space"}') == 1, "... and counted")
@@ -222,7 +218,7 @@ def test_the_fleet_converges_despite_kills_and_a_full_disk(
         disk.drop()
         full.reaches(ref, "present")
         check_converged(fleet, ref)
-        check_told(fleet, ref, mortal.host, failed)
+        check_told(fleet, ref, mortal.host)
         assert mortal.wire.sent < NODES * LAYERS * LAYER  # despite lost transfers
         check_nothing_leaks(fleet)
 
@@ -232,9 +228,9 @@ def neighbours(node: LiveNode, state: str) -> int:
     return sum(each["state"] == state for each in node.status()["neighbours"])
 
 
-def failures(node: LiveNode, ref: str) -> float:
+def has_failed(node: LiveNode, ref: str, attempts: int) -> bool:
     host = ref.partition("/")[0]
-    return node.metric(f'aimage_pulls_total{{outcome="failed",registry="{host}"}}')
+    return node.metric(f'aimage_pulls_total{{outcome="failed",registry="{host}"}}') >= attempts
 
 
 def sees(node: LiveNode, state: str, count: int) -> bool:
@@ -257,10 +253,9 @@ def check_converged(fleet: Fleet, ref: str) -> None:
         assert not [line for line in node.worker.lines if "Traceback" in line]
 
 
-def check_told(fleet: Fleet, ref: str, host: str, failed: list[float]) -> None:
+def check_told(fleet: Fleet, ref: str, host: str) -> None:
     """Check the events and metrics of the faults."""
     first, _, other, full = fleet.nodes
-    assert all(failed)
     for node in (first, other):
         told = events(node.url)
         pulls = [each["outcome"] for each in told if each["kind"] == "pull"]

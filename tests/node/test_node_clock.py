@@ -180,8 +180,8 @@ def test_a_spec_that_is_removed_during_its_pull_stops_the_pull(
     node.reaches(other, "present")
     until(lambda: not node.metric("aimage_pull_inflight"), "the pull to end")
     assert node.names() == {other}
-    stopped = [each for each in events(node.url, {"pull"}) if each["reference"] == ref]
-    assert [each["outcome"] for each in stopped] == ["stopped"]
+    stopped = [each["outcome"] for each in node.events("pull") if each["reference"] == ref]
+    assert stopped == ["stopped"]
     sent = publisher.proxy.sent()
     node.want({"ref": other}, {"ref": ref})
     node.reaches(ref, "present")

@@ -17,7 +17,7 @@ from clowder_aimage.oci import Reference
 from tests.content.artifact import put_artifact
 from tests.node.node_run import LocalNode
 from tests.node.nodes import MIB, noise
-from tests.node.publisher import Publisher, events
+from tests.node.publisher import Publisher
 from tests.node.small_disk import Disk, small_disk
 from tests.node.test_node_clock import Bench, want
 from tests.wait import until
@@ -205,8 +205,7 @@ def test_a_node_with_a_full_disk_serves_models_and_reports_the_reason(
         host, _, rest = here.partition("/")
         found = node.get(f"/v2/{rest.rpartition(':')[0]}/manifests/v1?ns={host}")
         assert len(found["layers"]) == 1
-        failures = [each["model"] for each in events(node.url, {"failed"})]
-        assert failures == [more]
+        assert [each["model"] for each in node.events("failed")] == [more]
         node.aimage("verify")
         disk.drop()
         node.reaches(more, "present")

@@ -17,6 +17,7 @@ from clowder_aimage.node import pinner, reconciler
 from clowder_aimage.oci import Reference
 from tests.node.publisher import Publisher
 from tests.node.test_node_clock import Bench, want
+from tests.store import pass_tick
 
 if TYPE_CHECKING:
     from clowder_aimage.node.model_spec import ModelSpec
@@ -80,7 +81,7 @@ def test_a_deleted_blob_is_noticed_at_the_next_turn(
     async def play() -> tuple[int, int]:
         bench, names = await idle(tmp_path, publisher)
         publisher.refuse(lambda passed: True, 503)
-        await asyncio.sleep(0.02)  # longer than the file system's clock resolution
+        pass_tick(tmp_path)
         largest(bench).unlink()
         looks.clear()
         await bench.turn(11.0)
@@ -102,7 +103,7 @@ def test_a_restored_tag_is_noticed_at_the_next_turn(
         bench.store.untag(first)
         await bench.turn(11.0)
         missing = bench.node.missing()
-        await asyncio.sleep(0.02)
+        pass_tick(tmp_path)
         bench.store.tag(descriptor, first)
         await bench.turn(11.0)
         return missing, names[:1], bench.node.missing()

@@ -17,7 +17,7 @@ from tests.worker.conftest import begin
 
 def exposed(url: str) -> tuple[Any, dict[Any, Any]]:
     """Return the text of /metrics, and the types of its families except those of the process."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     found = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     ours = (name for name in found if name.startswith("aimage_") and not name.endswith("_created"))

@@ -80,7 +80,7 @@ def partials(store: ImageLayout) -> int:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ImageLayout:
+def store_with_old_model(tmp_path: Path) -> ImageLayout:
     """Return a store with an old unwanted model."""
     store = ImageLayout(tmp_path / "store")
     put(store, "old", 5 * MIB, 0)
@@ -88,38 +88,44 @@ def store(tmp_path: Path) -> ImageLayout:
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_relieve_removes_abandoned_downloads_before_models(store: ImageLayout) -> None:
-    abandoned(store, 660.0)
-    done = relieve(store, PARTIAL - MIB, keep=())
+def test_relieve_removes_abandoned_downloads_before_models(
+    store_with_old_model: ImageLayout,
+) -> None:
+    abandoned(store_with_old_model, 660.0)
+    done = relieve(store_with_old_model, PARTIAL - MIB, keep=())
     assert (done.partials, done.forgotten) == (1, [])
-    assert done.partial_size >= PARTIAL and not partials(store)
-    assert len(names(store)) == 1
+    assert done.partial_size >= PARTIAL and not partials(store_with_old_model)
+    assert len(names(store_with_old_model)) == 1
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_relieve_keeps_recent_downloads_and_evicts_a_model(store: ImageLayout) -> None:
-    abandoned(store, 300.0)
-    done = relieve(store, MIB, keep=())
-    assert done.partials == 0 and partials(store)
-    assert len(done.forgotten) == 1 and not names(store)
+def test_relieve_keeps_recent_downloads_and_evicts_a_model(
+    store_with_old_model: ImageLayout,
+) -> None:
+    abandoned(store_with_old_model, 300.0)
+    done = relieve(store_with_old_model, MIB, keep=())
+    assert done.partials == 0 and partials(store_with_old_model)
+    assert len(done.forgotten) == 1 and not names(store_with_old_model)
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_relieve_keeps_a_slow_running_download(store: ImageLayout) -> None:
-    ingest, let_age = begun(store, 86400.0)
+def test_relieve_keeps_a_slow_running_download(store_with_old_model: ImageLayout) -> None:
+    ingest, let_age = begun(store_with_old_model, 86400.0)
     let_age()
     try:
-        assert relieve(store, 2 * PARTIAL, keep=()).partials == 0
-        assert partials(store) and not names(store)
+        assert relieve(store_with_old_model, 2 * PARTIAL, keep=()).partials == 0
+        assert partials(store_with_old_model) and not names(store_with_old_model)
     finally:
         ingest.suspend()
 
 
 @pytest.mark.usefixtures("old_blobs")
-def test_relieve_evicts_models_if_abandoned_downloads_are_too_small(store: ImageLayout) -> None:
-    abandoned(store, 660.0)
-    done = relieve(store, PARTIAL + MIB, keep=())
-    assert not partials(store) and not names(store)
+def test_relieve_evicts_models_if_abandoned_downloads_are_too_small(
+    store_with_old_model: ImageLayout,
+) -> None:
+    abandoned(store_with_old_model, 660.0)
+    done = relieve(store_with_old_model, PARTIAL + MIB, keep=())
+    assert not partials(store_with_old_model) and not names(store_with_old_model)
     assert len(done.forgotten) == 1
 
 

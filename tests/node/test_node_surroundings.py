@@ -33,7 +33,7 @@ NOT_WRITABLE = {"reason": "store not writable"}
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> ImageLayout:
+def store_with_pin(tmp_path: Path) -> ImageLayout:
     """Return a store with a pin."""
     store = ImageLayout(tmp_path / "store")
     store.pins.put("pinned:v1", {}, durable=False)
@@ -44,21 +44,21 @@ def store(tmp_path: Path) -> ImageLayout:
 
 
 def test_an_unreadable_store_is_a_readiness_reason(
-    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store_with_pin: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("stat", "listdir", "open"):
-        break_calls(monkeypatch, name, store.root)
+        break_calls(monkeypatch, name, store_with_pin.root)
     missing = {"reason": "model missing", "model": REF}
-    assert Readiness(store).against([REF]) == [NOT_WRITABLE, missing]
+    assert Readiness(store_with_pin).against([REF]) == [NOT_WRITABLE, missing]
 
 
 def test_unreadable_pins_are_a_readiness_reason(
-    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    store_with_pin: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = {"reason": "model missing", "model": "pinned:v1"}
-    assert Readiness(store).against() == [missing]
-    break_calls(monkeypatch, "listdir", store.root / ".aimage" / "pins")
-    assert Readiness(store).against() == [{"reason": "store not readable"}]
+    assert Readiness(store_with_pin).against() == [missing]
+    break_calls(monkeypatch, "listdir", store_with_pin.root / ".aimage" / "pins")
+    assert Readiness(store_with_pin).against() == [{"reason": "store not readable"}]
 
 
 def refused(node: Any, method: Any, path: Any, body: Any) -> tuple[int, Any]:
@@ -95,11 +95,13 @@ def test_a_live_node_is_not_ready_while_its_store_is_inaccessible(
 
 
 @pytest.fixture
-def daemon(store: ImageLayout, monkeypatch: pytest.MonkeyPatch) -> Daemon:
+def daemon(store_with_pin: ImageLayout, monkeypatch: pytest.MonkeyPatch) -> Daemon:
     """Return a node without a server that measures continuously."""
     monkeypatch.setattr(daemon_module, "EVERY", 0.001)
-    store.pins.remove("pinned:v1")
-    service = make_service(NodeSettings(), store, ClientOptions(docker_config=store.root))
+    store_with_pin.pins.remove("pinned:v1")
+    service = make_service(
+        NodeSettings(), store_with_pin, ClientOptions(docker_config=store_with_pin.root)
+    )
     return Daemon(service, NodeSettings(), {})
 
 
@@ -140,7 +142,7 @@ def test_a_failing_measurement_is_logged_once_and_repeated(
 
 
 def test_an_accessible_store_is_ready_again(
-    daemon: Daemon, store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, store_with_pin: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ready = daemon.node.metrics.ready._value.get
 
@@ -149,7 +151,7 @@ def test_an_accessible_store_is_ready_again(
         await comes(lambda: ready() == 1)
         with monkeypatch.context() as closed:
             for name in ("stat", "listdir", "open"):
-                break_calls(closed, name, store.root, errno.EACCES)
+                break_calls(closed, name, store_with_pin.root, errno.EACCES)
             await comes(lambda: ready() == 0)
         await comes(lambda: ready() == 1)
         task.cancel()

@@ -44,7 +44,7 @@ def answering(*answers: Any) -> Iterator[str]:
                     with connection:
                         connection.recv(65536)
                         if said is None:
-                            ended.wait(20)
+                            ended.wait(60)
                         else:
                             connection.sendall(said)
 
@@ -54,7 +54,7 @@ def answering(*answers: Any) -> Iterator[str]:
         ended.set()
         with contextlib.suppress(OSError):
             listening.shutdown(socket.SHUT_RDWR)  # ends accept()
-    thread.join(10)
+    thread.join(60)
 
 
 @contextlib.contextmanager

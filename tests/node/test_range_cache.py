@@ -63,7 +63,7 @@ class Upstream:
     def open(self, _: Any, part: Any) -> Iterator[io.BytesIO]:
         self.opened.append(part)
         self.asked.release()
-        assert self.gate.wait(20)
+        assert self.gate.wait(60)
         if self.fails:
             raise self.fails
         data = bytes_of(part) if part.digest == CONTENT.digest else bytes(part.length)
@@ -79,23 +79,18 @@ class NoOwners:
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> ImageLayout:
-    return ImageLayout(tmp_path / "store")
-
-
-@pytest.fixture
 def upstream() -> Upstream:
     return Upstream()
 
 
-def cached(layout: ImageLayout, upstream: Any, **options: Any) -> RangeCache:
+def cached(store: ImageLayout, upstream: Any, **options: Any) -> RangeCache:
     owners: Any = NoOwners(replace(LIMITS, **options))
-    return RangeCache(layout, upstream, owners, lambda *_: None)
+    return RangeCache(store, upstream, owners, lambda *_: None)
 
 
 @pytest.fixture
-def cache(layout: ImageLayout, upstream: Upstream) -> Iterator[RangeCache]:
-    found = cached(layout, upstream)
+def cache(store: ImageLayout, upstream: Upstream) -> Iterator[RangeCache]:
+    found = cached(store, upstream)
     yield found
     found.close()
 
@@ -121,18 +116,18 @@ def fetch(cache: RangeCache, number: int, seconds: float = 20) -> Any:
 # -- lookup
 
 
-def test_a_range_of_a_stored_blob_is_found(layout: ImageLayout, cache: RangeCache) -> None:
+def test_a_range_of_a_stored_blob_is_found(store: ImageLayout, cache: RangeCache) -> None:
     assert cache.find(PARTS[0]) is None
-    layout.push(CONTENT, bytes_body(BLOB))
+    store.push(CONTENT, bytes_body(BLOB))
     for part in PARTS:
         assert read(cache.find(part), part) == bytes_of(part)
     assert cache.find(BlobRange(CONTENT.digest, len(BLOB) + 1, 0)) is None, "another size"
 
 
 def test_a_range_written_by_a_pull_is_found_in_its_ingest(
-    layout: ImageLayout, cache: RangeCache
+    store: ImageLayout, cache: RangeCache
 ) -> None:
-    ingest = layout.ingest(CONTENT.digest.encoded, CONTENT)
+    ingest = store.ingest(CONTENT.digest.encoded, CONTENT)
     ingest.write_at(PARTS[1].start, bytes_of(PARTS[1]))
     assert cache.find(PARTS[1]) is None, "not all of it may be written"
     cache.wrote(PARTS[1])
@@ -145,10 +140,10 @@ def test_a_range_written_by_a_pull_is_found_in_its_ingest(
 
 
 def test_symbolic_links_are_not_followed(
-    layout: ImageLayout, cache: RangeCache, tmp_path: Path
+    store: ImageLayout, cache: RangeCache, tmp_path: Path
 ) -> None:
     (tmp_path / "secret").write_bytes(BLOB)
-    for place in (layout.place(CONTENT), layout.root / ".aimage/ingest" / CONTENT.digest.encoded):
+    for place in (store.place(CONTENT), store.root / ".aimage/ingest" / CONTENT.digest.encoded):
         os.makedirs(os.path.dirname(place))  # noqa: PTH103, PTH120
         os.symlink(tmp_path / "secret", place)  # noqa: PTH211
     cache.wrote(PARTS[0])
@@ -168,7 +163,7 @@ def test_concurrent_requests_fetch_a_range_once(cache: RangeCache, upstream: Ups
 def test_a_slow_range_can_be_waited_for(cache: RangeCache, upstream: Upstream) -> None:
     upstream.gate.clear()
     assert fetch(cache, 0, 0.05) is True
-    assert upstream.asked.acquire(timeout=20)
+    assert upstream.asked.acquire(timeout=60)
     assert cache.has(PARTS[0]), "it comes from the registry"
     upstream.gate.set()
     assert read(cache.wait(PARTS[0], 20), PARTS[0]) == bytes_of(PARTS[0])
@@ -190,7 +185,7 @@ def test_the_number_of_concurrent_fetches_is_limited(cache: RangeCache, upstream
     digests = [Digest.of(bytes([number])) for number in range(range_cache.AT_ONCE + 1)]
     assert all(cache.fetch(span_of(digest), 0.05) is True for digest in digests)
     for _ in range(range_cache.AT_ONCE):
-        assert upstream.asked.acquire(timeout=20)
+        assert upstream.asked.acquire(timeout=60)
     assert len(upstream.opened) == range_cache.AT_ONCE
     upstream.gate.set()
 
@@ -213,8 +208,8 @@ def test_a_truncated_range_is_not_kept(cache: RangeCache, upstream: Upstream) ->
     assert cache.find(PARTS[0]) is None and kept(cache) == 0
 
 
-def test_the_oldest_ranges_are_evicted_first(layout: ImageLayout, upstream: Upstream) -> None:
-    cache = cached(layout, upstream, kept=2 * RANGE)
+def test_the_oldest_ranges_are_evicted_first(store: ImageLayout, upstream: Upstream) -> None:
+    cache = cached(store, upstream, kept=2 * RANGE)
     for number in (0, 1, 2):
         read(fetch(cache, number), PARTS[number])
     assert cache.find(PARTS[0]) is None
@@ -230,27 +225,27 @@ def test_a_range_written_by_a_pull_is_dropped_from_the_cache(cache: RangeCache) 
     assert kept(cache) == 0
 
 
-def test_nothing_is_fetched_on_a_full_disk(layout: ImageLayout, upstream: Upstream) -> None:
-    cache = cached(layout, upstream, spared=1 << 60)
-    layout.root.mkdir()
+def test_nothing_is_fetched_on_a_full_disk(store: ImageLayout, upstream: Upstream) -> None:
+    cache = cached(store, upstream, spared=1 << 60)
+    store.root.mkdir()
     with pytest.raises(AImageError):
         fetch(cache, 0)
     assert not upstream.opened
 
 
 def test_a_symbolic_link_as_cache_directory_is_refused(
-    layout: ImageLayout, cache: RangeCache, tmp_path: Path
+    store: ImageLayout, cache: RangeCache, tmp_path: Path
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
-    (layout.root / ".aimage").mkdir(parents=True)
-    (layout.root / ".aimage/range").symlink_to(tmp_path / "elsewhere")
+    (store.root / ".aimage").mkdir(parents=True)
+    (store.root / ".aimage/range").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(AImageError):
         fetch(cache, 0)
 
 
-def test_cached_ranges_are_in_unlinked_files(layout: ImageLayout, cache: RangeCache) -> None:
+def test_cached_ranges_are_in_unlinked_files(store: ImageLayout, cache: RangeCache) -> None:
     fetch(cache, 0).close()
-    assert kept(cache) and not list((layout.root / ".aimage/range").iterdir())
+    assert kept(cache) and not list((store.root / ".aimage/range").iterdir())
 
 
 # -- registries

@@ -82,7 +82,7 @@ def request(
     }
     sent |= {"Aimage-Node": asker} if asker else {}
     sent |= {name.replace("_", "-"): value for name, value in headers.items()}
-    connection = http.client.HTTPConnection(node.address, timeout=30)
+    connection = http.client.HTTPConnection(node.address, timeout=60)
     connection.request(method, path or f"/v2/{name}/blobs/{CONTENT.digest}?ns={host}", headers=sent)
     response: Any = connection.getresponse()
     response.connection = connection

@@ -215,7 +215,7 @@ def test_close_leaves_no_lease_while_other_threads_hold(tmp_path: Path) -> None:
         for thread in work:
             thread.start()
         for thread in work:
-            thread.join(30)
+            thread.join(60)
         one.hold(store, digest)
         assert not list((store.root / ".aimage" / "lease").iterdir())
 
