@@ -133,11 +133,11 @@ EMPTY = {
         $ aimage pull Tiny # exit code 2
         ! aimage: invalid reference 'Tiny'
         ! use lower case: tiny
-        $ aimage pull https://localhost:5000/team/tiny:v1 # exit code 2
-        ! aimage: invalid reference 'https://localhost:5000/team/tiny:v1': invalid host 'https:'
-        ! omit https://, as in localhost:5000/team/tiny:v1
-        $ aimage pull oci://localhost:5000/team/tiny:v1 # exit code 2
-        ! omit oci://, as in localhost:5000/team/tiny:v1
+        $ aimage pull https://localhost:6100/team/tiny:v1 # exit code 2
+        ! aimage: invalid reference 'https://localhost:6100/team/tiny:v1': invalid host 'https:'
+        ! omit https://, as in localhost:6100/team/tiny:v1
+        $ aimage pull oci://localhost:6100/team/tiny:v1 # exit code 2
+        ! omit oci://, as in localhost:6100/team/tiny:v1
         $ aimage pull hf.co/black-forest-labs/FLUX.1-dev # exit code 2
         ! aimage: 'hf.co/black-forest-labs/FLUX.1-dev' is a model of the Hugging Face hub, and not a reference
         ! to pack it: aimage create NAME hf://black-forest-labs/FLUX.1-dev

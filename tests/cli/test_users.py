@@ -36,6 +36,7 @@ from tests.store import copy_store
 
 ROOT = Path(__file__).parents[2]
 SHELL = re.compile(r"[|<>&;$~*]")
+PROGRAMS = re.compile(r"localhost:500[01]|\b(jq|skopeo) ")
 CODE = re.compile(r"\s+# exit code (\d+)$")
 ERROR = re.compile(r'^(aimage: \S|Usage: |{"event": "error")', re.MULTILINE)
 FUNCTION = f'aimage() {{ {shlex.join(PROGRAM)} "$@"; }}\n'
@@ -197,18 +198,25 @@ def play(
         yield make
 
 
-@pytest.mark.parametrize("name", EMPTY)
+def cases(scenes: dict[str, str]) -> list[Any]:
+    """Return the names of scenes; those that need another program are integration tests."""
+    return [
+        pytest.param(name, marks=[pytest.mark.integration] if PROGRAMS.search(scene) else [])
+        for name, scene in scenes.items()
+    ]
+
+
+@pytest.mark.parametrize("name", cases(EMPTY))
 def test_a_new_user_with_an_empty_store(name: str, play: Callable[..., None]) -> None:
     play(EMPTY[name])
 
 
-@pytest.mark.parametrize("name", STOCKED)
+@pytest.mark.parametrize("name", cases(STOCKED))
 def test_a_user_with_models(name: str, play: Callable[..., None], stock: Path) -> None:
     play(STOCKED[name], stock)
 
 
-@pytest.mark.parametrize("name", PRIVATE)
-@pytest.mark.integration
+@pytest.mark.parametrize("name", cases(PRIVATE))
 def test_a_user_of_a_private_registry(name: str, play: Callable[..., None], stock: Path) -> None:
     play(PRIVATE[name], stock)
 
