@@ -9,6 +9,8 @@ from tests.node.publisher import Publisher
 from tests.proxy import Reply
 from tests.wait import until
 
+pytestmark = pytest.mark.integration  # each starts nodes several times
+
 FULL = ("--high", "1", "--low", "0.5", "--min-age", "0")  # any disk is above these marks
 
 
