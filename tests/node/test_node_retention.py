@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.node.node_run import LocalNode
 from tests.node.publisher import Publisher
 from tests.proxy import Reply
