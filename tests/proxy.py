@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.wait import PATIENCE
+
 _BLOCK = 64 * 1024
 _HOPS = frozenset({"connection", "keep-alive", "transfer-encoding", "date", "server"})
 
@@ -156,7 +158,7 @@ class Proxy:
         """Return the bytes of blobs received."""
         return sum(passed.received for passed in self.uploads(since=since))
 
-    def wait_until(self, condition: Callable[[], object], seconds: float = 30) -> None:
+    def wait_until(self, condition: Callable[[], object], seconds: float = PATIENCE) -> None:
         """Wait until the condition holds; raise AssertionError if it does not in time."""
         with self._changed:
             assert self._changed.wait_for(condition, seconds), "it never came to pass"
@@ -217,7 +219,8 @@ class Proxy:
         """Return how many of ``left`` body bytes to read now; 0 ends the connection."""
         if self.lull and (seconds := self.lull(passed)):
             with self._changed:
-                self._changed.wait_for(lambda: self._ended, seconds)
+                # A wait of infinity seconds is an OverflowError
+                self._changed.wait_for(lambda: self._ended, min(seconds, threading.TIMEOUT_MAX))
         limit = self.lost(passed) if self.lost else None
         return min(left, _BLOCK, _BLOCK if limit is None else max(0, limit - passed.received))
 

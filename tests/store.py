@@ -1,4 +1,4 @@
-"""Copies of stores that share their blobs, and blobs that are damaged."""
+"""Copies of stores that share their blobs, and blobs that are read or damaged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def unshare(path: Path) -> None:
 
 
 def read(store: Any, content: Descriptor, *span: int | None) -> bytes:
-    """Read a blob of a store, or a part of it: an offset and a length."""
+    """Return the bytes of a content, or of its ``span``: an offset and a length."""
     with store.open(content, *span) as file:
         data: bytes = file.read()
         return data

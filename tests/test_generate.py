@@ -47,7 +47,7 @@ def test_the_prompt_is_encoded_while_the_transformer_arrives(
         return features
 
     def held() -> Answer | None:
-        return None if encoded.wait(20) else Answer(404)
+        return None if encoded.wait(60) else Answer(404)
 
     monkeypatch.setattr(ZImagePipeline, "encode", noted)
     model.answers[model.last("transformer")] = held
@@ -107,16 +107,16 @@ def test_an_interrupt_ends_the_pull_too(aimage: Callable[..., Aimage], model: Mo
 
     def held() -> Answer:
         reached.set()
-        released.wait(30)
+        released.wait(60)
         return Answer(404)
 
     model.answers[model.last("transformer")] = held
     with ScriptedRegistry(model).running() as registry:
         here = aimage()
         process = here.start("run", f"{registry.host}/team/model", *map(str, WORDS))
-        assert reached.wait(30)
+        assert reached.wait(60)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
         released.set()
         assert process.returncode == 130
         assert "Traceback" not in errors
@@ -130,7 +130,7 @@ def test_a_model_that_cannot_be_run_is_refused_before_its_weights_are_fetched(
     aimage: Callable[..., Aimage], model: ModelScript
 ) -> None:
     reached = threading.Event()
-    model.answers[model.last("vae")] = lambda: None if reached.wait(5) else Answer(404)
+    model.answers[model.last("vae")] = lambda: None if reached.wait(60) else Answer(404)
     with ScriptedRegistry(model).running() as registry:
         here = aimage()
         failed = here("run", f"{registry.host}/team/model", "a fox", "--size", "33x32", code=2)

@@ -59,7 +59,7 @@ def user(store: ImageLayout, **rest: Any) -> InputSource:
     return InputSource(store, ClientOptions, hosts=None, has_files=True, **rest)
 
 
-def read(source: InputSource, text: str) -> bytes:
+def read_input(source: InputSource, text: str) -> bytes:
     return source.read(text)
 
 
@@ -74,8 +74,8 @@ def offer(server: ScriptedRegistry, *layers: dict[str, Any], **blobs: bytes) -> 
 
 def test_a_file_and_stdin_are_read(store: ImageLayout, tmp_path: Path) -> None:
     (tmp_path / "a:b.png").write_bytes(PICTURE)
-    assert read(user(store), str(tmp_path / "a:b.png")) == PICTURE
-    assert read(user(store, stdin=io.BytesIO(PICTURE)), "-") == PICTURE
+    assert read_input(user(store), str(tmp_path / "a:b.png")) == PICTURE
+    assert read_input(user(store, stdin=io.BytesIO(PICTURE)), "-") == PICTURE
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_file_and_stdin_are_read(store: ImageLayout, tmp_path: Path) -> None:
     ],
 )
 def test_a_data_url_is_decoded(store: ImageLayout, text: str) -> None:
-    assert read(InputSource(store, ClientOptions), text) == PICTURE
+    assert read_input(InputSource(store, ClientOptions), text) == PICTURE
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_an_invalid_text_is_refused(
     store: ImageLayout, text: str, error: type[AImageError], is_worker: bool
 ) -> None:
     with pytest.raises(error):
-        read(InputSource(store, ClientOptions) if is_worker else user(store), text)
+        read_input(InputSource(store, ClientOptions) if is_worker else user(store), text)
 
 
 @pytest.mark.parametrize("text", ["-", "/etc/passwd", "a.png", "./data:,a", "~/a.png", ""])
 def test_a_worker_reads_no_files(store: ImageLayout, text: str) -> None:
     with pytest.raises(UsageError, match="image is neither a data: URL"):
-        read(InputSource(store, ClientOptions, stdin=io.BytesIO(PICTURE)), text)
+        read_input(InputSource(store, ClientOptions, stdin=io.BytesIO(PICTURE)), text)
 
 
 def test_what_is_too_large_is_refused(
@@ -129,7 +129,7 @@ def test_what_is_too_large_is_refused(
     texts = (str(tmp_path / "a.png"), "-", f"data:,{'a' * 11}", f"data:,{'a' * 31}")
     for text in (*texts, offer(server, layer(PICTURE))):
         with pytest.raises(TooLargeError):
-            read(user(store, stdin=io.BytesIO(bytes(11))), text)
+            read_input(user(store, stdin=io.BytesIO(bytes(11))), text)
     assert not server.asked("GET")[1:]
 
 
@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_read_is_an_error(
     store: ImageLayout, tmp_path: Path, name: str, error: type[AImageError] | None
 ) -> None:
     with pytest.raises(error or AImageError):
-        read(user(store), name if error is None else str(tmp_path / name))
+        read_input(user(store), name if error is None else str(tmp_path / name))
 
 
 # -- artifacts
@@ -149,52 +149,52 @@ def test_a_picture_of_an_artifact_leaves_nothing_in_the_store(
 ) -> None:
     """One layer of several is fetched, and not at all if the store has it."""
     text = f"{offer(server, layer(OTHER, title='b.png'), layer(PICTURE, title='a.png'))}#a.png"
-    assert read(user(store), text) == PICTURE
+    assert read_input(user(store), text) == PICTURE
     assert [path.rpartition("/")[2] for path in server.asked("GET")][1:] == [
         str(Digest.of(PICTURE))
     ]
     assert not store.root.exists()
     store.push(Descriptor.of("image/png", PICTURE), bytes_body(PICTURE))
     mark = len(server.seen)
-    assert read(user(store), text) == PICTURE
+    assert read_input(user(store), text) == PICTURE
     assert all("/blobs/" not in seen.path for seen in server.seen[mark:])
 
 
 def test_a_title_or_a_type_makes_a_picture(store: ImageLayout, server: ScriptedRegistry) -> None:
     kinds = ("image/webp", None), ("application/octet-stream", "made/A.JPG")
     for kind, title in kinds:
-        assert read(user(store), offer(server, layer(PICTURE, kind, title))) == PICTURE
+        assert read_input(user(store), offer(server, layer(PICTURE, kind, title))) == PICTURE
 
 
 def test_a_title_chooses_one_of_several(store: ImageLayout, server: ScriptedRegistry) -> None:
     text = offer(server, layer(PICTURE, title="a.png"), layer(OTHER, title="b#c.png"))
-    assert read(user(store), f"{text}#b#c.png") == OTHER
+    assert read_input(user(store), f"{text}#b#c.png") == OTHER
     with pytest.raises(UsageError, match=r"has several pictures: 'a.png', 'b#c.png'"):
-        read(user(store), text)
+        read_input(user(store), text)
     with pytest.raises(NotFoundError, match="has no picture"):
-        read(user(store), f"{text}#x")
+        read_input(user(store), f"{text}#x")
 
 
 def test_a_digest_chooses_the_manifest(store: ImageLayout, server: ScriptedRegistry) -> None:
     text = offer(server, layer(PICTURE))
     digest = Digest.of(manifest_of(layer(PICTURE)))
-    assert read(user(store), f"{text}@{digest}") == PICTURE
+    assert read_input(user(store), f"{text}@{digest}") == PICTURE
     with pytest.raises(VerificationError):
-        read(user(store), f"{text}@{Digest.of(b'other')}")
+        read_input(user(store), f"{text}@{Digest.of(b'other')}")
 
 
 def test_an_artifact_without_a_picture_is_refused(
     store: ImageLayout, server: ScriptedRegistry
 ) -> None:
     with pytest.raises(NoPictureError, match="has no picture") as raised:
-        read(user(store), offer(server, layer(PICTURE, "text/plain", "a.txt")))
+        read_input(user(store), offer(server, layer(PICTURE, "text/plain", "a.txt")))
     assert raised.value.exit_code == 5
 
 
 def test_wrong_bytes_are_refused(store: ImageLayout, server: ScriptedRegistry) -> None:
     text = offer(server, layer(PICTURE), **{str(Digest.of(PICTURE)): bytes(len(PICTURE))})
     with pytest.raises(VerificationError):
-        read(user(store), text)
+        read_input(user(store), text)
 
 
 def test_errors_of_a_registry_are_those_of_a_pull(
@@ -204,9 +204,9 @@ def test_errors_of_a_registry_are_those_of_a_pull(
     for status, error in ((404, NotFoundError), (403, UnauthorizedError)):
         server.script = lambda _, status=status: Answer(status)  # type: ignore[misc]
         with pytest.raises(error):
-            read(user(store), text)
+            read_input(user(store), text)
     with pytest.raises(NotFoundError, match="not found in the store"):
-        read(user(store), "oci://pictures:v1")
+        read_input(user(store), "oci://pictures:v1")
 
 
 def test_a_worker_pulls_from_the_registries_that_are_named(
@@ -216,14 +216,14 @@ def test_a_worker_pulls_from_the_registries_that_are_named(
     port = server.host.rpartition(":")[2]
     for entries in ((), ("127.0.0.1",), (f"*:{port}",)):
         with pytest.raises(ForbiddenError, match=r"not allowed from the registry|internal address"):
-            read(InputSource(store, ClientOptions, InputHosts.parse(entries)), text)
+            read_input(InputSource(store, ClientOptions, InputHosts.parse(entries)), text)
     assert not server.seen
     named = InputHosts.parse([server.host])
     configured = InputSource(store, ClientOptions, registries=frozenset([server.host]))
     for source in (InputSource(store, ClientOptions, named), configured):
-        assert read(source, text) == PICTURE
+        assert read_input(source, text) == PICTURE
     with pytest.raises(ForbiddenError, match="not allowed"):  # registries, not URLs
-        read(configured, f"http://{server.host}/a.png")
+        read_input(configured, f"http://{server.host}/a.png")
 
 
 def test_behind_a_proxy_a_pattern_allows_no_registry(
@@ -242,10 +242,10 @@ def test_behind_a_proxy_a_pattern_allows_no_registry(
             store, lambda: ClientOptions(plain_http=True), InputHosts.parse([entry])
         )
         if is_allowed:
-            assert read(source, text) == PICTURE
+            assert read_input(source, text) == PICTURE
             continue
         with pytest.raises(ForbiddenError, match="through a proxy"):
-            read(source, text)
+            read_input(source, text)
         assert not server.seen
 
 
@@ -255,8 +255,8 @@ def test_a_registry_that_is_too_slow_does_not_hold_a_worker(
     monkeypatch.setattr(input_source, "_PATIENCE", -1.0)
     text = offer(server, layer(PICTURE))
     with pytest.raises(NetworkError, match="did not arrive in time"):
-        read(InputSource(store, ClientOptions, InputHosts.parse([server.host])), text)
-    assert read(user(store), text) == PICTURE
+        read_input(InputSource(store, ClientOptions, InputHosts.parse([server.host])), text)
+    assert read_input(user(store), text) == PICTURE
 
 
 def test_a_registry_may_be_an_ipv6_address(store: ImageLayout) -> None:
@@ -270,10 +270,10 @@ def test_a_registry_may_be_an_ipv6_address(store: ImageLayout) -> None:
         for entry, is_allowed in ((server.host, True), ("[::1]", False), ("[::2]:5000", False)):
             source = InputSource(store, ClientOptions, InputHosts.parse([entry]))
             if is_allowed:
-                assert read(source, f"{text}#a.png") == PICTURE
+                assert read_input(source, f"{text}#a.png") == PICTURE
             else:
                 with pytest.raises(ForbiddenError, match=r"from the registry \[::1\]:"):
-                    read(source, text)
+                    read_input(source, text)
 
 
 @pytest.mark.parametrize(
@@ -301,10 +301,10 @@ def test_a_pattern_means_addresses_of_the_internet(
     addresses = {(name, int(port)): address}
     source = InputSource(store, lambda: ClientOptions(plain_http=True, addresses=addresses), hosts)
     if is_allowed:
-        assert read(source, text) == PICTURE
+        assert read_input(source, text) == PICTURE
         return
     with pytest.raises((ForbiddenError, UsageError)):
-        read(source, text)
+        read_input(source, text)
     assert not server.seen
 
 
@@ -314,6 +314,9 @@ def test_a_worker_fetches_urls_of_allowed_hosts(
     server.script = lambda _: Answer(200, {}, PICTURE)
     url = f"http://{server.host}/a.png"
     with pytest.raises(ForbiddenError):
-        read(InputSource(store, ClientOptions), url)
-    assert read(InputSource(store, ClientOptions, InputHosts.parse([server.host])), url) == PICTURE
-    assert read(user(store), url) == PICTURE
+        read_input(InputSource(store, ClientOptions), url)
+    assert (
+        read_input(InputSource(store, ClientOptions, InputHosts.parse([server.host])), url)
+        == PICTURE
+    )
+    assert read_input(user(store), url) == PICTURE

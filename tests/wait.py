@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 PATIENCE = 120.0
 
 
-def until(condition: Callable[[], T], what: str = "the condition") -> T:
+def until(condition: Callable[[], T | None], what: str = "the condition") -> T:
     """Poll until ``condition()`` is true, and return its value; fail if it never is."""
     end = time.monotonic() + PATIENCE
     while not (value := condition()):
@@ -23,13 +23,14 @@ def until(condition: Callable[[], T], what: str = "the condition") -> T:
     return value
 
 
-async def until_async(condition: Callable[[], T | Awaitable[T]], what: str = "the condition") -> T:
+async def until_async(condition: Callable[[], object], what: str = "the condition") -> Any:
     """Poll like ``until`` in an event loop; ``condition`` may be a coroutine function."""
     end = time.monotonic() + PATIENCE
     while True:
         value = condition()
-        result: T = await value if inspect.isawaitable(value) else value
-        if result:
-            return result
-        assert time.monotonic() < end, f"{what} never came true; last value: {result!r}"
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        assert time.monotonic() < end, f"{what} never came true; last value: {value!r}"
         await asyncio.sleep(0.01)

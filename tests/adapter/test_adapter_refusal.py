@@ -23,7 +23,7 @@ A, B = PAIR
 Change = Callable[..., None]
 
 
-def read(path: Path, tensors: Any, config: Any = None, **metadata: str) -> Any:
+def read_file(path: Path, tensors: Any, config: Any = None, **metadata: str) -> Any:
     file = path / "style.safetensors"
     file.write_bytes(safetensors(tensors, metadata))
     return read_adapter(file, SHAPES, what="style", base="tiny", config=config)
@@ -120,7 +120,7 @@ LAYER = {f"{STEM}.hada_{name}": random(48, 4) for name in ("w1_a", "w2_a")} | {
 )
 def test_a_file_is_refused(tensors: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=said) as caught:
-        read(tmp_path, tensors)
+        read_file(tmp_path, tensors)
     assert "style" in caught.value.message
     assert caught.value.hint or "alpha" in said or "DoRA" in said
 
@@ -133,7 +133,7 @@ def test_a_product_larger_than_its_layer_is_refused_before_it_is_made(tmp_path: 
         {f"{STEM}.hada_{n}_{h}": big if h == "a" else big.T for n in ("w1", "w2") for h in "ab"},
     ):
         with pytest.raises(FormatError, match=r"\[30000, 30000\], the model \[48, 48\]"):
-            read(tmp_path, tensors)
+            read_file(tmp_path, tensors)
 
 
 def test_an_adapter_for_another_base_says_what_it_is_for(tmp_path: Path) -> None:
@@ -142,11 +142,13 @@ def test_an_adapter_for_another_base_says_what_it_is_for(tmp_path: Path) -> None
         "style does not match tiny, which has no layer for .*; it says that it is for flux1, flux"
     )
     with pytest.raises(FormatError, match=said):
-        read(tmp_path, pair_of("lora_unet_double_blocks_0_img_attn", DOWN, UP, "AB", True), **names)
+        read_file(
+            tmp_path, pair_of("lora_unet_double_blocks_0_img_attn", DOWN, UP, "AB", True), **names
+        )
     said = r"lora_B.weight it has \[96, 48\], the model \[48, 48\] \(transformer/.*for org/other"
     with pytest.raises(FormatError, match=said):
         other = {"base_model_name_or_path": "org/other"}
-        read(tmp_path, pair_of(STEM, DOWN, random(96, 4), "AB", False), other)
+        read_file(tmp_path, pair_of(STEM, DOWN, random(96, 4), "AB", False), other)
 
 
 @pytest.mark.parametrize(
@@ -169,13 +171,13 @@ def test_an_adapter_for_another_base_says_what_it_is_for(tmp_path: Path) -> None
 )
 def test_a_configuration_is_refused(config: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=said):
-        read(tmp_path, PAIR, config)
+        read_file(tmp_path, PAIR, config)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"transformer.r": "x"}'])
 def test_metadata_of_diffusers_are_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="lora_adapter_metadata of style"):
-        read(tmp_path, PAIR, lora_adapter_metadata=text)
+        read_file(tmp_path, PAIR, lora_adapter_metadata=text)
 
 
 @pytest.mark.parametrize(

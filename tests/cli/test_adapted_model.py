@@ -63,12 +63,12 @@ def draw(here: Aimage, *words: object) -> bytes:
         return picture.tobytes()
 
 
-def read(here: Aimage, name: str) -> AImage:
+def aimage_of(here: Aimage, name: str) -> AImage:
     return read_aimage(ImageLayout(here.store), Reference.parse(name)).aimage
 
 
 def values(here: Aimage, name: str, layer: str) -> np.ndarray:
-    weights = ModelWeights.open(ImageLayout(here.store), read(here, name), "transformer")
+    weights = ModelWeights.open(ImageLayout(here.store), aimage_of(here, name), "transformer")
     return np.asarray(weights.numpy(f"{layer}.weight"), np.float32)
 
 
@@ -87,7 +87,7 @@ def test_a_model_with_adapters_draws_as_with_the_options(here: Aimage) -> None:
     assert "y:latest: 284 tensors (" in done.err
     assert draw(here, "y") == expected
     assert draw(here, "x") == plain
-    config = read(here, "y").properties
+    config = aimage_of(here, "y").properties
     assert config["loras"] == [
         {"adapter": "ink", "strength": 0.8},
         {"adapter": "wash", "strength": -0.4},
@@ -100,10 +100,10 @@ def test_a_model_with_adapters_draws_as_with_the_options(here: Aimage) -> None:
 
 
 def test_a_model_with_adapters_shares_all_blobs_of_its_base(here: Aimage) -> None:
-    blobs = {one.name: one.descriptor for one in read(here, "x").layers}
+    blobs = {one.name: one.descriptor for one in aimage_of(here, "x").layers}
     before = {path.name for path in (here.store / "blobs/sha256").iterdir()}
     here("create", "y", "--from", "x", "--lora", "ink.safetensors:1.0")
-    there = {one.name: one.descriptor for one in read(here, "y").layers}
+    there = {one.name: one.descriptor for one in aimage_of(here, "y").layers}
     assert {name: there[name] for name in blobs} == blobs
     assert set(there) - set(blobs) == {"adapters/ink/adapter_model.safetensors"}
     after = {path.name for path in (here.store / "blobs/sha256").iterdir()}
@@ -117,7 +117,7 @@ def test_adapters_from_the_store_and_of_a_model_with_adapters(here: Aimage) -> N
     here("create", "styles/ink:v1", "ink.safetensors")
     here("create", "y", "--from", "x", "--lora", "styles/ink:v1:0.5")
     here("create", "z", "--from", "y", "--lora", "wash.safetensors", "--lora", "styles/ink:v1")
-    config = read(here, "z").properties
+    config = aimage_of(here, "z").properties
     assert [one["adapter"] for one in config["loras"]] == ["ink", "wash", "ink-2"]
     assert config["loras"][1]["strength"] == 1.0
     uses = ("--lora", "styles/ink:v1:1.5", "--lora", "wash.safetensors")
@@ -139,12 +139,12 @@ def test_fused_weights_are_summed_and_rounded_once(here: Aimage) -> None:
         total += np.float32(-0.4) * change(here, "wash", layer)
         expected = rounded(values(here, "x", layer) + total)
         np.testing.assert_array_equal(values(here, "f", layer), expected)
-    old = {one.name: one.descriptor for one in read(here, "x").layers}
-    new = {one.name: one.descriptor for one in read(here, "f").layers}
+    old = {one.name: one.descriptor for one in aimage_of(here, "x").layers}
+    new = {one.name: one.descriptor for one in aimage_of(here, "f").layers}
     changed = {name for name in old if new[name] != old[name]}
     assert changed == {f"transformer/{layer}.weight" for layer in LAYERS}
     assert set(new) - set(old) == {"lora_fusion_info.json"}
-    fused = read(here, "f").properties["fused"]
+    fused = aimage_of(here, "f").properties["fused"]
     assert [(one["name"], one["strength"]) for one in fused] == [
         ("ink.safetensors", 0.8),
         ("wash.safetensors", -0.4),
@@ -173,7 +173,7 @@ def test_fusing_into_quantized_weights(here: Aimage) -> None:
     expected = values(here, "q", layer) + change(here, "ink", layer)
     step = np.ptp(expected, axis=1).max() / 255
     assert np.abs(values(here, "f", layer) - expected).max() <= step
-    assert read(here, "f").layer(f"transformer/{layer}.weight").dtype == "int8"
+    assert aimage_of(here, "f").layer(f"transformer/{layer}.weight").dtype == "int8"
     here("run", "f", *DRAWN, "f.png")
 
 
@@ -187,13 +187,13 @@ def test_fusing_into_a_variant_uses_its_full_precision(here: Aimage) -> None:
     found, expected = (values(here, name, layer[12:-7]) for name in ("f", "expected"))
     # here the sum is not rounded to BF16 before it is quantized
     assert np.abs(found - expected).max() <= 0.02 * np.abs(expected).max()
-    assert read(here, "f").subject is None
+    assert aimage_of(here, "f").subject is None
 
 
 def test_a_conversion_of_a_model_with_adapters_keeps_them(here: Aimage) -> None:
     here("create", "y", "--from", "x", "--lora", "ink.safetensors:0.8")
     here("convert", "y", "wide", "--dtype", "f32")
-    assert read(here, "wide").properties["loras"] == read(here, "y").properties["loras"]
+    assert aimage_of(here, "wide").properties["loras"] == aimage_of(here, "y").properties["loras"]
     assert draw(here, "wide") == draw(here, "y")
 
 

@@ -40,8 +40,15 @@ def assert_same(one: Path, other: Path) -> None:
         np.testing.assert_allclose(values, first.get(name, 0.0), atol=1e-6)
 
 
-@pytest.mark.parametrize("dialect", ["diffusers", "comfyui", "kohya", "peft"])
-@pytest.mark.parametrize("vector", ["ai-toolkit-alpha", "comfyui-down", "peft-config"])
+@pytest.mark.parametrize(
+    ("vector", "dialect"),
+    [
+        ("ai-toolkit-alpha", "peft"),
+        ("ai-toolkit-alpha", "comfyui"),
+        ("comfyui-down", "diffusers"),
+        ("peft-config", "kohya"),
+    ],
+)
 def test_an_adapter_in_another_dialect_is_the_same(here: Aimage, vector: str, dialect: str) -> None:
     source = VECTORS[vector].write(here.home / "in")
     here("create", "style:v1", source.parent if VECTORS[vector].config else source)

@@ -16,18 +16,29 @@ from clowder_aimage.model.picture import load_picture
 from tests.conftest import TINY
 from tests.controlnet_file import V1, V20, V21, tensors, write_directory, write_file
 from tests.process import Aimage
+from tests.store import copy_store
 
 pytest.importorskip("mlx")
 
 SMALL = ("--steps", 2, "--seed", 1, "--local")
 
 
+@pytest.fixture(scope="module")
+def union(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Aimage:
+    """Return the command line with the tiny model ``x`` and its ControlNet ``union``."""
+    home = tmp_path_factory.mktemp("union")
+    made = Aimage(home, copy_store(tiny_store, home / "store"))
+    file = write_file(home / "union.safetensors", tensors())
+    made("create", "union", file, "--base", "x", "-q")
+    return made
+
+
 @pytest.fixture
-def here(stocked: Callable[[], Aimage]) -> Aimage:
-    """Return the command line with the tiny model ``x``, its ControlNet ``union``, and pictures."""
-    found = stocked()
-    file = write_file(found.home / "union.safetensors", tensors())
-    found("create", "union", file, "--base", "x", "-q")
+def here(aimage: Callable[[], Aimage], union: Aimage) -> Aimage:
+    """Return the command line with a copy of that store, the ControlNet as a file, and pictures."""
+    found = aimage()
+    copy_store(union.store, found.store)
+    shutil.copy(union.home / "union.safetensors", found.home)
     for name, size in {"edges": (48, 32), "other": (32, 32)}.items():
         values = np.random.default_rng(len(name)).integers(0, 256, (*size[::-1], 3), np.uint8)
         Image.fromarray(values).save(found.home / f"{name}.png")

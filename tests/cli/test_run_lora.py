@@ -19,6 +19,7 @@ from tests.conftest import TINY
 from tests.lora_file import write_lora
 from tests.process import Aimage
 from tests.scripted_worker import Asked, Says, ScriptedWorker, says
+from tests.store import copy_store
 
 pytest.importorskip("mlx")
 
@@ -26,13 +27,24 @@ __all__ = ["at", "default"]
 SMALL = ("--steps", 1, "--seed", 1, "--size", "32x32", "--local")
 
 
+@pytest.fixture(scope="module")
+def styled(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Aimage:
+    """Return the command line with the tiny model ``x`` and its adapter ``style``."""
+    home = tmp_path_factory.mktemp("styled")
+    made = Aimage(home, copy_store(tiny_store, home / "store"))
+    file = write_lora(home / "ink.safetensors", trigger_words="ink wash")
+    made("create", "style", file, "--base", "x", "-q")
+    write_lora(home / "wide.safetensors", width=64)
+    return made
+
+
 @pytest.fixture
-def here(stocked: Callable[[], Aimage]) -> Aimage:
-    """Return the command line with the tiny model ``x``, its adapter ``style`` and a file of it."""
-    found = stocked()
-    file = write_lora(found.home / "ink.safetensors", trigger_words="ink wash")
-    found("create", "style", file, "--base", "x", "-q")
-    write_lora(found.home / "wide.safetensors", width=64)
+def here(aimage: Callable[[], Aimage], styled: Aimage) -> Aimage:
+    """Return the command line with a copy of that store, and files of adapters."""
+    found = aimage()
+    copy_store(styled.store, found.store)
+    for name in ("ink.safetensors", "wide.safetensors"):
+        shutil.copy(styled.home / name, found.home)
     return found
 
 

@@ -284,7 +284,7 @@ class Screen:
     def __init__(self, master: int) -> None:
         self._master, self.shown = master, ""
 
-    def wait_for(self, text: str) -> None:
+    def read_until(self, text: str) -> None:
         """Read until a text is shown, and forget what precedes it."""
         while text not in self.shown:
             assert select.select([self._master], [], [], 60)[0], self.shown
@@ -316,21 +316,21 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(
         master, slave = pty.openpty()
         child = spawn_at(slave, [*PROGRAM, "run", "x"], env=here.env(), cwd=here.home)
         screen = Screen(master)
-        screen.wait_for(">>> ")
+        screen.read_until(">>> ")
         screen.type("which?\n")
-        screen.wait_for("It is re")
+        screen.read_until("It is re")
         screen.type("\x03")
-        screen.wait_for("cancelled; /bye or Ctrl-D ends")
+        screen.read_until("cancelled; /bye or Ctrl-D ends")
         assert worker.left.wait(60)  # the worker computes it no longer
-        screen.wait_for(">>> ")
+        screen.read_until(">>> ")
         screen.type("go on\n")
-        screen.wait_for("Red.")
-        screen.wait_for(">>> ")
+        screen.read_until("Red.")
+        screen.read_until(">>> ")
         screen.type("half a line")
-        screen.wait_for("half a line")
+        screen.read_until("half a line")
         screen.type("\x03")
-        screen.wait_for("cancelled; /bye or Ctrl-D ends")
-        screen.wait_for(">>> ")
+        screen.read_until("cancelled; /bye or Ctrl-D ends")
+        screen.read_until(">>> ")
         screen.type("\x04")
         assert child.wait(60) == 0
         os.close(master)

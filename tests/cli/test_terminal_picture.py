@@ -133,13 +133,13 @@ print("same", termios.tcgetattr(0) == before)
 def test_a_terminal_is_asked(answer: bytes, protocol: str) -> None:
     master, slave = pty.openpty()
     child = spawn_at(slave, [sys.executable, "-c", ASK])
-    shown = read(master, answer)
+    shown = screen_of(master, answer)
     assert child.wait(60) == 0
     assert f"found {protocol!r}" in shown
     assert "same True" in shown
 
 
-def read(master: int, answer: bytes = b"") -> str:
+def screen_of(master: int, answer: bytes = b"") -> str:
     """Return what a child writes to a terminal, which answers a query once."""
     shown = b""
     try:
@@ -182,7 +182,7 @@ def test_run_draws_the_picture_in_the_terminal(
         master, slave = pty.openpty()
         command = [*PROGRAM, "run", "tiny", "a fox", "--seed", "7", *options]
         child = spawn_at(slave, command, env=here.env() | XTERM | terminal | path, cwd=here.home)
-        shown = read(master, b"\x1b[?62;4;22c")
+        shown = screen_of(master, b"\x1b[?62;4;22c")
     assert child.wait(60) == 0
     (written,) = here.home.glob("*.png")
     assert written.name in shown

@@ -81,7 +81,7 @@ class Store:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def maker(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
 
 
@@ -144,11 +144,11 @@ def test_du_table(two: Aimage) -> None:
     assert "freed if all of these were removed: " in two("du", "x").out.splitlines()[-1]
 
 
-def test_rows_are_sorted_by_unique_size(store: Store) -> None:
-    config = store.blob(b"{}")
+def test_rows_are_sorted_by_unique_size(maker: Store) -> None:
+    config = maker.blob(b"{}")
     for name, count in (("b", 500), ("c", 1000), ("a", 500)):
-        store.name(store.manifest(config, store.blob(name.encode() * count)), name)
-    assert [share.names for share in store.usage.shares] == [("c",), ("a",), ("b",)]
+        maker.name(maker.manifest(config, maker.blob(name.encode() * count)), name)
+    assert [share.names for share in maker.usage.shares] == [("c",), ("a",), ("b",)]
 
 
 def test_du_of_an_unknown_name_fails(two: Aimage) -> None:
@@ -205,87 +205,87 @@ def test_missing_layers_are_reported_and_not_counted(two: Aimage) -> None:
     assert "  3 blobs, " in table[1]
 
 
-def test_a_missing_manifest_or_config_is_reported(store: Store) -> None:
-    config, layer = store.blob(b"{}" * 50), store.blob(b"layer")
-    store.name(store.manifest(config, layer), "x")
-    store.path(config["digest"]).unlink()
-    assert (store.share("x").missing, store.share("x").missing_size) == (1, 100)
-    manifest = store.entries[0]
-    store.path(manifest["digest"]).unlink()
-    share = store.share("x")
+def test_a_missing_manifest_or_config_is_reported(maker: Store) -> None:
+    config, layer = maker.blob(b"{}" * 50), maker.blob(b"layer")
+    maker.name(maker.manifest(config, layer), "x")
+    maker.path(config["digest"]).unlink()
+    assert (maker.share("x").missing, maker.share("x").missing_size) == (1, 100)
+    manifest = maker.entries[0]
+    maker.path(manifest["digest"]).unlink()
+    share = maker.share("x")
     assert (share.size, share.missing, share.missing_size) == (0, 1, manifest["size"])
 
 
-def test_a_truncated_blob_counts_with_its_actual_size(store: Store) -> None:
-    layer = store.blob(b"layer" * 100)
-    store.name(store.manifest(store.blob(b"{}"), layer), "x")
-    before = store.share("x").size
-    store.path(layer["digest"]).write_bytes(b"layer")
-    assert store.share("x").size == before - 495
+def test_a_truncated_blob_counts_with_its_actual_size(maker: Store) -> None:
+    layer = maker.blob(b"layer" * 100)
+    maker.name(maker.manifest(maker.blob(b"{}"), layer), "x")
+    before = maker.share("x").size
+    maker.path(layer["digest"]).write_bytes(b"layer")
+    assert maker.share("x").size == before - 495
 
 
 # -- stores of other tools
 
 
-def test_an_index_includes_the_blobs_of_its_children(store: Store) -> None:
-    config = store.blob(b"{}")
-    here = store.manifest(config, store.blob(b"a" * 1000))
+def test_an_index_includes_the_blobs_of_its_children(maker: Store) -> None:
+    config = maker.blob(b"{}")
+    here = maker.manifest(config, maker.blob(b"a" * 1000))
     absent = {"mediaType": mediatype.OCI_MANIFEST, "digest": "sha256:" + "b" * 64, "size": 7}
-    index = store.document({"manifests": [here, absent]}, mediatype.OCI_INDEX)
-    store.name(index, "x")
-    assert store.share("x").size == sum(store.sizes.values())
-    assert store.share("x").missing == 0  # a variant that was never fetched is not missing
-    store.name(here, "y")
-    assert store.share("y").unique == 0
-    assert store.share("x").unique == index["size"]
-    store.path(store.manifest(config, store.blob(b"c"))["digest"])
-    store.path(here["digest"]).unlink()
-    assert store.share("x").size == index["size"]
+    index = maker.document({"manifests": [here, absent]}, mediatype.OCI_INDEX)
+    maker.name(index, "x")
+    assert maker.share("x").size == sum(maker.sizes.values())
+    assert maker.share("x").missing == 0  # a variant that was never fetched is not missing
+    maker.name(here, "y")
+    assert maker.share("y").unique == 0
+    assert maker.share("x").unique == index["size"]
+    maker.path(maker.manifest(config, maker.blob(b"c"))["digest"])
+    maker.path(here["digest"]).unlink()
+    assert maker.share("x").size == index["size"]
 
 
 @pytest.mark.parametrize("outer_first", [True, False])
-def test_nested_indexes_are_counted_in_any_order(outer_first: bool, store: Store) -> None:
+def test_nested_indexes_are_counted_in_any_order(outer_first: bool, maker: Store) -> None:
     """The result does not depend on the order of the indexes, whatever their depth."""
-    document = store.manifest(store.blob(b"{}"), store.blob(b"layer" * 99))
+    document = maker.manifest(maker.blob(b"{}"), maker.blob(b"layer" * 99))
     chain = [document]
     for number in range(9):
         value = {"manifests": [chain[-1]] * 30, "n": number}
-        chain.append(store.document(value, mediatype.OCI_INDEX))
+        chain.append(maker.document(value, mediatype.OCI_INDEX))
     names = list(enumerate(chain))
     for number, document in reversed(names) if outer_first else names:
-        store.name(document, f"n{number}")
+        maker.name(document, f"n{number}")
     sizes = [document["size"] for document in chain]
     model = 2 + 5 * 99
     for number in range(10):
-        assert store.share(f"n{number}").size == model + sum(sizes[: number + 1])
+        assert maker.share(f"n{number}").size == model + sum(sizes[: number + 1])
 
 
-def test_foreign_entries_are_counted(store: Store) -> None:
-    config = store.blob(b"{}")
+def test_foreign_entries_are_counted(maker: Store) -> None:
+    config = maker.blob(b"{}")
     kinds = ("application/vnd.example.odd", "", mediatype.DOCKER_MANIFEST)
     for number, kind in enumerate(kinds):
-        value = {"config": config, "layers": [store.blob(b"%d" % number * 99)], "n": number}
-        store.name(store.document(value, kind), f"n{number}")
+        value = {"config": config, "layers": [maker.blob(b"%d" % number * 99)], "n": number}
+        maker.name(maker.document(value, kind), f"n{number}")
     for entry in (7, None, {}, {"digest": "x"}, {"annotations": {}, "size": 1}):
-        store.name(entry)
-    store.name(store.blob(b"no manifest at all " * 9), "text")
-    store.name(store.blob(b'{"layers": 7, "config": [], "manifests": {"digest": 1}}'), "odd")
-    store.name(store.blob(b'{"manifests": [7, {"digest": "sha256:x"}, {}], "x": 1}'), "index")
-    store.name(store.blob(b"[" * 5000), "deep")
-    found = store.usage
-    assert found.size == sum(store.sizes.values()) == disk_usage(store.layout).size
+        maker.name(entry)
+    maker.name(maker.blob(b"no manifest at all " * 9), "text")
+    maker.name(maker.blob(b'{"layers": 7, "config": [], "manifests": {"digest": 1}}'), "odd")
+    maker.name(maker.blob(b'{"manifests": [7, {"digest": "sha256:x"}, {}], "x": 1}'), "index")
+    maker.name(maker.blob(b"[" * 5000), "deep")
+    found = maker.usage
+    assert found.size == sum(maker.sizes.values()) == disk_usage(maker.layout).size
     assert len(found.shares) == 7
-    assert store.share("text").unique == 19 * 9
+    assert maker.share("text").unique == 19 * 9
 
 
 def test_entries_without_a_name_are_listed(aimage: Callable[..., Aimage], tmp_path: Path) -> None:
     here = aimage()
-    store = Store(here.store)
-    config = store.blob(b"{}")
-    one, other = (store.manifest(config, store.blob(data * 99)) for data in (b"a", b"b"))
-    store.name(one)
-    store.name(other)
-    store.name(other, "named\nin two lines")
+    maker = Store(here.store)
+    config = maker.blob(b"{}")
+    one, other = (maker.manifest(config, maker.blob(data * 99)) for data in (b"a", b"b"))
+    maker.name(one)
+    maker.name(other)
+    maker.name(other, "named\nin two lines")
     lines = here("du").out.splitlines()
     assert f"(no name) {one['digest'][7:19]}" in lines[1] + lines[2] + lines[3]
     assert any(line.startswith("named in two lines ") for line in lines)
@@ -296,18 +296,18 @@ def test_entries_without_a_name_are_listed(aimage: Callable[..., Aimage], tmp_pa
     assert here("--json", "df").value[0]["names"] == 1
 
 
-def test_a_compressed_layer_and_its_decompressed_blob_are_counted(store: Store) -> None:
+def test_a_compressed_layer_and_its_decompressed_blob_are_counted(maker: Store) -> None:
     """The config references both, and a collection keeps both."""
-    plain = store.blob(b"plain" * 99)
-    config = store.blob(json.dumps({"rootfs": {"diff_ids": [plain["digest"]]}}).encode())
-    store.name(store.manifest(config, store.blob(b"compressed")), "x")
-    assert store.share("x").size == sum(store.sizes.values())
+    plain = maker.blob(b"plain" * 99)
+    config = maker.blob(json.dumps({"rootfs": {"diff_ids": [plain["digest"]]}}).encode())
+    maker.name(maker.manifest(config, maker.blob(b"compressed")), "x")
+    assert maker.share("x").size == sum(maker.sizes.values())
 
 
-def scramble(store: Store, seed: int) -> None:
+def scramble(maker: Store, seed: int) -> None:
     """Store documents that reference each other at random; return the names of some."""
     draw = random.Random(seed)
-    known = [store.blob(b"%d" % number * draw.randrange(1, 99)) for number in range(25)]
+    known = [maker.blob(b"%d" % number * draw.randrange(1, 99)) for number in range(25)]
     documents = []
     for number in range(25):
         some = draw.sample(known, draw.randrange(6))
@@ -320,39 +320,39 @@ def scramble(store: Store, seed: int) -> None:
             value = {"n": number, "annotations": {"base": draw.choice(known)["digest"]}}
         if kind == "config":
             ids = [one["digest"] for one in some]
-            value |= {"config": store.blob(json.dumps({"n": number, "ids": ids}).encode())}
+            value |= {"config": maker.blob(json.dumps({"n": number, "ids": ids}).encode())}
         raw = json.dumps(value).encode()
         if kind == "escaped":
             raw = json.dumps(value | {"config": known[0]}).encode()
             raw = raw.replace(b"sha256", b"sh\\u0061256")
-        documents.append(store.blob(raw, mediatype.OCI_MANIFEST))
+        documents.append(maker.blob(raw, mediatype.OCI_MANIFEST))
         known.append(documents[-1])
     for number, document in enumerate(draw.sample(documents, 10)):
         for name in draw.choice([[f"n{number}"], [f"n{number}"], ["", f"n{number}"], ["x", "y"]]):
-            store.name(document, name and f"{name}-{number}")
+            maker.name(document, name and f"{name}-{number}")
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_unique_equals_the_bytes_freed_by_collect(seed: int, store: Store) -> None:
+def test_unique_equals_the_bytes_freed_by_collect(seed: int, maker: Store) -> None:
     """``unique`` is freed when all entries of a manifest are removed, whatever they reference."""
-    scramble(store, seed)
-    found, entries, before = store.usage, store.entries, store.collected()
-    filled = disk_usage(store.layout)
+    scramble(maker, seed)
+    found, entries, before = maker.usage, maker.entries, maker.collected()
+    filled = disk_usage(maker.layout)
     assert filled.unneeded_size == before
     assert filled.size == found.size + before
-    assert (filled.blobs, filled.names) == (len(store.sizes), sum(map(len, names_of(found))))
+    assert (filled.blobs, filled.names) == (len(maker.sizes), sum(map(len, names_of(found))))
     assert any(share.unique for share in found.shares)
     for share in found.shares:
-        store.entries = [entry for entry in entries if entry["digest"] != str(share.digest)]
-        store.save()
-        assert store.collected() - before == share.unique, share
+        maker.entries = [entry for entry in entries if entry["digest"] != str(share.digest)]
+        maker.save()
+        assert maker.collected() - before == share.unique, share
     together = [share.digest for share in found.shares[:4]]
-    store.entries = entries
-    store.save()
-    freed = usage(store.layout, [store.root], together).freed
-    store.entries = [entry for entry in entries if Digest.parse(entry["digest"]) not in together]
-    store.save()
-    assert store.collected() - before == freed
+    maker.entries = entries
+    maker.save()
+    freed = usage(maker.layout, [maker.root], together).freed
+    maker.entries = [entry for entry in entries if Digest.parse(entry["digest"]) not in together]
+    maker.save()
+    assert maker.collected() - before == freed
 
 
 def names_of(found: UsageReport) -> list[Any]:
@@ -378,17 +378,17 @@ def test_df_reports_the_usage_of_a_store(two: Aimage) -> None:
     assert text[4].startswith("unneeded    2 blobs, ")
 
 
-def test_a_sparse_blob_allocates_less_than_its_size(store: Store) -> None:
-    path = store.path("sha256:" + "c" * 64)
+def test_a_sparse_blob_allocates_less_than_its_size(maker: Store) -> None:
+    path = maker.path("sha256:" + "c" * 64)
     with path.open("wb") as file:
         file.truncate(1 << 30)
-    found = disk_usage(store.layout)
+    found = disk_usage(maker.layout)
     assert found.size == found.unneeded_size == 1 << 30
     assert found.allocated == path.stat().st_blocks * 512 < 1 << 20
 
 
-def test_df_reports_unfinished_downloads(store: Store) -> None:
-    ingest = store.root / ".aimage" / "ingest"
+def test_df_reports_unfinished_downloads(maker: Store) -> None:
+    ingest = maker.root / ".aimage" / "ingest"
     ingest.mkdir(parents=True)
     with (ingest / ("d" * 64)).open("wb") as file:
         file.truncate(1 << 30)
@@ -397,21 +397,21 @@ def test_df_reports_unfinished_downloads(store: Store) -> None:
         os.fsync(file.fileno())
         taken = os.fstat(file.fileno()).st_blocks * 512
     (ingest / ("d" * 64 + ".journal")).write_text("\n0-100000\n")
-    found = disk_usage(store.layout)
+    found = disk_usage(maker.layout)
     assert (found.partials, found.partial_size) == (1, taken)
     assert 100_000 <= taken < 1 << 20
 
 
-def test_files_that_are_not_blobs_are_not_counted(store: Store) -> None:
-    blobs = store.root / "blobs"
-    store.blob(b"one")
+def test_files_that_are_not_blobs_are_not_counted(maker: Store) -> None:
+    blobs = maker.root / "blobs"
+    maker.blob(b"one")
     (blobs / "sha256" / "notes.txt").write_text("x")
     (blobs / "sha256" / os.fsdecode(b"\xff")).write_text("x")
     (blobs / "sha256" / ("e" * 64)).symlink_to(blobs / "sha256" / "notes.txt")
     (blobs / "sha256" / ("f" * 64)).mkdir()
     (blobs / "md5").mkdir()
     (blobs / "md5" / ("f" * 32)).write_text("x")
-    assert (disk_usage(store.layout).blobs, disk_usage(store.layout).size) == (1, 3)
+    assert (disk_usage(maker.layout).blobs, disk_usage(maker.layout).size) == (1, 3)
 
 
 def test_df_lists_several_stores(aimage: Callable[..., Aimage], tiny: Path, tmp_path: Path) -> None:
@@ -434,13 +434,13 @@ def test_df_lists_several_stores(aimage: Callable[..., Aimage], tiny: Path, tmp_
 # -- cost
 
 
-def test_each_document_is_read_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = store.blob(b"{}")
+def test_each_document_is_read_once(maker: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = maker.blob(b"{}")
     for number in range(20):
-        manifest = store.manifest(config, store.blob(b"%d" % number))
-        store.name(manifest, f"a{number}")
-        store.name(manifest, f"b{number}")
-        store.name(store.document({"manifests": [manifest]}, mediatype.OCI_INDEX), f"c{number}")
+        manifest = maker.manifest(config, maker.blob(b"%d" % number))
+        maker.name(manifest, f"a{number}")
+        maker.name(manifest, f"b{number}")
+        maker.name(maker.document({"manifests": [manifest]}, mediatype.OCI_INDEX), f"c{number}")
     opened = []
     real = ImageLayout.open
 
@@ -449,7 +449,7 @@ def test_each_document_is_read_once(store: Store, monkeypatch: pytest.MonkeyPatc
         return real(self, content, *rest)
 
     monkeypatch.setattr(ImageLayout, "open", record)
-    assert len(store.usage.shares) == 40
+    assert len(maker.usage.shares) == 40
     documents = [content.digest for content in opened if str(content.digest) != config["digest"]]
     assert len(documents) == len(set(documents)) == 40
     assert len(opened) == 41
@@ -459,21 +459,21 @@ def test_each_document_is_read_once(store: Store, monkeypatch: pytest.MonkeyPatc
 def test_du_of_a_thousand_aimages_with_1200_layers(aimage: Callable[..., Aimage]) -> None:
     """90 % of the layers are shared: 120,000 blobs, 400 MB of manifests."""
     here = aimage()
-    store = Store(here.store)
-    shared = [store.blob(b"shared %d" % number) for number in range(1080)]
+    maker = Store(here.store)
+    shared = [maker.blob(b"shared %d" % number) for number in range(1080)]
     entries = []
     for number in range(1000):
-        own = [store.blob(b"own %d of %d" % (layer, number)) for layer in range(120)]
+        own = [maker.blob(b"own %d of %d" % (layer, number)) for layer in range(120)]
         layers = [
             layer
             | {"annotations": {mediatype.NAME: f"transformer/layers.{i}.attention.to_q.weight"}}
             for i, layer in enumerate(shared + own)
         ]
-        config = store.blob(b'{"n":%d}' % number)
-        entry = store.manifest(config, *layers)
+        config = maker.blob(b'{"n":%d}' % number)
+        entry = maker.manifest(config, *layers)
         entries.append(entry | {"annotations": {mediatype.REF_NAME: f"team/m{number}:v1"}})
-    store.entries = entries
-    store.save()
+    maker.entries = entries
+    maker.save()
     value = here("--json", "du").value
     assert len(value["manifests"]) == 1000
     assert value["total"]["blobs"] == 1080 + 1000 * 122

@@ -31,13 +31,13 @@ def test_a_verb_names_the_process_that_locks_the_store(
     def hold() -> None:
         with lock.held(here.store, "lock"):
             held.set()
-            reported.wait(20)
+            reported.wait(60)
 
     monkeypatch.setattr(lock, "_NOTICE", 0.0)
     monkeypatch.setattr(lock, "report_wait", report_once)
     holder = threading.Thread(target=hold)
     holder.start()
-    assert held.wait(20)
+    assert held.wait(60)
     options = {"text": (), "json": ("--json",), "quiet": ("-q",)}[form]
     done = here("tag", "a:v1", "b:v1", *options)
     holder.join()

@@ -52,7 +52,7 @@ def rendered(request: pytest.FixtureRequest, tmp_path: Path) -> list[dict[str, A
     text = helm("template", "x", CHART, "--namespace", "n", "-f", tmp_path / "values.yaml")
     (tmp_path / "rendered.yaml").write_text(text)
     for version in VERSIONS:
-        done = validate(tmp_path / "rendered.yaml", version)
+        done = validate(version, tmp_path / "rendered.yaml")
         assert done.returncode == 0, done.stdout + done.stderr
     return parsed(text)
 

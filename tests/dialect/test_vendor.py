@@ -36,7 +36,7 @@ def changed(vector: str, change: Callable[[Any], object]) -> Manifest:
     return Manifest.build(document)
 
 
-def read(manifest: Manifest, config: bytes = b"{}") -> AImage:
+def read_vendor(manifest: Manifest, config: bytes = b"{}") -> AImage:
     return detect(manifest).read(manifest, config)
 
 
@@ -89,7 +89,7 @@ def spoilt(draw: st.DrawFn, vector: str) -> bytes:
 def test_a_config_with_a_wrong_value_is_read_without_it(vector: str, data: st.DataObject) -> None:
     config = data.draw(spoilt(vector) | json_values.map(lambda one: json.dumps(one).encode()))
     try:
-        aimage = read(Manifest.parse(raw(vector)), config)
+        aimage = read_vendor(Manifest.parse(raw(vector)), config)
     except FormatError as error:  # only a path can be so wrong that nothing is read
         assert vector == "kitops"
         assert "invalid layer name" in error.message or "duplicate layer" in error.message
@@ -101,7 +101,7 @@ def test_a_config_with_a_wrong_value_is_read_without_it(vector: str, data: st.Da
 @pytest.mark.parametrize("vector", VECTORS)
 def test_a_config_that_is_not_an_object_is_read_as_empty(vector: str) -> None:
     for config in (b"", b"[]", b"[" * 9999, b'{"a":1,"a":1}'):
-        aimage = read(Manifest.parse(raw(vector)), config)
+        aimage = read_vendor(Manifest.parse(raw(vector)), config)
         validate("aimage-config", aimage.properties)
         assert "name" not in aimage.properties
         assert len(set(names(aimage))) == len(value(vector)["layers"])
@@ -111,7 +111,7 @@ def test_a_config_that_is_not_an_object_is_read_as_empty(vector: str) -> None:
 def test_a_name_that_cannot_be_printed_is_left_out(name: str | int) -> None:
     config = value("modelpack-config")
     config["descriptor"] |= {"name": name, "title": name}
-    aimage = read(Manifest.parse(raw("modelpack")), json.dumps(config).encode())
+    aimage = read_vendor(Manifest.parse(raw("modelpack")), json.dumps(config).encode())
     assert "name" not in aimage.properties
     assert aimage.properties["family"] == "heron"
 
@@ -121,7 +121,7 @@ def test_the_subject_is_passed_on(vector: str) -> None:
     def add(document: Any) -> None:
         document["subject"] = SUBJECT.to_json()
 
-    aimage = read(changed(vector, add))
+    aimage = read_vendor(changed(vector, add))
     assert aimage.subject == SUBJECT
     assert DIALECTS["modelpack"].write(aimage)[0].subject == SUBJECT
 
@@ -144,20 +144,20 @@ def test_read_only_dialects_refuse_to_write(name: str) -> None:
 def test_a_path_that_climbs_is_refused(config: str, layer: str, path: str) -> None:
     manifest = made(f"application/vnd.{config}+json", (f"application/vnd.{layer}", path))
     with pytest.raises(FormatError, match="invalid layer name"):
-        read(manifest)
+        read_vendor(manifest)
 
 
 def test_a_kitfile_that_climbs_is_refused() -> None:
     config = value("kitops-config")
     config["docs"][0]["path"] = "../x"
     with pytest.raises(FormatError, match="invalid layer name"):
-        read(Manifest.parse(raw("kitops")), json.dumps(config).encode())
+        read_vendor(Manifest.parse(raw("kitops")), json.dumps(config).encode())
 
 
 def test_a_path_twice_is_refused() -> None:
     layers = [("application/vnd.cncf.model.weight.v1.raw", path) for path in ("a", "./a")]
     with pytest.raises(FormatError, match="duplicate layer name: 'a'"):
-        read(made("application/vnd.cncf.model.config.v1+json", *layers))
+        read_vendor(made("application/vnd.cncf.model.config.v1+json", *layers))
 
 
 def test_read_count() -> None:
@@ -191,7 +191,7 @@ def test_files_of_a_modelpack_by_their_names() -> None:
         "application/vnd.cncf.model.weight.v1",
         "application/vnd.cncf.model.weight.config",
     )
-    aimage = read(
+    aimage = read_vendor(
         made(
             "application/vnd.cncf.model.config.v1+json",
             (f"{weight}.raw", "./m.GGUF"),
@@ -227,7 +227,7 @@ def test_a_modelpack_from_before_the_cncf_is_read() -> None:
         *layers,
         artifact="application/vnd.cnai.model.manifest.v1+json",
     )
-    aimage = read(manifest)
+    aimage = read_vendor(manifest)
     assert detect(manifest).name == "modelpack"
     assert names(aimage) == ["m.gguf", "m.gguf.tar"]
     assert aimage.layer("m.gguf").descriptor.media_type == mediatype.AIMAGE_GGUF
@@ -236,14 +236,14 @@ def test_a_modelpack_from_before_the_cncf_is_read() -> None:
 def test_several_licenses_are_not_made_one() -> None:
     config = value("modelpack-config")
     config["descriptor"]["licenses"] = ["MIT", "Apache-2.0"]
-    aimage = read(Manifest.parse(raw("modelpack")), json.dumps(config).encode())
+    aimage = read_vendor(Manifest.parse(raw("modelpack")), json.dumps(config).encode())
     assert "license" not in aimage.properties
 
 
 def test_pieces_and_paths_of_docker_model_runner() -> None:
     docker = "application/vnd.docker.ai."
     split = made(f"{docker}model.config.v0.1+json", *[(f"{docker}safetensors", "")] * 2)
-    assert names(read(split)) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    assert names(read_vendor(split)) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     nested = made(
         f"{docker}model.config.v0.2+json",
         (f"{docker}safetensors", "vae/model.safetensors"),
@@ -254,7 +254,7 @@ def test_pieces_and_paths_of_docker_model_runner() -> None:
         (f"{docker}dir.tar", "tokenizer"),
         (f"{docker}vllm.config.tar", ""),
     )
-    assert [(one.name, one.descriptor.media_type) for one in read(nested).layers] == [
+    assert [(one.name, one.descriptor.media_type) for one in read_vendor(nested).layers] == [
         ("vae/model.safetensors", mediatype.AIMAGE_TRANSFORMERS),
         ("lora/adapter_model.safetensors", mediatype.AIMAGE_LORA),
         ("vae/config.json", mediatype.AIMAGE_FILE),
@@ -279,7 +279,7 @@ def test_names_that_are_made_up_go_around_paths(paths: tuple[str, ...], wanted: 
     kind = "application/vnd.docker.ai.gguf.v3"
     layers = [(kind, path) for path in paths]
     config = "application/vnd.docker.ai.model.config.v0.2+json"
-    assert names(read(made(config, *layers))) == wanted
+    assert names(read_vendor(made(config, *layers))) == wanted
 
 
 def test_the_licences_of_a_model_go_around_a_directory_of_licences() -> None:
@@ -289,7 +289,7 @@ def test_the_licences_of_a_model_go_around_a_directory_of_licences() -> None:
         (f"{docker}license", ""),
         (f"{docker}model.file", "LICENSE/x"),
     ]
-    found = read(made(f"{docker}model.config.v0.2+json", *layers))
+    found = read_vendor(made(f"{docker}model.config.v0.2+json", *layers))
     assert len(set(names(found))) == 3
     assert "LICENSE" not in names(found)
     assert names(found)[2] == "LICENSE/x"
@@ -302,7 +302,7 @@ def test_a_title_that_collides_with_a_directory_is_not_used(title: str, is_taken
     manifest, config = DIALECTS["clowder"].write(AImage(EMPTY, (first, other)))
     document = json.loads(manifest.raw)
     document["layers"][1]["annotations"] = {"org.opencontainers.image.title": title}
-    found = names(read(Manifest.build(document), config))
+    found = names(read_vendor(Manifest.build(document), config))
     assert found == ["a/b", "ep.1" if is_taken else title]
 
 
@@ -316,7 +316,7 @@ def test_the_config_of_dockers_specification_is_read() -> None:
         },
         "descriptor": {"createdAt": "2025-01-01T00:00:00Z"},
     }
-    found = read(Manifest.parse(raw("docker-model")), json.dumps(config).encode()).properties
+    found = read_vendor(Manifest.parse(raw("docker-model")), json.dumps(config).encode()).properties
     assert {key: found[key] for key in found.keys() - {"size", "components"}} == {
         "schemaVersion": 1,
         "format": "gguf",
@@ -342,7 +342,7 @@ def test_layers_of_an_older_kitfile_are_matched_by_order() -> None:
         (f"{kit}dataset.v1.tar", ""),
         (f"{kit}dataset.v1.tar", ""),
     )
-    found = names(read(manifest, json.dumps(config).encode()))
+    found = names(read_vendor(manifest, json.dumps(config).encode()))
     assert found == ["a.tar", "model.tar", "b.tar", "local.csv.tar", "dataset.4"]
 
 
@@ -350,7 +350,7 @@ def test_parts_and_unknown_layers_of_an_ollama_model() -> None:
     ollama = "application/vnd.ollama.image."
     layers = [f"{ollama}model", f"{ollama}model", f"{ollama}adapter", f"{ollama}adapter"]
     manifest = made(mediatype.DOCKER_CONFIG, *((kind, "") for kind in [*layers, f"{ollama}new"]))
-    aimage = read(manifest)
+    aimage = read_vendor(manifest)
     assert names(aimage) == [
         "model-00001-of-00002.gguf",
         "model-00002-of-00002.gguf",
@@ -481,7 +481,7 @@ def test_a_written_modelpack_is_read_without_annotations() -> None:
     del document["annotations"]
     for layer in document["layers"]:
         layer["annotations"] = {FILEPATH: layer["annotations"][FILEPATH]}
-    aimage = read(Manifest.build(document), config)
+    aimage = read_vendor(Manifest.build(document), config)
     assert [layer.descriptor.digest for layer in aimage.layers] == [
         layer.descriptor.digest for layer in LAYERS
     ]
@@ -498,4 +498,4 @@ def test_a_generated_name_is_unique() -> None:
         document["layers"][1]["annotations"] = (
             {} if title is None else {"org.opencontainers.image.title": title}
         )
-        assert names(read(Manifest.build(document), config)) == ["ep.1", "ep.1-2"]
+        assert names(read_vendor(Manifest.build(document), config)) == ["ep.1", "ep.1-2"]

@@ -104,7 +104,13 @@ def _answer(connection: socket.socket) -> None:
 
     from clowder_aimage.cli.main import main
 
-    main()
+    try:
+        main()
+    except SystemExit as ended:
+        # The end of an interpreter with all modules takes three times as long as most commands
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+        os._exit(ended.code if isinstance(ended.code, int) else 1)
 
 
 if __name__ == "__main__":

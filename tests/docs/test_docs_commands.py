@@ -114,7 +114,7 @@ def _registry(directory: Path, private: bool) -> Iterator[str]:
         yield f"localhost:{process.stdout.readline().strip().rpartition(':')[2]}"
     finally:
         process.terminate()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def first_missing(expected: tuple[str, ...], output: str) -> str | None:

@@ -98,7 +98,7 @@ class Store:
 
 
 @pytest.fixture
-def store(tmp_path: Path, repository: str) -> Store:
+def local(tmp_path: Path, repository: str) -> Store:
     """Return a store with a blob unique to the test: the registry shares blobs across tests."""
     content = hashlib.shake_128(repository.encode()).digest(SIZE)
     config = Descriptor.of("application/vnd.example.config", b"{}")
@@ -190,41 +190,41 @@ def steps(proxy: Proxy) -> list[Any]:
     return [(p.method, p.status) for p in proxy.seen[begin:] if "/blobs/" in p.path]
 
 
-def arrived(store: Store, registry: RealRegistry, way: Way) -> None:
+def arrived(local: Store, registry: RealRegistry, way: Way) -> None:
     """Verify the blob's bytes, the reported progress, and that the local store is unchanged."""
-    assert registry.blob(way.path, store.blob.digest) == store.content
+    assert registry.blob(way.path, local.blob.digest) == local.content
     with Repository(way.name, way.connection) as there:
-        assert there.resolve(way.name).digest == store.manifest.descriptor.digest
-    assert sum(store.counts) == store.most() == SIZE
-    assert list((store.layout.root / ".aimage" / "ingest").glob("*")) == []
+        assert there.resolve(way.name).digest == local.manifest.descriptor.digest
+    assert sum(local.counts) == local.most() == SIZE
+    assert list((local.layout.root / ".aimage" / "ingest").glob("*")) == []
 
 
 # -- disconnects
 
 
 def test_a_broken_put_restarts_when_the_registry_lost_the_upload(
-    store: Store, registry: RealRegistry, plain: Way
+    local: Store, registry: RealRegistry, plain: Way
 ) -> None:
     """The offset query reports an unknown upload, and the blob is sent in a new one."""
     breaks = first(is_big)
     plain.proxy.lost = lambda passed: 9 * UNIT if breaks(passed) else None
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection)
+    arrived(local, registry, plain)
     assert bodies(plain.proxy) == [9 * UNIT, SIZE]
     assert steps(plain.proxy)[:2] == [("PUT", 0), ("GET", 404)]
 
 
 @pytest.mark.parametrize("buffers", [False, True], ids=["passing", "buffering"])
 def test_an_interrupted_patch_is_restarted(
-    buffers: bool, store: Store, registry: RealRegistry, plain: Way, monkeypatch: pytest.MonkeyPatch
+    buffers: bool, local: Store, registry: RealRegistry, plain: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large blob is sent by PATCH; this registry loses a broken one."""
     monkeypatch.setattr(upload, "RESUMABLE", 8 * UNIT)
     breaks = first(is_big)
     plain.proxy.buffers = buffers
     plain.proxy.lost = lambda passed: 9 * UNIT if breaks(passed) else None
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection)
+    arrived(local, registry, plain)
     assert bodies(plain.proxy) == [9 * UNIT, SIZE]
     assert steps(plain.proxy)[:2] == [("PATCH", 0), ("GET", 204 if buffers else 404)]
     assert ("PATCH", 202) in steps(plain.proxy)
@@ -232,15 +232,15 @@ def test_an_interrupted_patch_is_restarted(
 
 @pytest.mark.usefixtures("small")
 def test_a_broken_chunk_continues_at_the_registry_s_offset(
-    store: Store, registry: RealRegistry, way: Way
+    local: Store, registry: RealRegistry, way: Way
 ) -> None:
     """Only the bytes that the proxy did not forward are sent again."""
     way.proxy.buffers = True
     refuse(way.proxy, 8 * UNIT)
     breaks = first(lambda p: p.method == "PATCH" and f"{8 * UNIT}-" in p.headers["Content-Range"])
     way.proxy.lost = lambda passed: 5 * UNIT if breaks(passed) else None
-    store.push(way.name, way.connection)
-    arrived(store, registry, way)
+    local.push(way.name, way.connection)
+    arrived(local, registry, way)
     assert bodies(way.proxy) == [0, 8 * UNIT, 5 * UNIT, 8 * UNIT, 8 * UNIT]
     assert ("GET", 204) in steps(way.proxy)
     assert ("GET", 404) not in steps(way.proxy)
@@ -248,7 +248,7 @@ def test_a_broken_chunk_continues_at_the_registry_s_offset(
 
 @pytest.mark.usefixtures("small")
 def test_a_push_with_progress_on_each_attempt_succeeds(
-    store: Store, registry: RealRegistry, plain: Way
+    local: Store, registry: RealRegistry, plain: Way
 ) -> None:
     """Every chunk breaks twice, far more often than attempts without progress may fail."""
     plain.proxy.buffers = True
@@ -263,15 +263,15 @@ def test_a_push_with_progress_on_each_attempt_succeeds(
         return UNIT if span and passed.number in broken[span][:2] else None
 
     plain.proxy.lost = lost
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection)
+    arrived(local, registry, plain)
     pieces = SIZE // (2 * UNIT)
     assert sum(bodies(plain.proxy)) == SIZE + 2 * pieces * UNIT
     assert len(bodies(plain.proxy)) > 3 * pieces
 
 
 def test_a_push_without_progress_fails(
-    store: Store, plain: Way, aimage: Callable[..., Aimage]
+    local: Store, plain: Way, aimage: Callable[..., Aimage]
 ) -> None:
     plain.proxy.lost = lambda passed: 3 * UNIT if is_big(passed) else None
     here = aimage("store")
@@ -284,7 +284,7 @@ def test_a_push_without_progress_fails(
 
 
 def test_a_lost_final_response_does_not_repeat_the_upload(
-    store: Store, registry: RealRegistry, plain: Way
+    local: Store, registry: RealRegistry, plain: Way
 ) -> None:
     """The blob exists and the upload does not: nothing is sent again."""
     loses = first(is_big)
@@ -294,14 +294,14 @@ def test_a_lost_final_response_does_not_repeat_the_upload(
             reply.status, reply.headers = 504, {"Content-Length": "0"}
 
     plain.proxy.change = change
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection)
+    arrived(local, registry, plain)
     assert bodies(plain.proxy) == [SIZE]
     assert steps(plain.proxy)[:3] == [("PUT", 504), ("GET", 404), ("HEAD", 200)]
 
 
 def test_a_stalled_registry_is_waited_for(
-    store: Store, registry: RealRegistry, way: Way, monkeypatch: pytest.MonkeyPatch
+    local: Store, registry: RealRegistry, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be busy with received bytes, so the upload is not restarted."""
     monkeypatch.setattr(session, "CONNECT_TIMEOUT", 0.2)
@@ -315,21 +315,21 @@ def test_a_stalled_registry_is_waited_for(
         return 0.0
 
     way.proxy.lull = lull
-    store.push(way.name, way.connection)
+    local.push(way.name, way.connection)
     assert rested
-    arrived(store, registry, way)
+    arrived(local, registry, way)
     assert bodies(way.proxy) == [SIZE]
 
 
 def test_a_permanently_stalled_connection_is_replaced(
-    store: Store, registry: RealRegistry, way: Way, monkeypatch: pytest.MonkeyPatch
+    local: Store, registry: RealRegistry, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another connection is tried after the timeout."""
-    monkeypatch.setattr(transport, "SEND_TIMEOUT", 0.3, raising=False)
+    monkeypatch.setattr(transport, "SEND_TIMEOUT", 2.0, raising=False)
     stands = first(lambda p: is_big(p) and p.received >= UNIT)
     way.proxy.lull = lambda passed: math.inf if stands(passed) else 0.0
-    store.push(way.name, way.connection)
-    arrived(store, registry, way)
+    local.push(way.name, way.connection)
+    arrived(local, registry, way)
     (stood, whole) = bodies(way.proxy)
     assert UNIT <= stood < 2 * UNIT
     assert whole == SIZE
@@ -340,21 +340,21 @@ def test_a_permanently_stalled_connection_is_replaced(
 
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PUT"])
 def test_a_transient_error_is_retried(
-    method: str, store: Store, registry: RealRegistry, plain: Way
+    method: str, local: Store, registry: RealRegistry, plain: Way
 ) -> None:
     fails = first(
         lambda p: p.method == method and "/blobs/" in p.path and (method != "PUT" or is_big(p))
     )
     plain.proxy.instead = lambda passed: Reply(503) if fails(passed) else None
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection)
+    arrived(local, registry, plain)
     assert len([p for p in plain.proxy.seen if p.status == 503]) == 1
     assert bodies(plain.proxy) == ([SIZE, SIZE] if method == "PUT" else [SIZE])
 
 
 @pytest.mark.usefixtures("small")
 def test_a_transient_error_on_a_chunk_is_retried(
-    store: Store, registry: RealRegistry, plain: Way
+    local: Store, registry: RealRegistry, plain: Way
 ) -> None:
     """Only that chunk is sent again."""
     refuse(plain.proxy, 8 * UNIT)
@@ -362,14 +362,14 @@ def test_a_transient_error_on_a_chunk_is_retried(
     assert inner is not None
     fails = first(lambda p: p.method == "PATCH" and f"{8 * UNIT}-" in p.headers["Content-Range"])
     plain.proxy.instead = lambda p: Reply(500) if fails(p) else inner(p)
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection)
+    arrived(local, registry, plain)
     assert bodies(plain.proxy) == [0, 8 * UNIT, 8 * UNIT, 8 * UNIT, 8 * UNIT]
 
 
 @pytest.mark.usefixtures("small")
 def test_a_transient_error_on_the_offset_query_is_retried(
-    store: Store, registry: RealRegistry, plain: Way
+    local: Store, registry: RealRegistry, plain: Way
 ) -> None:
     """Received bytes are not discarded."""
     plain.proxy.buffers = True
@@ -380,13 +380,13 @@ def test_a_transient_error_on_the_offset_query_is_retried(
     plain.proxy.lost = lambda passed: UNIT if breaks(passed) else None
     fails = first(lambda p: p.method == "GET" and p.is_upload and plain.proxy.received() > 8 * UNIT)
     plain.proxy.instead = lambda p: Reply(500) if fails(p) else inner(p)
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection)
+    arrived(local, registry, plain)
     assert ("GET", 500) in steps(plain.proxy)
     assert bodies(plain.proxy) == [0, 8 * UNIT, UNIT, 8 * UNIT, 8 * UNIT]
 
 
-def test_retry_after_is_respected(store: Store, registry: RealRegistry, plain: Way) -> None:
+def test_retry_after_is_respected(local: Store, registry: RealRegistry, plain: Way) -> None:
     slept, now = [], [NOW]
 
     def sleep(seconds: Any) -> None:
@@ -400,21 +400,21 @@ def test_retry_after_is_respected(store: Store, registry: RealRegistry, plain: W
     plain.connection = ClientOptions(
         docker_config=plain.connection.docker_config, clock=lambda: now[0], sleep=sleep
     )
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection)
+    arrived(local, registry, plain)
     assert slept == [17]
     assert sum(bodies(plain.proxy)) <= SIZE + UNIT
 
 
 @pytest.mark.parametrize("abruptly", [False, True], ids=["peaceful", "abrupt"])
-def test_an_error_response_during_the_body_is_read(abruptly: bool, store: Store, way: Way) -> None:
+def test_an_error_response_during_the_body_is_read(abruptly: bool, local: Store, way: Way) -> None:
     body = json.dumps({"errors": [{"code": "DENIED", "message": "not for you"}]}).encode()
     way.proxy.instead = lambda p: (
         Reply(403, {}, body, after=UNIT, abruptly=abruptly) if is_big(p) else None
     )
     said = "403" if abruptly else "403 DENIED not for you"  # a reset may discard the rest
     with pytest.raises(UnauthorizedError, match=said):
-        store.push(way.name, way.connection)
+        local.push(way.name, way.connection)
     assert bodies(way.proxy) == [UNIT]
     assert not [p for p in way.proxy.seen if p.method == "PUT" and "/manifests/" in p.path]
 
@@ -434,11 +434,11 @@ def refuse(proxy: Proxy, limit: int) -> None:
 @pytest.mark.parametrize(("limit", "piece"), [(3 * UNIT, 2), (UNIT, 1)])
 @pytest.mark.usefixtures("small")
 def test_smaller_chunks_are_sent_when_one_is_too_large(
-    limit: int, piece: int, store: Store, registry: RealRegistry, plain: Way
+    limit: int, piece: int, local: Store, registry: RealRegistry, plain: Way
 ) -> None:
     refuse(plain.proxy, limit)
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection)
+    arrived(local, registry, plain)
     taken = [p.received for p in plain.proxy.uploads() if is_big(p) and p.status in (201, 202)]
     assert taken == [piece * UNIT] * (SIZE // (piece * UNIT))
     refused = [p.headers["Content-Length"] for p in plain.proxy.uploads() if p.status == 413]
@@ -448,11 +448,11 @@ def test_smaller_chunks_are_sent_when_one_is_too_large(
 
 @pytest.mark.usefixtures("small")
 def test_a_registry_that_refuses_every_chunk_size_fails(
-    store: Store, plain: Way, monkeypatch: pytest.MonkeyPatch
+    local: Store, plain: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse(plain.proxy, 1000)
     with pytest.raises(RegistryError, match="413"):
-        store.push(plain.name, plain.connection)
+        local.push(plain.name, plain.connection)
     assert plain.proxy.received() == 0
 
 
@@ -486,21 +486,21 @@ class Tokens:
 
 
 def test_a_token_that_expires_before_the_body_is_renewed(
-    store: Store, registry: RealRegistry, plain: Way
+    local: Store, registry: RealRegistry, plain: Way
 ) -> None:
     """The 401 arrives during the body, and the upload continues with a new token."""
     tokens = Tokens(plain.proxy)
     expires = first(is_big)
     tokens.then = lambda passed: tokens.revoke() if expires(passed) else None
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection)
+    arrived(local, registry, plain)
     assert bodies(plain.proxy) == [UNIT, SIZE]
     assert tokens.count >= 2
 
 
 @pytest.mark.usefixtures("small")
 def test_a_token_that_expires_between_two_chunks_is_renewed(
-    store: Store, registry: RealRegistry, plain: Way
+    local: Store, registry: RealRegistry, plain: Way
 ) -> None:
     """Received bytes are kept; only the refused chunk is sent again."""
     tokens = Tokens(plain.proxy)
@@ -514,8 +514,8 @@ def test_a_token_that_expires_between_two_chunks_is_renewed(
         return None
 
     tokens.then = then
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection)
+    arrived(local, registry, plain)
     assert bodies(plain.proxy) == [0, 8 * UNIT, 8 * UNIT, UNIT, 8 * UNIT]
 
 
@@ -525,7 +525,7 @@ def private(aimage_home: Path, proxy: Proxy) -> None:
 
 
 def test_a_401_during_an_upload_is_retried(
-    store: Store, private_registry: RealRegistry, repository: str, tmp_path: Path
+    local: Store, private_registry: RealRegistry, repository: str, tmp_path: Path
 ) -> None:
     """The registry challenges once more, and receives the credentials and the blob."""
     with Proxy(private_registry.host).running() as proxy:
@@ -536,13 +536,13 @@ def test_a_401_during_an_upload_is_retried(
         proxy.instead = lambda p: (
             Reply(401, basic, after=5 * UNIT, abruptly=True) if fails(p) else None
         )
-        store.push(way.name, way.connection)
-        arrived(store, private_registry, way)
+        local.push(way.name, way.connection)
+        arrived(local, private_registry, way)
     assert bodies(proxy) == [5 * UNIT, SIZE]
 
 
 def test_a_repeated_401_fails(
-    store: Store,
+    local: Store,
     private_registry: RealRegistry,
     repository: str,
     aimage: Callable[..., Aimage],
@@ -562,20 +562,20 @@ def test_a_repeated_401_fails(
     assert len(bodies(proxy)) <= 4
 
 
-def test_a_relative_location_is_followed(store: Store, registry: RealRegistry, plain: Way) -> None:
+def test_a_relative_location_is_followed(local: Store, registry: RealRegistry, plain: Way) -> None:
     def change(passed: Any, reply: Any) -> None:
         if reply.headers.get("Location"):
             reply.headers["Location"] = "/" + reply.headers["Location"].split("/", 3)[3]
 
     plain.proxy.change = change
-    store.push(plain.name, plain.connection)
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection)
+    arrived(local, registry, plain)
     assert bodies(plain.proxy) == [SIZE]
 
 
 @pytest.mark.usefixtures("small")
 def test_a_location_on_another_host_gets_no_password(
-    store: Store, private_registry: RealRegistry, repository: str, tmp_path: Path
+    local: Store, private_registry: RealRegistry, repository: str, tmp_path: Path
 ) -> None:
     """Bodies and offset queries go to the other host, without our password."""
     with (
@@ -597,8 +597,8 @@ def test_a_location_on_another_host_gets_no_password(
                 )
 
         proxy.change = change
-        store.push(way.name, way.connection)
-        arrived(store, private_registry, way)
+        local.push(way.name, way.connection)
+        arrived(local, private_registry, way)
     assert proxy.received() == 0
     assert {p.method for p in other.seen} == {"GET", "PATCH", "PUT"}
     assert not [p for p in other.seen if "Authorization" in p.headers]
@@ -606,11 +606,11 @@ def test_a_location_on_another_host_gets_no_password(
 
 
 def test_a_202_response_to_a_mount_is_used_as_the_upload(
-    store: Store, registry: RealRegistry, plain: Way
+    local: Store, registry: RealRegistry, plain: Way
 ) -> None:
     """The real registry answers 202, and no second POST is sent."""
-    store.push(plain.name, plain.connection, MountOrigins(lambda digest: ["tests/never-was"]))
-    arrived(store, registry, plain)
+    local.push(plain.name, plain.connection, MountOrigins(lambda digest: ["tests/never-was"]))
+    arrived(local, registry, plain)
     assert bodies(plain.proxy) == [SIZE]
     posts = [p for p in plain.proxy.seen if p.method == "POST"]
     assert {(p.status, "mount=" in p.path) for p in posts} == {(202, True)}
@@ -620,19 +620,19 @@ def test_a_202_response_to_a_mount_is_used_as_the_upload(
 # -- damaged local blobs
 
 
-def spoil(store: Store, change: Any) -> None:
-    path = store.layout.path(store.blob)
+def spoil(local: Store, change: Any) -> None:
+    path = local.layout.path(local.blob)
     path.chmod(0o644)
-    path.write_bytes(change(store.content))
+    path.write_bytes(change(local.content))
 
 
-def test_a_damaged_blob_is_not_tagged(store: Store, registry: RealRegistry, way: Way) -> None:
+def test_a_damaged_blob_is_not_tagged(local: Store, registry: RealRegistry, way: Way) -> None:
     """The registry detects it and keeps nothing, and the error names the local copy."""
-    spoil(store, lambda content: content[: 5 * UNIT] + b"?" + content[5 * UNIT + 1 :])
+    spoil(local, lambda content: content[: 5 * UNIT] + b"?" + content[5 * UNIT + 1 :])
     with pytest.raises(VerificationError, match="digest mismatch") as raised:
-        store.push(way.name, way.connection)
+        local.push(way.name, way.connection)
     assert raised.value.exit_code == 5
-    assert registry.blob(way.path, store.blob.digest) is None
+    assert registry.blob(way.path, local.blob.digest) is None
     assert not [p for p in way.proxy.seen if p.method == "PUT" and "/manifests/" in p.path]
     assert way.proxy.received() <= SIZE + 2
 
@@ -641,33 +641,33 @@ def test_a_damaged_blob_is_not_tagged(store: Store, registry: RealRegistry, way:
     "change", [lambda content: content[:-1], lambda content: content + b"?"], ids=["cut", "grown"]
 )
 def test_a_blob_of_another_size_is_not_sent(
-    change: Callable[[Any], Any], store: Store, registry: RealRegistry, plain: Way
+    change: Callable[[Any], Any], local: Store, registry: RealRegistry, plain: Way
 ) -> None:
-    spoil(store, change)
+    spoil(local, change)
     with pytest.raises(VerificationError, match=f"expected {SIZE}"):
-        store.push(plain.name, plain.connection)
+        local.push(plain.name, plain.connection)
     assert [p for p in plain.proxy.uploads() if is_big(p)] == []
-    assert registry.blob(plain.path, store.blob.digest) is None
+    assert registry.blob(plain.path, local.blob.digest) is None
 
 
 def test_the_command_reports_a_damaged_blob(
-    store: Store, registry: RealRegistry, plain: Way, aimage: Callable[..., Aimage]
+    local: Store, registry: RealRegistry, plain: Way, aimage: Callable[..., Aimage]
 ) -> None:
-    spoil(store, lambda content: b"?" + content[1:])
+    spoil(local, lambda content: b"?" + content[1:])
     here = aimage("store")
     here("tag", "x:v1", plain.name)
     assert "digest mismatch" in here("push", plain.name, code=5).err
-    assert registry.blob(plain.path, store.blob.digest) is None
+    assert registry.blob(plain.path, local.blob.digest) is None
 
 
 def test_a_resumed_push_of_a_damaged_blob_fails(
-    store: Store, registry: RealRegistry, plain: Way
+    local: Store, registry: RealRegistry, plain: Way
 ) -> None:
     """The rest alone cannot be verified locally; the registry verifies the whole."""
-    spoil(store, lambda content: b"?" + content[1:])
+    spoil(local, lambda content: b"?" + content[1:])
     breaks = first(is_big)
     plain.proxy.lost = lambda passed: 9 * UNIT if breaks(passed) else None
     with pytest.raises(VerificationError, match="digest mismatch"):
-        store.push(plain.name, plain.connection)
+        local.push(plain.name, plain.connection)
     assert bodies(plain.proxy) == [9 * UNIT, SIZE]
-    assert registry.blob(plain.path, store.blob.digest) is None
+    assert registry.blob(plain.path, local.blob.digest) is None

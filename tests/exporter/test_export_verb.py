@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.abridged import abridge
 from tests.exporter.conftest import files_in, tensors_in
 from tests.process import Aimage
 from tests.store import copy_store, unshare
@@ -69,17 +70,17 @@ def test_saved_loaded_and_exported_elsewhere(
 
 @pytest.mark.integration
 def test_pushed_pulled_and_exported_elsewhere(
-    aimage: Callable[..., Aimage], model: Path, tiny: Path, tmp_path: Path, repository: str
+    aimage: Callable[..., Aimage], tiny: Path, tmp_path: Path, repository: str
 ) -> None:
     here, there = aimage("here"), aimage("there")
-    name = f"{repository}:v1"
+    model, name = abridge(tiny, tmp_path / "model"), f"{repository}:v1"
     digest = here("create", name, model).line
     here("push", name)
     shutil.rmtree(model)
     shutil.rmtree(here.store)
     there("pull", name)
     there("export", name, "out", "-q")
-    check_same(tiny, tmp_path / "out")
+    check_same(abridge(tiny, tmp_path / "again"), tmp_path / "out")
     assert there("create", "again", "out").line == digest
 
 

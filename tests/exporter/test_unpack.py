@@ -49,7 +49,7 @@ def stored(data: bytes, compression: str = "gzip") -> tuple[MemoryBlobs, Descrip
     return store, layer
 
 
-def read(
+def unpacked(
     data: bytes, compression: str = "gzip", content: Descriptor | None = None, **options: Any
 ) -> bytes:
     store, layer = stored(data, compression)
@@ -64,37 +64,37 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("content", [None, PLAIN], ids=["unsaid", "said"])
 def test_open_decompressed_decompresses(kind: str, content: Descriptor | None) -> None:
-    assert read(PACK[kind](DATA), kind, content) == DATA
+    assert unpacked(PACK[kind](DATA), kind, content) == DATA
 
 
 def test_open_decompressed_returns_an_uncompressed_layer_unchanged() -> None:
     packed = gzip.compress(DATA)
-    assert read(packed, "") == packed
+    assert unpacked(packed, "") == packed
 
 
 def test_open_decompressed_of_empty_content(kind: str) -> None:
-    assert read(PACK[kind](b""), kind) == b""
+    assert unpacked(PACK[kind](b""), kind) == b""
 
 
 def test_several_gzip_members_are_one_file(kind: str) -> None:
-    assert read(PACK[kind](b"one") + PACK[kind](b"") + PACK[kind](DATA), kind) == b"one" + DATA
+    assert unpacked(PACK[kind](b"one") + PACK[kind](b"") + PACK[kind](DATA), kind) == b"one" + DATA
 
 
 @pytest.mark.parametrize("count", [1, 3_000_000])
 def test_trailing_zeros_after_gzip_are_accepted(count: int) -> None:
-    assert read(gzip.compress(DATA) + bytes(count)) == DATA
+    assert unpacked(gzip.compress(DATA) + bytes(count)) == DATA
 
 
 def test_a_skippable_zstd_frame_is_skipped() -> None:
     skipped = b"\x50\x2a\x4d\x18\x04\x00\x00\x00....\x51\x2a\x4d\x18\x00\x00\x00\x00"
-    assert read(skipped + zstd(DATA) + skipped, "zstd") == DATA
+    assert unpacked(skipped + zstd(DATA) + skipped, "zstd") == DATA
 
 
 def test_zstd_without_a_size_and_with_a_checksum_is_read() -> None:
     data = zstd(DATA, write_content_size=False, write_checksum=True)
-    assert read(data, "zstd") == DATA
+    assert unpacked(data, "zstd") == DATA
     with pytest.raises(FormatError, match="is not valid zstd"):
-        read(data[:-1] + bytes([data[-1] ^ 1]), "zstd")
+        unpacked(data[:-1] + bytes([data[-1] ^ 1]), "zstd")
 
 
 @pytest.mark.parametrize(
@@ -105,20 +105,20 @@ def test_open_decompressed_refuses_truncated_data(
     kind: str, cut: int, content: Descriptor | None
 ) -> None:
     with pytest.raises(FormatError, match=f"is truncated: incomplete {kind}"):
-        read(PACK[kind](DATA)[:cut], kind, content)
+        unpacked(PACK[kind](DATA)[:cut], kind, content)
 
 
 @pytest.mark.parametrize("junk", [b"x", b"\0\0x" * 500])
 def test_open_decompressed_refuses_trailing_data(kind: str, junk: bytes) -> None:
     with pytest.raises(FormatError, match=f"is not valid {kind}|is truncated"):
-        read(PACK[kind](DATA) + junk, kind)
+        unpacked(PACK[kind](DATA) + junk, kind)
 
 
 def test_another_format_is_refused(kind: str) -> None:
     other = PACK["zstd" if kind == "gzip" else "gzip"]
     for data in (other(DATA), DATA, zlib.compress(DATA)):
         with pytest.raises(FormatError, match=f"layer sha256:\\w+ is not valid {kind}") as caught:
-            read(data, kind)
+            unpacked(data, kind)
         assert caught.value.exit_code == 5
 
 
@@ -155,7 +155,7 @@ def test_a_damaged_blob_is_reported_as_damaged(kind: str) -> None:
 )
 def test_content_that_differs_from_the_manifest_is_refused(kind: str, content: Descriptor) -> None:
     with pytest.raises(VerificationError):
-        read(PACK[kind](DATA), kind, content)
+        unpacked(PACK[kind](DATA), kind, content)
 
 
 def test_a_missing_blob_is_reported(kind: str) -> None:
@@ -190,20 +190,20 @@ def test_bomb_of_stated_size_is_unpacked(kind: str) -> None:
     content = Descriptor(KIND, Digest.of(zeros), len(zeros))
     data = PACK[kind](zeros)
     assert len(zeros) > MAX_RATIO * len(data)
-    assert len(read(data, kind, content)) == len(zeros)
+    assert len(unpacked(data, kind, content)) == len(zeros)
 
 
 def test_bomb_of_understated_size_is_stopped(kind: str) -> None:
     content = Descriptor(KIND, Digest("sha256", hashlib.sha256(bytes(9)).hexdigest()), 9)
     with pytest.raises(VerificationError, match="decompresses to more than the 9 bytes"):
-        read(PACK[kind](bytes(9_000_000)), kind, content)
+        unpacked(PACK[kind](bytes(9_000_000)), kind, content)
 
 
 def test_open_decompressed_keeps_the_limit_of_the_caller(kind: str) -> None:
     with pytest.raises(FormatError, match="decompresses to more than 799999"):
-        read(PACK[kind](DATA), kind, limit=799_999)
+        unpacked(PACK[kind](DATA), kind, limit=799_999)
     with pytest.raises(FormatError, match="decompresses to more than 799999"):
-        read(PACK[kind](DATA), kind, PLAIN, limit=799_999)
+        unpacked(PACK[kind](DATA), kind, PLAIN, limit=799_999)
 
 
 def test_a_zstd_window_over_the_limit_is_refused() -> None:
@@ -212,7 +212,7 @@ def test_a_zstd_window_over_the_limit_is_refused() -> None:
     packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     data = packer.compress(DATA) + packer.flush()
     with pytest.raises(FormatError, match="too much memory"):
-        read(data, "zstd")
+        unpacked(data, "zstd")
 
 
 def test_a_missing_zstd_package_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,6 +226,6 @@ def test_a_missing_zstd_package_is_reported_with_advice(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UsageError, match=r"zstd needs the extra \[zstd\]") as caught:
-        read(data, "zstd")
+        unpacked(data, "zstd")
     assert "install" in (advice(caught.value) or "") and "[zstd]" in (advice(caught.value) or "")
     assert caught.value.exit_code == 2

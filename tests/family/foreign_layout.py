@@ -27,7 +27,7 @@ FILES = {
 Tensors = dict[str, Any]
 
 
-def read(path: Path) -> Tensors:
+def read_tensors(path: Path) -> Tensors:
     """Return the tensors of a BF16 file, as 16-bit integers."""
     data = path.read_bytes()
     with path.open("rb") as file:
@@ -55,7 +55,7 @@ def write(path: Path, tensors: Mapping[str, Any], **metadata: str) -> Path:
 
 
 def component(name: str) -> Tensors:
-    return read(TINY / FILES[name])
+    return read_tensors(TINY / FILES[name])
 
 
 def original_transformer() -> Tensors:

@@ -65,7 +65,7 @@ def test_a_diffusers_directory_comes_back_from_every_layout(
 def tensors(root: Path, names: Iterable[str]) -> dict[str, bytes]:
     """Return the values and shapes of all tensors in weight files."""
     files = (root / name for name in names if name.endswith(".safetensors"))
-    found = {n: one for file in files for n, one in foreign_layout.read(file).items()}
+    found = {n: one for file in files for n, one in foreign_layout.read_tensors(file).items()}
     return {n: one.tobytes() + str(one.shape).encode() for n, one in found.items()}
 
 

@@ -18,6 +18,7 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.tensor import encode_header, nbytes
 from tests.family import foreign_layout
 from tests.family.conftest import FamilyStore, digests
+from tests.store import read
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -94,14 +95,13 @@ def sized(root: Path, **sizes: int) -> Path:
 def test_configs_and_scheduler_are_those_of_the_family(family: FamilyStore, tmp_path: Path) -> None:
     made = family.create("sized", sized(tmp_path), like=None)
 
-    def read(name: str) -> Any:
-        with family.store.open(made.aimage.layer(name).descriptor) as file:
-            return json.load(file)
+    def config(name: str) -> Any:
+        return json.loads(read(family.store, made.aimage.layer(name).descriptor))
 
-    assert read("transformer/config.json")["axes_dims"] == [32, 48, 48]
-    assert read("vae/config.json")["scaling_factor"] == 0.3611
-    assert read("scheduler/scheduler_config.json")["shift"] == 3.0
-    assert read("model_index.json")["_class_name"] == "ZImagePipeline"
+    assert config("transformer/config.json")["axes_dims"] == [32, 48, 48]
+    assert config("vae/config.json")["scaling_factor"] == 0.3611
+    assert config("scheduler/scheduler_config.json")["shift"] == 3.0
+    assert config("model_index.json")["_class_name"] == "ZImagePipeline"
     assert made.aimage.properties["family"] == "z-image"
 
 

@@ -44,57 +44,57 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def store(source: Path, tmp_path_factory: pytest.TempPathFactory) -> ImageLayout:
+def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> ImageLayout:
     made = ImageLayout(tmp_path_factory.mktemp("store"))
     create(made, FLUX, source)
     return made
 
 
-def made_from(store: ImageLayout, path: Path, like: Reference | None = FLUX) -> PackedModel:
-    return create(store, Reference.parse("again"), path, like=like)
+def made_from(packed: ImageLayout, path: Path, like: Reference | None = FLUX) -> PackedModel:
+    return create(packed, Reference.parse("again"), path, like=like)
 
 
 @pytest.mark.parametrize("is_whole", [False, True], ids=["split", "all-in-one"])
 def test_flux2_becomes_the_same_tensors_and_returns(
-    store: ImageLayout, source: Path, tmp_path: Path, is_whole: bool
+    packed: ImageLayout, source: Path, tmp_path: Path, is_whole: bool
 ) -> None:
     path = flux2_layout.write(source, tmp_path / "there", is_whole=is_whole)
-    made, own = made_from(store, path), digests(create(store, FLUX, source))
+    made, own = made_from(packed, path), digests(create(packed, FLUX, source))
     assert digests(made).items() >= own.items()
     assert made.aimage.properties["family"] == "flux2"
     assert made.aimage.properties["defaults"]["steps"] == 4
     back = tmp_path / "back"
-    export(store, Reference.parse("again"), back, layout="diffusers")
+    export(packed, Reference.parse("again"), back, layout="diffusers")
     for file in source.rglob("*"):
         if file.suffix == ".json":
             assert (back / file.relative_to(source)).read_bytes() == file.read_bytes(), file
     assert tensors(back) == tensors(source)
     layout = "comfyui-all-in-one" if is_whole else "comfyui"
-    export(store, FLUX, tmp_path / "written", layout=layout)
+    export(packed, FLUX, tmp_path / "written", layout=layout)
     assert tensors(tmp_path / "written") == tensors(tmp_path / "there")
 
 
 def test_an_autoencoder_without_outer_convolutions_returns(tmp_path: Path) -> None:
     flags = {"use_quant_conv": False, "use_post_quant_conv": False}
     write_flux2(tmp_path / "plain", configs=CONFIGS | {"vae": CONFIGS["vae"] | flags})
-    store, plain = ImageLayout(tmp_path / "store"), Reference.parse("plain")
-    own = digests(create(store, plain, tmp_path / "plain"))
-    export(store, plain, tmp_path / "written", layout="comfyui")
-    assert digests(made_from(store, tmp_path / "written", plain)).items() >= own.items()
+    packed, plain = ImageLayout(tmp_path / "store"), Reference.parse("plain")
+    own = digests(create(packed, plain, tmp_path / "plain"))
+    export(packed, plain, tmp_path / "written", layout="comfyui")
+    assert digests(made_from(packed, tmp_path / "written", plain)).items() >= own.items()
     write_flux2(tmp_path / "usual")
-    create(store, FLUX, tmp_path / "usual")
+    create(packed, FLUX, tmp_path / "usual")
     with pytest.raises(FormatError, match=r"lacks 4 tensors \(quant_conv.weight"):
-        made_from(store, tmp_path / "written")
+        made_from(packed, tmp_path / "written")
 
 
 def test_shards_come_back_by_way_of_another_layout(source: Path, tmp_path: Path) -> None:
-    store, there = ImageLayout(tmp_path / "store"), tmp_path / "sharded"
-    create(store, FLUX, source)
-    export(store, FLUX, there, shard=100_000)
-    create(store, FLUX, there)
-    export(store, FLUX, tmp_path / "comfyui", layout="comfyui")
-    made_from(store, tmp_path / "comfyui")
-    export(store, Reference.parse("again"), tmp_path / "back", layout="diffusers")
+    packed, there = ImageLayout(tmp_path / "store"), tmp_path / "sharded"
+    create(packed, FLUX, source)
+    export(packed, FLUX, there, shard=100_000)
+    create(packed, FLUX, there)
+    export(packed, FLUX, tmp_path / "comfyui", layout="comfyui")
+    made_from(packed, tmp_path / "comfyui")
+    export(packed, Reference.parse("again"), tmp_path / "back", layout="diffusers")
     assert files_in(tmp_path / "back") == files_in(there)
     assert len(list(there.rglob("*-of-*.safetensors"))) > 2
 
@@ -109,26 +109,26 @@ def tensors(root: Path) -> dict[str, Any]:
 
 
 def test_a_lone_transformer_of_flux2_is_completed(
-    store: ImageLayout, source: Path, tmp_path: Path
+    packed: ImageLayout, source: Path, tmp_path: Path
 ) -> None:
     path = flux2_layout.write(source, tmp_path, is_whole=False) / "diffusion_models/x.safetensors"
-    own = digests(create(store, FLUX, source))
-    assert digests(made_from(store, path)).items() >= own.items()
+    own = digests(create(packed, FLUX, source))
+    assert digests(made_from(packed, path)).items() >= own.items()
     with pytest.raises(UsageError, match="lacks text_encoder, vae, tokenizer"):
-        made_from(store, path, None)
+        made_from(packed, path, None)
 
 
-def test_families_are_not_mixed(store: ImageLayout, source: Path, tmp_path: Path) -> None:
-    before = set(store.root.rglob("*"))
+def test_families_are_not_mixed(packed: ImageLayout, source: Path, tmp_path: Path) -> None:
+    before = set(packed.root.rglob("*"))
     root = flux2_layout.write(source, tmp_path, is_whole=False)
     file = root / "vae/x.safetensors"
     vae = file.read_bytes()
     file.write_bytes((TINY / "vae/diffusion_pytorch_model.safetensors").read_bytes())
     with pytest.raises(UsageError, match="has the vae of another family than FLUX"):
-        made_from(store, root)
+        made_from(packed, root)
     file.write_bytes((TINY / "transformer/diffusion_pytorch_model.safetensors").read_bytes())
     with pytest.raises(UsageError, match="have the transformers of two models"):
-        made_from(store, root)
+        made_from(packed, root)
     file.write_bytes(vae)
     tiny = Reference.parse("tiny")
     other = ImageLayout(tmp_path / "other")
@@ -136,8 +136,8 @@ def test_families_are_not_mixed(store: ImageLayout, source: Path, tmp_path: Path
     with pytest.raises(UsageError, match=r"tiny.* is not a FLUX\.2 \[klein\] model"):
         made_from(other, root, tiny)
     with pytest.raises(UsageError, match="is not an image model that mlx has a layout for"):
-        export(store, FLUX, tmp_path / "out", layout="mlx")
-    assert set(store.root.rglob("*")) == before and not (tmp_path / "out").exists()
+        export(packed, FLUX, tmp_path / "out", layout="mlx")
+    assert set(packed.root.rglob("*")) == before and not (tmp_path / "out").exists()
 
 
 def test_the_config_of_flux2_follows_from_shapes() -> None:
@@ -155,9 +155,11 @@ def test_the_config_of_flux2_follows_from_shapes() -> None:
     VaeConfig.parse("config.json", config)
 
 
-def test_other_models_of_flux_are_refused(store: ImageLayout, source: Path, tmp_path: Path) -> None:
+def test_other_models_of_flux_are_refused(
+    packed: ImageLayout, source: Path, tmp_path: Path
+) -> None:
     path = flux2_layout.write(source, tmp_path, is_whole=False) / "diffusion_models/x.safetensors"
     data = path.read_bytes().replace(b"time_in.in_layer", b"guidance_in.layr")
     path.write_bytes(data)
     with pytest.raises(AImageError, match=r"FLUX\.2 \[dev\]"):
-        made_from(store, path)
+        made_from(packed, path)

@@ -36,7 +36,7 @@ def model_of(directory: Path, change: Any, dtype: str = "BF16") -> ValuedModel:
     return make_valued(directory, transformer=as_dtype(values, dtype))
 
 
-def read(model: ValuedModel, kind: str, dtype: str = "BF16") -> np.ndarray:
+def dequantized(model: ValuedModel, kind: str, dtype: str = "BF16") -> np.ndarray:
     """Return the dequantized values of the blob of NAME."""
     _, found = parts(blob_of(model.store, read_back(model.store), f"transformer/{NAME}"))
     quantization = Quantization.parse(kind)
@@ -103,7 +103,7 @@ def test_a_row_that_is_nearly_zero_becomes_zeros_in_mxfp8(
 
     model = model_of(tmp_path / "model", shrink, dtype)
     model.make(quantize="mxfp8")
-    found = read(model, "mxfp8")
+    found = dequantized(model, "mxfp8")
     assert np.isfinite(found).all()
     assert np.abs(found[7]).max() == 0
     assert np.abs(found[6]).max() > 0.01
@@ -162,7 +162,7 @@ def test_zeros_are_not_lost(tmp_path: Path, kind: str) -> None:
     """Zeros do not hide the loss of all other values."""
     model = model_of(tmp_path / "zeros" / "model", shrunk(0.9, 0.0))
     model.make(quantize=kind)
-    assert np.abs(read(model, kind)[-1]).max() > 0.01
+    assert np.abs(dequantized(model, kind)[-1]).max() > 0.01
 
     def only_tiny(values: Any) -> None:
         values[1:] = 0
@@ -244,7 +244,7 @@ def test_values_beyond_the_type_are_refused(
 def test_the_largest_values_round_trip(tmp_path: Path, kind: str, dtype: str, value: float) -> None:
     model = model_of(tmp_path / "model", with_value(value), dtype)
     model.make(quantize=kind)
-    assert read(model, kind, dtype)[3, 5] == pytest.approx(value, rel=0.08)
+    assert dequantized(model, kind, dtype)[3, 5] == pytest.approx(value, rel=0.08)
 
 
 # -- valid weights

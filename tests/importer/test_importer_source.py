@@ -32,6 +32,7 @@ from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.schema import validate
 from tests.importer.conftest import Model, data_of, in_memory, safetensors
 from tests.process import Aimage
+from tests.store import read
 
 NAME = Reference.parse("llm")
 TENSORS = [
@@ -121,8 +122,7 @@ def test_whole_files_are_kept_unchanged(directory: Path) -> None:
     aimage = packed(directory, store, form=ModelForm(whole_files=True)).aimage
     layer = aimage.layer("model.safetensors")
     assert layer.descriptor.media_type == mediatype.AIMAGE_TRANSFORMERS
-    with store.open(layer.descriptor) as file:
-        assert file.read() == (directory / "model.safetensors").read_bytes()
+    assert read(store, layer.descriptor) == (directory / "model.safetensors").read_bytes()
     assert aimage.layer("config.json").descriptor.media_type == mediatype.AIMAGE_FILE
     assert aimage.properties["parameters"] == 4 + 64 * 64 + 2 * 6 * 4
     validate("aimage-config", aimage.properties)
@@ -185,8 +185,7 @@ def test_a_compressed_layer_has_a_diff_id(directory: Path, compression: str) -> 
         hashlib.sha256(raw).hexdigest(),
         len(raw),
     )
-    with store.open(layer.descriptor) as file:
-        data = file.read()
+    data = read(store, layer.descriptor)
     if compression == "gzip":
         assert gzip.decompress(data) == raw
         assert data[4:8] == b"\0\0\0\0"  # without a time
@@ -230,8 +229,7 @@ def test_a_layer_of_any_type_is_carried(directory: Path, tmp_path: Path) -> None
     aimage = packed(directory, store, form=ModelForm(extras=(extra,))).aimage
     layer = aimage.layer("ep.bin")
     assert layer.descriptor.media_type == "application/vnd.example.ep.layer.v1"
-    with store.open(layer.descriptor) as file:
-        assert file.read() == path.read_bytes()
+    assert read(store, layer.descriptor) == path.read_bytes()
 
 
 @pytest.mark.parametrize("text", ["ep.bin", "text=ep.bin", "a/b="])

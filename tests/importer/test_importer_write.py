@@ -263,7 +263,7 @@ def test_an_interrupt_stops_in_the_middle_of_a_tensor(
         reading.set()
         try:
             while True:
-                if self._stopped.wait(30):
+                if self._stopped.wait(60):
                     return readinto(self, buffer)
         except ParallelStoppedError as error:
             stopped.append(error.message)
@@ -273,7 +273,7 @@ def test_an_interrupt_stops_in_the_middle_of_a_tensor(
         if waits:  # for running reads
             return wait(*given, **options)
         waits.append(1)
-        assert reading.wait(30)
+        assert reading.wait(60)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SpanReader, "readinto", endless)

@@ -216,8 +216,14 @@ def test_several_adapters_are_added(models: Models, kinds: tuple[str, ...]) -> N
     assert_same(latents(models.base, *reversed(uses)), expected)
 
 
-@pytest.mark.parametrize("base", BOUNDS)
-@pytest.mark.parametrize("kinds", [("lora", "lokr"), ("dora of peft", "dora of kohya, columns")])
+@pytest.mark.parametrize(
+    ("base", "kinds"),
+    [
+        ("int8", ("lora", "lokr")),
+        ("int4", ("dora of peft", "dora of kohya, columns")),
+        ("bfloat16", ("lora", "dora of peft")),
+    ],
+)
 def test_bases_of_other_types(models: Models, base: str, kinds: tuple[str, ...]) -> None:
     uses = [(make(kind, seed), (0.7, -0.4)[seed]) for seed, kind in enumerate(kinds)]
     expected = latents(models.load(uses))

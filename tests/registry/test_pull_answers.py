@@ -195,7 +195,7 @@ def test_a_server_without_ranges_gets_one_connection_per_blob(
                 if not left:
                     idle.set()
         elif event.kind == "progress" and event.content.digest == digest and not idle.is_set():
-            assert idle.wait(20)
+            assert idle.wait(60)
             joined.wait(0.5)
 
     with ScriptedRegistry(script).running() as registry:

@@ -37,6 +37,12 @@ def registry() -> Iterator[HostileRegistry]:
 
 
 @pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the delay between retries."""
+    skip_waiting(monkeypatch)
+
+
+@pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the deadlines: their base, and the time for the bytes of a document."""
     for name in ("FIRST_READ_TIMEOUT", "READ_TIMEOUT"):
@@ -47,7 +53,6 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repository, "STALL", 0.15)
     monkeypatch.setattr(download, "_WINDOW", 0.1)
     monkeypatch.setattr(response.RegistryResponse.read, "__defaults__", (1 << 40,))
-    skip_waiting(monkeypatch)
 
 
 def fetch(registry: HostileRegistry, scenario: str, store: Path) -> None:
@@ -55,6 +60,7 @@ def fetch(registry: HostileRegistry, scenario: str, store: Path) -> None:
     pull(reference, ImageLayout(store), ClientOptions(docker_config=store))
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("scenario", [*TIME, "dripauth"])
 def test_an_endless_answer_ends_as_late(
     scenario: str, registry: HostileRegistry, tmp_path: Path
@@ -66,12 +72,14 @@ def test_an_endless_answer_ends_as_late(
     assert list(ImageLayout(tmp_path).tags()) == []
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("scenario", BLOB_TIME)
 def test_an_endless_blob_ends(scenario: str, registry: HostileRegistry, tmp_path: Path) -> None:
     with pytest.raises(NetworkError):
         fetch(registry, scenario, tmp_path)
 
 
+@pytest.mark.usefixtures("hurried")
 def test_a_slow_blob_is_given_up_after_a_few_connections(
     registry: HostileRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

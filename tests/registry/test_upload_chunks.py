@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from clowder_aimage.content.copy_option import CopyEvent
 
 
-MIB = 1024 * 1024
-BLOB = hashlib.shake_128(b"a blob in pieces").digest(6 * MIB + 123)
+UNIT = 256 * 1024
+BLOB = hashlib.shake_128(b"a blob in pieces").digest(6 * UNIT + 123)
 SIZE = len(BLOB)
 
 
@@ -40,9 +40,9 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use chunks of 4, 1 and 0.25 MiB in place of 64, 16, 4 and 1."""
-    monkeypatch.setattr(upload, "FIRST_CHUNK", 4 * MIB)
-    monkeypatch.setattr(upload, "SMALLEST_CHUNK", MIB // 4)
+    """Use chunks of 4, 1 and 0.25 units in place of 64, 16, 4 and 1 MiB."""
+    monkeypatch.setattr(upload, "FIRST_CHUNK", 4 * UNIT)
+    monkeypatch.setattr(upload, "SMALLEST_CHUNK", UNIT // 4)
 
 
 @dataclass
@@ -131,7 +131,7 @@ def push(strict: Strict, tmp_path: Path, *blobs: bytes, chunk: int = 0) -> Scrip
         name = Reference.parse(f"{registry.host}/team/x:v1")
 
         def on_event(event: CopyEvent) -> None:
-            if event.kind == "progress" and event.content and event.content.size > MIB:
+            if event.kind == "progress" and event.content and event.content.size > UNIT:
                 counts.append(event.count)
 
         settings = {registry.host: HostSettings(chunk_size=chunk)}
@@ -150,7 +150,7 @@ def pieces(registry: ScriptedRegistry) -> list[Any]:
     return [
         (seen.method, seen.headers.get("Content-Range"), len(seen.body))
         for seen in registry.seen
-        if "/upload/" in seen.path and len(seen.body) > MIB // 8
+        if "/upload/" in seen.path and len(seen.body) > UNIT // 8
     ]
 
 
@@ -158,44 +158,44 @@ def pieces(registry: ScriptedRegistry) -> list[Any]:
 
 
 def test_chunks_are_sent_in_order(tmp_path: Path) -> None:
-    """As ghcr.io requires: at most 4 MiB, each starting where the previous ended."""
-    registry = push(Strict(limit=4 * MIB), tmp_path, BLOB)
+    """As ghcr.io requires: at most 4 units, each starting where the previous ended."""
+    registry = push(Strict(limit=4 * UNIT), tmp_path, BLOB)
     assert pieces(registry) == [
         ("PUT", None, SIZE),
-        ("PATCH", f"0-{4 * MIB - 1}", 4 * MIB),
-        ("PUT", f"{4 * MIB}-{SIZE - 1}", SIZE - 4 * MIB),
+        ("PATCH", f"0-{4 * UNIT - 1}", 4 * UNIT),
+        ("PUT", f"{4 * UNIT}-{SIZE - 1}", SIZE - 4 * UNIT),
     ]
 
 
 def test_the_learned_chunk_size_is_used_for_the_next_blob(tmp_path: Path) -> None:
     """The limit of a registry is probed once."""
     other = BLOB[::-1]
-    registry = push(Strict(limit=MIB), tmp_path, BLOB, other)
+    registry = push(Strict(limit=UNIT), tmp_path, BLOB, other)
     sizes = [size for _, _, size in pieces(registry)]
-    assert sizes == [SIZE, 4 * MIB, *[MIB] * 6, *[MIB] * 6]
+    assert sizes == [SIZE, 4 * UNIT, *[UNIT] * 6, *[UNIT] * 6]
 
 
-@pytest.mark.parametrize("limit", [MIB // 4, MIB // 4 + 1, MIB - 1])
+@pytest.mark.parametrize("limit", [UNIT // 4, UNIT // 4 + 1, UNIT - 1])
 def test_every_chunk_size_is_tried(limit: int, tmp_path: Path) -> None:
     """All sizes are tried, whatever their number; they do not count as failed attempts."""
     registry = push(Strict(limit=limit), tmp_path, BLOB)
     sizes = [size for _, _, size in pieces(registry)]
-    assert sizes[:3] == [SIZE, 4 * MIB, MIB]
-    assert set(sizes[3:]) == {MIB // 4}
+    assert sizes[:3] == [SIZE, 4 * UNIT, UNIT]
+    assert set(sizes[3:]) == {UNIT // 4}
 
 
 def test_a_limit_below_the_smallest_chunk_fails(tmp_path: Path) -> None:
-    strict = Strict(limit=MIB // 8)
+    strict = Strict(limit=UNIT // 8)
     with pytest.raises(RegistryError, match="413"):
         push(strict, tmp_path, BLOB)
     assert strict.begun <= 5
     assert not strict.blobs
 
 
-@pytest.mark.parametrize("least", [MIB // 2, 3 * MIB])
+@pytest.mark.parametrize("least", [UNIT // 2, 3 * UNIT])
 def test_the_minimum_chunk_size_is_respected(least: int, tmp_path: Path) -> None:
     """Chunks lie between the minimum and the limit; the last may be smaller."""
-    strict = Strict(limit=4 * MIB - 1, least=least)
+    strict = Strict(limit=4 * UNIT - 1, least=least)
     push(strict, tmp_path, BLOB)
     *body, last = [size for size in strict.sizes if size > 2]
     assert min(body) >= least
@@ -204,12 +204,12 @@ def test_the_minimum_chunk_size_is_respected(least: int, tmp_path: Path) -> None
 
 def test_a_minimum_chunk_size_above_the_limit_fails(tmp_path: Path) -> None:
     with pytest.raises(RegistryError, match="413"):
-        push(Strict(limit=MIB, least=2 * MIB), tmp_path, BLOB)
+        push(Strict(limit=UNIT, least=2 * UNIT), tmp_path, BLOB)
 
 
 @pytest.mark.parametrize("least", ["-1", "x", "", "9" * 40])
 def test_an_invalid_minimum_chunk_size_is_ignored(least: Any, tmp_path: Path) -> None:
-    strict = Strict(limit=4 * MIB)
+    strict = Strict(limit=4 * UNIT)
     strict.least = least
     push(strict, tmp_path, BLOB)
 
@@ -218,18 +218,18 @@ def test_a_minimum_chunk_size_does_not_cause_chunking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A registry that accepts any size gets a large blob in one request."""
-    monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
-    registry = push(Strict(least=MIB), tmp_path, BLOB)
+    monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
+    registry = push(Strict(least=UNIT), tmp_path, BLOB)
     assert pieces(registry) == [("PATCH", None, SIZE)]
 
 
 @pytest.mark.parametrize(
     ("chunk", "least", "sizes"),
     [
-        (2 * MIB, MIB, [2 * MIB] * 3),
-        (MIB, 2 * MIB, [2 * MIB] * 3),
-        (MIB, 4 * MIB, [4 * MIB, SIZE - 4 * MIB]),
-        (2 * MIB, 0, [2 * MIB] * 3),
+        (2 * UNIT, UNIT, [2 * UNIT] * 3),
+        (UNIT, 2 * UNIT, [2 * UNIT] * 3),
+        (UNIT, 4 * UNIT, [4 * UNIT, SIZE - 4 * UNIT]),
+        (2 * UNIT, 0, [2 * UNIT] * 3),
     ],
     ids=["largest", "smallest", "rest", "any"],
 )
@@ -246,12 +246,12 @@ def test_the_minimum_chunk_size_overrides_the_configured_size(
 
 def test_a_partially_kept_chunk_is_continued_at_the_offset(tmp_path: Path) -> None:
     """The registry reports its offset, and the upload continues there."""
-    strict = Strict(limit=MIB, keeps=lambda count: count - count // 3)
+    strict = Strict(limit=UNIT, keeps=lambda count: count - count // 3)
     registry = push(strict, tmp_path, BLOB)
     starts = [int(span.partition("-")[0]) for _, span, _ in pieces(registry)[2:]]
-    kept = MIB - MIB // 3
+    kept = UNIT - UNIT // 3
     assert starts == [kept * i for i in range(len(starts))]
-    assert strict.begun == 4  # whole, 4 MiB, 1 MiB, which was continued; and the config
+    assert strict.begun == 4  # whole, 4 units, 1 unit, which was continued; and the config
 
 
 def failing(condition: Callable[[Any], Any], *answers: Answer) -> Callable[[Any], Answer | None]:
@@ -266,11 +266,11 @@ def failing(condition: Callable[[Any], Any], *answers: Answer) -> Callable[[Any]
 
 def test_a_416_response_queries_the_offset(tmp_path: Path) -> None:
     """Bytes of an earlier, broken request arrived and are not sent again."""
-    strict = Strict(limit=MIB)
+    strict = Strict(limit=UNIT)
 
     def fails(seen: Any) -> Answer | None:
-        if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
-            strict.here += seen.body[: MIB // 2]  # received, then disconnected
+        if seen.headers.get("Content-Range", "").startswith(f"{2 * UNIT}-"):
+            strict.here += seen.body[: UNIT // 2]  # received, then disconnected
             strict.fails = lambda _: None
             return Answer(502)
         return None
@@ -278,14 +278,14 @@ def test_a_416_response_queries_the_offset(tmp_path: Path) -> None:
     strict.fails = fails
     registry = push(strict, tmp_path, BLOB)
     starts = [int((span or "0-").partition("-")[0]) for _, span, _ in pieces(registry)[2:]]
-    assert starts[:5] == [0, MIB, 2 * MIB, 2 * MIB + MIB // 2, 3 * MIB + MIB // 2]
+    assert starts[:5] == [0, UNIT, 2 * UNIT, 2 * UNIT + UNIT // 2, 3 * UNIT + UNIT // 2]
 
 
 def test_a_missing_upload_is_restarted(tmp_path: Path) -> None:
-    strict = Strict(limit=MIB)
+    strict = Strict(limit=UNIT)
 
     def fails(seen: Any) -> Answer | None:
-        if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
+        if seen.headers.get("Content-Range", "").startswith(f"{2 * UNIT}-"):
             strict.begun += 1  # the old location is unknown now
             strict.fails = lambda _: None
             return Answer(502)
@@ -294,16 +294,16 @@ def test_a_missing_upload_is_restarted(tmp_path: Path) -> None:
     strict.fails = fails
     registry = push(strict, tmp_path, BLOB)
     starts = [int((span or "0-").partition("-")[0]) for _, span, _ in pieces(registry)[2:]]
-    assert starts == [0, MIB, 2 * MIB, *range(0, 6 * MIB, MIB)]
+    assert starts == [0, UNIT, 2 * UNIT, *range(0, 6 * UNIT, UNIT)]
 
 
 def test_a_registry_that_keeps_losing_uploads_fails(tmp_path: Path) -> None:
     """Reaching the same offset after a loss is not progress."""
-    strict = Strict(limit=MIB)
+    strict = Strict(limit=UNIT)
     asked = []
 
     def fails(seen: Any) -> Answer | None:
-        if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
+        if seen.headers.get("Content-Range", "").startswith(f"{2 * UNIT}-"):
             asked.append(seen)
             assert len(asked) < 50
             strict.begun += len(asked) % 2  # everything is lost every other time
@@ -317,11 +317,11 @@ def test_a_registry_that_keeps_losing_uploads_fails(tmp_path: Path) -> None:
 
 
 def test_a_repeated_416_response_fails(tmp_path: Path) -> None:
-    strict = Strict(limit=MIB)
+    strict = Strict(limit=UNIT)
     asked = []
 
     def fails(seen: Any) -> Answer | None:
-        if seen.headers.get("Content-Range", "").startswith(f"{2 * MIB}-"):
+        if seen.headers.get("Content-Range", "").startswith(f"{2 * UNIT}-"):
             asked.append(seen)
             return Answer(416)
         return None
@@ -336,7 +336,7 @@ def test_a_repeated_416_response_fails(tmp_path: Path) -> None:
 def test_an_invalid_offset_is_ignored(said: str, tmp_path: Path) -> None:
     """An offset outside the blob's size is not used."""
     strict = Strict()
-    fails = failing(lambda seen: seen.method == "PUT" and len(seen.body) > MIB, Answer(502))
+    fails = failing(lambda seen: seen.method == "PUT" and len(seen.body) > UNIT, Answer(502))
     answer = failing(lambda seen: seen.method == "GET", Answer(204, {"Range": said}))
     strict.fails = lambda seen: fails(seen) or answer(seen)
     push(strict, tmp_path, BLOB)
@@ -347,8 +347,8 @@ def test_both_forms_of_a_range_are_parsed(form: str, tmp_path: Path) -> None:
     strict = Strict()
 
     def fails(seen: Any) -> Answer | None:
-        if seen.method == "PUT" and len(seen.body) > MIB and not strict.here:
-            strict.here += seen.body[: 5 * MIB]
+        if seen.method == "PUT" and len(seen.body) > UNIT and not strict.here:
+            strict.here += seen.body[: 5 * UNIT]
             return Answer(503)
         if seen.method == "GET" and "/upload/" in seen.path:
             where = form.format(len(strict.here) - 1)
@@ -357,14 +357,14 @@ def test_both_forms_of_a_range_are_parsed(form: str, tmp_path: Path) -> None:
 
     strict.fails = fails
     registry = push(strict, tmp_path, BLOB)
-    assert pieces(registry)[-1] == ("PUT", f"{5 * MIB}-{SIZE - 1}", SIZE - 5 * MIB)
+    assert pieces(registry)[-1] == ("PUT", f"{5 * UNIT}-{SIZE - 1}", SIZE - 5 * UNIT)
 
 
 @pytest.mark.parametrize("extra", ["", "other=1&"])
 def test_a_failed_offset_query_is_retried_once(extra: str, tmp_path: Path) -> None:
     """Then a new upload begins, as the registry may never answer."""
     strict = Strict()
-    puts = failing(lambda seen: seen.method == "PUT" and len(seen.body) > MIB, Answer(502))
+    puts = failing(lambda seen: seen.method == "PUT" and len(seen.body) > UNIT, Answer(502))
     gets = failing(lambda seen: seen.method == "GET", Answer(500), Answer(500))
     strict.fails = lambda seen: puts(seen) or gets(seen)
     registry = push(strict, tmp_path, BLOB)
@@ -377,7 +377,7 @@ def test_an_upload_whose_last_response_was_lost_is_not_repeated(tmp_path: Path) 
     strict = Strict()
 
     def fails(seen: Any) -> Answer | None:
-        if seen.method == "PUT" and len(seen.body) > MIB:
+        if seen.method == "PUT" and len(seen.body) > UNIT:
             strict.blobs[hashlib.sha256(seen.body).hexdigest()] = seen.body
             strict.begun += 1
             return Answer(504)
@@ -395,7 +395,7 @@ def forgetting(
     method: Any, status: int, then: Callable[[Any], None] = lambda seen: None
 ) -> Callable[[Any], Any]:
     """Answer the first large request of a method with an unknown upload, after ``then``."""
-    answer = failing(lambda seen: seen.method == method and len(seen.body) > MIB, Answer(status))
+    answer = failing(lambda seen: seen.method == method and len(seen.body) > UNIT, Answer(status))
 
     def fails(seen: Any) -> Any:
         found = answer(seen)
@@ -410,7 +410,7 @@ def forgetting(
 def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the method of a large upload."""
     if request.param == "PATCH":
-        monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
+        monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
     return request.param
 
 
@@ -418,7 +418,7 @@ def method(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 def test_a_lost_upload_is_restarted(method: Any, status: int, tmp_path: Path) -> None:
     registry = push(Strict(fails=forgetting(method, status)), tmp_path, BLOB)
     assert pieces(registry) == [(method, None, SIZE)] * 2
-    first, second = [number for number, seen in enumerate(registry.seen) if len(seen.body) > MIB]
+    first, second = [number for number, seen in enumerate(registry.seen) if len(seen.body) > UNIT]
     between = [(seen.method, "/upload/" in seen.path) for seen in registry.seen[first + 1 : second]]
     assert between == [("HEAD", False), ("POST", False)]  # the offset is not queried
 
@@ -435,7 +435,7 @@ def test_a_lost_upload_whose_blob_exists_is_complete(
     )
     registry = push(strict, tmp_path, BLOB)
     assert pieces(registry) == [(method, None, SIZE)]
-    large = next(number for number, seen in enumerate(registry.seen) if len(seen.body) > MIB)
+    large = next(number for number, seen in enumerate(registry.seen) if len(seen.body) > UNIT)
     assert registry.seen[large + 1].method == "HEAD"
     assert registry.seen[large + 1].path.endswith(encoded)
 
@@ -449,7 +449,7 @@ def test_a_registry_that_loses_every_upload_fails_with_a_hint(
 
     def fails(seen: Any) -> Answer | None:
         assert strict.begun < 50
-        return Answer(status) if seen.method == method and len(seen.body) > MIB else None
+        return Answer(status) if seen.method == method and len(seen.body) > UNIT else None
 
     strict.fails = fails
     with pytest.raises(NetworkError, match="the upload of blob sha256:") as raised:
@@ -465,11 +465,12 @@ def test_a_registry_that_loses_each_upload_after_a_chunk_fails(status: int, tmp_
 
     def fails(seen: Any) -> Answer | None:
         assert strict.begun < 50
-        return Answer(status) if seen.headers.get("Content-Range", "").startswith("2") else None
+        second = seen.headers.get("Content-Range", "").startswith(f"{2 * UNIT}-")
+        return Answer(status) if second else None
 
     strict.fails = fails
     with pytest.raises(NetworkError, match="the upload of blob sha256:"):
-        push(strict, tmp_path, BLOB, chunk=2 * MIB)
+        push(strict, tmp_path, BLOB, chunk=2 * UNIT)
     assert strict.begun == ATTEMPTS
 
 
@@ -489,7 +490,7 @@ def closing(strict: Strict, *, stored: bool) -> Callable[[Any], Answer | None]:
 
 def after_the_last_byte(registry: ScriptedRegistry) -> list[Any]:
     """Return the requests after the last byte of a large blob."""
-    large = max(number for number, seen in enumerate(registry.seen) if len(seen.body) > MIB)
+    large = max(number for number, seen in enumerate(registry.seen) if len(seen.body) > UNIT)
     return [
         (seen.method, "/upload/" in seen.path)
         for seen in registry.seen[large + 1 :]
@@ -501,7 +502,7 @@ def test_a_completed_upload_is_not_completed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The upload still exists with all bytes, and so does the blob."""
-    monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
+    monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
     strict = Strict()
     strict.fails = closing(strict, stored=True)
     registry = push(strict, tmp_path, BLOB)
@@ -513,7 +514,7 @@ def test_a_completed_upload_is_not_completed_again(
 def test_the_blob_is_checked_before_the_upload_is_completed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
+    monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
     strict = Strict()
     strict.fails = closing(strict, stored=False)
     registry = push(strict, tmp_path, BLOB)
@@ -529,7 +530,7 @@ def test_an_invalid_location_in_an_upload_fails(
     when: str, location: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not retried: another attempt would not help."""
-    monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
+    monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
     strict = Strict()
     strict.fails = lambda seen: Answer(202, {"Location": location}) if seen.method == when else None
     with pytest.raises(RegistryError, match="invalid URL"):
@@ -542,7 +543,7 @@ def test_an_invalid_location_in_an_upload_fails(
 
 def test_a_large_blob_is_sent_by_patch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PATCH without a range, as docker sends it, and an empty PUT."""
-    monkeypatch.setattr(upload, "RESUMABLE", 2 * MIB)
+    monkeypatch.setattr(upload, "RESUMABLE", 2 * UNIT)
     registry = push(Strict(), tmp_path, BLOB)
     assert pieces(registry) == [("PATCH", None, SIZE)]
     assert b"" in [seen.body for seen in registry.seen if seen.method == "PUT"]
@@ -550,16 +551,16 @@ def test_a_large_blob_is_sent_by_patch(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_damaged_blob_in_chunks_fails_without_retry(tmp_path: Path) -> None:
     """The registry detects it, and the error names the local copy."""
-    strict = Strict(limit=MIB)
+    strict = Strict(limit=UNIT)
 
     def spoiled(seen: Any) -> None:
         path = ImageLayout(tmp_path / "store").path(Descriptor.of("", BLOB))
         path.chmod(0o644)
-        path.write_bytes(BLOB[: 3 * MIB] + b"?" + BLOB[3 * MIB + 1 :])
+        path.write_bytes(BLOB[: 3 * UNIT] + b"?" + BLOB[3 * UNIT + 1 :])
         strict.fails = lambda _: None
 
     strict.fails = spoiled
     with pytest.raises(VerificationError, match="digest mismatch"):
         push(strict, tmp_path, BLOB)
     assert list(strict.blobs.values()) in ([], [b"{}"])
-    assert strict.sizes.count(MIB) == 6
+    assert strict.sizes.count(UNIT) == 6

@@ -42,7 +42,7 @@ def to(location: str, status: int = 302) -> Callable[[Any], Answer]:
     return lambda _: Answer(status, {"Location": location})
 
 
-def read(server: ScriptedRegistry, hosts: InputHosts | None = None, path: str = "/a.png") -> bytes:
+def get(server: ScriptedRegistry, hosts: InputHosts | None = None, path: str = "/a.png") -> bytes:
     return fetch(f"http://{server.host}{path}", ClientOptions(), limit=LIMIT, hosts=hosts)
 
 
@@ -57,7 +57,7 @@ def test_a_file_is_fetched_without_credentials(server: ScriptedRegistry) -> None
 def test_a_body_that_ends_early_is_said_in_words(server: ScriptedRegistry) -> None:
     server.script = lambda _: Answer(200, {}, b"a picture of circles", cut=9)
     with pytest.raises(NetworkError) as raised:
-        read(server)
+        get(server)
     assert raised.value.message.endswith("ended early, after 9 bytes of 20")
 
 
@@ -65,9 +65,9 @@ def test_a_redirect_is_followed_on_its_host(server: ScriptedRegistry) -> None:
     server.script = lambda seen: (
         Answer(200, {}, b"there") if seen.path == "/b" else Answer(307, {"Location": "b"})
     )
-    assert read(server) == b"there"
+    assert get(server) == b"there"
     hosts = InputHosts.parse([server.host])
-    assert read(server, hosts) == b"there"
+    assert get(server, hosts) == b"there"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_redirect_to_an_address_inside_is_refused(
 
     monkeypatch.setattr(socket.socket, "connect", connect)
     with pytest.raises(ForbiddenError):
-        read(server, hosts)
+        get(server, hosts)
 
 
 def test_a_name_that_resolves_inside_is_refused(server: ScriptedRegistry) -> None:
@@ -139,12 +139,12 @@ def test_behind_a_proxy_a_pattern_allows_no_host(
 def test_a_redirect_to_a_host_that_is_not_allowed_is_refused(server: ScriptedRegistry) -> None:
     server.script = to("https://elsewhere.example/a.png")
     with pytest.raises(ForbiddenError, match=r"leads to the host https://elsewhere\.example:443"):
-        read(server, InputHosts.parse([server.host]))
+        get(server, InputHosts.parse([server.host]))
 
 
 def test_no_host_is_allowed_by_default(server: ScriptedRegistry) -> None:
     with pytest.raises(ForbiddenError) as raised:
-        read(server, InputHosts())
+        get(server, InputHosts())
     assert raised.value.remedy == "allow_input"
     assert not server.seen
 
@@ -190,7 +190,7 @@ def test_an_answer_without_a_file_is_an_error(
 ) -> None:
     server.script = lambda _: answer
     with pytest.raises(error) as raised:
-        read(server, path="/a.png?signature=secret")
+        get(server, path="/a.png?signature=secret")
     assert "secret" not in str(raised.value)
     assert server.flooded < 1 << 26
 
@@ -200,14 +200,14 @@ def test_a_body_without_a_length_is_limited(server: ScriptedRegistry) -> None:
     body = b"%x\r\n%s\r\n" % (LIMIT + 1, bytes(LIMIT + 1)) + b"0\r\n\r\n"
     server.script = lambda _: Answer(200, chunked, body)
     with pytest.raises(TooLargeError):
-        read(server)
+        get(server)
 
 
 def test_a_slow_body_is_given_up(server: ScriptedRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_file, "_READ_TIMEOUT", 0.05)
     server.script = lambda _: Answer(200, {}, b"a picture", cut=3, hang=True)
     with pytest.raises(NetworkError):
-        read(server)
+        get(server)
 
 
 def test_a_certificate_is_verified(server: ScriptedRegistry, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, p
 from clowder_aimage.schema import validate
 from clowder_aimage.tensor import parse_header, read_header
 from tests.memory_store import MemoryStore
+from tests.store import read
 from tests.vectors.vector import HERE, raw, value
 
 MANIFESTS = [
@@ -65,8 +66,7 @@ def test_a_document_keeps_its_bytes_and_fields(name: str, tmp_path: Path) -> Non
     for store in (MemoryStore(), ImageLayout(tmp_path)):
         reference = Reference.parse(f"vectors/{name}")
         store.push(document.descriptor, bytes_body(document.raw), reference)
-        with store.open(store.resolve(reference)) as file:
-            assert file.read() == raw(name)
+        assert read(store, store.resolve(reference)) == raw(name)
 
 
 def test_detect() -> None:
@@ -108,7 +108,7 @@ def test_layers_without_names_are_named_by_media_type() -> None:
     assert [(one.descriptor.media_type, one.descriptor.digest) for one in aimage.layers] == kept
 
 
-def read(name: str) -> AImage:
+def read_vector(name: str) -> AImage:
     """Return the AImage of a vector with a config, whose bytes its manifest names."""
     manifest, config = Manifest.parse(raw(name)), raw(f"{name}-config")
     assert (manifest.config.digest, manifest.config.size) == (Digest.of(config), len(config))
@@ -132,7 +132,7 @@ LORA, TRANSFORMERS = "adapter.lora.layer.v1", "model.transformers.layer.v1"
 
 
 def test_a_gguf_model_of_ollama_is_read() -> None:
-    aimage = read("ollama-gguf")
+    aimage = read_vector("ollama-gguf")
     assert kinds(aimage) == [
         ("model.gguf", GGUF),
         ("projector.gguf", GGUF),
@@ -157,7 +157,7 @@ def test_a_gguf_model_of_ollama_is_read() -> None:
 
 
 def test_a_modelpack_is_read() -> None:
-    aimage = read("modelpack")
+    aimage = read_vector("modelpack")
     assert kinds(aimage) == [
         ("model-00001-of-00002.safetensors", TRANSFORMERS),
         ("model-00002-of-00002.safetensors", TRANSFORMERS),
@@ -183,7 +183,7 @@ def test_a_modelpack_is_read() -> None:
 
 
 def test_a_model_of_docker_model_runner_is_read() -> None:
-    aimage = read("docker-model")
+    aimage = read_vector("docker-model")
     assert kinds(aimage) == [
         ("model.gguf", GGUF),
         ("adapter.gguf", LORA),
@@ -207,7 +207,7 @@ def test_a_model_of_docker_model_runner_is_read() -> None:
 
 
 def test_a_modelkit_is_read() -> None:
-    aimage = read("kitops")
+    aimage = read_vector("kitops")
     kit = "application/vnd.kitops.modelkit."
     assert kinds(aimage) == [
         ("model/swift.onnx.tar", f"{kit}model.v1.tar+gzip"),
@@ -228,7 +228,7 @@ def test_a_modelkit_is_read() -> None:
 
 
 def test_layers_of_unknown_kinds_are_carried() -> None:
-    aimage = read("ep-layer")
+    aimage = read_vector("ep-layer")
     assert kinds(aimage) == [
         ("model.gguf", GGUF),
         ("ep.1", "ep.layer.v1"),
@@ -241,7 +241,7 @@ def test_layers_of_unknown_kinds_are_carried() -> None:
 
 @pytest.mark.parametrize("name", WITH_CONFIGS)
 def test_another_vendors_model_is_written_in_any_dialect(name: str) -> None:
-    aimage = read(name)
+    aimage = read_vector(name)
     for dialect in DIALECTS:
         manifest, config = DIALECTS[dialect].write(aimage)
         assert detect(manifest).name == dialect

@@ -25,7 +25,7 @@ from PIL import Image
 
 from tests.docs.document import ROOT, Document
 from tests.process import Aimage
-from tests.worker.conftest import Worker, answer_to, begin
+from tests.worker.conftest import LocalWorker, Worker, answer_to, begin
 
 PAGE = Document(ROOT / "docs/clients.md")
 DEFAULT = "http://127.0.0.1:11434"  # the worker in the document
@@ -273,12 +273,13 @@ def test_a_wrong_token_is_not_a_missing_one(worker: Worker, tmp_path: Path) -> N
     tokens = tmp_path / "tokens"
     tokens.write_text("infer infer-0123456789abcdef0123456789\n")
     tokens.chmod(0o600)
-    guarded = worker.start("--token-file", tokens)
+    guarded = LocalWorker(worker.aimage, "--token-file", tokens)
     said = []
     for headers in ({}, {"Authorization": "Bearer none"}):
         status, _, data = _ask(f"{guarded.url}/v1/models", headers, None)
         error = json.loads(data)["error"]
         assert (status, error["code"]) == (401, "invalid_api_key")
         said.append(error["message"])
+    guarded.end()
     assert said[0] != said[1]
     assert "`invalid_api_key`" in PAGE.section("If a client fails")

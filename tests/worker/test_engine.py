@@ -54,12 +54,22 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
 
 
 def test_a_request_yields_queue_step_and_image_events(store: LayeredStore, tmp_path: Path) -> None:
-    async def play(engine: Any) -> tuple[Any, Any]:
+    """Also after an invalid request; previews have the requested encoding."""
+
+    async def play(engine: Any) -> tuple[Any, Any, Any]:
         first = await served(engine, job(seed=7))
         second = await served(engine, job(seed=7))
-        return first, second
+        with pytest.raises(UsageError, match="multiple of 16"):
+            await served(engine, job(parameters={"width": 33}))
+        assert len(engine.loaded()) == 1
+        encoding = PictureEncoding("jpeg", 80)
+        asked = job(steps=4, encoding=encoding, parameters={"previews": 2})
+        return first, second, await served(engine, asked)
 
-    first, second = played(store, play)
+    first, second, third = played(store, play)
+    previews = [event for event in third if isinstance(event, PreviewEvent)]
+    assert [one.number for one in previews] == [0, 1]
+    assert all(one.data.startswith(b"\xff\xd8") for one in (*previews, third[-1]))
     drawn = [StartedEvent, Step, Step, ImageEvent]
     assert [type(event) for event in first] == [QueuedEvent, LoadingEvent, *drawn]
     assert [type(event) for event in second] == [QueuedEvent, *drawn]
@@ -75,20 +85,10 @@ def test_a_request_yields_queue_step_and_image_events(store: LayeredStore, tmp_p
     assert image.pixels.tobytes() == pixels.tobytes()
 
 
-def test_previews_use_the_requested_encoding(store: LayeredStore) -> None:
-    async def play(engine: Any) -> Any:
-        encoding = PictureEncoding("jpeg", 80)
-        asked = job(steps=4, encoding=encoding, parameters={"previews": 2})
-        return await served(engine, asked)
-
-    events = played(store, play)
-    previews = [event for event in events if isinstance(event, PreviewEvent)]
-    assert [one.number for one in previews] == [0, 1]
-    assert all(one.data.startswith(b"\xff\xd8") for one in (*previews, events[-1]))
-
-
 def test_a_killed_process_fails_its_request_and_is_started_again(store: LayeredStore) -> None:
-    async def play(engine: Any) -> Any:
+    """Also one that is killed while it is idle."""
+
+    async def play(engine: Any) -> tuple[Any, Any]:
         events = engine.generate(**job(steps=1000))
         async for event in events:
             if isinstance(event, Step):
@@ -97,29 +97,15 @@ def test_a_killed_process_fails_its_request_and_is_started_again(store: LayeredS
         with pytest.raises(ModelError, match="killed by signal 9"):
             async for _ in events:
                 pass
-        return await served(engine, job())
-
-    assert isinstance(played(store, play)[-1], ImageEvent)
-
-
-def test_a_process_killed_while_idle_is_started_again(store: LayeredStore) -> None:
-    async def play(engine: Any) -> Any:
-        await served(engine, job())
+        second = await served(engine, job())
         runner = engine.loaded()[0].runner
         os.kill(runner.pid, signal.SIGKILL)
         await until_async(lambda: not runner.is_alive)
-        return await served(engine, job())
+        return second, await served(engine, job())
 
-    assert [type(event) for event in played(store, play)][1] is LoadingEvent
-
-
-def test_an_invalid_request_leaves_the_model_loaded(store: LayeredStore) -> None:
-    async def play(engine: Any) -> int:
-        with pytest.raises(UsageError, match="multiple of 16"):
-            await served(engine, job(parameters={"width": 33}))
-        return len(engine.loaded())
-
-    assert played(store, play) == 1
+    for events in played(store, play):
+        assert [type(event) for event in events][1] is LoadingEvent
+        assert isinstance(events[-1], ImageEvent)
 
 
 def test_a_tag_moved_during_a_load_does_not_affect_earlier_requests(
@@ -176,7 +162,11 @@ def test_a_model_is_loaded_while_it_is_pulled(tmp_path: Path, model: ModelScript
     store = LayeredStore([tmp_path / "store"])
     with ScriptedRegistry(model).running() as registry:
         one = job(f"{registry.host}/team/model")
-        early, later = (played(store, lambda engine: served(engine, one)) for _ in range(2))
+
+        async def play(engine: Any) -> list[Any]:
+            return [await served(engine, one) for _ in range(2)]
+
+        early, later = played(store, play)
     assert isinstance(early[-2], Step)
     assert any(isinstance(event, PullingEvent) for event in early)
     assert not any(isinstance(event, PullingEvent) for event in later)

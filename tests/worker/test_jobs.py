@@ -8,6 +8,7 @@ import json
 import sys
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ def test_ended_jobs_are_forgotten_in_order(tmp_path: Path, monkeypatch: pytest.M
         queue = JobQueue([tmp_path], EventLog())
         for number in range(5):
             job = add(queue, f"n{number}")
-            await until_async(lambda job=job: job.is_over)
+            await until_async(partial(getattr, job, "is_over"))
             assert job.error is not None and "cannot start" in job.error.message
         assert [str(job.target) for job in queue.all()] == ["n4:latest", "n3:latest", "n2:latest"]
 

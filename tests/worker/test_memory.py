@@ -31,7 +31,7 @@ from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
 from clowder_aimage.oci import Reference
-from tests.conftest import TINY
+from tests.store import copy_store
 
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 GIB = 1 << 30
@@ -86,10 +86,8 @@ def test_invalid_cgroup_files_are_ignored(tmp_path: Path, said: str) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LayeredStore:
-    store = LayeredStore([tmp_path / "store"])
-    create(store, Reference.parse("tiny"), TINY)
-    return store
+def tiny_store(stocked: Path, tmp_path: Path) -> LayeredStore:
+    return LayeredStore([copy_store(stocked, tmp_path / "store")])
 
 
 def lose_text_encoder(store: LayeredStore) -> None:
@@ -130,26 +128,26 @@ async def two(runner: Any) -> list[Any]:
 
 
 @pytest.mark.integration
-def test_releasing_the_text_encoder_does_not_change_pictures(store: LayeredStore) -> None:
+def test_releasing_the_text_encoder_does_not_change_pictures(tiny_store: LayeredStore) -> None:
     keep = EngineLimits(text_encoder="release")
-    stays = played(store, two, EngineLimits(text_encoder="keep"))
-    assert played(store, two, keep) == stays
+    stays = played(tiny_store, two, EngineLimits(text_encoder="keep"))
+    assert played(tiny_store, two, keep) == stays
     assert stays[0] == stays[2] != stays[1]
 
     async def without(runner: Any) -> Any:
         first = await picture(runner, "a dog")
-        lose_text_encoder(store)
+        lose_text_encoder(tiny_store)
         with pytest.raises(AImageError):
             await picture(runner, "a cat")
         assert await picture(runner, "a dog") == first  # the text embedding is cached
         return first
 
-    assert played(store, without, keep) == stays[0]
+    assert played(tiny_store, without, keep) == stays[0]
 
 
-def test_a_limit_for_two_models_refuses_pictures_of_one(store: LayeredStore) -> None:
+def test_a_limit_for_two_models_refuses_pictures_of_one(tiny_store: LayeredStore) -> None:
     with pytest.raises(UsageError, match=r"^2 MiB of memory are insufficient .* are required$"):
-        played(store, two, EngineLimits(memory=2 << 20, models=2))
+        played(tiny_store, two, EngineLimits(memory=2 << 20, models=2))
 
 
 @pytest.mark.integration
@@ -169,20 +167,22 @@ def test_the_least_memory_is_sufficient_for_two_prompts(
     assert found == played(store, two, EngineLimits())
 
 
-def test_the_text_encoder_is_kept_with_enough_memory(store: LayeredStore) -> None:
+def test_the_text_encoder_is_kept_with_enough_memory(tiny_store: LayeredStore) -> None:
     async def without(runner: Any) -> Any:
         await picture(runner, "a dog")
-        lose_text_encoder(store)
+        lose_text_encoder(tiny_store)
         return await picture(runner, "a cat")
 
-    assert played(store, without, EngineLimits())
+    assert played(tiny_store, without, EngineLimits())
 
 
 # -- size limits
 
 
-@pytest.fixture
-def pipeline(store: LayeredStore) -> Iterator[Pipeline]:
+@pytest.fixture(scope="module")
+def pipeline(stocked: Path) -> Iterator[Pipeline]:
+    """Return a pipeline; a test sets its memory."""
+    store = LayeredStore([stocked])
     with store.lease() as lease:
         stored = find_complete(store, Reference.parse("tiny"), lease)
         yield generate.load(store, stored).pipeline
@@ -226,9 +226,8 @@ def test_large_pictures_are_accepted(pipeline: Any, side: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_memory_of_the_decoder_is_between_its_estimates(
-    store: LayeredStore, dtype: str
-) -> None:
+def test_the_memory_of_the_decoder_is_between_its_estimates(stocked: Path, dtype: str) -> None:
+    store = LayeredStore([stocked])
     with store.lease() as lease:
         stored = find_complete(store, Reference.parse("tiny"), lease)
         pipeline: Any = generate.load(store, stored, dtype=dtype).pipeline

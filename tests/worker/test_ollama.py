@@ -12,7 +12,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,8 +195,14 @@ def test_an_infinite_keep_alive_has_a_distant_expiry(client: Any) -> None:
     assert model.expires_at.astimezone().year < 9000  # time zones still fit
 
 
-def test_a_huge_keep_alive_setting_has_a_distant_expiry(worker: LocalWorker) -> None:
-    other = worker.start("--keep-alive", "99999999h", "--grace", "99999999999h")
+@pytest.fixture(scope="module")
+def other(worker: LocalWorker) -> LocalWorker:
+    """Return a worker with other settings on the same store."""
+    options = ("--keep-alive", "99999999h", "--grace", "99999999999h", "--queue", 0)
+    return worker.start(*options, "--alias", "gpt-image-1=tiny")
+
+
+def test_a_huge_keep_alive_setting_has_a_distant_expiry(other: LocalWorker) -> None:
     with ollama.Client(other.url) as client:
         assert client.generate(**DRAW).image
         (model,) = client.ps().models
@@ -248,8 +253,7 @@ def test_unloading_does_not_interrupt_running_requests(client: Any) -> None:
 
 
 @pytest.mark.worker_only("requests wait in its own queue")
-def test_a_full_queue_is_503_with_retry_after(worker: LocalWorker) -> None:
-    other = worker.start("--queue", 0)
+def test_a_full_queue_is_503_with_retry_after(other: LocalWorker) -> None:
     with ollama.Client(other.url) as busy:
         busy.generate("tiny")
         parts = busy.generate(**DRAW | {"steps": 1000}, stream=True)
@@ -425,8 +429,7 @@ def test_refusals_have_an_error_code(
     assert (status, said["code"] in ("invalid_value", "unsupported_value")) == (400, True)
 
 
-def test_an_alias_is_accepted_with_the_latest_tag(worker: LocalWorker) -> None:
-    other = worker.start("--alias", "gpt-image-1=tiny")
+def test_an_alias_is_accepted_with_the_latest_tag(other: LocalWorker) -> None:
     with ollama.Client(other.url) as client:
         for name in ("gpt-image-1", "gpt-image-1:latest"):
             assert client.show(name).capabilities == ["image"]
@@ -438,11 +441,15 @@ def test_an_alias_is_accepted_with_the_latest_tag(worker: LocalWorker) -> None:
 # -- scopes
 
 
-def test_an_infer_token_may_list_and_generate_only(worker: LocalWorker) -> None:
+@pytest.fixture(scope="module")
+def guarded(worker: LocalWorker) -> LocalWorker:
     path = worker.aimage.home / "tokens"
     path.write_text(f"admin {'a' * 32}\ninfer {'i' * 32}\n")
-    other = worker.start("--token-file", path)
-    with ollama.Client(other.url, headers={"Authorization": f"Bearer {'i' * 32}"}) as infer:
+    return worker.start("--token-file", path)
+
+
+def test_an_infer_token_may_list_and_generate_only(guarded: LocalWorker) -> None:
+    with ollama.Client(guarded.url, headers={"Authorization": f"Bearer {'i' * 32}"}) as infer:
         assert infer.list().models and infer.generate(**DRAW).image
         refused: list[Callable[[], Any]] = [
             lambda: infer.generate("tiny", "", keep_alive=0),
@@ -458,22 +465,16 @@ def test_an_infer_token_may_list_and_generate_only(worker: LocalWorker) -> None:
         with pytest.raises(ollama.ResponseError) as caught:  # a missing model is not pulled
             infer.generate("127.0.0.1:1/x", "a dog")
         assert caught.value.status_code == 404
-    with ollama.Client(other.url) as stranger, pytest.raises(ollama.ResponseError) as caught:
+    with ollama.Client(guarded.url) as stranger, pytest.raises(ollama.ResponseError) as caught:
         stranger.list()
     assert caught.value.status_code == 401
 
 
-def test_an_infer_token_may_not_set_keep_alive_or_unload(
-    worker: LocalWorker, tmp_path: Path
-) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text(f"admin {'a' * 32}\ninfer {'i' * 32}\n")
-    other = worker.start("--token-file", tokens)
-
+def test_an_infer_token_may_not_set_keep_alive_or_unload(guarded: LocalWorker) -> None:
     def ask(token: str, **body: Any) -> Any:
         data = json.dumps({"model": "tiny", "stream": False, **body}).encode()
         headers = {"Authorization": f"Bearer {token * 32}", "Content-Type": "application/json"}
-        asked = urllib.request.Request(other.url + "/api/generate", data, headers)
+        asked = urllib.request.Request(guarded.url + "/api/generate", data, headers)
         try:
             with urllib.request.urlopen(asked, timeout=60) as answer:
                 return answer.status
@@ -481,8 +482,8 @@ def test_an_infer_token_may_not_set_keep_alive_or_unload(
             return error.code
 
     assert ask("i", prompt="a dog", steps=1, keep_alive=0) == 200
-    assert other.get("/api/ps", Authorization=f"Bearer {'i' * 32}")["models"]
+    assert guarded.get("/api/ps", Authorization=f"Bearer {'i' * 32}")["models"]
     assert ask("i", prompt="", keep_alive=0) == 403
     assert ask("i", prompt="", stop=True) == 403
     assert ask("a", prompt="", stop=True) == 200
-    assert not other.get("/api/ps", Authorization=f"Bearer {'i' * 32}")["models"]
+    assert not guarded.get("/api/ps", Authorization=f"Bearer {'i' * 32}")["models"]
