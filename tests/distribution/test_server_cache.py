@@ -159,6 +159,7 @@ def test_a_page_of_another_site_does_not_fill_the_cache(tmp_path: Path) -> None:
     assert asyncio.run(run()) == [403, 403, 200, 200]
 
 
+@pytest.mark.integration
 def test_unreachable_upstream_serves_cached_content(
     tmp_path: Path, serve_layout: Serve, layers: tuple[bytes, bytes]
 ) -> None:
@@ -431,6 +432,7 @@ def test_blob_larger_than_the_disk_is_refused(tmp_path: Path, serve_layout: Serv
         assert upstream.asked("GET") == []
 
 
+@pytest.mark.integration
 def test_server_stops_while_a_fetch_hangs(tmp_path: Path, serve_layout: Serve) -> None:
     data = os.urandom(MIB)
     headers = {"Content-Length": str(len(data))}
@@ -448,6 +450,7 @@ def test_server_stops_while_a_fetch_hangs(tmp_path: Path, serve_layout: Serve) -
             assert cache.stop()[0] == 0
 
 
+@pytest.mark.integration
 def test_server_stops_while_its_upstream_is_silent(tmp_path: Path, serve_layout: Serve) -> None:
     silent = Answer(headers={"Content-Length": "9"}, cut=0, hang=True)
     with ScriptedRegistry(lambda _: silent).running() as upstream:

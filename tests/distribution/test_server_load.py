@@ -19,6 +19,7 @@ from tests.process import run
 MIB = 1024 * 1024
 
 
+@pytest.mark.integration
 def test_concurrent_clients(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
     server = serve_layout(tmp_path / "store")
     shared = os.urandom(300_000)
@@ -62,6 +63,7 @@ def peak_mib(server: Server) -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.integration
 def test_memory_is_bounded(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
     """160 MiB in and out, by PATCH, PUT and GET, cost the server less than 40 MB."""
     server = serve_layout(tmp_path / "store")

@@ -103,6 +103,7 @@ def test_command_line_refuses_remote_addresses(aimage: Callable[..., Aimage]) ->
     assert "--token-file" in done.err
 
 
+@pytest.mark.integration
 def test_command_line_of_a_cache_serves_until_interrupted(
     tmp_path: Path, server: Server, aimage: Callable[..., Aimage]
 ) -> None:
@@ -148,6 +149,7 @@ def test_command_line_refuses_options(
     assert message in done.err
 
 
+@pytest.mark.integration
 def test_metrics_count_requests_bytes_and_uploads(
     tmp_path: Path, aimage: Callable[..., Aimage]
 ) -> None:

@@ -266,6 +266,7 @@ def test_stalled_or_malformed_body_is_refused(impatient: Server, rest: bytes) ->
     assert server.ask("GET", location).headers["Range"] == "0-2097151"
 
 
+@pytest.mark.integration
 def test_killed_server_keeps_no_blob(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
     root = tmp_path / "store"
     server = serve_layout(root)
@@ -287,6 +288,7 @@ def test_killed_server_keeps_no_blob(tmp_path: Path, serve_layout: Callable[...,
     assert again.ask("GET", "/v2/a/b/manifests/t").content == raw
 
 
+@pytest.mark.integration
 def test_stop_aborts_uploads(tmp_path: Path, serve_layout: Callable[..., Server]) -> None:
     server = serve_layout(tmp_path / "store")
     server.ask("PATCH", server.begin(), data=BLOB)
@@ -295,6 +297,7 @@ def test_stop_aborts_uploads(tmp_path: Path, serve_layout: Callable[..., Server]
     assert server.ingests() == []
 
 
+@pytest.mark.integration
 def test_stop_does_not_wait_for_stalled_clients(
     tmp_path: Path, serve_layout: Callable[..., Server]
 ) -> None:
@@ -474,6 +477,7 @@ def test_idle_uploads_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     asyncio.run(run())
 
 
+@pytest.mark.integration
 def test_collection_keeps_blobs_of_active_clients(
     tmp_path: Path, serve_layout: Callable[..., Server]
 ) -> None:

@@ -134,6 +134,7 @@ def rounds(publisher: Publisher, tag: str = "v1", count: int = 3) -> None:
     until(lambda: publisher.manifests(tag, since) >= count, f"{count} looks at the tag")
 
 
+@pytest.mark.integration
 def test_wrong_content_is_not_fetched_again_until_the_tag_moves(
     node: LocalNode, publisher: Publisher
 ) -> None:

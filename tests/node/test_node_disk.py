@@ -22,6 +22,8 @@ from tests.node.small_disk import Disk, small_disk
 from tests.node.test_node_clock import Bench, want
 from tests.wait import until
 
+pytestmark = pytest.mark.integration  # root mounts a small disk
+
 FULL = Watermarks(1.0, 1.0, age=0.0)  # watermarks that are never passed
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.node.node_run import LocalNode
 from tests.node.publisher import Publisher
 from tests.proxy import Reply
 from tests.wait import until
+
+pytestmark = pytest.mark.integration  # each starts nodes several times
 
 FULL = ("--high", "1", "--low", "0.5", "--min-age", "0")  # any disk is above these marks
 
