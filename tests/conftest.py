@@ -23,6 +23,12 @@ from tests.process import Aimage, reaped, restore_signals
 from tests.quarantine import QUARANTINE
 from tests.real_registry import RealRegistry, find_registry
 
+# Before numpy or MLX is imported, also by another conftest: each worker computes with one thread,
+# because several spinning thread pools take three times as long
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(_name, "1")
+
 ROOT = Path(__file__).parent.parent
 TINY = ROOT / "examples" / "tiny"
 # These have tests of a minute: if one began last, the other cores would wait for it
@@ -62,16 +68,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     """Prepare the process before a test module imports MLX.
 
-    Each worker computes with one thread: several spinning thread pools take three times as long.
     BLAS is loaded as the program loads it: pictures of this process equal those of others. The
     dimensions of the parity models are drawn once per run, for all workers.
     """
     restore_signals()
     if sys.version_info < (3, 12):
         threading._sys = _Sys()  # type: ignore[attr-defined]
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-            os.environ.setdefault(name, "1")
     blas.preload()
     for name in ("fsync", "fdatasync"):  # no power failure is tested in this process
         if hasattr(os, name):
