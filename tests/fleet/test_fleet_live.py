@@ -25,6 +25,7 @@ from tests.worker.conftest import Worker, begin
 
 pytestmark = pytest.mark.integration
 FLEET = ("--fleet", "live")
+STEPS = 250  # of a stream whose worker is killed
 
 
 class LiveFleet:
@@ -50,6 +51,11 @@ class LiveFleet:
 
         until(is_known, name)
         return dict(cards[name])
+
+    def busy(self) -> str:
+        """Return the name of a worker with a job, if there is one."""
+        cards = self.gateway.get("/v1/fleet")["workers"]
+        return next((str(each["id"]) for each in cards if each["running"]), "")
 
     def know(self, count: int) -> None:
         until(lambda: len(self.gateway.get("/v1/fleet")["workers"]) == count, "the workers")
@@ -137,7 +143,7 @@ def test_a_worker_that_stood_still_does_not_count(live: LiveFleet) -> None:
 
 
 def test_a_stream_goes_on_when_its_worker_is_killed(live: LiveFleet) -> None:
-    wanted = post(live.workers["w1"].url, **WISH, steps=150)["data"][0]["b64_json"]
+    wanted = post(live.workers["w1"].url, **WISH, steps=STEPS)["data"][0]["b64_json"]
     client = openai.OpenAI(
         base_url=f"{live.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE
     )
@@ -149,18 +155,18 @@ def test_a_stream_goes_on_when_its_worker_is_killed(live: LiveFleet) -> None:
         size="64x64",
         stream=True,
         partial_images=3,
-        extra_body={"seed": 7, "steps": 150, "stream_format": "openai+progress"},
+        extra_body={"seed": 7, "steps": STEPS, "stream_format": "openai+progress"},
     ) as events:
         for event in events:
             kind = event.type.rpartition(".")[2]
             if kind == "progress":
                 steps.append((event.model_extra or {})["step"])
+                if len(steps) == 1:  # the gateway may hear of it later
+                    killed = until(live.busy, "a worker to be at work")
                 if len(steps) == 60:
-                    cards = live.gateway.get("/v1/fleet")["workers"]
-                    killed = next(each["id"] for each in cards if each["running"])
                     live.workers[killed].stop(signal.SIGKILL)
             (previews if kind == "partial_image" else found).append(event)
-    assert killed and steps == [*range(1, 151)]
+    assert killed and steps == [*range(1, STEPS + 1)]
     assert [each.partial_image_index for each in previews] == [0, 1, 2]
     assert pixels(found[-1].b64_json) == pixels(wanted)
     live.workers[killed].end()
