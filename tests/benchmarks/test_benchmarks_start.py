@@ -86,8 +86,7 @@ STARTS = (
         has_goals=True,
     ),
     Start("startup --runs 1", "| aimage ls |"),
-    Start("step --shape tiny --part step --rounds 1", "| aimage |", ("mlx",)),
-    Start("step --shape flux2 --part decode --tool aimage --rounds 1", "| aimage |", ("mlx",)),
+    Start("step --shape tiny --part step --tool aimage --rounds 1", "| aimage |", ("mlx",)),
     Start("store --counts 2 --layers 10 --blobs 10 --rounds 1", "| durable |"),
     Start("text --shape tiny --tokens 4 --rounds 1", "| worker |", ("mlx_lm",)),
     Start(

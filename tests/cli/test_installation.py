@@ -41,7 +41,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         monkeypatch.setattr(sys, "prefix", str(tmp_path))
         monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-        there = {"pip", "aiohttp"}
+        monkeypatch.setattr(metadata, "distributions", lambda **_: [_Package(tmp_path)])
+        there = {"aiohttp"}
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name: name if name in there else None
         )
@@ -112,7 +113,7 @@ def test_another_pip_on_the_path_is_not_used(
     directory = installed(None)
     monkeypatch.setenv("PATH", "")
     assert install_command("mlx").startswith(f"{directory}/bin/python -m pip install ")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(metadata, "distributions", lambda **_: [])
     assert install_command("mlx").startswith(f"uv pip install --python {directory}/bin/python ")
 
 

@@ -411,7 +411,8 @@ def test_a_model_that_was_unloaded_is_loaded_and_one_that_was_removed_is_named(
     assert page.get_by_label("Prompt", exact=True).input_value() == "a red circle"
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [5, 10])
 def test_many_tabs_make_pictures_at_once(
     open_page: OpenPage, shapes_worker: Worker, count: int
 ) -> None:

@@ -53,7 +53,8 @@ def _tool() -> str | None:
 
 def _pip() -> str:
     """Return the command that installs into this environment."""
-    if importlib.util.find_spec("pip") is None:
+    # Not find_spec("pip"): setuptools hooks into that, and warns if distutils is imported
+    if not any(metadata.distributions(name="pip")):
         return f"uv pip install --python {shlex.quote(sys.executable)}"
     found = shutil.which("pip")
     is_first = found is not None and Path(found).parent == Path(sys.executable).parent
