@@ -37,7 +37,7 @@ GATEWAY := openai openai_text openai_retry promises_openai ollama ollama_text ol
   promises_ollama picture_upload picture_output control_requests reference_requests \
   enhance_requests worker_adapters content remote_live facts
 
-.PHONY: help demo install uninstall test test-all test-slow test-gateway check lint fuzz format docs dist lock audit venv clean
+.PHONY: help demo install uninstall test test-programs test-all test-slow test-quarantine test-gateway check lint fuzz format docs dist lock audit venv clean
 .DELETE_ON_ERROR:
 
 help:
