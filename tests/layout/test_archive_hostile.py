@@ -374,7 +374,8 @@ def test_a_negative_size_is_refused(store: ImageLayout, file: Path) -> None:
     block[148:156] = b" " * 8
     block[148:156] = b"%06o\0 " % sum(block)
     file.write_bytes(bytes(block) + bytes(2048))
-    assert_refused(store, FormatError, "past its end", lambda: load(store, file))
+    # The second message is that of older releases of Python
+    assert_refused(store, FormatError, "past its end|invalid offset", lambda: load(store, file))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,9 @@ FILES = {
 def old(aimage: Callable[..., Aimage]) -> Aimage:
     here: Aimage = aimage("old")
     with tarfile.open(Path(__file__).with_name("store-0.1.tar.gz")) as archive:
-        archive.extractall(here.store.parent, filter="tar")
+        # Python 3.11.2, which Debian 12 has, knows no filters yet
+        options = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}
+        archive.extractall(here.store.parent, **options)  # type: ignore[arg-type]  # noqa: S202
     (here.store.parent / "store").rename(here.store)
     return here
 

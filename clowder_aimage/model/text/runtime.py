@@ -63,6 +63,12 @@ def load_language_model(
             f"{runtime} cannot be used: {error.name} is missing",
             hint=f"install the extra [{extra}]",
         ) from None
+    except ImportError as error:
+        # A library of the system is missing, such as libgomp.so.1 on a bare Debian
+        raise UsageError(
+            f"{runtime} cannot be used: {error}",
+            hint="install this library with the packages of your system; libgomp1 has libgomp.so.1",
+        ) from None
     if models > 1:
         memory = (memory or runtime_module.usual_memory()) // models
     how = {"dtype": dtype, "memory": memory, "context": context, "parallel": parallel}
