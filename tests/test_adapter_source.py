@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage import adapter_source
 from clowder_aimage.adapter_source import AdapterFinder, FoundAdapter, is_path, resolve
 from clowder_aimage.create import create
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
     NotFoundError,
+    StoreError,
     UsageError,
     VerificationError,
 )
@@ -283,3 +285,19 @@ def test_a_request_is_resolved_with_strengths_digests_and_words(layout: ImageLay
 @pytest.mark.parametrize("text", ["./x", "/x", "~/x", "x.safetensors", "x.ckpt"])
 def test_paths_are_told_from_names(text: str) -> None:
     assert is_path(text) and not is_path("team/style:v1")
+
+
+def test_a_config_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="of style: No such file"):
+        adapter_source._read_beside(tmp_path / "adapter_config.json", "style")
+
+
+def test_a_listing_of_a_directory_is_bounded(
+    layout: ImageLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_source, "_MAX_LISTED", 2)
+    for name in ("a", "b/c", "d/e", "f"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.safetensors").touch()
+    finder = AdapterFinder(layout, lambda _: None, tmp_path)  # type: ignore[arg-type, return-value]
+    assert finder._names() == ["a", "f"]
