@@ -445,3 +445,12 @@ def test_an_image_on_a_full_disk_fails(stocked: Callable[[], Aimage]) -> None:
         assert list(small.iterdir()) == []
     finally:
         run(["umount", str(small)], check=True)
+
+
+@pytest.mark.parametrize("option", ["--guidance", "--steps"])
+def test_defaults_of_pictures_are_refused_for_other_models(
+    aimage: Callable[..., Aimage], tmp_path: Path, option: str
+) -> None:
+    (tmp_path / "a.bin").write_bytes(b"x")
+    done = aimage()("create", "x", "a.bin", "--whole-files", option, 2, code=2)
+    assert f"{option[2:]}: only a model that makes pictures has such defaults" in done.err
