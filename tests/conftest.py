@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ import pytest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.tensor import blas
 from tests.process import Aimage, reaped, restore_signals
+from tests.program import find_program
 from tests.quarantine import QUARANTINE
 from tests.real_registry import RealRegistry, find_registry
 
@@ -234,9 +234,4 @@ def tiny() -> Path:
 @pytest.fixture(scope="session")
 def skopeo() -> str:
     """Return the path of skopeo, an independent OCI tool."""
-    path = shutil.which("skopeo")
-    if path is None:
-        if os.environ.get("AIMAGE_REQUIRE_REGISTRY") == "1":
-            pytest.fail("skopeo is not installed")
-        pytest.skip("skopeo is not installed")
-    return path
+    return find_program("skopeo")

@@ -134,7 +134,7 @@ def test_a_required_registry_that_is_not_there_fails(
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("AIMAGE_REQUIRE_REGISTRY", "1")
+    monkeypatch.setenv("AIMAGE_REQUIRE_TOOLS", "1")
     real_registry._engine_answers.cache_clear()
     try:
         with (

@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import os
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.process import run
+from tests.program import find_program
 
 NETWORKS = ("torch", "diffusers")
 REGISTRY = ("docker-registry",)
@@ -123,10 +123,8 @@ def test_each_program_is_started() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="some programs read /proc")
 @pytest.mark.parametrize("start", STARTS, ids=lambda start: start.command.partition(" --")[0])
 def test_a_program_runs_with_its_smallest_sizes(start: Start, tmp_path: Path) -> None:
-    if absent := [name for name in start.programs if shutil.which(name) is None]:
-        if os.environ.get("AIMAGE_REQUIRE_TOOLS"):
-            pytest.fail(f"not installed: {', '.join(absent)}")
-        pytest.skip(f"not installed: {', '.join(absent)}")
+    for name in start.programs:
+        find_program(name)
     if absent := [name for name in start.packages if importlib.util.find_spec(name) is None]:
         pytest.skip(f"not installed: {', '.join(absent)}")
     words = shlex.split(start.command.format(place=tmp_path / "model"))

@@ -14,10 +14,8 @@ line of stdout. It changes and adds no file but blobs, which are kept for the ne
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
-import shutil
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ import trustme
 
 from tests.cli.scenes import EMPTY, GENERATE, PRIVATE, STOCKED
 from tests.process import PROGRAM, Aimage, Done, run
+from tests.program import find_program
 from tests.real_registry import PASSWORD
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
 from tests.scripted_worker import ScriptedWorker, says
@@ -179,9 +178,8 @@ def play(
 
         def make(scene: str, store: Path | None = None) -> None:
             for tool in ("jq", "skopeo"):
-                if f"{tool} " in scene and shutil.which(tool) is None:
-                    is_required = os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1"
-                    (pytest.fail if is_required else pytest.skip)(f"{tool} is not installed")
+                if f"{tool} " in scene:
+                    find_program(tool)
             (here.home / "examples").symlink_to(ROOT / "examples")
             (here.home / "password.txt").write_text(f"{PASSWORD}\n")
             (here.home / "bare").mkdir()

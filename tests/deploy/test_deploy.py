@@ -39,6 +39,7 @@ from tests.deploy.written import (
     unit,
 )
 from tests.process import run
+from tests.program import find_program
 
 LARGEST_EXPOSURE = 3.0
 USER = "10001:10001"
@@ -62,19 +63,6 @@ KEYS: dict[str, type] = {
 
 def name(path: Path) -> str:
     return path.name
-
-
-def tool(program: str) -> str:
-    """Return the path of a program: beside this Python, else on PATH.
-
-    Without it the test is skipped, or fails with AIMAGE_REQUIRE_TOOLS=1.
-    """
-    beside = Path(sys.executable).with_name(program)
-    found = str(beside) if beside.is_file() else shutil.which(program)
-    if found is None:
-        refuse = pytest.fail if os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1" else pytest.skip
-        refuse(f"{program} is not installed")
-    return found
 
 
 def output(*command: object) -> str:
@@ -183,7 +171,7 @@ def test_is_pinned_refuses_unpinned_images() -> None:
 
 def test_hadolint_reports_nothing() -> None:
     for path in DOCKERFILES:
-        assert output(tool("hadolint"), "--failure-threshold", "style", path) == ""
+        assert output(find_program("hadolint"), "--failure-threshold", "style", path) == ""
 
 
 def test_images_run_as_one_user_other_than_root() -> None:
@@ -252,7 +240,7 @@ def test_the_copied_files_build_the_complete_wheel(path: Path, tmp_path: Path) -
 
 def test_the_compose_files_match_their_schema() -> None:
     files = (COMPOSE, COMPOSE_CUDA)
-    output(tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", *files)
+    output(find_program("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", *files)
 
 
 def test_the_override_names_the_gpu_of_the_worker_alone() -> None:
@@ -273,7 +261,8 @@ def test_the_override_names_the_gpu_of_the_worker_alone() -> None:
 def test_the_schema_of_compose_files_refuses_a_wrong_key(tmp_path: Path) -> None:
     wrong = tmp_path / "docker-compose.yml"
     wrong.write_text(COMPOSE.read_text().replace("read_only:", "readonly:"))
-    command = [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(wrong)]
+    checker = find_program("check-jsonschema")
+    command = [checker, "--builtin-schema", "vendor.compose-spec", str(wrong)]
     assert run(command).returncode == 1
 
 
@@ -386,7 +375,7 @@ def installed(tmp_path: Path) -> Path:
 
 def test_systemd_accepts_every_line(installed: Path) -> None:
     units = sorted(installed.iterdir())
-    said = output(tool("systemd-analyze"), "--man=no", "verify", *units)
+    said = output(find_program("systemd-analyze"), "--man=no", "verify", *units)
     assert [
         line for line in said.splitlines() if "aimage" in line
     ] == []  # others belong to the machine
@@ -395,13 +384,14 @@ def test_systemd_accepts_every_line(installed: Path) -> None:
 def test_systemd_reports_an_unknown_line(installed: Path) -> None:
     unknown = installed / "aimage.service"
     unknown.write_text(unknown.read_text().replace("KillMode=", "KilMode="))
-    command = [tool("systemd-analyze"), "--man=no", "verify", str(unknown)]
+    command = [find_program("systemd-analyze"), "--man=no", "verify", str(unknown)]
     assert "KilMode" in run(command, text=True).stderr
 
 
 def test_services_have_a_low_exposure_level() -> None:
+    analyze = find_program("systemd-analyze")
     for path in UNITS:
-        said = output(tool("systemd-analyze"), "--no-pager", "security", "--offline=true", path)
+        said = output(analyze, "--no-pager", "security", "--offline=true", path)
         found = re.search(r"Overall exposure level for \S+: ([0-9.]+)", said)
         assert found is not None, said
         assert float(found[1]) <= LARGEST_EXPOSURE
@@ -441,7 +431,7 @@ def test_users_and_directories_are_created(tmp_path: Path) -> None:
         DEPLOY / "systemd" / f"aimage.{kind}.conf" for kind in ("sysusers", "tmpfiles")
     )
     (tmp_path / "etc").mkdir()
-    output(tool("systemd-sysusers"), f"--root={tmp_path}", users)
+    output(find_program("systemd-sysusers"), f"--root={tmp_path}", users)
     entry = re.search(
         r"^aimage:x:(\d+):(\d+):[^:]*:([^:]*):(\S+)$",
         (tmp_path / "etc" / "passwd").read_text(),
@@ -449,7 +439,7 @@ def test_users_and_directories_are_created(tmp_path: Path) -> None:
     )
     assert entry is not None
     assert (entry[3], Path(entry[4]).name) == ("/var/lib/aimage", "nologin")
-    output(tool("systemd-tmpfiles"), f"--root={tmp_path}", "--create", directories)
+    output(find_program("systemd-tmpfiles"), f"--root={tmp_path}", "--create", directories)
     place = (tmp_path / "run" / "aimage").stat()
     assert (place.st_mode & 0o777, place.st_uid, place.st_gid) == (
         0o750,

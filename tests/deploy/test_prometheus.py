@@ -22,10 +22,11 @@ from tests.deploy.metrics import (
     rules,
     wrong_labels,
 )
-from tests.deploy.test_deploy import output, tool
+from tests.deploy.test_deploy import output
 from tests.deploy.written import ROOT
 from tests.docs.document import Document
 from tests.process import run
+from tests.program import find_program
 
 ALERTS = [rule["alert"] for rule in rules()]
 GUIDE = Document(ROOT / "docs" / "alerts.md")
@@ -41,7 +42,7 @@ def check(directory: Path, *found: str) -> subprocess.CompletedProcess[str]:
     file = directory / "rules.json"  # JSON is valid YAML
     wanted = [{"record": f"x:{n}", "expr": expr} for n, expr in enumerate(found)]
     file.write_text(json.dumps({"groups": [{"name": "x", "rules": wanted}]}))
-    command = [tool("promtool"), "check", "rules", "--lint-fatal", str(file)]
+    command = [find_program("promtool"), "check", "rules", "--lint-fatal", str(file)]
     return run(command, text=True, timeout=120)
 
 
@@ -50,12 +51,12 @@ def check(directory: Path, *found: str) -> subprocess.CompletedProcess[str]:
 
 def test_prometheus_accepts_the_rules() -> None:
     assert f"SUCCESS: {len(ALERTS)} rules found" in output(
-        tool("promtool"), "check", "rules", "--lint-fatal", RULES
+        find_program("promtool"), "check", "rules", "--lint-fatal", RULES
     )
 
 
 def test_alerts_fire_as_expected() -> None:
-    assert "SUCCESS" in output(tool("promtool"), "test", "rules", RULES_TEST)
+    assert "SUCCESS" in output(find_program("promtool"), "test", "rules", RULES_TEST)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_the_alert_tests_detect_a_failure(before: str, after: str, tmp_path: Pat
         if alert in {case["alertname"] for case in test["alert_rule_test"]}
     ]
     (tmp_path / RULES_TEST.name).write_text(json.dumps(document))
-    command = [tool("promtool"), "test", "rules", str(tmp_path / RULES_TEST.name)]
+    command = [find_program("promtool"), "test", "rules", str(tmp_path / RULES_TEST.name)]
     (tmp_path / RULES.name).write_text(text.replace(before, after))
     done = run(command, text=True)
     assert done.returncode == 1 and "FAILED" in done.stdout + done.stderr

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from clowder_aimage.cli.main import ALIASES
-from tests.deploy.test_deploy import output, tool
+from tests.deploy.test_deploy import output
 from tests.deploy.written import DEPLOY, ROOT
 from tests.docs.test_docs_names import VERBS, mentioned, options
 from tests.process import Aimage, run
+from tests.program import find_program
 
 pytest.importorskip("hatchling", reason="hatchling is not installed")
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -84,7 +85,9 @@ def test_the_help_needs_no_package_but_click() -> None:
 
 def test_the_workflows_match_their_schema() -> None:
     assert len(WORKFLOWS) >= 2
-    output(tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", *WORKFLOWS)
+    output(
+        find_program("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", *WORKFLOWS
+    )
 
 
 def test_the_forms_of_issues_match_their_schemas() -> None:
@@ -93,7 +96,7 @@ def test_the_forms_of_issues_match_their_schemas() -> None:
     for kind, files in (("config", config), ("forms", forms)):
         assert files
         schema = f"vendor.github-issue-{kind}"
-        output(tool("check-jsonschema"), "--builtin-schema", schema, *files)
+        output(find_program("check-jsonschema"), "--builtin-schema", schema, *files)
 
 
 def test_hooks_of_commits_use_programs_of_the_environment() -> None:

@@ -31,6 +31,7 @@ from tests.docs.document import GUIDES, ROOT, SHELLS, Command, Document
 from tests.docs.preloaded import preloaded
 from tests.docs.shell import NODE, PROGRAM, WORKER, environment, placed, run_all
 from tests.process import run, spawn
+from tests.program import find_program
 from tests.real_registry import find_registry, free_port
 
 DOCUMENTS = [Document(path) for path in GUIDES]
@@ -56,7 +57,7 @@ def test_commands(document: Document, tmp_path: Path, program: Path) -> None:
         pytest.skip("aimage is not installed beside this Python")
     for tool in ("curl", "jq", "openssl"):
         if any(tool in command.text.split() for command in document.commands):
-            _need(tool)
+            find_program(tool)
     with registries(document, tmp_path / "registries") as places:
         commands = [placed(command, places) for command in document.commands]
         variables = environment(tmp_path)
@@ -68,13 +69,6 @@ def test_commands(document: Document, tmp_path: Path, program: Path) -> None:
         assert code == command.code, f"{where}exit code {code}, not {command.code}\n{output}"
         missing = first_missing(command.expected, output)
         assert missing is None, f"{where}does not print {missing!r}, but\n{output[:4000]}"
-
-
-def _need(tool: str) -> None:
-    if shutil.which(tool) is None:
-        missing = f"{tool} is not installed"
-        is_required = os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1"
-        pytest.fail(missing) if is_required else pytest.skip(missing)
 
 
 @contextlib.contextmanager
@@ -161,7 +155,7 @@ def test_the_shell_starts_a_server_and_ends_it(tmp_path: Path) -> None:
         Command(f"aimage registry serve --addr 127.0.0.1:{port} --store s", (), 3),
         Command("aimage registry serve --help | head -n 1", (), 4),
     ]
-    _need("curl")
+    find_program("curl")
     begun, listed, taken, told = run_all(commands, tmp_path, environment(tmp_path))
     assert begun[0] == 0 and begun[1].startswith(f"http://127.0.0.1:{port}\n")
     assert listed == (0, '{"repositories": []}')

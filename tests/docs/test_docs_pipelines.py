@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from tests.abridged import abridge
 from tests.docs.document import ROOT, Document
 from tests.process import PROGRAM, Aimage, run
+from tests.program import find_program
 from tests.real_registry import PASSWORD, USER, RealRegistry
 
 PAGE = Document(ROOT / "docs" / "platform.md")
@@ -30,11 +28,7 @@ FUNCTION = f'aimage() {{ {shlex.join(PROGRAM)} "$@"; }}\n'
     ids=["github", "gitlab"],
 )
 def test_a_pipeline_matches_its_schema(text: str, schema: str, tmp_path: Path) -> None:
-    directory = Path(sys.executable).parent
-    program = shutil.which("check-jsonschema", path=f"{directory}{os.pathsep}{os.environ['PATH']}")
-    if program is None:
-        is_required = os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1"
-        (pytest.fail if is_required else pytest.skip)("check-jsonschema is not installed")
+    program = find_program("check-jsonschema")
     file = tmp_path / "pipeline.yml"
     file.write_text(text)
     done = run([program, "--builtin-schema", schema, file], text=True, timeout=60)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import shutil
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 from aiohttp import web
 
 from clowder_aimage.api.service import Service, make_service
@@ -34,6 +31,7 @@ from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.registry import ClientOptions
 from tests import process
+from tests.program import find_program
 from tests.wait import PATIENCE, until, until_async
 
 Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
@@ -43,16 +41,6 @@ PICTURES = "/v1/images/generations"
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return int(listening.getsockname()[1])
-
-
-def nats_program() -> str:
-    """Return the path of nats-server, or skip the test."""
-    found = shutil.which("nats-server")
-    if found is None:
-        if os.environ.get("AIMAGE_REQUIRE_TOOLS"):
-            pytest.fail("nats-server is not installed")
-        pytest.skip("nats-server is not installed")
-    return found
 
 
 @dataclass
@@ -69,7 +57,7 @@ class Nats:
         return f"nats://127.0.0.1:{self.port}"
 
     def start(self) -> Nats:
-        command = [nats_program(), "-a", "127.0.0.1", "-p", self.port, *self.arguments]
+        command = [find_program("nats-server"), "-a", "127.0.0.1", "-p", self.port, *self.arguments]
         if "-c" not in self.arguments:
             command += ["-js", "-sd", self.directory]
         command += ["-l", self.directory / "log"]

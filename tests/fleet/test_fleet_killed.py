@@ -8,15 +8,15 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.fleet.fleet_run import nats_program
 from tests.process import run
+from tests.program import find_program
 
 pytestmark = pytest.mark.slow
 
 
 def test_no_job_is_lost_or_answered_with_anothers_picture() -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
-    nats_program()
+    find_program("nats-server")
     sizes = {"workers": 3, "gateways": 2, "jobs": 240, "clients": 16, "every": 2}
     options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "benchmarks.jobs", "--json", *options]

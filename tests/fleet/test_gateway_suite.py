@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.fleet.fleet_run import nats_program
 from tests.process import run
+from tests.program import find_program
 
 pytestmark = pytest.mark.integration
 FEWEST = {"openai": 60, "openai_text": 25, "ollama": 60, "ollama_text": 8, "ollama_pull": 12}
@@ -35,7 +35,7 @@ SAMPLE = (
 def passed(*tests: str) -> int:
     """Run tests through a gateway, and return how many passed; fail if one did not."""
     pytest.importorskip("mlx.core", reason="mlx is not installed")
-    nats_program()
+    find_program("nats-server")
     command = [sys.executable, "-m", "pytest", "-q", "--gateway", "-p", "no:cacheprovider"]
     command += ["-m", "not integration and not slow", *tests]
     kept = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.deploy.metrics import METRICS
-from tests.deploy.test_deploy import tool
 from tests.node.node_run import LiveNode, LocalNode
 from tests.process import run
+from tests.program import find_program
 from tests.worker.conftest import begin
 
 
@@ -30,7 +30,7 @@ def test_a_node_exposes_every_metric_of_nodes(node: LocalNode) -> None:
     text, found = exposed(node.url)
     wanted = {one.name: one.kind for one in METRICS if one.on_node}
     assert wanted.items() <= found.items(), wanted.items() - found.items()
-    command = [tool("promtool"), "check", "metrics"]
+    command = [find_program("promtool"), "check", "metrics"]
     done = run(command, input=text, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 

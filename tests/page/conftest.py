@@ -6,7 +6,6 @@ violated its Content Security Policy, raised an exception, or asked another host
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.process import Aimage
+from tests.program import lack
 from tests.store import copy_store
 from tests.worker.conftest import Worker, begin
 
@@ -50,8 +50,8 @@ def launch() -> Iterator[Callable[[], Browser]]:
     """Return a function that returns a browser without a window: the same one while it lives."""
     from playwright.sync_api import expect, sync_playwright
 
-    if CHROMIUM is None and "AIMAGE_REQUIRE_TOOLS" not in os.environ:
-        pytest.skip("chromium is not installed")
+    if CHROMIUM is None:
+        lack("chromium is not installed")
     expect.set_options(timeout=PATIENCE)
     with sync_playwright() as playwright:
         found: list[Browser] = []

@@ -27,6 +27,7 @@ from PIL import Image
 
 from clowder_aimage.engine.worker_client import WorkerClient
 from tests.process import spawn
+from tests.program import lack
 from tests.scripted_worker import Says, ScriptedWorker, says
 from tests.worker.conftest import Worker
 
@@ -78,9 +79,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Pop
     """Start one litellm process for all tests, because its import takes seconds."""
     python = os.environ.get("AIMAGE_LITELLM_PYTHON")
     if not python:
-        missing = "AIMAGE_LITELLM_PYTHON names no Python that has litellm"
-        is_required = os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1"
-        pytest.fail(missing) if is_required else pytest.skip(missing)
+        lack("AIMAGE_LITELLM_PYTHON names no Python that has litellm")
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(tmp_path_factory.mktemp("litellm")),

@@ -31,6 +31,7 @@ import ollama
 import openai
 
 from tests.process import Aimage, spawn
+from tests.program import lack
 from tests.text.tiny_gguf import write_gguf
 from tests.text.tiny_text import CONTEXT, add_pooling, write_model
 from tests.worker.conftest import Worker, begin
@@ -267,12 +268,7 @@ def _conversation(command: list[Any], **environment: str) -> Iterator[Call]:
 def _python(package: str) -> str:
     """Return the interpreter with LiteLLM and LangChain."""
     python = os.environ.get("AIMAGE_LITELLM_PYTHON")
-    if python:
-        return python
-    missing = f"AIMAGE_LITELLM_PYTHON names no Python that has {package}"
-    if os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1":
-        pytest.fail(missing)
-    pytest.skip(missing)
+    return python or lack(f"AIMAGE_LITELLM_PYTHON names no Python that has {package}")
 
 
 @pytest.fixture(scope="module")

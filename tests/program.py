@@ -1,0 +1,25 @@
+"""Other programs that tests need."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+
+def find_program(name: str) -> str:
+    """Return the path of a program: beside this Python, else on PATH. Without it, as ``lack``."""
+    beside = Path(sys.executable).with_name(name)
+    path = str(beside) if beside.is_file() else shutil.which(name)
+    return path or lack(f"{name} is not installed")
+
+
+def lack(message: str) -> NoReturn:
+    """Skip the test, or fail it where AIMAGE_REQUIRE_TOOLS is 1, as in CI."""
+    if os.environ.get("AIMAGE_REQUIRE_TOOLS") == "1":
+        pytest.fail(message)
+    pytest.skip(message)
