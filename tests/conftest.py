@@ -18,6 +18,7 @@ import pytest
 
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.tensor import blas
+from tests import program
 from tests.process import Aimage, reaped, restore_signals
 from tests.program import find_program
 from tests.quarantine import QUARANTINE
@@ -83,6 +84,7 @@ def pytest_configure() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what a gateway does otherwise than a worker, with the reason."""
+    program.is_fast = not any(map(item.get_closest_marker, ("integration", "slow")))
     marked = item.get_closest_marker("worker_only")
     if marked is not None and item.config.getoption("--gateway"):
         pytest.skip(f"at a gateway: {marked.args[0]}")

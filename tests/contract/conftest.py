@@ -27,7 +27,13 @@ STORES: dict[str, Callable[[pytest.FixtureRequest], tuple[Any, str]]] = {
 }
 
 
-@pytest.fixture(params=STORES)
+# The registry's fixture is requested by name, so tests/conftest.py cannot see it and mark the test
+@pytest.fixture(
+    params=[
+        pytest.param(kind, marks=[pytest.mark.integration] * (kind == "registry"))
+        for kind in STORES
+    ]
+)
 def subject(request: pytest.FixtureRequest) -> Iterator[tuple[Any, str]]:
     """Yield a store of each kind, and close it if possible."""
     store, name = STORES[request.param](request)

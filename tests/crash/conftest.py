@@ -105,7 +105,7 @@ def sampled(verbs: list[str], *sample: str) -> list[Any]:
     return [*sample, *(pytest.param(verb, marks=pytest.mark.integration) for verb in rest)]
 
 
-@pytest.fixture(params=sampled([*VERBS, *NEW, *FOREIGN], "pull"))
+@pytest.fixture(params=sampled([*VERBS, *NEW, *FOREIGN], "create"))
 def job(request: pytest.FixtureRequest, make_job: Callable[[str], Job]) -> Job:
     """Return each of the commands."""
     return make_job(request.param)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from clowder_aimage.oci import Digest, mediatype
 from clowder_aimage.validate import check, validate_layout
 from tests.conftest import TINY
 from tests.process import PROGRAM, Aimage, run
+from tests.program import find_program
 from tests.real_registry import RealRegistry
 from tests.scripted import Answer, ScriptedRegistry, Seen
 from tests.scripted_worker import Says, ScriptedWorker, event
@@ -283,8 +283,7 @@ def test_other_tools_read_the_artifact(
     here: Aimage, host: str, registry: RealRegistry, repository: str
 ) -> None:
     """It is in a registry without the referrers API, which lists it by its fallback tag."""
-    if shutil.which("skopeo") is None:
-        pytest.skip("skopeo is not installed")
+    find_program("skopeo")
     here("copy", f"{host}/team/x:v1", f"{repository}:v1")
     here("pull", f"{repository}:v1")
     value = made(here, f"{repository}:v1", f"{repository}:pictures", "-n", 2)

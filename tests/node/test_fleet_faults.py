@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from tests.node.nodes import MIB, noise
 from tests.node.publisher import events
 from tests.node.small_disk import Disk, small_disk
 from tests.process import spawn
+from tests.program import find_program
 from tests.proxy import Proxy
 from tests.real_registry import PASSWORD, USER, free_port, wait_for
 from tests.wait import until
@@ -94,8 +94,7 @@ class Mortal:
     """A registry with a password that can be killed and restarted."""
 
     def __init__(self, home: Path) -> None:
-        if shutil.which("docker-registry") is None:
-            pytest.skip("no docker-registry to be killed")
+        find_program("docker-registry")
         self.direct = f"127.0.0.1:{free_port()}"
         self.wire = Wire(self.direct)
         self.host = self.wire.host

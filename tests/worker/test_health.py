@@ -9,7 +9,6 @@ import http.client
 import json
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -34,6 +33,7 @@ from clowder_aimage.layout import ImageLayout, index
 from clowder_aimage.registry import ClientOptions
 from tests.layout.test_record_names import break_calls
 from tests.process import run
+from tests.program import find_program
 from tests.store import copy_store
 
 if TYPE_CHECKING:
@@ -308,10 +308,9 @@ def test_unknown_paths_models_and_methods_become_no_label(service: Service) -> N
     assert "made-up" not in text and "M7" not in text
 
 
+@pytest.mark.integration
 def test_promtool_accepts_the_metrics(worker: LocalWorker) -> None:
-    promtool = os.environ.get("PROMTOOL") or shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed")
+    promtool = find_program("promtool")
     line = http.client.HTTPConnection(worker.host, timeout=30)
     line.request("GET", "/metrics")
     text = line.getresponse().read()

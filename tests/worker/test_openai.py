@@ -9,7 +9,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import urllib.error
@@ -39,6 +38,7 @@ from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 from tests.process import run
+from tests.program import find_program
 from tests.wait import until
 
 if TYPE_CHECKING:
@@ -151,8 +151,7 @@ def expected(live: Any, **wishes: Any) -> np.ndarray:
 
 def shell(command: str, url: str, directory: Path) -> str:
     """Return the output of a shell command with localhost:11434 redirected to the worker."""
-    if shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
+    find_program("curl")
     place = url.removeprefix("http://")
     (directory / ".curlrc").write_text(f'connect-to = "localhost:{PORT}:{place}"\nsilent\n')
     environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "CURL_HOME": str(directory)}
@@ -190,6 +189,7 @@ def test_the_documented_command_saves_a_file(quick: LocalWorker, tmp_path: Path)
     assert facts["prompt"] == "a white cat"
 
 
+@pytest.mark.integration
 def test_the_documented_command_streams_exact_events(live: LocalWorker, tmp_path: Path) -> None:
     text = shell(STREAM, live.url, tmp_path)
     steps = "".join(
