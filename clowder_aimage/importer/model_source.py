@@ -30,8 +30,8 @@ from clowder_aimage.oci import mediatype
 
 WHOLE = ("gguf", "onnx", "torchscript", "savedmodel", "lora")  # modules of formats/
 FORMATS = (
-    *(DIFFUSERS, family_model.FORMAT, TRANSFORMERS, CHECKPOINT, controlnet.FORMAT),
-    *(*WHOLE, whole_files.FORMAT),
+    *(DIFFUSERS, family_model.FORMAT, TRANSFORMERS, *WHOLE),
+    *(controlnet.FORMAT, CHECKPOINT, whole_files.FORMAT),
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MEDIA_TYPE = re.compile(r"[A-Za-z0-9][\w!#$&^.+-]{0,126}/[A-Za-z0-9][\w!#$&^.+-]{0,126}")

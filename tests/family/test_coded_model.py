@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clowder_aimage.cli.verbs.create import summary
-from clowder_aimage.cli.verbs.create import text as text_of
+from clowder_aimage.cli.create.result import summary
+from clowder_aimage.cli.create.result import text as text_of
 from clowder_aimage.errors import FormatError
 from clowder_aimage.formats.gguf_header import TENSORS
 from clowder_aimage.importer import PackedModel, Recipe

@@ -377,7 +377,7 @@ def test_mismatched_scales_in_separate_layers_are_refused(
 def test_configs_with_incomplete_quantization_are_read(
     tmp_path: Path, said: dict[str, Any] | None
 ) -> None:
-    from clowder_aimage.cli.verbs.create import summary, text
+    from clowder_aimage.cli.create.result import summary, text
 
     model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
     model.write("transformer/config.json", {"quantization": CONFIGS["int4"]})

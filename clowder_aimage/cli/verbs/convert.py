@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from clowder_aimage.cli.console.lora_option import find_uses
@@ -11,7 +9,8 @@ from clowder_aimage.cli.console.option import settings, tag_reference, verb
 from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.console.progress import Progress, callbacks, writing
 from clowder_aimage.cli.console.stored_name import stored_argument
-from clowder_aimage.cli.verbs.create import print_packed, recipe_options
+from clowder_aimage.cli.create.option import recipe_options
+from clowder_aimage.cli.create.result import print_packed
 from clowder_aimage.create import convert as convert_aimage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.importer import Recipe
@@ -36,7 +35,7 @@ from clowder_aimage.oci import Reference
     help="Make NEW a variant of REF, which 'run --first' finds in the registry of both.",
 )
 def convert(
-    reference: Reference, new: Reference, loras: tuple[str, ...], attach: bool, **changes: Any
+    reference: Reference, new: Reference, loras: tuple[str, ...], attach: bool, recipe: Recipe
 ) -> None:
     """Convert the weights of REF in the store to other types, as the AImage NEW.
 
@@ -45,7 +44,6 @@ def convert(
     Tensors that do not change keep their blobs, which are neither stored nor sent twice.
     """
     chosen = settings()
-    recipe = Recipe.parse(**changes)
     if loras:
         if attach or recipe.changes:
             option = "--attach" if attach else "--dtype" if recipe.dtype else "--quantize"

@@ -1,0 +1,115 @@
+"""Results of packing a model, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from clowder_aimage.cli.console.output import number, plural, remark, result, size
+from clowder_aimage.importer import PackedModel, Recipe
+from clowder_aimage.importer.decision import WeightReport
+from clowder_aimage.oci import Reference
+
+
+def print_packed(reference: Reference, made: PackedModel, recipe: Recipe) -> None:
+    """Print what was packed."""
+    value = summary(reference, made)
+    remark(text(value, made, recipe))
+    result(value, str(made.descriptor.digest))
+
+
+def summary(reference: Reference, packed: PackedModel) -> dict[str, Any]:
+    """Return the result for programs."""
+    layers = [written.layer for written in packed.layers]
+    shared = [written.layer for written in packed.layers if written.was_there]
+    report = packed.report
+    config = packed.aimage.properties
+    value: dict[str, Any] = {
+        "reference": str(reference),
+        "digest": str(packed.descriptor.digest),
+        "mediaType": packed.descriptor.media_type,
+        **({"format": config["format"]} if "format" in config else {}),
+        "tensors": report.tensors,
+        "files": sum(not layer.is_tensor for layer in layers),
+        "parameters": config.get("parameters", report.parameters),
+        "size": sum(layer.descriptor.size for layer in layers),
+        "alreadyThere": {
+            "layers": len(shared),
+            "size": sum(layer.descriptor.size for layer in shared),
+        },
+    }
+    cast = [
+        {"from": source, "to": target, "tensors": count}
+        for (source, target), count in sorted(report.cast.items())
+    ]
+    decoded = [
+        {"from": kind, "to": dtype, "tensors": count}
+        for (kind, dtype), count in sorted(report.decoded.items())
+    ]
+    changes = {
+        "quantization": dict(report.quantized),
+        "decoded": decoded,
+        "cast": cast,
+        "saved": report.saved,
+        "ignored": report.ignored,
+    }
+    return value | {key: change for key, change in changes.items() if change}
+
+
+def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
+    """Return the result for people: a line, and one for each change to weights."""
+    there = value["alreadyThere"]
+    lines = [
+        f"{value['reference']}: {_what(value)}, {size(value['size'])}; {there['layers']} of "
+        f"{len(packed.layers)} blobs ({size(there['size'])}) were in the store already",
+        *(_quantized(name, facts) for name, facts in packed.report.quantized.items()),
+        *_decoded(packed.report, recipe),
+        *_cast(packed.report, recipe),
+    ]
+    if saved := packed.report.saved:
+        than = "less" if saved > 0 else "more"
+        lines.append(f"the weights take {size(abs(saved))} {than} than before")
+    if packed.report.ignored:
+        left_out = plural(packed.report.ignored, "scale")
+        lines.append(f"{left_out} of activations left out: only weights are quantized")
+    if packed.aimage.properties.get("pickled"):
+        lines.append("warning: contains pickled Python, and loading it runs its code")
+    return "\n".join(lines)
+
+
+def _what(value: Mapping[str, Any]) -> str:
+    files, parameters = plural(value["files"], "file"), number(value["parameters"])
+    if value["tensors"]:
+        return f"{plural(value['tensors'], 'tensor')} ({parameters} parameters) and {files}"
+    if value.get("format") == "files":
+        return files
+    counted = f" ({parameters} parameters)" if value["parameters"] else ""
+    return f"{value.get('format', 'a model')} in {files}{counted}"
+
+
+def _quantized(component: str, facts: Mapping[str, Any]) -> str:
+    kept = facts.get("kept", {})
+    groups = f" in groups of {facts['group_size']}" if "group_size" in facts else ""
+    count, total = facts["tensors"], facts["tensors"] + sum(kept.values())
+    line = f"{component or 'the model'}: {count} of {total} tensors are {facts['type']}{groups}"
+    if not kept:
+        return line
+    most = sorted(kept.items(), key=lambda item: (-item[1], item[0]))
+    return f"{line}; not quantized: {', '.join(f'{count} ({why})' for why, count in most)}"
+
+
+def _decoded(report: WeightReport, recipe: Recipe) -> Iterator[str]:
+    for (kind, dtype), count in sorted(report.decoded.items()):
+        loss = ", without loss" if dtype == "BF16" else ""
+        yield f"{plural(count, 'tensor')} decoded from {kind} to {dtype}{loss}"
+    if recipe.dtype is None and any(dtype == "F32" for _, dtype in report.decoded):
+        yield "--dtype bf16 would round the decoded values, and take half of the space"
+
+
+def _cast(report: WeightReport, recipe: Recipe) -> Iterator[str]:
+    is_auto = recipe.dtype == "auto"
+    for (source, target), count in sorted(report.cast.items()):
+        why = ", without loss: their values are" if is_auto else " instead of"
+        yield f"{plural(count, 'tensor')} stored as {target}{why} {target if is_auto else source}"
+    if is_auto and not report.cast and not report.quantized:
+        yield "no F32 tensor has only BF16 values: all are stored unchanged"
