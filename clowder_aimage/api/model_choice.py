@@ -12,14 +12,15 @@ from urllib.parse import quote
 
 from clowder_aimage.adapter_source import is_adapter
 from clowder_aimage.api.model_kind import PICTURES, check_kind, unsupported
-from clowder_aimage.api.openai_model import ModelCatalog, read_model, unknown_model
+from clowder_aimage.api.openai_model import ModelCatalog, unknown_model
 from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
-from clowder_aimage.engine.executor import run_generation, run_io
+from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 
@@ -45,10 +46,14 @@ class SelectedModel:
     """
 
     reference: Reference
-    aimage: AImage | None
+    stored: StoredAImage | None
     pull: str
     is_default: bool = False
     adapter: Reference | None = None
+
+    @property
+    def aimage(self) -> AImage | None:
+        return self.stored.aimage if self.stored else None
 
     def headers(self, service: Service, body: ModelChoice) -> dict[str, str]:
         """Return the headers with the name of the model, and the alias that was requested."""
@@ -69,8 +74,8 @@ async def choose_model(
     """
     pull = body.pull if may_pull else NEVER
     reference = _parse(service, body.model)
-    aimage, is_default = await read_here(service, reference, wanted[0]), False
-    if aimage is None and not (reference.registry and pull != NEVER):
+    stored, is_default = await _read(service, reference, wanted[0]), False
+    if stored is None and not (reference.registry and pull != NEVER):
         is_exact = reference.registry is not None or reference.digest is not None
         is_literal = service.alias(body.model) is None if body.model else False
         is_built_in = body.model is None or _is_built_in(service, body.model)
@@ -79,17 +84,18 @@ async def choose_model(
         if not (has_default and is_built_in) or (is_exact and is_literal):
             raise await run_io(missing)
         reference, is_default = service.reference(None), True
-        aimage = await read_here(service, reference, wanted[0])
-        if aimage is None and not (reference.registry and pull != NEVER):
+        stored = await _read(service, reference, wanted[0])
+        if stored is None and not (reference.registry and pull != NEVER):
             raise await run_io(missing)
     adapter = None
-    if aimage is not None and is_adapter(aimage) and PICTURES in wanted:
-        adapter, reference = reference, await run_io(_base_of, service, reference, aimage)
-    elif aimage is not None:
-        check_kind(reference, aimage, *wanted)
+    if stored is not None and is_adapter(stored.aimage) and PICTURES in wanted:
+        adapter, reference = reference, await run_io(_base_of, service, reference, stored.aimage)
+        stored = await _read(service, reference, wanted[0])
+    elif stored is not None:
+        check_kind(reference, stored.aimage, *wanted)
     if reference.registry is None and pull == ALWAYS:
         pull = IF_MISSING
-    return SelectedModel(reference, aimage, pull, is_default, adapter)
+    return SelectedModel(reference, stored, pull, is_default, adapter)
 
 
 def _base_of(service: Service, reference: Reference, adapter: AImage) -> Reference:
@@ -129,12 +135,11 @@ def _parse(service: Service, name: str | None) -> Reference:
         raise ApiError(400, message[:300], code=code, param="model") from None
 
 
-async def read_here(service: Service, reference: Reference, wanted: str) -> AImage | None:
+async def _read(service: Service, reference: Reference, wanted: str) -> StoredAImage | None:
     """Return the AImage if it is in the store. Raises ApiError if its config is invalid."""
     try:
-        stored = await run_generation(read_model, service.store, reference)
+        return await service.engine.read(reference)
     except NotFoundError:
         return None
     except FormatError:
         raise unsupported(reference, wanted=wanted) from None
-    return stored.aimage

@@ -23,7 +23,7 @@ from clowder_aimage.api import model_list
 from clowder_aimage.api.control_field import controlnet_error, find_controlnet
 from clowder_aimage.api.guidance_field import MAX_TEXT, GuidanceFields
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
-from clowder_aimage.api.model_kind import PICTURES, check_kind
+from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, check_kind, kind_of
 from clowder_aimage.api.ollama_request import OllamaBody, OllamaRequest
 from clowder_aimage.api.picture.picture_field import PictureFields, check_pixels
 from clowder_aimage.api.picture.picture_source import take_bare_pictures
@@ -31,13 +31,14 @@ from clowder_aimage.api.picture.picture_upload import KeptPictures, PictureUploa
 from clowder_aimage.api.request_body import Whole, check_fields, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.enhance_field import EnhanceFields, PromptEnhancer
-from clowder_aimage.api.text.ollama_text import answer_prompt, is_text_model
+from clowder_aimage.api.text.ollama_text import answer_prompt, read_named
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, ImageEvent, StartedEvent
 from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.http.api_error import OLLAMA, ApiError
 from clowder_aimage.http.route import INFER, Route
+from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import (
     GenerateRequest,
     LoraUse,
@@ -97,8 +98,9 @@ class OllamaGeneration(OllamaRequest):
         body: OllamaPictureBody,
         parameters: dict[str, Any],
         pictures: KeptPictures | None,
+        stored: StoredAImage | None,
     ) -> None:
-        super().__init__(service, request, body)
+        super().__init__(service, request, body, stored)
         self._wish = body
         has_size = _has_size(parameters)
         self._parameters = parameters
@@ -181,8 +183,9 @@ async def generate(uploads: PictureUploads, request: web.Request) -> web.StreamR
     async with uploads.open(request) as upload:
         fields = await upload.fields()
         service = uploads.service
-        if await is_text_model(service, fields):
-            return await answer_prompt(service, request, fields)
+        stored = await read_named(service, fields)
+        if stored is not None and kind_of(stored.aimage) in (TEXT, EMBEDDER):
+            return await answer_prompt(service, request, fields, stored)
         given = take_bare_pictures(fields)
         body = check_fields(fields, OllamaPictureBody).whole()
         if given and not body.prompt:
@@ -190,7 +193,8 @@ async def generate(uploads: PictureUploads, request: web.Request) -> web.StreamR
         parameters = body.parameters()
         body.check_given(given, has_size=_has_size(parameters))
         pictures = await upload.keep(given, body.painted)
-        return await OllamaGeneration(service, request, body, parameters, pictures).answer()
+        work = OllamaGeneration(service, request, body, parameters, pictures, stored)
+        return await work.answer()
 
 
 def routes(uploads: PictureUploads) -> list[Route]:

@@ -22,6 +22,7 @@ from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import ADMIN
+from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Descriptor
 
 SILENCE = 10.0  # seconds of silence before an empty line is sent
@@ -45,12 +46,21 @@ class OllamaBody(ModelBody):
 
 
 class OllamaRequest:
-    """A request for a model. ``EMPTY`` are the fields of a line without a part of the answer."""
+    """A request for a model, ``stored`` if the AImage was read before.
+
+    ``EMPTY`` are the fields of a line without a part of the answer.
+    """
 
     EMPTY: _Line = {"response": ""}  # noqa: RUF012 - not changed
 
-    def __init__(self, service: Service, request: web.Request, body: OllamaBody) -> None:
-        self.service = service
+    def __init__(
+        self,
+        service: Service,
+        request: web.Request,
+        body: OllamaBody,
+        stored: StoredAImage | None = None,
+    ) -> None:
+        self.service, self._stored = service, stored
         self._request, self._body = request, body
         self.reference = service.reference(body.reference)
         request["model"] = str(self.reference)
@@ -78,10 +88,11 @@ class OllamaRequest:
             raise ApiError(403, message, code="insufficient_scope")
 
     def terms(self) -> dict[str, Any]:
-        """Return ``keep_alive`` and ``pull`` for the engine; only admins may set them."""
+        """Return the terms of the request for the engine; only admins may load and pull models."""
+        terms: dict[str, Any] = {"stored": self._stored}
         if not self._is_admin:
-            return {"pull": NEVER}
-        return {"keep_alive": self._body.keep_alive, "pull": self.service.settings.pull}
+            return terms | {"pull": NEVER}
+        return terms | {"keep_alive": self._body.keep_alive, "pull": self.service.settings.pull}
 
     def _resolve(self) -> Descriptor | None:
         try:

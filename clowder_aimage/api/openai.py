@@ -190,9 +190,15 @@ class ImageRoutes:
             learn(replace(parameters, **body.finished_size(work.pictures)), work.warnings)
             return parameters
 
-        how: dict[str, Any] = {"encoding": body.encoding, "pull": selected.pull}
-        how["adapters"] = work.adapters
-        generate = partial(self._service.engine.generate, selected.reference, make, **how)
+        generate = partial(
+            self._service.engine.generate,
+            selected.reference,
+            make,
+            encoding=body.encoding,
+            pull=selected.pull,
+            adapters=work.adapters,
+            stored=selected.stored,
+        )
         return work.enhancer.before(generate, body.n) if work.enhancer else generate()
 
     async def _whole(

@@ -12,23 +12,15 @@ from clowder_aimage.adapter_source import AdapterFile, is_adapter
 from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, kind_of
 from clowder_aimage.api.model_list import describe_all
 from clowder_aimage.api.service import Service
+from clowder_aimage.engine.model_fetch import read_model
 from clowder_aimage.errors import AImageError, NotFoundError, StoreError, UsageError
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.model.pipeline import MODEL_DEFAULTS, GenerateRequest
 from clowder_aimage.model.text.text_facts import text_facts
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pictures.picture_role import max_images
 
 _MAX_KNOWN = 4096  # cached manifests
-
-
-def read_model(store: ImageLayout, reference: Reference) -> StoredAImage:
-    """Return the AImage with its validated config. Raises NotFoundError, ContentError."""
-    stored = read_aimage(store, reference)
-    stored.aimage.validate()
-    return stored
 
 
 def unknown_model(name: str) -> ApiError:
@@ -112,7 +104,8 @@ class ModelCatalog:
         return facts
 
     def _read(self, reference: Reference) -> dict[str, Any] | None:
-        stored = read_model(self._service.store, reference)
+        store = self._service.store
+        stored = read_model(store, store.resolve(reference))
         properties, facts = stored.aimage.properties, dict[str, Any]()
         if is_adapter(stored.aimage):
             subject = stored.aimage.subject
@@ -128,7 +121,7 @@ class ModelCatalog:
         with contextlib.suppress(KeyError, ValueError, OverflowError):  # an invalid date
             created = datetime.fromisoformat(properties["created"])
             return {"created": int(created.timestamp()), **facts}
-        path = self._service.store.path(stored.descriptor)
+        path = store.path(stored.descriptor)
         return {"created": int(path.stat().st_mtime), **facts}
 
     def _names(self) -> dict[Digest, str]:

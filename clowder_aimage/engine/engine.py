@@ -33,7 +33,7 @@ from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.engine.first_variant import FirstVariant
 from clowder_aimage.engine.machine import available
 from clowder_aimage.engine.metric import Metrics
-from clowder_aimage.engine.model_fetch import fetch, find
+from clowder_aimage.engine.model_fetch import fetch, find, read_model
 from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
 from clowder_aimage.engine.runner import DiedError
 from clowder_aimage.engine.scheduler import ModelScheduler
@@ -91,7 +91,7 @@ class Engine:
     @property
     def planned(self) -> int:
         """The bytes of the blobs of models that are being loaded."""
-        return sum(one.size for one in self._scheduler.models if one.load is not None)
+        return sum(one.stored.size for one in self._scheduler.models if one.load is not None)
 
     @property
     def waiting(self) -> int:
@@ -111,6 +111,7 @@ class Engine:
         adapters: Mapping[int, Reference] = _NONE,
         is_text: bool = False,
         is_admitted: bool = False,
+        stored: StoredAImage | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Yield the events of a generation; closing the generator cancels it between two steps.
 
@@ -118,6 +119,8 @@ class Engine:
         in the store. An error of an adapter has its index as the fact ``adapter``. ``is_text``: it
         is for a language model, which serves several requests at once. ``is_admitted``: it is a
         part of a request that was admitted before, and is not refused if the queue is full.
+        ``stored`` is what ``read`` returned for the request: the name is resolved again, and its
+        blobs are checked, only if the model is not in memory.
 
         Raises:
             BusyError, DeadlineError, StoppedError: The request was refused or ended.
@@ -126,15 +129,31 @@ class Engine:
             AImageError: An error of ``make``, of a pull or of loading.
         """
         how = encoding or PictureEncoding()
-        request = QueuedRequest(reference, make, how, keep_alive, pull, adapters, is_text)
+        request = QueuedRequest(reference, make, how, keep_alive, pull, adapters, is_text, stored)
         request.is_admitted = is_admitted
         return self._stream(request)
 
     def load(
-        self, reference: Reference, *, keep_alive: float | None = None, pull: str = IF_MISSING
+        self,
+        reference: Reference,
+        *,
+        keep_alive: float | None = None,
+        pull: str = IF_MISSING,
+        stored: StoredAImage | None = None,
     ) -> AsyncGenerator[Event, None]:
         """Yield events until the model is in memory. Raises as ``generate``."""
-        return self._stream(QueuedRequest(reference, keep_alive=keep_alive, pull=pull))
+        request = QueuedRequest(reference, keep_alive=keep_alive, pull=pull, stored=stored)
+        return self._stream(request)
+
+    async def read(self, reference: Reference) -> StoredAImage:
+        """Return the AImage of a name; that of a model in memory is not read again.
+
+        Its blobs may be missing. Raises NotFoundError, ContentError.
+        """
+        root = await run_generation(self.store.resolve, reference)
+        if (loaded := self._scheduler.find_loaded(root.digest)) is not None:
+            return loaded
+        return await run_generation(read_model, self.store, root)
 
     async def _stream(self, request: QueuedRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of a request, which is served in a separate task until this is closed.
@@ -205,15 +224,22 @@ class Engine:
             raise self.refuse(count)
 
     async def _run(self, request: QueuedRequest, emit: Emit) -> None:
-        stored = await self._find(request.reference, request.pull)
+        stored = await self._find(request)
         await self._fetch_adapters(request, emit)
-        if stored is None:
-            self._check_queue("pulling", self.limits.queue + self.limits.models)
-            request.stage = "pulling"
-            emit(QueuedEvent(self._scheduler.ahead(request)))
-            begin = partial(self._prepare, request)
-            stored = await self._first.fetch(request.reference, emit, begin)
-            request.stage, request.number = "waiting", next(self._numbers)
+        if stored is not None:
+            try:
+                await self._serve_stored(request, stored, emit)
+                return
+            except NotFoundError:
+                # The model may read a blob again that was removed since it was loaded
+                if request.has_output or await self._find_complete(request.reference, request.pull):
+                    raise
+            self._scheduler.leave(request)
+            request.wait_again()
+        await self._serve_stored(request, await self._pull(request, emit), emit)
+
+    async def _serve_stored(self, request: QueuedRequest, stored: StoredAImage, emit: Emit) -> None:
+        """Serve a request, again if its process dies because of another one."""
         make = request.make
         parameters = await run_generation(make, stored.aimage) if make else None
         if isinstance(parameters, TextRequest):
@@ -230,9 +256,20 @@ class Engine:
                 if not request.is_text or error.is_alone or request.is_interrupted:
                     raise
             self._scheduler.leave(request)
-            request.wait_again()  # perhaps another request ended the process
+            request.suspect()  # perhaps another request ended the process
+            request.wait_again()
             if isinstance(parameters, TextRequest):
                 parameters = request.sent.rest(parameters)
+
+    async def _pull(self, request: QueuedRequest, emit: Emit) -> StoredAImage:
+        """Pull the model of a request, or its variant; it waits in the queue from then on."""
+        self._check_queue("pulling", self.limits.queue + self.limits.models)
+        request.stage = "pulling"
+        emit(QueuedEvent(self._scheduler.ahead(request)))
+        begin = partial(self._prepare, request)
+        stored = await self._first.fetch(request.reference, emit, begin)
+        request.stage, request.number = "waiting", next(self._numbers)
+        return stored
 
     async def _wait_in_line(self, request: QueuedRequest, emit: Emit) -> None:
         """Wait until the request may begin; emit its place, and again when it has changed."""
@@ -276,7 +313,7 @@ class Engine:
         """Pull the adapters that the store lacks."""
         for index, reference in request.adapters.items():
             try:
-                if await self._find(reference, request.pull) is None:
+                if await self._find_complete(reference, request.pull) is None:
                     self._check_queue("pulling", self.limits.queue + self.limits.models)
                     request.stage = "pulling"
                     await fetch(self._transfers, reference, emit)
@@ -286,7 +323,18 @@ class Engine:
             finally:
                 request.stage = "waiting"
 
-    async def _find(self, reference: Reference, pull: str) -> StoredAImage | None:
+    async def _find(self, request: QueuedRequest) -> StoredAImage | None:
+        """Return the AImage if its model is in memory; otherwise as ``_find_complete``."""
+        if request.reference.registry is None or request.pull != admission.ALWAYS:
+            with contextlib.suppress(NotFoundError):
+                resolve = partial(self.store.resolve, request.reference)
+                known = request.stored
+                root = known.descriptor if known else await run_generation(resolve)
+                if (loaded := self._scheduler.find_loaded(root.digest)) is not None:
+                    return loaded
+        return await self._find_complete(request.reference, request.pull)
+
+    async def _find_complete(self, reference: Reference, pull: str) -> StoredAImage | None:
         """Return the AImage if it is complete in the store; None if it must be pulled."""
         may_pull = pull != admission.NEVER and reference.registry is not None
         if may_pull and pull == admission.ALWAYS:
@@ -341,6 +389,7 @@ class Engine:
                 request.count_step(event, now - begun, parameters.n)
             elif isinstance(event, ImageEvent):
                 record("decode", now - last)
+                request.has_output = True
                 event = replace(event, digest=str(model.digest))
             last = now
             emit(event)

@@ -15,8 +15,8 @@ from clowder_aimage.engine.transfer_queue import DESIRED, TransferQueue
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_stored, completion, describe_missing
-from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
-from clowder_aimage.oci import Reference
+from clowder_aimage.layout.stored_aimage import StoredAImage, read_stored
+from clowder_aimage.oci import Descriptor, Reference
 
 MAX_DELAY = 60.0  # seconds between two attempts to fetch a model
 _INTERVAL = 0.2  # seconds between two events of a download
@@ -36,7 +36,7 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
         hint = "pull it first" if reference.registry else "create it, or add a registry to the name"
         raise NotFoundError(f"model {reference} not found", hint=hint) from None
     try:
-        stored = read_aimage(store, reference)
+        stored = read_stored(store, root)
         found = check_stored(store, stored)
     except (NotFoundError, VerificationError):  # of the manifest or the config
         missing = "its manifest or config"
@@ -48,6 +48,16 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
         f"model {reference} is incomplete or damaged: the store lacks {missing}",
         **completion(store, reference, root),
     )
+
+
+def read_model(store: ImageLayout, root: Descriptor) -> StoredAImage:
+    """Return an AImage with its config validated; its blobs may be missing.
+
+    Raises NotFoundError, ContentError.
+    """
+    stored = read_stored(store, root)
+    stored.aimage.validate()
+    return stored
 
 
 async def fetch(

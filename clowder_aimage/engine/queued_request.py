@@ -15,8 +15,9 @@ from clowder_aimage.engine.frame import Message
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.engine.sent_text import SentText
 from clowder_aimage.errors import AImageError
+from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import LoraUse, PictureEncoding, Step
-from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.oci import Digest, Reference
 
 MAX_KEEP_ALIVE = 100 * 365 * 86400.0  # seconds; longer durations are unlimited
 MakeRequest = Callable[[AImage], ModelRequest]
@@ -33,15 +34,13 @@ _HINTS = {
 class ModelSlot:
     """A model that is or recently was in use.
 
-    ``size`` is the size of its blobs, ``served`` the requests being served, ``users`` the number
-    of requests that wait or are being served. ``arrival`` is the part of the command to load it
-    that is for a model whose blobs are still arriving. ``loras`` are the adapters of the last
-    request.
+    ``served`` are the requests being served, ``users`` the number of requests that wait or are
+    being served. ``arrival`` is the part of the command to load it that is for a model whose blobs
+    are still arriving. ``loras`` are the adapters of the last request.
     """
 
     reference: Reference
-    manifest: Descriptor
-    size: int = 0
+    stored: StoredAImage
     keep_alive: float = 0.0
     arrival: Message = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
@@ -60,7 +59,7 @@ class ModelSlot:
     @property
     def digest(self) -> Digest:
         """The digest of its manifest."""
-        return self.manifest.digest
+        return self.stored.descriptor.digest
 
     @property
     def is_ready(self) -> bool:
@@ -99,7 +98,8 @@ class QueuedRequest:
     only loads the model. ``stage`` is one of waiting, pulling, loading, drawing, writing. ``moved``
     is set when the load begins or the turn has come, ``turn`` when the turn has come. ``adapters``
     are the names of AImages, by the index of the adapter in the request. ``is_text``: it is for a
-    language model. ``sent`` is the part of its text that was sent. ``seconds``: what it will have
+    language model. ``stored`` is the AImage that the name meant when the request arrived, if the
+    store had one. ``sent`` is the part of its text that was sent. ``seconds``: what it will have
     taken, estimated after each step; 0 before. ``deaths`` counts the processes that died while they
     served it with others. ``is_suspect``: it may have ended one, and is served alone.
     """
@@ -111,6 +111,7 @@ class QueuedRequest:
     pull: str = IF_MISSING
     adapters: Mapping[int, Reference] = field(default_factory=dict)
     is_text: bool = False
+    stored: StoredAImage | None = None
 
     is_admitted: bool = False  # as a part of another one
     number: int = 0
@@ -128,14 +129,17 @@ class QueuedRequest:
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     turn: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def wait_again(self) -> None:
-        """Wait for another turn, alone, after the process of the model died.
+    def suspect(self) -> None:
+        """Be served alone from now on, as the process of the model died.
 
         It comes before requests that arrive later, and those that arrived last come first: most
         probably the newest one ended the process.
         """
-        self.runner, self.stage = None, "waiting"
         self.deaths, self.is_suspect, self.number = self.deaths + 1, True, -abs(self.number)
+
+    def wait_again(self) -> None:
+        """Wait for another turn."""
+        self.runner, self.stage = None, "waiting"
         self.moved.clear()
         self.turn.clear()
 

@@ -56,6 +56,11 @@ class ModelScheduler:
         """Return the models in memory, most recently used first."""
         return sorted((one for one in self.models if one.is_ready), key=lambda one: -one.used)
 
+    def find_loaded(self, digest: Digest) -> StoredAImage | None:
+        """Return the AImage of a model in memory."""
+        model = self._models.get(digest)
+        return model.stored if model is not None and model.is_ready else None
+
     # -- the queue
 
     def enter(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
@@ -83,7 +88,7 @@ class ModelScheduler:
         """
         known = self._models.get(stored.descriptor.digest)
         is_known = known is not None and (known.load or known.runner) is not None
-        if not is_known and not self._has_room(_size(stored)):
+        if not is_known and not self._has_room(stored.size):
             return
         model = self._slot(request, stored)
         model.users += 1
@@ -102,8 +107,7 @@ class ModelScheduler:
     def _slot(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
         digest, keep_alive = stored.descriptor.digest, self._limits.keep_alive
         if (model := self._models.get(digest)) is None:
-            manifest, size = stored.descriptor, _size(stored)
-            model = ModelSlot(request.reference, manifest, size, keep_alive, clock=self._clock)
+            model = ModelSlot(request.reference, stored, keep_alive, clock=self._clock)
             self._models[digest] = model
         return model
 
@@ -206,10 +210,10 @@ class ModelScheduler:
             request.moved.set()
 
     async def _run(self, model: ModelSlot) -> Runner:
-        while self._lacks(model.size) and await self._unload_idle():
+        while self._lacks(model.stored.size) and await self._unload_idle():
             pass
         name = model.pinned_name(model.reference)
-        place = self._roots, name, model.manifest
+        place = self._roots, name, model.stored.descriptor
         start = partial(Runner.start, *place, self._limits, model.arrival)
         try:
             return await start()
@@ -314,10 +318,6 @@ class ModelScheduler:
 
     def _of(self, model: ModelSlot) -> list[QueuedRequest]:
         return [request for request in self._queue if request.model is model]
-
-
-def _size(stored: StoredAImage) -> int:
-    return sum(blob.size for blob in stored.manifest.children)
 
 
 async def _wait(tasks: Iterable[asyncio.Task[Any] | None]) -> None:

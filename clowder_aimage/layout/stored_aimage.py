@@ -26,6 +26,11 @@ class StoredAImage:
     dialect: Dialect
     aimage: AImage
 
+    @property
+    def size(self) -> int:
+        """The bytes of its blobs."""
+        return sum(blob.size for blob in self.manifest.children)
+
 
 def read_manifest(store: Source, descriptor: Descriptor) -> Manifest:
     """Read a manifest, verified. Raises NotFoundError, ContentError."""
@@ -51,7 +56,11 @@ def read_aimage(store: ContentStore, reference: Reference) -> StoredAImage:
     Raises NotFoundError: there is none, or its config is missing; ContentError: it is not an
     AImage, or not intact.
     """
-    descriptor = store.resolve(reference)
+    return read_stored(store, store.resolve(reference))
+
+
+def read_stored(store: Source, descriptor: Descriptor) -> StoredAImage:
+    """Read the AImage with the manifest ``descriptor``. Raises as ``read_aimage`` does."""
     return interpret(store, descriptor, read_manifest(store, descriptor))
 
 

@@ -35,7 +35,7 @@ from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.pipeline import GenerateRequest, Step
-from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 from tests.wait import until_async
 from tests.worker.engine_runs import (
@@ -491,6 +491,43 @@ def test_a_damaged_model_is_reported_as_damaged(tmp_path: Path, part: str) -> No
     assert "pull or create it again" in played(stocked_store, play)
 
 
+class ForgetfulRunner(FakeRunner):
+    """Simulate a model that reads a part again, which the store may lack."""
+
+    async def generate(self, _: str, request: GenerateRequest, *rest: Any) -> None:
+        if request.prompt == "new":
+            raise NotFoundError("sha256:0 not found in the store")
+        await super().generate(_, request, *rest)
+
+
+def test_a_model_in_memory_works_without_its_blobs_until_it_reads_one_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clowder_aimage.engine.scheduler.Runner", ForgetfulRunner)
+    store = stocked(tmp_path / "store")
+    blob = store.path(read_aimage(store, NAME).manifest.layers[-1])
+
+    async def play(engine: Any) -> list[str]:
+        await served(engine, job())
+        messages = []
+        for _ in range(2):
+            with pytest.raises(NotFoundError) as caught:
+                await served(engine, job() | {"make": lambda _: GenerateRequest("new")})
+            messages.append(caught.value.message)
+            blob.unlink(missing_ok=True)
+            await served(engine, job())
+        assert await engine.read(NAME)
+        await engine.stop(NAME)
+        with pytest.raises(NotFoundError) as caught:
+            await served(engine, job())
+        return [*messages, caught.value.message]
+
+    whole, *damaged = played(store, play)
+    assert whole == "sha256:0 not found in the store"
+    lacks = "model tiny:latest is incomplete or damaged: the store lacks "
+    assert [message.startswith(lacks) for message in damaged] == [True, True]
+
+
 # -- metrics
 
 
@@ -528,8 +565,8 @@ def test_the_number_of_model_labels_is_limited() -> None:
 
 
 @pytest.mark.parametrize("seconds", [99999999 * 3600.0, 1e300, float("inf")])
-def test_a_huge_keep_alive_never_expires(seconds: float) -> None:
-    model = ModelSlot(NAME, Descriptor("x", Digest.of(b""), 0), keep_alive=seconds)
+def test_a_huge_keep_alive_never_expires(stocked_store: LayeredStore, seconds: float) -> None:
+    model = ModelSlot(NAME, read_aimage(stocked_store, NAME), keep_alive=seconds)
     assert not model.until
     model.keep_alive = 60.0
     until = model.until

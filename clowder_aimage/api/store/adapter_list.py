@@ -16,10 +16,11 @@ from typing import Any
 from aiohttp import web
 
 from clowder_aimage.adapter_source import AdapterFinder, is_adapter
-from clowder_aimage.api.openai_model import read_model, unknown_model
+from clowder_aimage.api.openai_model import unknown_model
 from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_io
+from clowder_aimage.engine.model_fetch import read_model
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.http.route import INFER, Route
 from clowder_aimage.layout import ImageLayout
@@ -91,7 +92,8 @@ class AdapterCatalog:
     def _base(self, model: str) -> StoredAImage:
         try:
             reference = self._service.reference(model)
-            return read_model(self._service.store, reference)
+            store = self._service.store
+            return read_model(store, store.resolve(reference))
         except (UsageError, NotFoundError):
             raise unknown_model(model) from None
         except FormatError:

@@ -10,9 +10,8 @@ from typing import Any
 from aiohttp import web
 
 from clowder_aimage.api.answer_stream import present
-from clowder_aimage.api.model_kind import EMBEDDER, TEXT, check_kind, kind_of
+from clowder_aimage.api.model_kind import EMBEDDER, TEXT, check_kind
 from clowder_aimage.api.ollama_request import OllamaRequest
-from clowder_aimage.api.openai_model import read_model
 from clowder_aimage.api.request_body import check_fields, read_object
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.ollama_body import (
@@ -29,6 +28,7 @@ from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import AImageError, FormatError, ModelError, UsageError
 from clowder_aimage.http.api_error import OLLAMA
 from clowder_aimage.http.route import INFER, Route
+from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.text.language_model import (
     LENGTH,
     STOP,
@@ -48,8 +48,14 @@ _NS = 1_000_000_000
 class OllamaText(OllamaRequest):
     """A request for a text, or to load or unload a language model."""
 
-    def __init__(self, service: Service, request: web.Request, body: OllamaTextBody) -> None:
-        super().__init__(service, request, body)
+    def __init__(
+        self,
+        service: Service,
+        request: web.Request,
+        body: OllamaTextBody,
+        stored: StoredAImage | None = None,
+    ) -> None:
+        super().__init__(service, request, body, stored)
         self._wish = body
         self._text, self._thinking = list[str](), list[str]()
         self._calls, self._tokens = list[dict[str, Any]](), list[Token]()
@@ -198,26 +204,25 @@ class OllamaEmbedding(OllamaRequest):
         }
 
 
-async def is_text_model(service: Service, fields: Mapping[str, Any]) -> bool:
-    """Return whether the model of a request is a language model in the store.
+async def read_named(service: Service, fields: Mapping[str, Any]) -> StoredAImage | None:
+    """Return the AImage of a request if it is in the store, and valid.
 
     What is wrong with its name or its AImage is an error of the request.
     """
     name = fields.get("model") or fields.get("name")
     try:
         reference = service.reference(name if isinstance(name, str) else None)
-        stored = await run_generation(read_model, service.store, reference)
+        return await service.engine.read(reference)
     except AImageError:
-        return False
-    return kind_of(stored.aimage) in (TEXT, EMBEDDER)
+        return None
 
 
 async def answer_prompt(
-    service: Service, request: web.Request, fields: Mapping[str, Any]
+    service: Service, request: web.Request, fields: Mapping[str, Any], stored: StoredAImage
 ) -> web.StreamResponse:
     """Respond to ``POST /api/generate`` of a language model."""
-    found = OllamaText(service, request, check_fields(fields, OllamaPromptBody))
-    return await found.answer()
+    body = check_fields(fields, OllamaPromptBody)
+    return await OllamaText(service, request, body, stored).answer()
 
 
 async def _chat(service: Service, request: web.Request) -> web.StreamResponse:

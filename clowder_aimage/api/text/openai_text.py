@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -130,7 +130,8 @@ class TextRoutes:
             return wanted
 
         engine = self._service.engine
-        return engine.generate(selected.reference, make, pull=selected.pull, is_text=True)
+        terms: dict[str, Any] = {"pull": selected.pull, "stored": selected.stored}
+        return engine.generate(selected.reference, make, is_text=True, **terms)
 
     async def _choices(
         self, selected: SelectedModel, requests: list[TextRequest], answer: TextAnswer
@@ -144,7 +145,9 @@ class TextRoutes:
                     yield index, event
 
     async def _digest(self, selected: SelectedModel) -> str:
-        """Return the digest of the manifest, if the store still has it."""
+        """Return the digest of the manifest; if it was pulled, while the store has it."""
+        if selected.stored is not None:
+            return str(selected.stored.descriptor.digest)
 
         def resolve() -> str:
             try:
@@ -160,8 +163,8 @@ class TextRoutes:
         """Respond with the texts, in one piece or as a stream."""
         answer.model = str(selected.reference)
         headers = body.headers | selected.headers(self._service, body)
-        if selected.aimage is not None and (digest := await self._digest(selected)):
-            answer.digest = headers["X-Aimage-Digest"] = digest
+        if selected.stored is not None:
+            answer.digest = headers["X-Aimage-Digest"] = await self._digest(selected)
         requests = body.requests()
         explain = _explainer("messages" if isinstance(body, ChatRequest) else "prompt")
         events = self._choices(selected, requests, answer)
