@@ -114,16 +114,6 @@ async def ticking(
                 yield None
 
 
-async def present(request: web.Request, events: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """Yield the events while the client is connected. Raises ConnectionResetError."""
-    async with contextlib.aclosing(ticking(events)) as coming:
-        async for event in coming:
-            if is_gone(request):
-                raise ConnectionResetError("the client disconnected")
-            if event is not None:
-                yield event
-
-
 def is_gone(request: web.Request) -> bool:
     """Return whether the client has disconnected."""
     return request.transport is None or request.transport.is_closing()

@@ -212,10 +212,9 @@ class ImageRoutes:
         def learn(parameters: GenerateRequest, warnings: Sequence[str]) -> None:
             more.update(described(parameters.loras, warnings))
 
-        events = self._events(work, learn)
         try:
-            async with contextlib.aclosing(answer_stream.present(request, events)) as coming:
-                async for event in coming:
+            async with contextlib.aclosing(self._events(work, learn)) as events:
+                async for event in events:
                     if isinstance(event, ImageEvent):
                         pictures.append(event)
         except AImageError as error:

@@ -9,7 +9,6 @@ from typing import Any
 
 from aiohttp import web
 
-from clowder_aimage.api.answer_stream import present
 from clowder_aimage.api.model_kind import EMBEDDER, TEXT, check_kind
 from clowder_aimage.api.ollama_request import OllamaRequest
 from clowder_aimage.api.request_body import check_fields, read_object
@@ -174,7 +173,7 @@ class OllamaEmbedding(OllamaRequest):
             if self._texts
             else engine.load(self.reference, **self.terms())
         )
-        return await self.stream(present(self._request, events), self._progress)
+        return await self.stream(events, self._progress)
 
     def _progress(self, event: Event) -> None:
         if isinstance(event, LoadingEvent):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from clowder_aimage.api.answer_stream import StreamForm, present, stream_events
+from clowder_aimage.api.answer_stream import StreamForm, stream_events
 from clowder_aimage.api.model_choice import SelectedModel, choose_model
 from clowder_aimage.api.model_kind import EMBEDDER, TEXT, check_kind
 from clowder_aimage.api.request_body import (
@@ -93,8 +93,8 @@ class TextRoutes:
         found, wanted = Embeddings((), 0), body.request()
         try:
             events = self._events(selected, wanted, EMBEDDER, TEXT)
-            async with contextlib.aclosing(present(request, events)) as coming:
-                async for event in coming:
+            async with contextlib.aclosing(events):
+                async for event in events:
                     if isinstance(event, Embeddings):
                         found = event
         except UsageError as error:
@@ -172,8 +172,8 @@ class TextRoutes:
             form = StreamForm(answer.frames, answer.end, explain, is_early=False)
             return await stream_events(request, events, form, headers)
         try:
-            async with contextlib.aclosing(present(request, events)) as coming:
-                async for event in coming:
+            async with contextlib.aclosing(events):
+                async for event in events:
                     answer.add(*event)
         except UsageError as error:
             raise explain(error) from None
