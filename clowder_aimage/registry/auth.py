@@ -1,7 +1,8 @@
 """Authentication challenges of registries.
 
 Tokens are cached until they expire, and only trusted hosts receive credentials (CVE-2025-51471,
-CVE-2026-48978, CVE-2026-33990).
+CVE-2026-48978, CVE-2026-33990). The exchange of oras-py is not used: it sends credentials to any
+realm, reads responses without bounds, and knows neither identity tokens nor lifetimes.
 
 Sources: distribution, "Token Authentication Specification" and "OAuth2 Token Authentication".
 """

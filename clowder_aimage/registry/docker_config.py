@@ -1,5 +1,8 @@
 """docker's config.json and containers' auth.json.
 
+oras-py encodes credentials and knows the names of the local host. Its reader of these files is not
+used: it has neither keys with a path nor the two kinds of tokens, and merges files in any order.
+
 Sources: docker CLI, "Configuration files"; containers-auth.json(5); docker-credential-helpers.
 """
 

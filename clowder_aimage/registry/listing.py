@@ -21,13 +21,12 @@ from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, m
 from clowder_aimage.oci.manifest import encode, parse_document
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.response import RegistryResponse
-from clowder_aimage.registry.retry import retrying
+from clowder_aimage.registry.retry import ATTEMPTS, retrying
 from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.transport import origin
 
 _NO_API = frozenset({405, 501})  # besides 404
 _GENERATED = re.compile(r"sha(?:256|512)-[0-9a-f]{64,128}(?:\.[a-z]+)?")
-_ATTEMPTS = 4  # to add an entry to an index with concurrent writers
 MAX_PAGES = 1000
 MAX_LIST_SIZE = 8 * 1024 * 1024  # bytes: about 500,000 tags
 
@@ -166,21 +165,23 @@ def record(
 ) -> None:
     """Add ``content`` to the index under the subject's tag.
 
-    Concurrent writers may overwrite each other, so the index is read back and written again. Raises
-    RegistryError, NetworkError, UnauthorizedError, or FormatError for other content.
+    Concurrent writers may overwrite each other, so the index is read back and written again. This
+    is no second attempt of a request that failed: those are ``retrying``'s.
+
+    Raises RegistryError, NetworkError, UnauthorizedError, or FormatError for other content.
     """
     entry = referrer_entry(content, document)
     tag = tag_of(subject)
     what = f"the referrers index {tag}"
-    for attempt in range(_ATTEMPTS + 1):
+    for attempt in range(ATTEMPTS + 1):
         raw = _tagged(session, tag, what)
         if any(entry.digest == other.digest for other in _entries(raw)):
             return
-        if attempt < _ATTEMPTS:
+        if attempt < ATTEMPTS:
             new = with_entry(raw, entry)
             session.put_manifest(tag, parse_document(new).media_type, new, what)
     raise RegistryError(
-        f"the new entry is missing from {what} after {_ATTEMPTS} attempts",
+        f"the new entry is missing from {what} after {ATTEMPTS} attempts",
         hint="other clients may be updating it at the same time; try again",
     )
 
