@@ -282,6 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
                 body = b"".join(blocks) if self.proxy.buffers or not self._length() else blocks
                 self.registry.request(self.command, self.path, body, headers)
             except ConnectionAbortedError:
+                self._break_off()
                 self._reset()
                 return
             self._pass_on(passed, self.registry.getresponse())
@@ -300,6 +301,17 @@ class _Handler(BaseHTTPRequestHandler):
                 raise ConnectionAbortedError
             self.proxy.took(passed, len(block))
             yield block
+
+    def _break_off(self) -> None:
+        """End an incomplete request, and wait until the registry has dealt with it.
+
+        Otherwise the client's next request may come before the registry notices the end.
+        """
+        if self.registry.sock is not None:
+            with contextlib.suppress(OSError):
+                self.registry.sock.shutdown(socket.SHUT_WR)
+                while self.registry.sock.recv(_BLOCK):
+                    pass
 
     def _reset(self) -> None:
         """Reset the connection, and the registry's with it."""
