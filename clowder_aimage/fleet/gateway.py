@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 from nats.js.errors import Error as JetStreamError
@@ -49,6 +50,7 @@ from clowder_aimage.http.private_app import private_caller
 from clowder_aimage.oci import Digest, Reference
 
 MIN_WINDOW = 8  # jobs of a model on the queue that are not begun, at least
+WITHDRAWN = 2.0  # seconds that a request waits until its job is removed from the queue
 MAX_KEY = 255  # characters of an idempotency key
 _MAX_NAMED = 10  # models in a message
 _INLINE = 2 * PIECE  # bytes of a job that is one message
@@ -131,7 +133,8 @@ class JobGateway:
                 self.line.turn(job.caller, job.priority, job.digest) as started,
                 JobReader(self._link, job.id).open() as reader,
             ):
-                admitted = await self._admit(job, wish, is_kept=is_kept, is_keyed=is_keyed)
+                admitting = self._admit(job, wish, is_kept=is_kept, is_keyed=is_keyed)
+                admitted = await (admitting if is_kept else self._until_admitted(admitting))
                 frames = reader.frames(from_start=admitted.is_old)
                 return await self._pass_on(relay, admitted, frames, started)
         except TimeoutError:
@@ -222,6 +225,23 @@ class JobGateway:
             raise unavailable("NATS does not answer; try again later") from None
         await self._link.tell(names.news, f"{subject} {sequence}".encode())
         return _Admitted(job, is_kept, is_old, sequence)
+
+    async def _until_admitted(self, admission: Coroutine[Any, Any, _Admitted]) -> _Admitted:
+        """Return an admitted job; if the client leaves meanwhile, admit it and remove it again.
+
+        A message that NATS has not acknowledged yet may be on the queue.
+        """
+        admitting = asyncio.create_task(admission)
+        try:
+            return await asyncio.shield(admitting)
+        except asyncio.CancelledError:
+            withdrawing = asyncio.create_task(self._withdraw(admitting))
+            await asyncio.wait([withdrawing], timeout=WITHDRAWN)
+            raise
+
+    async def _withdraw(self, admitting: asyncio.Task[_Admitted]) -> None:
+        with contextlib.suppress(AImageError):  # it was not admitted
+            await self._cancel(await admitting)
 
     async def _put(self, job: FleetJob, subject: str) -> int:
         """Put a job on the queue, a large one as pieces, which have a subject of their own.

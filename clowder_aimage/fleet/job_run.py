@@ -24,6 +24,7 @@ from clowder_aimage.fleet.job_frame import DEAD, END, FAILED, LAST, PIECE, RELEA
 from clowder_aimage.fleet.job_log import JobLog
 from clowder_aimage.fleet.job_request import OWN, send_job
 from clowder_aimage.fleet.worker_card import Roster
+from clowder_aimage.http.background import end_tasks
 from clowder_aimage.http.private_app import PrivateApp
 from clowder_aimage.http.route import ADMIN
 from clowder_aimage.oci import Digest, Reference
@@ -61,25 +62,29 @@ class JobRun:
     is_nameless: bool = False  # this worker's store has no such name
     task: asyncio.Task[str] | None = None
 
-    def cancel(self) -> None:
+    async def cancel(self) -> None:
         """End the job, as its client has gone."""
         self.is_cancelled = True
         if self.task is not None:
-            self.task.cancel()
+            await end_tasks(self.task)
 
     async def serve(self) -> str:
         """Serve the job unless it was served before; return the outcome."""
         async with kept(self.message):
             self.task = asyncio.create_task(self._serve())
+            if self.is_cancelled:
+                self.task.cancel()
             try:
                 await asyncio.wait([self.task])
             except asyncio.CancelledError:
-                self.task.cancel()
-                await asyncio.wait([self.task])
+                await end_tasks(self.task)
                 raise
-            if self.task.cancelled():
-                return CANCELLED if self.is_cancelled else GIVEN_BACK
-            return self.task.result()
+            if not self.task.cancelled():
+                return self.task.result()
+            if not self.is_cancelled:
+                return GIVEN_BACK
+            await self._terminate()
+            return CANCELLED
 
     async def _serve(self) -> str:
         try:
@@ -99,9 +104,7 @@ class JobRun:
         except LastFrameError:  # another worker serves the job: this attempt does not count
             return GIVEN_BACK
         except asyncio.CancelledError:
-            if self.is_cancelled:
-                await self._terminate()
-            else:
+            if not self.is_cancelled:
                 await self._release(log, RELEASED, "the worker is shutting down")
             raise
 

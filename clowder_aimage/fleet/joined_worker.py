@@ -8,6 +8,7 @@ import json
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,7 @@ REPORT = 3.0  # seconds between two reports of a worker that has not changed
 LOOK = 0.25  # seconds between two checks for a change
 SWEEP = 1.0  # seconds between two looks for jobs that were announced to nobody
 READERS = 3  # workers that try to read a job before it is given up
+REMEMBERED = 1000  # cancelled jobs
 IDLE = 3600.0  # seconds after which a queue without jobs loses its consumer
 _ALL = 1 << 62  # above all numbers of messages
 _NEXT = json.dumps({"batch": 1, "no_wait": True}).encode()
@@ -81,6 +83,8 @@ class JoinedWorker(Role):
         service.engine.value_by(self._worth)
         self._news = asyncio.Event()
         self._runs: dict[str, JobRun] = {}
+        # a job may be cancelled while its message is on the way here
+        self._cancelled: deque[str] = deque(maxlen=REMEMBERED)
         self._tasks: set[asyncio.Task[None]] = set()
         self._consumers: dict[Key, float] = {}  # when each was asked last
         self._is_heard = False
@@ -239,6 +243,7 @@ class JoinedWorker(Role):
                 job,
             )
             self._runs[job.id] = run
+            run.is_cancelled = job.id in self._cancelled
             try:
                 outcome = await run.serve()
             finally:
@@ -315,9 +320,10 @@ class JoinedWorker(Role):
             self._placement.demand.hear(f"sha256:{key[1]}")
 
     async def _on_cancel(self, message: Msg) -> None:
-        run = self._runs.get(message.subject.rpartition(".")[2])
-        if run is not None:
-            run.cancel()
+        job = message.subject.rpartition(".")[2]
+        self._cancelled.append(job)
+        if (run := self._runs.get(job)) is not None:
+            self._begin(run.cancel())
 
     async def _on_call(self, message: Msg) -> None:
         """Serve a request that is for this worker alone."""

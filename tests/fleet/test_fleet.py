@@ -14,11 +14,13 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from nats.aio.msg import Msg
 
 from clowder_aimage.api.answer_stream import NdjsonStream
 from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet import (
     fleet_link,
+    gateway,
     job_choice,
     job_reader,
     job_run,
@@ -58,10 +60,7 @@ def test_a_job_is_answered_by_a_worker(play: Play) -> None:
             assert first["data"][0]["b64_json"].split()[-1].isdigit()  # a seed was drawn
             assert (await fleet.status(url))["workers"][0]["id"] == "w1"
 
-            async def is_empty() -> bool:
-                return (await fleet.status(url))["jobs"] == 0
-
-            await until_async(is_empty)
+            await no_jobs(fleet, url)
             large = "x" * 700_000 + " cat"
             status, value = await fleet.ask(url, "a", seed=1, unknown=large)
             assert status == 200 and role.served == ["a cat", "a dog", "a"]
@@ -223,8 +222,74 @@ def test_a_client_that_leaves_cancels_its_job(play: Play) -> None:
             waiting.cancel()
             await asyncio.wait_for(ended.wait(), PATIENCE)
             await until_async(lambda: not worker._tasks)
-            assert (await fleet.status(url))["jobs"] == 0
+            await no_jobs(fleet, url)
 
+    play(scene)
+
+
+async def no_jobs(fleet: FleetRun, url: str) -> None:
+    """Wait until no job is on the queue."""
+
+    async def is_empty() -> bool:
+        return (await fleet.status(url))["jobs"] == 0
+
+    await until_async(is_empty)
+
+
+def test_a_job_that_is_cancelled_on_its_way_to_a_worker_is_not_served(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker has its message, and has not read it."""
+
+    async def scene(fleet: FleetRun) -> None:
+        role = ScriptedRole(prompt_as_picture)
+        is_delivered, is_removed = asyncio.Event(), asyncio.Event()
+
+        async def read_late(link: FleetLink, message: Msg) -> FleetJob:
+            is_delivered.set()
+            await is_removed.wait()
+            return await job_run.read_job(link, message)
+
+        monkeypatch.setattr(joined_worker, "read_job", read_late)
+        async with fleet.gateway() as url, fleet.worker("w1", role) as worker:
+            await fleet.know(url, 1)
+            asked = asyncio.create_task(fleet.ask(url, "a cat"))
+            await is_delivered.wait()
+            asked.cancel()
+            await no_jobs(fleet, url)
+            await until_async(lambda: worker._cancelled)
+            is_removed.set()
+            await until_async(lambda: not worker._tasks)
+            assert not role.served and worker.done == 0
+
+    play(scene)
+
+
+def test_a_job_that_is_cancelled_while_it_is_put_on_the_queue_leaves_it(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its message is stored, and the gateway does not know it yet."""
+
+    async def scene(fleet: FleetRun) -> None:
+        role, may_go_on, store = ScriptedRole(prompt_as_picture), asyncio.Event(), FleetLink.store
+
+        async def store_late(link: FleetLink, *given: Any, **options: Any) -> int:
+            number = await store(link, *given, **options)
+            await may_go_on.wait()
+            return number
+
+        async with fleet.gateway(deadline=0.1) as url, fleet.worker("w1", role) as worker:
+            await fleet.know(url, 1)
+            worker.takes_jobs = False
+            monkeypatch.setattr(FleetLink, "store", store_late)
+            status, value = await fleet.ask(url, "a cat")
+            assert (status, value["error"]["code"]) == (504, "deadline_exceeded")
+            assert (await fleet.status(url))["jobs"] == 1
+            may_go_on.set()
+            await no_jobs(fleet, url)
+            assert not role.served
+
+    monkeypatch.setattr(gateway, "WITHDRAWN", 0.1)
     play(scene)
 
 

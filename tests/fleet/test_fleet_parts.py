@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from contextlib import AsyncExitStack
@@ -35,11 +36,13 @@ from clowder_aimage.fleet.job_choice import (
 )
 from clowder_aimage.fleet.job_frame import BEGIN, DATA, END, RELEASED, Attempt, Frame
 from clowder_aimage.fleet.job_reader import FrameOrder
-from clowder_aimage.fleet.job_run import DONE, JobRun
+from clowder_aimage.fleet.job_run import CANCELLED, DONE, JobRun
 from clowder_aimage.fleet.placement import Demand, Placement, Room
 from clowder_aimage.fleet.worker_call import TransferProgress
 from clowder_aimage.fleet.worker_card import Roster, WorkerCard
+from clowder_aimage.http import background
 from clowder_aimage.http.api_error import ApiError
+from tests.wait import PATIENCE
 
 A, B, C = (f"sha256:{letter * 64}" for letter in "abc")
 
@@ -326,6 +329,38 @@ def test_a_job_whose_response_is_stored_is_only_acknowledged() -> None:
         return await JobRun(link, nothing, nothing, "w2", Roster(), message, job).serve()
 
     assert asyncio.run(serve()) == DONE and acknowledged == [True]
+
+
+def test_a_job_is_cancelled_again_if_its_cancellation_was_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``wait_for`` of Python 3.11 loses one that comes with the answer of NATS."""
+    monkeypatch.setattr(background, "AGAIN", 0.01)
+    is_asked, has_ended = asyncio.Event(), list[bool]()
+
+    async def last(_: str) -> tuple[None, int]:
+        is_asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+        return None, 0
+
+    async def term() -> None:
+        has_ended.append(True)
+
+    async def serve() -> str:
+        link: Any = SimpleNamespace(names=FleetNames(), last=last)
+        message: Any = SimpleNamespace(term=term)
+        job = FleetJob("1", "/v1/x", "infer", "me", "", "m", A)
+        nothing: Any = None
+        run = JobRun(link, nothing, nothing, "w1", Roster(), message, job)
+        serving = asyncio.create_task(run.serve())
+        await is_asked.wait()
+        async with asyncio.timeout(PATIENCE):
+            await run.cancel()
+            return await serving
+
+    assert asyncio.run(serve()) == CANCELLED and has_ended == [True]
 
 
 def test_a_message_that_nats_counts_and_does_not_have_is_no_job() -> None:
