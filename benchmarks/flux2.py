@@ -64,30 +64,28 @@ def inputs() -> dict[str, Any]:
 def aimage(directory: Path, part: str, given: dict[str, Any]) -> Run:
     """Return the part of this project's pipeline."""
     from clowder_aimage.model.backend import mx
-    from clowder_aimage.model.flux2.pipeline import Flux2KleinPipeline
     from clowder_aimage.model.loader import load_pipeline
     from tests.model.model_blobs import import_directory
 
     pipeline = load_pipeline(*import_directory(directory, directory / "blobs"), dtype="float32")
-    assert isinstance(pipeline, Flux2KleinPipeline)
 
     def evaluated(value: mx.array) -> mx.array:
         mx.eval(value)
         return value
 
     if part == "step":
-        transformer = pipeline.transformer
+        transformer = pipeline.networks.transformer.get()
         caption = transformer.caption(mx.array(given["features"]))
         mx.eval(caption.tokens, *caption.rope)
         latents = mx.array(given["latents"])
         return lambda: evaluated(transformer(latents, TIME, caption))
     if part == "decode":
-        vae = pipeline.vae
+        vae = pipeline.networks.vae.get()
         return lambda: evaluated(vae.decode(mx.array(given["latents"])))
     if part == "picture":
-        pixels, reader = mx.array(given["pixels"]), pipeline.picture_encoder().get()
+        pixels, reader = mx.array(given["pixels"]), pipeline.networks.picture_encoder.get()
         return lambda: evaluated(reader.encode(pixels)[0])
-    encoder = pipeline.text_encoder
+    encoder = pipeline.networks.text_encoder.get()
     return lambda: evaluated(encoder(mx.array(given["tokens"]), WORDS // 8))
 
 

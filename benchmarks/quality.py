@@ -48,12 +48,12 @@ from clowder_aimage.create import create
 from clowder_aimage.importer import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.lora_text import parse_use
 from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput
 from clowder_aimage.model.text.enhancement import enhanced_prompt, enhancement_request
 from clowder_aimage.model.text.runtime import load_language_model
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.model.zimage.transformer import Block
 from clowder_aimage.oci import Digest, Reference
 
@@ -87,7 +87,7 @@ COLUMNS += ("above_below", "position", "size", "background")
 Pixels = npt.NDArray[np.uint8]
 
 
-def load(directory: Path, precision: str, store: ImageLayout) -> tuple[ZImagePipeline, int]:
+def load(directory: Path, precision: str, store: ImageLayout) -> tuple[FlowPipeline, int]:
     """Load a model in one of PRECISIONS; return it and its number of quantized tensors."""
     name = Reference.parse(f"shapes:{precision}")
     quantize = precision if precision in QUANTIZED else None
@@ -95,7 +95,6 @@ def load(directory: Path, precision: str, store: ImageLayout) -> tuple[ZImagePip
     aimage = read_aimage(store, name).aimage
     dtype = precision if precision == "bfloat16" else "float32"
     pipeline = load_pipeline(store, aimage, dtype=dtype)
-    assert isinstance(pipeline, ZImagePipeline)
     return pipeline, sum(layer.dtype == quantize for layer in aimage.layers) if quantize else 0
 
 
@@ -104,7 +103,7 @@ def request(scene: Scene, seed: int) -> GenerateRequest:
     return GenerateRequest(scene.caption, scene.width, scene.height, STEPS, seed=seed)
 
 
-def picture(pipeline: ZImagePipeline, asked: GenerateRequest) -> Pixels:
+def picture(pipeline: FlowPipeline, asked: GenerateRequest) -> Pixels:
     """Return one picture."""
     *_, image = pipeline.generate(asked)
     assert isinstance(image, Image)
@@ -165,10 +164,11 @@ class CachedPictures:
 
 
 def with_cache(
-    pipeline: ZImagePipeline, scenes: Sequence[Scene], steps: int
+    pipeline: FlowPipeline, scenes: Sequence[Scene], steps: int
 ) -> dict[float, CachedPictures]:
     """Return the pictures of all scenes with each threshold."""
-    layers, call = {id(block) for block in pipeline.transformer.layers}, Block.__call__
+    layers = {id(block) for block in pipeline.networks.transformer.get().layers}
+    call = Block.__call__
     made = {threshold: CachedPictures() for threshold in THRESHOLDS}
     for seed, scene in enumerate(scenes):
         asked = dataclasses.replace(request(scene, seed), steps=steps)
@@ -189,7 +189,7 @@ def with_cache(
     return made
 
 
-def print_cached(pipeline: ZImagePipeline, scenes: Sequence[Scene]) -> None:
+def print_cached(pipeline: FlowPipeline, scenes: Sequence[Scene]) -> None:
     """Print the table of the step cache."""
     titles = [column.replace("_", " ") for column in COLUMNS]
     print("| steps | threshold | skipped | time |", " | ".join(titles), end=" ")
@@ -234,7 +234,7 @@ class Repainting:
         mask[rows, columns] = 255
         return cls(scene, render(dataclasses.replace(scene, items=(other,))), mask)
 
-    def paint(self, pipeline: ZImagePipeline, seed: int, strength: float) -> Pixels:
+    def paint(self, pipeline: FlowPipeline, seed: int, strength: float) -> Pixels:
         """Return the picture after painting by the scene's caption."""
         file = str(Digest.of(b""))  # of the picture; the pipeline does not read it
         asked = dataclasses.replace(
@@ -257,7 +257,7 @@ def repaintings(count: int = INPAINTED) -> list[Repainting]:
     return [Repainting.of(scene) for scene in alone[:count]]
 
 
-def print_inpainted(pipeline: ZImagePipeline, count: int, place: Path | None) -> None:
+def print_inpainted(pipeline: FlowPipeline, count: int, place: Path | None) -> None:
     """Print the table of inpainting by strength."""
     from PIL import Image as Picture
 
@@ -279,7 +279,7 @@ def print_inpainted(pipeline: ZImagePipeline, count: int, place: Path | None) ->
             Picture.fromarray(pixels).save(place / f"{seed:02}-{strength}.png")
 
 
-def print_enhanced(pipeline: ZImagePipeline, directory: Path, store: ImageLayout) -> None:
+def print_enhanced(pipeline: FlowPipeline, directory: Path, store: ImageLayout) -> None:
     """Print the table of terse wishes, without and with a language model."""
     name, wishes = Reference.parse("enhancer"), terse_scenes()
     create(store, name, directory)
@@ -310,7 +310,7 @@ def print_enhanced(pipeline: ZImagePipeline, directory: Path, store: ImageLayout
         print(f"| {title} | {percent(float(right))} |", " | ".join(shares), "|", flush=True)
 
 
-def open_adapter(pipeline: ZImagePipeline, text: str) -> Use:
+def open_adapter(pipeline: FlowPipeline, text: str) -> Use:
     """Return the adapter of ``FILE[:STRENGTH]`` for a model."""
     named = parse_use(text, lambda name: Path(name).is_file())
     adapter = read_adapter(Path(named.model), pipeline.shapes, what=named.model, base="shapes")
@@ -318,7 +318,7 @@ def open_adapter(pipeline: ZImagePipeline, text: str) -> Use:
     return LoadedAdapter(named.model, adapter), strength
 
 
-def print_adapter(pipeline: ZImagePipeline, use: Use, scenes: Sequence[Scene]) -> None:
+def print_adapter(pipeline: FlowPipeline, use: Use, scenes: Sequence[Scene]) -> None:
     """Print the table of an adapter."""
     titles = [column.replace("_", " ") for column in COLUMNS]
     print("| scenes | adapter |", " | ".join(titles), "|")

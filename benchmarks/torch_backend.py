@@ -114,7 +114,7 @@ class Tools:
         begun = time.perf_counter()
         ends: list[float] = []
         if tool != THEIRS:
-            pipeline._captions.clear()  # a prompt of its own, as there
+            pipeline.state.captions.clear()  # a prompt of its own, as there
             for event in pipeline.generate(self.request(seed)):
                 if isinstance(event, Step):
                     ends.append(time.perf_counter())

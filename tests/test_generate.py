@@ -16,7 +16,7 @@ from tests.scripted import Answer, ScriptedRegistry
 pytest.importorskip("mlx")
 
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from clowder_aimage.model.flow.prompt_encoder import PromptEncoder
 
 WORDS = ("a fox", "--steps", 1, "--seed", 1, "--size", "32x32", "-o", "fox.png")
 
@@ -38,10 +38,10 @@ def drawn(here: Aimage, host: str, *options: object, code: int = 0) -> Done:
 def test_the_prompt_is_encoded_while_the_transformer_arrives(
     aimage: Callable[..., Aimage], model: ModelScript, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoded, encode = threading.Event(), ZImagePipeline.encode
+    encoded, encode = threading.Event(), PromptEncoder.encode
 
-    def noted(pipeline: ZImagePipeline, prompt: str) -> mx.array:
-        features = encode(pipeline, prompt)
+    def noted(prompts: PromptEncoder, prompt: str) -> mx.array:
+        features = encode(prompts, prompt)
         mx.eval(features)
         encoded.set()
         return features
@@ -49,7 +49,7 @@ def test_the_prompt_is_encoded_while_the_transformer_arrives(
     def held() -> Answer | None:
         return None if encoded.wait(60) else Answer(404)
 
-    monkeypatch.setattr(ZImagePipeline, "encode", noted)
+    monkeypatch.setattr(PromptEncoder, "encode", noted)
     model.answers[model.last("transformer")] = held
     with ScriptedRegistry(model).running() as registry:
         here = aimage()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
 from clowder_aimage.formats.diffusers import FLUX2, PIPELINES, Z_IMAGE
 from clowder_aimage.model.library_choice import MLX, NO_TUNING, TorchTuning, choose_library
-from clowder_aimage.model.pipeline import GenerateRequest, Pipeline
+from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.model.weights import read_object
+
+if TYPE_CHECKING:
+    from clowder_aimage.model.flow.component import ModelComponents, NetworkKinds
+    from clowder_aimage.model.flow.family import FlowFamily
+    from clowder_aimage.model.flow.pipeline import FlowPipeline
 
 
 def load_pipeline(
@@ -22,7 +27,7 @@ def load_pipeline(
     keep_quantized: bool | None = None,
     tuning: TorchTuning = NO_TUNING,
     request: GenerateRequest | None = None,
-) -> Pipeline:
+) -> FlowPipeline:
     """Load the model on the calling thread, which must be the only one to use it.
 
     backend: "mlx", "torch", or None for the one that suits this machine.
@@ -38,41 +43,54 @@ def load_pipeline(
         FormatError: A blob is invalid.
         AccessError: A blob is not in the store.
     """
+    from clowder_aimage.model.flow.networks import FlowNetworks
+    from clowder_aimage.model.flow.pipeline import FlowPipeline
+
     name = read_object(store, aimage, "model_index.json").get("_class_name")
     if name not in PIPELINES:
         raise ModelError(
             f"unsupported pipeline in model_index.json: {name!r:.80}",
             hint=f"supported: {', '.join(PIPELINES)}",
         )
-    place, family = (store, aimage), PIPELINES[name]
-    library = choose_library(backend, tuning)
-    if library == MLX:
-        kind, components = _of_mlx(family, place, dtype, keep_quantized)
+    place, kind = (store, aimage), PIPELINES[name]
+    if choose_library(backend, tuning) == MLX:
+        components, kinds = _open_mlx(kind, place, dtype, keep_quantized)
     else:
-        kind, components = _of_torch(family, place, dtype, tuning)
-    return kind.load(components, request)  # type: ignore[no-any-return]
+        components, kinds = _open_torch(kind, place, dtype, tuning)
+    family = _read_family(kind, store, aimage)
+    if request is not None:
+        family.sides.check(request)
+    return FlowPipeline(family, FlowNetworks(components, kinds, family))
 
 
-def _of_mlx(
-    family: str, place: tuple[BlobFiles, AImage], dtype: str | None, keep_quantized: bool | None
-) -> tuple[Any, Any]:
+def _read_family(kind: str, store: BlobFiles, aimage: AImage) -> FlowFamily:
+    from clowder_aimage.model.flux2.family import Flux2
+    from clowder_aimage.model.zimage.family import ZImage
+
+    families: dict[str, type[ZImage | Flux2]] = {Z_IMAGE: ZImage, FLUX2: Flux2}
+    return families[kind].read(store, aimage)
+
+
+def _open_mlx(
+    kind: str, place: tuple[BlobFiles, AImage], dtype: str | None, keep_quantized: bool | None
+) -> tuple[ModelComponents, NetworkKinds]:
     from clowder_aimage.model.backend import compute_dtype
     from clowder_aimage.model.flow.mlx_library import MlxComponents, MlxLibrary
-    from clowder_aimage.model.flux2.pipeline import Flux2KleinPipeline
-    from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+    from clowder_aimage.model.flux2.networks import NETWORKS as FLUX2_NETWORKS
+    from clowder_aimage.model.zimage.networks import NETWORKS as Z_IMAGE_NETWORKS
 
+    kinds = {Z_IMAGE: Z_IMAGE_NETWORKS, FLUX2: FLUX2_NETWORKS}
     library = MlxLibrary(compute_dtype(dtype))
-    kinds = {Z_IMAGE: ZImagePipeline, FLUX2: Flux2KleinPipeline}
-    return kinds[family], MlxComponents(*place, library, keep_quantized=keep_quantized)
+    return MlxComponents(*place, library, keep_quantized), kinds[kind]
 
 
-def _of_torch(
-    family: str, place: tuple[BlobFiles, AImage], dtype: str | None, tuning: TorchTuning
-) -> tuple[Any, Any]:
+def _open_torch(
+    kind: str, place: tuple[BlobFiles, AImage], dtype: str | None, tuning: TorchTuning
+) -> tuple[ModelComponents, NetworkKinds]:
     from clowder_aimage.model.torch.component import TorchComponents
-    from clowder_aimage.model.torch.flux2 import TorchFlux2Pipeline
+    from clowder_aimage.model.torch.flux2 import NETWORKS as FLUX2_NETWORKS
     from clowder_aimage.model.torch.library import TorchLibrary
-    from clowder_aimage.model.torch.zimage import TorchZImagePipeline
+    from clowder_aimage.model.torch.zimage import NETWORKS as Z_IMAGE_NETWORKS
 
-    kinds = {Z_IMAGE: TorchZImagePipeline, FLUX2: TorchFlux2Pipeline}
-    return kinds[family], TorchComponents(*place, TorchLibrary.create(dtype, tuning))
+    kinds = {Z_IMAGE: Z_IMAGE_NETWORKS, FLUX2: FLUX2_NETWORKS}
+    return TorchComponents(*place, TorchLibrary.create(dtype, tuning)), kinds[kind]

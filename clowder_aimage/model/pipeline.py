@@ -308,7 +308,10 @@ class Pipeline(Protocol):
         ...
 
     def check(self, request: GenerateRequest, given: PictureInput | None = None) -> None:
-        """Reject a request, or its picture, that this model does not support. Raises UsageError."""
+        """Reject a request, or its picture, that this model does not support; change nothing.
+
+        Raises UsageError.
+        """
         ...
 
     def preload(self, request: GenerateRequest) -> str:
@@ -331,11 +334,11 @@ class Pipeline(Protocol):
         """Use these adapters, each with a strength, and no others from now on."""
         ...
 
-    def use_control(self, stored: StoredControlNet | None) -> None:
-        """Use a control network from now on; None for the model's own.
+    def use_control(self, stored: StoredControlNet) -> None:
+        """Use a control network for requests that name one, from now on.
 
         Raises:
-            UsageError: The model has none of its own.
+            UsageError: The family of the model has none.
             FormatError: The network is of another base model, or damaged.
         """
         ...

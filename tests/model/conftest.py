@@ -13,7 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from clowder_aimage.dialect.aimage import AImage
-    from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+    from clowder_aimage.model.flow.pipeline import FlowPipeline
     from tests.model.model_blobs import FolderStore
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -27,10 +27,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[FolderStore, AImage]
 
 
 @pytest.fixture(scope="session")
-def pipeline(tiny: tuple[FolderStore, AImage]) -> ZImagePipeline:
+def pipeline(tiny: tuple[FolderStore, AImage]) -> FlowPipeline:
     from clowder_aimage.model.loader import load_pipeline
-    from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 
-    loaded = load_pipeline(*tiny, dtype="float32")
-    assert isinstance(loaded, ZImagePipeline)
-    return loaded
+    return load_pipeline(*tiny, dtype="float32")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image, Step
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 
 Outputs = dict[str, np.ndarray]
 """text (tokens, hidden); velocity (channels, height, width), of one unguided forward pass;
@@ -40,22 +40,23 @@ def inputs(request: GenerateRequest, channels: int, scale: int) -> np.ndarray:
     return random.standard_normal((channels, rows, columns)).astype(np.float32)
 
 
-def ours(pipeline: ZImagePipeline, request: GenerateRequest) -> Outputs:
+def ours(pipeline: FlowPipeline, request: GenerateRequest) -> Outputs:
     """Return the outputs of our pipeline."""
-    channels, scale = pipeline.transformer.config.in_channels, pipeline.vae.config.scale
+    transformer, vae = pipeline.networks.transformer.get(), pipeline.networks.vae.get()
+    channels, scale = transformer.config.in_channels, vae.config.scale
     latents = inputs(request, channels, scale)
-    text = pipeline.encode(request.prompt)
-    caption = pipeline.transformer.caption(text)
+    text = pipeline.prompts.encode(request.prompt)
+    caption = transformer.caption(text)
     schedule = pipeline.schedule(request)
     noise = pipeline.noise(request, request.seed)
-    *_, final = pipeline.denoise(noise, schedule, pipeline.conditioning(request))
+    *_, final = pipeline.denoiser.denoise(noise, schedule, pipeline.conditioning(request))
     *steps, image = pipeline.generate(request)
     assert isinstance(image, Image)
     assert steps == [Step(index + 1, request.steps, 0) for index in range(request.steps)]
     return {
         "text": np.array(text),
-        "velocity": np.array(pipeline.transformer(mx.array(latents), TIME, caption)),
-        "decoded": np.array(pipeline.vae.decode(mx.array(latents))),
+        "velocity": np.array(transformer(mx.array(latents), TIME, caption)),
+        "decoded": np.array(vae.decode(mx.array(latents))),
         "sigmas": schedule.sigmas,
         "latents": np.array(final),
         "picture": image.pixels,

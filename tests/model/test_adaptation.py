@@ -25,9 +25,9 @@ from clowder_aimage.errors import ModelError
 from clowder_aimage.model import adaptation
 from clowder_aimage.model.adapted_linear import AdaptedLinear
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from tests.model.model_blobs import FolderStore
 from tests.model.random_model import pack, weights
 
@@ -145,7 +145,7 @@ class Models:
         uses: list[tuple[Adapter, float]] | None = None,
         kind: str = "",
         dtype: str = "float32",
-    ) -> ZImagePipeline:
+    ) -> FlowPipeline:
         """Load it with ``uses`` added to the weights."""
 
         def change(name: str, values: np.ndarray) -> np.ndarray:
@@ -154,9 +154,7 @@ class Models:
 
         quantized = dict.fromkeys(("transformer", "text_encoder"), kind) if kind else {}
         aimage = pack(self.store, quantized, change=change)
-        found = load_pipeline(self.store, aimage, dtype=dtype, keep_quantized=bool(kind))
-        assert isinstance(found, ZImagePipeline)
-        return found
+        return load_pipeline(self.store, aimage, dtype=dtype, keep_quantized=bool(kind))
 
 
 @pytest.fixture(scope="module")
@@ -164,12 +162,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(FolderStore(tmp_path_factory.mktemp("blobs")))
 
 
-def latents(pipeline: ZImagePipeline, *uses: tuple[Adapter, float]) -> np.ndarray:
+def latents(pipeline: FlowPipeline, *uses: tuple[Adapter, float]) -> np.ndarray:
     pipeline.use_adapters([(LoadedAdapter(one.what, one), strength) for one, strength in uses])
     noise = pipeline.noise(REQUEST, REQUEST.seed)
     guide = pipeline.conditioning(REQUEST)
-    *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
-    pipeline._captions.clear()
+    *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
+    pipeline.state.captions.clear()
     return np.array(final)
 
 
@@ -241,11 +239,11 @@ def test_a_network_that_is_loaded_again_has_its_adapters(models: Models) -> None
     expected = latents(pipeline, (adapter, 1.0))
     uses = [(LoadedAdapter("a", adapter), 1.0)]
     pipeline.use_adapters(uses)
-    pipeline.transformer_module.release()
-    pipeline.text_encoder_module.release()
+    pipeline.networks.transformer.release()
+    pipeline.networks.text_encoder.release()
     noise = pipeline.noise(REQUEST, REQUEST.seed)
     guide = pipeline.conditioning(REQUEST)
-    *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
+    *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     assert (np.array(final) == expected).all()
 
 
@@ -254,9 +252,9 @@ def test_a_released_network_is_not_kept_by_its_adapters(models: Models) -> None:
     latents(pipeline, (make("lora"), 1.0))
     gc.collect()
     before = mx.get_active_memory()
-    pipeline.transformer_module.release()
+    pipeline.networks.transformer.release()
     gc.collect()
-    assert before - mx.get_active_memory() > 0.9 * pipeline.transformer_module.size
+    assert before - mx.get_active_memory() > 0.9 * pipeline.networks.transformer.size
 
 
 def test_captions_are_cached_for_the_adapters_that_change_them(models: Models) -> None:
@@ -284,19 +282,19 @@ def test_another_strength_prepares_nothing_again(
 ) -> None:
     pipeline, adapter = models.load(), LoadedAdapter("a", make("dora of peft"))
     pipeline.use_adapters([(adapter, 1.0)])
-    module = pipeline.transformer
+    module = pipeline.networks.transformer.get()
     layer = module.layers[0].attention.to_q
     assert isinstance(layer, AdaptedLinear)
     prepared = list[object]()
     monkeypatch.setattr(adaptation, "prepare", prepared.append)
     pipeline.use_adapters([(adapter, 0.5)])
-    again = pipeline.transformer.layers[0].attention.to_q
+    again = pipeline.networks.transformer.get().layers[0].attention.to_q
     assert isinstance(again, AdaptedLinear)
     assert again.base is layer.base
     assert [effect for effect, _ in again.others] == [effect for effect, _ in layer.others]
     assert not prepared
     pipeline.use_adapters([])
-    assert pipeline.transformer is module
+    assert pipeline.networks.transformer.get() is module
     assert module.layers[0].attention.to_q is layer.base
 
 

@@ -12,9 +12,9 @@ from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from tests.adapter.vectors import AdapterVector, vectors
 from tests.model.model_blobs import FolderStore
 
@@ -23,33 +23,31 @@ REQUEST = GenerateRequest("a red fox", 32, 32, 2, seed=42)
 
 
 @pytest.fixture(scope="module")
-def changed(tiny: Model) -> ZImagePipeline:
+def changed(tiny: Model) -> FlowPipeline:
     """Return a pipeline whose weights are overwritten."""
-    loaded = load_pipeline(*tiny, dtype="float32")
-    assert isinstance(loaded, ZImagePipeline)
-    return loaded
+    return load_pipeline(*tiny, dtype="float32")
 
 
-def latents(pipeline: ZImagePipeline) -> np.ndarray:
-    pipeline._captions.clear()
+def latents(pipeline: FlowPipeline) -> np.ndarray:
+    pipeline.state.captions.clear()
     noise = pipeline.noise(REQUEST, REQUEST.seed)
     guide = pipeline.conditioning(REQUEST)
-    *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
+    *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)
 
 
-def with_weights(pipeline: ZImagePipeline, vector: AdapterVector, strength: float) -> np.ndarray:
+def with_weights(pipeline: FlowPipeline, vector: AdapterVector, strength: float) -> np.ndarray:
     """Return the latents with the changed weights, written into the networks by hand."""
     before: list[tuple[Any, str, Any]] = []
     weights = {
-        name: np.asarray(pipeline.weights[component].numpy(own), np.float32)
+        name: np.asarray(pipeline.networks.weights[component].numpy(own), np.float32)
         for name in vector.effects
         if name in pipeline.shapes
         for component, _, own in [name.partition("/")]
     }
     for name, values in vector.changed(weights, strength).items():
         component, _, own = name.partition("/")
-        network: Any = getattr(pipeline, component)
+        network: Any = getattr(pipeline.networks, component).get()
         *path, last = network.sanitize(own).split(".")
         for step in path:
             network = network[int(step)] if isinstance(network, list) else network[step]
@@ -66,7 +64,7 @@ def with_weights(pipeline: ZImagePipeline, vector: AdapterVector, strength: floa
 
 
 @pytest.fixture(scope="module")
-def plain(changed: ZImagePipeline) -> np.ndarray:
+def plain(changed: FlowPipeline) -> np.ndarray:
     """Return the latents without adapters."""
     return latents(changed)
 
@@ -77,8 +75,8 @@ VECTORS = {id(vector.effects): vector for vector in vectors()}
 
 @pytest.mark.parametrize("vector", VECTORS.values(), ids=str)
 def test_the_latents_of_changed_weights(
-    pipeline: ZImagePipeline,
-    changed: ZImagePipeline,
+    pipeline: FlowPipeline,
+    changed: FlowPipeline,
     plain: np.ndarray,
     vector: AdapterVector,
     tmp_path: Path,

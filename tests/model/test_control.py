@@ -12,6 +12,8 @@ import pytest
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow.memory_budget import Module
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import (
     GenerateRequest,
@@ -29,7 +31,6 @@ from clowder_aimage.model.zimage.control_config import (
     to_input,
 )
 from clowder_aimage.model.zimage.family import Control
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from tests.controlnet_file import V1, V20, V21, Arrays, config, tensors, write_file
 from tests.model.model_blobs import FolderStore, import_directory
 
@@ -39,10 +40,8 @@ GIVEN = PictureInput(control=np.random.default_rng(3).integers(0, 256, (32, 48, 
 
 
 @pytest.fixture
-def pipeline(tiny: tuple[FolderStore, AImage]) -> ZImagePipeline:
-    loaded = load_pipeline(*tiny, dtype="float32")
-    assert isinstance(loaded, ZImagePipeline)
-    return loaded
+def pipeline(tiny: tuple[FolderStore, AImage]) -> FlowPipeline:
+    return load_pipeline(*tiny, dtype="float32")
 
 
 def stored(root: Path, values: Arrays) -> StoredControlNet:
@@ -53,22 +52,30 @@ def stored(root: Path, values: Arrays) -> StoredControlNet:
     return StoredControlNet(store, AImage(b"{}", layers), "net")
 
 
-def picture(pipeline: ZImagePipeline, request: GenerateRequest = REQUEST) -> np.ndarray:
+def used(pipeline: FlowPipeline) -> Module:
+    """Return the control network in use."""
+    assert pipeline.state.control is not None
+    return pipeline.state.control.module
+
+
+def picture(pipeline: FlowPipeline, request: GenerateRequest = REQUEST) -> np.ndarray:
     (image,) = [one for one in pipeline.generate(request, GIVEN) if isinstance(one, Image)]
     return image.pixels.astype(int)
 
 
 @pytest.mark.parametrize(("form", "refiner"), [(V1, PLAIN), (V20, LAYERS), (V21, REFINER)])
 def test_names_and_shapes_give_the_configuration(
-    pipeline: ZImagePipeline, tmp_path: Path, form: str, refiner: str
+    pipeline: FlowPipeline, tmp_path: Path, form: str, refiner: str
 ) -> None:
     net = stored(tmp_path, tensors(form, layers=2))
     weights = ModelWeights.open(net.files, net.aimage, has_config=False)
-    base = replace(pipeline.transformer_module.config, n_layers=30)
+    base = replace(pipeline.networks.transformer.config, n_layers=30)
     found = ControlNetConfig.derive(weights, base)
     assert (found.places, found.refiner, found.has_mask) == ((0, 15), refiner, form != V1)
     assert found.refiner_places == (() if form == V1 else (0,))
-    stated = ControlNetConfig.parse("config.json", config(form), pipeline.transformer_module.config)
+    stated = ControlNetConfig.parse(
+        "config.json", config(form), pipeline.networks.transformer.config
+    )
     assert replace(found, places=(0, 1), block=stated.block) == stated
 
 
@@ -88,14 +95,14 @@ def test_names_and_shapes_give_the_configuration(
     ],
 )
 def test_a_wrong_configuration_is_refused(
-    pipeline: ZImagePipeline, changes: dict[str, Any], message: str
+    pipeline: FlowPipeline, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message.replace("[", r"\[")):
-        ControlNetConfig.parse("c", config(V21) | changes, pipeline.transformer_module.config)
+        ControlNetConfig.parse("c", config(V21) | changes, pipeline.networks.transformer.config)
 
 
-def test_inputs_are_padded_or_have_the_mask(pipeline: ZImagePipeline) -> None:
-    base = pipeline.transformer_module.config
+def test_inputs_are_padded_or_have_the_mask(pipeline: FlowPipeline) -> None:
+    base = pipeline.networks.transformer.config
     one = np.ones((16, 4, 6), np.float32)
     other = 2 * one
     painted = np.zeros((1, 4, 6), np.float32), other
@@ -109,13 +116,13 @@ def test_inputs_are_padded_or_have_the_mask(pipeline: ZImagePipeline) -> None:
 
 
 def test_the_network_is_in_memory_for_such_requests_only(
-    pipeline: ZImagePipeline, tmp_path: Path
+    pipeline: FlowPipeline, tmp_path: Path
 ) -> None:
     net = stored(tmp_path, tensors())
     plain = replace(REQUEST, control=None, controlnet=None, control_strength=None)
     pipeline.preload(plain)
     pipeline.use_control(net)
-    (module,) = pipeline._control
+    module = used(pipeline)
     before = pipeline.stages(plain)[1].size
     loaded = [module.is_loaded]
     assert pipeline.stages(REQUEST)[1].size >= before + module.size > before
@@ -123,24 +130,24 @@ def test_the_network_is_in_memory_for_such_requests_only(
     loaded.append(module.is_loaded)
     assert module.size == sum(value.nbytes for value in tensors().values())
     pipeline.use_control(net)
-    assert pipeline._control == [module] and pipeline.budget.modules.count(module) == 1
+    assert used(pipeline) is module and pipeline.networks.budget.modules.count(module) == 1
     pipeline.set_memory("release", None)
     assert np.array_equal(picture(pipeline), guided)
     list(pipeline.generate(plain))
     assert [*loaded, module.is_loaded] == [False, True, False]
     other = stored(tmp_path / "other", tensors(seed=1))
     pipeline.use_control(other)
-    assert module not in pipeline.budget.modules
+    assert module not in pipeline.networks.budget.modules
     assert not np.array_equal(picture(pipeline), guided)
 
 
-def test_hints_are_proportional_to_the_strength(pipeline: ZImagePipeline, tmp_path: Path) -> None:
+def test_hints_are_proportional_to_the_strength(pipeline: FlowPipeline, tmp_path: Path) -> None:
     pipeline.use_control(stored(tmp_path, tensors(V1)))
     random = np.random.default_rng(0)
     latents = mx.array(random.standard_normal((16, 4, 6)).astype(np.float32))
-    (module,) = pipeline._control
+    module = used(pipeline)
     caption = pipeline.conditioning(REQUEST).positive
-    args = pipeline.transformer, latents, 0.3, caption, latents
+    args = pipeline.networks.transformer.get(), latents, 0.3, caption, latents
     one, two = (module.get()(*args, strength) for strength in (1.0, 2.0))
     assert list(one) == [0, 1]
     for place, hint in one.items():
@@ -149,7 +156,7 @@ def test_hints_are_proportional_to_the_strength(pipeline: ZImagePipeline, tmp_pa
 
 
 def test_a_step_that_reuses_another_makes_no_hints(
-    pipeline: ZImagePipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline: FlowPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.use_control(stored(tmp_path, tensors()))
     made, hints = list[float](), Control.hints
@@ -178,7 +185,7 @@ def test_a_step_that_reuses_another_makes_no_hints(
     ],
 )
 def test_networks_that_do_not_fit_are_refused(
-    pipeline: ZImagePipeline, tmp_path: Path, values: Arrays, message: str
+    pipeline: FlowPipeline, tmp_path: Path, values: Arrays, message: str
 ) -> None:
     with pytest.raises(
         FormatError, match=f"the ControlNet net does not fit the model: .*{message}"
@@ -186,7 +193,7 @@ def test_networks_that_do_not_fit_are_refused(
         pipeline.use_control(stored(tmp_path, values))
 
 
-def test_a_model_without_one_needs_a_name(pipeline: ZImagePipeline) -> None:
+def test_a_model_without_one_needs_a_name(pipeline: FlowPipeline) -> None:
     with pytest.raises(UsageError, match="no ControlNet of its own"):
         pipeline.generate(replace(REQUEST, controlnet=None), GIVEN)
 

@@ -16,7 +16,7 @@ from clowder_aimage.adapter.writer import convert_adapter
 from clowder_aimage.create import create
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.model.flux2.pipeline import Flux2KleinPipeline
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.oci import Reference
@@ -38,18 +38,16 @@ MODULES = (
 )
 
 
-def load(root: Path, store: Path) -> Flux2KleinPipeline:
+def load(root: Path, store: Path) -> FlowPipeline:
     layout, name = ImageLayout(store), Reference.parse("flux")
     create(layout, name, root)
-    loaded = load_pipeline(layout, read_aimage(layout, name).aimage, dtype="float32")
-    assert isinstance(loaded, Flux2KleinPipeline)
-    return loaded
+    return load_pipeline(layout, read_aimage(layout, name).aimage, dtype="float32")
 
 
-def latents(pipeline: Flux2KleinPipeline) -> np.ndarray:
+def latents(pipeline: FlowPipeline) -> np.ndarray:
     noise = pipeline.noise(REQUEST, REQUEST.seed)
     guide = pipeline.conditioning(REQUEST)
-    *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
+    *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)
 
 
@@ -61,7 +59,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pipeline(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Flux2KleinPipeline:
+def pipeline(source: Path, tmp_path_factory: pytest.TempPathFactory) -> FlowPipeline:
     return load(source, tmp_path_factory.mktemp("store"))
 
 
@@ -127,7 +125,7 @@ def kohya(pairs: dict[str, tuple[np.ndarray, np.ndarray]]) -> Arrays:
 
 
 def test_every_spelling_gives_the_latents_of_changed_weights(
-    pipeline: Flux2KleinPipeline,
+    pipeline: FlowPipeline,
     source: Path,
     pairs: dict[str, tuple[np.ndarray, np.ndarray]],
     tmp_path: Path,
@@ -156,7 +154,7 @@ def test_every_spelling_gives_the_latents_of_changed_weights(
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["base", "no base"])
 def test_adapters_of_flux2_are_written_in_each_dialect(
-    pipeline: Flux2KleinPipeline,
+    pipeline: FlowPipeline,
     pairs: dict[str, tuple[np.ndarray, np.ndarray]],
     tmp_path: Path,
     is_known: bool,

@@ -19,8 +19,10 @@ from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.flow.config import TextEncoderConfig
+from clowder_aimage.model.flow.flow_scheduler import FlowScheduler
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.flux2.config import TransformerConfig, VaeConfig
-from clowder_aimage.model.flux2.pipeline import Flux2KleinPipeline
+from clowder_aimage.model.flux2.family import Flux2
 from clowder_aimage.model.flux2.reference_picture import fit_reference, reference_size
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput, Preview, Step
@@ -46,14 +48,16 @@ def model(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Im
 
 
 @pytest.fixture(scope="module")
-def pipeline(model: tuple[ImageLayout, AImage]) -> Flux2KleinPipeline:
+def pipeline(model: tuple[ImageLayout, AImage]) -> FlowPipeline:
     return load(*model)
 
 
 @pytest.fixture(scope="module")
-def base(pipeline: Flux2KleinPipeline) -> Flux2KleinPipeline:
+def base(pipeline: FlowPipeline) -> FlowPipeline:
     """Return the same networks, not distilled."""
-    return dataclasses.replace(pipeline, is_distilled=False)
+    assert isinstance(pipeline.family, Flux2)
+    family = dataclasses.replace(pipeline.family, is_distilled=False)
+    return FlowPipeline(family, pipeline.networks)
 
 
 def made(store: ImageLayout, directory: Path, **options: Any) -> AImage:
@@ -63,14 +67,12 @@ def made(store: ImageLayout, directory: Path, **options: Any) -> AImage:
     return read_aimage(store, name).aimage
 
 
-def load(store: ImageLayout, aimage: AImage, dtype: str = "float32") -> Flux2KleinPipeline:
-    loaded = load_pipeline(store, aimage, dtype=dtype)
-    assert isinstance(loaded, Flux2KleinPipeline)
-    return loaded
+def load(store: ImageLayout, aimage: AImage, dtype: str = "float32") -> FlowPipeline:
+    return load_pipeline(store, aimage, dtype=dtype)
 
 
 def pixels(
-    pipeline: Flux2KleinPipeline, request: GenerateRequest = SMALL, *references: np.ndarray
+    pipeline: FlowPipeline, request: GenerateRequest = SMALL, *references: np.ndarray
 ) -> np.ndarray:
     *_, image = pipeline.generate(request, PictureInput(references=references))
     assert isinstance(image, Image)
@@ -106,13 +108,13 @@ def test_defaults_follow_from_the_model(model: tuple[ImageLayout, AImage], tmp_p
     ],
 )
 def test_requests_of_other_families_are_refused(
-    pipeline: Flux2KleinPipeline, changes: dict[str, Any], message: str
+    pipeline: FlowPipeline, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         pipeline.generate(dataclasses.replace(SMALL, **changes))
 
 
-def test_steps_previews_and_seeds(pipeline: Flux2KleinPipeline) -> None:
+def test_steps_previews_and_seeds(pipeline: FlowPipeline) -> None:
     request = dataclasses.replace(SMALL, n=2, previews=1)
     events = list(pipeline.generate(request))
     assert [type(event) for event in events] == [Step, Preview, Step, Image] * 2
@@ -123,7 +125,7 @@ def test_steps_previews_and_seeds(pipeline: Flux2KleinPipeline) -> None:
     assert second.seed == 1
 
 
-def test_the_base_model_has_guidance_above_1(base: Flux2KleinPipeline) -> None:
+def test_the_base_model_has_guidance_above_1(base: FlowPipeline) -> None:
     plain = pixels(base)
     assert (pixels(base, dataclasses.replace(SMALL, guidance=1.0)) == plain).all()
     guided = dataclasses.replace(SMALL, guidance=4.0)
@@ -132,7 +134,7 @@ def test_the_base_model_has_guidance_above_1(base: Flux2KleinPipeline) -> None:
     assert (pixels(base, dataclasses.replace(guided, negative="an owl")) != strong).any()
 
 
-def test_references_and_their_order_change_the_picture(pipeline: Flux2KleinPipeline) -> None:
+def test_references_and_their_order_change_the_picture(pipeline: FlowPipeline) -> None:
     one, other = picture(70, 90), picture(130, 64, 1)
     found = [pixels(pipeline, SMALL, *given) for given in ((), (one,), (one, other), (other, one))]
     assert len({each.tobytes() for each in found}) == 4
@@ -151,7 +153,7 @@ def test_references_are_scaled_to_a_megapixel_and_cut(
 
 @pytest.mark.parametrize(("size", "message"), [((63, 64), "at least 64"), ((520, 64), "8 times")])
 def test_references_that_are_too_small_or_narrow(
-    pipeline: Flux2KleinPipeline, size: tuple[int, int], message: str
+    pipeline: FlowPipeline, size: tuple[int, int], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         reference_size(*size)
@@ -159,7 +161,7 @@ def test_references_that_are_too_small_or_narrow(
         pipeline.generate(SMALL, PictureInput(references=(picture(*size),)))
 
 
-def test_steps_that_reuse_others(pipeline: Flux2KleinPipeline) -> None:
+def test_steps_that_reuse_others(pipeline: FlowPipeline) -> None:
     request = dataclasses.replace(SMALL, steps=4)
     exact = pixels(pipeline, request)
     near = pixels(pipeline, dataclasses.replace(request, cache_threshold=1e-9))
@@ -174,13 +176,13 @@ def test_pictures_do_not_depend_on_what_stays_in_memory(model: tuple[ImageLayout
         held.set_memory(policy, None)
         held.preload(SMALL)
         found.append(pixels(held, SMALL, picture(64, 64)))
-        loaded = [module.is_loaded for module in held.budget.modules]
+        loaded = [module.is_loaded for module in held.networks.budget.modules]
         assert any(loaded) and all(loaded) is (policy == "keep")
     assert (found[0] == found[1]).all()
 
 
 @pytest.mark.integration  # MLX computes slowly with bfloat16 on a CPU
-def test_bfloat16_is_near(model: tuple[ImageLayout, AImage], pipeline: Flux2KleinPipeline) -> None:
+def test_bfloat16_is_near(model: tuple[ImageLayout, AImage], pipeline: FlowPipeline) -> None:
     assert (
         0
         < np.abs(pixels(load(*model, dtype="bfloat16")) - pixels(pipeline).astype(float)).mean()
@@ -189,7 +191,7 @@ def test_bfloat16_is_near(model: tuple[ImageLayout, AImage], pipeline: Flux2Klei
 
 
 def test_codes_are_near(
-    model: tuple[ImageLayout, AImage], directory: Path, pipeline: Flux2KleinPipeline
+    model: tuple[ImageLayout, AImage], directory: Path, pipeline: FlowPipeline
 ) -> None:
     codes = made(model[0], directory, recipe=Recipe.parse(quantize="transformer=int8"))
     network = codes.properties["components"]["transformer"]
@@ -209,7 +211,7 @@ LAYERS = {  # of diffusers and peft
 
 
 def test_adapters_change_the_layers_that_diffusers_names(
-    pipeline: Flux2KleinPipeline, tmp_path: Path
+    pipeline: FlowPipeline, tmp_path: Path
 ) -> None:
     random, values = np.random.default_rng(3), {}
     for name, (outputs, inputs) in LAYERS.items():
@@ -264,5 +266,6 @@ def test_networks_that_do_not_fit(component: str, key: str, message: str) -> Non
             ("vae", VaeConfig.parse),
         )
     ]
+    scheduler = FlowScheduler.parse("scheduler", {"_class_name": "FlowMatchEulerDiscreteScheduler"})
     with pytest.raises(ModelError, match=message):
-        Flux2KleinPipeline.check_fit(*parsed)
+        Flux2(parsed[0], parsed[1], parsed[2], scheduler, is_distilled=True)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from clowder_aimage.model.flow.memory_budget import Stage
+from clowder_aimage.model.flow.networks import FlowNetworks
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image, Preview
 from clowder_aimage.model.zimage import family as zimage
 from clowder_aimage.model.zimage import latent_colour
 from clowder_aimage.model.zimage.config import VaeConfig
 from clowder_aimage.model.zimage.latent_colour import colours, has_colours
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 
 FLUX = VaeConfig(3, 16, (128, 256, 512, 512), 2, 32, False, False, True, 0.3611, 0.1159)
 REQUEST = GenerateRequest("a fox", 32, 48, 4, previews=2)
@@ -62,23 +63,23 @@ def test_other_autoencoders_have_no_known_colours(change: dict[str, object]) -> 
 
 
 def test_a_model_with_known_colours_does_not_decode_previews(
-    pipeline: ZImagePipeline, monkeypatch: pytest.MonkeyPatch
+    pipeline: FlowPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    channels = pipeline.vae_module.config.latent_channels
+    channels = pipeline.networks.vae.config.latent_channels
     factors = [(0.1, 0.0, -0.1)] * channels
     monkeypatch.setattr(latent_colour, "_FACTORS", factors)
     monkeypatch.setattr(zimage, "has_colours", lambda _: True)
     decoded = []
-    decode = ZImagePipeline.decode
+    decode = FlowNetworks.decode
 
-    def counted(self: ZImagePipeline, found: Any) -> Any:
+    def counted(self: FlowNetworks, found: Any) -> Any:
         decoded.append(found)
         return decode(self, found)
 
-    monkeypatch.setattr(ZImagePipeline, "decode", counted)
+    monkeypatch.setattr(FlowNetworks, "decode", counted)
 
     def vae_of(stages: tuple[Stage, ...]) -> list[bool]:
-        return [pipeline.vae_module in stage.modules for stage in stages]
+        return [pipeline.networks.vae in stage.modules for stage in stages]
 
     assert vae_of(pipeline.stages(REQUEST)) == [False, False, True]
     events = list(pipeline.generate(REQUEST))

@@ -19,7 +19,6 @@ from clowder_aimage.model.backend import mx
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.model.weights import ModelWeights
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.tensor import Quantization
 from tests.conftest import TINY
@@ -42,9 +41,8 @@ def latents(
 ) -> np.ndarray:
     create(store, NAME, directory, dialect=dialect, recipe=Recipe.parse(quantize=quantize))
     pipeline = load_pipeline(store, read_aimage(store, NAME).aimage, dtype="float32")
-    assert isinstance(pipeline, ZImagePipeline)
     noise, guide = pipeline.noise(REQUEST, 42), pipeline.conditioning(REQUEST)
-    *_, final = pipeline.denoise(noise, pipeline.schedule(REQUEST), guide)
+    *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)
 
 

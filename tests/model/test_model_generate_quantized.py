@@ -15,10 +15,10 @@ import pytest
 
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image
 from clowder_aimage.model.quantized import QuantizedLinear
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from tests.model.model_blobs import FolderStore
 from tests.model.random_model import pack, takes_codes, weights
 
@@ -26,7 +26,7 @@ REQUEST = GenerateRequest("a red fox", 64, 64, 8, seed=42)
 # correlations of latents with float32's, at least
 BOUNDS = {"int8": 0.999, "mxfp8": 0.998, "int4": 0.98, "nvfp4": 0.98, "mxfp4": 0.97}
 ALONE, BOTH = ("transformer",), ("transformer", "text_encoder")
-Load = Callable[..., ZImagePipeline]
+Load = Callable[..., FlowPipeline]
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +34,17 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     """Return ``load(kind, components)``: a pipeline in float32."""
     store = FolderStore(tmp_path_factory.mktemp("blobs"))
 
-    def load(
-        kind: str = "", components: tuple[str, ...] = (), keep: bool = False
-    ) -> ZImagePipeline:
+    def load(kind: str = "", components: tuple[str, ...] = (), keep: bool = False) -> FlowPipeline:
         aimage = pack(store, dict.fromkeys(components, kind))
-        found = load_pipeline(store, aimage, dtype="float32", keep_quantized=keep)
-        assert isinstance(found, ZImagePipeline)
-        return found
+        return load_pipeline(store, aimage, dtype="float32", keep_quantized=keep)
 
     return load
 
 
-def latents(pipeline: ZImagePipeline, request: GenerateRequest = REQUEST) -> np.ndarray:
+def latents(pipeline: FlowPipeline, request: GenerateRequest = REQUEST) -> np.ndarray:
     noise = pipeline.noise(request, request.seed)
     guide = pipeline.conditioning(request)
-    *_, final = pipeline.denoise(noise, pipeline.schedule(request), guide)
+    *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(request), guide)
     return np.array(final)
 
 
@@ -76,9 +72,10 @@ def test_latents_stay_near(
 def test_kept_codes_make_the_same_picture(load: Load, kind: str) -> None:
     """Simulate the dequantization of a GPU on the CPU, in float32."""
     kept, plain = load(kind, BOTH, keep=True), load(kind, BOTH)
-    assert isinstance(kept.transformer.layers[0].attention.to_q, QuantizedLinear)
-    assert isinstance(kept.transformer.t_embedder.linear1, QuantizedLinear)
-    assert isinstance(kept.text_encoder.layers[0].mlp.up_proj, QuantizedLinear)
+    transformer, text_encoder = kept.networks.transformer.get(), kept.networks.text_encoder.get()
+    assert isinstance(transformer.layers[0].attention.to_q, QuantizedLinear)
+    assert isinstance(transformer.t_embedder.linear1, QuantizedLinear)
+    assert isinstance(text_encoder.layers[0].mlp.up_proj, QuantizedLinear)
     short = replace(REQUEST, steps=2)
     one, other = latents(kept, short), latents(plain, short)
     np.testing.assert_allclose(one, other, atol=1e-4)
@@ -89,8 +86,7 @@ def test_kept_codes_in_bfloat16(load: Load, tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     aimage = pack(store, dict.fromkeys(BOTH, "int8"))
     pipeline = load_pipeline(store, aimage, dtype="bfloat16", keep_quantized=True)
-    assert isinstance(pipeline, ZImagePipeline)
-    assert pipeline.encode("a fox").dtype == mx.bfloat16
+    assert pipeline.prompts.encode("a fox").dtype == mx.bfloat16
     short = replace(REQUEST, width=32, height=32, steps=2)
     *_, image = pipeline.generate(short)
     assert isinstance(image, Image)
@@ -128,8 +124,8 @@ def test_configurations_of_other_makers(tmp_path: Path, config: dict[str, object
     configs = dict.fromkeys(("transformer", "text_encoder", "vae"), config)
     aimage = pack(store, {"transformer": "nvfp4"}, configs)
     pipeline = load_pipeline(store, aimage, dtype="float32", keep_quantized=True)
-    assert isinstance(pipeline, ZImagePipeline)
-    assert pipeline.transformer.layers[0].attention.to_q.quantization.type.name == "nvfp4"
+    layer = pipeline.networks.transformer.get().layers[0]
+    assert layer.attention.to_q.quantization.type.name == "nvfp4"
 
 
 def test_a_quantization_that_cannot_be_read(tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ from clowder_aimage.model.backend import (
     mx,
     tree_flatten,
 )
-from clowder_aimage.model.flow.family import CACHED_TEXTS
+from clowder_aimage.model.flow.pipeline import FlowPipeline
+from clowder_aimage.model.flow.prompt_encoder import PromptEncoder
+from clowder_aimage.model.flow.state import CACHED_TEXTS
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import (
     MAX_SEED,
@@ -38,7 +40,6 @@ from clowder_aimage.model.pipeline import (
     to_pixels,
 )
 from clowder_aimage.model.weights import ModelWeights
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.tensor import blas
 from tests.model.model_blobs import FolderStore, replace
 from tests.process import run
@@ -69,13 +70,13 @@ SMALL = GenerateRequest("a fox", 32, 32, 2)
     ],
 )
 def test_requests_that_are_refused_at_once(
-    pipeline: ZImagePipeline, changes: dict[str, Any], message: str
+    pipeline: FlowPipeline, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         pipeline.generate(dataclasses.replace(SMALL, **changes))
 
 
-def test_steps_then_the_picture_and_the_next_seed(pipeline: ZImagePipeline) -> None:
+def test_steps_then_the_picture_and_the_next_seed(pipeline: FlowPipeline) -> None:
     request = dataclasses.replace(SMALL, n=2, seed=MAX_SEED - 1)
     events = list(pipeline.generate(request))
     images = [event for event in events if isinstance(event, Image)]
@@ -92,20 +93,20 @@ def test_steps_then_the_picture_and_the_next_seed(pipeline: ZImagePipeline) -> N
     assert (images[0].pixels != images[1].pixels).any()
 
 
-def test_width_and_height_are_not_swapped(pipeline: ZImagePipeline) -> None:
+def test_width_and_height_are_not_swapped(pipeline: FlowPipeline) -> None:
     *_, image = pipeline.generate(dataclasses.replace(SMALL, width=64, steps=1))
     assert isinstance(image, Image)
     assert image.pixels.shape == (32, 64, 3)
 
 
-def test_closing_cancels(pipeline: ZImagePipeline) -> None:
+def test_closing_cancels(pipeline: FlowPipeline) -> None:
     stream = pipeline.generate(dataclasses.replace(SMALL, steps=1000))
     assert next(stream) == Step(1, 1000, 0)
     stream.close()
     assert list(stream) == []
 
 
-def test_what_changes_the_picture(pipeline: ZImagePipeline) -> None:
+def test_what_changes_the_picture(pipeline: FlowPipeline) -> None:
     def pixels(**changes: Any) -> np.ndarray:
         *_, image = pipeline.generate(dataclasses.replace(SMALL, **changes))
         assert isinstance(image, Image)
@@ -131,27 +132,25 @@ def test_what_changes_the_picture(pipeline: ZImagePipeline) -> None:
     assert (pixels(guidance=4.0, negative="an owl") != guided).any()
 
 
-def test_skipped_tensors_are_named(pipeline: ZImagePipeline) -> None:
-    assert "text_encoder/norm.weight" in pipeline.skipped
-    assert "vae/encoder.conv_in.weight" in pipeline.skipped
+def test_skipped_tensors_are_named(pipeline: FlowPipeline) -> None:
+    assert "text_encoder/norm.weight" in pipeline.networks.skipped
+    assert "vae/encoder.conv_in.weight" in pipeline.networks.skipped
     kinds = ("text_encoder/layers.2.", "text_encoder/norm.weight", "vae/encoder.")
-    assert all(name.startswith(kinds) for name in pipeline.skipped)
+    assert all(name.startswith(kinds) for name in pipeline.networks.skipped)
 
 
-def test_compute_types(tiny: Model, pipeline: ZImagePipeline) -> None:
+def test_compute_types(tiny: Model, pipeline: FlowPipeline) -> None:
     with pytest.raises(UsageError, match="maximum of 65504"):
         load_pipeline(*tiny, dtype="float16")
     with pytest.raises(UsageError, match="unknown compute type 'int8'"):
         load_pipeline(*tiny, dtype="int8")
     default = load_pipeline(*tiny)
-    assert isinstance(default, ZImagePipeline)
     assert default.library.itemsize == (2 if describe() == "gpu" else 4)
 
 
-def test_bfloat16_stays_near_float32(tiny: Model, pipeline: ZImagePipeline) -> None:
+def test_bfloat16_stays_near_float32(tiny: Model, pipeline: FlowPipeline) -> None:
     half = load_pipeline(*tiny, dtype="bfloat16")
-    assert isinstance(half, ZImagePipeline)
-    assert half.transformer.x_pad_token.dtype == mx.bfloat16
+    assert half.networks.transformer.get().x_pad_token.dtype == mx.bfloat16
     request = GenerateRequest("a red fox", 64, 64, 4, seed=42)
     *_, exact = pipeline.generate(request)
     *_, near = half.generate(request)
@@ -161,9 +160,9 @@ def test_bfloat16_stays_near_float32(tiny: Model, pipeline: ZImagePipeline) -> N
     assert 0 < spread.mean() < 3
 
 
-def test_dead_weights_need_not_be_there(tiny: Model, pipeline: ZImagePipeline) -> None:
+def test_dead_weights_need_not_be_there(tiny: Model, pipeline: FlowPipeline) -> None:
     store, aimage = tiny
-    layers = tuple(layer for layer in aimage.layers if layer.name not in pipeline.skipped)
+    layers = tuple(layer for layer in aimage.layers if layer.name not in pipeline.networks.skipped)
     assert len(layers) < len(aimage.layers)
     trimmed = load_pipeline(store, AImage(b"{}", layers), dtype="float32")
     *_, one = trimmed.generate(SMALL)
@@ -223,9 +222,9 @@ def test_the_prompt_must_fit_the_positions(tiny: Model) -> None:
         list(short.generate(GenerateRequest("x" * 47, 64, 32, 1)))
 
 
-def test_decode_refuses_nan(pipeline: ZImagePipeline) -> None:
+def test_decode_refuses_nan(pipeline: FlowPipeline) -> None:
     with pytest.raises(ModelError, match="NaN or infinite"):
-        pipeline.decode(np.full((16, 4, 4), np.nan, np.float32))
+        pipeline.networks.decode(np.full((16, 4, 4), np.nan, np.float32))
 
 
 def test_pixels_round_half_to_even() -> None:
@@ -285,7 +284,7 @@ def test_blas_of_the_package_is_preferred(monkeypatch: pytest.MonkeyPatch) -> No
     assert blas.preload() is None
 
 
-def made(pipeline: ZImagePipeline, request: GenerateRequest) -> bytes:
+def made(pipeline: FlowPipeline, request: GenerateRequest) -> bytes:
     *_, image = pipeline.generate(request)
     assert isinstance(image, Image)
     return image.pixels.tobytes()
@@ -298,11 +297,11 @@ def policies(memory: int) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "last", {"policy": "auto", "memory": None, "is_last": True}
 
 
-def loaded(pipeline: ZImagePipeline) -> list[str]:
+def loaded(pipeline: FlowPipeline) -> list[str]:
     is_loaded = {
-        "text": pipeline.text_encoder_module.is_loaded,
-        "transformer": pipeline.transformer_module.is_loaded,
-        "vae": pipeline.vae_module.is_loaded,
+        "text": pipeline.networks.text_encoder.is_loaded,
+        "transformer": pipeline.networks.transformer.is_loaded,
+        "vae": pipeline.networks.vae.is_loaded,
     }
     return [name for name, is_it in is_loaded.items() if is_it]
 
@@ -326,7 +325,7 @@ def test_pictures_do_not_depend_on_what_stays_in_memory(tiny: Model) -> None:
 def test_released_networks_free_their_memory(tiny: Model) -> None:
     before = mx.get_active_memory()
     held = opened(tiny)
-    modules = held.budget.modules
+    modules = held.networks.budget.modules
     assert mx.get_active_memory() - before < 50_000  # nothing is loaded
     for module in modules:
         network = module.get()
@@ -399,14 +398,15 @@ def test_the_encoder_of_pictures_is_counted_for_requests_with_one(tiny: Model) -
     held, request = opened(tiny), dataclasses.replace(SMALL, image=FILE)
     held.set_memory("keep", None)
     plain, more = (int(held.preload(one).split()[-2]) for one in (SMALL, request))
-    encoder = held.picture_encoder()
-    assert encoder.is_loaded and encoder.policy == "keep" and more >= plain
-    modules = sum(module.size for module in held.budget.modules)
+    encoder = held.networks.picture_encoder
+    assert encoder.is_loaded and more >= plain
+    assert held.networks.budget.policy(encoder) == "keep"
+    modules = sum(module.size for module in held.networks.budget.modules)
     work = max(stage.work for stage in held.stages(SMALL))
     held.set_memory("auto", 1)
-    held.budget.memory = int(held.budget._own + work + modules - encoder.size)
-    assert held.budget.keeps(held.stages(SMALL))
-    assert not held.budget.keeps([*held._picture_stages(request), *held.stages(request)])
+    held.networks.budget.memory = int(held.networks.budget._own + work + modules - encoder.size)
+    assert held.networks.budget.keeps(held.stages(SMALL))
+    assert not held.networks.budget.keeps(held._all_stages(request))
 
 
 def test_a_mask_that_covers_no_cell_is_refused_before_anything_is_loaded(tiny: Model) -> None:
@@ -416,12 +416,12 @@ def test_a_mask_that_covers_no_cell_is_refused_before_anything_is_loaded(tiny: M
     given = PictureInput(np.zeros((32, 32, 3), np.uint8), mask)
     with pytest.raises(UsageError, match="covers no cell of 8 x 8 pixels"):
         held.generate(request, given)
-    assert loaded(held) == [] and not held.picture_encoder().is_loaded
+    assert loaded(held) == [] and not held.networks.picture_encoder.is_loaded
 
 
 def test_memory_budget_learns_from_pictures(tiny: Model) -> None:
     held = opened(tiny)
-    budget, large = held.budget, dataclasses.replace(SMALL, width=128, height=128)
+    budget, large = held.networks.budget, dataclasses.replace(SMALL, width=128, height=128)
     assert budget.work("decode", 32 * 32, 7.0) == 7.0  # as was guessed
     made(held, large)
     needed = budget.work("decode", 128 * 128, 7.0)
@@ -446,13 +446,11 @@ def test_a_network_that_cannot_be_loaded_again_is_an_error(
     made(held, dataclasses.replace(SMALL, prompt="new"))
 
 
-def opened(model: Model) -> ZImagePipeline:
-    pipeline = load_pipeline(*model, dtype="float32")
-    assert isinstance(pipeline, ZImagePipeline)
-    return pipeline
+def opened(model: Model) -> FlowPipeline:
+    return load_pipeline(*model, dtype="float32")
 
 
-def pictures(pipeline: ZImagePipeline, request: GenerateRequest) -> list[tuple[int, bytes]]:
+def pictures(pipeline: FlowPipeline, request: GenerateRequest) -> list[tuple[int, bytes]]:
     """Return the seeds and pixels of pictures and previews, pictures last."""
     events = [event for event in pipeline.generate(request) if not isinstance(event, Step)]
     found = [(getattr(event, "seed", -1), event.pixels.tobytes()) for event in events]
@@ -463,7 +461,7 @@ def _gone(*_: object, **__: object) -> None:
     raise ModelError("gone")
 
 
-def test_previews_are_half_as_large_and_change_nothing(pipeline: ZImagePipeline) -> None:
+def test_previews_are_half_as_large_and_change_nothing(pipeline: FlowPipeline) -> None:
     request = dataclasses.replace(SMALL, steps=4, previews=2, n=2)
     events = list(pipeline.generate(request))
     previews = [event for event in events if isinstance(event, Preview)]
@@ -475,7 +473,7 @@ def test_previews_are_half_as_large_and_change_nothing(pipeline: ZImagePipeline)
     assert [a.pixels.tobytes() for a in images] == [b.pixels.tobytes() for b in without]
 
 
-def test_preview_extrapolates_a_straight_line(pipeline: ZImagePipeline) -> None:
+def test_preview_extrapolates_a_straight_line(pipeline: FlowPipeline) -> None:
     """If all steps went the same way, the first one would have shown the picture."""
     schedule = pipeline.schedule(SMALL)
     noise = pipeline.noise(SMALL, 0)
@@ -483,7 +481,7 @@ def test_preview_extrapolates_a_straight_line(pipeline: ZImagePipeline) -> None:
     first, second = (float(sigma) for sigma in schedule.sigmas[:2])
     before, after = (end + sigma * (noise - end) for sigma in (first, second))
     shown = pipeline.preview(before, after, schedule, 0)
-    whole = pipeline.decode(end).astype(np.float64)
+    whole = pipeline.networks.decode(end).astype(np.float64)
     mean = whole.reshape(16, 2, 16, 2, 3).mean(axis=(1, 3))
     assert np.abs(shown - mean).max() <= 1
 
@@ -498,26 +496,26 @@ def test_previews_are_spread_evenly(steps: int, previews: int, after: set[int]) 
 
 
 def test_convolutions_in_strips_equal_the_whole(
-    pipeline: ZImagePipeline, monkeypatch: pytest.MonkeyPatch
+    pipeline: FlowPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blas, "is_fast", lambda: False)  # its products need no strips
     latents = mx.array(pipeline.noise(dataclasses.replace(SMALL, width=80, height=112), 1))
-    whole = np.array(pipeline.vae.decode(latents))
+    whole = np.array(pipeline.networks.vae.get().decode(latents))
     monkeypatch.setattr(backend, "STRIP", 20_000)  # from 1 row of the last layers to all of 14
-    strips = np.array(pipeline.vae.decode(latents))
+    strips = np.array(pipeline.networks.vae.get().decode(latents))
     assert whole.shape == (112, 80, 3)
     np.testing.assert_allclose(strips, whole, rtol=0, atol=1e-5)
 
 
-def test_a_text_is_encoded_once(pipeline: ZImagePipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_is_encoded_once(pipeline: FlowPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
-    encode = ZImagePipeline.encode
+    encode = PromptEncoder.encode
 
-    def counted(self: ZImagePipeline, prompt: str) -> mx.array:
+    def counted(self: PromptEncoder, prompt: str) -> mx.array:
         texts.append(prompt)
         return encode(self, prompt)
 
-    monkeypatch.setattr(ZImagePipeline, "encode", counted)
+    monkeypatch.setattr(PromptEncoder, "encode", counted)
     for prompt in ("a fox twice", "a fox twice", "a hare once", "a fox twice"):
         list(pipeline.generate(dataclasses.replace(SMALL, prompt=prompt)))
     assert texts == ["a fox twice", "a hare once"]
@@ -526,7 +524,7 @@ def test_a_text_is_encoded_once(pipeline: ZImagePipeline, monkeypatch: pytest.Mo
     pipeline.conditioning(dataclasses.replace(SMALL, prompt="a fox twice"))
     assert texts.count("a fox twice") == 2
     guided = dataclasses.replace(SMALL, guidance=1.0, prompt="new", negative="another 1")
-    assert next(iter(pipeline._captions))[0] == "another 1"  # it is dropped for the new one
+    assert next(iter(pipeline.state.captions))[0] == "another 1"  # it is dropped for the new one
     assert pipeline.conditioning(guided).negative is not None
     assert texts.count("another 1") == 1
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from tests.model.model_oracle import CASES, differences, excess, ours
 
 FOLDER = Path(__file__).parent / "oracle"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_same_as_recorded(pipeline: ZImagePipeline, case: str) -> None:
+def test_same_as_recorded(pipeline: FlowPipeline, case: str) -> None:
     with np.load(FOLDER / f"{case.replace(' ', '-')}.npz") as recorded:
         found = differences(dict(recorded), ours(pipeline, CASES[case]))
     assert set(found) == {

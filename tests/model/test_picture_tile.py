@@ -13,10 +13,10 @@ from PIL import Image
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.generate import RunnableModel
 from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.picture_tile import MAX_TILED, TileGrid, keep_shapes, mix, new_area
 from clowder_aimage.model.pipeline import GenerateRequest, PictureInput, Step
 from clowder_aimage.model.pipeline import Image as Made
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.pictures.picture_input import (
     PictureInputs,
     PreparedPicture,
@@ -172,7 +172,7 @@ def test_references_are_opened_in_their_order_at_their_size(tmp_path: Path) -> N
 
 
 def test_the_tiles_of_each_picture_are_its_steps(
-    pipeline: ZImagePipeline, tiny: tuple[FolderStore, object], monkeypatch: pytest.MonkeyPatch
+    pipeline: FlowPipeline, tiny: tuple[FolderStore, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiled = TiledPicture((PictureInput(noise(64, 32)),) * 3, lambda made: np.vstack(made))
     monkeypatch.setattr(PictureInputs, "open", lambda *_: tiled)

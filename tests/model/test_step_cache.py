@@ -13,10 +13,10 @@ import pytest
 
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.conditioning import Caption
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.flow.rope import Table
 from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.pipeline import GenerateRequest, Image
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.model.zimage.transformer import Block, Hints, Transformer
 
 REQUEST = GenerateRequest("a fox", 32, 32, 6, guidance=2.0, negative="a hare")
@@ -80,7 +80,7 @@ def test_a_residual_that_cannot_be_compared_is_not_reused(value: float) -> None:
 
 
 def blocks_of(
-    pipeline: ZImagePipeline, request: GenerateRequest, patch: pytest.MonkeyPatch
+    pipeline: FlowPipeline, request: GenerateRequest, patch: pytest.MonkeyPatch
 ) -> tuple[bytes, list[int]]:
     """Return the last picture of a request, and how often each of the layers was called."""
     calls = Counter[int]()
@@ -94,14 +94,15 @@ def blocks_of(
         patched.setattr(Block, "__call__", counted)
         *_, image = pipeline.generate(request)
     assert isinstance(image, Image)
-    return image.pixels.tobytes(), [calls[id(block)] for block in pipeline.transformer.layers]
+    layers = pipeline.networks.transformer.get().layers
+    return image.pixels.tobytes(), [calls[id(block)] for block in layers]
 
 
 def test_only_the_first_block_runs_between_the_first_and_the_last_step(
-    pipeline: ZImagePipeline, monkeypatch: pytest.MonkeyPatch
+    pipeline: FlowPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact, calls = blocks_of(pipeline, REQUEST, monkeypatch)
-    count = len(pipeline.transformer.layers)
+    count = len(pipeline.networks.transformer.get().layers)
     assert calls == [12] * count
     same = dataclasses.replace(REQUEST, cache_threshold=1e-9)
     assert blocks_of(pipeline, same, monkeypatch) == (exact, calls)
@@ -115,7 +116,7 @@ def test_only_the_first_block_runs_between_the_first_and_the_last_step(
 
 
 def test_captions_pictures_and_requests_share_no_cache(
-    pipeline: ZImagePipeline, monkeypatch: pytest.MonkeyPatch
+    pipeline: FlowPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = list[tuple[int, StepCache | None]]()
     call = Transformer.__call__
@@ -156,7 +157,7 @@ def test_captions_pictures_and_requests_share_no_cache(
     [(0.0, 1), (0.1, 1), (0.1 + 1e-8, 2), (0.25 - 1e-16, 2), (0.25, 3), (0.5, 4), (1.0, 4)],
 )
 def test_guidance_ends_after_its_last_step(
-    pipeline: ZImagePipeline, monkeypatch: pytest.MonkeyPatch, end: float, guided: int
+    pipeline: FlowPipeline, monkeypatch: pytest.MonkeyPatch, end: float, guided: int
 ) -> None:
     request = dataclasses.replace(REQUEST, steps=4, guidance_end=end)
     assert blocks_of(pipeline, request, monkeypatch)[1][0] == 4 + guided

@@ -50,17 +50,13 @@ def test_arrays_are_of_the_compute_type_and_integers_stay() -> None:
 
 def test_weights_are_the_blobs_themselves_and_stay_unchanged(pipeline: Any) -> None:
     """In the type of the blobs nothing is copied; writes stay in this process."""
-    from clowder_aimage.model.torch.library import TorchLibrary
-
-    half = dataclasses.replace(pipeline, library=TorchLibrary("cpu", torch.bfloat16))
-    assert half.library.itemsize == 2
-    weights = pipeline.weights["transformer"]
+    weights = pipeline.networks.weights["transformer"]
     name = "layers.0.attention.to_q.weight"
     one, other = weights.torch(name), weights.torch(name)
     before = other.clone()
     one.add_(1)
     assert torch.equal(other, before)
-    parameters = pipeline.transformer.module.parameters()
+    parameters = pipeline.networks.transformer.get().module.parameters()
     assert {one.dtype for one in parameters} == {torch.float32}
 
 
@@ -101,12 +97,14 @@ def test_a_network_of_copied_layers_is_the_one_that_diffusers_makes(family: str)
 
 
 def test_nothing_stays_on_the_meta_device(pipeline: Any) -> None:
-    networks = pipeline.text_encoder, pipeline.transformer, pipeline.vae
-    for network in (*networks, pipeline.picture_encoder().get()):
-        state = [*network.module.parameters(), *network.module.buffers()]
+    networks = pipeline.networks
+    halves = networks.vae, networks.picture_encoder
+    for network in (networks.text_encoder, networks.transformer, *halves):
+        module = network.get().module
+        state = [*module.parameters(), *module.buffers()]
         assert state and not any(one.is_meta for one in state)
-    assert pipeline.text_encoder.module.rotary_emb.inv_freq.device.type == "cpu"
-    assert "vae/encoder.conv_in.weight" in pipeline.skipped
+    assert networks.text_encoder.get().module.rotary_emb.inv_freq.device.type == "cpu"
+    assert "vae/encoder.conv_in.weight" in networks.skipped
 
 
 def test_closing_the_generator_cancels(pipeline: Any) -> None:
@@ -118,13 +116,13 @@ def test_closing_the_generator_cancels(pipeline: Any) -> None:
 
 def test_networks_that_were_released_are_read_again(pipeline: Any) -> None:
     expected = [one.pixels for one in pipeline.generate(REQUEST) if isinstance(one, Image)]
-    for module in pipeline.budget.modules:
+    for module in pipeline.networks.budget.modules:
         module.release()
-    assert not any(module.is_loaded for module in pipeline.budget.modules)
+    assert not any(module.is_loaded for module in pipeline.networks.budget.modules)
     pipeline.set_memory("release", None)
     found = [one.pixels for one in pipeline.generate(REQUEST) if isinstance(one, Image)]
     assert np.array_equal(found, expected)
-    assert [module.is_loaded for module in pipeline.budget.modules].count(True) == 1
+    assert [module.is_loaded for module in pipeline.networks.budget.modules].count(True) == 1
     pipeline.set_memory("auto", None)
 
 
@@ -135,10 +133,10 @@ def pictures(pipeline: Any) -> list[np.ndarray]:
 def squeeze(pipeline: Any) -> int:
     """Leave the memory for one layer of each network; return it."""
     pipeline.set_memory("auto", 1)
-    stages, own = pipeline.stages(REQUEST), pipeline.budget._own
+    stages, own = pipeline.stages(REQUEST), pipeline.networks.budget._own
     least, whole = (max(getattr(one, name) for one in stages) for name in ("least", "size"))
     assert least < whole
-    pipeline.budget.memory = pipeline.budget.limit = own + int(least) + 1
+    pipeline.networks.budget.memory = pipeline.networks.budget.limit = own + int(least) + 1
     return int(own + least)
 
 
@@ -146,12 +144,12 @@ def test_layers_are_loaded_one_by_one_where_memory_is_short(tmp_path: Path) -> N
     """Blobs in bfloat16 are values in float32 while their layer runs, and mapped otherwise."""
     pipeline = open_tiny(tmp_path)
     expected, states = pictures(pipeline), []
-    assert "all networks stay" in pipeline.budget.describe(pipeline.stages(REQUEST))
+    assert "all networks stay" in pipeline.networks.budget.describe(pipeline.stages(REQUEST))
     least = squeeze(pipeline)
     assert np.array_equal(pictures(pipeline), expected)
-    assert "one by one" in pipeline.budget.describe(pipeline.stages(REQUEST))
-    pipeline.budget.use(pipeline.stages(REQUEST)[1])  # it was released for the decoder
-    module = pipeline.transformer.module
+    assert "one by one" in pipeline.networks.budget.describe(pipeline.stages(REQUEST))
+    pipeline.networks.budget.use(pipeline.stages(REQUEST)[1])  # it was released for the decoder
+    module = pipeline.networks.transformer.get().module
 
     def note(*_: Any) -> None:
         layers = [*module.noise_refiner, *module.context_refiner, *module.layers]
@@ -163,12 +161,15 @@ def test_layers_are_loaded_one_by_one_where_memory_is_short(tmp_path: Path) -> N
     note()
     assert not any(states[-1])
     assert module.x_pad_token.dtype == torch.float32
-    pipeline.budget.limit = least - 1
+    pipeline.networks.budget.limit = least - 1
     with pytest.raises(UsageError, match="of memory are insufficient for this model"):
         pipeline.generate(REQUEST)
     pipeline.set_memory("auto", None)
     assert np.array_equal(pictures(pipeline), expected)
-    assert all(one.dtype == torch.float32 for one in pipeline.transformer.module.parameters())
+    assert all(
+        one.dtype == torch.float32
+        for one in pipeline.networks.transformer.get().module.parameters()
+    )
 
 
 @pytest.mark.parametrize("name", ["ai-toolkit-alpha", "diff"])
@@ -192,8 +193,8 @@ def test_a_layer_that_fails_is_idle_afterwards(tmp_path: Path) -> None:
     pipeline = open_tiny(tmp_path)
     squeeze(pipeline)
     expected = pictures(pipeline)
-    pipeline.budget.use(pipeline.stages(REQUEST)[1])
-    layer = pipeline.transformer.module.layers[0]
+    pipeline.networks.budget.use(pipeline.stages(REQUEST)[1])
+    layer = pipeline.networks.transformer.get().module.layers[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer.feed_forward.w1, "forward", lambda _: torch.empty(1 << 60))
         with pytest.raises(NoMemoryError):
@@ -224,7 +225,7 @@ def test_memory_that_is_insufficient_is_an_error_and_the_model_stays(
 
     expected = [one.pixels for one in pipeline.generate(REQUEST) if isinstance(one, Image)]
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline.transformer.module, "forward", fail)
+        patch.setattr(pipeline.networks.transformer.get().module, "forward", fail)
         with pytest.raises(NoMemoryError, match=r"GPU is insufficient .* use a smaller size"):
             list(pipeline.generate(REQUEST))
     found = [one.pixels for one in pipeline.generate(REQUEST) if isinstance(one, Image)]
@@ -239,10 +240,12 @@ def test_memory_of_the_machine_that_is_insufficient_is_an_error(
     def fail(*_: object, **__: object) -> None:
         torch.empty(1 << 60)
 
-    monkeypatch.setattr(pipeline.transformer.module, "forward", fail)
+    monkeypatch.setattr(pipeline.networks.transformer.get().module, "forward", fail)
     with pytest.raises(NoMemoryError, match="the memory is insufficient for this picture"):
         list(pipeline.generate(REQUEST))
-    monkeypatch.setattr(pipeline.transformer.module, "forward", lambda *_, **__: torch.empty(-1))
+    monkeypatch.setattr(
+        pipeline.networks.transformer.get().module, "forward", lambda *_, **__: torch.empty(-1)
+    )
     with pytest.raises(RuntimeError, match="negative dimension"):
         list(pipeline.generate(REQUEST))
 
@@ -269,7 +272,7 @@ def test_adapters_and_copies_of_arrays_can_lack_memory_too(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "from_numpy", fail)
         for use, given in (
-            (pipeline.transformer_module.get, ()),
+            (pipeline.networks.transformer.get, ()),
             (library.array, (np.zeros(1, np.float32),)),
             (library.floats, (lacking,)),
         ):

@@ -23,9 +23,9 @@ with warnings.catch_warnings():
 
 from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.adapter.reader import read_adapter
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from tests.adapter.vectors import AdapterVector, vectors
 from tests.model.model_blobs import import_directory
 
@@ -42,27 +42,25 @@ def theirs() -> Any:
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory: pytest.TempPathFactory) -> ZImagePipeline:
+def ours(tmp_path_factory: pytest.TempPathFactory) -> FlowPipeline:
     stored = import_directory(TINY, tmp_path_factory.mktemp("blobs"))
-    loaded = load_pipeline(*stored, dtype="float32")
-    assert isinstance(loaded, ZImagePipeline)
-    return loaded
+    return load_pipeline(*stored, dtype="float32")
 
 
 @pytest.fixture
-def clean(theirs: Any, ours: ZImagePipeline) -> Iterator[None]:
+def clean(theirs: Any, ours: FlowPipeline) -> Iterator[None]:
     yield
     theirs.unload_lora_weights()
     ours.use_adapters([])
 
 
-def picture(ours: ZImagePipeline, *uses: tuple[LoadedAdapter, float]) -> np.ndarray:
+def picture(ours: FlowPipeline, *uses: tuple[LoadedAdapter, float]) -> np.ndarray:
     ours.use_adapters(uses)
     images = [event for event in ours.generate(REQUEST) if isinstance(event, Image)]
     return images[0].pixels.astype(int)
 
 
-def load_adapter(ours: ZImagePipeline, vector: AdapterVector, directory: Path) -> LoadedAdapter:
+def load_adapter(ours: FlowPipeline, vector: AdapterVector, directory: Path) -> LoadedAdapter:
     path = vector.write(directory)
     return LoadedAdapter(vector.name, read_adapter(path, ours.shapes, what="it", base="tiny"))
 
@@ -74,7 +72,7 @@ def test_the_rows_that_diffusers_reads() -> None:
 @pytest.mark.usefixtures("clean")
 @pytest.mark.parametrize("vector", READ, ids=str)
 def test_the_picture_of_diffusers(
-    theirs: Any, ours: ZImagePipeline, vector: AdapterVector, tmp_path: Path
+    theirs: Any, ours: FlowPipeline, vector: AdapterVector, tmp_path: Path
 ) -> None:
     loaded, plain = load_adapter(ours, vector, tmp_path), picture(ours)
     theirs.load_lora_weights(tmp_path, weight_name=f"{vector.name}.safetensors", adapter_name="it")
@@ -87,7 +85,7 @@ def test_the_picture_of_diffusers(
 
 
 @pytest.mark.usefixtures("clean")
-def test_two_adapters_as_in_diffusers(theirs: Any, ours: ZImagePipeline, tmp_path: Path) -> None:
+def test_two_adapters_as_in_diffusers(theirs: Any, ours: FlowPipeline, tmp_path: Path) -> None:
     names, strengths = ("ai-toolkit-alpha", "diffusers-metadata"), [0.8, -0.5]
     chosen = [vector for name in names for vector in READ if vector.name == name]
     loaded = [load_adapter(ours, vector, tmp_path) for vector in chosen]

@@ -31,9 +31,9 @@ with warnings.catch_warnings():
 from PIL import Image as Picture
 
 from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput, StoredControlNet
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline as Ours
 from tests.model.model_blobs import import_directory
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -54,7 +54,7 @@ class Controlled:
 
     theirs: Any
     inpaint: Any
-    ours: Ours
+    ours: FlowPipeline
 
 
 def make_controlnet(directory: Path, form: str, transformer: Any, seed: int) -> Any:
@@ -87,7 +87,7 @@ def make_controlnet(directory: Path, form: str, transformer: Any, seed: int) -> 
     return network
 
 
-def use(ours: Ours, directory: Path, blobs: Path) -> None:
+def use(ours: FlowPipeline, directory: Path, blobs: Path) -> None:
     """Use the control network of a directory."""
     store, aimage = import_directory(directory, blobs)
     layers = [replace(one, name=one.name.rpartition("/")[2]) for one in aimage.layers]
@@ -108,7 +108,6 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ours = load_pipeline(
         *import_directory(directory / "files", directory / "blobs"), dtype="float32"
     )
-    assert isinstance(ours, Ours)
     use(ours, directory / "net", directory / "net_blobs")
     for one in filter(None, (theirs, inpaint)):
         one.set_progress_bar_config(disable=True)
@@ -122,7 +121,7 @@ def random_picture(seed: str, width: int, height: int) -> Picture.Image:
 
 
 def compare(
-    ours: Ours, theirs: Any, request: GenerateRequest, given: PictureInput, **more: Any
+    ours: FlowPipeline, theirs: Any, request: GenerateRequest, given: PictureInput, **more: Any
 ) -> np.ndarray:
     assert given.control is not None
     more["control_image"] = Picture.fromarray(given.control)

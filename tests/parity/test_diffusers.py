@@ -26,9 +26,9 @@ with warnings.catch_warnings():
     from tests.parity.compare import theirs
     from tests.parity.make_model import OTHER_TEMPLATE, draw, make
 
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, Image
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from tests.model.model_blobs import import_directory
 from tests.model.model_oracle import CASES, differences, excess, ours
 
@@ -87,7 +87,7 @@ class Pair:
 
     cases: Sequence[str]
     reference: Any
-    pipeline: ZImagePipeline
+    pipeline: FlowPipeline
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda name: f"{name} (seed {SEED})")
@@ -104,13 +104,12 @@ def pair(
         reference = make(directory / "files", seed, dims)
     store, aimage = import_directory(directory / "files", directory / "blobs")
     pipeline = load_pipeline(store, aimage, dtype="float32")
-    assert isinstance(pipeline, ZImagePipeline)
     yield Pair(cases, reference, pipeline)
 
 
 def test_same_as_diffusers(pair: Pair) -> None:
     for case in pair.cases:
-        request = fitting(CASES[case], pair.pipeline.sides.multiple)
+        request = fitting(CASES[case], pair.pipeline.family.sides.multiple)
         found = differences(theirs(pair.reference, request), ours(pair.pipeline, request))
         assert len(found) == 6
         assert not excess(found), f"AIMAGE_PARITY_SEED={SEED}, {case}, {request}: {found}"

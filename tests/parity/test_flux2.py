@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 
 from PIL import Image as Picture
 
-from clowder_aimage.model.flux2.pipeline import Flux2KleinPipeline
+from clowder_aimage.model.flux2.family import Flux2
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import GenerateRequest, PictureInput
 from tests.model.model_blobs import import_directory
@@ -46,9 +46,7 @@ class Both:
             warnings.simplefilter("ignore")
             self.theirs = make_flux2(root / "files", seed, is_distilled=is_distilled)
         store, aimage = import_directory(root / "files", root / "blobs")
-        loaded = load_pipeline(store, aimage, dtype="float32")
-        assert isinstance(loaded, Flux2KleinPipeline)
-        self.ours = loaded
+        self.ours = load_pipeline(store, aimage, dtype="float32")
 
     def compare(self, request: GenerateRequest, *pictures: Picture.Image) -> None:
         """Compare the last latents, and the picture."""
@@ -82,7 +80,7 @@ class Both:
             callback_on_step_end=note,
             output_type="pil",
         ).images[0]
-        rows = request.height // self.ours.sides.multiple
+        rows = request.height // self.ours.family.sides.multiple
         latents = seen[-1][0].T.reshape(-1, rows, seen[-1].shape[1] // rows)
         return latents.numpy(), np.asarray(made).astype(int)
 
@@ -100,7 +98,9 @@ def drawn(rng: random.Random, width: int, height: int) -> Picture.Image:
 
 def text_request(both: Both, rng: random.Random) -> GenerateRequest:
     """Return a request with another size, and with guidance if the model has it."""
-    multiple, guidance = both.ours.sides.multiple, 1.0 if both.ours.is_distilled else 4.0
+    family = both.ours.family
+    assert isinstance(family, Flux2)
+    multiple, guidance = family.sides.multiple, 1.0 if family.is_distilled else 4.0
     width, height = (multiple * rng.randrange(2, 8) for _ in range(2))
     seed = rng.randrange(1 << 32)
     return GenerateRequest("a red fox", width, height, 4, seed, guidance=guidance)
@@ -123,6 +123,6 @@ def test_pictures_from_references(both: Both, count: int) -> None:
 def test_a_reference_of_more_than_a_megapixel_is_scaled_down(both: Both) -> None:
     rng = random.Random(SEED)
     picture = drawn(rng, 3000, 400)
-    multiple = both.ours.sides.multiple
+    multiple = both.ours.family.sides.multiple
     request = replace(text_request(both, rng), width=2 * multiple, height=multiple, steps=1)
     both.compare(request, picture)

@@ -129,7 +129,7 @@ def test_a_cache_of_steps(zimage: Both, threshold: float) -> None:
         made(zimage.torch, one, None)[0][-1]
         for one in (request, replace(request, cache_threshold=0.0))
     )
-    has_others = len(zimage.torch.transformer.module.layers) > 1
+    has_others = len(zimage.torch.networks.transformer.get().module.layers) > 1
     assert np.array_equal(cached, exact) == (threshold < 1 or not has_others)
 
 
@@ -146,8 +146,8 @@ def test_a_picture_and_a_mask(zimage: Both, strength: float) -> None:
 
 def test_flux2(flux2: Both) -> None:
     rng = random.Random(SEED)
-    guidance = 0.0 if flux2.mlx.is_distilled else 3.0
-    multiple = flux2.mlx.sides.multiple
+    guidance = 0.0 if flux2.mlx.family.is_distilled else 3.0
+    multiple = flux2.mlx.family.sides.multiple
     size = {"width": 4 * multiple, "height": 3 * multiple, "steps": 3}
     request = GenerateRequest("an owl", seed=rng.randrange(99), guidance=guidance, **size)
     flux2.compare(replace(request, n=2, previews=1))
@@ -162,7 +162,7 @@ def test_flux2(flux2: Both) -> None:
 
 def test_adapters_of_flux2(flux2: Both) -> None:
     """Of low rank, in layers of two streams and of one, with two strengths, and undone."""
-    multiple = flux2.mlx.sides.multiple
+    multiple = flux2.mlx.family.sides.multiple
     request = GenerateRequest("an owl", 4 * multiple, 3 * multiple, 2, seed=3)
     plain, _ = made(flux2.torch, request, None)
     names = "transformer_blocks.0.attn.add_k_proj", "single_transformer_blocks.0.attn.to_out"
@@ -239,7 +239,7 @@ def test_layers_one_by_one(family: str, tmp_path: Path, monkeypatch: pytest.Monk
         make_flux2(tmp_path / "files", SEED, is_distilled=True)
     both = load(tmp_path / "files", tmp_path / "blobs")
     both.torch.set_memory("auto", 1)
-    multiple = both.mlx.sides.multiple
+    multiple = both.mlx.family.sides.multiple
     size = {"width": 4 * multiple, "height": 3 * multiple, "steps": 4}
     plain = GenerateRequest("a fox", cache_threshold=10.0, **size)
     both.compare(plain)
@@ -250,8 +250,8 @@ def test_layers_one_by_one(family: str, tmp_path: Path, monkeypatch: pytest.Monk
         control = picture(SEED, size["width"], size["height"])
         asked = replace(plain, control=FILE, controlnet="net")
         both.compare(asked, PictureInput(control=control))
-    both.torch.budget.use(both.torch.stages(plain)[1])  # it was released for the decoder
-    assert both.torch.transformer_module._is_in_layers
+    both.torch.networks.budget.use(both.torch.stages(plain)[1])  # it was released for the decoder
+    assert both.torch.networks.transformer._is_in_layers
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "mxfp8"])

@@ -73,7 +73,7 @@ def test_the_transformer_of_a_gguf_is_that_of_diffusers(tmp_path: Path) -> None:
     random = torch.Generator().manual_seed(3)
     latents = torch.randn(16, 1, 8, 8, generator=random)
     features = torch.randn(12, 32, generator=random)
-    module = ours.transformer.module
+    module = ours.networks.transformer.get().module
     kind = diffusers.ZImageTransformer2DModel
     exact = kind.from_pretrained(root, torch_dtype=torch.float32)
     with torch.no_grad():

@@ -120,7 +120,7 @@ def test_a_machine_without_a_compiler_is_refused_before_weights_are_read(
 @pytest.mark.parametrize("name", ["native", "_native_math"])
 def test_an_attention_backend_is_used(tmp_path: Path, name: str) -> None:
     pipeline = load(tmp_path, attention=name)
-    layer = pipeline.transformer.module.layers[0].attention
+    layer = pipeline.networks.transformer.get().module.layers[0].attention
     assert layer.processor._attention_backend == name
     assert np.abs(pixels(pipeline) - pixels(load(tmp_path))).max() <= 1
 

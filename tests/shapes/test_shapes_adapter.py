@@ -17,7 +17,7 @@ from wishes import is_held_out, wish_of
 from benchmarks import quality
 from clowder_aimage.formats import lora
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 (COLOUR,) = NINTH
@@ -75,13 +75,13 @@ def test_the_file_is_small_and_says_how_to_use_it() -> None:
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory) -> ZImagePipeline:
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> FlowPipeline:
     store = ImageLayout(tmp_path_factory.mktemp("store"))
     return quality.load(SHAPES / "model", "float32", store)[0]
 
 
 @contextmanager
-def adapted(pipeline: ZImagePipeline, strength: str) -> Iterator[None]:
+def adapted(pipeline: FlowPipeline, strength: str) -> Iterator[None]:
     """Use the adapter for a while."""
     pipeline.use_adapters([quality.open_adapter(pipeline, f"{ADAPTER}{strength}")])
     try:
@@ -90,7 +90,7 @@ def adapted(pipeline: ZImagePipeline, strength: str) -> Iterator[None]:
         pipeline.use_adapters([])
 
 
-def test_it_fits_the_model(pipeline: ZImagePipeline) -> None:
+def test_it_fits_the_model(pipeline: FlowPipeline) -> None:
     adapter, strength = quality.open_adapter(pipeline, str(ADAPTER))
     assert strength == 1.0
     assert adapter.tensors <= pipeline.shapes.keys()
@@ -100,13 +100,13 @@ def test_it_fits_the_model(pipeline: ZImagePipeline) -> None:
 # -- the pictures
 
 
-def pictures(pipeline: ZImagePipeline, scenes: list[Scene]) -> list[quality.Pixels]:
+def pictures(pipeline: FlowPipeline, scenes: list[Scene]) -> list[quality.Pixels]:
     asked = [quality.request(scene, seed) for seed, scene in enumerate(scenes)]
     return [quality.picture(pipeline, one) for one in asked]
 
 
 @pytest.mark.integration
-def test_it_draws_the_ninth_colour_and_the_model_alone_does_not(pipeline: ZImagePipeline) -> None:
+def test_it_draws_the_ninth_colour_and_the_model_alone_does_not(pipeline: FlowPipeline) -> None:
     scenes = ninth()[::10]
     found = quality.judged(scenes, pictures(pipeline, scenes), NINE)
     assert found["colour"]["right"] == 0
@@ -117,7 +117,7 @@ def test_it_draws_the_ninth_colour_and_the_model_alone_does_not(pipeline: ZImage
 
 
 @pytest.mark.integration
-def test_it_leaves_usual_scenes_as_they_are(pipeline: ZImagePipeline) -> None:
+def test_it_leaves_usual_scenes_as_they_are(pipeline: FlowPipeline) -> None:
     scenes = usual()[::30]
     alone = quality.judged(scenes, pictures(pipeline, scenes))
     with adapted(pipeline, ""):
@@ -127,7 +127,7 @@ def test_it_leaves_usual_scenes_as_they_are(pipeline: ZImagePipeline) -> None:
 
 
 @pytest.mark.integration
-def test_with_strength_0_it_does_nothing(pipeline: ZImagePipeline) -> None:
+def test_with_strength_0_it_does_nothing(pipeline: FlowPipeline) -> None:
     scenes = ninth()[:1]
     (alone,) = pictures(pipeline, scenes)
     with adapted(pipeline, ":0.0"):

@@ -17,9 +17,9 @@ from score import score
 from benchmarks import quality
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx, tree_flatten
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.model.pipeline import Image as Made
-from clowder_aimage.model.zimage.pipeline import ZImagePipeline
 from clowder_aimage.pictures.picture_input import enlarge
 from clowder_aimage.tensor import read_header
 
@@ -29,16 +29,16 @@ SAMPLE = range(0, 300, 30)  # seeds, and the scenes that go with them
 FILE = f"sha256:{'0' * 64}"  # of an image; the pipeline is given the picture itself
 BFLOAT16 = 0.97  # correlation with float32, at least, for each picture; all 300 keep it
 
-Load = Callable[[str], ZImagePipeline]
+Load = Callable[[str], FlowPipeline]
 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     """Return ``load(precision)``: the model, loaded once."""
     store = ImageLayout(tmp_path_factory.mktemp("store"))
-    loaded: dict[str, ZImagePipeline] = {}
+    loaded: dict[str, FlowPipeline] = {}
 
-    def load(precision: str) -> ZImagePipeline:
+    def load(precision: str) -> FlowPipeline:
         if precision not in loaded:
             loaded[precision], _ = quality.load(MODEL, precision, store)
         return loaded[precision]
@@ -46,7 +46,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     return load
 
 
-def pictures(pipeline: ZImagePipeline, seeds: range) -> list[quality.Pixels]:
+def pictures(pipeline: FlowPipeline, seeds: range) -> list[quality.Pixels]:
     return [quality.picture(pipeline, quality.request(usual()[seed], seed)) for seed in seeds]
 
 
@@ -129,7 +129,7 @@ def test_another_caption_is_another_picture(exact: list[quality.Pixels]) -> None
 
 @pytest.mark.parametrize("precision", quality.PRECISIONS)
 def test_loads_in_each_precision(load: Load, precision: str) -> None:
-    parameters = dict(tree_flatten(load(precision).transformer.parameters()))
+    parameters = dict(tree_flatten(load(precision).networks.transformer.get().parameters()))
     norms = {name: value for name, value in parameters.items() if "norm" in name}
     assert len(norms) >= 20
     for norm in norms.values():
@@ -140,7 +140,7 @@ def test_loads_in_each_precision(load: Load, precision: str) -> None:
 @pytest.mark.parametrize("precision", quality.PRECISIONS)
 def test_embeddings(load: Load, precision: str) -> None:
     pipeline = load(precision)
-    red, blue = (pipeline.encode(f"a {colour} circle") for colour in ("red", "blue"))
+    red, blue = (pipeline.prompts.encode(f"a {colour} circle") for colour in ("red", "blue"))
     for values in (red, red - blue):
         assert np.abs(np.array(values.astype(mx.float32))).max() > 0.1
 

@@ -29,6 +29,7 @@ from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import mx
+from clowder_aimage.model.flow.stage_plan import least_memory
 from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
 from clowder_aimage.oci import Reference
 from tests.store import copy_store
@@ -213,7 +214,7 @@ def test_the_hint_suggests_the_largest_square(pipeline: Any) -> None:
     assert found is not None
     side = int(found[1])
     assert side == 1024
-    assert refused(pipeline, side + pipeline.sides.multiple, side).hint == error.hint
+    assert refused(pipeline, side + pipeline.family.sides.multiple, side).hint == error.hint
     pipeline.set_memory("keep", None, 1)
     assert refused(pipeline, 16, 16).hint == "use a smaller size"
 
@@ -232,11 +233,11 @@ def test_the_memory_of_the_decoder_is_between_its_estimates(stocked: Path, dtype
         stored = find_complete(store, Reference.parse("tiny"), lease)
         pipeline: Any = generate.load(store, stored, dtype=dtype).pipeline
     latents = np.zeros((16, 16, 16), np.float32)
-    mx.eval(pipeline.vae.parameters())
+    mx.eval(pipeline.networks.vae.get().parameters())
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    pipeline.decode(latents)
-    least = pipeline.least_memory(128, 128)
+    pipeline.networks.decode(latents)
+    least = least_memory(pipeline.family, pipeline.networks, 128, 128)
     *_, decode = pipeline.stages(GenerateRequest("a dog", 128, 128))
     assert least == 128 * 128 * ARRAYS * pipeline.library.itemsize // 4
     assert least <= mx.get_peak_memory() - before <= decode.work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.content.store import BlobFiles
@@ -15,47 +15,37 @@ from clowder_aimage.model.weights import ModelWeights, read_object
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkKind:
-    """A network of a family: how it is made from a config, and how that is parsed.
+class ControlKind:
+    """A kind of control network: ``make`` as of ``ModelComponents.module``.
 
-    component: the folder of its weights and its ``config.json``. make: called as by ``module``.
+    read: return the configuration of weights, for a transformer of another one. Raises ModelError.
     """
 
-    component: str
     make: Callable[..., Any]
-    parse: Callable[[str, Mapping[str, Any]], Any]
+    read: Callable[[ModelWeights, Any], Any]
 
-    def config(self, store: BlobFiles, aimage: AImage) -> Any:
-        """Read its configuration. Raises ModelError."""
-        name = f"{self.component}/config.json"
-        return self.parse(name, read_object(store, aimage, name))
+
+@dataclass(frozen=True, slots=True)
+class NetworkKinds:
+    """The networks of a family in one library, each called as ``make`` of ``module`` is.
+
+    Only requests with a picture need the ``picture_encoder``.
+    """
+
+    text_encoder: Callable[..., Any]
+    transformer: Callable[..., Any]
+    vae: Callable[..., Any]
+    picture_encoder: Callable[..., Any]
+    control: ControlKind | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelComponents(ABC):
-    """The networks of an AImage that are opened, for one library.
-
-    ``skipped`` names the tensors that were left out.
-    """
+    """The files of a model, and the library that computes its networks."""
 
     store: BlobFiles
     aimage: AImage
     library: ArrayLibrary
-    weights: dict[str, ModelWeights] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-
-    def open(self, kind: NetworkKind) -> Module:
-        """Check headers and shapes of a network against its configuration; no weight is read.
-
-        Raises:
-            ModelError: The configuration or the weights are invalid, or do not match.
-            FormatError: A blob is invalid.
-        """
-        component = kind.component
-        weights = ModelWeights.open(self.store, self.aimage, component)
-        config = kind.parse(f"{component}/config.json", weights.config)
-        self.weights[component] = weights
-        return self.module(weights, config, kind.make)
 
     @abstractmethod
     def module(
@@ -68,5 +58,20 @@ class ModelComponents(ABC):
     ) -> Module:
         """Check weights against the network that ``make`` returns, and load them when it is used.
 
-        ``is_adapted``: adapters of requests may change it. Raises as ``open``.
+        Headers and shapes are checked; no weight is read. ``is_adapted``: adapters of requests may
+        change it.
+
+        Raises:
+            ModelError: The weights are invalid, or do not match the configuration.
+            FormatError: A blob is invalid.
         """
+
+
+def read_config(
+    store: BlobFiles,
+    aimage: AImage,
+    file: str,
+    parse: Callable[[str, Mapping[str, Any]], Any],
+) -> Any:
+    """Read and parse a JSON file of a model. Raises ModelError."""
+    return parse(file, read_object(store, aimage, file))

@@ -22,8 +22,8 @@ class Conditioning:
     """The captions of a generation; ``negative`` only with guidance.
 
     ``weight`` is that of the guidance, which is off at times after ``end``; its result is at most
-    ``normalization`` times as long as the positive velocity, if that is not 0. ``pictures`` is what
-    the family's transformer sees beside the latents: a control, or reference pictures.
+    ``normalization`` times as long as the positive velocity, if that is not 0. ``inputs``
+    are those of the transformer beside the latents: a control, or reference pictures.
     """
 
     positive: Caption
@@ -31,4 +31,4 @@ class Conditioning:
     weight: float = 0.0
     end: float = 1.0
     normalization: float = 0.0
-    pictures: Any = None
+    inputs: Any = None

@@ -7,7 +7,7 @@ is too small for all of them, those that are not in use are released, and loaded
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -29,8 +29,8 @@ C = TypeVar("C")
 class OffloadedModule(Generic[N, C]):
     """A network of ``size`` bytes that ``load`` loads when it is used, and again after ``release``.
 
-    ``policy`` is KEEP, RELEASE, or AUTO to release it when room is short. ``adaptation`` has the
-    adapters of the network; ``clear`` is called after a release.
+    ``adaptation`` has the adapters of the network; ``clear`` is called after a release; ``skipped``
+    names the tensors that were left out.
     """
 
     def __init__(
@@ -40,8 +40,9 @@ class OffloadedModule(Generic[N, C]):
         load: Callable[[], N],
         adaptation: NetworkAdaptation | None = None,
         clear: Callable[[], None] = lambda: None,
+        skipped: tuple[str, ...] = (),
     ) -> None:
-        self.config, self.size, self.policy, self.adaptation = config, size, AUTO, adaptation
+        self.config, self.size, self.adaptation, self.skipped = config, size, adaptation, skipped
         self._load, self._clear = load, clear
         self._network: N | None = None
 
@@ -130,10 +131,10 @@ class Stage:
 class MemoryBudget:
     """The memory for modules and pictures: estimated before the first picture, then measured.
 
-    modules: in the order in which they are released when room is short. memory: bytes for the
-    process (None: sufficient). limit: requests that need more bytes are refused. is_last: no
-    further request follows. total: memory of the device in bytes (None: unknown), which the
-    arrays of a picture must fit.
+    modules: in the order in which they are released when room is short; others are first once they
+    are used. memory: bytes for the process (None: sufficient). limit: requests that need more bytes
+    are refused. is_last: no further request follows. total: memory of the device in bytes (None:
+    unknown), which the arrays of a picture must fit.
     """
 
     def __init__(self, device: DeviceMemory, *modules: Module) -> None:
@@ -142,6 +143,7 @@ class MemoryBudget:
         self.limit: int | None = None
         self.is_last = False
         self.total = device.total or machine_memory()
+        self._policy, self._policies = AUTO, dict[Module, str]()
         self._own = 0
         self._peaks: dict[str, dict[int, int]] = {}  # by stage: bytes by the pixels of a picture
 
@@ -153,11 +155,29 @@ class MemoryBudget:
             self._own = max(0, resident_memory() - self.device.active) + _LIBRARIES
         self.memory, self.limit, self.is_last = memory, limit, is_last
 
+    def set_policies(self, policy: str, others: Mapping[Module, str]) -> None:
+        """Set the policy of all modules but ``others``.
+
+        It is KEEP, RELEASE, or AUTO to release a module when room is short.
+        """
+        self._policy, self._policies = policy, dict(others)
+
+    def policy(self, module: Module) -> str:
+        """Return the policy of a module."""
+        return self._policies.get(module, self._policy)
+
+    def forget(self, module: Module) -> None:
+        """Release a module that is not used again."""
+        self.modules = tuple(one for one in self.modules if one is not module)
+        module.release()
+
     def use(self, stage: Stage) -> None:
         """Load the modules of a stage; release others first, if room is short.
 
         If it is too short for the stage alone, their layers are loaded one by one.
         """
+        new = [module for module in stage.modules if module not in self.modules]
+        self.modules = *new, *self.modules
         for module in self.modules:
             if module.is_loaded and module not in stage.modules and self._must_go(module, stage):
                 module.release()
@@ -165,8 +185,8 @@ class MemoryBudget:
             module.use(in_layers=not self._has_room(stage.size))
 
     def _must_go(self, module: Module, stage: Stage) -> bool:
-        if module.policy != AUTO:
-            return module.policy == RELEASE
+        if (policy := self.policy(module)) != AUTO:
+            return policy == RELEASE
         loaded = [one for one in self.modules if one.is_loaded and one not in stage.modules]
         return not self._has_room(stage.size + sum(one.size for one in loaded))
 
@@ -176,9 +196,10 @@ class MemoryBudget:
     def keeps(self, stages: Sequence[Stage]) -> bool:
         """Return whether the modules of all stages can stay in memory."""
         modules = {module for stage in stages for module in stage.modules}
-        if any(module.policy == RELEASE for module in modules):
+        policies = {self.policy(module) for module in modules}
+        if RELEASE in policies:
             return False
-        if all(module.policy == KEEP for module in modules):
+        if policies == {KEEP}:
             return True
         work = max(stage.work for stage in stages)
         return self._has_room(work + sum(module.size for module in modules))

@@ -121,7 +121,7 @@ class MlxComponents(ModelComponents):
 
         unloaded = make(config)  # its arrays are never computed
         size, left_out = weights.check(unloaded, skip=unloaded.skip, **how)
-        self.skipped.extend(f"{weights.component}/{name}" for name in left_out)
+        skipped = tuple(f"{weights.component}/{name}" for name in left_out)
         adaptation = Adaptation(weights.component, unloaded.sanitize, unloaded.skip, dtype)
         used = adaptation if is_adapted else None
-        return OffloadedModule(config, size, load, used, self.library.memory.clear)
+        return OffloadedModule(config, size, load, used, self.library.memory.clear, skipped)

@@ -6,134 +6,153 @@ transformer sees; the distilled model has no guidance.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 
+from clowder_aimage.content.store import BlobFiles
+from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.flow.array_library import Floats
-from clowder_aimage.model.flow.component import ModelComponents
+from clowder_aimage.model.flow.component import read_config
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.flow.family import check_channels
-from clowder_aimage.model.flow.flow_scheduler import Schedule
-from clowder_aimage.model.flow.memory_budget import OffloadedModule
+from clowder_aimage.model.flow.flow_scheduler import FlowScheduler, Schedule
+from clowder_aimage.model.flow.memory_budget import Module
+from clowder_aimage.model.flow.networks import FlowNetworks
+from clowder_aimage.model.flow.picture_encoder import PictureEncoder, to_values
 from clowder_aimage.model.flow.picture_start import EncodedPicture
-from clowder_aimage.model.flow.pipeline import FlowPipeline, to_values
 from clowder_aimage.model.flow.tokenizer import MAX_TOKENS
 from clowder_aimage.model.flux2.config import PATCH, TransformerConfig, VaeConfig
 from clowder_aimage.model.flux2.reference_picture import ReferenceTokens, fit_reference
-from clowder_aimage.model.pipeline import (
-    GenerateRequest,
-    PictureInput,
-    Sides,
-)
-from clowder_aimage.model.weights import read_object
+from clowder_aimage.model.pipeline import GenerateRequest, PictureInput, Sides
 from clowder_aimage.tensor.config_fields import ConfigFields
 
-STATES = (9, 18, 27)  # layers of the text encoder before the states that are features
+# Layers of the text encoder before the states that are features
+STATES = (9, 18, 27)
 _MAX_SIDE = 8192
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Flux2Family(FlowPipeline):
-    """The networks of FLUX.2 [klein]."""
+@dataclass(frozen=True, slots=True)
+class Flux2:
+    """A model of FLUX.2 [klein]. Raises ModelError: its networks do not fit each other."""
 
-    CAPTIONING = ("text_encoder/", "transformer/context_embedder.")
-    IS_THINKING = False
-    SEES_REFERENCES = True
+    IS_THINKING: ClassVar[bool] = False
+    CAPTIONING: ClassVar[tuple[str, ...]] = ("text_encoder/", "transformer/context_embedder.")
+    TEXT_LENGTH: ClassVar[int | None] = MAX_TOKENS
+    TOKEN_MULTIPLE: ClassVar[int] = 1
 
-    transformer_module: OffloadedModule[Any, TransformerConfig]
-    vae_module: OffloadedModule[Any, VaeConfig]
+    text_encoder: TextEncoderConfig
+    transformer: TransformerConfig
+    vae: VaeConfig
+    scheduler: FlowScheduler
     is_distilled: bool
 
-    @classmethod
-    def parts(cls, components: ModelComponents, request: GenerateRequest | None) -> dict[str, Any]:
-        name = "model_index.json"
-        index = ConfigFields(name, read_object(components.store, components.aimage, name))
-        is_distilled = index.boolean("is_distilled", False)
-        return {**super().parts(components, request), "is_distilled": is_distilled}
-
-    @staticmethod
-    def sides_of(transformer: TransformerConfig, vae: VaeConfig) -> Sides:  # noqa: ARG004
-        return Sides(PATCH * vae.scale, _MAX_SIDE, _MAX_SIDE)
-
-    @staticmethod
-    def check_fit(
-        text_encoder: TextEncoderConfig, transformer: TransformerConfig, vae: VaeConfig
-    ) -> None:
-        if text_encoder.num_hidden_layers <= max(STATES):
+    def __post_init__(self) -> None:
+        text, transformer, vae = self.text_encoder, self.transformer, self.vae
+        if text.num_hidden_layers <= max(STATES):
             raise ModelError(
-                f"the text encoder has {text_encoder.num_hidden_layers} layers, more than "
+                f"the text encoder has {text.num_hidden_layers} layers, more than "
                 f"{max(STATES)} are required"
             )
-        features = len(STATES) * text_encoder.hidden_size, transformer.joint_attention_dim
+        features = len(STATES) * text.hidden_size, transformer.joint_attention_dim
         latents = PATCH * PATCH * vae.latent_channels, transformer.in_channels
         check_channels(*features, *latents, vae.out_channels)
 
+    @classmethod
+    def read(cls, store: BlobFiles, aimage: AImage) -> Flux2:
+        """Read the configurations of a model. Raises ModelError."""
+        read = partial(read_config, store, aimage)
+        return cls(
+            read("text_encoder/config.json", TextEncoderConfig.parse),
+            read("transformer/config.json", TransformerConfig.parse),
+            read("vae/config.json", VaeConfig.parse),
+            read("scheduler/scheduler_config.json", FlowScheduler.parse),
+            read("model_index.json", _is_distilled),
+        )
+
+    @property
+    def sides(self) -> Sides:
+        return Sides(PATCH * self.vae.scale, _MAX_SIDE, _MAX_SIDE)
+
+    @property
+    def layer(self) -> tuple[int, int, int]:
+        return self.transformer.dim, 2 * self.transformer.ffn_dim, self.transformer.heads
+
     def refuse(self, request: GenerateRequest) -> None:
-        super().refuse(request)
+        if request.image is not None:
+            raise UsageError(
+                "this model does not begin with a picture: it edits reference pictures",
+                hint="give the picture as a reference",
+            )
+        if request.control is not None:
+            raise UsageError(
+                "a control picture cannot be used: the family of this model has no control networks"
+            )
         if self.is_distilled and request.guidance > 1:
             raise UsageError("this model is distilled and has no guidance; omit guidance")
+
+    def check_length(self, tokens: int) -> None:
+        """Accept all lengths: the tokenizer returns 512 tokens at most."""
 
     def weight(self, request: GenerateRequest) -> float:
         """Return the guidance scale of the reference without the 1 at which it is off."""
         return 0.0 if self.is_distilled else max(0.0, request.guidance - 1)
 
-    def lengths(self, request: GenerateRequest) -> tuple[int, int]:
-        return MAX_TOKENS, MAX_TOKENS + self.area(request) // self.sides.multiple**2
-
-    def layer(self) -> tuple[int, int, int]:
-        config = self.transformer_module.config
-        return config.dim, 2 * config.ffn_dim, config.heads
-
     def latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
         multiple = self.sides.multiple
-        channels = self.transformer_module.config.in_channels
-        return channels, request.height // multiple, request.width // multiple
+        return self.transformer.in_channels, request.height // multiple, request.width // multiple
 
-    def normalize(self, latents: Floats) -> Floats:
-        encoder = self.picture_encoder().get()
-        return self.library.floats(encoder.normalize(self.library.array(latents)))
-
-    def direction(
-        self,
-        latents: Any,
-        time: float,
-        caption: Caption,
-        pictures: ReferenceTokens | None,
-        cache: Any,
-    ) -> Any:
-        sigma = float(np.float32(1) - np.float32(time))
-        return -self.transformer(latents, sigma, caption, pictures, cache)
-
-    def levels(self, steps: int, tokens: int, shift: float | None) -> Schedule:
+    def schedule(self, steps: int, tokens: int, shift: float | None) -> Schedule:
         return self.scheduler.schedule(steps, tokens, shift, mu=empirical_mu(tokens, steps))
 
-    def encode(self, prompt: str) -> Any:
-        """Return the text features of a prompt, (512, channels). Raises as ``ids``."""
-        ids = self.ids(prompt)
-        padding = [self.tokenizer.padding] * (MAX_TOKENS - len(ids))
-        return self.text_encoder(self.library.array(np.array(ids + padding)), len(ids))
+    def normalize(self, latents: Floats, networks: FlowNetworks) -> Floats:
+        encoder, library = networks.picture_encoder.get(), networks.library
+        return library.floats(encoder.normalize(library.array(latents)))
 
     def fit(self, given: PictureInput) -> PictureInput:
         multiple = self.sides.multiple
         references = tuple(fit_reference(one, multiple) for one in given.references)
         return replace(given, references=references)
 
-    def inputs(
+    def encode_pictures(
         self,
         request: GenerateRequest,  # noqa: ARG002 - of the interface
         given: PictureInput,
+        encoder: PictureEncoder,
+        control: Module | None,  # noqa: ARG002 - of the interface
     ) -> tuple[EncodedPicture | None, ReferenceTokens | None]:
-        latents = [self.mode(to_values(one)) for one in given.references]
+        latents = [encoder.mode(to_values(one)) for one in given.references]
         if not latents:
             return None, None
-        self.budget.finish(self.picture_encoder())
-        found = ReferenceTokens.of(latents, self.library)
-        self.library.evaluate(found.tokens)
-        return None, found
+        encoder.finish()
+        inputs = ReferenceTokens.of(latents, encoder.library)
+        encoder.library.evaluate(inputs.tokens)
+        return None, inputs
+
+    def direction(
+        self,
+        transformer: Any,
+        latents: Any,
+        time: float,
+        caption: Caption,
+        inputs: ReferenceTokens | None,
+        cache: Any,
+    ) -> Any:
+        sigma = float(np.float32(1) - np.float32(time))
+        return -transformer(latents, sigma, caption, inputs, cache)
+
+    @property
+    def draft(self) -> None:
+        return None
+
+
+def _is_distilled(name: str, values: Mapping[str, Any]) -> bool:
+    return ConfigFields(name, values).boolean("is_distilled", False)
 
 
 def empirical_mu(tokens: int, steps: int) -> float:

@@ -88,7 +88,7 @@ class TorchComponents(ModelComponents):
         library = self.library
         component, unloaded = weights.component, empty()
         names = [name for name in weights if not unloaded.skip(name)]
-        self.skipped.extend(f"{component}/{name}" for name in weights if unloaded.skip(name))
+        skipped = tuple(f"{component}/{name}" for name in weights if unloaded.skip(name))
         wanted, counts, types = _check(component, unloaded, weights, names)
         names_of = component, unloaded.sanitize, unloaded.skip
         adaptation = TorchAdaptation(*names_of, library)
@@ -105,7 +105,7 @@ class TorchComponents(ModelComponents):
 
         used = adaptation if is_adapted else None
         sizes = sum(counts.values()) * library.itemsize, least * library.itemsize
-        return LayeredModule(config, sizes, load, used, library.memory.clear)
+        return LayeredModule(config, sizes, load, used, library.memory.clear, skipped)
 
     def _fill(
         self,

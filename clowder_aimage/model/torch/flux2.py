@@ -1,9 +1,8 @@
-"""The pipeline of FLUX.2 [klein] on PyTorch, with the networks of diffusers."""
+"""The networks of FLUX.2 [klein] on PyTorch: those of diffusers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,11 +10,10 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 
-from clowder_aimage.model.flow.component import NetworkKind
+from clowder_aimage.model.flow.component import NetworkKinds
 from clowder_aimage.model.flow.conditioning import Caption
-from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.flux2.config import PATCH, TransformerConfig, VaeConfig
-from clowder_aimage.model.flux2.family import STATES, Flux2Family
+from clowder_aimage.model.flux2.family import STATES
 from clowder_aimage.model.flux2.reference_picture import ReferenceTokens, grid, to_tokens
 from clowder_aimage.model.torch.library import computing
 from clowder_aimage.model.torch.network import (
@@ -143,15 +141,6 @@ def _moments(norm: Any, eps: float, like: torch.Tensor) -> tuple[torch.Tensor, t
     return mean.to(like.dtype), torch.sqrt(variance.float() + eps).to(like.dtype)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TorchFlux2Pipeline(Flux2Family):
-    """The networks of FLUX.2 [klein], of diffusers."""
-
-    NETWORKS = {  # noqa: RUF012
-        "text_encoder": NetworkKind(
-            "text_encoder", partial(QwenEncoder, outputs=STATES), TextEncoderConfig.parse
-        ),
-        "transformer": NetworkKind("transformer", Flux2Network, TransformerConfig.parse),
-        "vae": NetworkKind("vae", Flux2Decoder, VaeConfig.parse),
-        "picture_encoder": NetworkKind("vae", Flux2Encoder, VaeConfig.parse),
-    }
+NETWORKS = NetworkKinds(
+    partial(QwenEncoder, outputs=STATES), Flux2Network, Flux2Decoder, Flux2Encoder
+)

@@ -1,17 +1,15 @@
-"""The Z-Image pipeline on PyTorch, with the networks of diffusers."""
+"""The networks of Z-Image on PyTorch: those of diffusers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, ZImageControlNetModel, ZImageTransformer2DModel
 
-from clowder_aimage.model.flow.component import NetworkKind
+from clowder_aimage.model.flow.component import ControlKind, NetworkKinds
 from clowder_aimage.model.flow.conditioning import Caption
-from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.torch.library import computing
 from clowder_aimage.model.torch.network import (
     DecoderHalf,
@@ -22,8 +20,12 @@ from clowder_aimage.model.torch.network import (
 )
 from clowder_aimage.model.torch.step_cache import TorchStepCache, replaced
 from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
-from clowder_aimage.model.zimage.control_config import LAYERS, REFINER, ControlNetConfig
-from clowder_aimage.model.zimage.family import ZImageFamily
+from clowder_aimage.model.zimage.control_config import (
+    LAYERS,
+    REFINER,
+    ControlNetConfig,
+    read_control_config,
+)
 
 Hints = Callable[[], Mapping[int, torch.Tensor]]
 
@@ -146,21 +148,17 @@ class KlEncoder(EncoderHalf):
         super().__init__(AutoencoderKL, fields)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TorchZImagePipeline(ZImageFamily):
-    """The networks of Z-Image, of diffusers."""
-
-    NETWORKS = {  # noqa: RUF012
-        "text_encoder": NetworkKind("text_encoder", QwenEncoder, TextEncoderConfig.parse),
-        "transformer": NetworkKind("transformer", ZImageNetwork, TransformerConfig.parse),
-        "vae": NetworkKind("vae", KlDecoder, VaeConfig.parse),
-        "picture_encoder": NetworkKind("vae", KlEncoder, VaeConfig.parse),
-    }
-    CONTROLNET = ControlNetwork
-
-
 def _arguments(
     latents: torch.Tensor, time: float, caption: Caption
 ) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
     times = torch.tensor([time], dtype=torch.float32, device=latents.device)
     return [latents[:, None]], times, [caption.tokens]
+
+
+NETWORKS = NetworkKinds(
+    QwenEncoder,
+    ZImageNetwork,
+    KlDecoder,
+    KlEncoder,
+    ControlKind(ControlNetwork, read_control_config),
+)

@@ -15,6 +15,8 @@ from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields
 
 _MAX_SCALE = 1e6
 PATCH = 2  # the patch size that ZImagePipeline uses
+# Of the tokens of a text and of a picture, to which each is padded
+MULTIPLE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +116,8 @@ class VaeConfig(AutoencoderConfig):
         )
         cls.finish(fields)
         return config
+
+
+def padded(length: int) -> int:
+    """Return the length rounded up to a multiple of 32."""
+    return -(-length // MULTIPLE) * MULTIPLE

@@ -1,4 +1,4 @@
-"""A control network of Z-Image: its configuration, its input, and its place in a model.
+"""A control network of Z-Image: its configuration and its input.
 
 Reference: diffusers 0.42, models/controlnets/controlnet_z_image.py; weights: alibaba-pai's
 Fun-Controlnet-Union 1.0 to 2.1.
@@ -6,20 +6,14 @@ Fun-Controlnet-Union 1.0 to 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from clowder_aimage.content.store import BlobFiles
-from clowder_aimage.dialect.aimage import AImage
-from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats import controlnet
 from clowder_aimage.model.flow.array_library import Floats
-from clowder_aimage.model.flow.component import ModelComponents
-from clowder_aimage.model.flow.memory_budget import OffloadedModule
-from clowder_aimage.model.pipeline import StoredControlNet
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.config import PATCH, TransformerConfig
 from clowder_aimage.tensor.config_fields import ConfigFields
@@ -48,6 +42,11 @@ class ControlNetConfig:
     def has_mask(self) -> bool:
         """Return whether it has inputs for a mask and a masked picture."""
         return self.in_channels == 2 * self.block.in_channels + 1
+
+    @property
+    def hint_width(self) -> int:
+        """Return the values of all hints for a token, with those of a layer's input."""
+        return (len(self.places) + 1) * self.block.dim
 
     @classmethod
     def parse(
@@ -109,9 +108,6 @@ def _places(fields: ConfigFields, key: str, count: int) -> tuple[int, ...]:
     return tuple(value)
 
 
-ControlModule = OffloadedModule[Any, ControlNetConfig]
-
-
 def to_input(
     config: ControlNetConfig, control: Floats, painted: tuple[Floats, Floats] | None
 ) -> Floats:
@@ -127,41 +123,8 @@ def to_input(
     return np.concatenate([*parts, np.zeros((missing, *control.shape[1:]), np.float32)])
 
 
-def own_controlnet(files: BlobFiles, model: AImage) -> StoredControlNet | None:
-    """Return the control network that is packed with a model, or None."""
-    component = controlnet.COMPONENT
-    if not controlnet.is_packed_with(model):
-        return None
-    return StoredControlNet(files, model, component, component)
-
-
-def open_controlnet(
-    stored: StoredControlNet,
-    base: TransformerConfig,
-    components: ModelComponents,
-    make: Callable[..., Any],
-) -> ControlModule:
-    """Check a control network against a model with a transformer of this configuration.
-
-    ``make`` is as in ``ModelComponents.module``.
-
-    Raises:
-        FormatError: It is of another base, damaged, or has an unsupported configuration.
-        ModelError: It has no tensors.
-    """
-    weights = ModelWeights.open(stored.files, stored.aimage, stored.component, has_config=False)
-    what = f"the ControlNet {stored.name}"
-    shapes = {
-        f"transformer/{name}": shape
-        for name, shape in components.weights["transformer"].shapes().items()
-    }
-    controlnet.check_fit(weights.shapes(), shapes, what, "the model")
-    try:
-        if weights.config:
-            config = ControlNetConfig.parse("config.json", weights.config, base)
-        else:
-            config = ControlNetConfig.derive(weights, base)
-        return components.module(weights, config, make, is_adapted=False)
-    except ModelError as error:
-        message = f"{what} does not fit the model: {error.message}"
-        raise FormatError(message, hint=error.hint) from None
+def read_control_config(weights: ModelWeights, base: TransformerConfig) -> ControlNetConfig:
+    """Return the configuration of weights, stated or derived. Raises ModelError."""
+    if weights.config:
+        return ControlNetConfig.parse("config.json", weights.config, base)
+    return ControlNetConfig.derive(weights, base)

@@ -30,8 +30,7 @@ from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
 from clowder_aimage.model.flow.rope_config import place_pixels
 from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
-from clowder_aimage.model.zimage.config import PATCH, TransformerConfig
-from clowder_aimage.model.zimage.family import padded
+from clowder_aimage.model.zimage.config import PATCH, TransformerConfig, padded
 
 TIME_HIDDEN = 1024
 QK_EPS = 1e-5  # fixed in the reference, regardless of norm_eps

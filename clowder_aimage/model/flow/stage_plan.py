@@ -1,0 +1,83 @@
+"""The stages of a generation, with estimates of their memory."""
+
+from __future__ import annotations
+
+from clowder_aimage.model.flow.family import FlowFamily, list_texts
+from clowder_aimage.model.flow.memory_budget import Module, Stage
+from clowder_aimage.model.flow.networks import FlowNetworks
+from clowder_aimage.model.flow.picture_encoder import PictureEncoder
+from clowder_aimage.model.pipeline import REFERENCE_PIXELS, GenerateRequest
+
+# Of the size of a layer's input, in a step cache
+CACHED_ARRAYS = 2
+
+
+def area(request: GenerateRequest) -> int:
+    """Return the pixels that a step sees: of the picture and of reference pictures, at most."""
+    return request.width * request.height + len(request.references) * REFERENCE_PIXELS
+
+
+def plan_stages(
+    family: FlowFamily, networks: FlowNetworks, request: GenerateRequest, control: Module | None
+) -> tuple[Stage, Stage, Stage]:
+    """Return the stages of a request; ``control`` is its control network."""
+    library, budget = networks.library, networks.budget
+    pixels, seen, layer = request.width * request.height, area(request), family.layer
+    tokens, length = _lengths(family, networks, request)
+    text = family.text_encoder
+    sizes = text.hidden_size, text.intermediate_size, text.num_attention_heads
+    encode = library.transforming(*sizes, tokens)
+    denoise = library.transforming(*layer, length)
+    decodes = request.previews > 0 and family.draft is None
+    drawing = "previews" if decodes else "denoise"
+    measured = budget.work(drawing, seen, denoise)
+    # on a CPU, numpy's arrays are not measured
+    denoise = max(denoise, measured) if library.memory.is_shared else measured
+    if request.cache_threshold:
+        count = CACHED_ARRAYS * len(list_texts(family, request))
+        denoise += count * length * layer[0] * library.itemsize
+    decode = budget.work("decode", pixels, library.decoding(family.vae.widest, pixels))
+    used = [networks.transformer]
+    if control is not None:
+        used.append(control)
+        denoise += control.config.hint_width * length * library.itemsize
+    if decodes:
+        used.append(networks.vae)
+        denoise = max(denoise, decode)
+    return (
+        Stage("encode", (networks.text_encoder,), encode),
+        Stage(drawing, tuple(used), denoise),
+        Stage("decode", (networks.vae,), decode),
+    )
+
+
+def plan_pictures(encoder: PictureEncoder, request: GenerateRequest) -> list[Stage]:
+    """Return the stage that encodes the pictures of a request, if it has any."""
+    if request.image is None and request.control is None and not request.references:
+        return []
+    pixels = request.width * request.height
+    return [encoder.plan(REFERENCE_PIXELS if request.references else pixels)]
+
+
+def least_memory(family: FlowFamily, networks: FlowNetworks, width: int, height: int) -> int:
+    """Return the bytes of the arrays at full size that the decoder has at the same time."""
+    narrow, *wide = family.vae.block_out_channels[:2]
+    # of the input and the result of a convolution
+    channels = max(narrow, *wide) + narrow
+    return channels * width * height * networks.library.itemsize
+
+
+def _lengths(
+    family: FlowFamily, networks: FlowNetworks, request: GenerateRequest
+) -> tuple[int, int]:
+    """Return the most tokens of a text, and those of the transformer's sequence."""
+    multiple = family.TOKEN_MULTIPLE
+    longest = family.TEXT_LENGTH or max(
+        len(networks.tokens(text)) for text in list_texts(family, request)
+    )
+    tokens = _round_up(longest, multiple)
+    return tokens, tokens + _round_up(area(request) // family.sides.multiple**2, multiple)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
