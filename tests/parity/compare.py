@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import ZImagePipeline as Reference
 
+from clowder_aimage.model.flow.denoiser import Denoiser
 from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput, Preview, Step
 from tests.model.model_oracle import TIME, Outputs, inputs
 
@@ -70,7 +71,7 @@ def made(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Run our pipeline once: the latents after each step, and the pictures with their previews."""
     states: list[np.ndarray] = []
-    denoise = type(pipeline).denoise
+    denoise = Denoiser.denoise
 
     def noted(*arguments: Any) -> Iterator[np.ndarray]:
         for state in denoise(*arguments):
@@ -78,7 +79,7 @@ def made(
             yield state
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(pipeline), "denoise", noted)
+        patch.setattr(Denoiser, "denoise", noted)
         events = [*pipeline.generate(request, given)]
     pictures = [one.pixels for one in events if isinstance(one, Image | Preview)]
     assert sum(isinstance(one, Step) for one in events) == len(states)

@@ -43,8 +43,7 @@ class Both:
             parts = ZImagePipeline.from_pretrained(directory, dtype=torch.float32).components
         self.image, self.inpaint = ZImageImg2ImgPipeline(**parts), ZImageInpaintPipeline(**parts)
         self.text = ZImagePipeline(**parts)
-        loaded = load_pipeline(*import_directory(directory, store), dtype="float32")
-        self.ours = loaded
+        self.ours = load_pipeline(*import_directory(directory, store), dtype="float32")
         for one in (self.image, self.inpaint, self.text):
             one.set_progress_bar_config(disable=True)
 

@@ -85,7 +85,7 @@ def test_compiled_layers_make_the_same_pictures_and_notice_adapters(
         lambda module, **options: compile_module(module, **options | {"backend": backend}),
     )
     exact, compiled = load(tmp_path), load(tmp_path, compile=True)
-    blocks = compiled.transformer.module.layers
+    blocks = compiled.networks.transformer.get().module.layers
     assert all(block._compiled_call_impl is not None for block in blocks)
     seen = []
     for adapters in uses:
