@@ -34,6 +34,7 @@ from clowder_aimage.fleet import joined_worker
 from clowder_aimage.fleet.fleet_name import INTERACTIVE, FleetNames
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
 from clowder_aimage.fleet.worker_card import Roster
+from clowder_aimage.http.local_call import LocalCalls
 
 SLOTS = 2
 
@@ -147,7 +148,7 @@ class SimulatedWorker(JoinedWorker):
 
     def __init__(self, queue: Queue, name: str, role: SleepingRole, results: list[Any]) -> None:
         service = service_of(role, SLOTS)
-        super().__init__(queue, service, role, WorkerPlace(name))  # type: ignore[arg-type]
+        super().__init__(queue, service, LocalCalls(role), WorkerPlace(name))  # type: ignore[arg-type]
         know_models(self)
         now = asyncio.get_running_loop().time
         self._watch.roster._clock = now

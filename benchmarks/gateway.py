@@ -40,12 +40,16 @@ import aiohttp
 from aiohttp import web
 
 from benchmarks.jobs import ENVIRONMENT, PICTURES, Program, free_port, percentiles
+from clowder_aimage.api.request_body import read_checked
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.fleet.fleet_link import WORKER, FleetAccess, FleetLink
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import listen
-from clowder_aimage.http.route import INFER, Role, Route
+from clowder_aimage.http.local_call import LocalCalls
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.response_writer import ResponseWriter
+from clowder_aimage.http.route import INFER, Role, Route, SharedRoute
 from clowder_aimage.http.server import accepting
 from clowder_aimage.oci import Reference
 
@@ -70,10 +74,11 @@ class SleepingRole(Role):
         self._is_free = asyncio.Condition()
 
     def routes(self) -> list[Route]:
-        return [Route("POST", PICTURES, self._make, INFER), Route("POST", CHAT, self._tell, INFER)]
+        handlers = {PICTURES: self._make, CHAT: self._tell}
+        return [SharedRoute("POST", path, each, INFER) for path, each in handlers.items()]
 
-    async def _make(self, request: web.Request) -> web.Response:
-        body = json.loads(await request.read())
+    async def _make(self, request: Request) -> web.StreamResponse:
+        body = await read_checked(request, dict)
         is_warm = await self.work(str(Reference.parse(body["model"].partition("@")[0])))
         return web.json_response({"data": [{"b64_json": body["prompt"]}], "warm": is_warm})
 
@@ -104,16 +109,17 @@ class SleepingRole(Role):
             self.loading.discard(name)
         return is_warm
 
-    async def _tell(self, request: web.Request) -> web.StreamResponse:
-        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await answer.prepare(request)
+    async def _tell(self, request: Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        answer = ResponseWriter(request, response)
+        await answer.begin()
         for _ in range(PIECES):
             delta = {"content": f"{time.monotonic()} "}
             event = {"id": "x", "choices": [{"index": 0, "delta": delta}]}
             await answer.write(f"data: {json.dumps(event)}\n\n".encode())
             await asyncio.sleep(PAUSE)
         await answer.write(b"data: [DONE]\n\n")
-        return answer
+        return await answer.end()
 
 
 class ScriptedStore:
@@ -165,7 +171,7 @@ async def run_workers(options: argparse.Namespace) -> None:
             role = SleepingRole(options.slots, options.seconds, (*warm, "m1:latest"))
             link = FleetLink(FleetAccess((options.nats,)), WORKER, f"w{at}")
             service = service_of(role, options.slots)
-            joined = JoinedWorker(link, service, role, WorkerPlace(f"w{at}"))
+            joined = JoinedWorker(link, service, LocalCalls(role), WorkerPlace(f"w{at}"))
             know_models(joined)
             listening = listen(f"127.0.0.1:{port}", has_tokens=False)
             await stack.enter_async_context(joined.running())

@@ -142,7 +142,6 @@ def test_what_strangers_write_goes_through_one_place() -> None:
             "validate.py",  # after strict_json.py, for the place of an error
         },
         r"urlopen\(|ClientSession\(|HTTPS?Connection\(|PoolManager\(|create_connection\(": {
-            "http/private_app.py",  # this process, over a socket of its own
             "registry/peer.py",
             "registry/transport.py",  # with deadlines
         },

@@ -23,7 +23,6 @@ EXCEPTIONS = {
     "model/llama/gguf_layers.py": "links in a new directory of mode 0700, removed after the load",
     "model/llama/llama_server.py": "a log and a socket in a new directory of mode 0700, removed",
     "cli/verbs/batch.py": "adds lines to the file of results, which the user names",
-    "http/private_app.py": "a socket in a new directory of mode 0700, removed",
     "cli/verbs/serve.py": "mkdtemp: creates an empty directory and removes it",
 }
 

@@ -17,6 +17,8 @@ from multidict import CIMultiDict
 
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http.api_error import ApiError, api_error, response
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.response_writer import ResponseWriter, abort, is_gone
 
 TICK = 0.5  # seconds between two checks that the client is still connected
 KEEP_ALIVE = 10.0  # seconds of silence before a comment is sent: some proxies time out after 15
@@ -114,11 +116,6 @@ async def ticking(
                 yield None
 
 
-def is_gone(request: web.Request) -> bool:
-    """Return whether the client has disconnected."""
-    return request.transport is None or request.transport.is_closing()
-
-
 class EventStream:
     """A response that streams events without buffering.
 
@@ -127,7 +124,7 @@ class EventStream:
 
     def __init__(
         self,
-        request: web.Request,
+        request: Request,
         headers: Mapping[str, str] | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -135,10 +132,16 @@ class EventStream:
         self._request, self._clock = request, clock
         self._sent = clock()
         self.response = web.StreamResponse(headers={**(headers or {}), **EVENT_HEADERS})
+        self._writer = ResponseWriter(request, self.response)
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether the headers were sent."""
+        return self._writer.has_begun
 
     async def open(self) -> None:
         """Send the headers of the response."""
-        await self.response.prepare(self._request)
+        await self._writer.begin()
 
     async def send(self, *frames: bytes) -> None:
         """Send frames without delay. Raises ConnectionResetError."""
@@ -146,17 +149,16 @@ class EventStream:
             for start in range(0, len(whole), _PIECE):
                 if is_gone(self._request):
                     raise ConnectionResetError("the client disconnected")
-                await self._in_time(self.response.write(whole[start : start + _PIECE]))
+                await self._in_time(self._writer.write(whole[start : start + _PIECE]))
         if frames:
             self._sent = self._clock()
 
-    async def _in_time(self, writing: Awaitable[None]) -> None:
+    async def _in_time(self, writing: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(STALL):
-                await writing
+                return await writing
         except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            abort(self._request)
             raise ConnectionResetError("the client stopped reading") from None
 
     @property
@@ -173,9 +175,7 @@ class EventStream:
 
     async def close(self) -> web.StreamResponse:
         """End the response. Raises ConnectionResetError."""
-        await self._in_time(self.response.write_eof())
-        self._request["ended"] = self.response.status
-        return self.response
+        return await self._in_time(self._writer.end())
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class StreamForm(Generic[T]):
 
 
 async def stream_events(
-    request: web.Request,
+    request: Request,
     events: AsyncGenerator[T, None],
     form: StreamForm[T],
     headers: Mapping[str, str],
@@ -209,7 +209,7 @@ async def stream_events(
         try:
             while (found := await arrivals.take()) is not None:
                 frames = b"".join(one for event in found for one in form.frames(event))
-                if not stream.response.prepared and (form.is_early or frames or stream.is_silent):
+                if not stream.has_begun and (form.is_early or frames or stream.is_silent):
                     add_warnings(stream.response.headers, form.warnings)
                     await stream.open()
                 if frames:
@@ -220,13 +220,13 @@ async def stream_events(
         except ConnectionError:
             raise
         except Exception as error:
-            if not stream.response.prepared:
+            if not stream.has_begun:
                 raise form.explain(error) from None
             await stream.send(frame("error", _error_data(request, form.explain(error))))
         return await stream.close()
 
 
-def _error_data(request: web.Request, error: Exception) -> str:
+def _error_data(request: Request, error: Exception) -> str:
     if not isinstance(error, AImageError):
         _log.error("stream failed: %s", type(error).__name__)  # its text may contain a prompt
         error = ApiError(500, "internal error; see the server's log", code="internal_error")
@@ -243,30 +243,29 @@ class NdjsonStream:
     the first line.
     """
 
-    def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self.headers = CIMultiDict({"Content-Type": "application/x-ndjson"})
-        self._response: web.StreamResponse | None = None
+    def __init__(self, request: Request) -> None:
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        self.headers = response.headers
+        self._writer = ResponseWriter(request, response)
 
     @property
     def has_begun(self) -> bool:
         """Return whether a line was sent."""
-        return self._response is not None
+        return self._writer.has_begun
 
     async def write(self, *values: Mapping[str, Any]) -> None:
         """Send lines without delay."""
-        if self._response is None:
-            self._response = web.StreamResponse(headers=self.headers)
-            await self._response.prepare(self._request)
+        if not self.has_begun:
+            await self._writer.begin()
         lines = [json.dumps(one, ensure_ascii=False, separators=(",", ":")) for one in values]
-        await self._response.write("".join(f"{line}\n" for line in lines).encode())
+        await self._writer.write("".join(f"{line}\n" for line in lines).encode())
 
     async def fail(self, error: AImageError) -> web.StreamResponse:
         """End with an error: ollama's ``error``, its ``status``, and a ``code``.
 
         The error is raised if no line was sent.
         """
-        if self._response is None:
+        if not self.has_begun:
             raise error
         found = api_error(error)
         facts = {"error": found.message, "status": found.status}
@@ -275,7 +274,4 @@ class NdjsonStream:
 
     async def end(self) -> web.StreamResponse:
         """End the response."""
-        assert self._response is not None  # noqa: S101 - every response has a line
-        await self._response.write_eof()
-        self._request["ended"] = self._response.status
-        return self._response
+        return await self._writer.end()

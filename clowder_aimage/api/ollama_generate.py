@@ -37,7 +37,8 @@ from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, ImageEvent, StartedEvent
 from clowder_aimage.errors import AImageError, ModelError
 from clowder_aimage.http.api_error import OLLAMA, ApiError
-from clowder_aimage.http.route import INFER, Route
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import INFER, Route, SharedRoute
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import (
     GenerateRequest,
@@ -94,7 +95,7 @@ class OllamaGeneration(OllamaRequest):
     def __init__(
         self,
         service: Service,
-        request: web.Request,
+        request: Request,
         body: OllamaPictureBody,
         parameters: dict[str, Any],
         pictures: KeptPictures | None,
@@ -178,10 +179,10 @@ def _has_size(parameters: Mapping[str, Any]) -> bool:
     return bool({"width", "height"} & parameters.keys())
 
 
-async def generate(uploads: PictureUploads, request: web.Request) -> web.StreamResponse:
+async def generate(uploads: PictureUploads, request: Request) -> web.StreamResponse:
     """Respond to ``POST /api/generate``: with a picture, or with a text of a language model."""
     async with uploads.open(request) as upload:
-        fields = await upload.fields()
+        fields = await upload.body.fields()
         service = uploads.service
         stored = await read_named(service, fields)
         if stored is not None and kind_of(stored.aimage) in (TEXT, EMBEDDER):
@@ -199,4 +200,4 @@ async def generate(uploads: PictureUploads, request: web.Request) -> web.StreamR
 
 def routes(uploads: PictureUploads) -> list[Route]:
     """Return the route that generates pictures."""
-    return [Route("POST", "/api/generate", partial(generate, uploads), INFER, body=None)]
+    return [SharedRoute("POST", "/api/generate", partial(generate, uploads), INFER, body=None)]

@@ -21,6 +21,7 @@ from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Descriptor
@@ -56,7 +57,7 @@ class OllamaRequest:
     def __init__(
         self,
         service: Service,
-        request: web.Request,
+        request: Request,
         body: OllamaBody,
         stored: StoredAImage | None = None,
     ) -> None:

@@ -27,7 +27,8 @@ from clowder_aimage.engine.queued_request import ModelSlot
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import registry_error
-from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route, SharedRoute
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 
@@ -39,13 +40,13 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of this interface that do not use a model."""
     return [
         *open_routes(),
-        Route("GET", "/api/tags", partial(_tags, service), INFER),
-        Route("GET", "/api/ps", partial(_ps, service), INFER),
-        Route("POST", "/api/show", partial(_show, service), INFER),
-        Route("POST", "/api/pull", partial(_pull, service), ADMIN),
-        Route("POST", "/api/push", partial(_push, service), ADMIN),
-        Route("POST", "/api/copy", partial(_copy, service), ADMIN),
-        Route("DELETE", "/api/delete", partial(_delete, service), ADMIN),
+        SharedRoute("GET", "/api/tags", partial(_tags, service), INFER),
+        SharedRoute("GET", "/api/ps", partial(_ps, service), INFER),
+        SharedRoute("POST", "/api/show", partial(_show, service), INFER),
+        SharedRoute("POST", "/api/pull", partial(_pull, service), ADMIN),
+        SharedRoute("POST", "/api/push", partial(_push, service), ADMIN),
+        SharedRoute("POST", "/api/copy", partial(_copy, service), ADMIN),
+        SharedRoute("DELETE", "/api/delete", partial(_delete, service), ADMIN),
     ]
 
 
@@ -54,7 +55,7 @@ def open_routes() -> list[Route]:
     return [Route("GET", "/api/version", _version, OPEN)]
 
 
-async def _version(_: web.Request) -> web.StreamResponse:
+async def _version(_: Request) -> web.StreamResponse:
     found = re.match(r"[0-9]+(\.[0-9]+)*", __version__)
     number = found[0] if found else "0"
     return web.json_response({"version": number}, headers={"X-Aimage-Version": number})
@@ -63,7 +64,7 @@ async def _version(_: web.Request) -> web.StreamResponse:
 # -- reading
 
 
-async def _tags(service: Service, _: web.Request) -> web.StreamResponse:
+async def _tags(service: Service, _: Request) -> web.StreamResponse:
     def models() -> list[dict[str, Any]]:
         found = [one for one in model_list.items(service.store) if not one.missing]
         return model_list.describe_all(found, partial(_model, service.store))
@@ -88,7 +89,7 @@ def _named(reference: Reference, digest: Digest) -> dict[str, Any]:
     return {"name": name, "model": name, "digest": digest.encoded}
 
 
-async def _ps(service: Service, _: web.Request) -> web.StreamResponse:
+async def _ps(service: Service, _: Request) -> web.StreamResponse:
     slots = service.engine.loaded()
     describe = partial(_loaded, service.store)
     models = await run_io(lambda: model_list.describe_all(slots, describe))
@@ -114,7 +115,7 @@ def _loaded(store: ImageLayout, model: ModelSlot) -> dict[str, Any]:
     }
 
 
-async def _show(service: Service, request: web.Request) -> web.StreamResponse:
+async def _show(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, ModelBody)
     reference = service.reference(body.reference)
 
@@ -149,7 +150,7 @@ def _shown(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
 # -- changing
 
 
-async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
+async def _delete(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, ModelBody)
     await model_list.delete(service, _reference(body.reference, "model"))
     return web.Response()
@@ -160,7 +161,7 @@ class _CopyBody(RequestBody):
     destination: str = ""
 
 
-async def _copy(service: Service, request: web.Request) -> web.StreamResponse:
+async def _copy(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, _CopyBody)
     source, target = _reference(body.source, "source"), _reference(body.destination, "destination")
     if target.digest is not None:
@@ -197,7 +198,7 @@ def _reference(name: str, field: str) -> Reference:
     return Reference.parse(name)
 
 
-async def _pull(service: Service, request: web.Request) -> web.StreamResponse:
+async def _pull(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, ModelBody)
     reference = _reference(body.reference, "model")
     _check_insecure(service, body, reference)
@@ -206,7 +207,7 @@ async def _pull(service: Service, request: web.Request) -> web.StreamResponse:
         return await _answer_lines(request, body.stream, lines)
 
 
-async def _push(service: Service, request: web.Request) -> web.StreamResponse:
+async def _push(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, ModelBody)
     reference = _reference(body.reference, "model")
     _check_insecure(service, body, reference)
@@ -230,9 +231,7 @@ def _check_insecure(service: Service, body: ModelBody, reference: Reference) -> 
         raise UsageError(message, hint="configure it for the worker")
 
 
-async def _answer_lines(
-    request: web.Request, is_streaming: bool, lines: _Lines
-) -> web.StreamResponse:
+async def _answer_lines(request: Request, is_streaming: bool, lines: _Lines) -> web.StreamResponse:
     answer, last = NdjsonStream(request), dict[str, Any]()
     async with contextlib.aclosing(lines):
         try:

@@ -38,7 +38,8 @@ from clowder_aimage.engine.event import Event, ImageEvent
 from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route, SharedRoute
 from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, check_parameters
 from clowder_aimage.oci import Reference
 
@@ -54,20 +55,20 @@ def routes(service: Service, uploads: PictureUploads) -> list[Route]:
     """Return the routes of OpenAI's API."""
     images, models = ImageRoutes(service, uploads), ModelCatalog(service)
 
-    async def list_models(_: web.Request) -> web.StreamResponse:
+    async def list_models(_: Request) -> web.StreamResponse:
         data = await run_io(models.all)
         return web.json_response({"object": "list", "data": data})
 
-    async def get_model(request: web.Request) -> web.StreamResponse:
+    async def get_model(request: Request) -> web.StreamResponse:
         return web.json_response(await run_io(models.one, request.match_info["id"]))
 
     return [
-        Route("POST", "/v1/images/generations", images.generate, INFER, body=None),
-        Route("POST", "/v1/images/edits", images.edit, INFER, body=None),
-        Route("POST", "/v1/images/variations", images.vary, INFER, body=None),
-        Route("GET", "/v1/models", list_models, INFER),
-        Route("GET", "/v1/models/{id:.+}", get_model, INFER),
-        Route("GET", picture_link.PATH + "{name}", images.fetch, OPEN),  # signed links
+        SharedRoute("POST", "/v1/images/generations", images.generate, INFER, body=None),
+        SharedRoute("POST", "/v1/images/edits", images.edit, INFER, body=None),
+        SharedRoute("POST", "/v1/images/variations", images.vary, INFER, body=None),
+        SharedRoute("GET", "/v1/models", list_models, INFER),
+        SharedRoute("GET", "/v1/models/{id:.+}", get_model, INFER),
+        SharedRoute("GET", picture_link.PATH + "{name}", images.fetch, OPEN),  # signed links
     ]
 
 
@@ -94,27 +95,27 @@ class ImageRoutes:
         self._service, self._uploads = service, uploads
         self._pictures = picture_link.PictureLinks()
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
+    async def generate(self, request: Request) -> web.StreamResponse:
         """Respond with pictures, in one piece or as a stream."""
         async with self._uploads.open(request) as upload:
-            fields = await upload.fields()
+            fields = await upload.body.fields()
             return await self._answer(request, upload, fields, ImageRequest)
 
-    async def edit(self, request: web.Request) -> web.StreamResponse:
+    async def edit(self, request: Request) -> web.StreamResponse:
         """Respond with pictures that begin with another."""
         async with self._uploads.open(request) as upload:
-            fields = await upload.fields(may_be_form=True)
+            fields = await upload.body.fields(may_be_form=True)
             return await self._answer(request, upload, fields, EditRequest)
 
-    async def vary(self, request: web.Request) -> web.StreamResponse:
+    async def vary(self, request: Request) -> web.StreamResponse:
         """Respond with pictures that begin with another, without a prompt."""
         async with self._uploads.open(request) as upload:
-            fields = await upload.fields(may_be_form=True)
+            fields = await upload.body.fields(may_be_form=True)
             return await self._answer(request, upload, fields, VariationRequest)
 
     async def _answer(
         self,
-        request: web.Request,
+        request: Request,
         upload: PictureUpload,
         fields: dict[str, Any],
         kind: type[ImageRequest],
@@ -122,7 +123,7 @@ class ImageRoutes:
         service, names = self._service, ("pull", "stream_format", "png_facts")
         given = take_pictures(fields)
         defaults = {name: getattr(service.settings, name) for name in names}
-        strict, is_form = is_strict(request), upload.is_form
+        strict, is_form = is_strict(request), upload.body.is_form
         body = read_request(fields, kind, strict=strict, is_form=is_form, **defaults)
         if kind is not ImageRequest and not given.keys() & {IMAGE, IMAGES}:
             message = "missing required field: image"
@@ -158,7 +159,7 @@ class ImageRoutes:
         )
         return await answer_stream.stream_events(request, events, form, headers)
 
-    async def fetch(self, request: web.Request) -> web.StreamResponse:
+    async def fetch(self, request: Request) -> web.StreamResponse:
         """Respond with the picture of a link."""
         query = request.query
         name, expires = request.match_info["name"], query.get("expires", "")
@@ -202,7 +203,7 @@ class ImageRoutes:
         return work.enhancer.before(generate, body.n) if work.enhancer else generate()
 
     async def _whole(
-        self, request: web.Request, work: _Work, headers: dict[str, str]
+        self, request: Request, work: _Work, headers: dict[str, str]
     ) -> web.StreamResponse:
         """Respond with all pictures at once; cancel if the client disconnects."""
         body = work.body
@@ -236,7 +237,7 @@ class ImageRoutes:
         answer_stream.add_warnings(response.headers, work.warnings)
         return response
 
-    def _keeper(self, request: web.Request, body: ImageRequest) -> KeepPicture:
+    def _keeper(self, request: Request, body: ImageRequest) -> KeepPicture:
         """Return a function that keeps a picture and returns its URL on this host."""
         base = self._service.settings.public_url or f"{request.scheme}://{request.host}"
         loop = asyncio.get_running_loop()

@@ -7,19 +7,24 @@ are ignored unless the request is strict.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import quote
 
 from aiohttp import web
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import FormatError
 from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.local_request import LocalRequest, Request
 from clowder_aimage.oci import read_json
 from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 
 _MAX_IGNORED = 20  # names in a header
+_SHORT = 1 << 16  # bytes of a body that is parsed at once, in the event loop
+_T = TypeVar("_T")
 _BodyT = TypeVar("_BodyT", bound="RequestBody")
 _OpenT = TypeVar("_OpenT", bound="OpenBody")
 
@@ -83,7 +88,7 @@ class GenerationBody(OpenBody):
     pull: Literal["never", "if-missing", "always"] = "if-missing"
 
 
-def is_strict(request: web.Request) -> bool:
+def is_strict(request: Request) -> bool:
     """Return whether the query of a request asks for the refusal of unknown fields."""
     return request.query.get("strict", "") in ("1", "true")
 
@@ -97,19 +102,29 @@ def check_ignored(body: _OpenT, *, strict: bool) -> _OpenT:
     return body
 
 
-async def read_body(request: web.Request, kind: type[_BodyT]) -> _BodyT:
-    """Parse the body of a request. Raises as ``parse_body``."""
-    return parse_body(await request.read(), kind)
+async def read_body(request: Request, kind: type[_BodyT]) -> _BodyT:
+    """Parse the body of a request. Raises as ``read_checked``."""
+    return await read_checked(request, lambda fields: check_fields(fields, kind))
 
 
-def parse_body(
-    raw: bytes, kind: type[_BodyT], defaults: Mapping[str, object] | None = None
-) -> _BodyT:
-    """Parse the body ``raw``, with ``defaults`` for absent fields.
+async def read_checked(request: Request, check: Callable[[dict[str, Any]], _T]) -> _T:
+    """Return what ``check`` makes of the fields of a body; a large body is read in a thread.
 
-    Raises ApiError (400) if it is not a JSON object or a field is malformed.
+    Raises ApiError (400) if it is not a JSON object, and the errors of ``check``.
     """
-    return check_fields(read_object(raw), kind, defaults)
+    if isinstance(request, web.Request):
+        raw = await request.read()
+        size, fields = len(raw), partial(read_object, raw)
+    else:
+        size, fields = request.size, partial(local_fields, request)
+    if size <= _SHORT:
+        return check(fields())
+    return await run_generation(lambda: check(fields()))
+
+
+def local_fields(request: LocalRequest) -> dict[str, Any]:
+    """Return the fields of a request of this process, as those of an HTTP request are read."""
+    return read_object(b"") if request.fields is None else dict(request.fields)
 
 
 def read_object(raw: bytes, limit: int = MAX_DOCUMENT_SIZE) -> dict[str, Any]:

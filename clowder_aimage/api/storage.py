@@ -25,7 +25,8 @@ from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.engine.transfer_queue import Credentials
 from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError, UsageError
 from clowder_aimage.http.api_error import ApiError, registry_error
-from clowder_aimage.http.route import ADMIN, Route
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import ADMIN, Route, SharedRoute
 from clowder_aimage.importer.ollama_store import HOST as OLLAMA
 from clowder_aimage.importer.ollama_store import NAMESPACE
 from clowder_aimage.oci import Digest, Reference
@@ -41,10 +42,10 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of this interface."""
     one = "/content/{url:.+}"  # standard base64 contains slashes
     return [
-        Route("GET", "/content/", partial(_list, service), ADMIN),
-        Route("POST", "/content/", partial(_post, service), ADMIN),
-        Route("GET", one, partial(_get, service), ADMIN),
-        Route("DELETE", one, partial(_delete, service), ADMIN),
+        SharedRoute("GET", "/content/", partial(_list, service), ADMIN),
+        SharedRoute("POST", "/content/", partial(_post, service), ADMIN),
+        SharedRoute("GET", one, partial(_get, service), ADMIN),
+        SharedRoute("DELETE", one, partial(_delete, service), ADMIN),
     ]
 
 
@@ -142,7 +143,7 @@ def _credentials(body: _ContentBody) -> Credentials | None:
 # -- requests
 
 
-async def _list(service: Service, _: web.Request) -> web.StreamResponse:
+async def _list(service: Service, _: Request) -> web.StreamResponse:
     found = await run_io(model_list.items, service.store)
     listed = [_stored(one) for one in found]
     known = {str(one.reference) for one in found if not one.missing}
@@ -151,7 +152,7 @@ async def _list(service: Service, _: web.Request) -> web.StreamResponse:
     return web.json_response({"content": listed + [_pulling(pull) for pull in pulls]})
 
 
-async def _get(service: Service, request: web.Request) -> web.StreamResponse:
+async def _get(service: Service, request: Request) -> web.StreamResponse:
     reference = parse(decode(request.match_info["url"]))
     item = await run_io(model_list.item, service.store, reference)
     if item is not None and not item.missing:
@@ -163,7 +164,7 @@ async def _get(service: Service, request: web.Request) -> web.StreamResponse:
     return web.json_response(_stored(item), status=206)
 
 
-async def _post(service: Service, request: web.Request) -> web.StreamResponse:
+async def _post(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, _ContentBody)
     reference, credentials = parse(body.url), _credentials(body)
     item = await run_io(model_list.item, service.store, reference)
@@ -183,7 +184,7 @@ async def _post(service: Service, request: web.Request) -> web.StreamResponse:
     return _created(item, 201)
 
 
-async def _delete(service: Service, request: web.Request) -> web.StreamResponse:
+async def _delete(service: Service, request: Request) -> web.StreamResponse:
     reference = parse(decode(request.match_info["url"]))
     was_pulled = await _stop_pulls(service, reference)
     found = await run_io(model_list.entry, service.store, reference)

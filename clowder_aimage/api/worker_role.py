@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import cached_property
 
 from clowder_aimage.api import health, ollama_routes, page, storage
 from clowder_aimage.api.batch.batch_run import BatchRunner
@@ -14,8 +15,9 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.api.store import store_routes
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.model_fetch import preload
+from clowder_aimage.errors import AImageError
 from clowder_aimage.http.background import beside
-from clowder_aimage.http.private_app import PrivateApp
+from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Exchange, Role, Route
 
 _BATCH = 4  # requests of a batch at the same time
@@ -27,19 +29,30 @@ _log = logging.getLogger("aimage.worker")
 class WorkerRole(Role):
     """The interfaces over a service; a node has none that generate pictures."""
 
-    def __init__(self, service: Service, *, makes_pictures: bool = True) -> None:
+    def __init__(
+        self,
+        service: Service,
+        *,
+        makes_pictures: bool = True,
+        advice: Callable[[AImageError], str | None] | None = None,
+    ) -> None:
         self._service = service
         self._makes_pictures = makes_pictures
-        self._own = PrivateApp(self)
+        self.calls = LocalCalls(self, advice)
         settings, store = service.settings, DirectoryBatchStore(service.store.root)
         at_once = max(1, min(_BATCH, settings.queue))  # others have their turn
-        self._batches = BatchRunner(store, self._own, lambda: at_once)
+        self._batches = BatchRunner(store, self.calls, lambda: at_once)
 
     @property
     def is_draining(self) -> bool:
         return self._service.engine.is_draining
 
     def routes(self) -> list[Route]:
+        return self._routes
+
+    @cached_property
+    def _routes(self) -> list[Route]:
+        """The routes, made once: uploads and links are those of all requests."""
         service = self._service
         found = health.routes(service) + ollama_routes.routes(service) + storage.routes(service)
         found += page.routes(is_shown=self._makes_pictures and service.settings.page)
@@ -71,7 +84,7 @@ class WorkerRole(Role):
             async with beside(self._expire(), fetching):
                 yield
             return
-        async with self._own.open(), beside(self._expire(), fetching, self._batches.run()):
+        async with beside(self._expire(), fetching, self._batches.run()):
             yield
 
     async def ready(self) -> None:

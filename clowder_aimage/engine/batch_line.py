@@ -18,12 +18,13 @@ MAX_LINE = 16 << 20  # bytes of a request
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A request; ``key`` is the same whenever the line is."""
+    """A request; ``key`` is the same whenever the line is, of ``size`` bytes."""
 
     custom_id: str
     url: str
     body: dict[str, Any]
     key: str
+    size: int = 0
 
 
 def read_line(line: bytes) -> BatchRequest:
@@ -40,7 +41,7 @@ def read_line(line: bytes) -> BatchRequest:
         raise FormatError(f"method must be POST, and url one of {', '.join(URLS)}")
     if not isinstance(body, dict) or body.get("stream"):
         raise FormatError("body must be an object without stream")
-    return BatchRequest(name, url, body, batch_key(line.strip()))
+    return BatchRequest(name, url, body, batch_key(line.strip()), len(line))
 
 
 def batch_key(raw: bytes) -> str:

@@ -46,7 +46,7 @@ from clowder_aimage.fleet.worker_card import FoundModel, RosterWatch
 from clowder_aimage.http.access import bearer_token
 from clowder_aimage.http.api_error import OLLAMA, ApiError, api_error, interface_of, registry_error
 from clowder_aimage.http.background import aside, beside
-from clowder_aimage.http.private_app import private_caller
+from clowder_aimage.http.local_request import LocalRequest, Request
 from clowder_aimage.oci import Digest, Reference
 
 MIN_WINDOW = 8  # jobs of a model on the queue that are not begun, at least
@@ -97,7 +97,7 @@ class JobGateway:
         able = [card.slots for card in cards if not digest or digest in card.kinds or card.may_pull]
         return max(MIN_WINDOW, 2 * sum(able))
 
-    async def answer(self, request: web.Request, wish: Wish) -> web.StreamResponse:
+    async def answer(self, request: Request, wish: Wish) -> web.StreamResponse:
         """Respond with what a worker makes of a wish. Raises AImageError."""
         self._link.check()
         job = await self._job(request, wish)
@@ -146,7 +146,7 @@ class JobGateway:
 
     # -- admission
 
-    async def _job(self, request: web.Request, wish: Wish) -> FleetJob:
+    async def _job(self, request: Request, wish: Wish) -> FleetJob:
         """Return the job of a wish, pinned to a digest. Raises ApiError."""
         found = await self._find(request, wish)
         priority = request.headers.get("Aimage-Priority", INTERACTIVE)
@@ -170,7 +170,7 @@ class JobGateway:
             timeout=self._deadline,
         )
 
-    async def _find(self, request: web.Request, wish: Wish) -> FoundModel:
+    async def _find(self, request: Request, wish: Wish) -> FoundModel:
         """Return the model of a wish. Raises ApiError."""
         roster = self._watch.roster
         if not roster.cards():
@@ -310,10 +310,10 @@ class JobGateway:
             await self._link.streams.delete_msg(names.jobs, admitted.sequence)
 
 
-def caller_of(request: web.Request) -> str:
+def caller_of(request: Request) -> str:
     """Return an opaque name of the client: of its token, else of its address."""
-    if (own := private_caller(request)) is not None:
-        return own
+    if isinstance(request, LocalRequest):
+        return str(request["caller"])
     token = bearer_token(request.headers.get("Authorization", "")) if "scope" in request else ""
     return hashlib.sha256((token or f"@{request.remote}").encode()).hexdigest()[:16]
 

@@ -26,9 +26,10 @@ from clowder_aimage.fleet.worker_call import WorkerCalls, first
 from clowder_aimage.fleet.worker_card import RosterWatch
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.background import beside
+from clowder_aimage.http.local_call import LocalCalls
+from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.metrics_role import MetricsRole
-from clowder_aimage.http.private_app import PrivateApp
-from clowder_aimage.http.route import ADMIN, INFER, OPEN, Exchange, Role, Route
+from clowder_aimage.http.route import ADMIN, INFER, OPEN, Exchange, Role, Route, SharedRoute
 from clowder_aimage.oci import Digest, Reference
 
 
@@ -41,6 +42,7 @@ class GatewayRole(Role):
         metrics: GatewayMetrics,
         *,
         resolve: Callable[[Reference], Digest],
+        advice: Callable[[AImageError], str | None] | None = None,
         **options: Any,
     ) -> None:
         self._link, self._metrics = link, metrics
@@ -48,8 +50,8 @@ class GatewayRole(Role):
         self._gateway = JobGateway(link, self._watch, metrics, resolve=resolve, **options)
         self._calls = WorkerCalls(link, self._watch.roster)
         self._wishes = WishReader(self._kind_of)
-        self._own = PrivateApp(self)
-        self._batches = BatchRunner(FleetBatchStore(link), self._own, self._gateway.window)
+        calls = LocalCalls(self, advice)
+        self._batches = BatchRunner(FleetBatchStore(link), calls, self._gateway.window)
         self._status = FleetStatus(link, self._watch.roster)
         self._is_draining = False
 
@@ -59,8 +61,9 @@ class GatewayRole(Role):
 
     def routes(self) -> list[Route]:
         jobs = [
-            Route("POST", path, self._job, INFER, None if path in wish.WITH_PICTURES else MAX_BODY)
+            SharedRoute("POST", path, self._job, INFER, body)
             for path in wish.PATHS
+            for body in [None if path in wish.WITH_PICTURES else MAX_BODY]
         ]
         same = ollama_routes.open_routes() + page.routes(is_shown=True) + description_routes()
         return [
@@ -82,7 +85,6 @@ class GatewayRole(Role):
     async def running(self) -> AsyncIterator[None]:
         async with (
             self._link.open(),
-            self._own.open(),
             beside(
                 self._watch.run(),
                 self._status.observe(self._metrics, self._gateway.line),
@@ -103,14 +105,14 @@ class GatewayRole(Role):
             return ""
         return found.kind if found else ""
 
-    async def _job(self, request: web.Request) -> web.StreamResponse:
+    async def _job(self, request: Request) -> web.StreamResponse:
         self._link.check()
         found = await self._wishes.read(request)
         if found.unloads:
             return await self._unload(request, found)
         return await self._gateway.answer(request, found)
 
-    async def _unload(self, request: web.Request, found: Wish) -> web.StreamResponse:
+    async def _unload(self, request: Request, found: Wish) -> web.StreamResponse:
         """Unload or stop a model on all workers. Raises ApiError."""
         if request.get("scope") != ADMIN:
             message = "the scope admin is required to unload models"

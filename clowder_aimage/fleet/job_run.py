@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import aiohttp
+from aiohttp import web
 from nats.aio.msg import Msg
 
 from clowder_aimage.api.ollama_routes import copy_name
@@ -20,12 +20,12 @@ from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink, LastFrameError
-from clowder_aimage.fleet.job_frame import DEAD, END, FAILED, LAST, PIECE, RELEASED, Attempt
+from clowder_aimage.fleet.job_frame import DEAD, END, FAILED, LAST, RELEASED, Attempt
 from clowder_aimage.fleet.job_log import JobLog
-from clowder_aimage.fleet.job_request import OWN, send_job
+from clowder_aimage.fleet.job_request import request_of
 from clowder_aimage.fleet.worker_card import Roster
 from clowder_aimage.http.background import end_tasks
-from clowder_aimage.http.private_app import PrivateApp
+from clowder_aimage.http.local_call import LocalCalls, body_of
 from clowder_aimage.http.route import ADMIN
 from clowder_aimage.oci import Digest, Reference
 
@@ -52,7 +52,7 @@ class JobRun:
     """Serves a job, whose message is ``message``, with the worker of this process."""
 
     link: FleetLink
-    local: PrivateApp
+    calls: LocalCalls
     service: Service
     worker: str
     roster: Roster
@@ -124,9 +124,8 @@ class JobRun:
             await log.end(DEAD, facts)
             await self._acknowledge()
             return GIVEN_UP
-        except (_FailedAttemptError, aiohttp.ClientError) as error:
-            is_fault = getattr(error, "is_fault", True)
-            reason = str(error) or type(error).__name__
+        except _FailedAttemptError as error:
+            is_fault, reason = error.is_fault, error.message
             if is_fault and is_last:
                 return await self._give_up(log, reason)
             _log.warning(
@@ -146,20 +145,21 @@ class JobRun:
 
         Raises _FailedAttemptError.
         """
-        async with send_job(self.local, await run_io(self._pinned)) as response:
-            status, reason = response.status, ""
-            if status in _RETRIED:
-                reason = f"{status}: {(await response.text())[:500]}"
-                if status == _BUSY or not is_last:
-                    raise _FailedAttemptError(reason, is_fault=status != _BUSY)
-            known = [one for one in response.headers.items() if one[0].lower() not in OWN]
-            own = {"X-Aimage-Model": self.job.model}  # not by its digest, unless it was asked so
-            await log.head(status, [(name, own.get(name, text)) for name, text in known])
-            if reason:
-                await log.data(await response.read())
-            async for data in response.content.iter_chunked(PIECE):
-                await log.data(data)
-            return reason
+        stream = _LoggedResponse(log, self.job.model)
+        try:
+            response = await self.calls.send(request_of(await run_io(self._pinned), stream))
+        except ConnectionError as error:
+            raise _FailedAttemptError(str(error), is_fault=True) from None
+        if stream.has_begun:
+            return ""
+        status, body, reason = response.status, body_of(response), ""
+        if status in _RETRIED:
+            reason = f"{status}: {body[:500].decode('utf-8', 'replace')}"
+            if status == _BUSY or not is_last:
+                raise _FailedAttemptError(reason, is_fault=status != _BUSY)
+        await stream.begin(response)
+        await stream.write(body)
+        return reason
 
     def _pinned(self) -> FleetJob:
         """Return the job with a body that names the manifest for which it was admitted.
@@ -233,6 +233,23 @@ class JobRun:
         _log.error("job given up", extra={"job": self.job.id, "reason": message})
         await self._acknowledge()
         return GIVEN_UP
+
+
+class _LoggedResponse:
+    """Writes a response to the log of an attempt; ``model`` is the name that the client used."""
+
+    def __init__(self, log: JobLog, model: str) -> None:
+        self._log, self._model = log, model
+        self.has_begun = False
+
+    async def begin(self, response: web.StreamResponse) -> None:
+        self.has_begun = True
+        named = {"X-Aimage-Model": self._model}  # not by its digest, unless it was asked so
+        headers = [(name, named.get(name, text)) for name, text in response.headers.items()]
+        await self._log.head(response.status, headers)
+
+    async def write(self, data: bytes) -> None:
+        await self._log.data(data)
 
 
 @contextlib.asynccontextmanager

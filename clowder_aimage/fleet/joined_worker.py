@@ -43,7 +43,7 @@ from clowder_aimage.fleet.placement import Placement, Room
 from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.worker_card import RosterWatch, WorkerCard
 from clowder_aimage.http.background import beside
-from clowder_aimage.http.private_app import PrivateApp
+from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Role
 from clowder_aimage.oci import read_json
 
@@ -69,12 +69,14 @@ class WorkerPlace:
 class JoinedWorker(Role):
     """Takes jobs as long as there is room, and reports what this worker has.
 
-    ``own`` is the role with the interfaces that serve the jobs.
+    ``calls`` are those of the interfaces that serve the jobs.
     """
 
-    def __init__(self, link: FleetLink, service: Service, own: Role, place: WorkerPlace) -> None:
+    def __init__(
+        self, link: FleetLink, service: Service, calls: LocalCalls, place: WorkerPlace
+    ) -> None:
         self._link, self._service, self._place = link, service, place
-        self._local = PrivateApp(own)
+        self._calls = calls
         self._watch = RosterWatch(link)
         self._view = StoreView(service.store)
         self._room = Room(service.settings.max_models, service.settings.parallel)
@@ -99,7 +101,6 @@ class JoinedWorker(Role):
         self._link.on_ready.append(self._news.set)
         async with (
             self._link.open(),
-            self._local.open(),
             beside(
                 self._watch.run(),
                 _for_ever(self._report, LOOK),
@@ -235,7 +236,7 @@ class JoinedWorker(Role):
                 job = await read_job(self._link, message)
             run = JobRun(
                 self._link,
-                self._local,
+                self._calls,
                 self._service,
                 self._place.id,
                 roster,
@@ -330,7 +331,7 @@ class JoinedWorker(Role):
         self._begin(self._answer(message))
 
     async def _answer(self, message: Msg) -> None:
-        await answer_call(self._link, self._local, message, self._renew)
+        await answer_call(self._link, self._calls, message, self._renew)
 
     async def _renew(self) -> bytes:
         """Report after a change of the store, and return the card. Raises AImageError."""

@@ -9,11 +9,13 @@ from typing import Any
 
 from aiohttp import web
 
-from clowder_aimage.api.answer_stream import EVENT_HEADERS, KEEP_ALIVE, comment, is_gone
+from clowder_aimage.api.answer_stream import EVENT_HEADERS, KEEP_ALIVE, comment
 from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.continuation import SSE, Continuation, is_stream
 from clowder_aimage.fleet.job_frame import BEGIN, DATA, DEAD, HEAD, Frame
 from clowder_aimage.http.api_error import ApiError, response
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.response_writer import ResponseWriter, is_gone
 from clowder_aimage.oci import read_json
 
 
@@ -24,14 +26,14 @@ class ResponseRelay:
     the response, or of the error with which its stream ended.
     """
 
-    def __init__(self, request: web.Request) -> None:
+    def __init__(self, request: Request) -> None:
         self._request = request
         self._sent = time.monotonic()
         self._turn = asyncio.Lock()
         self.status = 200
         self._head: dict[str, Any] = {}
         self._body: list[bytes] = []
-        self._stream: web.StreamResponse | None = None
+        self._stream: ResponseWriter | None = None
         self._continuation: Continuation | None = None
 
     async def take(self, frame: Frame) -> None:
@@ -83,9 +85,9 @@ class ResponseRelay:
             if is_gone(self._request):
                 raise ConnectionResetError("the client disconnected")
             if self._stream is None:
-                self._stream = web.StreamResponse()
-                self._add_headers(self._stream)
-                await self._stream.prepare(self._request)
+                self._stream = ResponseWriter(self._request, web.StreamResponse())
+                self._add_headers(self._stream.response)
+                await self._stream.begin()
             if data:
                 await self._stream.write(data)
                 self._sent = time.monotonic()
@@ -111,9 +113,7 @@ class ResponseRelay:
         if self._stream is not None:
             if self._continuation is not None and body:  # a later attempt was refused
                 await self._fail_late(body)
-            await self._stream.write_eof()
-            self._request["ended"] = self._stream.status
-            return self._stream
+            return await self._stream.end()
         answer = web.Response(body=body)
         answer.headers.pop("Content-Type", None)
         self._add_headers(answer)

@@ -5,12 +5,12 @@ Random choices are made here, once: a seed that the request lacks is added to it
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
-
-from aiohttp import web
+from functools import partial
+from typing import Any
 
 from clowder_aimage.api.image_request import (
     EditRequest,
@@ -20,22 +20,21 @@ from clowder_aimage.api.image_request import (
 )
 from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT
 from clowder_aimage.api.ollama_generate import OllamaPictureBody
+from clowder_aimage.api.picture.picture_body import PictureBody
 from clowder_aimage.api.picture.picture_source import (
     IMAGE,
     IMAGES,
     take_bare_pictures,
     take_pictures,
 )
-from clowder_aimage.api.picture.picture_upload import PictureUpload, PictureUploads
 from clowder_aimage.api.request_body import (
     GenerationBody,
     RequestBody,
     check_fields,
     check_ignored,
     is_strict,
-    read_object,
+    read_checked,
 )
-from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.ollama_body import OllamaChatBody, OllamaEmbedBody, OllamaPromptBody
 from clowder_aimage.api.text.text_request import (
     ChatRequest,
@@ -43,14 +42,13 @@ from clowder_aimage.api.text.text_request import (
     EmbeddingsBody,
     TextBody,
 )
-from clowder_aimage.content.store import NullLease
 from clowder_aimage.engine.admission import IF_MISSING, NEVER, BusyError
-from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN
 
 MAX_UPLOADS = 32  # requests with pictures whose bodies are read at once
-_SHORT = 1 << 16  # bytes of a body that is parsed at once
+_PARSED = 2  # of them, whose bodies are parsed at once
 _PICTURES: Mapping[str, type[ImageRequest]] = {
     "/v1/images/generations": ImageRequest,
     "/v1/images/edits": EditRequest,
@@ -92,20 +90,22 @@ class Wish:
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
 
-class ForwardedUploads(PictureUploads):
-    """The requests with pictures that a gateway reads; it has no store in which to keep them."""
+class ForwardedBodies:
+    """Counts the bodies with pictures that a gateway reads."""
 
     def __init__(self) -> None:
-        super().__init__(cast(Service, None))  # only a worker's uploads use it
+        self.busy = asyncio.Semaphore(_PARSED)
+        self._count = 0
 
     def enter(self) -> None:
+        """Count a body. Raises BusyError."""
         if self._count >= MAX_UPLOADS:
             raise BusyError(self._count, 5)
         self._count += 1
 
-    def leave(self, upload: PictureUpload) -> None:
-        """Count the body of a request as read."""
-        self._count -= upload.is_counted
+    def leave(self, body: PictureBody) -> None:
+        """Count a body as read."""
+        self._count -= body.is_counted
 
 
 KindOf = Callable[[str | None], str]
@@ -116,40 +116,26 @@ class WishReader:
 
     def __init__(self, kind_of: KindOf) -> None:
         self._kind_of = kind_of
-        self._uploads = ForwardedUploads()
+        self._bodies = ForwardedBodies()
 
-    async def read(self, request: web.Request) -> Wish:
+    async def read(self, request: Request) -> Wish:
         """Return the wish of a request. Raises ApiError, BusyError."""
         path = request.path
         if path not in WITH_PICTURES:
-            raw = await request.read()
-            fields = (
-                read_object(raw) if len(raw) < _SHORT else await run_generation(read_object, raw)
-            )
             if path in _TEXTS:
-                return self._of_openai(request, fields)
-            return _pulling(request, _of_ollama(path, fields))
-        upload = PictureUpload(self._uploads, request, NullLease())
+                return await read_checked(request, partial(_of_openai, request))
+            wish = await read_checked(request, partial(_of_ollama, path))
+            return _pulling(request, wish)
+        body = PictureBody(request, self._bodies)
         try:
-            fields = await upload.fields(
+            fields = await body.fields(
                 may_be_form=path in ("/v1/images/edits", "/v1/images/variations")
             )
         finally:
-            self._uploads.leave(upload)
+            self._bodies.leave(body)
         if path == GENERATE:
             return _pulling(request, self._of_prompt(fields))
-        return _of_picture(request, fields, is_form=upload.is_form)
-
-    def _of_openai(self, request: web.Request, fields: dict[str, Any]) -> Wish:
-        kind = _TEXTS[request.path]
-        body = check_ignored(check_fields(fields, kind), strict=is_strict(request))
-        pull = body.pull if request.get("scope") == ADMIN else NEVER
-        if request.path in EMBEDDINGS:
-            return Wish(body.model, fields, (EMBEDDER, TEXT), pull, is_text=True)
-        assert isinstance(body, TextBody)  # noqa: S101
-        body.requests()  # raises ApiError
-        found = Wish(body.model, fields, (TEXT,), pull, is_text=True, is_events=body.stream)
-        return replace(found, chosen=_seed_for(fields))
+        return _of_picture(request, fields, is_form=body.is_form)
 
     def _of_prompt(self, fields: dict[str, Any]) -> Wish:
         name = fields.get("model") or fields.get("name")
@@ -165,7 +151,17 @@ class WishReader:
         return Wish(body.reference, fields, (PICTURES,), chosen=seed)
 
 
-def _of_picture(request: web.Request, fields: dict[str, Any], *, is_form: bool) -> Wish:
+def _of_openai(request: Request, fields: dict[str, Any]) -> Wish:
+    body = check_ignored(check_fields(fields, _TEXTS[request.path]), strict=is_strict(request))
+    pull = body.pull if request.get("scope") == ADMIN else NEVER
+    if not isinstance(body, TextBody):
+        return Wish(body.model, fields, (EMBEDDER, TEXT), pull, is_text=True)
+    body.requests()  # raises ApiError
+    found = Wish(body.model, fields, (TEXT,), pull, is_text=True, is_events=body.stream)
+    return replace(found, chosen=_seed_for(fields))
+
+
+def _of_picture(request: Request, fields: dict[str, Any], *, is_form: bool) -> Wish:
     kind = _PICTURES[request.path]
     rest = dict(fields)
     given = take_pictures(rest)
@@ -180,7 +176,7 @@ def _of_picture(request: web.Request, fields: dict[str, Any], *, is_form: bool) 
     return Wish(body.model, fields, (PICTURES,), pull, is_form, is_events=is_events, chosen=seed)
 
 
-def _pulling(request: web.Request, found: Wish) -> Wish:
+def _pulling(request: Request, found: Wish) -> Wish:
     """Return a wish of ollama's API, for which an administrator's missing model is pulled."""
     return replace(found, pull=IF_MISSING) if request.get("scope") == ADMIN else found
 

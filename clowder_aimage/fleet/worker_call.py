@@ -18,7 +18,7 @@ from aiohttp import web
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 
-from clowder_aimage.api.answer_stream import NdjsonStream, is_gone
+from clowder_aimage.api.answer_stream import NdjsonStream
 from clowder_aimage.api.picture import picture_link
 from clowder_aimage.api.request_body import read_object
 from clowder_aimage.errors import FormatError, UsageError
@@ -27,6 +27,8 @@ from clowder_aimage.fleet.fleet_link import LOST, FleetLink, unavailable
 from clowder_aimage.fleet.job_request import ANSWER, BODY, CARD, LINE, PART
 from clowder_aimage.fleet.worker_card import Roster, WorkerCard
 from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.response_writer import is_gone
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
 from clowder_aimage.oci import Reference, read_json
 
@@ -142,7 +144,7 @@ class WorkerCalls:
 
     async def all(
         self,
-        request: web.Request,
+        request: Request,
         fields: Any = None,
         patience: float | None = PATIENCE,
         on_line: OnLine | None = None,
@@ -167,7 +169,7 @@ class WorkerCalls:
 
     async def _call(
         self,
-        request: web.Request,
+        request: Request,
         worker: str,
         fields: Any,
         patience: float | None,

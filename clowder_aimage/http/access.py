@@ -174,14 +174,20 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
             message = "unknown token" if has_token else "this worker requires a token"
             message = "authentication required" if is_registry else message
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
-        if required != OPEN and scope not in (required, ADMIN):
-            if not tokens:
-                message = "requests of another origin require a token for this"
-                raise ApiError(403, message, code="origin_not_allowed", remedy="require_tokens")
-            raise ApiError(403, _ALLOWED[scope or INFER], code="insufficient_scope")
+        if not tokens and required != OPEN and scope not in (required, ADMIN):
+            message = "requests of another origin require a token for this"
+            raise ApiError(403, message, code="origin_not_allowed", remedy="require_tokens")
+        check_required(required, scope)
         return await handler(request)
 
     return middleware
+
+
+def check_required(required: str, scope: str | None) -> None:
+    """Refuse a request whose scope is not that of the route. Raises ApiError (403)."""
+    if required != OPEN and scope not in (required, ADMIN):
+        message = _ALLOWED.get(scope or INFER, _ALLOWED[INFER])
+        raise ApiError(403, message, code="insufficient_scope")
 
 
 def _scope(request: web.Request, tokens: Mapping[str, str]) -> str | None:

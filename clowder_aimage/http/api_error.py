@@ -7,7 +7,7 @@ and every other path that of OpenAI.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -21,6 +21,9 @@ from clowder_aimage.errors import (
     StoreError,
     UsageError,
 )
+
+if TYPE_CHECKING:
+    from clowder_aimage.http.local_request import Request
 
 RETRY_AFTER = 5  # seconds, unless a better value is known
 OPENAI, OLLAMA, OCI = "openai", "ollama", "oci"
@@ -85,7 +88,7 @@ class ApiError(AImageError):
         self.details = details
 
 
-def interface_of(request: web.Request) -> str:
+def interface_of(request: Request) -> str:
     """Return the interface of the response: OPENAI, OLLAMA or OCI."""
     if request.path.startswith("/v2/"):
         return OCI
@@ -128,7 +131,7 @@ def registry_error(error: AImageError) -> AImageError:
     return error
 
 
-def response(request: web.Request, error: ApiError) -> web.Response:
+def response(request: Request, error: ApiError) -> web.Response:
     """Return the response in the form of the requested interface."""
     text = (request.app.get(ADVICE) or _hint)(error)
     if text:

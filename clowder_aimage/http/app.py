@@ -14,7 +14,8 @@ import secrets
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from aiohttp import ClientError, web
 from aiohttp.hdrs import METH_ALL
@@ -28,7 +29,9 @@ from clowder_aimage.http import api_error as errors
 from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
 from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiError, interface_of
 from clowder_aimage.http.body_stream import check_coding, check_type, too_large
+from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.loop_watch import watch_requests
+from clowder_aimage.http.response_writer import abort
 from clowder_aimage.http.route import BODY, Exchange, Role, with_head
 
 _EXPOSED = (
@@ -99,51 +102,66 @@ def _account(roles: Sequence[Role]) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("X-Request-Id", "")
-        request["id"] = given if _ID.fullmatch(given) else secrets.token_hex(8)
-        begun, status, sent = time.perf_counter(), CLIENT_CLOSED_REQUEST, 0
-        try:
-            response = await _traced(request, handler)
-            status = response.status
-            sent = 0 if request.method == "HEAD" else response.content_length or 0
-            return response
-        except asyncio.CancelledError:  # a client may leave at the end, before the handler does
-            status = request.get("ended", status)
-            raise
-        finally:
-            resource = request.match_info.route.resource
-            route = resource.canonical if resource is not None else "unknown"
-            seconds, received = time.perf_counter() - begun, request.content.total_bytes
-            sent = request.get("sent", sent)
-            for role in roles:
-                role.count(Exchange(request.method, route, status, seconds, received, sent))
-            facts = {
-                "method": request.method[:20],
-                "route": route,
-                "status": status,
-                "seconds": round(seconds, 4),
-                "id": request["id"],
-            }
-            if interface_of(request) == OCI:
-                facts |= {"path": _path(request), "received": received, "sent": sent}
-            elif resource is None:
-                facts["path"] = _path(request)
-            if "model" in request:
-                facts["model"] = str(request["model"])
-            # nodes request ranges from each other by the hundred
-            level = logging.DEBUG if "Aimage-Node" in request.headers else logging.INFO
-            _log.log(level, "request", extra=facts)
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else None
+        return await account(roles, request, route, partial(handler, request))
 
     return middleware
 
 
-async def _traced(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def account(
+    roles: Sequence[Role],
+    request: Request,
+    route: str | None,
+    handle: Callable[[], Awaitable[web.StreamResponse]],
+) -> web.StreamResponse:
+    """Handle a request to ``route``, count it for the roles, and log one line about it."""
+    given, named = request.headers.get("X-Request-Id", ""), route or "unknown"
+    request["id"] = given if _ID.fullmatch(given) else secrets.token_hex(8)
+    begun, status, sent = time.perf_counter(), CLIENT_CLOSED_REQUEST, 0
+    try:
+        response = await _traced(request, route, handle)
+        status = response.status
+        sent = 0 if request.method == "HEAD" else response.content_length or 0
+        return response
+    except asyncio.CancelledError:  # a client may leave at the end, before the handler does
+        status = request.get("ended", status)
+        raise
+    finally:
+        seconds, received = time.perf_counter() - begun, _received(request)
+        sent = request.get("sent", sent)
+        for role in roles:
+            role.count(Exchange(request.method, named, status, seconds, received, sent))
+        facts = {
+            "method": request.method[:20],
+            "route": named,
+            "status": status,
+            "seconds": round(seconds, 4),
+            "id": request["id"],
+        }
+        if interface_of(request) == OCI:
+            facts |= {"path": _path(request), "received": received, "sent": sent}
+        elif route is None:
+            facts["path"] = _path(request)
+        if "model" in request:
+            facts["model"] = str(request["model"])
+        # nodes request ranges from each other by the hundred
+        level = logging.DEBUG if "Aimage-Node" in request.headers else logging.INFO
+        _log.log(level, "request", extra=facts)
+
+
+def _received(request: Request) -> int:
+    return request.content.total_bytes if isinstance(request, web.Request) else 0
+
+
+async def _traced(
+    request: Request, route: str | None, handle: Callable[[], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     """Handle a request in a span (OpenTelemetry, "Semantic Conventions for HTTP Spans")."""
-    resource = request.match_info.route.resource
-    route = resource.canonical if resource is not None else ""
+    route = route or ""
     method = request.method if request.method in METH_ALL else "_OTHER"
     with telemetry.span(f"{method} {route}".strip(), headers=request.headers) as span:
-        response = await handler(request)
+        response = await handle()
         if span is not None:
             span.set_attribute("http.request.method", method)
             span.set_attribute("http.route", route)
@@ -154,19 +172,25 @@ async def _traced(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert errors to responses in the interface's form.
+    """Convert errors to responses in the interface's form."""
+    return await convert_errors(request, partial(handler, request))
+
+
+async def convert_errors(
+    request: Request, handle: Callable[[], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Convert an error to a response, in the interface's form.
 
     If the response has begun, the connection is aborted, so that it does not appear complete.
     """
     try:
-        return await handler(request)
+        return await handle()
     except ConnectionError:
         raise  # the client has disconnected
     except Exception as error:
         found = _api_error(request, error)
         if request.get("answered"):
-            if request.transport is not None:
-                request.transport.abort()
+            abort(request)
             raise ConnectionResetError("the response was aborted") from None
         answer = errors.response(request, found)
         if found.status in (408, 413):
@@ -174,7 +198,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return answer
 
 
-def _api_error(request: web.Request, error: Exception) -> ApiError:
+def _api_error(request: Request, error: Exception) -> ApiError:
     """Return the response to an exception; log exceptions that the client did not cause."""
     interface = interface_of(request)
     if isinstance(error, AImageError):
@@ -196,7 +220,7 @@ def _api_error(request: web.Request, error: Exception) -> ApiError:
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
-def _log_failure(request: web.Request, error: AImageError, status: int) -> None:
+def _log_failure(request: Request, error: AImageError, status: int) -> None:
     if interface_of(request) == OCI:  # for logs without fields too
         _log.error("%s %s: %s", request.method, request.path, error)
     else:
@@ -210,7 +234,7 @@ def _places(error: Exception) -> list[str]:
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-5:]]
 
 
-def _framework_error(request: web.Request, error: web.HTTPException) -> ApiError:
+def _framework_error(request: Request, error: web.HTTPException) -> ApiError:
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"method not allowed; allowed: {allowed}"
@@ -218,15 +242,19 @@ def _framework_error(request: web.Request, error: web.HTTPException) -> ApiError
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return too_large()
     if error.status == 404:
-        is_known = interface_of(request) != OCI and _UNSUPPORTED.fullmatch(request.path)
-        name = f"{request.method} {request.rel_url.raw_path[:200]}"
-        message = f"{name} is not supported by this worker" if is_known else ""
-        message = message or f"no such endpoint: {name}"
-        return ApiError(404, message, code="unknown_url")
+        return unknown_url(request)
     return ApiError(error.status, error.reason, code="invalid_request")
 
 
-def _path(request: web.Request) -> str:
+def unknown_url(request: Request) -> ApiError:
+    """Return the response to a request that has no route."""
+    is_known = interface_of(request) != OCI and _UNSUPPORTED.fullmatch(request.path)
+    name = f"{request.method} {request.rel_url.raw_path[:200]}"
+    message = f"{name} is not supported by this worker" if is_known else ""
+    return ApiError(404, message or f"no such endpoint: {name}", code="unknown_url")
+
+
+def _path(request: Request) -> str:
     """Return the path for the log: cut and escaped, without the query."""
     return request.rel_url.raw_path[:200].encode("unicode_escape").decode("ascii")
 
@@ -240,15 +268,19 @@ def _refuse_at_the_end(roles: Sequence[Role]) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not any(role.is_draining for role in roles):
-            return await handler(request)
-        if request.method not in ("GET", "HEAD"):
-            raise ending()
+        check_running(roles, request.method)
         answer = await handler(request)
-        answer.force_close()
+        if any(role.is_draining for role in roles):
+            answer.force_close()
         return answer
 
     return middleware
+
+
+def check_running(roles: Sequence[Role], method: str) -> None:
+    """Refuse new work during shutdown. Raises StoppedError."""
+    if method not in ("GET", "HEAD") and any(role.is_draining for role in roles):
+        raise ending()
 
 
 def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from clowder_aimage.http.local_request import Request
+
 OPEN, INFER, NODE, ADMIN = "open", "infer", "node", "admin"
 SCOPES = (OPEN, INFER, NODE, ADMIN)
 BODY = 1 << 20  # bytes: ample for a prompt and its parameters
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+SharedHandler = Callable[[Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,13 @@ class Route:
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
             raise ValueError(f"invalid scope {self.scope!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRoute(Route):
+    """A route that requests of this process reach too (``http.local_call``)."""
+
+    handler: SharedHandler
 
 
 def with_head(routes: Iterable[Route]) -> list[Route]:

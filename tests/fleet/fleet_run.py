@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,6 +14,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from clowder_aimage.api.request_body import read_checked
 from clowder_aimage.api.service import Service, make_service
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.fleet.fleet_link import GATEWAY, OPERATOR, WORKER, FleetAccess, FleetLink
@@ -25,7 +25,9 @@ from clowder_aimage.fleet.gateway_role import GatewayRole
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import listen
-from clowder_aimage.http.route import INFER, Role, Route
+from clowder_aimage.http.local_call import LocalCalls
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import INFER, Role, Route, SharedRoute
 from clowder_aimage.http.server import accepting
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Digest, Reference
@@ -34,7 +36,7 @@ from tests import process
 from tests.program import find_program
 from tests.wait import PATIENCE, until, until_async
 
-Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+Answer = Callable[[Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 PICTURES = "/v1/images/generations"
 
 
@@ -88,15 +90,15 @@ class ScriptedRole(Role):
         self.served: list[str] = []  # prompts
 
     def routes(self) -> list[Route]:
-        return [Route("POST", PICTURES, self._make, INFER)]
+        return [SharedRoute("POST", PICTURES, self._make, INFER)]
 
-    async def _make(self, request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.read())
+    async def _make(self, request: Request) -> web.StreamResponse:
+        body = await read_checked(request, dict)
         self.served.append(body["prompt"])
         return await self._answer(request, body)
 
 
-async def prompt_as_picture(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+async def prompt_as_picture(request: Request, body: dict[str, Any]) -> web.StreamResponse:
     """Answer with the prompt and the seed."""
     text = f"{body['prompt']} {body['seed']}"
     return web.json_response({"data": [{"b64_json": text}]}, headers={"X-Aimage-Seed": "1"})
@@ -157,7 +159,7 @@ class FleetRun:
         service = make_service(Settings(**settings), LayeredStore([self.store]), connection)
         role = own if isinstance(own, Role) else own(service)
         link = FleetLink(self.access_of(WORKER), WORKER, name)
-        joined = JoinedWorker(link, service, role, WorkerPlace(name))
+        joined = JoinedWorker(link, service, LocalCalls(role), WorkerPlace(name))
         async with role.running(), joined.running():
             await link.connected(PATIENCE)
             await until_async(lambda: joined._is_heard and bool(joined._view.models))

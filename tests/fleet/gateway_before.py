@@ -15,6 +15,7 @@ from clowder_aimage.fleet.fleet_stream import FleetShape
 from clowder_aimage.fleet.gateway_metric import GatewayMetrics
 from clowder_aimage.fleet.gateway_role import GatewayRole
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Role
 from clowder_aimage.oci import Digest, Reference
 from tests.fleet.fleet_run import Nats
@@ -31,7 +32,7 @@ async def gateway_before(nats: Nats, service: Service, own: Role) -> AsyncIterat
     async with operator.open():
         await operator.make(FleetShape(max_bytes=256 << 20), 30)
     link = FleetLink(access, WORKER, "w1")
-    joined = JoinedWorker(link, service, own, WorkerPlace("w1"))
+    joined = JoinedWorker(link, service, LocalCalls(own), WorkerPlace("w1"))
     resolve = partial(_resolve, service)
     gateway = GatewayRole(FleetLink(access, GATEWAY), GatewayMetrics(), resolve=resolve)
     async with joined.running(), gateway.running():

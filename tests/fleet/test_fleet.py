@@ -33,7 +33,9 @@ from clowder_aimage.fleet.fleet_link import GATEWAY, MESSAGE_ID, OPERATOR, WORKE
 from clowder_aimage.fleet.fleet_name import BATCH
 from clowder_aimage.fleet.job_frame import BEGIN, END, Frame
 from clowder_aimage.fleet.worker_card import give_order
-from clowder_aimage.http.route import ADMIN, Role, Route
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.response_writer import ResponseWriter
+from clowder_aimage.http.route import ADMIN, Role, Route, SharedRoute
 from tests.fleet.fleet_run import (
     PICTURES,
     FleetRun,
@@ -97,14 +99,14 @@ def test_a_stream_has_comments_while_its_job_waits(
 ) -> None:
     monkeypatch.setattr(response_relay, "KEEP_ALIVE", 0.05)
 
-    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def slow(request: Request, body: dict[str, Any]) -> web.StreamResponse:
         await asyncio.sleep(0.2)
         if body["prompt"] == "refused":
             return web.json_response({"error": {"message": "too large"}}, status=400)
-        answer = web.StreamResponse(headers={"Content-Type": SSE})
-        await answer.prepare(request)
+        answer = ResponseWriter(request, web.StreamResponse(headers={"Content-Type": SSE}))
+        await answer.begin()
         await answer.write(b'data: {"type": "image_generation.completed"}\n\n')
-        return answer
+        return await answer.end()
 
     async def scene(fleet: FleetRun) -> None:
         async def stream(url: str, prompt: str) -> list[str]:
@@ -137,9 +139,9 @@ class PullingRole(Role):
         self._fails = fails
 
     def routes(self) -> list[Route]:
-        return [Route("POST", "/api/pull", self._pull, ADMIN)]
+        return [SharedRoute("POST", "/api/pull", self._pull, ADMIN)]
 
-    async def _pull(self, request: web.Request) -> web.StreamResponse:
+    async def _pull(self, request: Request) -> web.StreamResponse:
         lines = NdjsonStream(request)
         await lines.write({"status": "pulling manifest"})
         for done in (1, 2, 10):
@@ -176,7 +178,7 @@ def test_a_key_is_one_job_at_all_gateways(play: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
         begun = asyncio.Event()
 
-        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def slow(request: Request, body: dict[str, Any]) -> web.StreamResponse:
             begun.set()
             await asyncio.sleep(0.3)
             return await prompt_as_picture(request, body)
@@ -205,7 +207,7 @@ def test_a_client_that_leaves_cancels_its_job(play: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
         ended, begun = asyncio.Event(), asyncio.Event()
 
-        async def endless(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def endless(request: Request, body: dict[str, Any]) -> web.StreamResponse:
             begun.set()
             try:
                 await asyncio.sleep(2 * PATIENCE)
@@ -293,7 +295,7 @@ def test_a_job_that_is_cancelled_while_it_is_put_on_the_queue_leaves_it(
     play(scene)
 
 
-async def broken(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+async def broken(request: Request, body: dict[str, Any]) -> web.StreamResponse:
     return web.json_response({"error": {"message": "no memory"}}, status=500)
 
 
@@ -455,7 +457,7 @@ def test_a_drained_worker_ends_its_work_and_takes_no_more(play: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
         begun = asyncio.Event()
 
-        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def slow(request: Request, body: dict[str, Any]) -> web.StreamResponse:
             begun.set()
             await asyncio.sleep(0.3)
             return await prompt_as_picture(request, body)
@@ -486,7 +488,7 @@ def test_a_worker_that_stops_gives_its_job_back(play: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
         begun = asyncio.Event()
 
-        async def endless(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def endless(request: Request, body: dict[str, Any]) -> web.StreamResponse:
             begun.set()
             await asyncio.sleep(2 * PATIENCE)
             raise AssertionError
@@ -511,7 +513,7 @@ def test_a_worker_that_stops_gives_its_job_back(play: Play) -> None:
 
 def test_batches_wait_for_others_and_callers_are_equal(play: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
-        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def slow(request: Request, body: dict[str, Any]) -> web.StreamResponse:
             await asyncio.sleep(0.03)
             return await prompt_as_picture(request, body)
 
@@ -541,7 +543,7 @@ def held_role() -> tuple[ScriptedRole, asyncio.Event, asyncio.Event]:
     """Return a role whose jobs wait, the event that one has begun, and the one they wait for."""
     begun, go_on = asyncio.Event(), asyncio.Event()
 
-    async def wait(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    async def wait(request: Request, body: dict[str, Any]) -> web.StreamResponse:
         begun.set()
         await go_on.wait()
         return await prompt_as_picture(request, body)
@@ -703,7 +705,7 @@ def test_a_batch_goes_on_at_another_gateway(play: Play, monkeypatch: pytest.Monk
     async def scene(fleet: FleetRun) -> None:
         begun, may_go = asyncio.Event(), asyncio.Event()
 
-        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def slow(request: Request, body: dict[str, Any]) -> web.StreamResponse:
             if body["prompt"] == "b":
                 begun.set()
                 await may_go.wait()
@@ -794,7 +796,7 @@ def test_a_cluster_loses_a_server_and_no_job(play: Play, tmp_path: Path) -> None
     ]
 
     async def scene(fleet: FleetRun) -> None:
-        async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        async def slow(request: Request, body: dict[str, Any]) -> web.StreamResponse:
             await asyncio.sleep(0.05)
             return await prompt_as_picture(request, body)
 

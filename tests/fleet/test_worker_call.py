@@ -14,7 +14,8 @@ from clowder_aimage.api import ollama_routes
 from clowder_aimage.api.service import Service
 from clowder_aimage.fleet import job_request, worker_call
 from clowder_aimage.fleet.job_request import ALIVE, PART
-from clowder_aimage.http.route import ADMIN, INFER, Handler, Role, Route
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import ADMIN, INFER, Role, Route, SharedHandler, SharedRoute
 from tests.fleet.fleet_run import FleetRun
 
 pytestmark = pytest.mark.integration
@@ -24,11 +25,11 @@ Play = Callable[..., None]
 class OneRoute(Role):
     """A worker with one route."""
 
-    def __init__(self, method: str, path: str, answer: Handler) -> None:
+    def __init__(self, method: str, path: str, answer: SharedHandler) -> None:
         self._route = method, path, answer
 
     def routes(self) -> list[Route]:
-        return [Route(*self._route, INFER if self._route[0] == "GET" else ADMIN)]
+        return [SharedRoute(*self._route, INFER if self._route[0] == "GET" else ADMIN)]
 
 
 def test_a_call_lasts_as_long_as_its_worker_gives_signs_of_life(
@@ -40,7 +41,7 @@ def test_a_call_lasts_as_long_as_its_worker_gives_signs_of_life(
     async def scene(fleet: FleetRun) -> None:
         begun, signs = asyncio.Event(), asyncio.Semaphore(0)
 
-        async def copy(_: web.Request) -> web.Response:
+        async def copy(_: Request) -> web.Response:
             begun.set()
             for _sign in range(3):
                 await signs.acquire()
@@ -80,7 +81,7 @@ def test_a_response_may_be_larger_than_a_message(play: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
         text = "picture " * 500_000
 
-        async def show(_: web.Request) -> web.Response:
+        async def show(_: Request) -> web.Response:
             return web.json_response({"id": text})
 
         role = OneRoute("GET", "/v1/models/{id}", show)

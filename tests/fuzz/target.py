@@ -23,7 +23,7 @@ from clowder_aimage.adapter.writer import convert_adapter
 from clowder_aimage.api import model_list, ollama_generate, ollama_routes
 from clowder_aimage.api.image_request import read_request
 from clowder_aimage.api.openai_model import ModelCatalog
-from clowder_aimage.api.request_body import ModelBody, parse_body, read_object
+from clowder_aimage.api.request_body import ModelBody, check_fields, read_object
 from clowder_aimage.api.text.ollama_body import OllamaChatBody, OllamaPromptBody
 from clowder_aimage.api.text.text_request import ChatRequest, CompletionRequest, TextBody
 from clowder_aimage.dialect import DIALECTS, detect
@@ -371,12 +371,18 @@ class Requests(Target):
         strict = rng.random() < 0.2
         permitted(lambda: read_request(read_object(raw), strict=strict))
         raw = encoded(rng, damage_json(rng, self.GENERATE))
-        permitted(lambda: parse_body(raw, ollama_generate.OllamaPictureBody).parameters())
-        permitted(parse_body, raw, ModelBody)
+        permitted(
+            lambda: check_fields(read_object(raw), ollama_generate.OllamaPictureBody).parameters()
+        )
+        permitted(lambda: check_fields(read_object(raw), ModelBody))
         kind, body = rng.choice([*self.TEXTS.items()])
         raw = encoded(rng, damage_json(rng, body))
         is_openai = issubclass(kind, TextBody)
-        permitted(lambda: getattr(parse_body(raw, kind), "requests" if is_openai else "request")())
+        permitted(
+            lambda: getattr(
+                check_fields(read_object(raw), kind), "requests" if is_openai else "request"
+            )()
+        )
 
 
 class Pictures(Target):

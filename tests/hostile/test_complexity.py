@@ -412,10 +412,10 @@ def read_settings(n: int, _: Path) -> Action:
 
 
 def read_body(n: int, _: Path) -> Action:
-    from clowder_aimage.api.request_body import RequestBody, parse_body
+    from clowder_aimage.api.request_body import RequestBody, check_fields, read_object
 
     raw = json.dumps({f"x{i}": i for i in range(n)}).encode()
-    return lambda: parse_body(raw, RequestBody)
+    return lambda: check_fields(read_object(raw), RequestBody)
 
 
 def read_archive_index(n: int, _: Path) -> Action:

@@ -23,7 +23,7 @@ pytest.importorskip("openai")
 import openai
 from PIL import Image
 
-from clowder_aimage.api.picture import picture_upload
+from clowder_aimage.api.picture import picture_body, picture_upload
 from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Digest
 from tests.wait import until
@@ -452,8 +452,8 @@ def test_wrong_types_are_415(worker: LocalWorker) -> None:
 
 def test_too_large_bodies_are_413(worker: LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     big = 2 << 20
-    monkeypatch.setattr(picture_upload, "MAX_BYTES", big)
-    monkeypatch.setattr(picture_upload, "MAX_BODY", big + (1 << 20))
+    monkeypatch.setattr(picture_body, "MAX_BYTES", big)
+    monkeypatch.setattr(picture_body, "MAX_BODY", big + (1 << 20))
     status, answer = edit(worker, ("image", bytes(big + 1), "image/png"))
     assert (status, answer["error"]["param"]) == (413, "image"), answer
     status, answer = edit(worker, ("prompt", "x" * ((1 << 20) + 1), ""))

@@ -1,4 +1,4 @@
-"""Run batches: a server sends the requests to itself, a few at the same time.
+"""Run batches: a server calls its own routes, for a few requests at the same time.
 
 A batch belongs to the server that wrote its record last. Another server continues it if the record
 has not changed for ``STALE`` seconds by its own clock. Responses so far are in the stored pieces.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import logging
 import secrets
@@ -16,8 +15,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-import aiohttp
 
 from clowder_aimage.api.batch.batch_store import BatchStore, ChangedRecordError, Record
 from clowder_aimage.api.batch.stored_file import (
@@ -29,7 +26,8 @@ from clowder_aimage.api.batch.stored_file import (
 )
 from clowder_aimage.engine.batch_line import BatchRequest, batch_key, read_line
 from clowder_aimage.errors import AImageError, FormatError
-from clowder_aimage.http.private_app import PrivateApp
+from clowder_aimage.http.local_call import LocalCalls, body_of
+from clowder_aimage.http.local_request import LocalRequest
 from clowder_aimage.oci import read_json
 
 MAX_LINES = 50_000  # requests of a batch (OpenAI, "Batch API")
@@ -38,7 +36,7 @@ MAX_ERRORS = 20  # malformed lines that are named
 BEAT = 2.0  # seconds between two records of a batch that is being run
 STALE = 15.0  # seconds without a record after which another server goes on
 SWEEP = 600.0  # seconds between two looks for what has expired
-PAUSE, RETRIES = 1.0, 5  # seconds before a busy server is asked again; lost connections
+PAUSE = 1.0  # seconds before a request is repeated because the server was busy
 OVER = ("completed", "failed", "cancelled", "expired")
 _BUSY = (429, 503)
 _log = logging.getLogger("aimage.batch")
@@ -49,7 +47,7 @@ class _StoppedBatchError(Exception):
 
 
 class BatchRunner:
-    """Runs the batches in ``store`` by requests to ``own``; ``parallel`` returns how many at once.
+    """Runs the batches in ``store`` by ``calls``; ``parallel`` returns how many at once.
 
     ``look`` ends the wait for new batches.
     """
@@ -57,11 +55,11 @@ class BatchRunner:
     def __init__(
         self,
         store: BatchStore,
-        own: PrivateApp,
+        calls: LocalCalls,
         parallel: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.store, self.own, self.parallel = store, own, parallel
+        self.store, self.calls, self.parallel = store, calls, parallel
         self.id = secrets.token_hex(8)
         self.news = asyncio.Event()
         self._clock = clock
@@ -271,34 +269,25 @@ class BatchRun:
 
     async def _answer(self, request: BatchRequest) -> None:
         headers = {
-            "Content-Type": "application/json",
             "Aimage-Priority": "batch",
             "Host": self.record["host"],
             "Idempotency-Key": batch_key(f"{self.batch['id']} {request.custom_id}".encode()),
         }
-        lost = 0
         while True:
-            asked = self.runner.own.send(
+            asked = LocalRequest(
                 "POST",
                 request.url,
                 scope=self.record["scope"],
-                headers=headers,
-                data=io.BytesIO(json.dumps(request.body).encode()),
                 caller=self.record["caller"],
+                headers=headers,
+                fields=request.body,
+                size=request.size,
             )
-            try:
-                async with asked as response:
-                    body, status = await response.read(), response.status
-                    name = response.headers.get("X-Request-Id", "")
-            except (aiohttp.ClientError, OSError) as error:
-                lost += 1
-                if lost > RETRIES:
-                    self._add(request, None, {"code": "connection_lost", "message": str(error)})
-                    return
-                status = _BUSY[-1]
-            if status not in _BUSY:
+            response = await self.runner.calls.send(asked)
+            if response.status not in _BUSY:
                 break
             await asyncio.sleep(PAUSE)
+        body, status, name = body_of(response), response.status, asked["id"]
         try:
             value = read_json(body, "an answer", MAX_ANSWER)
         except FormatError:

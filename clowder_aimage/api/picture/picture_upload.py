@@ -1,8 +1,4 @@
-"""Pictures in requests: uploaded, checked, and kept in the store until the request ends.
-
-A body is JSON, in which pictures are texts, or a form (RFC 7578), in which they are files. The
-number of requests with pictures is limited before their bodies are read.
-"""
+"""Pictures of requests: checked, and kept in the store until the request ends."""
 
 from __future__ import annotations
 
@@ -14,20 +10,16 @@ from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from aiohttp import BodyPartReader, web
-from aiohttp.http import HttpProcessingError
-
 from clowder_aimage.api.picture import picture_source
+from clowder_aimage.api.picture.picture_body import PictureBody
 from clowder_aimage.api.picture.picture_source import (
     CONTROL,
     IMAGE,
     IMAGES,
-    KEYS,
     MASK,
-    NAMES,
     Given,
 )
-from clowder_aimage.api.request_body import read_object, wrong
+from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.content import Lease
 from clowder_aimage.dialect import AImage
@@ -40,23 +32,15 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.http.api_error import ApiError, api_error, registry_error
-from clowder_aimage.http.body_stream import check_coding, check_type, too_large
-from clowder_aimage.http.route import ADMIN, BODY
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import ADMIN
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.model.pipeline import ALPHA, MAX_REFERENCES
 from clowder_aimage.oci import Descriptor, Digest
-from clowder_aimage.pictures.input_file import MAX_BYTES, InputFile
+from clowder_aimage.pictures.input_file import InputFile
 from clowder_aimage.pictures.picture_role import assign_role
 
-MAX_BODY = 96 << 20  # bytes of a request with its pictures
-TIMEOUT = 120.0  # seconds for a body with pictures to arrive
-SHORT_TIMEOUT = 30.0  # seconds for a body without
-_MAX_PARTS = 100  # of a form
 _AT_ONCE = 2  # pictures that are decoded, and bodies that are parsed
-# What aiohttp raises for a form
-_MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, RuntimeWarning)
-_FORM = "multipart/form-data"
-_PIECE = 1 << 16
 
 _log = logging.getLogger("aimage.worker")
 _T = TypeVar("_T")
@@ -96,13 +80,13 @@ class PictureUploads:
         self._endings: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
-    async def open(self, request: web.Request) -> AsyncIterator[PictureUpload]:
+    async def open(self, request: Request) -> AsyncIterator[PictureUpload]:
         """Yield the body of a request; its pictures are in the store until the context ends."""
-        upload = PictureUpload(self, request, self.service.store.lease())
+        upload = PictureUpload(self, PictureBody(request, self), self.service.store.lease())
         try:
             yield upload
         finally:
-            if upload.is_counted:  # also if the client has disconnected, which cancels this
+            if upload.body.is_counted:  # also if the client has disconnected, which cancels this
                 ending = asyncio.create_task(self._close(upload))
                 self._endings.add(ending)
                 ending.add_done_callback(self._endings.discard)
@@ -156,107 +140,14 @@ class PictureUploads:
 class PictureUpload:
     """The body of a request, and its pictures in the store.
 
-    ``is_form``: values are texts. ``work`` uses the lease, and goes on if the request is cancelled.
+    ``work`` uses the lease, and goes on if the request is cancelled.
     """
 
     uploads: PictureUploads
-    request: web.Request
+    body: PictureBody
     lease: Lease
     kept: list[Descriptor] = field(default_factory=list)
     work: list[asyncio.Task[Any]] = field(default_factory=list)
-    is_counted: bool = False
-    is_form: bool = False
-    _size: int = 0
-
-    def _enter(self) -> None:
-        if not self.is_counted:
-            self.uploads.enter()
-            self.is_counted = True
-
-    async def fields(self, *, may_be_form: bool = False) -> dict[str, Any]:
-        """Return the fields of the body: JSON, or a form if it may be one.
-
-        Raises:
-            ApiError: 400, 408, 413 or 415.
-            BusyError: Too many requests with pictures are being served.
-        """
-        check_coding(self.request)
-        if (self.request.content_length or 0) > MAX_BODY:
-            raise too_large()
-        self.is_form = may_be_form and self.request.content_type == _FORM
-        try:
-            if self.is_form:
-                self._enter()
-                async with asyncio.timeout(TIMEOUT):
-                    return await self._form()
-            return await self._object(*([_FORM] if may_be_form else []))
-        except TimeoutError:
-            raise ApiError(408, "timed out reading the request body", code="timeout") from None
-
-    async def _object(self, *other_types: str) -> dict[str, Any]:
-        if self.request.body_exists and self.request.content_length != 0:
-            check_type(self.request, *other_types)
-        if (self.request.content_length or 0) > BODY:
-            self._enter()
-        pieces = list[bytes]()
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(TIMEOUT if self.is_counted else SHORT_TIMEOUT) as limit:
-            async for piece in self.request.content.iter_any():
-                self._take(len(piece))
-                pieces.append(piece)
-                if self._size > BODY and not self.is_counted:
-                    self._enter()
-                    limit.reschedule(loop.time() + TIMEOUT)
-        if self._size <= BODY:
-            return read_object(b"".join(pieces))
-        async with self.uploads.busy:
-            return await run_io(_large_object, pieces)
-
-    def _take(self, count: int) -> None:
-        self._size += count
-        if self._size > MAX_BODY:
-            raise too_large()
-
-    async def _form(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        try:
-            reader = await self.request.multipart()
-            for _ in range(_MAX_PARTS):
-                part = await reader.next()
-                if part is None:
-                    return found
-                if not isinstance(part, BodyPartReader) or not part.name:
-                    raise ValueError
-                name = part.name.removesuffix("[]")
-                value = await self._value(part, name)
-                if name in NAMES:
-                    found.setdefault(name, []).append(value)
-                elif found.setdefault(name, value) is not value:
-                    raise wrong(name[:60], "is given twice")
-        except _MALFORMED:
-            pass
-        message = f"the form is malformed, or has more than {_MAX_PARTS} parts"
-        raise ApiError(400, message, code="invalid_body")
-
-    async def _value(self, part: BodyPartReader, name: str) -> str | bytes:
-        kind = part.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        is_file = name in NAMES and part.filename is not None
-        if is_file:
-            picture_source.check_type(name, kind)
-        pieces, size = list[bytes](), 0
-        while piece := await part.read_chunk(_PIECE):
-            self._take(len(piece))
-            size += len(piece)
-            if size > (MAX_BYTES if name in NAMES else BODY):
-                raise ApiError(413, f"{name[:60]} is too large", code="too_large", param=name[:60])
-            pieces.append(bytes(piece))
-        data = b"".join(pieces)
-        if is_file and part.filename and not data:  # browsers send no name if none is chosen
-            raise wrong(name, "is an empty file", "invalid_image")
-        try:
-            return data if is_file else data.decode()
-        except UnicodeDecodeError:
-            raise wrong(name[:60], "is not text in UTF-8") from None
 
     async def keep(
         self, given: Given, painted: str = "auto", model: AImage | None = None
@@ -278,7 +169,7 @@ class PictureUpload:
             _check_role(model, given)
         if MASK in given and not given.keys() & {IMAGE, IMAGES}:
             raise wrong(MASK, "requires an image")
-        self._enter()
+        self.body.enter()
         images = await self._keep_all(given, IMAGES if IMAGES in given else IMAGE)
         control = next(iter(await self._keep_all(given, CONTROL)), None)
         if not images or MASK not in given:
@@ -320,7 +211,7 @@ class PictureUpload:
             return text.decode(name)
         kind = picture_source.declared_type(text)
         picture_source.check_type(name, kind)
-        may_pull = self.request.get("scope") == ADMIN
+        may_pull = self.body.request.get("scope") == ADMIN
         data = self.uploads.service.inputs(may_pull=may_pull).read(text, name)
         picture_source.check_content(name, kind, data)
         return data
@@ -350,15 +241,6 @@ def _check_role(model: AImage, given: Given) -> None:
     except UsageError as error:
         word, _, message = error.message.partition(" ")
         raise wrong(MASK if word == MASK else name, message, "unsupported_value") from None
-
-
-def _large_object(pieces: list[bytes]) -> dict[str, Any]:
-    """Return the JSON object of a body, whose pieces are removed. Raises ApiError."""
-    raw = b"".join(pieces)
-    pieces.clear()
-    if not any(key in raw for key in KEYS):  # only pictures may be as large
-        raise too_large()
-    return read_object(raw, MAX_BODY)
 
 
 def _refusal(error: AImageError, name: str) -> AImageError:

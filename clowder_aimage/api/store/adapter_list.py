@@ -22,7 +22,8 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.model_fetch import read_model
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
-from clowder_aimage.http.route import INFER, Route
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import INFER, Route, SharedRoute
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_manifest
 from clowder_aimage.model.pipeline import LoraUse
@@ -40,11 +41,11 @@ def routes(service: Service) -> list[Route]:
     """Return the route of the list."""
     catalog = AdapterCatalog(service)
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def answer(request: Request) -> web.StreamResponse:
         data = await run_io(catalog.all, request.query.get("model") or None)
         return web.json_response({"object": "list", "data": data})
 
-    return [Route("GET", "/v1/adapters", answer, INFER)]
+    return [SharedRoute("GET", "/v1/adapters", answer, INFER)]
 
 
 @dataclass(frozen=True, slots=True)

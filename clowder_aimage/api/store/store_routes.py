@@ -19,7 +19,8 @@ from clowder_aimage.engine import machine
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError, registry_error
-from clowder_aimage.http.route import ADMIN, INFER, Route
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import ADMIN, INFER, Route, SharedRoute
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.metadata import weight_type
 from clowder_aimage.layout.stored_aimage import interpret, read_manifest
@@ -43,8 +44,8 @@ def routes(service: Service) -> list[Route]:
     """Return the routes that describe the store."""
     report = StoreReport(service)
     return [
-        Route("GET", "/v1/store", report.answer, INFER),
-        Route("GET", "/v1/referrers", partial(_referrers, service), INFER),
+        SharedRoute("GET", "/v1/store", report.answer, INFER),
+        SharedRoute("GET", "/v1/referrers", partial(_referrers, service), INFER),
     ]
 
 
@@ -56,7 +57,7 @@ class StoreReport:
         self._known: tuple[Hashable, float, dict[str, Any]] = (None, 0.0, {})
         self._facts: dict[Digest, dict[str, Any]] = {}
 
-    async def answer(self, _: web.Request) -> web.StreamResponse:
+    async def answer(self, _: Request) -> web.StreamResponse:
         """Respond with all manifests that have a name, the disk and the memory."""
         content = await run_io(self._content)
         return web.json_response({"object": "store", **content, "memory": self._memory()})
@@ -128,7 +129,7 @@ def _facts(store: ImageLayout, descriptor: Descriptor) -> dict[str, Any]:
     }
 
 
-async def _referrers(service: Service, request: web.Request) -> web.StreamResponse:
+async def _referrers(service: Service, request: Request) -> web.StreamResponse:
     """Respond with the artifacts whose subject is a model: in the store, and in its registry."""
     name, where = request.query.get("model", ""), request.query.get("registry", "")
     if where not in ("", "true", "false"):
@@ -159,7 +160,7 @@ def _in_store(store: ImageLayout, subject: Digest) -> Iterator[dict[str, Any]]:
 
 async def _in_registry(
     service: Service,
-    request: web.Request,
+    request: Request,
     reference: Reference,
     subject: Digest,
     known: list[dict[str, Any]],

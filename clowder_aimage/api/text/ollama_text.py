@@ -11,7 +11,7 @@ from aiohttp import web
 
 from clowder_aimage.api.model_kind import EMBEDDER, TEXT, check_kind
 from clowder_aimage.api.ollama_request import OllamaRequest
-from clowder_aimage.api.request_body import check_fields, read_object
+from clowder_aimage.api.request_body import check_fields, read_body
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.ollama_body import (
     OllamaChatBody,
@@ -23,10 +23,10 @@ from clowder_aimage.api.text.openai_chunk import token_facts
 from clowder_aimage.api.text.openai_text import MAX_BODY, explained
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, LoadingEvent, StartedEvent
-from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import AImageError, FormatError, ModelError, UsageError
 from clowder_aimage.http.api_error import OLLAMA
-from clowder_aimage.http.route import INFER, Route
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import INFER, Route, SharedRoute
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.text.language_model import (
     LENGTH,
@@ -50,7 +50,7 @@ class OllamaText(OllamaRequest):
     def __init__(
         self,
         service: Service,
-        request: web.Request,
+        request: Request,
         body: OllamaTextBody,
         stored: StoredAImage | None = None,
     ) -> None:
@@ -152,7 +152,7 @@ class OllamaEmbedding(OllamaRequest):
     """A request for embeddings; ``is_old`` for that of one text, ``/api/embeddings``."""
 
     def __init__(
-        self, service: Service, request: web.Request, body: OllamaEmbedBody, *, is_old: bool
+        self, service: Service, request: Request, body: OllamaEmbedBody, *, is_old: bool
     ) -> None:
         super().__init__(service, request, body.model_copy(update={"stream": False}))
         self._texts, self._is_old = body.texts, is_old
@@ -217,25 +217,21 @@ async def read_named(service: Service, fields: Mapping[str, Any]) -> StoredAImag
 
 
 async def answer_prompt(
-    service: Service, request: web.Request, fields: Mapping[str, Any], stored: StoredAImage
+    service: Service, request: Request, fields: Mapping[str, Any], stored: StoredAImage
 ) -> web.StreamResponse:
     """Respond to ``POST /api/generate`` of a language model."""
     body = check_fields(fields, OllamaPromptBody)
     return await OllamaText(service, request, body, stored).answer()
 
 
-async def _chat(service: Service, request: web.Request) -> web.StreamResponse:
-    body = check_fields(await _fields(request), OllamaChatBody)
+async def _chat(service: Service, request: Request) -> web.StreamResponse:
+    body = await read_body(request, OllamaChatBody)
     return await OllamaChat(service, request, body).answer()
 
 
-async def _embed(service: Service, request: web.Request, *, is_old: bool) -> web.StreamResponse:
-    body = check_fields(await _fields(request), OllamaEmbedBody)
+async def _embed(service: Service, request: Request, *, is_old: bool) -> web.StreamResponse:
+    body = await read_body(request, OllamaEmbedBody)
     return await OllamaEmbedding(service, request, body, is_old=is_old).answer()
-
-
-async def _fields(request: web.Request) -> dict[str, Any]:
-    return await run_generation(read_object, await request.read())
 
 
 def routes(service: Service) -> list[Route]:
@@ -246,5 +242,6 @@ def routes(service: Service) -> list[Route]:
         "/api/embeddings": partial(_embed, service, is_old=True),
     }
     return [
-        Route("POST", path, handler, INFER, body=MAX_BODY) for path, handler in handlers.items()
+        SharedRoute("POST", path, handler, INFER, body=MAX_BODY)
+        for path, handler in handlers.items()
     ]

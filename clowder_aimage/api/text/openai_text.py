@@ -16,7 +16,7 @@ from clowder_aimage.api.request_body import (
     check_fields,
     check_ignored,
     is_strict,
-    read_object,
+    read_checked,
 )
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.openai_chunk import (
@@ -36,7 +36,8 @@ from clowder_aimage.engine.event import Event
 from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.route import ADMIN, INFER, Route
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import ADMIN, INFER, Route, SharedRoute
 from clowder_aimage.model.text.language_model import (
     ContextError,
     EmbeddingRequest,
@@ -45,7 +46,6 @@ from clowder_aimage.model.text.language_model import (
 )
 
 MAX_BODY = 4 << 20  # bytes: ample for the context of a model
-_SHORT = 1 << 16  # bytes that are parsed at once, in the event loop
 # Fields of a model's request and their names in those of OpenAI's API
 _PARAMS = {
     "schema": "response_format",
@@ -70,22 +70,23 @@ class TextRoutes:
             "/v1/embeddings": self.embed,
         }
         return [
-            Route("POST", path, handler, INFER, body=MAX_BODY) for path, handler in handlers.items()
+            SharedRoute("POST", path, handler, INFER, body=MAX_BODY)
+            for path, handler in handlers.items()
         ]
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
+    async def chat(self, request: Request) -> web.StreamResponse:
         """Respond with the next message of a chat."""
         body = await self._read(request, ChatRequest)
         selected = await self._choose(request, body, TEXT)
         return await self._answer(request, body, selected, ChatAnswer(body))
 
-    async def complete(self, request: web.Request) -> web.StreamResponse:
+    async def complete(self, request: Request) -> web.StreamResponse:
         """Respond with continuations of texts."""
         body = await self._read(request, CompletionRequest)
         selected = await self._choose(request, body, TEXT)
         return await self._answer(request, body, selected, CompletionAnswer(body))
 
-    async def embed(self, request: web.Request) -> web.StreamResponse:
+    async def embed(self, request: Request) -> web.StreamResponse:
         """Respond with embeddings of texts."""
         body = await self._read(request, EmbeddingsBody)
         selected = await self._choose(request, body, EMBEDDER, TEXT)
@@ -104,19 +105,15 @@ class TextRoutes:
         text = await run_generation(embeddings, found, body, str(selected.reference))
         return web.json_response(text=text, headers=headers)
 
-    async def _read(self, request: web.Request, kind: type[_BodyT]) -> _BodyT:
-        raw, strict = await request.read(), is_strict(request)
+    async def _read(self, request: Request, kind: type[_BodyT]) -> _BodyT:
+        strict, defaults = is_strict(request), {"pull": self._service.settings.pull}
 
-        def parse() -> _BodyT:
-            defaults = {"pull": self._service.settings.pull}
-            found = check_fields(read_object(raw), kind, defaults)
-            return check_ignored(found, strict=strict)
+        def check(fields: dict[str, Any]) -> _BodyT:
+            return check_ignored(check_fields(fields, kind, defaults), strict=strict)
 
-        return parse() if len(raw) <= _SHORT else await run_generation(parse)
+        return await read_checked(request, check)
 
-    async def _choose(
-        self, request: web.Request, body: GenerationBody, *wanted: str
-    ) -> SelectedModel:
+    async def _choose(self, request: Request, body: GenerationBody, *wanted: str) -> SelectedModel:
         may_pull = request.get("scope") == ADMIN
         selected = await choose_model(self._service, body, wanted, may_pull=may_pull)
         request["model"] = selected.reference
@@ -158,7 +155,7 @@ class TextRoutes:
         return await run_io(resolve)
 
     async def _answer(
-        self, request: web.Request, body: TextBody, selected: SelectedModel, answer: TextAnswer
+        self, request: Request, body: TextBody, selected: SelectedModel, answer: TextAnswer
     ) -> web.StreamResponse:
         """Respond with the texts, in one piece or as a stream."""
         answer.model = str(selected.reference)

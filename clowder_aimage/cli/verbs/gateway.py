@@ -90,7 +90,12 @@ def gateway(**options: Any) -> None:
             apart = other, MetricsRole(metrics.text)
         link = FleetLink(access, GATEWAY, f"{os.getpid()}-{secrets.token_hex(2)}")
         role = GatewayRole(
-            link, metrics, resolve=resolve, deadline=config.deadline, most=config.queue
+            link,
+            metrics,
+            resolve=resolve,
+            advice=advice,
+            deadline=config.deadline,
+            most=config.queue,
         )
         server.serve(
             listeners,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from clowder_aimage.api.service import Service
     from clowder_aimage.engine.settings import ServerSettings
     from clowder_aimage.fleet.fleet_link import FleetAccess
+    from clowder_aimage.http.local_call import LocalCalls
     from clowder_aimage.http.route import Role
     from clowder_aimage.node.node_settings import NodeSettings
 
@@ -408,9 +409,11 @@ def run_server(
     with contextlib.ExitStack() as stack:
         listeners = stack.enter_context(contextlib.closing(opened))
         service = make_service(config, chosen.layout, connection)
-        roles: list[Role] = [WorkerRole(service, makes_pictures=isinstance(config, WorkerSettings))]
+        is_worker = isinstance(config, WorkerSettings)
+        own = WorkerRole(service, makes_pictures=is_worker, advice=advice)
+        roles: list[Role] = [own]
         if fleet is not None:
-            roles.insert(0, _joined(service, roles[0], fleet, listeners.urls))
+            roles.insert(0, _joined(service, own.calls, fleet, listeners.urls))
         if node is not None:
             roles.insert(0, Daemon(service, node, tokens, ca_file=connection.ca_file))
         apart = None
@@ -429,7 +432,7 @@ def run_server(
         )
 
 
-def _joined(service: Service, own: Role, fleet: FleetAccess, urls: Sequence[str]) -> Role:
+def _joined(service: Service, calls: LocalCalls, fleet: FleetAccess, urls: Sequence[str]) -> Role:
     """Return the role of a worker that takes the jobs of a fleet."""
     from clowder_aimage.fleet.fleet_link import WORKER, FleetLink
     from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
@@ -438,4 +441,4 @@ def _joined(service: Service, own: Role, fleet: FleetAccess, urls: Sequence[str]
     machine = re.sub(r"[^A-Za-z0-9_-]", "-", platform.node().partition(".")[0])[:48] or "worker"
     name = service.settings.worker_name or f"{machine}-{port}"
     link = FleetLink(fleet, WORKER, name)
-    return JoinedWorker(link, service, own, WorkerPlace(name, urls[0] if urls else ""))
+    return JoinedWorker(link, service, calls, WorkerPlace(name, urls[0] if urls else ""))

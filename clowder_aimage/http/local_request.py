@@ -1,0 +1,91 @@
+"""Requests of this process to its own routes: values, without HTTP.
+
+A handler of a ``SharedRoute`` takes both kinds of requests. It returns a response that is complete,
+or writes a stream with ``ResponseWriter``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+
+class Sink(Protocol):
+    """The receiver of a streamed response."""
+
+    async def begin(self, response: web.StreamResponse) -> None:
+        """Take the status and the headers."""
+
+    async def write(self, data: bytes) -> None:
+        """Take bytes of the body."""
+
+
+class LocalRequest(dict[str, Any]):
+    """A request of this process. Its entries are those of a ``web.Request``.
+
+    Args:
+        method: The method of the route.
+        target: The path with the query, encoded.
+        scope: The scope of the client for whom it is sent.
+        caller: An opaque name of that client.
+        headers: Those of that client, which may determine the response.
+        fields: The fields of the body, unless there is none.
+        is_form: The fields are those of a form: texts, files as bytes, and lists of them.
+        size: The bytes of the body as JSON, at most.
+        sink: The receiver of a stream; None refuses streams.
+    """
+
+    def __init__(
+        self,
+        method: str,
+        target: str,
+        *,
+        scope: str,
+        caller: str = "",
+        headers: Mapping[str, str] | Iterable[tuple[str, str]] = (),
+        fields: Mapping[str, Any] | None = None,
+        is_form: bool = False,
+        size: int = 0,
+        sink: Sink | None = None,
+    ) -> None:
+        super().__init__(scope=scope, caller=caller)
+        self.method = method
+        self.rel_url = URL(target, encoded=True)
+        self.headers = CIMultiDict(headers)
+        self.fields, self.is_form, self.size = fields, is_form, size
+        self.sink = sink
+        self.match_info: Mapping[str, str] = {}
+        self.app: Mapping[Any, Any] = {}  # the settings of the server
+        self.failure: Exception | None = None  # of the sink
+
+    scheme = "http"
+
+    @property
+    def path(self) -> str:
+        """The path, decoded."""
+        return self.rel_url.path
+
+    @property
+    def query(self) -> Mapping[str, str]:
+        """The fields of the query."""
+        return self.rel_url.query
+
+    @property
+    def host(self) -> str:
+        """The name under which the client knows this server."""
+        return self.headers.get("Host", "localhost")
+
+    def exceeds(self, limit: int) -> bool:
+        """Return whether the body is larger than ``limit`` bytes as JSON."""
+        if self.size <= limit:
+            return False
+        text = json.dumps(self.fields, ensure_ascii=False, separators=(",", ":"), default=len)
+        return len(text.encode("utf-8", "replace")) > limit
+
+
+Request = web.Request | LocalRequest
