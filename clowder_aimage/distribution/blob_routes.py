@@ -9,12 +9,12 @@ from typing import BinaryIO
 from aiohttp import web
 
 from clowder_aimage.distribution.blob_fetch import CachedFetch
+from clowder_aimage.distribution.blob_response import begin_response, content_headers, send_body
 from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.distribution_error import DistributionError
 from clowder_aimage.distribution.repository_name import digest_of, is_of_peer, repository_of
-from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
+from clowder_aimage.distribution.served_blobs import ServedBlobs
 from clowder_aimage.engine.executor import run_io, run_locking
-from clowder_aimage.http.body_stream import send_file, send_growing_file
 from clowder_aimage.oci import Digest
 
 _RANGE = re.compile(r"bytes=([0-9]{0,19})-([0-9]{0,19})")
@@ -51,11 +51,6 @@ class BlobRoutes:
         return web.Response(status=202)
 
 
-def content_headers(digest: Digest) -> dict[str, str]:
-    """Return the headers that identify the content of a response."""
-    return {"Docker-Content-Digest": str(digest), "ETag": f'"{digest}"'}
-
-
 def is_current(request: web.Request, digest: Digest) -> bool:
     """Return True if the client has the content: a digest is a strong ETag (RFC 9110, 13.1.2)."""
     known = request.headers.get("If-None-Match", "")
@@ -67,23 +62,8 @@ async def _head(request: web.Request, digest: Digest, size: int) -> web.StreamRe
     if is_current(request, digest):
         headers = content_headers(digest) | {"Accept-Ranges": "bytes"}
         return web.Response(status=304, headers=headers)
-    response = await _begin(request, digest, size, None)
+    response = await begin_response(request, digest, size, None)
     await response.write_eof()
-    return response
-
-
-async def _begin(
-    request: web.Request, digest: Digest, size: int, span: tuple[int, int] | None
-) -> web.StreamResponse:
-    """Send the head of a response with the bytes of ``span``, or all of them."""
-    headers = content_headers(digest) | {"Accept-Ranges": "bytes"}
-    start, end = span or (0, size)
-    if span is not None:
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
-    response = web.StreamResponse(status=200 if span is None else 206, headers=headers)
-    response.content_type = MEDIA_TYPE
-    response.content_length = end - start
-    await response.prepare(request)
     return response
 
 
@@ -104,12 +84,9 @@ async def _send(
     span = _wanted_range(request, size, f'"{digest}"')
     if fetch is not None and span is not None and span[1] > fetch.front:
         span = None
-    response = await _begin(request, digest, size, span)
+    response = await begin_response(request, digest, size, span)
     start, end = span or (0, size)
-    if fetch is None:
-        await send_file(request, file, start, end - start)
-    else:
-        await send_growing_file(request, file, start, end, fetch.wait)
+    await send_body(request, file, start, end, fetch)
     await response.write_eof()
     return response
 

@@ -138,7 +138,7 @@ class PullThroughCache:
                 size = await self._size_there(repository, digest)
             fetch = self._fetches.get(digest) or self._start(repository, digest, size)
         try:
-            await fetch.begun()
+            await fetch.wait(0)
         except AImageError as error:
             raise self._blob_error(error, digest) from error
         return fetch
@@ -169,7 +169,7 @@ class PullThroughCache:
                 with self._upstream.source(repository) as source:
                     fetch.run(source, self._waiting.arrived)
             except AImageError as error:  # no connection to the upstream
-                fetch.fail(error)
+                fetch.end(error)
 
         try:
             async with self._places:

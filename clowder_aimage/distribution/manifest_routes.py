@@ -8,7 +8,8 @@ import threading
 from aiohttp import web
 
 from clowder_aimage.content.store import bytes_body
-from clowder_aimage.distribution.blob_routes import content_headers, is_current
+from clowder_aimage.distribution.blob_response import content_headers
+from clowder_aimage.distribution.blob_routes import is_current
 from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.catalog import Catalog, CatalogEntry
 from clowder_aimage.distribution.distribution_error import DistributionError, manifest_unknown

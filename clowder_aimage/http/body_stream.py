@@ -108,8 +108,11 @@ async def send_growing_file(
     start: int,
     end: int,
     wait: Callable[[int], Awaitable[int]],
+    *,
+    piece: int = PIECE,
+    timeout: float = SEND_TIMEOUT,
 ) -> None:
-    """Send the bytes [start, end) of a file that is still growing.
+    """Send the bytes [start, end) of a file that is still growing, as ``send_file`` does.
 
     ``wait(offset)`` returns the available end of the file once it exceeds ``offset``. Raises
     ConnectionError, also if the file stops growing.
@@ -121,5 +124,5 @@ async def send_growing_file(
             if request.transport is not None:
                 request.transport.abort()  # the response must not appear complete
             raise
-        await send_file(request, file, start, front - start)
+        await send_file(request, file, start, front - start, piece=piece, timeout=timeout)
         start = front

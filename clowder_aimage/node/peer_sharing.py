@@ -8,22 +8,20 @@ a mismatch it is read from the registry alone. Manifests and tags always come fr
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from clowder_aimage.content.store import Reader, Source, WrappedSource
-from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.peers import Peers, SharingLimits, parse_peer
-from clowder_aimage.node.range_cache import RangeCache, RangeFlight
+from clowder_aimage.node.range_cache import RangeCache
+from clowder_aimage.node.range_reader import RangeExchange, RangeReader
 from clowder_aimage.node.range_routes import RangeRoutes, ReadOnlyRegistry
-from clowder_aimage.node.range_source import RANGE, BlobRange, OnBytes, RangeOwners, RangeUpstream
+from clowder_aimage.node.range_source import RANGE, OnBytes, RangeOwners, RangeUpstream
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.registry import ClientOptions
-from clowder_aimage.registry.peer import BlobSpan, PeerClient, PeerError, PeerTimeouts
-
-_MAX_FAILURES = 3  # failed peers for a range before the registry is used
+from clowder_aimage.registry.peer import PeerClient, PeerTimeouts
 
 
 class PeerSharing:
@@ -65,8 +63,9 @@ class PeerSharing:
             addresses, self._client, node, on_state, limits=limits or SharingLimits()
         )
         owners = RangeOwners(node, self.peers, self._client, self._closed)
-        self.cache = RangeCache(layout, self._upstream, owners, on_traffic)
-        self.ranges = RangeRoutes(self.cache, has_repository)
+        self.cache = RangeCache(layout, self.peers.limits)
+        self._exchange = RangeExchange(self.cache, self._upstream, owners, on_traffic)
+        self.ranges = RangeRoutes(self._exchange, has_repository)
         self.registry = ReadOnlyRegistry(layout, node, self.ranges)
 
     def close(self) -> None:
@@ -82,7 +81,7 @@ class PeerSharing:
         self, reference: Reference, on_bytes: OnBytes = lambda *_: None
     ) -> Callable[[Source], Source]:
         """Return a function that wraps the source of a pull in a ``PeerSource``."""
-        return lambda source: PeerSource(self.cache, source, reference, on_bytes)
+        return lambda source: PeerSource(self._exchange, source, reference, on_bytes)
 
 
 class PeerSource(WrappedSource):
@@ -93,11 +92,10 @@ class PeerSource(WrappedSource):
     """
 
     def __init__(
-        self, cache: RangeCache, source: Source, reference: Reference, on_bytes: OnBytes
+        self, exchange: RangeExchange, source: Source, reference: Reference, on_bytes: OnBytes
     ) -> None:
         super().__init__(source)
-        self.cache, self.owners, self.upstream = cache, cache.owners, cache.upstream
-        self.source, self.reference, self._on_bytes = source, reference, on_bytes
+        self._exchange, self._reference, self._on_bytes = exchange, reference, on_bytes
         self._lock = threading.Lock()
         self._of_peers: set[Digest] = set()  # blobs partly read from a peer
         self._wrong: set[Digest] = set()  # those of them that failed verification
@@ -108,25 +106,26 @@ class PeerSource(WrappedSource):
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         if not self._is_shared(content):
-            return self.source.open(content, offset, length)
-        self.owners.peers.wait()
-        self.upstream.note_size(content)
+            return self._source.open(content, offset, length)
+        self._exchange.owners.peers.wait()
         end = content.size if length is None else min(content.size, offset + length)
-        return _RangeReader(self, content, offset, end)
+        count = partial(self._count, content.digest)
+        reference = self._reference
+        return RangeReader(self._exchange, self._source, reference, content, offset, end, count)
 
     def _is_shared(self, content: Descriptor) -> bool:
         return (
             content.media_type not in mediatype.DOCUMENTS
             and content.size > 0
             and content.digest not in self._wrong
-            and self.owners.peers.is_configured
-            and self.upstream.has_ranges(self.reference.registry or "")
+            and self._exchange.owners.peers.is_configured
+            and self._exchange.upstream.has_ranges(self._reference.registry or "")
         )
 
     def invalidate(self, content: Descriptor, /) -> bool:
         """Restrict a blob that failed verification to the registry; return whether to retry."""
-        self.cache.forget(content.digest)
-        self.upstream.invalidate(self.reference, content)
+        self._exchange.cache.forget(content.digest)
+        self._exchange.upstream.invalidate(self._reference, content)
         with self._lock:
             was_shared = content.digest in self._of_peers
             self._of_peers.discard(content.digest)
@@ -134,96 +133,11 @@ class PeerSource(WrappedSource):
         own = super().invalidate(content)
         return was_shared or own
 
-    def count(self, content: Descriptor, source: str, count: int) -> None:
-        """Count bytes from a "neighbour", or from the "cache" of ranges kept for them."""
+    def _count(self, digest: Digest, name: str, count: int) -> None:
+        if name == "registry":
+            return
         with self._lock:
-            self._of_peers.add(content.digest)
-        self._on_bytes(source, count)
-        if source == "neighbour":
-            self.cache.on_traffic("received", count)
-
-
-class _RangeReader(RawReader):
-    """Read the bytes [at, end) of a blob, one range after another."""
-
-    def __init__(self, source: PeerSource, content: Descriptor, at: int, end: int) -> None:
-        self._source, self._content = source, content
-        self._at, self._end = at, end
-        self._part: BlobRange | None = None
-        self._began = self._failures = 0
-        self._stream: Reader | None = None
-        self._name = ""
-        self._came = 0
-        self._flight: RangeFlight | None = None
-
-    def _fill(self, view: memoryview) -> int:
-        if self._part is not None and self._at >= min(self._part.end, self._end):
-            self._finish()
-        view = view[: self._end - self._at]
-        if not view:
-            return 0
-        if self._part is None:
-            self._part, self._began = BlobRange.at(self._content, self._at), self._at
-            self._failures = 0
-        while True:
-            try:
-                if self._stream is None:
-                    self._stream, self._name = self._opened(self._part)
-                count = self._stream.readinto(view[: self._part.end - self._at])
-                if count or self._name == "registry":
-                    break
-            except PeerError:
-                self._failures += 1
-            self._close_stream()
-        self._at, self._came = self._at + count, self._came + count
-        if self._flight is not None:
-            self._flight.moved = time.monotonic()
-        return count
-
-    def _opened(self, part: BlobRange) -> tuple[Reader, str]:
-        """Open the rest of a range at the first source that has it; return its name too."""
-        source, cache = self._source, self._source.cache
-        span = BlobSpan(source.reference, part.digest, self._at, min(part.end, self._end))
-        while True:
-            if (kept := cache.kept_file(part)) is not None:
-                kept.offset += self._at - part.start
-                return kept, "cache"
-            may_ask = self._failures < _MAX_FAILURES and self._flight is None
-            may_ask = may_ask and not cache.is_coming(part)
-            if may_ask and (stream := source.owners.open(span)) is not None:
-                return stream, "neighbour"
-            if self._flight is None:
-                flight, is_new = cache.board(part)
-                if not is_new:
-                    cache.join(flight)
-                    continue
-                self._flight = flight
-                if (stream := source.owners.open_stored(span)) is not None:
-                    return stream, "neighbour"
-            self._flight.is_of_registry = True
-            reader = source.source.open(self._content, self._at, span.end - self._at)
-            if not source.source.supports_ranges(self._content) and not part.is_whole:
-                source.upstream.ignores_ranges(source.reference.registry or "")
-            return reader, "registry"
-
-    def _finish(self) -> None:
-        """Finish a range whose bytes have all been written."""
-        part, flight = self._part, self._flight
-        self._close_stream()
-        if part is not None and self._began == part.start and self._at >= part.end:
-            self._source.cache.wrote(part)
-        if flight is not None:
-            self._source.cache.land(flight)
-        self._part = self._flight = None
-
-    def _close_stream(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-        if self._came and self._name != "registry":
-            self._source.count(self._content, self._name, self._came)
-        self._stream, self._came = None, 0
-
-    def close(self) -> None:
-        if not self.closed:
-            self._finish()
-        super().close()
+            self._of_peers.add(digest)
+        self._on_bytes(name, count)
+        if name == "neighbour":
+            self._exchange.on_traffic("received", count)

@@ -14,42 +14,40 @@ import contextlib
 import functools
 import random
 import re
-import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from aiohttp import web
 
-from clowder_aimage.distribution.blob_routes import content_headers
+from clowder_aimage.distribution.blob_response import begin_response, send_body
 from clowder_aimage.distribution.distribution_error import DistributionError
 from clowder_aimage.distribution.registry_role import reading_routes
 from clowder_aimage.distribution.repository_name import digest_of, repository_of
-from clowder_aimage.distribution.served_blobs import ServedLeases
+from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedLeases
 from clowder_aimage.engine.executor import run_io
-from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
-from clowder_aimage.http.background import aside
-from clowder_aimage.http.body_stream import send_file
+from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, UsageError
 from clowder_aimage.http.route import NODE, Handler, Route
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.node.range_cache import RangeCache, RangeFile
+from clowder_aimage.node.range_cache import RangeArrival, RangeFile
+from clowder_aimage.node.range_reader import RangeExchange
 from clowder_aimage.node.range_source import RANGE, BlobRange
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry.peer import BUSY, NODE_HEADER, NODE_ID, STORED, BlobSpan
 
 MAX_REGISTRIES = 16  # whose routes are cached
 MAX_REQUESTS = 64  # processed concurrently
 TURN_TIMEOUT = 2.0  # seconds that a request waits for an upload slot
 COMING_TIMEOUT = 8.0  # seconds that a request waits for a range in flight
-_SEND_TIMEOUT = 120.0  # seconds for one range
+_SEND_TIMEOUT = 300.0  # seconds for one range
 _STALL_TIMEOUT = 10.0  # seconds for one block: a stalled client occupies an upload slot
 MAX_HOLDERS, MAX_NAMED = 16, 4  # nodes remembered for a range, and listed in one redirect
 _MAX_RANGES = 8192  # ranges whose holders are remembered
 _BLOCK = 1024 * 1024
+_MAX_STALL = 40.0  # seconds without a byte of a range that arrives
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
-_T = TypeVar("_T")
+_SIZE = re.compile(r"[0-9]{1,18}")
 
 
 class ReadOnlyRegistry:
@@ -114,32 +112,42 @@ class RangeRequest:
         """Parse a request; return None unless a node requests bytes of one range."""
         asker = request.headers.get(NODE_HEADER, "")
         found = _RANGE.fullmatch(request.headers.get("Range", ""))
-        if found is None or not NODE_ID.fullmatch(asker):
+        size = _SIZE.fullmatch(request.query.get("size", ""))
+        if found is None or size is None or not NODE_ID.fullmatch(asker):
             return None
         start, end = int(found[1]), int(found[2]) + 1
-        if start >= end or start // RANGE != (end - 1) // RANGE:
+        content = Descriptor(MEDIA_TYPE, digest, int(size[0]))
+        if not start < end <= content.size or start // RANGE != (end - 1) // RANGE:
             return None
         is_stored = STORED in request.headers.get("Cache-Control", "")
-        return cls(BlobSpan(reference, digest, start, end), asker, is_stored)
+        return cls(BlobSpan(reference, content, start, end), asker, is_stored)
 
     @property
-    def key(self) -> tuple[Digest, int]:
-        return self.span.digest, self.span.start // RANGE
+    def part(self) -> BlobRange:
+        return BlobRange.at(self.span.content, self.span.start)
+
+    @property
+    def offset(self) -> int:
+        """The offset of the first byte in its range."""
+        return self.span.start % RANGE
 
 
 class RangeRoutes:
-    """The ranges of ``cache`` for other nodes.
+    """The ranges of ``exchange`` for other nodes.
 
     ``has_repository(reference)`` returns whether this node fetches from a repository with its own
     credentials.
     """
 
-    def __init__(self, cache: RangeCache, has_repository: Callable[[Reference], bool]) -> None:
-        self._cache, self._peers = cache, cache.owners.peers
+    def __init__(
+        self, exchange: RangeExchange, has_repository: Callable[[Reference], bool]
+    ) -> None:
+        self._exchange, self._cache = exchange, exchange.cache
+        self._peers = exchange.owners.peers
         self._has_repository = has_repository
-        self._slots, self._waiting = asyncio.Semaphore(self._peers.limits.uploads), 0
-        self._threads = threading.BoundedSemaphore(MAX_REQUESTS)  # disconnected clients included
-        self._holders: OrderedDict[tuple[Digest, int], deque[str]] = OrderedDict()
+        self._slots = asyncio.Semaphore(self._peers.limits.uploads)
+        self._waiting = self._inside = 0
+        self._holders: OrderedDict[BlobRange, deque[str]] = OrderedDict()
 
     async def answer(
         self, request: web.Request, reference: Reference, digest: Digest
@@ -152,21 +160,31 @@ class RangeRoutes:
         if wanted is None:
             return None
         if request.method == "HEAD":
-            if not await self._aside(lambda: self._has(wanted)):
+            if not await run_io(self._cache.has, wanted.part, wanted.offset):
                 raise _unknown(wanted)
             return web.Response()
         has_others = bool(self._known(wanted)) or self._waiting >= MAX_REQUESTS // 2
-        if self._slots.locked() and has_others:
+        if self._inside >= MAX_REQUESTS or (self._slots.locked() and has_others):
             return self._busy(wanted)
-        found = await self._aside(lambda: self._here(wanted))
+        self._inside += 1
+        try:
+            return await self._answer(request, wanted)
+        finally:
+            self._inside -= 1
+
+    async def _answer(self, request: web.Request, wanted: RangeRequest) -> web.StreamResponse:
+        try:
+            found = await self._available(wanted)
+            if found is None:
+                if wanted.is_stored:
+                    raise _unknown(wanted)
+                if not await run_io(self._has_repository, wanted.span.reference):
+                    return self._left_to_first(wanted)
+                found = await self._fetched(wanted)
+        except TimeoutError:
+            return self._busy(wanted, is_coming=True)
         if found is None:
-            if wanted.is_stored:
-                raise _unknown(wanted)
-            if not await run_io(self._has_repository, reference):
-                return self._left_to_first(wanted)
-            found = await self._aside(lambda: self._fetched(wanted, tuple(self._known(wanted))))
-        if isinstance(found, bool):
-            return self._busy(wanted, is_coming=found)
+            return self._busy(wanted)
         with found:
             self._waiting += 1
             try:
@@ -181,89 +199,77 @@ class RangeRoutes:
             finally:
                 self._slots.release()
 
-    def _part(self, wanted: RangeRequest) -> BlobRange | None:
-        size = self._cache.size(wanted.span.digest)
-        if size is None or wanted.span.end > size:
-            return None
-        return BlobRange(wanted.span.digest, size, wanted.span.start // RANGE)
-
-    def _has(self, wanted: RangeRequest) -> bool:
-        part = self._part(wanted)
-        return part is not None and self._cache.has(part)
-
-    def _here(self, wanted: RangeRequest) -> RangeFile | bool | None:
-        """Return an available range, or True if it is in flight."""
-        part = self._part(wanted)
+    async def _available(self, wanted: RangeRequest) -> RangeFile | None:
+        """Return a range that is here or arrives. Raises TimeoutError if its first byte is late."""
         with contextlib.suppress(AImageError):  # a failed pull does not fail the peer
-            if part is not None:
-                return self._cache.wait(part, COMING_TIMEOUT) or None
+            return await self._arrived(wanted, self._cache.arrival(wanted.part))
         return None
 
-    def _fetched(self, wanted: RangeRequest, holders: tuple[str, ...]) -> RangeFile | bool:
+    async def _arrived(
+        self, wanted: RangeRequest, arrival: RangeArrival | None
+    ) -> RangeFile | None:
+        """Return a range once the first byte wanted is here. Raises TimeoutError, AImageError."""
+        if arrival is not None:
+            try:
+                async with asyncio.timeout(COMING_TIMEOUT):
+                    await arrival.wait(wanted.offset)
+            except TimeoutError:
+                if time.monotonic() - arrival.moved > _MAX_STALL:
+                    raise NetworkError(f"no data received for {wanted.part.digest}") from None
+                raise
+        return await run_io(self._cache.find, wanted.part)
+
+    async def _fetched(self, wanted: RangeRequest) -> RangeFile | None:
+        """Return a range that is fetched for a node. Raises TimeoutError if it is late."""
+        span, holders = wanted.span, tuple(self._known(wanted))
+        arrival = self._exchange.fetch(span.reference, wanted.part, holders)
+        if arrival is None:
+            raise TimeoutError
         try:
-            return self._cache.fetch(wanted.span, COMING_TIMEOUT, holders)
-        except (NotFoundError, FormatError):  # no such blob, or no such range in it
+            return await self._arrived(wanted, arrival)
+        except NotFoundError:
             raise _unknown(wanted) from None
         except AImageError as error:
             message = "cannot fetch the blob from the registry"
             raise DistributionError("UNKNOWN", message=message, status=502) from error
 
-    async def _aside(self, call: Callable[[], _T]) -> _T:
-        """Run ``call()`` in a thread. Raises DistributionError if too many are running."""
-        if not self._threads.acquire(blocking=False):
-            raise DistributionError("TOOMANYREQUESTS", status=BUSY)
-
-        def work() -> _T:
-            try:
-                return call()
-            finally:
-                self._threads.release()
-
-        return await aside(work)
-
     async def _send(
         self, request: web.Request, wanted: RangeRequest, found: RangeFile
     ) -> web.StreamResponse:
-        span, size = wanted.span, self._cache.size(wanted.span.digest)
-        if size is None or span.end > size:
-            raise _unknown(wanted)
-        headers = content_headers(span.digest) | {
-            "Accept-Ranges": "bytes",
-            "Content-Length": str(span.end - span.start),
-            "Content-Range": f"bytes {span.start}-{span.end - 1}/{size}",
-            "Content-Type": "application/octet-stream",
-        }
-        answer = web.StreamResponse(status=206, headers=headers)
-        await answer.prepare(request)
-        start = found.offset + span.start % RANGE
+        span = wanted.span
+        count = span.end - span.start
+        answer = await begin_response(
+            request, span.content.digest, span.content.size, (span.start, span.end)
+        )
+        self._note(wanted)  # it can send what it has received
+        at, origin = found.offset + wanted.offset, found.offset
         try:
             async with asyncio.timeout(_SEND_TIMEOUT):
-                await send_file(
-                    request, found, start, span.end - span.start,
-                    piece=_BLOCK, timeout=_STALL_TIMEOUT,
+                await send_body(
+                    request, found, at, at + count, found.arrival,
+                    origin=origin, piece=_BLOCK, timeout=_STALL_TIMEOUT,
                 )  # fmt: skip
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
             return answer
         except ConnectionError:
-            return answer  # the client has disconnected
-        self._cache.on_traffic("sent", span.end - span.start)
-        self._note(wanted)
+            return answer  # the client has disconnected, or the range has failed
+        self._exchange.on_traffic("sent", count)
         return answer
 
     def _note(self, wanted: RangeRequest) -> None:
         """Record that a node has a range or fetches it."""
-        found = self._holders.setdefault(wanted.key, deque(maxlen=MAX_HOLDERS))
+        found = self._holders.setdefault(wanted.part, deque(maxlen=MAX_HOLDERS))
         if wanted.asker not in found:
             found.append(wanted.asker)
-        self._holders.move_to_end(wanted.key)
+        self._holders.move_to_end(wanted.part)
         while len(self._holders) > _MAX_RANGES:
             self._holders.popitem(last=False)
 
     def _known(self, wanted: RangeRequest) -> list[str]:
         """Return the live nodes that have a range."""
-        found = self._holders.get(wanted.key)
+        found = self._holders.get(wanted.part)
         if not found:
             return []
         usable = self._peers.usable()
@@ -290,4 +296,4 @@ class RangeRoutes:
 
 
 def _unknown(wanted: RangeRequest) -> DistributionError:
-    return DistributionError("BLOB_UNKNOWN", {"digest": str(wanted.span.digest)})
+    return DistributionError("BLOB_UNKNOWN", {"digest": str(wanted.span.content.digest)})

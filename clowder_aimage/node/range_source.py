@@ -12,18 +12,17 @@ import hashlib
 import random
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Event
 
 from clowder_aimage.content.copy_option import Rate
-from clowder_aimage.content.store import Reader
 from clowder_aimage.distribution.upstream import ClientPool
 from clowder_aimage.errors import AImageError, FormatError, NetworkError
 from clowder_aimage.node.peers import LATE, Peer, Peers
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.registry import ClientOptions
+from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.peer import BlobSpan, PeerClient, PeerError, PeerReader, PeerRefusal
 
 RANGE = 16 * 1024 * 1024  # bytes
@@ -32,7 +31,6 @@ OTHERS = 8  # nodes tried for a stored range before the registry
 MAX_HOPS = 12  # redirects followed for a range
 MAX_USES = 4096  # requests on one connection before it is reopened: credentials may have changed
 _MAX_MISSES = 6  # consecutive redirects to nodes without the range
-_MAX_SIZES = 32768  # blobs whose sizes are remembered
 _PAUSE = 600.0  # seconds before a registry that ignored a range is sent range requests again
 
 OnBytes = Callable[[str, int], object]
@@ -102,7 +100,7 @@ class RangeOwners:
         Returns None if this node is the owner or no owner sends it. Raises NetworkError if closed.
         """
         usable = self.peers.usable()
-        order = ranked([*usable, self._node], span.digest, span.start // RANGE)
+        order = ranked([*usable, self._node], span.content.digest, span.start // RANGE)
         for node in order[:OWNERS]:
             if node == self._node:
                 return None
@@ -117,7 +115,7 @@ class RangeOwners:
         Tries ``first``, then the nodes that would own the range if this one did not exist.
         """
         usable = self.peers.usable()
-        order = ranked(usable, span.digest, span.start // RANGE)[:OTHERS]
+        order = ranked(usable, span.content.digest, span.start // RANGE)[:OTHERS]
         for node in dict.fromkeys([*first, *order]):
             if node in usable and self._has(usable[node], span):
                 found = self._of_owner(usable[node], span, is_stored=True)
@@ -214,7 +212,6 @@ class RangeUpstream:
         self._options, self._on_bytes = options, on_bytes
         self._lock = threading.Lock()
         self._pool = ClientPool(options, uses=MAX_USES)
-        self._sizes: OrderedDict[Digest, int] = OrderedDict()
         self._rates: dict[str, Rate] = {}
         self._whole_only: dict[str, float] = {}  # registries that ignore ranges, with expiry
 
@@ -222,29 +219,14 @@ class RangeUpstream:
         """Close all connections; requests in progress fail."""
         self._pool.close()
 
-    def note_size(self, content: Descriptor) -> None:
-        """Record the size of a blob from its descriptor."""
-        with self._lock:
-            self._sizes[content.digest] = content.size
-            self._sizes.move_to_end(content.digest)
-            while len(self._sizes) > _MAX_SIZES:
-                self._sizes.popitem(last=False)
+    def connect(self, reference: Reference) -> AbstractContextManager[Repository]:
+        """Return a context with the repository of ``reference``."""
+        return self._pool.connect(reference)
 
-    def known_size(self, digest: Digest) -> int | None:
-        """Return the size of a blob if it is known without a request, else None."""
-        return self._sizes.get(digest)
-
-    def size(self, reference: Reference, digest: Digest) -> int:
-        """Return the size of a blob in the repository of ``reference``.
-
-        Raises NotFoundError, UnauthorizedError, NetworkError, RegistryError.
-        """
-        known = self.known_size(digest)
-        if known is None:
-            with self._pool.connect(reference) as repository:
-                known = repository.size(digest)
-            self.note_size(Descriptor("", digest, known))
-        return known
+    def count(self, repository: Repository, content: Descriptor, count: int) -> None:
+        """Count bytes of a blob that were received from a repository for other nodes."""
+        is_mirrored = repository.was_mirrored(content)
+        self._on_bytes("mirror" if is_mirrored else "registry", count)
 
     def has_ranges(self, registry: str) -> bool:
         """Return whether range requests may be sent to a registry."""
@@ -253,18 +235,6 @@ class RangeUpstream:
     def ignores_ranges(self, registry: str) -> None:
         """Record that a registry ignores range requests."""
         self._whole_only[registry] = time.monotonic() + _PAUSE
-
-    @contextlib.contextmanager
-    def open(self, reference: Reference, part: BlobRange) -> Iterator[Reader]:
-        """Open a range of a blob in the repository of ``reference``. Raises as ``size``."""
-        content = part.content
-        with self._pool.connect(reference) as repository:
-            with repository.open(content, part.start, part.length) as reader:
-                if not repository.supports_ranges(content) and not part.is_whole:
-                    self.ignores_ranges(reference.registry or "")
-                yield reader
-            is_mirrored = repository.was_mirrored(content)
-            self._on_bytes("mirror" if is_mirrored else "registry", part.length)
 
     def invalidate(self, reference: Reference, content: Descriptor) -> None:
         """Record a mismatch of a blob's content; later requests may use another source."""

@@ -23,7 +23,7 @@ from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
 from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.errors import NetworkError
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.transport import set_pools
 
@@ -52,15 +52,18 @@ class BlobSpan:
     """Bytes [start, end) of a blob in a repository of a registry."""
 
     reference: Reference
-    digest: Digest
+    content: Descriptor
     start: int
     end: int
 
     @property
     def path(self) -> str:
-        """The path of a request for the blob (distribution-spec, end-2; containerd's ``ns``)."""
-        query = urlencode({"ns": self.reference.registry or ""})
-        return f"/v2/{self.reference.repository}/blobs/{self.digest}?{query}"
+        """The path of a request for the blob (distribution-spec, end-2; containerd's ``ns``).
+
+        It states the size, so that no node has to ask the registry for it.
+        """
+        query = urlencode({"ns": self.reference.registry or "", "size": self.content.size})
+        return f"/v2/{self.reference.repository}/blobs/{self.content.digest}?{query}"
 
     @property
     def headers(self) -> dict[str, str]:
@@ -87,7 +90,7 @@ class PeerTimeouts:
     """Timeouts in seconds: for a ping, for a whole range, and for its next byte."""
 
     ping: float = 3.0
-    range: float = 90.0
+    range: float = 300.0
     stall: float = 15.0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry.peer import (
     BlobSpan,
     PeerClient,
@@ -26,7 +26,8 @@ from tests.scripted import Answer, ScriptedRegistry
 
 ME, OTHER = "0" * 32, "1" * 32
 DIGEST = Digest.of(b"a blob")
-SPAN = BlobSpan(Reference.parse("registry.example.com:5000/a/b:1"), DIGEST, 3, 10)
+CONTENT = Descriptor("application/octet-stream", DIGEST, 100)
+SPAN = BlobSpan(Reference.parse("registry.example.com:5000/a/b:1"), CONTENT, 3, 10)
 PARTIAL = {"Content-Range": "bytes 3-9/100"}
 SHORT = PeerTimeouts(ping=2, range=1, stall=1)
 
@@ -104,7 +105,7 @@ def test_a_span_is_requested_with_ns_range_and_token() -> None:
                 assert reader.read() == b"a range"
             assert ends == [None]
         (first, second, _), ports = server.seen, {each.client for each in server.seen}
-    assert first.path == f"/v2/a/b/blobs/{DIGEST}?ns=registry.example.com%3A5000"
+    assert first.path == f"/v2/a/b/blobs/{DIGEST}?ns=registry.example.com%3A5000&size=100"
     assert first.headers["Range"] == "bytes=3-9"
     assert first.headers["Authorization"] == "Bearer token"
     assert first.headers["Aimage-Node"] == ME

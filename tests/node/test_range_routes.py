@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from clowder_aimage.content import bytes_body
+from clowder_aimage.errors import NetworkError
 from clowder_aimage.node import range_routes
-from clowder_aimage.node.range_source import RANGE
+from clowder_aimage.node.range_source import RANGE, BlobRange
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions
 from tests.node.nodes import LIMITS, TOKEN, Node, acquaint, all_at_once, noise, push_model
@@ -83,7 +84,11 @@ def request(
     sent |= {"Aimage-Node": asker} if asker else {}
     sent |= {name.replace("_", "-"): value for name, value in headers.items()}
     connection = http.client.HTTPConnection(node.address, timeout=60)
-    connection.request(method, path or f"/v2/{name}/blobs/{CONTENT.digest}?ns={host}", headers=sent)
+    connection.request(
+        method,
+        path or f"/v2/{name}/blobs/{CONTENT.digest}?ns={host}&size={CONTENT.size}",
+        headers=sent,
+    )
     response: Any = connection.getresponse()
     response.connection = connection
     return response
@@ -140,7 +145,7 @@ def test_head_is_answered_from_the_store_only(node: Node, pushed: Reference, pro
     ("wrong", "status"),
     [
         ({"path": "/v2/a/b/blobs/sha256:..%2F..%2Fetc%2Fpasswd?ns=registry.example.com"}, 400),
-        ({"path": f"/v2/a/b/blobs/{CONTENT.digest}?ns=http://169.254.169.254"}, 400),
+        ({"path": f"/v2/a/b/blobs/{CONTENT.digest}?ns=http://169.254.169.254&size=9"}, 400),
         ({"path": f"/v2/a/b/blobs/{CONTENT.digest}"}, 404),  # no registry to fetch from
         ({"Range": f"bytes=0-{2 * RANGE}"}, 404),  # spans several ranges
         ({"Range": "bytes=5-3"}, 404),
@@ -211,7 +216,7 @@ def test_a_node_fetches_only_from_repositories_of_its_models(
 
 
 def test_a_blob_that_the_registry_lacks_is_404(node: Node, pushed: Reference) -> None:
-    path = f"/v2/{pushed.repository}/blobs/{Digest.of(b'missing')}?ns={pushed.registry}"
+    path = f"/v2/{pushed.repository}/blobs/{Digest.of(b'missing')}?ns={pushed.registry}&size=7"
     assert ask(node, path=path, Range="bytes=0-6")[0] == 404
 
 
@@ -290,18 +295,62 @@ def test_a_disconnected_client_frees_its_slot(tmp_path: Path) -> None:
         check(ask(node))
 
 
-def test_work_for_disconnected_clients_counts_until_it_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_requests_beyond_the_limit_are_refused(
+    node: Node, pushed: Reference, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server cancels the request of a disconnected client, but its thread continues."""
-    with running(tmp_path) as (node,):
-        routes, ended = node.sharing.ranges, threading.Event()
-        work = [routes._aside(ended.wait) for _ in range(range_routes.MAX_REQUESTS)]
-        tasks = [node._loop.create_task(each) for each in work]
-        until(lambda: ask(node)[0] == 429)
-        ended.set()
-        until(lambda: ask(node)[0] == 206)
-        assert all(task.done() for task in tasks)
+    monkeypatch.setattr(range_routes, "MAX_REQUESTS", 2)
+    proxy.hold = 1000
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(ask, node, 0, pushed) for _ in range(2)]
+        until(lambda: node.sharing.ranges._inside == 2)
+        status, headers, _ = ask(node, 0, pushed)
+        assert status == 429 and "Retry-After" not in headers
+        proxy.release()
+        for each in waiting:
+            check(each.result(60))
+    check(ask(node, 0, pushed))
+
+
+def test_a_stalled_range_is_502(
+    node: Node, pushed: Reference, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(range_routes, "COMING_TIMEOUT", 0.05)
+    monkeypatch.setattr(range_routes, "_MAX_STALL", 0.0)
+    proxy.hold = 1000
+    assert ask(node, 0, pushed)[0] == 502
+    proxy.release()
+
+
+def test_a_range_is_sent_while_it_arrives(node: Node, pushed: Reference, proxy: Proxy) -> None:
+    proxy.hold = RANGE // 2
+    response = request(node, 0, pushed)
+    with contextlib.closing(response.connection), response:
+        assert response.status == 206
+        assert response.read(RANGE // 4) == BLOB[: RANGE // 4]
+        assert ask(node, 0, pushed, method="HEAD", **STORED)[0] == 200
+        check_part(ask(node, 0, pushed, Range="bytes=5-9", **STORED), 5, 10)
+        proxy.release()
+        assert response.read() == BLOB[RANGE // 4 : RANGE]
+    assert proxy.sent() == RANGE
+
+
+def check_part(answer: Any, start: int, end: int) -> None:
+    assert (answer[0], answer[2]) == (206, BLOB[start:end])
+
+
+def test_a_response_breaks_off_if_its_range_stops_arriving(
+    node: Node, pushed: Reference, proxy: Proxy
+) -> None:
+    proxy.hold = RANGE // 2
+    response = request(node, 0, pushed)
+    with contextlib.closing(response.connection), response:
+        assert response.read(RANGE // 4) == BLOB[: RANGE // 4]
+        arrival = node.sharing.cache.arrival(BlobRange.at(CONTENT, 0))
+        assert arrival is not None
+        arrival.end(NetworkError("no more"))
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            response.read()
+    proxy.release()
 
 
 def test_ranges_of_a_running_pull_are_served(
