@@ -100,20 +100,33 @@ class Wire:
 
 
 class Transfer:
-    """A transfer between two machines, piece by piece over both links; ``ended`` is its event."""
+    """A transfer between two machines, piece by piece over both links; ``ended`` is its event.
 
-    __slots__ = ("_clock", "_down", "_left", "_open", "_under_way", "_up", "ended")
+    With a ``source``, a transfer to the sender, it sends only what has arrived there.
+    """
 
-    def __init__(self, clock: Clock, up: Wire, down: Wire, size: int) -> None:
+    __slots__ = (
+        "_clock", "_down", "_left", "_open", "_readers", "_size", "_source", "_under_way", "_up",
+        "came", "ended",
+    )  # fmt: skip
+
+    def __init__(
+        self, clock: Clock, up: Wire, down: Wire, size: int, source: Transfer | None = None
+    ) -> None:
         self._clock, self._up, self._down, self._left = clock, up, down, size
-        self._under_way, self._open = 0, True
-        self.ended = Event()
+        self._size, self._source, self._under_way, self._open = size, source, 0, True
+        self._readers: list[Transfer] = []
+        self.came, self.ended = 0, Event()
+        if source is not None:
+            source._readers.append(self)
         self._send()
 
     def _send(self) -> None:
         if not self._left or not self._open or self._under_way >= AHEAD:
             return
         count = min(PIECE, self._left)
+        if self._source and self._size - self._left + count > self._source.came:
+            return
         self._left -= count
         self._under_way += 1
         self._open = False
@@ -121,10 +134,13 @@ class Transfer:
 
         def came() -> None:
             self._under_way -= 1
+            self.came += count
             if not self._left and not self._under_way:
                 clock.fire(self.ended)
             else:
                 self._send()
+            for each in self._readers:
+                each._send()
 
         def passed() -> None:
             self._open = True

@@ -6,11 +6,11 @@
 A discrete-event simulation with fixed seeds: the figures are the same on every machine. Each node
 has an uplink and a downlink, the registry an uplink; pieces are queued as in wire.py. It
 covers the owners of ranges of 16 MiB (by the function that nodes use), one flight per node and
-range, four flights at a time for peers, requests to other nodes before the registry, upload slots
-and the wait for them, redirects of busy nodes to holders, pauses between requests, and eight
-connections per node, of which three fetch large blobs, the largest first, and the others small
-ones, the smallest first. Failures, CPU (a request costs ``--overhead`` seconds) and disks are not
-simulated. The constants are those of clowder_aimage/node.
+range, ranges that are sent on while they arrive, four flights at a time for peers, requests to
+other nodes before the registry, upload slots and the wait for them, redirects of busy nodes to
+holders, pauses between requests, and eight connections per node, of which three fetch large blobs,
+the largest first, and the others small ones, the smallest first. Failures, CPU (a request costs
+``--overhead`` seconds) and disks are not simulated. The constants are those of clowder_aimage/node.
 
 ``fleet.py --simulate`` calibrates it: the rate of the registry from the run without peers, the
 overhead from the run with peers.
@@ -29,7 +29,7 @@ from itertools import pairwise
 
 from benchmarks.events import MIB, Clock, Event, Process, Transfer, Wire
 from clowder_aimage.node.peers import SharingLimits
-from clowder_aimage.node.range_cache import AT_ONCE
+from clowder_aimage.node.range_reader import AT_ONCE
 from clowder_aimage.node.range_routes import (
     COMING_TIMEOUT,
     MAX_HOLDERS,
@@ -42,6 +42,7 @@ from clowder_aimage.oci import Digest
 
 CONNECTIONS, WIDTH = 8, 3  # as in content/
 LIMITS = SharingLimits()
+LOOK = 0.02  # seconds between two looks for the first byte of a range
 SEEDS = 5  # runs of a small fleet, whose times vary
 COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -95,6 +96,7 @@ class Node:
         self.fleet, self.number = fleet, number
         self.up, self.down = Wire(fleet.rules.node), Wire(fleet.rules.node)
         self.have: set[tuple[int, int]] = set()
+        self.coming: dict[tuple[int, int], Transfer] = {}
         self.flights: dict[tuple[int, int], Event] = {}
         self.for_others = self.sending = self.inside = self.requests = 0
         self.turns: deque[Event] = deque()
@@ -217,19 +219,31 @@ class Node:
             return Busy(holders)
         self.inside += 1
         try:
-            if part not in self.have:
+            if part not in self.have and part not in self.coming:
                 if is_stored:
                     return False
                 if not (yield from self.fetch_for_others(part)):
                     return Busy()
             if not (yield from self.turn()):
                 return Busy(self.named(asker, part))
-            yield Transfer(self.fleet.clock, self.up, asker.down, self.fleet.length(part)).ended
             self.note(part, asker.number)
+            yield asker.receive(part, self.up, self.coming.get(part))
             self.next()
             return True
         finally:
             self.inside -= 1
+
+    def receive(self, part: tuple[int, int], up: Wire, source: Transfer | None = None) -> Event:
+        """Begin to receive a range, which others may read meanwhile; return its end."""
+        clock, length = self.fleet.clock, self.fleet.length(part)
+        coming = self.coming[part] = Transfer(clock, up, self.down, length, source)
+
+        def came(_: bool) -> None:
+            self.have.add(part)
+            self.coming.pop(part, None)
+
+        coming.ended.waiting.append(came)
+        return coming.ended
 
     def turn(self) -> Process:
         if self.sending < self.fleet.rules.uploads:
@@ -267,7 +281,12 @@ class Node:
             self.for_others += 1
             landed = self.board(part)
             landed.waiting.append(lambda _: self.left())
-        return (yield self.flights[part], COMING_TIMEOUT)
+        end = self.fleet.clock.now + COMING_TIMEOUT
+        while part not in self.have and not (part in self.coming and self.coming[part].came):
+            if self.fleet.clock.now >= end:
+                return False
+            yield LOOK
+        return True
 
     def left(self) -> None:
         self.for_others -= 1
@@ -283,15 +302,14 @@ class Node:
             for number in others[:OTHERS]:
                 self.requests += 1
                 yield fleet.rules.overhead
-                if part not in fleet.nodes[number].have:
+                other = fleet.nodes[number]
+                if part not in other.have and part not in other.coming:
                     continue
-                if (yield from self.ask(fleet.nodes[number], part, is_stored=True)) is True:
-                    self.have.add(part)
+                if (yield from self.ask(other, part, is_stored=True)) is True:
                     fleet.clock.fire(landed)
                     return
             yield fleet.rules.overhead
-            yield Transfer(fleet.clock, fleet.registry, self.down, fleet.length(part)).ended
-            self.have.add(part)
+            yield self.receive(part, fleet.registry)
             fleet.clock.fire(landed)
 
         fleet.clock.start(fly())
