@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +13,18 @@ URLS = (
     *("/v1/completions", "/v1/embeddings"),
 )
 MAX_LINE = 16 << 20  # bytes of a request
+MAX_LINES, MAX_FILE = 50_000, 200 << 20  # requests and bytes of a batch (OpenAI, "Batch API")
+OVER = ("completed", "failed", "cancelled", "expired")  # the last states of a batch
+UNSENT = ("batch_cancelled", "batch_expired")  # codes of requests that a batch has not sent
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A request; ``key`` is the same whenever the line is, of ``size`` bytes."""
+    """A request, whose line has ``size`` bytes."""
 
     custom_id: str
     url: str
     body: dict[str, Any]
-    key: str
     size: int = 0
 
 
@@ -41,9 +42,4 @@ def read_line(line: bytes) -> BatchRequest:
         raise FormatError(f"method must be POST, and url one of {', '.join(URLS)}")
     if not isinstance(body, dict) or body.get("stream"):
         raise FormatError("body must be an object without stream")
-    return BatchRequest(name, url, body, batch_key(line.strip()), len(line))
-
-
-def batch_key(raw: bytes) -> str:
-    """Return an idempotency key."""
-    return hashlib.sha256(raw).hexdigest()[:40]
+    return BatchRequest(name, url, body, len(line))

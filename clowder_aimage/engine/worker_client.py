@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import secrets
 import socket
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -32,7 +33,7 @@ _MAX_LINE = 256 << 20  # bytes: ten large pictures in base64
 _MAX_REPLY = 16 << 20
 _MAX_ERROR = 64 << 10
 _PIECE = 1 << 20
-_NO_HEADERS: Mapping[str, str] = {}
+_JSON = "application/json"
 _DONE = b"[DONE]"  # the last event of OpenAI's streams of texts
 # An unreachable machine is detected after a minute, however long a picture takes
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -79,15 +80,30 @@ class WorkerClient:
         method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
-        headers: Mapping[str, str] = _NO_HEADERS,
-        limit: int = _MAX_REPLY,
     ) -> Any:
-        """Return the JSON of a reply of up to ``limit`` bytes; None if it is empty."""
-        with self._request(method, path, body, _REPLY, headers) as response, self._network():
-            text = response.read(limit + 1)
-        if len(text) > limit:
-            raise FormatError(f"the response from {self.endpoint} exceeds {limit} bytes")
+        """Return the JSON of a reply; None if it is empty."""
+        return self._reply(method, path, None if body is None else json.dumps(body).encode())
+
+    def upload(self, path: str, fields: Mapping[str, str], name: str, data: bytes) -> Any:
+        """Send a form with a file (RFC 7578); return the JSON of the reply."""
+        mark = secrets.token_hex(16)
+        begin = f'--{mark}\r\nContent-Disposition: form-data; name="'
+        form = "".join(f'{begin}{key}"\r\n\r\n{text}\r\n' for key, text in fields.items())
+        form += f'{begin}file"; filename="{name}"\r\n\r\n'
+        body = form.encode() + data + f"\r\n--{mark}--\r\n".encode()
+        return self._reply("POST", path, body, f"multipart/form-data; boundary={mark}")
+
+    def _reply(self, method: str, path: str, data: bytes | None, kind: str = _JSON) -> Any:
+        with self._request(method, path, data, _REPLY, kind) as response, self._network():
+            text = response.read(_MAX_REPLY + 1)
+        if len(text) > _MAX_REPLY:
+            raise FormatError(f"the response from {self.endpoint} exceeds {_MAX_REPLY} bytes")
         return self._parse(text) if text.strip() else None
+
+    def read_lines(self, path: str) -> Generator[bytes, None, None]:
+        """Yield the lines of a reply that are not empty."""
+        with self._request("GET", path, None, _REPLY) as response:
+            yield from filter(None, self._read(response))
 
     def is_worker(self, timeout: float = _CONNECT) -> bool:
         """Return whether the server is a worker, by its headers. The token is not sent.
@@ -110,7 +126,7 @@ class WorkerClient:
         A line with an ``error`` is raised. Closing the generator closes the connection, which
         cancels the request.
         """
-        with self._request("POST", path, body, None) as response:
+        with self._request("POST", path, json.dumps(body).encode(), None) as response:
             for line in filter(None, self._read(response)):
                 yield self._value(line)
 
@@ -123,7 +139,7 @@ class WorkerClient:
         line for each repeated one. Source: HTML Living Standard, 9.2.6 "Interpreting an event
         stream".
         """
-        with self._request("POST", path, body, _SILENCE) as response:
+        with self._request("POST", path, json.dumps(body).encode(), _SILENCE) as response:
             names = {name.lower() for name, _ in response.getheaders()}
             yield "open", {each: "\n".join(response.headers.get_all(each, ())) for each in names}
             kind, data = "message", list[bytes]()
@@ -146,18 +162,16 @@ class WorkerClient:
         self,
         method: str,
         path: str,
-        body: Mapping[str, Any] | None,
+        data: bytes | None,
         timeout: float | None,
-        more: Mapping[str, str] = _NO_HEADERS,
+        kind: str = _JSON,
     ) -> Iterator[http.client.HTTPResponse]:
-        headers = {"Accept": "*/*", "User-Agent": "aimage", **more}
+        headers = {"Accept": "*/*", "User-Agent": "aimage"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         telemetry.inject(headers)
-        data = None
-        if body is not None:
-            data = json.dumps(body).encode()
-            headers["Content-Type"] = "application/json"
+        if data is not None:
+            headers["Content-Type"] = kind
         with closing(_connect(self.endpoint)) as connection:
             connection.sock.settimeout(timeout)
             # the response may own the socket now

@@ -1,25 +1,42 @@
-"""``aimage batch`` with a scripted worker."""
+"""``aimage batch`` with a server whose batches are real, and whose responses are scripted."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import threading
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
+from clowder_aimage.api import ollama_routes
+from clowder_aimage.api.batch import batch_run
+from clowder_aimage.api.batch.batch_routes import BatchRoutes
+from clowder_aimage.api.batch.batch_run import BatchRunner
+from clowder_aimage.api.batch.batch_store import DirectoryBatchStore
 from clowder_aimage.cli.verbs import batch
+from clowder_aimage.engine import batch_client
+from clowder_aimage.engine.batch_client import RemoteBatch
 from clowder_aimage.engine.batch_line import BatchRequest
+from clowder_aimage.http.app import build_app
+from clowder_aimage.http.background import beside
+from clowder_aimage.http.listening_socket import listen
+from clowder_aimage.http.local_request import LocalRequest
+from clowder_aimage.http.route import Role, Route
+from clowder_aimage.http.server import accepting
 from tests.process import Aimage
-from tests.scripted_worker import Asked, Says, ScriptedWorker, says
+from tests.scripted_worker import ScriptedWorker, says
+from tests.wait import until
 
-URL = "/v1/images/generations"
+PICTURES, CHAT = "/v1/images/generations", "/v1/chat/completions"
 
 
-def line(name: str, **body: Any) -> str:
-    return json.dumps({"custom_id": name, "method": "POST", "url": URL, "body": body}) + "\n"
+def line(name: str, url: str = PICTURES, **body: Any) -> str:
+    return json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}) + "\n"
 
 
 def results(path: Path) -> dict[str, Any]:
@@ -29,73 +46,181 @@ def results(path: Path) -> dict[str, Any]:
     return named
 
 
-class BatchWorker:
-    """A worker that fails for the prompt "bad", and is busy for "busy" once."""
+class BatchServer(Role):
+    """Serves batches whose requests fail for the prompt "bad", and wait for the prompt "slow"."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Path) -> None:
         self.is_mended = False
-        self._lock, self._seen = threading.Lock(), set[str]()
+        self.served = list[tuple[str, dict[str, Any]]]()
+        self.may_go_on = threading.Event()
+        self._store, self.host = DirectoryBatchStore(directory), ""
 
-    def script(self, asked: Asked) -> Says:
-        prompt = asked.value["prompt"]
-        with self._lock:
-            is_new = prompt not in self._seen
-            self._seen.add(prompt)
-        if prompt == "busy" and is_new:
-            error = {"message": "the queue is full", "code": "overloaded"}
-            return says({"error": error}, 503, Retry_After="1")
+    def routes(self) -> list[Route]:
+        runner = self._runner
+        return [*ollama_routes.open_routes(), *BatchRoutes(runner, lambda _: "").routes()]
+
+    async def send(self, request: LocalRequest) -> web.StreamResponse:
+        """Respond as the route of a worker, for a batch."""
+        assert request.fields is not None
+        request["id"], prompt = "1", request.fields["prompt"]
+        self.served.append((prompt, dict(request.fields)))
+        while prompt == "slow" and not self.may_go_on.is_set():
+            await asyncio.sleep(0.01)
         if prompt == "bad" and not self.is_mended:
-            return says({"error": {"message": "no", "code": "invalid_value"}}, 400)
-        return says({"data": [{"b64_json": prompt}]})
+            return web.json_response({"error": {"message": "no"}}, status=400)
+        return web.json_response({"data": [{"b64_json": prompt}]})
+
+    @property
+    def prompts(self) -> list[str]:
+        return [prompt for prompt, _ in self.served]
+
+    def records(self) -> list[str]:
+        return asyncio.run(self._store.ids())
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        ready, over = threading.Event(), threading.Event()
+
+        async def serve() -> None:
+            self._runner = BatchRunner(self._store, self, lambda: 1)  # type: ignore[arg-type]
+            listening = listen("127.0.0.1:0", has_tokens=False)
+            self.host = listening.urls[0].removeprefix("http://")
+            async with accepting(build_app(self), listening), beside(self._runner.run()):
+                ready.set()
+                while not over.is_set():
+                    await asyncio.sleep(0.01)
+            listening.close()
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread.start()
+        assert ready.wait(30)
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
-def test_a_batch_is_sent_once_and_failed_requests_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchServer]:
+    monkeypatch.setattr(batch_run, "BEAT", 0.02)
+    monkeypatch.setattr(batch_client, "PAUSE", 0.01)
+    found = BatchServer(tmp_path / "server")
+    with found.serving():
+        yield found
+
+
+@pytest.fixture
+def here(tmp_path: Path, server: BatchServer) -> Aimage:
+    return Aimage(tmp_path, tmp_path / "store", {"AIMAGE_HOST": server.host})
+
+
+def test_a_batch_is_run_once_and_failed_requests_again(
+    tmp_path: Path, server: BatchServer, here: Aimage
 ) -> None:
-    monkeypatch.setattr(batch, "PAUSE", 0.01)
     file, target = tmp_path / "b.jsonl", tmp_path / "b.results.jsonl"
-    names = ("good", "busy", "bad")
-    file.write_text("\n".join(line(name, model="m", prompt=name) for name in names))
-    own = BatchWorker()
-    with ScriptedWorker(own.script).running() as worker:
-        here = Aimage(tmp_path, tmp_path / "store", {"AIMAGE_HOST": worker.host})
-        done = here("batch", file, "--parallel", 2, code=1)
-        assert "1 request of 3 failed: bad" in done.err and done.out == f"{target}\n"
-        found = results(target)
-        assert found["busy"]["response"]["body"] == {"data": [{"b64_json": "busy"}]}
-        assert found["bad"]["error"] == {"code": "UsageError", "message": "no"}
-        first = {each.value["prompt"]: each.headers["Idempotency-Key"] for each in worker.asked}
-        assert {each.headers["Aimage-Priority"] for each in worker.asked} == {"batch"}
-        count = len(worker.asked)
-        assert count == 4 and len(set(first.values())) == 3
-        here("batch", file, code=1)
-        assert len(worker.asked) == count
-        own.is_mended = True
-        here("batch", file, "--retry-failed")
-        assert [each.value["prompt"] for each in worker.asked[count:]] == ["bad"]
-        assert worker.asked[-1].headers["Idempotency-Key"] != first["bad"]
-        assert results(target)["bad"]["error"] is None
-        # Interrupted while a result was written
-        target.write_bytes(target.read_bytes().splitlines(keepends=True)[0] + b'{"custom_id": "ba')
-        here("batch", file)
-        assert {name for name, each in results(target).items() if not each["error"]} == set(names)
+    names = ("good", "bad", "chat")
+    urls = {"chat": CHAT}
+    file.write_text("\n".join(line(each, urls.get(each, PICTURES), prompt=each) for each in names))
+    done = here("batch", file, code=1)
+    assert "1 request of 3 failed: bad" in done.err and done.out == f"{target}\n"
+    found = results(target)
+    assert found["good"]["response"]["body"] == {"data": [{"b64_json": "good"}]}
+    assert found["bad"]["response"]["status_code"] == 400 and found["bad"]["error"] is None
+    assert sorted(server.prompts) == sorted(names)
+    assert all(each.startswith("batch_") for each in server.records())  # the files are removed
+    here("batch", file, code=1)
+    assert len(server.prompts) == 3
+    here("batch", file, "--retry-failed", code=1)
+    server.is_mended = True
+    here("batch", file, "--retry-failed")
+    assert server.prompts[3:] == ["bad", "bad"]
+    assert results(target)["bad"]["response"]["status_code"] == 200
+    # Interrupted while a result was written
+    target.write_bytes(target.read_bytes().splitlines(keepends=True)[0] + b'{"custom_id": "ba')
+    here("batch", file)
+    assert set(results(target)) == set(names)
 
 
-def test_few_results_of_a_batch_are_in_memory() -> None:
-    begun = list[BatchRequest]()
+def test_results_of_an_earlier_version_are_read(tmp_path: Path, here: Aimage) -> None:
+    """They name an error where the API has a response that is not 200."""
+    failed = {"id": "1", "custom_id": "a", "response": None, "error": {"code": "UsageError"}}
+    (tmp_path / "b.results.jsonl").write_text(json.dumps(failed) + "\n")
+    (tmp_path / "b.jsonl").write_text(line("a", prompt="x"))
+    assert "failed: a" in here("batch", tmp_path / "b.jsonl", code=1).err
+    here("batch", tmp_path / "b.jsonl", "--retry-failed")
 
-    def begin(request: BatchRequest) -> Future[dict[str, Any]]:
-        begun.append(request)
-        done = Future[dict[str, Any]]()
-        done.set_result({"custom_id": request.custom_id})
-        return done
 
-    requests = [BatchRequest(str(number), URL, {}, "") for number in range(50)]
-    found = list[str]()
-    for value in batch._results(begin, requests, 4):
-        found.append(value["custom_id"])
-        assert len(begun) - len(found) < 4
-    assert sorted(found, key=int) == [each.custom_id for each in requests]
+def test_a_batch_goes_on_without_its_command_and_is_found_again(
+    tmp_path: Path, server: BatchServer, here: Aimage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "b.jsonl"
+    file.write_text(line("a", prompt="a") + line("b", prompt="slow"))
+
+    def killed(_: RemoteBatch, show: object) -> None:
+        raise SystemExit(9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteBatch, "wait", killed)
+        with pytest.raises(SystemExit):
+            here("batch", file)
+    until(lambda: "slow" in server.prompts)
+    server.may_go_on.set()
+    here("batch", file)
+    assert server.prompts == ["a", "slow"] and set(results(tmp_path / "b.results.jsonl")) == {*"ab"}
+
+
+def test_an_interruption_cancels_a_batch_and_its_results_are_kept(
+    tmp_path: Path, server: BatchServer, here: Aimage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "b.jsonl"
+    file.write_text(line("a", prompt="a") + line("b", prompt="slow") + line("c", prompt="c"))
+
+    def interrupted(found: RemoteBatch, show: object) -> None:
+        until(lambda: "slow" in server.prompts)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteBatch, "wait", interrupted)
+        assert "the same command takes its results" in here("batch", file, code=130).err
+    assert not (tmp_path / "b.results.jsonl").read_bytes()
+    server.may_go_on.set()
+    here("batch", file)
+    assert set(results(tmp_path / "b.results.jsonl")) == {*"abc"}
+    assert server.prompts.count("a") == 1 and server.prompts[-1] == "c"
+
+
+def test_a_batch_that_another_client_cancels_ends(
+    tmp_path: Path, server: BatchServer, here: Aimage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, wait = tmp_path / "b.jsonl", RemoteBatch.wait
+    file.write_text(line("a", prompt="slow"))
+
+    def cancelled(found: RemoteBatch, show: Any) -> None:
+        found.cancel()
+        wait(found, show)
+
+    monkeypatch.setattr(RemoteBatch, "wait", cancelled)
+    assert "was cancelled by another client" in here("batch", file, code=1).err
+
+
+def test_a_server_without_batches_is_named(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text(line("a", prompt="x"))
+    error = {"error": {"message": "no such endpoint", "code": "unknown_url"}}
+    with ScriptedWorker(lambda _: says(error, 404)).running() as worker:
+        other = Aimage(tmp_path, tmp_path / "store", {"AIMAGE_HOST": worker.host})
+        done = other("batch", tmp_path / "b.jsonl", code=1)
+    assert "has no batches" in done.err and "of this version" in done.err
+
+
+def test_a_batch_has_no_more_requests_than_a_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "MAX_LINES", 3)
+    requests = [BatchRequest(str(at), (PICTURES, CHAT)[at % 2], {}) for at in range(10)]
+    parts = list(batch.parts_of(requests))
+    assert [len(part) for part in parts] == [3, 2, 3, 2]
+    assert all(len({each.url for each in part}) == 1 for part in parts)
+    monkeypatch.setattr(batch, "MAX_FILE", 1)
+    assert [len(part) for part in batch.parts_of(requests)] == [1] * 10
 
 
 @pytest.mark.parametrize(
@@ -105,8 +230,8 @@ def test_few_results_of_a_batch_are_in_memory() -> None:
         ("{", "line 1"),
         (line("a", prompt="x") + line("a", prompt="y"), "no other line"),
         (line("a", prompt="x", stream=True), "without stream"),
-        (line("a", prompt="x").replace(URL, "/v1/models"), "url one of"),
-        ('{"custom_id": "a", "url": "' + URL + '"}', "expected an object"),
+        (line("a", "/v1/models", prompt="x"), "url one of"),
+        ('{"custom_id": "a", "url": "' + PICTURES + '"}', "expected an object"),
     ],
 )
 def test_a_malformed_batch_is_refused_before_anything_is_sent(
@@ -127,12 +252,12 @@ def test_another_file_is_not_taken_for_results(tmp_path: Path) -> None:
     assert "no such file" in here("batch", tmp_path / "none.jsonl", code=3).err
 
 
-def test_pictures_of_a_batch_are_pushed_by_the_worker(tmp_path: Path) -> None:
+def test_pictures_of_a_batch_are_pushed_by_the_worker(
+    tmp_path: Path, server: BatchServer, here: Aimage
+) -> None:
     (tmp_path / "b.jsonl").write_text(line("a", prompt="x") + line("b", prompt="y"))
-    with ScriptedWorker(BatchWorker().script).running() as worker:
-        here = Aimage(tmp_path, tmp_path / "store", {"AIMAGE_HOST": worker.host})
-        here("batch", tmp_path / "b.jsonl", "--push", "localhost:1/team/foxes")
-        pushed = {each.value["prompt"]: each.value["output"]["push"] for each in worker.asked}
+    here("batch", tmp_path / "b.jsonl", "--push", "localhost:1/team/foxes")
+    pushed = {prompt: fields["output"]["push"] for prompt, fields in server.served}
     assert pushed == {"x": "localhost:1/team/foxes:a", "y": "localhost:1/team/foxes:b"}
     (tmp_path / "c.jsonl").write_text(line("not a tag", prompt="x"))
     assert (

@@ -191,7 +191,7 @@ def test_the_record_of_a_batch_stays_short_however_many_pieces_it_has(
         monkeypatch.setattr(store, "put", flaky)
         numbers = [str(number) for number in range(50)]
         for number in numbers:
-            run._add(BatchRequest(number, URL, {}, ""), {"status_code": 200}, None)
+            run._add(BatchRequest(number, URL, {}), {"status_code": 200}, None)
             with contextlib.suppress(NetworkError):
                 await run._flush()
         assert len(set(named)) == 50 and [count for _, count in record["outputs"]] == [19, 30]

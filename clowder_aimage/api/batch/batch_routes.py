@@ -12,12 +12,11 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from clowder_aimage.api.batch.batch_run import OVER, BatchRunner
+from clowder_aimage.api.batch.batch_run import BatchRunner
 from clowder_aimage.api.batch.batch_store import ChangedRecordError, Record
 from clowder_aimage.api.batch.stored_file import (
     INPUT,
     KEPT,
-    MAX_FILE,
     MAX_FILES,
     FileWriter,
     delete_file,
@@ -33,7 +32,7 @@ from clowder_aimage.api.request_body import (
     read_object,
     wrong,
 )
-from clowder_aimage.engine.batch_line import URLS
+from clowder_aimage.engine.batch_line import MAX_FILE, OVER, URLS
 from clowder_aimage.http.access import bearer_token
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.body_stream import too_large

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import secrets
@@ -24,20 +25,18 @@ from clowder_aimage.api.batch.stored_file import (
     lines,
     remove_expired,
 )
-from clowder_aimage.engine.batch_line import BatchRequest, batch_key, read_line
+from clowder_aimage.engine.batch_line import MAX_LINES, OVER, BatchRequest, read_line
 from clowder_aimage.errors import AImageError, FormatError
 from clowder_aimage.http.local_call import LocalCalls, body_of
 from clowder_aimage.http.local_request import LocalRequest
 from clowder_aimage.oci import read_json
 
-MAX_LINES = 50_000  # requests of a batch (OpenAI, "Batch API")
 MAX_ANSWER = 1 << 30  # bytes of a response
 MAX_ERRORS = 20  # malformed lines that are named
 BEAT = 2.0  # seconds between two records of a batch that is being run
 STALE = 15.0  # seconds without a record after which another server goes on
 SWEEP = 600.0  # seconds between two looks for what has expired
 PAUSE = 1.0  # seconds before a request is repeated because the server was busy
-OVER = ("completed", "failed", "cancelled", "expired")
 _BUSY = (429, 503)
 _log = logging.getLogger("aimage.batch")
 
@@ -268,10 +267,11 @@ class BatchRun:
                 return "expired"
 
     async def _answer(self, request: BatchRequest) -> None:
+        name = f"{self.batch['id']} {request.custom_id}"
         headers = {
             "Aimage-Priority": "batch",
             "Host": self.record["host"],
-            "Idempotency-Key": batch_key(f"{self.batch['id']} {request.custom_id}".encode()),
+            "Idempotency-Key": hashlib.sha256(name.encode()).hexdigest()[:40],
         }
         while True:
             asked = LocalRequest(
@@ -287,12 +287,12 @@ class BatchRun:
             if response.status not in _BUSY:
                 break
             await asyncio.sleep(PAUSE)
-        body, status, name = body_of(response), response.status, asked["id"]
+        body, status = body_of(response), response.status
         try:
             value = read_json(body, "an answer", MAX_ANSWER)
         except FormatError:
             value = body.decode("utf-8", "replace")
-        self._add(request, {"status_code": status, "request_id": name, "body": value}, None)
+        self._add(request, {"status_code": status, "request_id": asked["id"], "body": value}, None)
 
     def _add(
         self, request: BatchRequest, answer: dict[str, Any] | None, error: dict[str, Any] | None

@@ -12,7 +12,6 @@ from clowder_aimage.api.batch.batch_store import BatchStore, Record, is_id
 from clowder_aimage.http.api_error import ApiError
 
 PIECE = 4 << 20  # bytes of a piece, unless one line is larger
-MAX_FILE = 200 << 20  # bytes of a file of a client (OpenAI, "Batch API")
 MAX_FILES = 1000  # of one owner
 KEPT = 30 * 86400  # seconds that files are kept
 INPUT, OUTPUT = "batch", "batch_output"

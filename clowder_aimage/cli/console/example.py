@@ -19,7 +19,7 @@ EXAMPLES = {
     ),
     "batch": (
         "aimage batch prompts.jsonl",
-        "AIMAGE_HOST=gateway:11434 aimage batch prompts.jsonl --parallel 32",
+        "AIMAGE_HOST=gateway:11434 aimage batch prompts.jsonl",
         "aimage batch prompts.jsonl --retry-failed",
     ),
     "blob fetch": (f"aimage blob fetch {_REPOSITORY}@sha256:... -o weights.bin",),

@@ -3,71 +3,62 @@
 from __future__ import annotations
 
 import json
-import secrets
-import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
 from clowder_aimage.cli.console.option import verb, verbose_option
-from clowder_aimage.cli.console.output import plural, result
+from clowder_aimage.cli.console.output import note, plural, result
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.cli.console.remote_worker import refuse_options, worker
+from clowder_aimage.cli.console.remote_worker import StepBar, refuse_options, worker
 from clowder_aimage.content.atomic_file import atomic_file, write_all
-from clowder_aimage.engine.batch_line import BatchRequest, batch_key, read_line
-from clowder_aimage.errors import AImageError, FormatError, NetworkError, NotFoundError, UsageError
+from clowder_aimage.engine.batch_line import (
+    MAX_FILE,
+    MAX_LINES,
+    OVER,
+    UNSENT,
+    BatchRequest,
+    read_line,
+)
+from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Reference, read_json
 
 if TYPE_CHECKING:
+    from clowder_aimage.engine.batch_client import RemoteBatch
     from clowder_aimage.engine.worker_client import WorkerClient
 
 MAX_REPLY = 256 << 20  # bytes of a response
-PAUSE, PATIENCE = 1.0, 600.0  # seconds before a busy worker is asked again, and in all
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_Result = Future[dict[str, Any]]
 
 
 @verb
 @click.argument("file", type=_FILE)
 @click.option("-o", "--output", type=_FILE, help="File of results. [default: FILE.results.jsonl]")
-@click.option(
-    "--parallel",
-    type=click.IntRange(1, 256),
-    default=8,
-    show_default=True,
-    help="Number of requests at the same time.",
-)
 @click.option("--retry-failed", is_flag=True, help="Send requests again that failed before.")
 @click.option("--push", metavar="REPO", help="Push pictures too, each as REPO:CUSTOM_ID.")
 @verbose_option
-def batch(
-    file: Path, output: Path | None, parallel: int, retry_failed: bool, push: str | None
-) -> None:
-    """Send the requests in FILE to a worker or a gateway, and write the results.
+def batch(file: Path, output: Path | None, retry_failed: bool, push: str | None) -> None:
+    """Run the requests in FILE as a batch of a worker or a gateway, and write the results.
 
-    FILE and the results have the JSON lines of OpenAI's batch API. Requests whose results are there
-    are not sent again, so an interrupted batch is continued by the same command. The worker is the
-    one in AIMAGE_HOST, or the one at 127.0.0.1:11434.
+    FILE and the results have the JSON lines of OpenAI's batch API. The batch goes on if this
+    command ends or loses the connection, and the same command finds it again; Ctrl-C cancels it.
+    Requests whose results are there are not sent again. The worker is the one in AIMAGE_HOST, or
+    the one at 127.0.0.1:11434.
     """
-    refuse_options(
-        "the models are those of the worker", but=("output", "parallel", "retry_failed", "push")
-    )
+    refuse_options("the models are those of the worker", but=("output", "retry_failed", "push"))
     requests = [_pushed(each, push) if push else each for each in read_batch(file)]
     target = output or file.with_suffix(".results.jsonl")
     done = read_results(target, without_failed=retry_failed)
-    salt = secrets.token_hex(8) if retry_failed else ""  # not the response that is kept
-    left = [
-        replace(each, key=batch_key(f"{each.key}{salt}".encode()))
-        for each in requests
-        if each.custom_id not in done
-    ]
+    left = [each for each in requests if each.custom_id not in done]
     if left:
-        done |= _run(worker(), left, target, parallel)
+        done |= _run(worker(), left, target)
     failed = [each.custom_id for each in requests if not done[each.custom_id]]
     facts = {"requests": len(requests), "sent": len(left), "failed": failed, "output": str(target)}
     result(facts, str(target))
@@ -83,7 +74,7 @@ def _pushed(request: BatchRequest, repository: str) -> BatchRequest:
     if not request.url.startswith("/v1/images/"):
         raise UsageError(f"{request.custom_id} makes no picture that can be pushed")
     body = {"output": {"push": str(reference)}, **request.body}
-    return replace(request, body=body, key=batch_key(f"{request.key} {reference}".encode()))
+    return replace(request, body=body)
 
 
 def read_batch(file: Path) -> Iterator[BatchRequest]:
@@ -121,11 +112,11 @@ def read_results(file: Path, *, without_failed: bool = False) -> dict[str, bool]
         try:
             for number, line in enumerate(lines):
                 value = read_json(line, "the result", 1 << 30) if line.endswith(b"\n") else None
-                is_good = value is not None and value["error"] is None
-                if value is None or (without_failed and not is_good):
+                succeeded = value is not None and is_good(value)
+                if value is None or (without_failed and not succeeded):
                     dropped.add(number)
                 else:
-                    found[value["custom_id"]] = is_good
+                    found[value["custom_id"]] = succeeded
         except (FormatError, KeyError, TypeError):
             hint = "name another file"
             raise UsageError(f"{file} has no results of a batch", hint=hint) from None
@@ -138,59 +129,93 @@ def read_results(file: Path, *, without_failed: bool = False) -> dict[str, bool]
     return found
 
 
-def _run(
-    client: WorkerClient, requests: list[BatchRequest], target: Path, parallel: int
-) -> dict[str, bool]:
-    """Send requests, and append each result to a file when it is there."""
-    done, stopped = dict[str, bool](), threading.Event()
-    pool = ThreadPoolExecutor(parallel, thread_name_prefix="aimage-batch")
-    try:
-        with target.open("ab") as file, Progress("batch", unit="requests") as progress:
-            progress.begin(len(requests))
-            begin = lambda each: pool.submit(_send, client, each, stopped)  # noqa: E731
-            for value in _results(begin, requests, parallel):
-                file.write(json.dumps(value).encode() + b"\n")
-                file.flush()
-                done[value["custom_id"]] = value["error"] is None
-                progress.advance(1)
-    finally:
-        stopped.set()
-        pool.shutdown(wait=False, cancel_futures=True)
+def is_good(result: Mapping[str, Any]) -> bool:
+    """Return whether a result is a response that is not an error."""
+    return result["error"] is None and bool(result["response"]["status_code"] == 200)
+
+
+def _run(client: WorkerClient, requests: list[BatchRequest], target: Path) -> dict[str, bool]:
+    """Let the server run batches of the requests, and append the results to a file."""
+    from clowder_aimage.engine.batch_client import BatchClient
+
+    done = dict[str, bool]()
+    batches = BatchClient(client, str(target.resolve()))
+    with target.open("ab") as file, Progress("batch", unit="requests") as progress:
+        bar = StepBar(progress)
+        for part in parts_of(requests):
+            while left := [each for each in part if each.custom_id not in done]:
+                batch = batches.open(_lines(left), left[0].url)
+                was_running = batch.value["status"] not in (*OVER, "cancelling")
+                _wait(batch, partial(_show, bar, len(done), len(requests)))
+                done |= _take(batch, file, {each.custom_id for each in left})
+                bar.show(len(done), len(requests))
+                batch.remove_files()
+                _check_end(batch, was_running=was_running)
     return done
 
 
-def _results(
-    begin: Callable[[BatchRequest], _Result], requests: list[BatchRequest], most: int
-) -> Iterator[dict[str, Any]]:
-    """Yield results as they come, of which at most ``most`` are in memory."""
-    running = set[_Result]()
-    for request in requests:
-        running.add(begin(request))
-        if len(running) >= most:
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (each.result() for each in done)
-    yield from (each.result() for each in as_completed(running))
+def _show(bar: StepBar, before: int, total: int, count: int) -> None:
+    bar.show(before + count, total)
 
 
-def _send(client: WorkerClient, request: BatchRequest, stopped: threading.Event) -> dict[str, Any]:
-    """Return the result of a request, or its error, in the form of OpenAI's batch API."""
-    headers = {"Idempotency-Key": request.key, "Aimage-Priority": "batch"}
-    end = time.monotonic() + PATIENCE
-    while True:
+def parts_of(requests: Iterable[BatchRequest]) -> Iterator[list[BatchRequest]]:
+    """Yield the requests of each batch: with one URL, and as many as a server takes."""
+    for _, group in groupby(sorted(requests, key=attrgetter("url")), attrgetter("url")):
+        part, size = list[BatchRequest](), 0
+        for request in group:
+            length = len(_lines([request]))
+            if part and (len(part) == MAX_LINES or size + length > MAX_FILE):
+                yield part
+                part, size = [], 0
+            part.append(request)
+            size += length
+        yield part
+
+
+def _lines(requests: Iterable[BatchRequest]) -> bytes:
+    """Return requests as the lines of a batch."""
+    return b"".join(
+        json.dumps(
+            {"custom_id": each.custom_id, "method": "POST", "url": each.url, "body": each.body}
+        ).encode()
+        + b"\n"
+        for each in requests
+    )
+
+
+def _wait(batch: RemoteBatch, show: Callable[[int], object]) -> None:
+    """Wait for the end of a batch; an interruption cancels it."""
+    try:
+        batch.wait(show)
+    except KeyboardInterrupt:
+        batch.cancel()
+        note("the batch was cancelled; the same command takes its results, and sends the others")
+        raise
+
+
+def _take(batch: RemoteBatch, file: BinaryIO, names: set[str]) -> dict[str, bool]:
+    """Append the results of a batch to a file; return whether each request succeeded."""
+    done = dict[str, bool]()
+    for line in batch.results():
+        value = read_json(line, "the result", MAX_REPLY)
         try:
-            body = client.ask("POST", request.url, request.body, headers, MAX_REPLY)
-            response = {"status_code": 200, "request_id": request.key, "body": body}
-            error = None
-            break
-        except AImageError as failure:
-            is_busy = isinstance(failure, NetworkError) or "try again" in (failure.hint or "")
-            if is_busy and time.monotonic() < end and not stopped.wait(PAUSE):
-                continue
-            response, error = None, {"code": type(failure).__name__, "message": failure.message}
-            break
-    return {
-        "id": f"batch_req_{request.key[:24]}",
-        "custom_id": request.custom_id,
-        "response": response,
-        "error": error,
-    }
+            name, code = value["custom_id"], (value["error"] or {}).get("code")
+            succeeded = is_good(value)
+        except (AttributeError, KeyError, TypeError):
+            raise FormatError("the server sent a line that is not a result of a batch") from None
+        if name in names and name not in done and code not in UNSENT:
+            file.write(line + b"\n")
+            done[name] = succeeded
+    file.flush()
+    os.fsync(file.fileno())
+    return done
+
+
+def _check_end(batch: RemoteBatch, *, was_running: bool) -> None:
+    """Raise UsageError if a server refused a batch, AImageError if another client cancelled it."""
+    if batch.value["status"] == "failed":
+        faults = (batch.value.get("errors") or {}).get("data") or [{}]
+        raise UsageError(f"the server refused the batch: {faults[0].get('message')}")
+    if batch.value["status"] == "cancelled" and was_running:
+        message = f"the batch {batch.value['id']} was cancelled by another client"
+        raise AImageError(message, hint="send the other requests with the same command")
