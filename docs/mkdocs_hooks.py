@@ -10,6 +10,7 @@ import json
 import posixpath
 import re
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,8 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
     for name, text in references().items():
         files.append(File.generated(config, name, content=text))
+    content = json.dumps(openapi(), indent=1)
+    files.append(File.generated(config, "reference/openapi.json", content=content))
     for source in sorted(copies()):
         path = str(ROOT / source)
         files.append(File.generated(config, f"files/{source}", abs_src_path=path))
@@ -228,14 +231,28 @@ def _prose(text: str) -> str:
     return re.sub(r"([*`]|(?<=\])\[|(?<=\] )\[)", r"\\\1", line)
 
 
+def openapi() -> dict[str, Any]:
+    """Return the OpenAPI document of a worker with tokens."""
+    from clowder_aimage.api.openapi import document
+    from clowder_aimage.api.service import make_service
+    from clowder_aimage.api.worker_role import WorkerRole
+    from clowder_aimage.engine.settings import Settings
+    from clowder_aimage.layout import ImageLayout
+    from clowder_aimage.registry import ClientOptions
+
+    with tempfile.TemporaryDirectory() as place:
+        service = make_service(Settings(), ImageLayout(Path(place)), ClientOptions())
+        return document(WorkerRole(service).routes(), title="HTTP API", has_tokens=True)
+
+
 def _http_api() -> str:
     from clowder_aimage.api.description_page import page
 
-    path = ROOT / "clowder_aimage" / "api" / "openapi.json"
-    text = page(json.loads(path.read_text("utf-8")))
+    text = page(openapi())
     title, _, body = text.partition("<body><h1>")[2].partition("</h1>")
     body = re.sub(r"<p>The document: .*?</p>", "", body.partition("</body>")[0])
-    return f"# {title}\n\n[Explanations](../api.md).\n\n<div>{' '.join(body.split())}</div>\n"
+    links = "[Explanations](../api.md), [the OpenAPI document](openapi.json)."
+    return f"# {title}\n\n{links}\n\n<div>{' '.join(body.split())}</div>\n"
 
 
 def _python() -> str:

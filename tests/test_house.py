@@ -130,7 +130,6 @@ def test_what_strangers_write_goes_through_one_place() -> None:
         # Documents of strangers are read by strict_json.py; others read what this program wrote,
         # or are named with a reason
         r"json\.loads?\(|JSONDecoder\(|from json import": {
-            "api/health.py",
             "cli/console/installation.py",
             "engine/frame.py",
             "layout/digest_scan.py",  # looks for digests only

@@ -59,11 +59,10 @@ def _operation(document: _Json, method: str, path: str, operation: _Json) -> str
         for one in operation.get("parameters", ())
     ]
     parts.append(_table("Parameter", parameters))
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json")
-    if body is not None:
-        fields = _resolve(document, body["schema"]).get("properties", {})
-        rows = [(name, _kind(one), one.get("description", "")) for name, one in fields.items()]
-        parts.append(_table("Field", rows))
+    for media, body in operation.get("requestBody", {}).get("content", {}).items():
+        title = "Field" if media == "application/json" else "Part"
+        for one in body["schema"].get("anyOf", [body["schema"]]):
+            parts.append(_fields(document, title, one))
     answers = [
         (code, "", _resolve(document, answer)["description"])
         for code, answer in operation["responses"].items()
@@ -71,6 +70,14 @@ def _operation(document: _Json, method: str, path: str, operation: _Json) -> str
     parts.append(_table("Status", answers))
     head = f"<b>{method.upper()}</b> <code>{escape(path)}</code> {_text(operation['summary'])}"
     return f"<details><summary>{head}</summary>{''.join(parts)}</details>"
+
+
+def _fields(document: _Json, title: str, schema: _Json) -> str:
+    """Return the table of an object's fields, and what it is."""
+    found = _resolve(document, schema)
+    fields = found["properties"].items()
+    rows = ((name, _kind(one), one.get("description", "")) for name, one in fields)
+    return f"<p>{_text(found['description'])}</p>{_table(title, rows)}"
 
 
 def _resolve(document: _Json, value: _Json) -> _Json:
@@ -82,10 +89,17 @@ def _resolve(document: _Json, value: _Json) -> _Json:
 
 
 def _kind(schema: _Json) -> str:
-    if "enum" in schema:
-        return " | ".join(str(one) or '""' for one in schema["enum"])
-    kind = schema.get("type", "")
-    return kind if isinstance(kind, str) else " | ".join(kind)
+    """Return the values of a field, without null: it counts as absent."""
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return " | ".join(str(one) or '""' for one in values if one is not None)
+    if "anyOf" in schema:
+        return " | ".join(filter(None, map(_kind, schema["anyOf"])))
+    if "$ref" in schema:
+        return "object"
+    kinds = schema.get("type", "")
+    listed = [kinds] if isinstance(kinds, str) else kinds
+    return " | ".join(kind for kind in listed if kind != "null")
 
 
 def _table(title: str, rows: Iterable[tuple[str, str, str]]) -> str:

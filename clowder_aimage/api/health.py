@@ -1,56 +1,33 @@
-"""The health, readiness, metrics, events and OpenAPI 3.1 description of a worker."""
+"""The health, readiness, metrics and events of a worker."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from clowder_aimage import __version__
+from clowder_aimage.api import health_operation as operation
 from clowder_aimage.api.answer_stream import EventStream, comment, frame, ticking
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_probe
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.metrics_role import MetricsRole
-from clowder_aimage.http.route import INFER, OPEN, Route
+from clowder_aimage.http.route import INFER, Route, serve
 
-DESCRIPTION = Path(__file__).with_name("openapi.json")
 ALIVE = 15.0  # seconds of silence before a comment is sent
 
 
 def routes(service: Service) -> list[Route]:
-    """Return the routes of health, metrics, events and the description."""
+    """Return the routes of health, metrics and events."""
     health = Health(service)
     return [
-        Route("GET", "/healthz", health.alive, OPEN),
-        Route("GET", "/readyz", health.ready, OPEN),
-        Route("GET", "/v1/worker", health.worker, OPEN),
+        serve(operation.ALIVE, health.alive),
+        serve(operation.READY, health.ready),
+        serve(operation.WORKER, health.worker),
         *MetricsRole(service.metrics.text, INFER).routes(),
-        Route("GET", "/v1/events", health.events, INFER),
-        *description_routes(),
-    ]
-
-
-def description_routes() -> list[Route]:
-    """Return the routes of the description: as JSON, and as a page for a browser."""
-    text = DESCRIPTION.read_text("utf-8")
-
-    async def describe(_: web.Request) -> web.Response:
-        return web.Response(text=text, content_type="application/json")
-
-    async def show(_: web.Request) -> web.Response:
-        from clowder_aimage.api.description_page import POLICY, page
-
-        headers = {"Content-Security-Policy": POLICY}
-        shown = page(json.loads(text))
-        return web.Response(text=shown, content_type="text/html", headers=headers)
-
-    return [
-        Route("GET", "/openapi.json", describe, OPEN),
-        Route("GET", "/docs", show, OPEN),
+        serve(operation.EVENTS, health.events),
     ]
 
 

@@ -24,6 +24,10 @@ from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 
+MODEL_HEADERS = {
+    "X-Aimage-Model": "The AImage that did the work.",
+    "X-Aimage-Alias": "The requested name, if it is an alias.",
+}
 _MAX_NAMED = 10  # models in a message
 
 

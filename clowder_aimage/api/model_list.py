@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
+
+from typing_extensions import TypedDict
 
 from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, kind_of
 from clowder_aimage.api.service import Service
@@ -169,7 +171,18 @@ def _collect(store: ImageLayout) -> None:
 # -- in ollama's form (ollama, docs/api.md, "Show Model Information")
 
 
-def details(known: Mapping[str, Any]) -> dict[str, Any]:
+class ModelDetails(TypedDict):
+    """The family, the size and the precision of a model."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+def details(known: Mapping[str, Any]) -> ModelDetails:
     """Return the ``details`` of a model."""
     family = str(known.get("family") or known.get("architecture") or "")
     count = known.get("parameters")
@@ -183,10 +196,23 @@ def details(known: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+class UsedLora(TypedDict):
+    """An adapter that was used; the digest is that of its manifest, or of its file."""
+
+    model: str
+    strength: float | None
+    digest: str | None
+
+
+def used_loras(loras: Sequence[LoraUse]) -> list[UsedLora]:
+    """Return the adapters in use."""
+    return [{"model": use.model, "strength": use.strength, "digest": use.digest} for use in loras]
+
+
 def described(loras: Sequence[LoraUse], warnings: Sequence[str] = ()) -> dict[str, list[Any]]:
     """Return the fields of a response with the adapters in use, and with warnings, if any."""
     fields: dict[str, list[Any]] = {
-        "loras": [asdict(use) for use in loras],
+        "loras": used_loras(loras),
         "warnings": [*warnings],
     }
     return {name: values for name, values in fields.items() if values}

@@ -14,10 +14,11 @@ import secrets
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Annotated, Any, NotRequired, Self
 
 from aiohttp import web
 from pydantic import Field
+from typing_extensions import TypedDict
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.control_field import controlnet_error, find_controlnet
@@ -26,19 +27,22 @@ from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, check_kind, kind_of
 from clowder_aimage.api.ollama_request import OllamaBody, OllamaRequest
 from clowder_aimage.api.picture.picture_field import PictureFields, check_pixels
-from clowder_aimage.api.picture.picture_source import take_bare_pictures
+from clowder_aimage.api.picture.picture_source import BarePictureSources, take_bare_pictures
 from clowder_aimage.api.picture.picture_upload import KeptPictures, PictureUploads
-from clowder_aimage.api.request_body import Whole, check_fields, wrong
+from clowder_aimage.api.request_body import check_fields, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.enhance_field import EnhanceFields, PromptEnhancer
+from clowder_aimage.api.text.ollama_body import OllamaPromptBody
 from clowder_aimage.api.text.ollama_text import answer_prompt, read_named
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, ImageEvent, StartedEvent
 from clowder_aimage.errors import AImageError, ModelError
+from clowder_aimage.http import operation
 from clowder_aimage.http.api_error import OLLAMA, ApiError
 from clowder_aimage.http.local_request import Request
-from clowder_aimage.http.route import INFER, Route, SharedRoute
+from clowder_aimage.http.operation import COMPUTES, Answer, Operation
+from clowder_aimage.http.route import INFER, Route, share
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import (
     GenerateRequest,
@@ -49,18 +53,22 @@ from clowder_aimage.model.pipeline import (
 )
 
 
-class _Options(GuidanceFields):
-    width: Whole | None = None
-    height: Whole | None = None
-    steps: Whole | None = None
-    seed: Whole | None = None
+class OllamaPictureOptions(GuidanceFields):
+    """The fields of a picture that may be in ``options`` too."""
+
+    width: int | None = None
+    height: int | None = None
+    steps: int | None = None
+    seed: int | None = None
 
 
-class OllamaPictureBody(OllamaBody, _Options, EnhanceFields, PictureFields):
+class OllamaPictureBody(OllamaBody, OllamaPictureOptions, EnhanceFields, PictureFields):
     """A request of ``/api/generate`` for an image model."""
 
-    prompt: str = Field("", max_length=MAX_TEXT)
-    options: _Options = _Options()
+    prompt: str = Field(default="", max_length=MAX_TEXT)
+    options: OllamaPictureOptions = Field(
+        OllamaPictureOptions(), description="Another place of the fields of the picture."
+    )
     png_facts: bool | None = None
     loras: LoraFields = Field(default_factory=list)
     trigger: bool = False
@@ -87,6 +95,57 @@ class OllamaPictureBody(OllamaBody, _Options, EnhanceFields, PictureFields):
             check_pixels("width" if width >= height else "height", width, height)
         found.setdefault("seed", secrets.randbits(32))
         return found
+
+
+class OllamaPictureFields(OllamaPictureBody, BarePictureSources):
+    """A request for a picture, of an image model."""
+
+
+class OllamaPicture(TypedDict):
+    """A line of an answer, or the whole answer: a picture or a text."""
+
+    model: str
+    created_at: str
+    response: str
+    done: bool
+    done_reason: NotRequired[str]
+    image: NotRequired[Annotated[str, Field(description="The picture, in base64.")]]
+    seed: NotRequired[int]
+    width: NotRequired[int]
+    height: NotRequired[int]
+    digest: NotRequired[
+        Annotated[str, Field(description="The manifest of the AImage that generated the picture.")]
+    ]
+    loras: NotRequired[
+        Annotated[
+            list[model_list.UsedLora], Field(description="The adapters that were used, if any.")
+        ]
+    ]
+
+
+GENERATE = Operation(
+    "POST",
+    "/api/generate",
+    INFER,
+    operation.OLLAMA,
+    "ollamaGenerate",
+    "Generate a picture or a text, as the model does. Without a prompt: load the model, or unload "
+    "it with `keep_alive: 0`.",
+    (
+        Answer(
+            "The answer; with `stream` (the default), one line for each part before it.",
+            OllamaPicture,
+            media=("application/x-ndjson",),
+            headers={
+                "X-Aimage-Warning": "Sentences about fields that have no effect; with `stream`, if "
+                "they are known at its start."
+            },
+        ),
+    ),
+    limit=None,
+    body=OllamaPictureFields | OllamaPromptBody,
+    refusals=(*COMPUTES, 422),
+)
 
 
 class OllamaGeneration(OllamaRequest):
@@ -200,4 +259,4 @@ async def generate(uploads: PictureUploads, request: Request) -> web.StreamRespo
 
 def routes(uploads: PictureUploads) -> list[Route]:
     """Return the route that generates pictures."""
-    return [SharedRoute("POST", "/api/generate", partial(generate, uploads), INFER, body=None)]
+    return [share(GENERATE, partial(generate, uploads))]

@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from aiohttp import web
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.answer_stream import Arrivals, NdjsonStream, add_warnings
-from clowder_aimage.api.request_body import ModelBody
+from clowder_aimage.api.request_body import StreamedBody
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, PullingEvent
@@ -39,11 +39,25 @@ def _keep_alive(value: object) -> float | None:
         raise ValueError(message) from None
 
 
-class OllamaBody(ModelBody):
+_Duration = Annotated[
+    str, Field(pattern=r"^([+-]?([0-9]+(\.[0-9]*)?(ns|us|µs|ms|s|m|h)?)+)?$", examples=["5m"])
+]
+
+
+class OllamaBody(StreamedBody):
     """The fields of a request that loads a model. ``stop`` is an extension."""
 
-    keep_alive: Annotated[float | None, BeforeValidator(_keep_alive)] = None
-    stop: bool = False
+    keep_alive: Annotated[
+        float | None, BeforeValidator(_keep_alive, json_schema_input_type=float | _Duration)
+    ] = Field(
+        default=None,
+        description="How long the model stays in memory: seconds, or a duration such as `5m`; "
+        "negative is unlimited.",
+    )
+    stop: bool = Field(
+        default=False,
+        description="End the work of the model after the current step, and unload it.",
+    )
 
 
 class OllamaRequest:

@@ -18,9 +18,11 @@ from aiohttp import web
 
 from clowder_aimage import __version__
 from clowder_aimage.api import model_list
+from clowder_aimage.api import ollama_operation as operation
 from clowder_aimage.api.answer_stream import NdjsonStream
-from clowder_aimage.api.model_list import capabilities, described, details
-from clowder_aimage.api.request_body import ModelBody, RequestBody, read_body
+from clowder_aimage.api.model_list import capabilities, details, used_loras
+from clowder_aimage.api.ollama_operation import CopyBody, LoadedModel, OllamaModel, ShownModel
+from clowder_aimage.api.request_body import ModelBody, TransferBody, read_body
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.engine.queued_request import ModelSlot
@@ -28,9 +30,9 @@ from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import registry_error
 from clowder_aimage.http.local_request import Request
-from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route, SharedRoute
+from clowder_aimage.http.route import Route, serve, share
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Reference, mediatype
 
 FOR_EVER = timedelta(days=365 * 100)  # expiry of a model that is never unloaded
 _Lines = AsyncGenerator[dict[str, Any], None]
@@ -40,19 +42,19 @@ def routes(service: Service) -> list[Route]:
     """Return the routes of this interface that do not use a model."""
     return [
         *open_routes(),
-        SharedRoute("GET", "/api/tags", partial(_tags, service), INFER),
-        SharedRoute("GET", "/api/ps", partial(_ps, service), INFER),
-        SharedRoute("POST", "/api/show", partial(_show, service), INFER),
-        SharedRoute("POST", "/api/pull", partial(_pull, service), ADMIN),
-        SharedRoute("POST", "/api/push", partial(_push, service), ADMIN),
-        SharedRoute("POST", "/api/copy", partial(_copy, service), ADMIN),
-        SharedRoute("DELETE", "/api/delete", partial(_delete, service), ADMIN),
+        share(operation.TAGS, partial(_tags, service)),
+        share(operation.PS, partial(_ps, service)),
+        share(operation.SHOW, partial(_show, service)),
+        share(operation.PULL, partial(_pull, service)),
+        share(operation.PUSH, partial(_push, service)),
+        share(operation.COPY, partial(_copy, service)),
+        share(operation.DELETE, partial(_delete, service)),
     ]
 
 
 def open_routes() -> list[Route]:
     """Return the routes that need no token: they tell what this server is."""
-    return [Route("GET", "/api/version", _version, OPEN)]
+    return [serve(operation.VERSION, _version)]
 
 
 async def _version(_: Request) -> web.StreamResponse:
@@ -65,28 +67,24 @@ async def _version(_: Request) -> web.StreamResponse:
 
 
 async def _tags(service: Service, _: Request) -> web.StreamResponse:
-    def models() -> list[dict[str, Any]]:
+    def models() -> list[OllamaModel]:
         found = [one for one in model_list.items(service.store) if not one.missing]
         return model_list.describe_all(found, partial(_model, service.store))
 
     return web.json_response({"models": await run_io(models)})
 
 
-def _model(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
+def _model(store: ImageLayout, item: model_list.ModelEntry) -> OllamaModel:
     known, aimage, facts = model_list.described_model(store, item.reference)
     return {
-        **_named(item.reference, item.descriptor.digest),
+        "name": str(item.reference),
+        "model": str(item.reference),
+        "digest": item.descriptor.digest.encoded,  # without its algorithm, as in ollama
         "modified_at": model_list.changed(store, item.descriptor).isoformat(),
         "size": item.size,
         "details": details(known),
         "capabilities": capabilities(aimage, facts),
     }
-
-
-def _named(reference: Reference, digest: Digest) -> dict[str, Any]:
-    """Return the names of a model, with the digest without its algorithm, as in ollama."""
-    name = str(reference)
-    return {"name": name, "model": name, "digest": digest.encoded}
 
 
 async def _ps(service: Service, _: Request) -> web.StreamResponse:
@@ -96,23 +94,28 @@ async def _ps(service: Service, _: Request) -> web.StreamResponse:
     return web.json_response({"models": models})
 
 
-def _loaded(store: ImageLayout, model: ModelSlot) -> dict[str, Any]:
+def _loaded(store: ImageLayout, model: ModelSlot) -> LoadedModel:
     size = model.runner.size if model.runner is not None else 0
     device = model.runner.device if model.runner is not None else ""
     until = model.until or datetime.now(UTC) + FOR_EVER
     is_gpu = "gpu" in device.lower() or "metal" in device.lower()
     known, _, _ = model_list.described_model(store, model.reference)
     context = model.runner.context if model.runner is not None else 0
-    return {
-        **_named(model.reference, model.digest),
+    found: LoadedModel = {
+        "name": str(model.reference),
+        "model": str(model.reference),
+        "digest": model.digest.encoded,
         "size": size,
         "size_vram": size if is_gpu else 0,
         "device": device,
         "details": details(known),
         "expires_at": until.isoformat(),
-        **({"context_length": context} if context else {}),
-        **described(model.loras),
     }
+    if context:
+        found["context_length"] = context
+    if model.loras:
+        found["loras"] = used_loras(model.loras)
+    return found
 
 
 async def _show(service: Service, request: Request) -> web.StreamResponse:
@@ -125,11 +128,11 @@ async def _show(service: Service, request: Request) -> web.StreamResponse:
     return web.json_response(await run_io(_shown, service.store, item))
 
 
-def _shown(store: ImageLayout, item: model_list.ModelEntry) -> dict[str, Any]:
+def _shown(store: ImageLayout, item: model_list.ModelEntry) -> ShownModel:
     known, aimage, text = model_list.described_model(store, item.reference)
     defaults = given if isinstance(given := known.get("defaults"), dict) else {}
     family = details(known)["family"]
-    facts = {"general.architecture": family}
+    facts: dict[str, Any] = {"general.architecture": family}
     facts |= {"general.parameter_count": known["parameters"]} if "parameters" in known else {}
     facts |= {f"{family}.context_length": text.context} if text and text.context else {}
     facts |= {"aimage.digest": str(item.descriptor.digest)}
@@ -156,13 +159,8 @@ async def _delete(service: Service, request: Request) -> web.StreamResponse:
     return web.Response()
 
 
-class _CopyBody(RequestBody):
-    source: str = ""
-    destination: str = ""
-
-
 async def _copy(service: Service, request: Request) -> web.StreamResponse:
-    body = await read_body(request, _CopyBody)
+    body = await read_body(request, CopyBody)
     source, target = _reference(body.source, "source"), _reference(body.destination, "destination")
     if target.digest is not None:
         raise UsageError(f"expected a tag, not a digest: {target}", hint="remove the @DIGEST")
@@ -199,7 +197,7 @@ def _reference(name: str, field: str) -> Reference:
 
 
 async def _pull(service: Service, request: Request) -> web.StreamResponse:
-    body = await read_body(request, ModelBody)
+    body = await read_body(request, TransferBody)
     reference = _reference(body.reference, "model")
     _check_insecure(service, body, reference)
     with service.transfers.pull(reference) as transfer:
@@ -208,7 +206,7 @@ async def _pull(service: Service, request: Request) -> web.StreamResponse:
 
 
 async def _push(service: Service, request: Request) -> web.StreamResponse:
-    body = await read_body(request, ModelBody)
+    body = await read_body(request, TransferBody)
     reference = _reference(body.reference, "model")
     _check_insecure(service, body, reference)
     if reference.registry is None:
@@ -221,7 +219,7 @@ async def _push(service: Service, request: Request) -> web.StreamResponse:
         return await _answer_lines(request, body.stream, lines)
 
 
-def _check_insecure(service: Service, body: ModelBody, reference: Reference) -> None:
+def _check_insecure(service: Service, body: TransferBody, reference: Reference) -> None:
     """Raise UsageError if an insecure registry is requested that is not configured as such."""
     if not body.insecure or reference.is_loopback:
         return

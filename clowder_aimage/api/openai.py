@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from clowder_aimage.api import answer_stream, openai_stream
+from clowder_aimage.api import answer_stream, openai_operation, openai_stream
 from clowder_aimage.api.control_field import controlnet_error, find_controlnet
 from clowder_aimage.api.image_request import (
     EditRequest,
@@ -30,7 +30,7 @@ from clowder_aimage.api.openai_stream import KeepPicture
 from clowder_aimage.api.picture import picture_link, picture_output
 from clowder_aimage.api.picture.picture_source import IMAGE, IMAGES, take_pictures
 from clowder_aimage.api.picture.picture_upload import KeptPictures, PictureUpload, PictureUploads
-from clowder_aimage.api.request_body import is_strict
+from clowder_aimage.api.request_body import is_strict, read_query
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.enhance_field import PromptEnhancer
 from clowder_aimage.dialect import AImage
@@ -39,7 +39,7 @@ from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import Request
-from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route, SharedRoute
+from clowder_aimage.http.route import ADMIN, Route, share
 from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, check_parameters
 from clowder_aimage.oci import Reference
 
@@ -63,12 +63,12 @@ def routes(service: Service, uploads: PictureUploads) -> list[Route]:
         return web.json_response(await run_io(models.one, request.match_info["id"]))
 
     return [
-        SharedRoute("POST", "/v1/images/generations", images.generate, INFER, body=None),
-        SharedRoute("POST", "/v1/images/edits", images.edit, INFER, body=None),
-        SharedRoute("POST", "/v1/images/variations", images.vary, INFER, body=None),
-        SharedRoute("GET", "/v1/models", list_models, INFER),
-        SharedRoute("GET", "/v1/models/{id:.+}", get_model, INFER),
-        SharedRoute("GET", picture_link.PATH + "{name}", images.fetch, OPEN),  # signed links
+        share(openai_operation.GENERATE, images.generate),
+        share(openai_operation.EDIT, images.edit),
+        share(openai_operation.VARY, images.vary),
+        share(openai_operation.LIST_MODELS, list_models),
+        share(openai_operation.GET_MODEL, get_model),
+        share(openai_operation.FETCH_PICTURE, images.fetch),
     ]
 
 
@@ -161,10 +161,9 @@ class ImageRoutes:
 
     async def fetch(self, request: Request) -> web.StreamResponse:
         """Respond with the picture of a link."""
-        query = request.query
-        name, expires = request.match_info["name"], query.get("expires", "")
+        query = read_query(request, openai_operation.LinkQuery)
         try:
-            kept = self._pictures.find(name, expires, query.get("signature", ""))
+            kept = self._pictures.find(request.match_info["name"], query.expires, query.signature)
         except picture_link.ExpiredError as error:
             raise ApiError(410, f"{error}; {error.hint}", code="picture_expired") from None
         except NotFoundError as error:

@@ -10,11 +10,15 @@ from functools import partial
 from pathlib import Path
 
 from aiohttp import web
+from pydantic import Field
 
+from clowder_aimage.api.health_operation import HELLO
+from clowder_aimage.api.request_body import Parameters
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.route import OPEN, Route
+from clowder_aimage.http.operation import PAGE, Answer, Operation
+from clowder_aimage.http.route import OPEN, Route, serve
 
 DIRECTORY = Path(__file__).parents[1] / "page"
 INDEX = "index.html"
@@ -25,6 +29,28 @@ POLICY = (
 )
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _TYPES |= {".svg": "image/svg+xml"}
+
+
+class PagePath(Parameters):
+    """The place of a file of the page."""
+
+    name: str = Field(description="The path of the file.", examples=["main.js"])
+
+
+_FILE = Operation(
+    "GET",
+    "/page/{name:.+}",
+    OPEN,
+    PAGE,
+    "pageFile",
+    "Send a file of the page.",
+    (
+        Answer("The file.", media=tuple(_TYPES.values())),
+        Answer("The browser has the file.", status=304),
+    ),
+    places=PagePath,
+    refusals=(404,),
+)
 _DOCUMENTS = (".html", ".svg")  # which a browser shows by themselves
 _OF_DOCUMENTS = {
     "Content-Security-Policy": POLICY,
@@ -50,12 +76,12 @@ class PageFile:
 
 def routes(*, is_shown: bool) -> list[Route]:
     """Return the routes of the page; without it, ``/`` responds with a line of text only."""
-    root = Route("GET", "/", partial(_root, is_shown), OPEN)
+    root = serve(HELLO, partial(_root, is_shown))
     if not is_shown:
         return [root]
     paths = sorted(path for path in DIRECTORY.rglob("*") if path.suffix in _TYPES)
     names = frozenset(path.relative_to(DIRECTORY).as_posix() for path in paths)
-    return [root, Route("GET", "/page/{name:.+}", partial(_file, names), OPEN)]
+    return [root, serve(_FILE, partial(_file, names))]
 
 
 async def _root(is_shown: bool, request: web.Request) -> web.StreamResponse:

@@ -13,7 +13,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from urllib.parse import quote
 
 from aiohttp import web
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from multidict import MultiMapping
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import FormatError
@@ -23,26 +31,64 @@ from clowder_aimage.oci import read_json
 from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 
 _MAX_IGNORED = 20  # names in a header
+IGNORED = {"X-Aimage-Ignored": "The ignored fields."}
 _SHORT = 1 << 16  # bytes of a body that is parsed at once, in the event loop
 _T = TypeVar("_T")
 _BodyT = TypeVar("_BodyT", bound="RequestBody")
 _OpenT = TypeVar("_OpenT", bound="OpenBody")
+_ParametersT = TypeVar("_ParametersT", bound="Parameters")
 
 
 class RequestBody(BaseModel):
-    """The fields of a body. Null counts as absent; unknown fields are ignored."""
+    """The fields of a body, or of an object in it.
+
+    Null counts as absent, and an integer may be written as 1.0, as in JSON Schema. Unknown fields
+    are ignored.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset()  # accepted and discarded
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, value: Any) -> Any:
+        """Return the fields without nulls and without integers that are written as floats."""
+        if not isinstance(value, Mapping):
+            return value
+        known = cls.model_fields if cls.model_config.get("extra") == "forbid" else value
+        return {
+            name: _integers(each)
+            for name, each in value.items()
+            if name not in cls.NO_EFFECT and (each is not None or name not in known)
+        }
+
+
+def _integers(value: object) -> object:
+    """Return a number, or a list, in which 1.0 is 1."""
+    if isinstance(value, list):
+        return [_integers(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class Parameters(BaseModel):
+    """The parameters in a path, a query or headers, which are texts; unknown ones are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class StrictQuery(Parameters):
+    """The query of a request whose unknown fields may be refused."""
+
+    strict: Literal["1", "true", "0", "false"] = Field(
+        default="0", description="1: refuse unknown fields."
+    )
+
 
 class ModelBody(RequestBody):
-    """The name of a model, in its new or old field, and the form of the response."""
+    """The name of a model, in its new or old field."""
 
-    model: str = ""
-    name: str = ""
-    stream: bool = True
-    insecure: bool = False
+    model: str = Field(default="", description="The name of the model.", examples=["tiny"])
+    name: str = Field(default="", description="Older name of `model`.")
 
     @property
     def reference(self) -> str:
@@ -50,11 +96,19 @@ class ModelBody(RequestBody):
         return self.model or self.name
 
 
-def _integer(value: object) -> object:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+class StreamedBody(ModelBody):
+    """The name of a model, and the form of the response."""
+
+    stream: bool = Field(default=True, description="Respond in lines while the work goes on.")
 
 
-Whole = Annotated[int, BeforeValidator(_integer)]
+class TransferBody(StreamedBody):
+    """The name of a model that is pulled or pushed."""
+
+    insecure: bool = Field(
+        default=False,
+        description="Only for a loopback registry, or one that is configured as insecure here.",
+    )
 
 
 def _flag(value: object) -> object:
@@ -66,7 +120,9 @@ class OpenBody(RequestBody):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
-    strict: Annotated[bool, BeforeValidator(_flag)] = False
+    strict: Annotated[bool, BeforeValidator(_flag, json_schema_input_type=bool | Literal[0, 1])] = (
+        Field(default=False, description="Refuse unknown fields.")
+    )
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -78,19 +134,47 @@ class OpenBody(RequestBody):
         """The header of the response that names the ignored fields, if there are any."""
         names = [name[:60].encode("utf-8", "replace") for name in self.ignored[:_MAX_IGNORED]]
         listed = ", ".join(quote(name, safe="") for name in names)
-        return {"X-Aimage-Ignored": listed} if listed else {}
+        return dict.fromkeys(IGNORED, listed) if listed else {}
 
 
 class GenerationBody(OpenBody):
     """The model of a request of OpenAI's API, and what the worker does with the request."""
 
-    model: Annotated[str, Field(max_length=1024)] | None = None
-    pull: Literal["never", "if-missing", "always"] = "if-missing"
+    model: Annotated[str, Field(max_length=1024)] | None = Field(
+        default=None,
+        description="The name of an AImage or an alias. If it is absent, or an unknown name "
+        "without a registry or a digest, the worker's default model is used.",
+    )
+    pull: Literal["never", "if-missing", "always"] = Field(
+        default="if-missing", description="When the model is pulled; requires the scope admin."
+    )
+
+
+def read_query(request: Request, kind: type[_ParametersT]) -> _ParametersT:
+    """Return the parameters in the query of a request. Raises ApiError (400)."""
+    return _read_parameters(request.query, kind)
+
+
+def read_headers(request: Request, kind: type[_ParametersT]) -> _ParametersT:
+    """Return the parameters in the headers of a request. Raises ApiError (400)."""
+    return _read_parameters(request.headers, kind)
+
+
+def _read_parameters(values: MultiMapping[str], kind: type[_ParametersT]) -> _ParametersT:
+    names = [field.alias or name for name, field in kind.model_fields.items()]
+    known = {name: values.getall(name) for name in names if name in values}
+    for name, each in known.items():
+        if len(each) > 1:
+            raise wrong(name, "must be there once only")
+    try:
+        return kind.model_validate({name: each[0] for name, each in known.items()})
+    except ValidationError as error:
+        raise _field_error(error) from None
 
 
 def is_strict(request: Request) -> bool:
-    """Return whether the query of a request asks for the refusal of unknown fields."""
-    return request.query.get("strict", "") in ("1", "true")
+    """Return whether the query asks for the refusal of unknown fields. Raises ApiError."""
+    return read_query(request, StrictQuery).strict in ("1", "true")
 
 
 def check_ignored(body: _OpenT, *, strict: bool) -> _OpenT:
@@ -151,11 +235,9 @@ def check_fields(
 
     The values of a form are texts. Raises ApiError (400) if a field is malformed.
     """
-    given = {name: each for name, each in value.items() if each is not None}
-    for name in kind.NO_EFFECT:
-        given.pop(name, None)
+    absent = {name: each for name, each in (defaults or {}).items() if value.get(name) is None}
     try:
-        return kind.model_validate({**(defaults or {}), **given}, strict=not is_form)
+        return kind.model_validate({**value, **absent}, strict=not is_form)
     except ValidationError as error:
         raise _field_error(error) from None
 

@@ -13,20 +13,21 @@ import binascii
 import re
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
 from clowder_aimage.api import model_list
-from clowder_aimage.api.request_body import RequestBody, read_body, wrong
+from clowder_aimage.api import storage_operation as operation
+from clowder_aimage.api.request_body import read_body, wrong
 from clowder_aimage.api.service import Service
+from clowder_aimage.api.storage_operation import Content, ContentBody
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.engine.transfer_queue import Credentials
 from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError, UsageError
 from clowder_aimage.http.api_error import ApiError, registry_error
 from clowder_aimage.http.local_request import Request
-from clowder_aimage.http.route import ADMIN, Route, SharedRoute
+from clowder_aimage.http.route import Route, share
 from clowder_aimage.importer.ollama_store import HOST as OLLAMA
 from clowder_aimage.importer.ollama_store import NAMESPACE
 from clowder_aimage.oci import Digest, Reference
@@ -40,12 +41,11 @@ _OTHERS = ("hf", "huggingface", "http", "https")  # also accepted by the storage
 
 def routes(service: Service) -> list[Route]:
     """Return the routes of this interface."""
-    one = "/content/{url:.+}"  # standard base64 contains slashes
     return [
-        SharedRoute("GET", "/content/", partial(_list, service), ADMIN),
-        SharedRoute("POST", "/content/", partial(_post, service), ADMIN),
-        SharedRoute("GET", one, partial(_get, service), ADMIN),
-        SharedRoute("DELETE", one, partial(_delete, service), ADMIN),
+        share(operation.LIST, partial(_list, service)),
+        share(operation.ADD, partial(_post, service)),
+        share(operation.GET, partial(_get, service)),
+        share(operation.DELETE, partial(_delete, service)),
     ]
 
 
@@ -114,13 +114,7 @@ def _url(reference: Reference) -> str:
     return f"oci://{reference}"
 
 
-class _ContentBody(RequestBody):
-    url: str = ""
-    credentials: str = ""
-    credentialsType: str = ""  # noqa: N815 - the storage manager's name
-
-
-def _credentials(body: _ContentBody) -> Credentials | None:
+def _credentials(body: ContentBody) -> Credentials | None:
     """Return the credentials of a body, if any.
 
     They are a token, or base64 of ``user:password`` if ``credentialsType`` is ``Basic``. Raises
@@ -165,7 +159,7 @@ async def _get(service: Service, request: Request) -> web.StreamResponse:
 
 
 async def _post(service: Service, request: Request) -> web.StreamResponse:
-    body = await read_body(request, _ContentBody)
+    body = await read_body(request, ContentBody)
     reference, credentials = parse(body.url), _credentials(body)
     item = await run_io(model_list.item, service.store, reference)
     if item is not None and not item.missing:
@@ -222,8 +216,8 @@ def _created(item: model_list.ModelEntry, status: int) -> web.Response:
     return web.json_response(_stored(item), status=status, headers={"Location": place})
 
 
-def _stored(item: model_list.ModelEntry) -> dict[str, Any]:
-    value = {
+def _stored(item: model_list.ModelEntry) -> Content:
+    value: Content = {
         "url": _url(item.reference),
         "digest": str(item.descriptor.digest),
         "size": item.size,
@@ -235,6 +229,6 @@ def _stored(item: model_list.ModelEntry) -> dict[str, Any]:
     return value
 
 
-def _pulling(pull: SharedTransfer) -> dict[str, Any]:
+def _pulling(pull: SharedTransfer) -> Content:
     url, completed = _url(pull.reference), min(pull.completed, pull.total)
     return {"url": url, "status": "pulling", "completed": completed, "total": pull.total}

@@ -11,6 +11,7 @@ from functools import cached_property
 from clowder_aimage.api import health, ollama_routes, page, storage
 from clowder_aimage.api.batch.batch_run import BatchRunner
 from clowder_aimage.api.batch.batch_store import DirectoryBatchStore
+from clowder_aimage.api.openapi import description_routes
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.store import store_routes
 from clowder_aimage.engine.engine import Engine
@@ -57,6 +58,7 @@ class WorkerRole(Role):
         found = health.routes(service) + ollama_routes.routes(service) + storage.routes(service)
         found += page.routes(is_shown=self._makes_pictures and service.settings.page)
         found += store_routes.routes(service)
+        found += description_routes("worker" if self._makes_pictures else "node")
         if not self._makes_pictures:
             return found
         # Import what pictures and texts need

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import read_json
 
-URLS = (
-    *("/v1/images/generations", "/v1/images/edits", "/v1/chat/completions"),
-    *("/v1/completions", "/v1/embeddings"),
-)
+Url = Literal[
+    "/v1/images/generations",
+    "/v1/images/edits",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+]
+URLS: tuple[str, ...] = get_args(Url)
 MAX_LINE = 16 << 20  # bytes of a request
 MAX_LINES, MAX_FILE = 50_000, 200 << 20  # requests and bytes of a batch (OpenAI, "Batch API")
 OVER = ("completed", "failed", "cancelled", "expired")  # the last states of a batch

@@ -16,7 +16,7 @@ from asyncio.subprocess import PIPE
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
 from clowder_aimage.engine import frame
 from clowder_aimage.engine.admission import BusyError, ending
@@ -26,7 +26,12 @@ from clowder_aimage.errors import AImageError, ModelError, NoMemoryError
 from clowder_aimage.oci import Reference
 
 CONVERT, FUSE = "convert", "fuse"
-QUEUED, RUNNING, DONE, FAILED, CANCELLED = "queued", "running", "done", "failed", "cancelled"
+Status = Literal["queued", "running", "done", "failed", "cancelled"]
+QUEUED: Final = "queued"
+RUNNING: Final = "running"
+DONE: Final = "done"
+FAILED: Final = "failed"
+CANCELLED: Final = "cancelled"
 MAX_WAITING = 8  # jobs that are queued or running
 MAX_ENDED = 50  # ended jobs that are remembered
 _WAIT = 60  # seconds after which a refused job may be requested again
@@ -48,7 +53,7 @@ class Job:
     target: Reference
     command: frame.Message
     created: float
-    status: str = QUEUED
+    status: Status = QUEUED
     stage: str = ""
     completed: int = 0
     total: int = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from nats.js.api import StreamInfo
 from nats.js.errors import Error as JetStreamError
@@ -17,10 +17,35 @@ from clowder_aimage.fleet.fleet_link import LOST, MESSAGE_ID, FleetLink
 from clowder_aimage.fleet.fleet_name import PRIORITIES
 from clowder_aimage.fleet.gateway_metric import GatewayMetrics
 from clowder_aimage.fleet.job_frame import LAST
-from clowder_aimage.fleet.worker_card import Roster
+from clowder_aimage.fleet.worker_card import Roster, WorkerCard
 
 INTERVAL = 2.0  # seconds between two looks at the queue
 _LOOKS = 5  # jobs that are looked at each time
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJobs:
+    """The jobs of a priority for a model that are on the queue."""
+
+    priority: str
+    digest: str
+    jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFacts:
+    """A fleet: its workers, the jobs on its queue, and those that were given up.
+
+    ``stored`` of ``room`` bytes are in use.
+    """
+
+    fleet: str
+    workers: Sequence[WorkerCard]
+    queue: Sequence[QueuedJobs]
+    jobs: int
+    stored: int
+    room: int | None
+    given_up: int
 
 
 class FleetStatus:
@@ -30,24 +55,24 @@ class FleetStatus:
         self._link, self._roster = link, roster
         self._looked = 0  # number of the last message on the queue that was looked at
 
-    async def read(self) -> dict[str, Any]:
-        """Return the status as JSON. Raises TimeoutError, NatsError."""
+    async def read(self) -> FleetFacts:
+        """Return the status. Raises TimeoutError, NatsError."""
         names, streams = self._link.names, self._link.streams
         jobs = await streams.stream_info(names.jobs, subjects_filter=">")
         logs, dead = await streams.stream_info(names.logs), await streams.stream_info(names.dead)
         queued = await self._queued(jobs)
-        return {
-            "fleet": names.fleet,
-            "workers": [asdict(card) for card in self._roster.cards()],
-            "queue": [
-                {"priority": priority, "digest": f"sha256:{digest}", "jobs": count}
+        return FleetFacts(
+            fleet=names.fleet,
+            workers=self._roster.cards(),
+            queue=[
+                QueuedJobs(priority, f"sha256:{digest}", count)
                 for (priority, digest), count in sorted(queued.items())
             ],
-            "jobs": queued.total(),
-            "stored": logs.state.bytes + jobs.state.bytes,
-            "room": logs.config.max_bytes,
-            "given_up": dead.state.messages,
-        }
+            jobs=queued.total(),
+            stored=logs.state.bytes + jobs.state.bytes,
+            room=logs.config.max_bytes,
+            given_up=dead.state.messages,
+        )
 
     async def _queued(self, jobs: StreamInfo) -> Counter[tuple[str, str]]:
         """Count the jobs on the queue by priority and digest.

@@ -16,6 +16,7 @@ from nats.js.errors import Error as JetStreamError
 
 from clowder_aimage.api.model_list import unknown
 from clowder_aimage.api.openai_model import unknown_model
+from clowder_aimage.api.request_body import read_headers
 from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, NEVER
 from clowder_aimage.errors import AImageError, NetworkError, UsageError
 from clowder_aimage.fleet.fair_line import FairLine
@@ -28,8 +29,9 @@ from clowder_aimage.fleet.fleet_link import (
     LastFrameError,
     unavailable,
 )
-from clowder_aimage.fleet.fleet_name import BATCH, INTERACTIVE, PRIORITIES
+from clowder_aimage.fleet.fleet_name import BATCH
 from clowder_aimage.fleet.gateway_metric import GatewayMetrics
+from clowder_aimage.fleet.gateway_operation import JobHeaders
 from clowder_aimage.fleet.job_frame import (
     ADMITTED,
     BEGIN,
@@ -51,7 +53,6 @@ from clowder_aimage.oci import Digest, Reference
 
 MIN_WINDOW = 8  # jobs of a model on the queue that are not begun, at least
 WITHDRAWN = 2.0  # seconds that a request waits until its job is removed from the queue
-MAX_KEY = 255  # characters of an idempotency key
 _MAX_NAMED = 10  # models in a message
 _INLINE = 2 * PIECE  # bytes of a job that is one message
 
@@ -100,9 +101,9 @@ class JobGateway:
     async def answer(self, request: Request, wish: Wish) -> web.StreamResponse:
         """Respond with what a worker makes of a wish. Raises AImageError."""
         self._link.check()
-        job = await self._job(request, wish)
-        key = request.headers.get("Idempotency-Key", "")
-        if key:
+        asked = read_headers(request, JobHeaders)
+        job = await self._job(request, wish, asked.priority)
+        if key := asked.key:
             job = replace(job, id=_keyed(job.caller, key))
         with self._metrics.job(job.priority) as statuses:
             relay = ResponseRelay(request)
@@ -146,12 +147,9 @@ class JobGateway:
 
     # -- admission
 
-    async def _job(self, request: Request, wish: Wish) -> FleetJob:
+    async def _job(self, request: Request, wish: Wish, priority: str) -> FleetJob:
         """Return the job of a wish, pinned to a digest. Raises ApiError."""
         found = await self._find(request, wish)
-        priority = request.headers.get("Aimage-Priority", INTERACTIVE)
-        if priority not in PRIORITIES:
-            raise ApiError(400, f"Aimage-Priority must be one of {', '.join(PRIORITIES)}")
         request["model"] = found.name
         headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
         return FleetJob(
@@ -320,8 +318,6 @@ def caller_of(request: Request) -> str:
 
 def _keyed(caller: str, key: str) -> str:
     """Return the id of the job of an idempotency key, which is one for each caller."""
-    if len(key) > MAX_KEY:
-        raise ApiError(400, f"Idempotency-Key must have at most {MAX_KEY} characters")
     return hashlib.sha256(f"{caller} {key}".encode()).hexdigest()[:32]
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 
 from clowder_aimage import __version__
-from clowder_aimage.api import ollama_routes, page
+from clowder_aimage.api import health_operation, ollama_routes, page
 from clowder_aimage.api.batch.batch_routes import BatchRoutes
 from clowder_aimage.api.batch.batch_run import BatchRunner
-from clowder_aimage.api.health import description_routes
-from clowder_aimage.api.text.openai_text import MAX_BODY
+from clowder_aimage.api.openapi import description_routes
 from clowder_aimage.errors import AImageError, UsageError
-from clowder_aimage.fleet import wish
+from clowder_aimage.fleet import gateway_operation
 from clowder_aimage.fleet.fleet_batch_store import FleetBatchStore
 from clowder_aimage.fleet.fleet_link import FleetLink
 from clowder_aimage.fleet.fleet_status import FleetStatus
@@ -29,7 +29,7 @@ from clowder_aimage.http.background import beside
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.metrics_role import MetricsRole
-from clowder_aimage.http.route import ADMIN, INFER, OPEN, Exchange, Role, Route, SharedRoute
+from clowder_aimage.http.route import ADMIN, INFER, Exchange, Role, Route, serve, share
 from clowder_aimage.oci import Digest, Reference
 
 
@@ -60,20 +60,16 @@ class GatewayRole(Role):
         return self._is_draining
 
     def routes(self) -> list[Route]:
-        jobs = [
-            SharedRoute("POST", path, self._job, INFER, body)
-            for path in wish.PATHS
-            for body in [None if path in wish.WITH_PICTURES else MAX_BODY]
-        ]
-        same = ollama_routes.open_routes() + page.routes(is_shown=True) + description_routes()
         return [
-            *jobs,
-            *same,
-            Route("GET", "/healthz", self._alive, OPEN),
-            Route("GET", "/readyz", self._ready, OPEN),
-            Route("GET", "/v1/worker", self._worker, OPEN),
+            *(share(job, self._job) for job in gateway_operation.JOBS),
+            *ollama_routes.open_routes(),
+            *page.routes(is_shown=True),
+            *description_routes("gateway"),
+            serve(health_operation.ALIVE, self._alive),
+            serve(health_operation.READY, self._ready),
+            serve(health_operation.WORKER, self._worker),
             *MetricsRole(self._metrics.text, INFER).routes(),
-            Route("GET", "/v1/fleet", self._fleet, INFER),
+            serve(gateway_operation.FLEET, self._fleet),
             *self._calls.routes(),
             *BatchRoutes(self._batches, caller_of).routes(),
         ]
@@ -148,4 +144,4 @@ class GatewayRole(Role):
 
     async def _fleet(self, _: web.Request) -> web.Response:
         self._link.check()
-        return web.json_response(await self._status.read())
+        return web.json_response(asdict(await self._status.read()))

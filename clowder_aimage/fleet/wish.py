@@ -66,7 +66,6 @@ _OLLAMA: Mapping[str, type[RequestBody]] = {
 }
 GENERATE = "/api/generate"
 WITH_PICTURES = (*_PICTURES, GENERATE)  # their bodies are streamed
-PATHS = (*_PICTURES, *_TEXTS, GENERATE, *_OLLAMA)
 EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 
 

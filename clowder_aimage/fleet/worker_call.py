@@ -19,9 +19,9 @@ from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 
 from clowder_aimage.api.answer_stream import NdjsonStream
-from clowder_aimage.api.picture import picture_link
 from clowder_aimage.api.request_body import read_object
 from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.fleet import gateway_operation as operation
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink, unavailable
 from clowder_aimage.fleet.job_request import ANSWER, BODY, CARD, LINE, PART
@@ -29,38 +29,15 @@ from clowder_aimage.fleet.worker_card import Roster, WorkerCard
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.response_writer import is_gone
-from clowder_aimage.http.route import ADMIN, INFER, OPEN, Route
+from clowder_aimage.http.route import INFER, Route, serve
 from clowder_aimage.oci import Reference, read_json
 
 PATIENCE = 5.0  # seconds for a list
 SILENCE = 10.0  # seconds without a sign of life after which a worker counts as gone
 _WATCH = 0.5  # seconds between two looks at the progress
 _WAITING = {"status": "waiting for workers"}
-_LISTS = (  # a path, its list, and what is one entry
-    ("/v1/models", "data", "id", INFER),
-    ("/v1/adapters", "data", "name", INFER),
-    ("/api/tags", "models", "name", INFER),
-    ("/api/ps", "models", "digest", INFER),
-    ("/content/", "content", "url", ADMIN),
-)
-_QUESTIONS = (
-    ("GET", "/v1/models/{id:.+}", INFER),
-    ("GET", picture_link.PATH + "{name}", OPEN),
-    ("GET", "/v1/referrers", INFER),
-    ("POST", "/api/show", INFER),
-    ("POST", "/api/push", ADMIN),
-    ("GET", "/content/{url:.+}", ADMIN),
-)
 PUSH = "/api/push"
 _STREAMS = ("/api/pull", PUSH)
-_OWN = (  # what each worker has of its own
-    ("GET", "/v1/store", INFER),
-    ("GET", "/v1/events", INFER),
-    ("GET", "/v1/jobs", ADMIN),
-    ("POST", "/v1/jobs", ADMIN),
-    ("GET", "/v1/jobs/{id}", ADMIN),
-    ("DELETE", "/v1/jobs/{id}", ADMIN),
-)
 OnLine = Callable[[str, Mapping[str, Any]], None]
 
 
@@ -124,23 +101,21 @@ class WorkerCalls:
     def routes(self) -> list[Route]:
         """Return the routes of a worker that need no job."""
         found = [
-            Route("GET", path, partial(self._merged, name, key), scope)
-            for path, name, key, scope in _LISTS
+            serve(listing, partial(self._merged, name, key))
+            for listing, name, key in operation.LISTS
         ]
-        found += [Route(method, path, self._first, scope) for method, path, scope in _QUESTIONS]
-        found += [Route(method, path, _not_here, scope) for method, path, scope in _OWN]
+        found += [serve(question, self._first) for question in operation.QUESTIONS]
+        found += [Route(own.method, own.path, _not_here, own.scope) for own in operation.OF_WORKERS]
         changes = (  # a failure of one worker is that of all, or one that can is sufficient
-            ("POST", "/api/pull", _worst),
-            ("POST", "/content/", _worst),
-            ("POST", "/api/copy", first),
-            ("DELETE", "/api/delete", first),
-            ("DELETE", "/content/{url:.+}", first),
+            (operation.PULL, _worst),
+            (operation.ADD_CONTENT, _worst),
+            (operation.COPY, first),
+            (operation.DELETE, first),
+            (operation.DELETE_CONTENT, first),
         )
-        found += [
-            Route(method, path, partial(self._change, outcome), ADMIN)
-            for method, path, outcome in changes
+        return found + [
+            serve(change, partial(self._change, outcome)) for change, outcome in changes
         ]
-        return found
 
     async def all(
         self,
@@ -237,12 +212,17 @@ class WorkerCalls:
                 return WorkerAnswer(facts["status"], headers, bytes(body))
 
     async def _merged(self, field: str, key: str, request: web.Request) -> web.StreamResponse:
-        """Respond with the entries of all workers, each once, in the order of the first."""
+        """Respond with the entries of all workers, each once, in the order of the first.
+
+        If all workers refuse the request, the response is the first refusal.
+        """
         found: dict[str, dict[str, Any]] = {}
-        whole: dict[str, Any] = {}
-        for answer in await self.all(request):
+        answers = await self.all(request)
+        if (best := first(answers)).status != 200:
+            return best.response()
+        whole = read_json(best.body, "a list")
+        for answer in answers:
             value = read_json(answer.body, "a list") if answer.status == 200 else {}
-            whole = whole or value
             for entry in value.get(field, ()):
                 found.setdefault(str(entry.get(key)), entry)
         return web.json_response({**whole, field: list(found.values())})

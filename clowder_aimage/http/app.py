@@ -31,8 +31,9 @@ from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiErr
 from clowder_aimage.http.body_stream import check_coding, check_type, too_large
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.loop_watch import watch_requests
+from clowder_aimage.http.operation import BODY
 from clowder_aimage.http.response_writer import abort
-from clowder_aimage.http.route import BODY, Exchange, Role, with_head
+from clowder_aimage.http.route import Exchange, Role, with_head
 
 _EXPOSED = (
     "X-Request-Id, X-Aimage-Model, X-Aimage-Digest, X-Aimage-Alias, X-Aimage-Seed, "
@@ -91,7 +92,8 @@ def build_app(
     if advice is not None:
         app[ADVICE] = advice
     app.on_response_prepare.append(_common_headers)
-    for route in with_head(route for role in roles for route in role.routes()):
+    app["routes"] = routes = [route for role in roles for route in role.routes()]
+    for route in with_head(routes):
         added = app.router.add_route(route.method, route.path, route.handler)
         scopes[added], bodies[added] = route.scope, route.body
     return app

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from aiohttp import web
-from multidict import CIMultiDict
+from multidict import CIMultiDict, MultiMapping
 from yarl import URL
 
 
@@ -71,7 +71,7 @@ class LocalRequest(dict[str, Any]):
         return self.rel_url.path
 
     @property
-    def query(self) -> Mapping[str, str]:
+    def query(self) -> MultiMapping[str]:
         """The fields of the query."""
         return self.rel_url.query
 

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from aiohttp import web
 
 from clowder_aimage.engine.metric import CONTENT_TYPE
-from clowder_aimage.http.route import OPEN, Role, Route
+from clowder_aimage.http.operation import HEALTH, Answer, Operation
+from clowder_aimage.http.route import OPEN, Role, Route, serve
+
+METRICS = Operation(
+    "GET",
+    "/metrics",
+    OPEN,
+    HEALTH,
+    "metrics",
+    "Get the metrics for Prometheus.",
+    (Answer("Prometheus' text format.", media=("text/plain",)),),
+)
 
 
 class MetricsRole(Role):
@@ -17,7 +29,7 @@ class MetricsRole(Role):
         self._text, self._scope = text, scope
 
     def routes(self) -> list[Route]:
-        return [Route("GET", "/metrics", self._metrics, self._scope)]
+        return [serve(replace(METRICS, scope=self._scope), self._metrics)]
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._text(), headers={"Content-Type": CONTENT_TYPE})

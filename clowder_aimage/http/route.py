@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
 from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.operation import BODY, Operation
 
 OPEN, INFER, NODE, ADMIN = "open", "infer", "node", "admin"
 SCOPES = (OPEN, INFER, NODE, ADMIN)
-BODY = 1 << 20  # bytes: ample for a prompt and its parameters
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SharedHandler = Callable[[Request], Awaitable[web.StreamResponse]]
@@ -30,6 +30,8 @@ class Route:
     ``request["id"]`` is the request's id. A handler may set ``request["model"]`` for the log. The
     body has been read, up to ``body`` bytes, before the handler runs; if ``body`` is None, the
     handler streams it.
+
+    ``operation`` describes the route to clients; the OpenAPI document has no others.
     """
 
     method: str
@@ -38,6 +40,7 @@ class Route:
     scope: str
     body: int | None = BODY
     has_head: bool = True
+    operation: Operation | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
@@ -49,6 +52,20 @@ class SharedRoute(Route):
     """A route that requests of this process reach too (``http.local_call``)."""
 
     handler: SharedHandler
+
+
+def serve(operation: Operation, handler: Handler) -> Route:
+    """Return the route of an operation."""
+    one = operation
+    body, has_head = one.limit, one.has_head
+    return Route(one.method, one.path, handler, one.scope, body, has_head, operation=one)
+
+
+def share(operation: Operation, handler: SharedHandler) -> SharedRoute:
+    """Return the route of an operation that requests of this process reach too."""
+    one = operation
+    body, has_head = one.limit, one.has_head
+    return SharedRoute(one.method, one.path, handler, one.scope, body, has_head, operation=one)
 
 
 def with_head(routes: Iterable[Route]) -> list[Route]:

@@ -8,13 +8,14 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from aiohttp import web
 
 from clowder_aimage.api.batch import batch_run, stored_file
-from clowder_aimage.api.batch.batch_routes import BatchBody, _new_batch
+from clowder_aimage.api.batch.batch_operation import BatchBody
+from clowder_aimage.api.batch.batch_routes import _new_batch
 from clowder_aimage.api.batch.batch_run import BatchRun, BatchRunner
 from clowder_aimage.api.batch.batch_store import ChangedRecordError, DirectoryBatchStore
 from clowder_aimage.api.batch.stored_file import FileWriter, lines, records, remove_expired
@@ -23,7 +24,7 @@ from clowder_aimage.errors import NetworkError
 from clowder_aimage.http.local_request import LocalRequest
 from tests.wait import until_async
 
-URL = "/v1/completions"
+URL: Final = "/v1/completions"
 
 
 class ScriptedApp:

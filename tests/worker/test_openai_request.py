@@ -168,7 +168,7 @@ def test_a_negative_prompt_requires_guidance() -> None:
         ("width", 100, "invalid_value"),
         ("width", 518416, "invalid_value"),
         ("height", -16, "invalid_value"),
-        ("height", 64.0, "invalid_type"),
+        ("height", 64.5, "invalid_type"),
         ("png_facts", "no", "invalid_type"),
         ("quality", "ultra", "invalid_value"),
         ("quality", 1, "invalid_type"),

@@ -6,12 +6,20 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from aiohttp import BodyPartReader, web
 from aiohttp.http import HttpProcessingError
-from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from clowder_aimage.api.batch import batch_operation as operation
+from clowder_aimage.api.batch.batch_operation import (
+    ANCHOR,
+    MIN_KEPT,
+    SECONDS,
+    BatchBody,
+    BatchesQuery,
+    FilesQuery,
+)
 from clowder_aimage.api.batch.batch_run import BatchRunner
 from clowder_aimage.api.batch.batch_store import ChangedRecordError, Record
 from clowder_aimage.api.batch.stored_file import (
@@ -25,59 +33,23 @@ from clowder_aimage.api.batch.stored_file import (
     records,
 )
 from clowder_aimage.api.request_body import (
-    OpenBody,
     check_fields,
     check_ignored,
     is_strict,
     read_object,
+    read_query,
     wrong,
 )
-from clowder_aimage.engine.batch_line import MAX_FILE, OVER, URLS
+from clowder_aimage.engine.batch_line import MAX_FILE, OVER
 from clowder_aimage.http.access import bearer_token
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.body_stream import too_large
-from clowder_aimage.http.route import INFER, Route
+from clowder_aimage.http.route import INFER, Route, serve
 
 TIMEOUT = 600.0  # seconds for a file to arrive
 _MAX_FIELD, _MAX_PARTS, _CHUNK = 1024, 10, 1 << 16
-_FEW = 100  # entries of a list of batches at most
-_MIN_KEPT = 3600  # seconds
 _MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, RuntimeWarning)
-_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
-
-
-class _Expiry(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=_MIN_KEPT, le=KEPT)]
-
-
-class BatchBody(OpenBody):
-    """The body of a request that creates a batch."""
-
-    input_file_id: Annotated[str, Field(max_length=64)]
-    endpoint: str
-    completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = None
-    output_expires_after: _Expiry | None = None
-
-    @field_validator("endpoint")
-    @classmethod
-    def _check_endpoint(cls, value: str) -> str:
-        if value not in URLS:
-            raise ValueError(f"must be one of {', '.join(URLS)}")
-        return value
-
-    @field_validator("metadata")
-    @classmethod
-    def _check_metadata(cls, value: dict[str, str] | None) -> dict[str, str] | None:
-        known = value or {}
-        if len(known) > 16 or any(len(a) > 64 or len(b) > 512 for a, b in known.items()):
-            raise ValueError(
-                "must have at most 16 pairs, with keys of 64 and values of 512 characters"
-            )
-        return value
+_FIELDS = ("purpose", ANCHOR, SECONDS)
 
 
 class BatchRoutes:
@@ -91,17 +63,16 @@ class BatchRoutes:
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        one, batch = "/v1/files/{id}", "/v1/batches/{id}"
         return [
-            Route("POST", "/v1/files", self._upload, INFER, body=None),
-            Route("GET", "/v1/files", self._files, INFER),
-            Route("GET", one, self._file, INFER),
-            Route("DELETE", one, self._delete, INFER),
-            Route("GET", f"{one}/content", self._content, INFER, has_head=False),
-            Route("POST", "/v1/batches", self._create, INFER),
-            Route("GET", "/v1/batches", self._batches, INFER),
-            Route("GET", batch, self._batch, INFER),
-            Route("POST", f"{batch}/cancel", self._cancel, INFER),
+            serve(operation.UPLOAD, self._upload),
+            serve(operation.LIST_FILES, self._files),
+            serve(operation.SHOW_FILE, self._file),
+            serve(operation.DELETE_FILE, self._delete),
+            serve(operation.READ_FILE, self._content),
+            serve(operation.CREATE_BATCH, self._create),
+            serve(operation.LIST_BATCHES, self._batches),
+            serve(operation.SHOW_BATCH, self._batch),
+            serve(operation.CANCEL_BATCH, self._cancel),
         ]
 
     # -- files
@@ -133,11 +104,13 @@ class BatchRoutes:
 
     async def _files(self, request: web.Request) -> web.StreamResponse:
         found = await records(self._store, "file-", _owner(request))
-        purpose = request.query.get("purpose")
-        listed = [one["object"] for one in found if purpose in (None, one["object"]["purpose"])]
-        if request.query.get("order") == "asc":
+        query = read_query(request, FilesQuery)
+        listed = [
+            one["object"] for one in found if query.purpose in (None, one["object"]["purpose"])
+        ]
+        if query.order == "asc":
             listed.reverse()
-        return _page(request, listed, most=10_000)
+        return _page(listed, query)
 
     async def _own(self, request: web.Request) -> tuple[Record, int]:
         kind = "batch" if request.path.startswith("/v1/batches/") else "file"
@@ -201,7 +174,7 @@ class BatchRoutes:
 
     async def _batches(self, request: web.Request) -> web.StreamResponse:
         found = await records(self._store, "batch_", _owner(request))
-        return _page(request, [one["object"] for one in found], most=_FEW)
+        return _page([one["object"] for one in found], read_query(request, BatchesQuery))
 
     async def _batch(self, request: web.Request) -> web.StreamResponse:
         return web.json_response((await self._own(request))[0]["object"])
@@ -269,32 +242,22 @@ async def _take_file(part: BodyPartReader, writer: FileWriter) -> None:
 
 def _expiry(fields: dict[str, str]) -> int:
     """Return the seconds that a file is kept. Raises ApiError."""
-    if not any(name in fields for name in _FIELDS[1:]):
-        return KEPT
-    if fields.get(_FIELDS[1]) != "created_at":
+    if fields.get(ANCHOR, "created_at") != "created_at":
         raise wrong("expires_after", "must have the anchor created_at")
-    seconds = fields.get(_FIELDS[2], "")
-    if not seconds.isdecimal() or not _MIN_KEPT <= int(seconds[:12]) <= KEPT:
-        raise wrong("expires_after", f"must have {_MIN_KEPT} to {KEPT} seconds")
+    seconds = fields.get(SECONDS, str(KEPT))
+    if not seconds.isdecimal() or not MIN_KEPT <= int(seconds[:12]) <= KEPT:
+        raise wrong("expires_after", f"must have {MIN_KEPT} to {KEPT} seconds")
     return int(seconds)
 
 
-def _page(request: web.Request, found: list[dict[str, Any]], *, most: int) -> web.Response:
-    """Return a part of a list: those after ``after``, at most ``limit``. Raises ApiError."""
-    after, limit = (
-        request.query.get("after"),
-        request.query.get("limit", str(most if most > _FEW else _FEW // 5)),
-    )
-    if request.query.get("order", "desc") not in ("asc", "desc"):
-        raise wrong("order", "must be asc or desc")
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
-        raise wrong("limit", f"must be 1 to {most}")
-    if after is not None:
-        places = [place for place, one in enumerate(found) if one["id"] == after]
+def _page(found: list[dict[str, Any]], query: FilesQuery | BatchesQuery) -> web.Response:
+    """Return the part of a list that a query asks for. Raises ApiError."""
+    if query.after is not None:
+        places = [place for place, one in enumerate(found) if one["id"] == query.after]
         if not places:
-            raise wrong("after", "must be the id of an entry")
+            raise ApiError(404, "after must be the id of an entry", code="not_found", param="after")
         found = found[places[0] + 1 :]
-    shown = found[: int(limit)]
+    shown = found[: query.limit]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
     ends = ends or {"first_id": None, "last_id": None}
     body = {"object": "list", "data": shown, **ends, "has_more": len(found) > len(shown)}

@@ -6,7 +6,9 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Literal
+
+from typing_extensions import TypedDict
 
 from clowder_aimage.api.batch.batch_store import BatchStore, Record, is_id
 from clowder_aimage.http.api_error import ApiError
@@ -14,10 +16,25 @@ from clowder_aimage.http.api_error import ApiError
 PIECE = 4 << 20  # bytes of a piece, unless one line is larger
 MAX_FILES = 1000  # of one owner
 KEPT = 30 * 86400  # seconds that files are kept
-INPUT, OUTPUT = "batch", "batch_output"
+INPUT: Final = "batch"
+OUTPUT: Final = "batch_output"
 
-
+Purpose = Literal["batch", "batch_output"]
 Pieces = list[Any]  # pairs of a mark and a number of pieces: so a record stays short
+
+
+class FileObject(TypedDict):
+    """A file of a client, or the output of a batch."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Purpose
+    status: Literal["processed"]
+    status_details: None
 
 
 def names(pieces: Pieces) -> Iterator[str]:
@@ -53,8 +70,8 @@ class FileWriter:
             del self._rest[:PIECE]
 
     async def end(
-        self, name: str, owner: str, purpose: str = INPUT, keep: int = KEPT
-    ) -> dict[str, Any]:
+        self, name: str, owner: str, purpose: Purpose = INPUT, keep: int = KEPT
+    ) -> FileObject:
         """Make the record, and return the file object."""
         if self._rest:
             await add_piece(self.store, self.pieces, self._mark, bytes(self._rest))
@@ -75,12 +92,12 @@ async def add_file(
     *,
     name: str,
     owner: str,
-    purpose: str,
+    purpose: Purpose,
     keep: int = KEPT,
-) -> dict[str, Any]:
+) -> FileObject:
     """Make the record of a file, whose pieces are stored; return the file object."""
     now = int(await store.now())
-    found = {
+    found: FileObject = {
         "id": f"file-{secrets.token_hex(12)}",
         "object": "file",
         "bytes": size,
@@ -91,7 +108,7 @@ async def add_file(
         "status": "processed",
         "status_details": None,
     }
-    await store.write(str(found["id"]), {"owner": owner, "object": found, "pieces": pieces}, 0)
+    await store.write(found["id"], {"owner": owner, "object": found, "pieces": pieces}, 0)
     return found
 
 

@@ -19,7 +19,7 @@ from clowder_aimage.engine.executor import run_io
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.body_stream import check_coding, check_type, too_large
 from clowder_aimage.http.local_request import LocalRequest, Request
-from clowder_aimage.http.route import BODY
+from clowder_aimage.http.operation import BODY
 from clowder_aimage.pictures.input_file import MAX_BYTES
 
 MAX_BODY = 96 << 20  # bytes of a request with its pictures

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from clowder_aimage.api.request_body import wrong
+from pydantic import Field
+
+from clowder_aimage.api.request_body import RequestBody, wrong
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.model.pipeline import ALPHA
 from clowder_aimage.pictures.input_file import DECLARED_TYPES, TYPES, decode_base64
@@ -15,6 +17,58 @@ NAMES = (IMAGE, IMAGES, MASK, CONTROL)  # of fields that are files in a form
 KEYS = tuple(f'"{name}"'.encode() for name in NAMES)  # in JSON
 _EMPTY = (None, "", b"")
 Given = dict[str, list[str | bytes]]  # the pictures of a request: files, or texts that name them
+
+
+class PictureLink(RequestBody):
+    """A picture as in other requests of OpenAI's API."""
+
+    image_url: str
+
+
+_Picture = str | PictureLink
+
+
+class PictureSources(RequestBody):
+    """The fields of a JSON body that name pictures, which ``take_pictures`` takes."""
+
+    image: _Picture | list[_Picture] | None = Field(
+        default=None,
+        description="The picture to begin with: a data: URL in base64, an https: URL, or an "
+        "artifact such as `oci://registry.example.com/pictures/cat:v1`. Only allowed hosts are "
+        "asked.",
+        examples=["data:image/png;base64,iVBORw0KGgo="],
+    )
+    images: list[_Picture] | None = Field(
+        default=None,
+        description="In place of `image`: a list. Models that begin with a picture take one; the "
+        "model's `max_images` is the most.",
+    )
+    mask: _Picture | None = Field(
+        default=None,
+        description="A picture as large as the image, of which `painted` is painted; or `alpha`: "
+        "what is transparent in the image.",
+        examples=["alpha"],
+    )
+    control: _Picture | None = Field(
+        default=None,
+        description="A picture that guides a ControlNet; sources as of `image`.",
+        examples=["data:image/png;base64,iVBORw0KGgo="],
+    )
+
+
+class BarePictureSources(RequestBody):
+    """The fields of a body of ollama's API that name pictures."""
+
+    images: list[str] | None = Field(
+        default=None,
+        description="Pictures in base64, URLs or artifacts: one to begin with, or up to the "
+        "`max_images` of the model.",
+    )
+    mask: str | None = Field(
+        default=None,
+        description="With `images`: a picture of which `painted` is painted; or `alpha`.",
+    )
+    control: str | None = Field(default=None, description="A picture that guides a ControlNet.")
 
 
 class BareBase64(str):

@@ -17,13 +17,14 @@ from aiohttp import web
 
 from clowder_aimage.adapter_source import AdapterFinder, is_adapter
 from clowder_aimage.api.openai_model import unknown_model
-from clowder_aimage.api.request_body import wrong
+from clowder_aimage.api.request_body import read_query, wrong
 from clowder_aimage.api.service import Service
+from clowder_aimage.api.store import store_operation
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.model_fetch import read_model
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.http.local_request import Request
-from clowder_aimage.http.route import INFER, Route, SharedRoute
+from clowder_aimage.http.route import Route, share
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_manifest
 from clowder_aimage.model.pipeline import LoraUse
@@ -42,10 +43,11 @@ def routes(service: Service) -> list[Route]:
     catalog = AdapterCatalog(service)
 
     async def answer(request: Request) -> web.StreamResponse:
-        data = await run_io(catalog.all, request.query.get("model") or None)
+        query = read_query(request, store_operation.AdaptersQuery)
+        data = await run_io(catalog.all, query.model or None)
         return web.json_response({"object": "list", "data": data})
 
-    return [SharedRoute("GET", "/v1/adapters", answer, INFER)]
+    return [share(store_operation.ADAPTERS, answer)]
 
 
 @dataclass(frozen=True, slots=True)

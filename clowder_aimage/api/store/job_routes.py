@@ -5,50 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 from aiohttp import web
-from pydantic import Field
 
 from clowder_aimage.api import model_list
-from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
-from clowder_aimage.api.request_body import RequestBody, read_body, wrong
+from clowder_aimage.api.lora_field import PromptedLoras
+from clowder_aimage.api.request_body import read_body, wrong
 from clowder_aimage.api.service import Service
+from clowder_aimage.api.store import job_operation
+from clowder_aimage.api.store.job_operation import JobFacts, JobRequest
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.job_queue import CONVERT, FUSE, Job
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http.api_error import ApiError, api_error
-from clowder_aimage.http.route import ADMIN, Route
+from clowder_aimage.http.route import Route, serve
 from clowder_aimage.importer import Recipe
 from clowder_aimage.importer.recipe import AUTO
 from clowder_aimage.oci import Reference
-
-
-class JobRequest(RequestBody):
-    """The AImage to change, the name of the new one, and the change.
-
-    ``kind`` "convert" needs a ``dtype`` or a ``quantize``, as of ``aimage convert``; "fuse" needs
-    ``loras``. ``attach`` makes the new AImage a variant of the other.
-    """
-
-    kind: Literal["convert", "fuse"]
-    model: str = Field(min_length=1, max_length=1024)
-    target: str = Field(min_length=1, max_length=1024)
-    dtype: str | None = None
-    quantize: str | None = Field(None, max_length=256)
-    group_size: int | None = None
-    attach: bool = False
-    loras: LoraFields = Field(default_factory=list)
 
 
 def routes(service: Service) -> list[Route]:
     """Return the routes of jobs."""
     jobs = JobRoutes(service)
     return [
-        Route("GET", "/v1/jobs", jobs.list_all, ADMIN),
-        Route("POST", "/v1/jobs", jobs.add, ADMIN),
-        Route("GET", "/v1/jobs/{id}", jobs.show, ADMIN),
-        Route("DELETE", "/v1/jobs/{id}", jobs.cancel, ADMIN),
+        serve(job_operation.LIST_JOBS, jobs.list_all),
+        serve(job_operation.ADD_JOB, jobs.add),
+        serve(job_operation.SHOW_JOB, jobs.show),
+        serve(job_operation.CANCEL_JOB, jobs.cancel),
     ]
 
 
@@ -139,7 +123,7 @@ def _recipe(body: JobRequest) -> dict[str, Any]:
     return {"recipe": fields, "attach": body.attach}
 
 
-def _described(job: Job) -> dict[str, Any]:
+def _described(job: Job) -> JobFacts:
     error = None if job.error is None else api_error(job.error)
     return {
         "id": job.id,
@@ -155,7 +139,7 @@ def _described(job: Job) -> dict[str, Any]:
         "started": _time(job.started),
         "ended": _time(job.ended),
         "result": job.result or None,
-        "error": error and {"message": error.message, "code": error.code},
+        "error": None if error is None else {"message": error.message, "code": error.code},
     }
 
 

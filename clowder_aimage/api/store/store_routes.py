@@ -12,15 +12,18 @@ from aiohttp import web
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.model_kind import kind_of
-from clowder_aimage.api.request_body import wrong
+from clowder_aimage.api.openai_model import unknown_model
+from clowder_aimage.api.request_body import read_query
 from clowder_aimage.api.service import Service
+from clowder_aimage.api.store import store_operation as operation
+from clowder_aimage.api.store.store_operation import MemoryFacts, Referrer
 from clowder_aimage.content.graph import referrer_entry
 from clowder_aimage.engine import machine
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError, registry_error
 from clowder_aimage.http.local_request import Request
-from clowder_aimage.http.route import ADMIN, INFER, Route, SharedRoute
+from clowder_aimage.http.route import ADMIN, Route, share
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.metadata import weight_type
 from clowder_aimage.layout.stored_aimage import interpret, read_manifest
@@ -44,8 +47,8 @@ def routes(service: Service) -> list[Route]:
     """Return the routes that describe the store."""
     report = StoreReport(service)
     return [
-        SharedRoute("GET", "/v1/store", report.answer, INFER),
-        SharedRoute("GET", "/v1/referrers", partial(_referrers, service), INFER),
+        share(operation.DESCRIBE, report.answer),
+        share(operation.REFERRERS, partial(_referrers, service)),
     ]
 
 
@@ -98,7 +101,7 @@ class StoreReport:
             **self._facts[descriptor.digest],
         }
 
-    def _memory(self) -> dict[str, Any]:
+    def _memory(self) -> MemoryFacts:
         engine = self._service.engine
         runners = [one.runner for one in engine.loaded()]
         limit = engine.limits.memory
@@ -131,23 +134,21 @@ def _facts(store: ImageLayout, descriptor: Descriptor) -> dict[str, Any]:
 
 async def _referrers(service: Service, request: Request) -> web.StreamResponse:
     """Respond with the artifacts whose subject is a model: in the store, and in its registry."""
-    name, where = request.query.get("model", ""), request.query.get("registry", "")
-    if where not in ("", "true", "false"):
-        raise wrong("registry", "must be true or false")
+    query = read_query(request, operation.ReferrersQuery)
     try:
-        reference = Reference.parse(service.alias(name) or name)
-    except UsageError as error:
-        raise wrong("model", error.message[:300]) from None
+        reference = Reference.parse(service.alias(query.model) or query.model)
+    except UsageError:
+        raise unknown_model(query.model) from None
     found = await run_io(model_list.entry, service.store, reference)
     if found is None:
-        raise ApiError(404, f"model {name[:200]!r} not found", code="model_not_found")
+        raise unknown_model(query.model)
     data = await run_io(lambda: list(_in_store(service.store, found.digest)))
-    if where == "true":
+    if query.registry == "true":
         data += await _in_registry(service, request, reference, found.digest, data)
     return web.json_response({"object": "list", "subject": str(found.digest), "data": data})
 
 
-def _in_store(store: ImageLayout, subject: Digest) -> Iterator[dict[str, Any]]:
+def _in_store(store: ImageLayout, subject: Digest) -> Iterator[Referrer]:
     """Yield the referrers that have a name in the store; documents that are damaged have none."""
     for name, descriptor in sorted(store.tags(), key=lambda tag: tag[0]):
         try:
@@ -163,8 +164,8 @@ async def _in_registry(
     request: Request,
     reference: Reference,
     subject: Digest,
-    known: list[dict[str, Any]],
-) -> list[dict[str, Any]]:
+    known: list[Referrer],
+) -> list[Referrer]:
     """Return the referrers in the registry of a name that the store does not have.
 
     Raises ApiError for a caller whom the worker lends no credentials, or without a registry.
@@ -193,7 +194,7 @@ async def _in_registry(
     return [_described(one, None, _kind_of(one)) for one in found if str(one.digest) not in seen]
 
 
-def _described(entry: Descriptor, name: str | None, kind: str) -> dict[str, Any]:
+def _described(entry: Descriptor, name: str | None, kind: str) -> Referrer:
     return {
         "name": name,
         "digest": str(entry.digest),

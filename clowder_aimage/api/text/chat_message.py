@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -11,7 +11,6 @@ from clowder_aimage.api.request_body import RequestBody
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_NAME = 256  # characters of a name or an id
-_TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 def _joined(content: object) -> object:
@@ -23,7 +22,7 @@ def _joined(content: object) -> object:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
             raise ValueError("must be a text or a list of parts with a type")
-        if kind not in _TEXT_PARTS:
+        if kind not in get_args(TextPart.model_fields["type"].annotation):
             raise ValueError(f"has a part of the type {kind[:40]!a}; only text is supported")
         if not isinstance(text := part.get("text"), str):
             raise ValueError("has a part without a text")
@@ -31,21 +30,30 @@ def _joined(content: object) -> object:
     return "".join(texts)
 
 
-Content = Annotated[str, BeforeValidator(_joined)]
+class TextPart(RequestBody):
+    """A part of a message that is text."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+Content = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
-class _CalledFunction(RequestBody):
+class CalledFunction(RequestBody):
+    """The function of a call."""
+
     name: _Name
-    arguments: str = "{}"
+    arguments: str = Field(default="{}", description="A JSON object as text.")
 
 
 class Call(RequestBody):
-    """A call of a function in an earlier answer; ``arguments`` is a JSON object as text."""
+    """A call of a function in an earlier answer."""
 
-    id: str = Field("", max_length=MAX_NAME)
+    id: str = Field(default="", max_length=MAX_NAME)
     type: Literal["function"] = "function"
-    function: _CalledFunction
+    function: CalledFunction
 
 
 class Message(RequestBody):
@@ -54,9 +62,15 @@ class Message(RequestBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: _Name | None = None
-    tool_calls: list[Call] | None = Field(None, max_length=MAX_TOOLS)
-    tool_call_id: str | None = Field(None, max_length=MAX_NAME)
-    reasoning_content: str | None = None
+    tool_calls: list[Call] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_call_id: str | None = Field(
+        default=None,
+        max_length=MAX_NAME,
+        description="The call that a message of the role tool answers, which needs it.",
+    )
+    reasoning_content: str | None = Field(
+        default=None, description="The thinking that preceded an answer."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -77,18 +91,22 @@ class Message(RequestBody):
         return found
 
 
-class _Function(RequestBody):
+class ToolFunction(RequestBody):
+    """The name of a function, and its arguments."""
+
     name: str = Field(pattern=r"^[A-Za-z0-9_.:-]{1,256}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = Field(
+        default=None, description="The JSON Schema of its arguments."
+    )
     strict: bool | None = None
 
 
 class Tool(RequestBody):
-    """A function that the model may call; ``parameters`` is the JSON Schema of its arguments."""
+    """A function that the model may call."""
 
     type: Literal["function"] = "function"
-    function: _Function
+    function: ToolFunction
 
     def values(self) -> dict[str, Any]:
         """Return the tool for a template."""

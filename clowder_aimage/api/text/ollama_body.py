@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from clowder_aimage.api.ollama_request import OllamaBody
-from clowder_aimage.api.request_body import RequestBody, Whole, wrong
+from clowder_aimage.api.request_body import RequestBody, wrong
 from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_NAME, MAX_TOOLS, Tool
-from clowder_aimage.api.text.text_request import MAX_INPUTS, SamplingFields, Stops, text_list
+from clowder_aimage.api.text.text_request import MAX_INPUTS, SamplingFields, Stops, texts_of
 from clowder_aimage.model.text.language_model import MAX_ALTERNATIVES, TextRequest
 
 
-class _Options(SamplingFields):
+class OllamaTextOptions(SamplingFields):
     """The options that have an effect; ``num_ctx`` and those of the machine are the worker's."""
 
     repeat_penalty: float | None = Field(default=None, ge=1e-3, le=100, allow_inf_nan=False)
-    num_predict: Whole | None = None
+    num_predict: int | None = Field(
+        default=None,
+        description="The maximum number of tokens of a text; 0 or less is as many as the context "
+        "has room for.",
+    )
     stop: Stops = Field(default_factory=list)
 
     def request(self) -> dict[str, Any]:
@@ -48,9 +52,12 @@ def _schema(value: object) -> Any:
     raise ValueError('must be "json" or a JSON Schema')
 
 
+_Effort = Literal["low", "medium", "high", "max"]
+
+
 def _thinking(value: object) -> object:
     """Return whether a model thinks; the levels of newer models all mean that it does."""
-    return True if value in ("low", "medium", "high", "max") else value
+    return True if value in get_args(_Effort) else value
 
 
 def _arguments(value: object) -> Any:
@@ -58,24 +65,36 @@ def _arguments(value: object) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
 
-class _CalledTool(RequestBody):
+class OllamaFunction(RequestBody):
+    """The function of a call."""
+
     name: str = Field(min_length=1, max_length=MAX_NAME)
-    arguments: Annotated[str, BeforeValidator(_arguments)] = "{}"
+    arguments: Annotated[
+        str, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any])
+    ] = "{}"
 
 
-class _ToolUse(RequestBody):
+class OllamaCall(RequestBody):
+    """A call of a function in an earlier answer."""
+
     id: str | None = Field(default=None, max_length=MAX_NAME)
-    function: _CalledTool
+    function: OllamaFunction
 
 
-class _OllamaMessage(RequestBody):
+class OllamaMessage(RequestBody):
+    """A message of a chat."""
+
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    tool_calls: list[_ToolUse] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_calls: list[OllamaCall] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_name: str | None = Field(default=None, max_length=MAX_NAME)
     tool_call_id: str | None = Field(default=None, max_length=MAX_NAME)
-    images: list[Any] | None = None
+    images: list[Any] | None = Field(
+        default=None,
+        description="Only empty: only text is supported.",
+        json_schema_extra={"maxItems": 0},
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -102,11 +121,22 @@ class _OllamaMessage(RequestBody):
 class OllamaTextBody(OllamaBody):
     """The fields that requests of chat and of generate have in common."""
 
-    options: _Options = _Options()
-    format: Annotated[Mapping[str, Any] | None, BeforeValidator(_schema)] = None
-    think: Annotated[bool | None, BeforeValidator(_thinking)] = None
-    logprobs: bool = False
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_ALTERNATIVES)] = 0
+    options: OllamaTextOptions = OllamaTextOptions()
+    format: Annotated[
+        Mapping[str, Any] | None,
+        BeforeValidator(_schema, json_schema_input_type=Literal["", "json"] | dict[str, Any]),
+    ] = Field(
+        default=None,
+        description="`json`, or a JSON Schema. An error (400) where the runtime of the model has "
+        "no grammars.",
+    )
+    think: Annotated[
+        bool | None, BeforeValidator(_thinking, json_schema_input_type=bool | _Effort)
+    ] = Field(default=None, description="Turn thinking on or off; all levels turn it on.")
+    logprobs: bool = Field(default=False, description="Return the log probability of each token.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] = Field(
+        default=0, description="The most probable tokens at each place."
+    )
 
     @property
     def is_change(self) -> bool:
@@ -130,8 +160,17 @@ class OllamaTextBody(OllamaBody):
 class OllamaChatBody(OllamaTextBody):
     """A request of ``/api/chat``."""
 
-    messages: list[_OllamaMessage] = Field(default_factory=list, max_length=MAX_MESSAGES)
-    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    messages: list[OllamaMessage] = Field(
+        default_factory=list,
+        max_length=MAX_MESSAGES,
+        description="None: load the model, or unload it with `keep_alive: 0`.",
+    )
+    tools: list[Tool] = Field(
+        default_factory=list,
+        max_length=MAX_TOOLS,
+        description="Functions that the model may call. An error (400) where its template has no "
+        "tools.",
+    )
 
     @property
     def is_change(self) -> bool:
@@ -146,11 +185,19 @@ class OllamaPromptBody(OllamaTextBody):
     """A request of ``/api/generate`` for a language model."""
 
     prompt: str = ""
-    system: str = ""
-    raw: bool = False
-    suffix: str = ""
-    template: str = ""
-    images: list[Any] = Field(default_factory=list)
+    system: str = Field(default="", description="The system message.")
+    raw: bool = Field(default=False, description="Use the prompt as it is, without a template.")
+    suffix: str = Field(
+        default="", description="Only empty; else refused.", json_schema_extra={"maxLength": 0}
+    )
+    template: str = Field(
+        default="", description="Only empty; else refused.", json_schema_extra={"maxLength": 0}
+    )
+    images: list[Any] = Field(
+        default_factory=list,
+        description="Only empty; else refused.",
+        json_schema_extra={"maxItems": 0},
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -176,11 +223,13 @@ class OllamaPromptBody(OllamaTextBody):
 class OllamaEmbedBody(OllamaBody):
     """A request of ``/api/embed``, or of the older ``/api/embeddings``."""
 
-    input: Annotated[list[str], Field(max_length=MAX_INPUTS), BeforeValidator(text_list)] | None = (
-        None
+    input: Annotated[list[str], Field(max_length=MAX_INPUTS), texts_of(MAX_INPUTS)] | None = Field(
+        default=None, description="A text or several. None: load the model."
     )
-    prompt: str = ""  # of the older route
-    dimensions: Any = None
+    prompt: str = Field(default="", description="The text of `/api/embeddings`.")
+    dimensions: Annotated[Any, WithJsonSchema({"type": "null"})] = Field(
+        default=None, description="Refused: embeddings have the dimensions of the model."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -20,13 +20,18 @@ from clowder_aimage.api.text.ollama_body import (
     OllamaTextBody,
 )
 from clowder_aimage.api.text.openai_chunk import token_facts
-from clowder_aimage.api.text.openai_text import MAX_BODY, explained
+from clowder_aimage.api.text.openai_text import explained
+from clowder_aimage.api.text.text_operation import (
+    OLLAMA_CHAT,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+)
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, LoadingEvent, StartedEvent
 from clowder_aimage.errors import AImageError, FormatError, ModelError, UsageError
 from clowder_aimage.http.api_error import OLLAMA
 from clowder_aimage.http.local_request import Request
-from clowder_aimage.http.route import INFER, Route, SharedRoute
+from clowder_aimage.http.route import Route, share
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.text.language_model import (
     LENGTH,
@@ -236,12 +241,8 @@ async def _embed(service: Service, request: Request, *, is_old: bool) -> web.Str
 
 def routes(service: Service) -> list[Route]:
     """Return the routes that only language models have."""
-    handlers = {
-        "/api/chat": partial(_chat, service),
-        "/api/embed": partial(_embed, service, is_old=False),
-        "/api/embeddings": partial(_embed, service, is_old=True),
-    }
     return [
-        SharedRoute("POST", path, handler, INFER, body=MAX_BODY)
-        for path, handler in handlers.items()
+        share(OLLAMA_CHAT, partial(_chat, service)),
+        share(OLLAMA_EMBED, partial(_embed, service, is_old=False)),
+        share(OLLAMA_EMBEDDINGS, partial(_embed, service, is_old=True)),
     ]

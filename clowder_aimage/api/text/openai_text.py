@@ -25,6 +25,7 @@ from clowder_aimage.api.text.openai_chunk import (
     TextAnswer,
     embeddings,
 )
+from clowder_aimage.api.text.text_operation import CHAT, COMPLETE, EMBED
 from clowder_aimage.api.text.text_request import (
     ChatRequest,
     CompletionRequest,
@@ -37,7 +38,7 @@ from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import Request
-from clowder_aimage.http.route import ADMIN, INFER, Route, SharedRoute
+from clowder_aimage.http.route import ADMIN, Route, share
 from clowder_aimage.model.text.language_model import (
     ContextError,
     EmbeddingRequest,
@@ -45,7 +46,6 @@ from clowder_aimage.model.text.language_model import (
     TextRequest,
 )
 
-MAX_BODY = 4 << 20  # bytes: ample for the context of a model
 # Fields of a model's request and their names in those of OpenAI's API
 _PARAMS = {
     "schema": "response_format",
@@ -64,14 +64,10 @@ class TextRoutes:
 
     def routes(self) -> list[Route]:
         """Return the routes."""
-        handlers = {
-            "/v1/chat/completions": self.chat,
-            "/v1/completions": self.complete,
-            "/v1/embeddings": self.embed,
-        }
         return [
-            SharedRoute("POST", path, handler, INFER, body=MAX_BODY)
-            for path, handler in handlers.items()
+            share(CHAT, self.chat),
+            share(COMPLETE, self.complete),
+            share(EMBED, self.embed),
         ]
 
     async def chat(self, request: Request) -> web.StreamResponse:

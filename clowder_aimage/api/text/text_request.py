@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
-from clowder_aimage.api.request_body import GenerationBody, RequestBody, Whole, wrong
+from clowder_aimage.api.request_body import GenerationBody, RequestBody, wrong
 from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_TOOLS, Message, Tool
 from clowder_aimage.model.text.language_model import (
     MAX_ALTERNATIVES,
@@ -32,6 +32,9 @@ _NO_EFFECT = frozenset(
     {"user", "safety_identifier", "prompt_cache_key", "store", "metadata", "service_tier"}
 )
 _Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
+_Tokens = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
+_MOST_TOKENS = "The maximum number of tokens of a text."
+_Nothing = Annotated[Any, WithJsonSchema({"type": "null"})]  # a field that is refused
 
 
 def _stops(value: object) -> object:
@@ -52,24 +55,51 @@ def _top_k(value: int) -> int:
     return max(0, value)  # -1 is vLLM's for no limit
 
 
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
+_StopList = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 Stops = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]],
-    Field(max_length=MAX_STOPS),
-    BeforeValidator(_stops),
+    _StopList,
+    BeforeValidator(_stops, json_schema_input_type=_Stop | _StopList),
+    Field(description="Texts that end the answer and are not part of it."),
 ]
+_Text = Annotated[str, Field(min_length=1)]
+
+
+def texts_of(most: int) -> BeforeValidator:
+    """Return the reader of a field that is a text, or a list of up to ``most``."""
+    listed = Annotated[list[_Text], Field(min_length=1, max_length=most)]
+    return BeforeValidator(text_list, json_schema_input_type=_Text | listed)
 
 
 class SamplingFields(RequestBody):
     """Parameters of drawing tokens; None leaves them to the model."""
 
-    temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
+    temperature: float | None = Field(
+        default=None,
+        ge=0,
+        le=100,
+        allow_inf_nan=False,
+        description="0 takes the most probable token. Default: the model's.",
+    )
     top_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
-    top_k: Annotated[Whole, Field(ge=-1, le=1 << 31), AfterValidator(_top_k)] | None = None
-    min_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(default=None, ge=1e-3, le=100, allow_inf_nan=False)
+    top_k: Annotated[int, Field(ge=-1, le=1 << 31), AfterValidator(_top_k)] | None = Field(
+        default=None, description="0 or -1: no limit. An extension."
+    )
+    min_p: float | None = Field(
+        default=None, ge=0, le=1, allow_inf_nan=False, description="An extension."
+    )
+    repetition_penalty: float | None = Field(
+        default=None,
+        ge=1e-3,
+        le=100,
+        allow_inf_nan=False,
+        description="An extension; 1 is none.",
+    )
     presence_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2, allow_inf_nan=False)
-    seed: Annotated[Whole, Field(ge=-(1 << 63), le=MAX_SEED)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), le=MAX_SEED)] | None = Field(
+        default=None, description="The same seed gives the same text."
+    )
 
     def sampling(self) -> Sampling:
         """Return the values of a request; a negative seed counts as the unsigned one."""
@@ -79,8 +109,12 @@ class SamplingFields(RequestBody):
         return Sampling(**found)
 
 
-class _StreamOptions(RequestBody):
-    include_usage: bool = False
+class StreamOptions(RequestBody):
+    """Additions to a stream."""
+
+    include_usage: bool = Field(
+        default=False, description="Send the counts of tokens in a chunk of their own at the end."
+    )
 
 
 class TextBody(SamplingFields, GenerationBody):
@@ -88,12 +122,20 @@ class TextBody(SamplingFields, GenerationBody):
 
     NO_EFFECT = _NO_EFFECT
 
-    max_tokens: Annotated[Whole, Field(ge=1, le=_MAX_TOKENS)] | None = None
-    n: _Choices = 1
+    max_tokens: _Tokens | None = Field(default=None, description=_MOST_TOKENS)
+    n: _Choices = Field(
+        default=1,
+        description="Number of texts of each prompt, made one after another, with consecutive "
+        "seeds.",
+    )
     stop: Stops = Field(default_factory=list)
     stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    stream_options: StreamOptions = StreamOptions()
+    logit_bias: dict[str, float] = Field(
+        default_factory=dict,
+        description="Only empty; else refused.",
+        json_schema_extra={"maxProperties": 0},
+    )
 
     @model_validator(mode="after")
     def _check_text(self) -> Self:
@@ -118,9 +160,14 @@ class TextBody(SamplingFields, GenerationBody):
         return [replace(request, sampling=replace(own, seed=one)) for one in seeds]
 
 
-class _Format(RequestBody):
+class TextFormat(RequestBody):
+    """Text, a JSON object, or JSON of a schema."""
+
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: dict[str, Any] | None = Field(
+        default=None,
+        description="An object whose `schema` is a JSON Schema; needed by json_schema.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -137,7 +184,9 @@ class _Format(RequestBody):
         return found if isinstance(found, dict) else None
 
 
-class _TemplateFields(RequestBody):
+class TemplateFields(RequestBody):
+    """Fields of the chat template."""
+
     model_config = RequestBody.model_config | {"extra": "forbid"}
     enable_thinking: bool | None = None
 
@@ -146,20 +195,45 @@ class ChatRequest(TextBody):
     """A request of ``/v1/chat/completions``."""
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: Annotated[Whole, Field(ge=1, le=_MAX_TOKENS)] | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
-    response_format: _Format | None = None
-    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Any = "auto"
-    parallel_tool_calls: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
+    max_completion_tokens: _Tokens | None = Field(
+        default=None, description="Newer name of `max_tokens`."
     )
-    chat_template_kwargs: _TemplateFields | None = None
+    logprobs: bool = Field(default=False, description="Return the log probability of each token.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = Field(
+        default=None, description="The most probable tokens at each place; requires `logprobs`."
+    )
+    response_format: TextFormat | None = Field(
+        default=None, description="An error (400) where the runtime of the model has no grammars."
+    )
+    tools: list[Tool] = Field(
+        default_factory=list,
+        max_length=MAX_TOOLS,
+        description="Functions that the model may call. An error (400) where its template has no "
+        "tools.",
+    )
+    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["auto", "none"]})] = Field(
+        default="auto", description="A model cannot be made to call a function."
+    )
+    parallel_tool_calls: bool = Field(
+        default=True, description="false returns only the first call."
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        Field(
+            default=None,
+            description="`none` and `minimal` turn thinking off, others on, in models that have "
+            "both.",
+        )
+    )
+    chat_template_kwargs: TemplateFields | None = Field(
+        default=None, description="Takes precedence over `reasoning_effort`. An extension."
+    )
     modalities: list[Literal["text"]] = Field(default_factory=list)
-    functions: list[Any] = Field(default_factory=list)  # replaced by tools
-    function_call: Any = None
+    functions: list[Any] = Field(
+        default_factory=list,
+        description="Only empty: replaced by `tools`.",
+        json_schema_extra={"maxItems": 0},
+    )
+    function_call: _Nothing = Field(default=None, description="Refused: replaced by `tool_choice`.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -202,12 +276,22 @@ class ChatRequest(TextBody):
 class CompletionRequest(TextBody):
     """A request of ``/v1/completions``: each text of ``prompt`` is continued ``n`` times."""
 
-    prompt: Annotated[list[str], Field(max_length=MAX_CHOICES), BeforeValidator(text_list)]
-    max_tokens: Annotated[Whole, Field(ge=1, le=_MAX_TOKENS)] | None = 16  # as at OpenAI
-    echo: bool = False
-    suffix: str = ""
-    best_of: _Choices | None = None
-    logprobs: Annotated[Whole, Field(ge=0, le=MAX_ALTERNATIVES)] | None = None
+    prompt: Annotated[list[str], Field(max_length=MAX_CHOICES), texts_of(MAX_CHOICES)] = Field(
+        description="A text or several; lists of tokens are refused."
+    )
+    max_tokens: _Tokens | None = Field(default=16, description=_MOST_TOKENS)  # as at OpenAI
+    echo: bool = Field(default=False, description="Begin each text with its prompt.")
+    suffix: str = Field(
+        default="", description="Only empty; else refused.", json_schema_extra={"maxLength": 0}
+    )
+    best_of: _Choices | None = Field(
+        default=None, description="Only 1; else refused.", json_schema_extra={"maximum": 1}
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = Field(
+        default=None,
+        description="Return the log probabilities of each token and of this number of the most "
+        "probable ones.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -244,9 +328,15 @@ class EmbeddingsBody(GenerationBody):
 
     NO_EFFECT = _NO_EFFECT
 
-    input: Annotated[list[str], Field(max_length=MAX_INPUTS), BeforeValidator(text_list)]
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Any = None
+    input: Annotated[list[str], Field(max_length=MAX_INPUTS), texts_of(MAX_INPUTS)] = Field(
+        description="A text or several; lists of tokens are refused."
+    )
+    encoding_format: Literal["float", "base64"] = Field(
+        default="float", description="Numbers, or float32 values in base64, the lowest byte first."
+    )
+    dimensions: _Nothing = Field(
+        default=None, description="Refused: embeddings have the dimensions of the model."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

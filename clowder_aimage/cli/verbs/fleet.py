@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -179,7 +180,7 @@ def status(nats: str | None, **chosen: Any) -> None:
         from clowder_aimage.fleet.fleet_status import FleetStatus
         from clowder_aimage.fleet.worker_card import read_roster
 
-        return await FleetStatus(link, await read_roster(link)).read()
+        return asdict(await FleetStatus(link, await read_roster(link)).read())
 
     found = _run(nats, chosen, read)
     result(found, lines(found))

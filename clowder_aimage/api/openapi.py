@@ -1,0 +1,321 @@
+"""The OpenAPI 3.1 document of a server: made from its routes and from the types of its fields.
+
+The schemas are pydantic's, with what these servers accept in addition: null counts as absent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+from typing_extensions import TypedDict
+
+from clowder_aimage.api.health_operation import DESCRIBE, SHOW
+from clowder_aimage.api.request_body import RequestBody
+from clowder_aimage.engine.executor import run_io
+from clowder_aimage.http import PRODUCT
+from clowder_aimage.http.operation import JSON, Answer, Operation
+from clowder_aimage.http.route import OPEN, Route, serve
+
+_SCHEMAS, _RESPONSES = "#/components/schemas/", "#/components/responses/"
+_ABOUT = (
+    "Pictures and texts by AI models stored as OCI artifacts: OpenAI's images API and its APIs for "
+    "text, ollama's API, and Clowder's storage API."
+)
+_REFUSALS = {
+    400: ("BadRequest", "The request is invalid."),
+    401: ("Unauthorized", "A token is required."),
+    403: (
+        "Forbidden",
+        "The scope of the token is insufficient, the request is cross-site, or the host or a "
+        "picture's source is not allowed.",
+    ),
+    404: ("NotFound", "Not found."),
+    408: ("Timeout", "Timed out reading the request body."),
+    409: ("Conflict", "The request conflicts with the current state."),
+    410: ("Gone", "The link has expired."),
+    413: ("TooLarge", "The request body is too large."),
+    415: ("WrongType", "The media type of the body, or of a picture, is not supported."),
+    422: (
+        "Unusable",
+        "An adapter or a picture cannot be used, a URL has an unsupported scheme, or an "
+        "idempotency key was used for another request.",
+    ),
+    500: ("Failed", "Internal error."),
+    502: ("Registry", "The registry denied access, failed, or is unreachable."),
+    503: ("Busy", "The queue is full, or the server cannot work at the moment."),
+    504: ("Deadline", "The request exceeded the deadline."),
+    507: ("NoSpace", "The disk is full."),
+}
+_HEADERS = {401: {"WWW-Authenticate": "The scheme."}, 503: {"Retry-After": "Seconds."}}
+
+
+class OpenAIFault(TypedDict):
+    """The fault of a request or of the server."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(TypedDict):
+    """An error in OpenAI's form."""
+
+    error: OpenAIFault
+
+
+class OllamaError(TypedDict):
+    """An error in ollama's form."""
+
+    error: str
+
+
+def description_routes(kind: str) -> list[Route]:
+    """Return the routes of the description of a kind of server: as JSON, and as a page."""
+    made: list[dict[str, Any]] = []  # at the first request
+
+    async def made_for(app: web.Application) -> dict[str, Any]:
+        if not made:
+            make = partial(
+                document, app["routes"], title=f"{PRODUCT} {kind}", has_tokens=app["has_tokens"]
+            )
+            made.append(await run_io(make))
+        return made[0]
+
+    async def describe(request: web.Request) -> web.Response:
+        return web.json_response(await made_for(request.app))
+
+    async def show(request: web.Request) -> web.Response:
+        from clowder_aimage.api.description_page import POLICY, page
+
+        headers = {"Content-Security-Policy": POLICY}
+        shown = page(await made_for(request.app))
+        return web.Response(text=shown, content_type="text/html", headers=headers)
+
+    return [serve(DESCRIBE, describe), serve(SHOW, show)]
+
+
+def document(routes: Iterable[Route], *, title: str, has_tokens: bool) -> dict[str, Any]:
+    """Return the description of the routes that have an operation."""
+    listed = list(routes)
+    operations = [route.operation for route in listed if route.operation is not None]
+    schemas, components = _schemas(operations)
+    refusals: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+    for operation in operations:
+        found = _described(operation, schemas, refusals, has_tokens=has_tokens)
+        paths.setdefault(_path(operation), {})[operation.method.lower()] = found
+    tags = {operation.tag.name: operation.tag.description for operation in operations}
+    about = _ABOUT + (
+        " `x-aimage-scope` is the scope that an operation requires: `open` requires no token, and "
+        "`admin` includes `infer`."
+        if has_tokens
+        else " This server has no tokens: requests need no authorization."
+    )
+    if any(route.path.startswith("/v2/") for route in listed):
+        about += " `/v2/` is the API of the OCI Distribution Specification."
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": title,
+            "version": "1",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+            "description": about,
+        },
+        "tags": [{"name": name, "description": text} for name, text in tags.items()],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "responses": dict(sorted(refusals.items())),
+            **({"securitySchemes": _SECURITY} if has_tokens else {}),
+        },
+    }
+
+
+_SECURITY = {
+    "token": {"type": "http", "scheme": "bearer"},
+    "password": {
+        "type": "http",
+        "scheme": "basic",
+        "description": "The token as the password of any user.",
+    },
+}
+
+
+def _path(operation: Operation) -> str:
+    return re.sub(r":[^}]*\}", "}", operation.path)
+
+
+# -- operations
+
+
+def _described(
+    operation: Operation,
+    schemas: Mapping[int, Any],
+    refusals: dict[str, Any],
+    *,
+    has_tokens: bool,
+) -> dict[str, Any]:
+    needs_token = has_tokens and operation.scope != OPEN
+    found: dict[str, Any] = {
+        "operationId": operation.name,
+        "tags": [operation.tag.name],
+        "summary": operation.summary,
+    }
+    if operation.details:
+        found["description"] = operation.details
+    found["x-aimage-scope"] = operation.scope
+    if has_tokens:
+        scopes = [operation.scope]
+        found["security"] = [{"token": scopes}, {"password": scopes}] if needs_token else []
+    if parameters := list(_parameters(operation, schemas)):
+        found["parameters"] = parameters
+    bodies = {JSON: operation.body, "multipart/form-data": operation.form}
+    content = {name: {"schema": schemas[id(kind)]} for name, kind in bodies.items() if kind}
+    if content:
+        found["requestBody"] = {"required": True, "content": content}
+    answers = {str(one.status): _answer(one, schemas) for one in operation.answers}
+    prefix = "Ollama" if operation.path.startswith("/api/") else ""
+    for status in _statuses(operation, needs_token=needs_token):
+        if str(status) not in answers:
+            name = prefix + _REFUSALS[status][0]
+            error = schemas[id(OllamaError if prefix else OpenAIError)]
+            refusals[name] = _refusal(status, error)
+            answers[str(status)] = {"$ref": _RESPONSES + name}
+    found["responses"] = dict(sorted(answers.items()))
+    return found
+
+
+def _statuses(operation: Operation, *, needs_token: bool) -> list[int]:
+    """Return the statuses of refusals: also those that follow from the scope and the body."""
+    found = {403, 500, *operation.refusals, *([401] if needs_token else [])}
+    if operation.body or operation.form:
+        found |= {400, 408, 413, 415}
+    return sorted(found | {400} if operation.query else found)
+
+
+def _parameters(operation: Operation, schemas: Mapping[int, Any]) -> Iterable[dict[str, Any]]:
+    places = (("path", operation.places), ("query", operation.query), ("header", operation.headers))
+    for place, kind in places:
+        if kind is None:
+            continue
+        fields: dict[str, Any] = schemas[id(kind)]
+        for name, schema in fields["properties"].items():
+            schema = dict(schema)
+            text = {"description": schema.pop("description")} if "description" in schema else {}
+            is_required = name in fields.get("required", ())
+            yield {"name": name, "in": place, "required": is_required, **text, "schema": schema}
+
+
+def _answer(answer: Answer, schemas: Mapping[int, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if answer.body is not None:
+        content[JSON] = {"schema": schemas[id(answer.body)]}
+    content |= {name: {} for name in answer.media}
+    found: dict[str, Any] = {"description": answer.description}
+    if answer.headers:
+        found["headers"] = _headers(answer.headers)
+    return found | ({"content": content} if content else {})
+
+
+def _refusal(status: int, error: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"description": _REFUSALS[status][1]}
+    if status in _HEADERS:
+        found["headers"] = _headers(_HEADERS[status])
+    return found | {"content": {JSON: {"schema": error}}}
+
+
+def _headers(named: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        name: {"description": text, "schema": {"type": "string"}} for name, text in named.items()
+    }
+
+
+# -- schemas
+
+
+def _schemas(operations: Sequence[Operation]) -> tuple[dict[int, Any], dict[str, Any]]:
+    """Return the schemas of all types by their identity, and the components that they name."""
+    kinds: dict[int, Any] = {id(kind): kind for kind in (OpenAIError, OllamaError)}
+    places: list[Any] = []
+    for one in operations:
+        places += [one.places, one.query, one.headers]
+        for kind in (one.body, one.form, *(answer.body for answer in one.answers)):
+            if kind is not None:
+                kinds[id(kind)] = kind
+    adapters = [(key, "validation", TypeAdapter(kind)) for key, kind in kinds.items()]
+    found, rest = TypeAdapter.json_schemas(
+        adapters,  # type: ignore[arg-type]
+        ref_template=_SCHEMAS + "{model}",
+        schema_generator=_Schema,
+    )
+    schemas: dict[int, Any] = {key: schema for (key, _), schema in found.items()}
+    for kind in places:
+        if kind is not None:  # parameters are listed one by one
+            schemas[id(kind)] = TypeAdapter(kind).json_schema(schema_generator=_TextSchema)
+    return schemas, dict(sorted(rest["$defs"].items()))
+
+
+class _Schema(GenerateJsonSchema):
+    """Pydantic's schemas without titles; a null is a type of a value, or of an absent field."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
+        return False
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        return _or_null(self.generate_inner(schema["schema"]))
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        value = schema.get("default")
+        if value is None or isinstance(value, BaseModel):  # an object without fields
+            return self.generate_inner(schema["schema"])
+        return super().default_schema(schema)
+
+    def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> JsonSchemaValue:
+        found = super().typed_dict_schema(schema)
+        found.pop("title", None)
+        return found
+
+    def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
+        found, kind = super().model_schema(schema), schema["cls"]
+        found.pop("title", None)
+        found["description"] = found.get("description", "").replace("``", "`")
+        if not issubclass(kind, RequestBody) or "properties" not in found:
+            return found
+        fields, required = found["properties"], found.get("required", ())
+        for name in fields.keys() - {*required}:
+            fields[name] = _or_null(fields[name])
+        no_effect = {"description": "Accepted, and has no effect."}
+        fields |= dict.fromkeys(sorted(kind.NO_EFFECT), no_effect)
+        return found
+
+
+class _TextSchema(_Schema):
+    """The schemas of parameters, which are texts and never null."""
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
+
+def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
+    """Return a schema that null satisfies too."""
+    found = dict(schema)
+    if "enum" in found:
+        found["enum"] = list(dict.fromkeys((*found["enum"], None)))
+    kind = found.get("type")
+    if isinstance(kind, str) and kind != "null":
+        found["type"] = [kind, "null"]
+    elif "const" in found and kind is None:
+        found = {"anyOf": [found, {"type": "null"}]}
+    elif "anyOf" in found and {"type": "null"} not in found["anyOf"]:
+        found["anyOf"] = [*found["anyOf"], {"type": "null"}]
+    elif "$ref" in found:
+        found["anyOf"] = [{"$ref": found.pop("$ref")}, {"type": "null"}]
+    return found

@@ -1,0 +1,135 @@
+"""The operations on jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from clowder_aimage.api.lora_field import LoraFields
+from clowder_aimage.api.request_body import Parameters, RequestBody
+from clowder_aimage.engine.job_queue import Status
+from clowder_aimage.http.operation import STORE, Answer, Operation
+from clowder_aimage.http.route import ADMIN
+from clowder_aimage.importer.recipe import AUTO, DTYPES
+from clowder_aimage.tensor.quantization import QUANT_TYPES
+
+_SIZES = sorted({size for kind in QUANT_TYPES.values() for size in kind.group_sizes})
+
+
+class JobRequest(RequestBody):
+    """The AImage to change, the name of the new one, and the change."""
+
+    kind: Literal["convert", "fuse"] = Field(
+        description="`convert` needs `quantize` or `dtype`, `fuse` needs `loras`."
+    )
+    model: str = Field(min_length=1, max_length=1024, examples=["tiny"])
+    target: str = Field(
+        min_length=1,
+        max_length=1024,
+        description="The name of the new AImage, which nothing has yet.",
+        examples=["tiny:int8"],
+    )
+    dtype: Annotated[str, Field(json_schema_extra={"enum": [*DTYPES, AUTO]})] | None = None
+    quantize: str | None = Field(
+        default=None,
+        max_length=256,
+        description="A type, such as `int8`, for the transformer; or "
+        "`transformer=int4,text_encoder=int8`.",
+        examples=["int8"],
+    )
+    group_size: Annotated[int, Field(json_schema_extra={"enum": [*_SIZES]})] | None = None
+    attach: bool = Field(default=False, description="Make the new AImage a variant of the other.")
+    loras: LoraFields = Field(default_factory=list)
+
+
+class JobError(TypedDict):
+    """The failure of a job."""
+
+    message: str
+    code: str | None
+
+
+class JobFacts(TypedDict):
+    """A job."""
+
+    id: str
+    object: Literal["job"]
+    kind: str
+    model: Annotated[str, Field(description="The AImage that is changed.")]
+    target: str
+    status: Status
+    stage: Annotated[
+        str | None, Field(description="`reading` while values are examined, then `writing`.")
+    ]
+    completed: Annotated[int, Field(description="Bytes of the stage that are done.")]
+    total: Annotated[int, Field(description="Bytes of the stage.")]
+    created: str | None
+    started: str | None
+    ended: str | None
+    result: Annotated[
+        dict[str, Any] | None,
+        Field(
+            description="The `digest` and the `size` of the new AImage, the bytes that are `new` "
+            "in the store, and a `remark`."
+        ),
+    ]
+    error: JobError | None
+
+
+class Jobs(TypedDict):
+    """The jobs, the latest first."""
+
+    object: Literal["list"]
+    data: list[JobFacts]
+
+
+class JobPath(Parameters):
+    """The place of a job."""
+
+    id: str = Field(description="The id of the job.", examples=["4f1dcf1b1d0e0123"])
+
+
+LIST_JOBS = Operation(
+    "GET",
+    "/v1/jobs",
+    ADMIN,
+    STORE,
+    "listJobs",
+    "List the jobs, the latest first.",
+    (Answer("The jobs.", Jobs),),
+)
+ADD_JOB = Operation(
+    "POST",
+    "/v1/jobs",
+    ADMIN,
+    STORE,
+    "addJob",
+    "Quantize an AImage, or fuse adapters into it.",
+    (Answer("The job was queued.", JobFacts, 202, headers={"Location": "The path of the job."}),),
+    body=JobRequest,
+    refusals=(404, 409, 503),
+)
+SHOW_JOB = Operation(
+    "GET",
+    "/v1/jobs/{id}",
+    ADMIN,
+    STORE,
+    "showJob",
+    "Describe a job.",
+    (Answer("The job.", JobFacts),),
+    places=JobPath,
+    refusals=(404,),
+)
+CANCEL_JOB = Operation(
+    "DELETE",
+    "/v1/jobs/{id}",
+    ADMIN,
+    STORE,
+    "cancelJob",
+    "End a job, or forget one that is over.",
+    (Answer("The job, which is over.", JobFacts),),
+    places=JobPath,
+    refusals=(404,),
+)
