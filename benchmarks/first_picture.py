@@ -42,7 +42,8 @@ from benchmarks.models import SHAPES, build
 from benchmarks.transfer import registry
 
 if TYPE_CHECKING:
-    from clowder_aimage.model.pipeline import GenerateRequest, PipelineEvent
+    from clowder_aimage.generation.request import GenerateRequest
+    from clowder_aimage.model.pipeline import PipelineEvent
 
 PROMPT, STEPS = "a red circle on a blue square", "2"
 PRECISION = "int4"  # of the variant

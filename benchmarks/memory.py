@@ -43,17 +43,18 @@ def by_run(directory: Path, side: int, target: Path) -> list[str]:
 
 def by_policy(directory: Path, side: int, target: Path, policy: str, limit: int | None) -> None:
     """Make a picture with a pipeline; write its pixels."""
+    from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.layout.stored_aimage import read_aimage
     from clowder_aimage.model.loader import load_pipeline
-    from clowder_aimage.model.pipeline import GenerateRequest, Image
+    from clowder_aimage.model.pipeline import Image
     from clowder_aimage.oci import Reference
 
     store = ImageLayout(Path(f"{directory}.store"))
     aimage = read_aimage(store, Reference.parse("model")).aimage
     pipeline = load_pipeline(store, aimage, dtype="float32")
     pipeline.set_memory(policy, limit, limit=limit)
-    request = GenerateRequest(PROMPT, side, side, STEPS, SEED)
+    request = GenerateRequest.of(PROMPT, width=side, height=side, steps=STEPS, seed=SEED)
     pipeline.preload(request)
     for event in pipeline.generate(request):
         if isinstance(event, Image):

@@ -45,13 +45,14 @@ import numpy.typing as npt
 from clowder_aimage.adapter.loaded_adapter import LoadedAdapter, Use
 from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.create import create
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.importer import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.lora_text import parse_use
-from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput
+from clowder_aimage.model.pipeline import Image, PictureInput
 from clowder_aimage.model.text.enhancement import enhanced_prompt, enhancement_request
 from clowder_aimage.model.text.runtime import load_language_model
 from clowder_aimage.model.zimage.transformer import Block
@@ -100,7 +101,9 @@ def load(directory: Path, precision: str, store: ImageLayout) -> tuple[FlowPipel
 
 def request(scene: Scene, seed: int) -> GenerateRequest:
     """Return the request for a scene."""
-    return GenerateRequest(scene.caption, scene.width, scene.height, STEPS, seed=seed)
+    return GenerateRequest.of(
+        scene.caption, width=scene.width, height=scene.height, steps=STEPS, seed=seed
+    )
 
 
 def picture(pipeline: FlowPipeline, asked: GenerateRequest) -> Pixels:
@@ -122,11 +125,11 @@ def reference(directory: Path) -> Callable[[GenerateRequest], Pixels]:
     def make(asked: GenerateRequest) -> Pixels:
         made = pipeline(
             asked.prompt,
-            height=asked.height,
-            width=asked.width,
-            num_inference_steps=asked.steps,
+            height=asked.sampling.height,
+            width=asked.sampling.width,
+            num_inference_steps=asked.sampling.steps,
             guidance_scale=0.0,
-            generator=torch.Generator().manual_seed(asked.seed),
+            generator=torch.Generator().manual_seed(asked.sampling.seed),
         )
         return np.asarray(made.images[0])
 
@@ -171,7 +174,7 @@ def with_cache(
     call = Block.__call__
     made = {threshold: CachedPictures() for threshold in THRESHOLDS}
     for seed, scene in enumerate(scenes):
-        asked = dataclasses.replace(request(scene, seed), steps=steps)
+        asked = request(scene, seed).change(steps=steps)
         pipeline.conditioning(asked)  # encoded once for all
         for index in range(len(THRESHOLDS)):
             threshold = THRESHOLDS[(index + seed) % len(THRESHOLDS)]
@@ -183,7 +186,7 @@ def with_cache(
 
             begun = time.perf_counter()
             with mock.patch.object(Block, "__call__", counted):
-                pixels = picture(pipeline, dataclasses.replace(asked, cache_threshold=threshold))
+                pixels = picture(pipeline, asked.change(cache_threshold=threshold))
             one.seconds.append(time.perf_counter() - begun)
             one.pictures.append(pixels)
     return made
@@ -237,9 +240,7 @@ class Repainting:
     def paint(self, pipeline: FlowPipeline, seed: int, strength: float) -> Pixels:
         """Return the picture after painting by the scene's caption."""
         file = str(Digest.of(b""))  # of the picture; the pipeline does not read it
-        asked = dataclasses.replace(
-            request(self.scene, seed), image=file, mask=file, strength=strength
-        )
+        asked = request(self.scene, seed).change(image=file, mask=file, strength=strength)
         *_, image = pipeline.generate(asked, PictureInput(self.drawing, self.mask))
         assert isinstance(image, Image)
         return image.pixels
@@ -299,7 +300,7 @@ def print_enhanced(pipeline: FlowPipeline, directory: Path, store: ImageLayout) 
     print("|---" * (len(COLUMNS) + 2) + "|")
     for title, texts in prompts.items():
         asked = [
-            dataclasses.replace(request(scene, seed), prompt=text)
+            request(scene, seed).change(prompt=text)
             for seed, (scene, text) in enumerate(zip(scenes, texts, strict=True))
         ]
         made = [picture(pipeline, one) for one in asked]

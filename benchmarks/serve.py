@@ -29,8 +29,8 @@ from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import TransferQueue
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.layered_store import LayeredStore
-from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 
@@ -46,7 +46,8 @@ from clowder_aimage.generate import load
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.picture import encode_picture
-from clowder_aimage.model.pipeline import GenerateRequest, Image
+from clowder_aimage.generation.request import GenerateRequest
+from clowder_aimage.model.pipeline import Image
 from clowder_aimage.oci import Reference
 store = LayeredStore([Path(sys.argv[1])])
 with store.lease():
@@ -100,7 +101,7 @@ class Server:
 
 
 async def by_engine(engine: Engine, seed: int, side: int) -> float:
-    request = GenerateRequest(PROMPT, side, side, STEPS, seed)
+    request = GenerateRequest.of(PROMPT, width=side, height=side, steps=STEPS, seed=seed)
     begun = time.perf_counter()
     async with contextlib.aclosing(engine.generate(NAME, lambda _: request)) as events:
         async for _ in events:

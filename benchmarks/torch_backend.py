@@ -36,10 +36,11 @@ from typing import Any
 import torch
 
 from clowder_aimage.create import create
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image, Step
+from clowder_aimage.model.pipeline import Image, Step
 from clowder_aimage.oci import Reference
 from tests.parity.make_model import Dims, write
 
@@ -107,7 +108,9 @@ class Tools:
         return pipeline.to(self.device)
 
     def request(self, seed: int = 0) -> GenerateRequest:
-        return GenerateRequest(PROMPT, self.side, self.side, self.steps, seed)
+        return GenerateRequest.of(
+            PROMPT, width=self.side, height=self.side, steps=self.steps, seed=seed
+        )
 
     def picture(self, tool: str, pipeline: Any, seed: int) -> tuple[float, float]:
         """Make a picture and return its seconds, and those of a step."""

@@ -24,14 +24,10 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.formats import controlnet, lora
+from clowder_aimage.generation.request import MAX_STRENGTH, GenerateRequest, LoraUse
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.lora_text import missing_words
-from clowder_aimage.model.pipeline import (
-    MAX_STRENGTH,
-    GenerateRequest,
-    LoraUse,
-    StoredControlNet,
-)
+from clowder_aimage.model.pipeline import StoredControlNet
 from clowder_aimage.oci import Digest, Reference, read_json
 
 if TYPE_CHECKING:  # a worker without numpy stores models
@@ -171,7 +167,7 @@ class AdapterFinder:
             own = own_adapter(base, self.store, use.model) if base is not None else None
             return own or self.find(use)
 
-        return list(_indexed(request.loras, find))
+        return list(_indexed(request.adapters.loras, find))
 
     def is_file(self, name: str) -> bool:
         """Return whether a name is that of a file, and not of an AImage."""
@@ -322,12 +318,12 @@ def resolve(
     With ``adds_words``, the trigger words that the prompt lacks are added to it, also those of the
     model's ``own`` adapters.
     """
-    uses = zip(found, request.loras, strict=True)
+    uses = zip(found, request.adapters.loras, strict=True)
     loras = tuple(adapter.use(use.strength) for adapter, use in uses)
     prompt = request.prompt
     if adds_words:
         prompt = ", ".join(filter(None, [prompt, *missing(prompt, [*own, *found])]))
-    return replace(request, loras=loras, prompt=prompt)
+    return request.change(loras=loras, prompt=prompt)
 
 
 def missing(prompt: str, found: Sequence[FoundAdapter]) -> list[str]:

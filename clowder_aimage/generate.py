@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from clowder_aimage.adapter_source import (
@@ -14,25 +14,14 @@ from clowder_aimage.adapter_source import (
 )
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
+from clowder_aimage.generation.request import COUNTS, ENHANCED, GenerateRequest, places
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.flow.array_library import ArrayLibrary
 from clowder_aimage.model.library_choice import NO_TUNING, TorchTuning
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import (
-    ENHANCED,
-    PARAMETERS,
-    GenerateRequest,
-    Image,
-    Pipeline,
-    PipelineEvent,
-    Step,
-)
+from clowder_aimage.model.pipeline import Image, Pipeline, PipelineEvent, Step
 from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.picture_input import PictureInputs, PreparedPicture, TiledPicture
-
-_OF_MASKS = ("mask", "paste", "feather", "crop")
-_OF_IMAGES = ("image", "strength", "fine", *_OF_MASKS, "expand", "upscale")
-_OF_CONTROL = ("control", "controlnet", "control_strength")
 
 
 def no_wait() -> None:
@@ -86,7 +75,7 @@ class RunnableModel:
         Raises ModelError, and UsageError for a wrong mask.
         """
         with self._adapted(request):
-            if self.pictures and request.mask is not None:  # opened again by generate
+            if self.pictures and request.input.mask is not None:  # opened again by generate
                 with suppress(NotFoundError):  # it may be kept later
                     picture = self.pictures.open(request)
                     given = picture.given if isinstance(picture, PreparedPicture) else None
@@ -116,9 +105,9 @@ class RunnableModel:
         height, width, _ = pixels.shape
         size = {"width": width, "height": height}
         count = len(picture.parts)
-        for number in range(request.n):
-            seed = request.seed + number
-            tile = replace(request, **size, seed=seed, n=1, previews=0, upscale=0.0)
+        for number in range(request.output.n):
+            seed = request.sampling.seed + number
+            tile = request.change(**size, seed=seed, n=1, previews=0, upscale=None)
             made = []
             for index, part in enumerate(picture.parts):
                 for event in self.pipeline.generate(tile, part):
@@ -137,12 +126,12 @@ class RunnableModel:
     @contextmanager
     def _adapted(self, request: GenerateRequest) -> Iterator[None]:
         """Use the adapters of a request, and no others; and its control network."""
-        opened = self.adapters.open(request.loras) if self.adapters else []
+        opened = self.adapters.open(request.adapters.loras) if self.adapters else []
         with _computing():
             if self.adapters:
                 self.pipeline.use_adapters(opened)
-            if self.controls and request.controlnet is not None:
-                self._use_control(self.controls, request.controlnet)
+            if self.controls and request.control.network is not None:
+                self._use_control(self.controls, request.control.network)
             yield
 
     def _use_control(self, controls: ControlSource, name: str) -> None:
@@ -205,20 +194,20 @@ def _computing() -> Iterator[None]:
         raise ModelError(f"the model's numbers cannot be computed with ({kind})") from error
 
 
-def _facts(request: GenerateRequest) -> Iterator[str]:
-    """Yield the parameters that a picture states: those of an image only if there is one."""
-    is_without = {
-        **dict.fromkeys(_OF_IMAGES, request.image is None),
-        **dict.fromkeys(_OF_CONTROL, request.control is None),
-        "fit": request.image is None and request.control is None,
-        "references": not request.references,
-        "loras": True,
+def _stated_values(request: GenerateRequest) -> dict[str, Any]:
+    """Return the parameters that a picture states: those of its inputs only if there are some."""
+    has_image, has_control = request.input.image is not None, request.control.image is not None
+    is_left_out = {
+        **{name: not has_image for name, place in places().items() if place.group == "input"},
+        **{name: not has_control for name, place in places().items() if place.group == "control"},
+        **dict.fromkeys(COUNTS, True),
+        "fit": not (has_image or has_control),
+        "references": not request.input.references,
+        "loras": not request.adapters.loras,
+        "cfg_normalization": not request.guidance.normalization,
+        **{name: request.values()[name] is None for name in ENHANCED},
     }
-    for name in PARAMETERS:
-        if is_without.get(name):
-            continue
-        if name != "cfg_normalization" or request.cfg_normalization:
-            yield name
+    return {name: value for name, value in request.to_json().items() if not is_left_out.get(name)}
 
 
 def describe_picture(
@@ -228,14 +217,12 @@ def describe_picture(
 
     Raises as ``ControlSource.name``.
     """
-    if model.controls and request.controlnet is not None:
-        request = replace(request, controlnet=model.controls.name(request.controlnet))
+    if model.controls and request.control.network is not None:
+        request = request.change(controlnet=model.controls.name(request.control.network))
     return {
         "reference": str(reference),
         "digest": str(model.stored.descriptor.digest),
-        **{key: getattr(request, key) for key in _facts(request)},
-        **({"loras": [asdict(use) for use in request.loras]} if request.loras else {}),
-        **{key: value for key in ENHANCED if (value := getattr(request, key)) is not None},
+        **_stated_values(request),
         "dtype": model.dtype,
         "backend": model.backend,
     }

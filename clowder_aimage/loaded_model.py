@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from clowder_aimage.client import (
     Name,
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from clowder_aimage.adapter_source import AdapterFinder
     from clowder_aimage.content import Lease
     from clowder_aimage.generate import RunnableModel
+    from clowder_aimage.generation.keywords import PictureKeywords
+    from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.layout.stored_aimage import StoredAImage
-    from clowder_aimage.model.pipeline import GenerateRequest
     from clowder_aimage.registry import ClientOptions
 
 
@@ -100,42 +101,22 @@ class Model:
         self,
         prompt: str,
         *,
-        width: int | None = None,
-        height: int | None = None,
-        steps: int | None = None,
-        seed: int | None = None,
-        negative: str | None = None,
-        guidance: float | None = None,
-        guidance_end: float | None = None,
-        cfg_normalization: float | None = None,
-        shift: float | None = None,
-        cache_threshold: float | None = None,
         image: PictureSource | None = None,
         mask: PictureSource | None = None,
-        strength: float | None = None,
-        fine: bool = False,
-        fit: str | None = None,
-        paste: bool = False,
-        feather: int = 0,
-        crop: bool = False,
-        expand: Sequence[int] = (),
-        upscale: float = 0.0,
         control: PictureSource | None = None,
-        controlnet: str | None = None,
-        control_strength: float | None = None,
         references: Sequence[PictureSource] = (),
         loras: Sequence[str | tuple[str, float]] = (),
-        count: int = 1,
         progress: OnProgress | None = None,
+        **parameters: Unpack[PictureKeywords],
     ) -> list[Picture]:
         """Generate pictures of a prompt, with the seeds ``seed``, ``seed + 1`` and so on.
 
         What is None has the default of the model; the seed is random. ``image`` begins the picture,
         ``mask`` (or "alpha") is white where it is painted, ``control`` guides a ControlNet, and
         ``references`` are edited by models that can: each a ``Picture``, the bytes of a file, an
-        array, a path, a URL or the name of an artifact. The other parameters of pictures are those
-        of the command line. ``loras`` are adapters: names of AImages or files, or pairs of them and
-        their strengths. ``progress`` is called with the steps done and their total.
+        array, a path, a URL or the name of an artifact. ``loras`` are adapters: names of AImages or
+        files, or pairs of them and their strengths. ``progress`` is called with the steps done and
+        their total. The other parameters are those of ``PictureKeywords``.
 
         Raises:
             UsageError: The model does not support these parameters, or a picture cannot be read.
@@ -144,37 +125,18 @@ class Model:
             FormatError: An adapter or ControlNet is damaged, or for another model.
         """
         from clowder_aimage.adapter_source import resolve
-        from clowder_aimage.model.pipeline import GenerateRequest, LoraUse
+        from clowder_aimage.generation.request import GenerateRequest, LoraUse
 
         pairs = [(one, None) if isinstance(one, str) else one for one in loras]
         sources = {"image": image, "mask": mask, "control": control}
         sources |= {f"reference {number}": one for number, one in enumerate(references, 1)}
-        size = {"width": width, "height": height}
+        values: dict[str, Any] = {"seed": secrets.randbits(32)}
+        values |= {name: value for name, value in parameters.items() if value is not None}
         with self._inputs.store.lease() as lease:
-            request = GenerateRequest.for_model(
-                self._loaded.stored.aimage,
-                prompt,
-                steps=steps,
-                negative=negative,
-                guidance=guidance,
-                guidance_end=guidance_end,
-                cfg_normalization=cfg_normalization,
-                shift=shift,
-                cache_threshold=cache_threshold,
-                strength=strength,
-                fine=fine,
-                paste=paste,
-                feather=feather,
-                crop=crop,
-                expand=expand,
-                upscale=upscale,
-                controlnet=controlnet,
-                control_strength=control_strength,
-                **self._inputs.keep(lease, sources, size, fit, expand, is_tiled=upscale > 0),
-                loras=tuple(LoraUse(*pair) for pair in pairs),
-                n=count,
-                seed=secrets.randbits(32) if seed is None else seed,
-            )
+            values |= self._inputs.keep(lease, sources, values)
+            uses = tuple(LoraUse(*pair) for pair in pairs)
+            aimage = self._loaded.stored.aimage
+            request = GenerateRequest.for_model(aimage, prompt, **values, loras=uses)
             found = self._finder.find_all(request, self._loaded.stored.aimage)
             return self._generate(resolve(request, found), ProgressCounter(progress))
 
@@ -182,7 +144,7 @@ class Model:
         from clowder_aimage.generate import describe_picture
         from clowder_aimage.model.pipeline import Image, Step
 
-        events, total = self._loaded.generate(request), request.steps * request.n
+        events, total = self._loaded.generate(request), request.sampling.steps * request.output.n
         counter.begin(total)
         facts = describe_picture(self.reference, self._loaded, request)
         pictures = []
@@ -191,7 +153,7 @@ class Model:
                 if isinstance(event, Image):
                     pictures.append(Picture(event.pixels, event.seed, facts | {"seed": event.seed}))
                 elif isinstance(event, Step):
-                    if total != (total := event.total * request.n):  # with an image
+                    if total != (total := event.total * request.output.n):  # with an image
                         counter.begin(total)
                     counter.advance(1)
         return pictures
@@ -208,22 +170,19 @@ class PictureFiles:
         self,
         lease: Lease,
         sources: Mapping[str, PictureSource | None],
-        size: Mapping[str, int | None],
-        fit: str | None,
-        expand: Sequence[int],
-        *,
-        is_tiled: bool,
+        values: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Keep pictures by the names of their parameters; return digests, and size and fit.
 
-        Without a size, it is the picture's, as ``own_size`` returns it. Raises UsageError, and as
-        ``InputSource.read``.
+        Without a size in ``values``, it is the picture's, as ``own_size`` returns it. Raises
+        UsageError, and as ``InputSource.read``.
         """
-        from clowder_aimage.model.pipeline import ALPHA, REFERENCE_PIXELS
+        from clowder_aimage.generation.request import ALPHA, REFERENCE_PIXELS
         from clowder_aimage.pictures.input_file import MAX_AREA, own_size
         from clowder_aimage.pictures.picture_input import check_mask, keep
 
-        found: dict[str, Any] = {**size, "fit": fit}
+        found = dict[str, Any]()
+        expand, is_tiled = values.get("expand"), values.get("upscale") is not None
         given = {name: one for name, one in sources.items() if one is not None}
         if isinstance(mask := given.get("mask"), str) and mask == ALPHA:
             found["mask"] = given.pop("mask")
@@ -235,12 +194,13 @@ class PictureFiles:
         single = {name: digests.pop(name) for name in _SINGLE if name in digests}
         found |= {**single, "references": tuple(digests.values())}
         first = [name for name in ("image", "control", *digests) if name in files][:1]
-        has_size = any(side is not None for side in size.values())
+        has_size = any(values.get(side) is not None for side in ("width", "height"))
         if expand and has_size:
             raise UsageError("expand determines the size: omit width and height")
         for name in [] if has_size or is_tiled else first:
             most = MAX_AREA if name in _SINGLE else REFERENCE_PIXELS
-            found |= own_size(files[name], expand, most) | {"fit": fit or "stretch"}
+            found |= own_size(files[name], expand or (), most)
+            found |= {"fit": values.get("fit") or "stretch"}
         return found
 
     def _read(self, source: PictureSource, what: str) -> bytes:
@@ -285,9 +245,9 @@ def load(
         from clowder_aimage.adapter_source import AdapterFinder
         from clowder_aimage.engine import machine
         from clowder_aimage.engine.local_fetch import fetch
+        from clowder_aimage.generation.request import GenerateRequest
         from clowder_aimage.model.flow.memory_budget import KEEP
         from clowder_aimage.model.library_choice import TorchTuning, choose_library
-        from clowder_aimage.model.pipeline import GenerateRequest
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise

@@ -44,9 +44,7 @@ SIGNATURES: dict[Any, str] = {
     push: "name * store registry dialect progress",
     Store: "path",
     Registry: "host * username password plain_http insecure ca_file",
-    Model.generate: "self prompt * width height steps seed negative guidance guidance_end "
-    "cfg_normalization shift cache_threshold image mask strength fine fit paste feather crop "
-    "expand upscale control controlnet control_strength references loras count progress",
+    Model.generate: "self prompt * image mask control references loras progress ** parameters",
     Picture: "pixels seed facts",
     Picture.encode: "self kind",
     Picture.save: "self path",

@@ -15,7 +15,7 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.pipeline import GenerateRequest, check_parameters
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.pictures.picture_input import (
     around,
     check_mask,
@@ -177,7 +177,7 @@ def test_pasting_keeps_the_original_and_mixes_at_the_edge() -> None:
 
 
 def request_of(**changes: Any) -> GenerateRequest:
-    return GenerateRequest("x", 32, 32, **{"image": FILE, "mask": FILE, **changes})
+    return GenerateRequest.of("x", width=32, height=32, **{"image": FILE, "mask": FILE, **changes})
 
 
 def test_a_cropped_request_changes_only_its_surroundings() -> None:
@@ -217,8 +217,8 @@ def test_masks_that_do_not_fit_are_refused() -> None:
     [
         ({"image": None}, "mask requires an image"),
         ({"image": None, "mask": None, "strength": 0.5}, "strength requires an image"),
-        ({"strength": 0.0}, "strength must be above 0"),
-        ({"strength": 1.5}, "strength must be a number from 0 to 1"),
+        ({"strength": 0.0}, "strength must be a number above 0"),
+        ({"strength": 1.5}, "strength must be a number above 0, up to 1"),
         ({"fit": "wide"}, "fit must be one of crop, pad, stretch"),
         ({"feather": 300, "paste": True}, "feather must be a whole number"),
         ({"mask": None, "paste": True}, "paste requires a mask"),
@@ -228,7 +228,7 @@ def test_masks_that_do_not_fit_are_refused() -> None:
 )
 def test_parameters_that_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        check_parameters(request_of(**changes))
+        request_of(**changes)
 
 
 def test_a_photograph_with_previews_behind_it_is_read() -> None:

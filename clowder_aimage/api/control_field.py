@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from clowder_aimage.adapter_source import ControlSource
@@ -12,26 +11,26 @@ from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.model_fetch import find
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.formats.controlnet import is_packed_with
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.http.api_error import ApiError, api_error
-from clowder_aimage.model.pipeline import GenerateRequest
 
 FIELD = "controlnet"
 
 
 def find_controlnet(service: Service, request: GenerateRequest, model: AImage) -> GenerateRequest:
     """Return a request whose control network is named with its digest. Raises ApiError."""
-    if request.control is None:
+    if request.control.image is None:
         return request
-    if request.controlnet is None:
+    if request.control.network is None:
         if is_packed_with(model):
             return request
         raise wrong(FIELD, "is required: this model has none of its own")
     try:
-        name = str(service.reference(request.controlnet))
+        name = str(service.reference(request.control.network))
         source = ControlSource(service.store, partial(find, service.store))
-        return replace(request, controlnet=source.name(name))
+        return request.change(controlnet=source.name(name))
     except AImageError as error:
-        error.facts[FIELD] = request.controlnet
+        error.facts[FIELD] = request.control.network
         raise controlnet_error(error) from None
 
 

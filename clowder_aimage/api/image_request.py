@@ -11,39 +11,44 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from clowder_aimage.api.guidance_field import MAX_TEXT, Guidance, GuidanceFields
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
-from clowder_aimage.api.picture.picture_field import MAX_PIXELS, PictureFields, check_pixels
+from clowder_aimage.api.parameter_field import Prompt, parameter_error, with_parameters
+from clowder_aimage.api.picture.picture_field import PictureFields
 from clowder_aimage.api.picture.picture_output import OutputField
 from clowder_aimage.api.picture.picture_upload import KeptPictures
 from clowder_aimage.api.request_body import GenerationBody, check_fields, check_ignored, wrong
 from clowder_aimage.api.text.enhance_field import EnhanceFields
 from clowder_aimage.dialect import AImage
-from clowder_aimage.errors import FormatError
-from clowder_aimage.model.pipeline import (
-    MAX_SEED,
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.generation.check import check, describe
+from clowder_aimage.generation.encoding import PictureEncoding
+from clowder_aimage.generation.parameter import parameters
+from clowder_aimage.generation.request import (
+    MAX_NAME,
     MAX_STEPS,
     GenerateRequest,
-    PictureEncoding,
+    Guidance,
+    Output,
+    Sampling,
+    check_explicit,
+    places,
 )
 from clowder_aimage.oci import read_json
-from clowder_aimage.pictures.input_file import MULTIPLE
 
 LINKED = frozenset({"dall-e-2", "dall-e-3"})  # links by default, as at OpenAI
-MAX_PICTURES = 10
-MAX_PREVIEWS = 3
 
 AUTO, OPENAI, WITH_PROGRESS, OLLAMA = "auto", "openai", "openai+progress", "ollama"
 # Presets that change the model's default number of steps, with their factors
 PRESETS = {"low": 0.5, "high": 2.0, "hd": 2.0, "xhigh": 3.0, "max": 4.0}
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})", re.ASCII)
-_Text = Annotated[str, Field(max_length=MAX_TEXT)]
-_Steps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
-_Side = Annotated[int, Field(ge=MULTIPLE, le=MAX_PIXELS // MULTIPLE, multiple_of=MULTIPLE)]
+_PLAIN = frozenset(
+    each.name for owner in (Sampling, Guidance, Output) for each in parameters(owner)
+)
 
 
 _OBJECTS = ("loras", "output")  # fields that are JSON in a form
@@ -55,34 +60,24 @@ def _no_prompt(text: str) -> str:
     return text
 
 
-class ImageRequest(EnhanceFields, GuidanceFields, PictureFields, GenerationBody):
-    """A validated request; the AImage provides the defaults of fields that are None."""
+@with_parameters(Sampling, Guidance, Output, PictureEncoding)
+class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
+    """A validated request; the AImage provides the defaults of parameters that are not stated."""
 
     EVENTS: ClassVar[str] = "image_generation"  # the first part of the types of events
     NEEDS_PROMPT: ClassVar[bool] = True
     # Accepted from clients and ignored; ``user`` is neither kept nor logged
     NO_EFFECT = frozenset({"user", "safety_identifier", "moderation", "style", "input_fidelity"})
 
-    prompt: _Text
-    size: _Text = "auto"
-    width: _Side | None = None
-    height: _Side | None = None
-    n: int = Field(1, ge=1, le=MAX_PICTURES)
-    seed: int = Field(default_factory=lambda: secrets.randbits(32), ge=0, le=MAX_SEED)
-    steps: _Steps | None = None
-    num_inference_steps: _Steps | None = None
+    prompt: Prompt
+    size: Annotated[str, Field(max_length=MAX_NAME)] = "auto"
     loras: LoraFields = Field(default_factory=list)
     trigger: bool = False
-    guidance_scale: Guidance | None = None
     quality: Literal["auto", "low", "medium", "standard", "high", "hd", "xhigh", "max"] = "auto"
-    output_format: Literal["png", "jpeg", "webp"] = "png"
-    output_compression: int | None = Field(None, ge=0, le=100)
     response_format: Literal["b64_json", "url"] = "b64_json"
     background: Literal["auto", "opaque", "transparent"] = "auto"
     stream: bool = False
     stream_format: Literal["auto", "openai", "openai+progress", "ollama"] = "auto"
-    partial_images: int | None = Field(None, ge=0, le=MAX_PREVIEWS)
-    png_facts: bool = True
     output: OutputField | None = None
 
     @model_validator(mode="after")
@@ -92,81 +87,68 @@ class ImageRequest(EnhanceFields, GuidanceFields, PictureFields, GenerationBody)
             raise wrong("prompt", "must not be empty")
         if self.background == "transparent":
             raise wrong("background", "transparent is not supported", "unsupported_value")
-        if self.seed + self.n - 1 > MAX_SEED:
-            raise wrong("seed", f"must be at most {MAX_SEED - self.n + 1} for {self.n} pictures")
-        for name, other in ("steps", "num_inference_steps"), ("guidance", "guidance_scale"):
-            if len({getattr(self, name), getattr(self, other)} - {None}) > 1:
-                raise wrong(name, f"and {other} must be equal if both are set")
-        whole = _whole_size(self.size)
-        for name in ("width", "height"):
-            side = getattr(self, name)
-            if whole and side not in (None, whole[name]):
-                raise wrong(name, f"is {side}, but size is {self.size}")
-        if not whole and self.width and self.height:
-            check_pixels("width", self.width, self.height)
+        size = _size(self.size)
+        for name, side in size.items():
+            if self.stated.get(name, side) != side:
+                raise wrong(name, f"is {self.stated[name]}, but size is {self.size}")
+        plain = {name: value for name, value in self.stated.items() if name in _PLAIN}
+        try:
+            check_explicit(plain | size)
+        except UsageError as error:
+            raise parameter_error(error, dict.fromkeys(size, "size")) from None
         return self
 
     @property
+    def first_seed(self) -> int:
+        """The seed of the first picture."""
+        return int(self.stated["seed"])
+
+    @property
+    def count(self) -> int:
+        """The number of pictures."""
+        return int(self.stated.get("n", 1))
+
+    @cached_property
     def adapters(self) -> PromptedLoras:
         """The prompt without tags, and the adapters. Raises ApiError."""
         return PromptedLoras.of(self.prompt, self.loras, has_words=self.trigger)
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """The sides that are given other than by ``size``."""
-        if _whole_size(self.size):
+        """The sides that are stated other than by ``size``."""
+        if self.size != "auto":
             return ()
-        return tuple(name for name in ("width", "height") if getattr(self, name) is not None)
+        return tuple(name for name in ("width", "height") if name in self.stated)
 
     @property
     def has_size(self) -> bool:
-        """Return whether a side is given."""
-        return self.size != "auto" or bool(self.width or self.height)
+        """Return whether a side is stated."""
+        return self.size != "auto" or bool(self.sides)
 
     @property
     def dimensions(self) -> str:
         """The size of the pictures, or "auto" if a side is left to the AImage."""
-        if self.size != "auto":
+        if len(self.sides) < 2:
             return self.size
-        return f"{self.width}x{self.height}" if self.width and self.height else "auto"
+        return f"{self.stated['width']}x{self.stated['height']}"
 
     @property
     def encoding(self) -> PictureEncoding:
         """The file format of the pictures. PNG is lossless and has no quality."""
-        quality = None if self.output_format == "png" else self.output_compression
-        return PictureEncoding(self.output_format, quality, self.png_facts)
+        encoding = PictureEncoding(**self.arguments(PictureEncoding))
+        return replace(encoding, quality=None) if encoding.kind == "png" else encoding
 
     def for_model(
         self, aimage: AImage, previews: int = 0, pictures: KeptPictures | None = None
     ) -> GenerateRequest:
-        """Return the parameters with the defaults of the AImage.
-
-        Raises ApiError if a negative prompt has no effect or the default side makes it too large.
-        """
-        whole: dict[str, Any] = _whole_size(self.size) or {
-            "width": self.width,
-            "height": self.height,
-        }
-        whole |= self.of_pictures(pictures, aimage, has_size=self.has_size) | self.of_guidance()
-        whole |= self.of_enhancement()
-        if self.guidance is None:
-            whole["guidance"] = self.guidance_scale
-        steps = self.num_inference_steps if self.steps is None else self.steps
+        """Return the request with the defaults of the AImage. Raises UsageError."""
+        values = self.of_pictures(pictures, aimage, has_size=self.has_size) | _size(self.size)
         parameters = GenerateRequest.for_model(
-            aimage,
-            self.adapters.prompt,
-            **whole,
-            steps=steps,
-            seed=self.seed,
-            n=self.n,
-            previews=previews,
+            aimage, self.adapters.prompt, **values | {"previews": previews}
         )
-        self.check_negative(parameters)
-        if len(self.sides) == 1:
-            check_pixels(self.sides[0], parameters.width, parameters.height)
-        if steps is None and self.quality in PRESETS:
-            steps = math.ceil(parameters.steps * PRESETS[self.quality])
-            parameters = replace(parameters, steps=min(MAX_STEPS, steps))
+        if "steps" not in values and self.quality in PRESETS:
+            steps = math.ceil(parameters.sampling.steps * PRESETS[self.quality])
+            parameters = parameters.change(steps=min(MAX_STEPS, steps))
         return parameters
 
 
@@ -198,6 +180,7 @@ def read_request(
     """
     if is_form:
         fields = {**fields, **{key: _parsed(key, fields[key]) for key in _OBJECTS if key in fields}}
+    defaults = {"seed": secrets.randbits(32), **defaults}
     body = check_fields(fields, kind, defaults, is_form=is_form)
     is_url = not body.stream and (body.model or "").removesuffix(":latest") in LINKED
     if is_url and "response_format" not in body.model_fields_set:
@@ -213,15 +196,18 @@ def _parsed(name: str, text: str) -> Any:
         raise wrong(name, error.message.removeprefix(f"{name} ")) from None
 
 
-def _whole_size(text: str) -> dict[str, int | None] | None:
-    """Return the sides of ``WIDTHxHEIGHT``; None for "auto". Raises ApiError."""
+def _size(text: str) -> dict[str, int]:
+    """Return the sides of ``WIDTHxHEIGHT``; empty for "auto". Raises ApiError."""
     if text == "auto":
-        return None
-    found = _SIZE.fullmatch(text)
-    if found is None:
+        return {}
+    sides = _SIZE.fullmatch(text)
+    if sides is None:
         raise wrong("size", 'must be "auto" or WIDTHxHEIGHT, such as "1024x1024"')
-    width, height = int(found[1]), int(found[2])
-    if any(side < MULTIPLE or side % MULTIPLE for side in (width, height)):
-        raise wrong("size", f"must have sides that are multiples of {MULTIPLE}, not {text}")
-    check_pixels("size", width, height)
-    return {"width": width, "height": height}
+    size = {"width": int(sides[1]), "height": int(sides[2])}
+    for name, side in size.items():
+        accepted = places()[name].parameter.type
+        try:
+            check(name, side, accepted)
+        except UsageError:
+            raise wrong("size", f"must have a {name} that is {describe(accepted)}") from None
+    return size

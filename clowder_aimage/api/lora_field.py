@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field
 
 from clowder_aimage.adapter_source import OWN, own_adapters, resolve
-from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
+from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.executor import run_generation
@@ -25,19 +26,19 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
+from clowder_aimage.generation.request import MAX_LORAS, MAX_PATH, GenerateRequest, LoraUse
 from clowder_aimage.http.api_error import ApiError, api_error
 from clowder_aimage.model.lora_text import take_tags
-from clowder_aimage.model.pipeline import MAX_LORAS, MAX_STRENGTH, GenerateRequest, LoraUse
 from clowder_aimage.oci import Reference
 
 
-class LoraField(RequestBody):
+@with_parameters(LoraUse, without=("loras: model", "loras: digest"))
+class LoraField(ParameterBody):
     """An adapter of a request; its own strength is used if it has none here."""
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field(min_length=1, max_length=1024)
-    strength: float | None = Field(None, ge=-MAX_STRENGTH, le=MAX_STRENGTH, allow_inf_nan=False)
+    model: str = Field(min_length=1, max_length=MAX_PATH)
 
 
 LoraFields = Annotated[list[LoraField], Field(max_length=MAX_LORAS)]
@@ -62,15 +63,14 @@ class PromptedLoras:
             text, tagged = take_tags(prompt)
         except UsageError as error:
             raise wrong("prompt", f"has an invalid tag: {error.message}") from None
-        own = tuple(LoraUse(field.model, field.strength) for field in fields)
+        own = tuple(LoraUse(field.model, **field.arguments(LoraUse)) for field in fields)
         uses = (*own, *tagged)
-        if len(uses) > MAX_LORAS:
-            raise wrong("loras", f"and the tags of the prompt must be at most {MAX_LORAS} adapters")
-        for use in tagged:
-            if use.strength is not None and abs(use.strength) > MAX_STRENGTH:
-                message = f"has a tag whose strength is not from -{MAX_STRENGTH} to {MAX_STRENGTH}"
-                raise wrong("prompt", message)
-        return cls(text, uses, len(own), has_words)
+        return cls(text, _limited(uses), len(own), has_words)
+
+    def after(self, adapter: Reference) -> Self:
+        """Return the adapters after another. Raises ApiError: too many."""
+        uses = _limited((LoraUse(str(adapter)), *self.uses))
+        return replace(self, uses=uses, count=self.count + 1)
 
     def param(self, index: int) -> str:
         """Return the field of an adapter."""
@@ -84,7 +84,7 @@ class PromptedLoras:
         own = [one for one, _ in own_adapters(service.store, base)] if self.has_words else []
         if not self.uses and not own:
             return request
-        request = replace(request, loras=tuple(_named(service, use) for use in self.uses))
+        request = request.change(loras=tuple(_named(service, use) for use in self.uses))
         found = service.adapters.find_all(request, base)
         return resolve(request, found, own, adds_words=self.has_words)
 
@@ -117,6 +117,12 @@ class PromptedLoras:
             status, code = 422, "invalid_adapter"
         message = f"{param}: {found.message}"
         return ApiError(status, message, code=code, param=param, headers=found.headers)
+
+
+def _limited(uses: tuple[LoraUse, ...]) -> tuple[LoraUse, ...]:
+    if len(uses) > MAX_LORAS:
+        raise wrong("loras", f"and the tags of the prompt must be at most {MAX_LORAS} adapters")
+    return uses
 
 
 def _named(service: Service, use: LoraUse) -> LoraUse:

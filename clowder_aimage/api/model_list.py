@@ -19,6 +19,7 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError, describe_each
+from clowder_aimage.generation.request import LoraUse
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_completeness
@@ -27,7 +28,6 @@ from clowder_aimage.layout.index import same_name
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.metadata import weight_type
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.model.pipeline import LoraUse
 from clowder_aimage.model.text.language_model import COMPLETION, EMBEDDING, THINKING, TOOLS
 from clowder_aimage.model.text.text_facts import TextFacts, text_facts
 from clowder_aimage.oci import Descriptor, Digest, Reference

@@ -12,21 +12,25 @@ from __future__ import annotations
 import base64
 import secrets
 import time
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, NotRequired, Self
 
 from aiohttp import web
-from pydantic import Field
+from pydantic import Field, model_validator
 from typing_extensions import TypedDict
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.control_field import controlnet_error, find_controlnet
-from clowder_aimage.api.guidance_field import MAX_TEXT, GuidanceFields
 from clowder_aimage.api.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, check_kind, kind_of
 from clowder_aimage.api.ollama_request import OllamaBody, OllamaRequest
-from clowder_aimage.api.picture.picture_field import PictureFields, check_pixels
+from clowder_aimage.api.parameter_field import (
+    ParameterBody,
+    Prompt,
+    parameter_error,
+    with_parameters,
+)
+from clowder_aimage.api.picture.picture_field import PictureFields
 from clowder_aimage.api.picture.picture_source import BarePictureSources, take_bare_pictures
 from clowder_aimage.api.picture.picture_upload import KeptPictures, PictureUploads
 from clowder_aimage.api.request_body import check_fields, wrong
@@ -37,35 +41,48 @@ from clowder_aimage.api.text.ollama_text import answer_prompt, read_named
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, ImageEvent, StartedEvent
-from clowder_aimage.errors import AImageError, ModelError
+from clowder_aimage.errors import AImageError, ModelError, UsageError
+from clowder_aimage.generation.encoding import PictureEncoding
+from clowder_aimage.generation.parameter import parameters
+from clowder_aimage.generation.request import (
+    GenerateRequest,
+    Guidance,
+    LoraUse,
+    Sampling,
+    check_explicit,
+)
 from clowder_aimage.http import operation
 from clowder_aimage.http.api_error import OLLAMA, ApiError
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.operation import COMPUTES, Answer, Operation
 from clowder_aimage.http.route import INFER, Route, share
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.model.pipeline import (
-    GenerateRequest,
-    LoraUse,
-    PictureEncoding,
-    Step,
-    check_parameters,
-)
+from clowder_aimage.model.pipeline import Step
 
 
-class OllamaPictureOptions(GuidanceFields):
+class _Options(ParameterBody):
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_defaults(cls, fields: Any) -> Any:
+        """Leave out a size or steps of 0 and a negative seed, which are ollama's defaults."""
+        if not isinstance(fields, dict):
+            return fields
+        zeros = {name for name in ("width", "height", "steps") if fields.get(name) in (0, None)}
+        seed = fields.get("seed")
+        zeros |= {"seed"} if isinstance(seed, int | float) and seed < 0 else set()
+        return {name: value for name, value in fields.items() if name not in zeros}
+
+
+@with_parameters(Sampling, Guidance)
+class OllamaPictureOptions(_Options):
     """The fields of a picture that may be in ``options`` too."""
 
-    width: int | None = None
-    height: int | None = None
-    steps: int | None = None
-    seed: int | None = None
 
-
-class OllamaPictureBody(OllamaBody, OllamaPictureOptions, EnhanceFields, PictureFields):
+@with_parameters(Sampling, Guidance)
+class OllamaPictureBody(_Options, OllamaBody, EnhanceFields, PictureFields):
     """A request of ``/api/generate`` for an image model."""
 
-    prompt: str = Field(default="", max_length=MAX_TEXT)
+    prompt: Prompt = ""
     options: OllamaPictureOptions = Field(
         OllamaPictureOptions(), description="Another place of the fields of the picture."
     )
@@ -73,28 +90,33 @@ class OllamaPictureBody(OllamaBody, OllamaPictureOptions, EnhanceFields, Picture
     loras: LoraFields = Field(default_factory=list)
     trigger: bool = False
 
-    def whole(self) -> Self:
-        """Return the request with the fields that are only in its ``options``."""
-        own = self.options
-        names = own.model_fields_set - self.model_fields_set
-        found = {name: getattr(own, name) for name in names if getattr(own, name) is not None}
-        return self.model_copy(update=found)
+    def with_options(self) -> Self:
+        """Return the request with the parameters that are only in its ``options``."""
+        stated, options = self.stated, self.options.stated
+        fields = {each.name: each.field for each in self.PARAMETERS}
+        only = {fields[name]: value for name, value in options.items() if name not in stated}
+        return self.model_copy(update=only)
 
-    def parameters(self) -> dict[str, Any]:
-        """Return the parameters other than those of pictures.
+    @property
+    def first_seed(self) -> int:
+        """The seed of the picture, drawn if the body has none."""
+        return int(self.stated.get("seed", secrets.randbits(32)))
 
-        A size of 0 or a negative seed counts as not given.
-        """
-        found = self.of_guidance() | self.of_enhancement()
-        for name in ("width", "height", "steps", "seed"):
-            value: int | None = getattr(self, name)
-            if value is not None and (value >= 0 if name == "seed" else value != 0):
-                found[name] = value
-        width, height = found.get("width", 0), found.get("height", 0)
-        if min(width, height) > 0:  # before a model is loaded for the request
-            check_pixels("width" if width >= height else "height", width, height)
-        found.setdefault("seed", secrets.randbits(32))
-        return found
+    @property
+    def has_size(self) -> bool:
+        """Return whether a side is stated."""
+        return bool({"width", "height"} & self.stated.keys())
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raise ApiError for wrong values, before a model is loaded for the request."""
+        plain = {each.name for owner in (Sampling, Guidance) for each in parameters(owner)}
+        stated = {**self.options.stated, **self.stated}
+        try:
+            check_explicit({name: value for name, value in stated.items() if name in plain})
+        except UsageError as error:
+            raise parameter_error(error) from None
+        return self
 
 
 class OllamaPictureFields(OllamaPictureBody, BarePictureSources):
@@ -156,14 +178,13 @@ class OllamaGeneration(OllamaRequest):
         service: Service,
         request: Request,
         body: OllamaPictureBody,
-        parameters: dict[str, Any],
         pictures: KeptPictures | None,
         stored: StoredAImage | None,
     ) -> None:
         super().__init__(service, request, body, stored)
         self._wish = body
-        has_size = _has_size(parameters)
-        self._parameters = parameters
+        has_size = body.has_size
+        self._seed = body.first_seed
         self._of_pictures = partial(body.of_pictures, pictures, has_size=has_size)
         self._of_pictures(None)  # before a model is pulled
         self._warn = partial(body.warnings, pictures=pictures, has_size=has_size)
@@ -180,21 +201,19 @@ class OllamaGeneration(OllamaRequest):
 
     async def _generate(self) -> web.StreamResponse:
         adapters, facts = self._adapters, self._wish.png_facts
-        terms, seed = self.terms(), int(self._parameters["seed"])
+        terms, seed = self.terms(), self._seed
         pull = str(terms.get("pull", NEVER))
         enhancer = PromptEnhancer.of(self.service, self._wish, adapters.prompt, seed, pull)
         has_facts = self.service.settings.png_facts if facts is None else facts
 
         def make(aimage: AImage) -> GenerateRequest:
             check_kind(self.reference, aimage, PICTURES, interface=OLLAMA)
-            parameters = self._parameters | self._of_pictures(aimage)
-            request = GenerateRequest.for_model(aimage, adapters.prompt, **parameters)
+            values = self._of_pictures(aimage) | {"seed": seed}
+            request = GenerateRequest.for_model(aimage, adapters.prompt, **values)
             request = enhancer.apply(request) if enhancer else request
-            check_parameters(request)  # before the request is queued
-            self._wish.check_negative(request)
             request = find_controlnet(self.service, request, aimage)
             request = adapters.resolve(self.service, request, aimage)
-            self._used = request.loras
+            self._used = request.adapters.loras
             self.warnings[:] = self._warn(request)
             return request
 
@@ -210,7 +229,7 @@ class OllamaGeneration(OllamaRequest):
         return await self.stream(events, self._progress)
 
     def explained(self, error: AImageError) -> AImageError:
-        return controlnet_error(self._adapters.error(error))
+        return parameter_error(controlnet_error(self._adapters.error(error)))
 
     def _progress(self, event: Event) -> dict[str, Any] | None:
         """Return the line for an event."""
@@ -234,10 +253,6 @@ class OllamaGeneration(OllamaRequest):
         )
 
 
-def _has_size(parameters: Mapping[str, Any]) -> bool:
-    return bool({"width", "height"} & parameters.keys())
-
-
 async def generate(uploads: PictureUploads, request: Request) -> web.StreamResponse:
     """Respond to ``POST /api/generate``: with a picture, or with a text of a language model."""
     async with uploads.open(request) as upload:
@@ -247,13 +262,12 @@ async def generate(uploads: PictureUploads, request: Request) -> web.StreamRespo
         if stored is not None and kind_of(stored.aimage) in (TEXT, EMBEDDER):
             return await answer_prompt(service, request, fields, stored)
         given = take_bare_pictures(fields)
-        body = check_fields(fields, OllamaPictureBody).whole()
+        body = check_fields(fields, OllamaPictureBody).with_options()
         if given and not body.prompt:
             raise wrong(next(iter(given)), "cannot be used without a prompt")
-        parameters = body.parameters()
-        body.check_given(given, has_size=_has_size(parameters))
+        body.check_given(given, has_size=body.has_size)
         pictures = await upload.keep(given, body.painted)
-        work = OllamaGeneration(service, request, body, parameters, pictures, stored)
+        work = OllamaGeneration(service, request, body, pictures, stored)
         return await work.answer()
 
 

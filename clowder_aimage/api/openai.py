@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,12 +21,13 @@ from clowder_aimage.api.image_request import (
     VariationRequest,
     read_request,
 )
-from clowder_aimage.api.lora_field import LoraField
+from clowder_aimage.api.lora_field import PromptedLoras
 from clowder_aimage.api.model_choice import SelectedModel, choose_model
 from clowder_aimage.api.model_kind import PICTURES, check_kind
 from clowder_aimage.api.model_list import described
 from clowder_aimage.api.openai_model import ModelCatalog
 from clowder_aimage.api.openai_stream import KeepPicture
+from clowder_aimage.api.parameter_field import parameter_error
 from clowder_aimage.api.picture import picture_link, picture_output
 from clowder_aimage.api.picture.picture_source import IMAGE, IMAGES, take_pictures
 from clowder_aimage.api.picture.picture_upload import KeptPictures, PictureUpload, PictureUploads
@@ -37,17 +38,15 @@ from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, ImageEvent
 from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError, UsageError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN, Route, share
-from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, check_parameters
 from clowder_aimage.oci import Reference
 
-# Fields of the pipeline and their names in requests
-_PARAMS = {name: name for name in ("n", *PARAMETERS)}
-_PARAMS |= {"width": "size", "height": "size", "negative": "negative_prompt"}
+_MAX_ANSWER = 512 << 20  # bytes of the pictures of an answer in one piece
 
-_Learn = Callable[[GenerateRequest, Sequence[str]], None]
+_Learn = Callable[[GenerateRequest, str, Sequence[str]], None]
 _ErrorT = TypeVar("_ErrorT", bound=Exception)
 
 
@@ -80,6 +79,7 @@ class _Work:
     """
 
     body: ImageRequest
+    loras: PromptedLoras
     selected: SelectedModel
     adapters: Mapping[int, Reference]
     pictures: KeptPictures | None
@@ -134,28 +134,31 @@ class ImageRoutes:
             body.output, service, may_push=may_pull, is_streamed=body.stream
         )
         selected = await choose_model(service, body, [PICTURES], may_pull=may_pull)
-        if selected.adapter is not None:
-            own = LoraField(model=str(selected.adapter), strength=None)
-            body = body.model_copy(update={"loras": [own, *body.loras]})
         request["model"] = selected.reference
         pictures = await upload.keep(given, body.painted, selected.aimage)
+        loras = body.adapters
+        if selected.adapter is not None:
+            loras = loras.after(selected.adapter)
         try:  # before a model is pulled
             body.of_pictures(pictures, selected.aimage, has_size=body.has_size)
         except UsageError as error:
-            raise _with_param(error, body) from None
-        headers = {"X-Aimage-Seed": str(body.seed)} | body.headers
+            raise _with_param(error, body, loras) from None
+        headers = {"X-Aimage-Seed": str(body.first_seed)} | body.headers
         headers |= selected.headers(service, body)
-        enhancer = PromptEnhancer.of(service, body, body.adapters.prompt, body.seed, selected.pull)
-        adapters = await body.adapters.references(service)
-        work = _Work(body, selected, adapters, pictures, target, enhancer)
+        enhancer = PromptEnhancer.of(service, body, loras.prompt, body.first_seed, selected.pull)
+        adapters = await loras.references(service)
+        work = _Work(body, loras, selected, adapters, pictures, target, enhancer)
         if not body.stream:
             return await self._whole(request, work, headers)
         dialect = openai_stream.choose(body, request.headers)
         stream_form = openai_stream.image_stream(dialect, body, self._keeper(request, body))
-        previews = (body.partial_images or 0) if dialect.startswith("openai") else 0
+        previews = body.stated.get("previews", 0) if dialect.startswith("openai") else 0
         events = self._events(work, stream_form.learn, previews)
         form = answer_stream.StreamForm(
-            stream_form.frames, stream_form.end, partial(_with_param, body=body), work.warnings
+            stream_form.frames,
+            stream_form.end,
+            partial(_with_param, body=body, loras=loras),
+            work.warnings,
         )
         return await answer_stream.stream_events(request, events, form, headers)
 
@@ -183,11 +186,10 @@ class ImageRoutes:
             check_kind(selected.reference, aimage, PICTURES)
             parameters = body.for_model(aimage, previews, work.pictures)
             parameters = work.enhancer.apply(parameters) if work.enhancer else parameters
-            check_parameters(parameters)  # before the request is queued
             parameters = find_controlnet(self._service, parameters, aimage)
-            parameters = body.adapters.resolve(self._service, parameters, aimage)
+            parameters = work.loras.resolve(self._service, parameters, aimage)
             work.warnings[:] = body.warnings(parameters, work.pictures, has_size=body.has_size)
-            learn(replace(parameters, **body.finished_size(work.pictures)), work.warnings)
+            learn(parameters, body.finished_size(parameters, work.pictures), work.warnings)
             return parameters
 
         generate = partial(
@@ -199,7 +201,7 @@ class ImageRoutes:
             adapters=work.adapters,
             stored=selected.stored,
         )
-        return work.enhancer.before(generate, body.n) if work.enhancer else generate()
+        return work.enhancer.before(generate, body.count) if work.enhancer else generate()
 
     async def _whole(
         self, request: Request, work: _Work, headers: dict[str, str]
@@ -209,18 +211,19 @@ class ImageRoutes:
         pictures: list[ImageEvent] = []
         more = dict[str, Any]()
 
-        def learn(parameters: GenerateRequest, warnings: Sequence[str]) -> None:
-            more.update(described(parameters.loras, warnings))
+        def learn(parameters: GenerateRequest, _: str, warnings: Sequence[str]) -> None:
+            more.update(described(parameters.adapters.loras, warnings))
 
         try:
             async with contextlib.aclosing(self._events(work, learn)) as events:
                 async for event in events:
                     if isinstance(event, ImageEvent):
                         pictures.append(event)
+                        _check_size(pictures)
         except AImageError as error:
-            raise _with_param(error, body) from None
-        if len(pictures) < body.n:
-            raise ModelError(f"the model generated {len(pictures)} of {body.n} pictures")
+            raise _with_param(error, body, work.loras) from None
+        if len(pictures) < body.count:
+            raise ModelError(f"the model generated {len(pictures)} of {body.count} pictures")
         keep = self._keeper(request, body)
         headers["X-Aimage-Digest"] = pictures[0].digest
         has_links = body.response_format == "url"
@@ -229,7 +232,7 @@ class ImageRoutes:
         answer |= more
         if work.target is not None:
             answer["output"] = await picture_output.push_events(
-                self._service, work.target, pictures, body.output_format
+                self._service, work.target, pictures, body.encoding.kind
             )
         text = await run_generation(json.dumps, answer)
         response = web.Response(text=text, content_type="application/json", headers=headers)
@@ -243,7 +246,7 @@ class ImageRoutes:
 
         def keep(picture: ImageEvent) -> str:
             loop.call_later(picture_link.LIFETIME + 1, self._pictures.purge)
-            return base + self._pictures.keep(picture.data, body.output_format)
+            return base + self._pictures.keep(picture.data, body.encoding.kind)
 
         return keep
 
@@ -254,25 +257,28 @@ def _answer(body: ImageRequest, pictures: list[ImageEvent], keep: KeepPicture) -
         "created": int(time.time()),
         "data": [openai_stream.entry(picture, body, keep) for picture in pictures],
         "background": "opaque",
-        "output_format": body.output_format,
+        "output_format": body.encoding.kind,
         "quality": openai_stream.quality(body),
         "size": f"{first.width}x{first.height}",
         "usage": openai_stream.usage(),
     }
 
 
-def _with_param(error: _ErrorT, body: ImageRequest) -> _ErrorT | AImageError:
+def _check_size(pictures: Sequence[ImageEvent]) -> None:
+    """Raise ApiError if pictures are too large for an answer in one piece."""
+    if sum(len(picture.data) for picture in pictures) > _MAX_ANSWER:
+        message = f"n has more pictures than an answer of {_MAX_ANSWER >> 20} MiB holds"
+        raise ApiError(400, f"{message}; use stream, or a smaller n", param="n")
+
+
+def _with_param(error: _ErrorT, body: ImageRequest, loras: PromptedLoras) -> _ErrorT | AImageError:
     """Return the error with the request field that the pipeline or an adapter rejected."""
-    if isinstance(error, AImageError) and "adapter" in error.facts:
-        return body.adapters.error(error)
-    if isinstance(error, AImageError) and "controlnet" in error.facts:
-        return controlnet_error(error)
-    if not isinstance(error, UsageError):
+    if not isinstance(error, AImageError):
         return error
-    known = {**_PARAMS, **{name: name for name in body.sides}}
-    words = error.message.split()
-    param = next((known[word] for word in words if word in known), None)
-    if {"width", "height"} <= {*words} and body.sides:
-        param = body.sides[0]  # both are too large, and this one was given
-    message = f"{error.message}; {error.hint}" if error.hint else error.message
-    return ApiError(400, message, code="invalid_value", param=param)
+    if "adapter" in error.facts:
+        return loras.error(error)
+    if "controlnet" in error.facts:
+        return controlnet_error(error)
+    # A side has the name of the field that states it
+    sides = dict.fromkeys(("width", "height"), body.sides[0] if body.sides else "size")
+    return parameter_error(error, sides | {name: name for name in body.sides})

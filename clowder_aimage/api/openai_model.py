@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
@@ -14,8 +13,8 @@ from clowder_aimage.api.model_list import describe_all
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.model_fetch import read_model
 from clowder_aimage.errors import AImageError, NotFoundError, StoreError, UsageError
+from clowder_aimage.generation.request import MODEL_DEFAULTS, GenerateRequest
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.model.pipeline import MODEL_DEFAULTS, GenerateRequest
 from clowder_aimage.model.text.text_facts import text_facts
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pictures.picture_role import max_images
@@ -114,7 +113,7 @@ class ModelCatalog:
             facts = {"text": stored.aimage}
         elif kind == PICTURES:
             facts = {"capabilities": [PICTURES], "max_images": max_images(properties)}
-            own = asdict(GenerateRequest.for_model(stored.aimage, ""))
+            own = GenerateRequest.for_model(stored.aimage, "").values()
             facts["defaults"] = {name: own[name] for name in MODEL_DEFAULTS}
         else:
             return None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from clowder_aimage.api.image_request import EditRequest, ImageRequest, VariationRequest
 from clowder_aimage.api.model_choice import MODEL_HEADERS
 from clowder_aimage.api.model_list import UsedLora
+from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
 from clowder_aimage.api.picture import picture_link
 from clowder_aimage.api.picture.picture_source import PictureSources
 from clowder_aimage.api.request_body import IGNORED, Parameters, StrictQuery
+from clowder_aimage.generation.request import MAX_REFERENCES, Output
 from clowder_aimage.http.operation import COMPUTES, OPENAI, Answer, Operation
 from clowder_aimage.http.route import INFER, OPEN
 
@@ -37,12 +39,12 @@ class VariationFields(VariationRequest, PictureSources):
     model_config = _NEEDS_IMAGE
 
 
-class VariationForm(BaseModel):
+@with_parameters(Output, without=("previews",))
+class VariationForm(ParameterBody):
     """Also the other fields of the JSON body, as texts."""
 
     image: bytes = Field(description="A PNG, JPEG or WebP file.")
     model: str = ""
-    n: int = Field(default=1, ge=1, le=10)
     size: str = "auto"
     control: bytes = Field(default=b"", description="A file that guides a ControlNet.")
 
@@ -51,7 +53,7 @@ class EditForm(VariationForm):
     """Also the other fields of the JSON body, as texts."""
 
     image: list[bytes] = Field(  # type: ignore[assignment]
-        max_length=4,
+        max_length=MAX_REFERENCES,
         description="PNG, JPEG or WebP files: one, or up to the `max_images` of the model. Also "
         "`image[]`.",
     )

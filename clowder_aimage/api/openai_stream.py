@@ -25,7 +25,8 @@ from clowder_aimage.engine.event import (
     QueuedEvent,
     StartedEvent,
 )
-from clowder_aimage.model.pipeline import GenerateRequest, Step
+from clowder_aimage.generation.request import GenerateRequest
+from clowder_aimage.model.pipeline import Step
 
 KeepPicture = Callable[[ImageEvent], str]  # keeps a picture and returns its link
 # Older names of OpenAI's presets, and the automatic one
@@ -39,7 +40,7 @@ def choose(body: ImageRequest, headers: Mapping[str, str]) -> str:
     """
     if body.stream_format != AUTO:
         return body.stream_format
-    is_openai = "x-stainless-lang" in headers or body.partial_images is not None
+    is_openai = "x-stainless-lang" in headers or "previews" in body.stated
     return OPENAI if is_openai else OLLAMA
 
 
@@ -82,13 +83,13 @@ class PlainStream:
         self._digest = ""
         self._more: dict[str, Any] = {}
 
-    def learn(self, parameters: GenerateRequest, warnings: Sequence[str]) -> None:
-        self._more = described(parameters.loras, warnings)
+    def learn(self, parameters: GenerateRequest, _: str, warnings: Sequence[str]) -> None:
+        self._more = described(parameters.adapters.loras, warnings)
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Step):
             step = event.picture * event.total + event.index
-            facts = {"step": step, "total": self._body.n * event.total}
+            facts = {"step": step, "total": self._body.count * event.total}
             yield answer_stream.frame("progress", facts)
         elif isinstance(event, PullingEvent):
             yield answer_stream.frame("pull", {"completed": event.done, "total": event.total})
@@ -110,11 +111,11 @@ class OpenAIStream:
         self._more: dict[str, Any] = {}
         self._prompt: dict[str, str | None] | None = None  # until it was sent
 
-    def learn(self, parameters: GenerateRequest, warnings: Sequence[str]) -> None:
-        self._size = f"{parameters.width}x{parameters.height}"
+    def learn(self, parameters: GenerateRequest, size: str, warnings: Sequence[str]) -> None:
+        self._size = size
         if self._body.enhance:
             self._prompt = {"prompt": parameters.prompt, "enhancer": parameters.enhancer}
-        self._more = described(parameters.loras, warnings)
+        self._more = described(parameters.adapters.loras, warnings)
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if self._prompt is not None:
@@ -147,7 +148,7 @@ class OpenAIStream:
 
     def _progress(self, event: Step) -> bytes:
         step = event.picture * event.total + event.index
-        total = self._body.n * event.total
+        total = self._body.count * event.total
         if not self._has_progress:
             return answer_stream.comment(f"step {step} of {total}")
         facts = {"step": step, "total": total, "created_at": int(time.time())}
@@ -166,7 +167,7 @@ class OpenAIStream:
             "size": size,
             "quality": quality(self._body),
             "background": "opaque",
-            "output_format": self._body.output_format,
+            "output_format": self._body.encoding.kind,
         }
 
     def _frame(self, name: str, facts: Mapping[str, Any]) -> bytes:

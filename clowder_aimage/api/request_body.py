@@ -237,7 +237,8 @@ def check_fields(
     """
     absent = {name: each for name, each in (defaults or {}).items() if value.get(name) is None}
     try:
-        return kind.model_validate({**value, **absent}, strict=not is_form)
+        fields, context = {**value, **absent}, {"is_form": is_form}
+        return kind.model_validate(fields, strict=not is_form, context=context)
     except ValidationError as error:
         raise _field_error(error) from None
 

@@ -39,9 +39,11 @@ from clowder_aimage.engine.runner import DiedError
 from clowder_aimage.engine.scheduler import ModelScheduler
 from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import AImageError, NoMemoryError, NotFoundError, UsageError
+from clowder_aimage.generation.encoding import PictureEncoding
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
+from clowder_aimage.model.pipeline import Step
 from clowder_aimage.model.text.language_model import TextEnd, TextPiece, TextRequest, ToolCall
 from clowder_aimage.model.text.runtime import runtime_of
 from clowder_aimage.oci import Digest, Reference
@@ -383,10 +385,10 @@ class Engine:
             nonlocal last
             now = self._clock()
             if isinstance(event, StartedEvent):
-                model.loras = parameters.loras
+                model.loras = parameters.adapters.loras
             elif isinstance(event, Step):
                 self.metrics.steps.observe(now - last)
-                request.count_step(event, now - begun, parameters.n)
+                request.count_step(event, now - begun, parameters.output.n)
             elif isinstance(event, ImageEvent):
                 record("decode", now - last)
                 request.has_output = True

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from clowder_aimage.model.pipeline import GenerateRequest, Step
+from clowder_aimage.generation.request import GenerateRequest
+from clowder_aimage.model.pipeline import Step
 from clowder_aimage.model.text.language_model import (
     EmbeddingRequest,
     Embeddings,

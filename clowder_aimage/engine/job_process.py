@@ -125,7 +125,7 @@ def _fused(
 ) -> tuple[PackedModel, str]:
     from clowder_aimage.adapt import fuse
     from clowder_aimage.adapter_source import AdapterFinder
-    from clowder_aimage.model.pipeline import LoraUse
+    from clowder_aimage.generation.request import LoraUse
 
     directory = Path(command["lora_dir"]) if command["lora_dir"] else None
     with store.lease() as lease:

@@ -161,7 +161,7 @@ class ModelProcess:
 
     def _load_pipeline(self, found: Any, command: frame.Message) -> None:
         """Load an image model, whose blobs may be arriving."""
-        from clowder_aimage.model.pipeline import GenerateRequest
+        from clowder_aimage.generation.request import GenerateRequest
 
         place, finder = (found.files, found.stored), self._finder(command)
         self._model = _load_model(command.get("library", {}), *place, finder=finder)
@@ -171,7 +171,7 @@ class ModelProcess:
             machine.limit_memory(machine.memory())
         _set_memory(self._model, command)
         if command.get("request"):  # its texts are encoded while other blobs arrive
-            self._model.prepare(GenerateRequest(**command["request"]))
+            self._model.prepare(GenerateRequest.of(**command["request"]))
         usual = GenerateRequest.for_model(found.stored.aimage, "")
         memory = self._model.preload(usual)
         self._report_loaded(self._model.backend, self._model.dtype, memory)
@@ -212,13 +212,15 @@ class ModelProcess:
 
     def _generate(self, command: frame.Message) -> None:
         from clowder_aimage.generate import describe_picture
+        from clowder_aimage.generation.encoding import PictureEncoding
+        from clowder_aimage.generation.request import GenerateRequest
         from clowder_aimage.model.picture import encode_picture
         from clowder_aimage.model.picture_facts import stated_facts
-        from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureEncoding, Preview
+        from clowder_aimage.model.pipeline import Image, Preview
 
         self._is_complete = True  # requests are sent when the AImage is in the store
         number: int = command["id"]
-        request = GenerateRequest(**command["request"])
+        request = GenerateRequest.of(**command["request"])
         encoding = PictureEncoding(**command["encoding"])
         name = command["reference"].partition("@")[0]  # the digest is a separate fact
         facts = describe_picture(Reference.parse(name), self._model, request)

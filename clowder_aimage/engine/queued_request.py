@@ -15,8 +15,10 @@ from clowder_aimage.engine.frame import Message
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.engine.sent_text import SentText
 from clowder_aimage.errors import AImageError
+from clowder_aimage.generation.encoding import PictureEncoding
+from clowder_aimage.generation.request import LoraUse
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.model.pipeline import LoraUse, PictureEncoding, Step
+from clowder_aimage.model.pipeline import Step
 from clowder_aimage.oci import Digest, Reference
 
 MAX_KEEP_ALIVE = 100 * 365 * 86400.0  # seconds; longer durations are unlimited

@@ -19,7 +19,9 @@ from clowder_aimage.engine import frame
 from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.event import Event, ImageEvent, ModelRequest, PreviewEvent, StartedEvent
 from clowder_aimage.errors import AImageError, ModelError, NoMemoryError
-from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding, Step
+from clowder_aimage.generation.encoding import PictureEncoding
+from clowder_aimage.generation.request import GenerateRequest
+from clowder_aimage.model.pipeline import Step
 from clowder_aimage.model.text.language_model import (
     ContextError,
     DrawnTokens,
@@ -285,7 +287,8 @@ class Runner:
 
 def _command(request: ModelRequest, encoding: PictureEncoding) -> frame.Message:
     if isinstance(request, GenerateRequest):
-        return {"do": "generate", "request": asdict(request), "encoding": asdict(encoding)}
+        command = {"do": "generate", "request": request.to_json()}
+        return {**command, "encoding": asdict(encoding)}
     do = "embed" if isinstance(request, EmbeddingRequest) else "write"
     return {"do": do, "request": asdict(request)}
 

@@ -142,11 +142,11 @@ class WishReader:
             return _of_ollama(GENERATE, fields)
         given = take_bare_pictures(dict(fields))
         rest = {key: value for key, value in fields.items() if key not in given}
-        body = check_fields(rest, OllamaPictureBody).whole()
+        body = check_fields(rest, OllamaPictureBody).with_options()
         unloads = body.stop or body.keep_alive == 0
         if not (body.prompt or body.enhance):
             return Wish(body.reference, fields, (PICTURES,), is_change=True, unloads=unloads)
-        seed = {"seed": body.parameters()["seed"]}
+        seed = {"seed": body.first_seed}
         return Wish(body.reference, fields, (PICTURES,), chosen=seed)
 
 
@@ -170,7 +170,7 @@ def _of_picture(request: Request, fields: dict[str, Any], *, is_form: bool) -> W
         raise ApiError(400, message, code="missing_required_parameter", param=IMAGE)
     body.check_given(given, has_size=body.has_size)
     pull = body.pull if request.get("scope") == ADMIN else NEVER
-    seed = {"seed": str(body.seed) if is_form else body.seed}
+    seed = {"seed": str(body.first_seed) if is_form else body.first_seed}
     is_events = body.stream
     return Wish(body.model, fields, (PICTURES,), pull, is_form, is_events=is_events, chosen=seed)
 

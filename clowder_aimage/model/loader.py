@@ -8,8 +8,8 @@ from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
 from clowder_aimage.formats.diffusers import FLUX2, PIPELINES, Z_IMAGE
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.library_choice import MLX, NO_TUNING, TorchTuning, choose_library
-from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.model.weights import read_object
 
 if TYPE_CHECKING:

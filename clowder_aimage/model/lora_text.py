@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.pipeline import LoraUse
+from clowder_aimage.generation.request import LoraUse
 
 _TAG = re.compile(r"<lora:([^<>]*)>", re.IGNORECASE)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)", re.ASCII)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from PIL import ExifTags, Image, ImageDraw, ImageFont, PngImagePlugin
 
 from clowder_aimage.errors import FormatError, NotFoundError, StoreError, UsageError
+from clowder_aimage.generation.encoding import FORMATS
 from clowder_aimage.model.picture_facts import (
     KEY,
     QUALITIES,
@@ -25,7 +26,6 @@ from clowder_aimage.model.picture_facts import (
     parameters_text,
     stated_facts,
 )
-from clowder_aimage.model.pipeline import FORMATS
 
 Pixels = npt.NDArray[np.uint8]
 _LARGEST_EXIF = 65_533  # bytes in a segment of a JPEG file

@@ -9,12 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from clowder_aimage.errors import UsageError
-
 Pixels = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 SEAM = 32  # pixels of a picture that are painted again where it is expanded
-MAX_TILED = 1 << 24  # pixels of an enlarged picture: 4096 by 4096
 _FLAT = 4  # levels by which an enlarged picture may change where it is flat
 _CONTRAST = 0.5  # part of the deviation from the mean around a pixel, by which it may change more
 _STEP = 64  # of the sides of tiles: a multiple of what models require
@@ -89,13 +86,7 @@ class TileGrid:
 
     @classmethod
     def cover(cls, width: int, height: int, largest: tuple[int, int]) -> TileGrid:
-        """Return the tiles of a picture, up to ``largest``. Raises UsageError: too many pixels."""
-        if width * height > MAX_TILED:
-            raise UsageError(
-                f"the enlarged picture would have {width} x {height} pixels; "
-                f"it may have {MAX_TILED}",
-                hint="use a smaller factor",
-            )
+        """Return the tiles of a picture, up to ``largest``."""
         sides = (width, largest[0]), (height, largest[1])
         across, down = (min(most, -(-side // _STEP) * _STEP) for side, most in sides)
         places = [(x, y) for y in _starts(height, down) for x in _starts(width, across)]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from clowder_aimage.generation.request import check_area
 from clowder_aimage.oci import Descriptor
 
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
@@ -55,6 +56,13 @@ def own_size(
         width, height = int(width * factor), int(height * factor)
     sides = (max(MULTIPLE, side - side % MULTIPLE) for side in (width, height))
     return dict(zip(("width", "height"), sides, strict=True))
+
+
+def enlarged_size(width: int, height: int, factor: float) -> tuple[int, int]:
+    """Return the width and height of an enlarged picture. Raises UsageError: too large."""
+    width, height = round(width * factor), round(height * factor)
+    check_area("upscale", width, height)
+    return width, height
 
 
 def reduction(picture: InputFile, most: int = MAX_AREA) -> str:

@@ -19,10 +19,17 @@ from PIL import Image, ImageChops, ImageFilter, ImageOps
 from clowder_aimage.content import ContentStore, Lease, bytes_body
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import NotFoundError, TooLargeError, UsageError
+from clowder_aimage.generation.request import ALPHA, GenerateRequest
 from clowder_aimage.model.picture_tile import Pixels, TileGrid, keep_shapes, mix, new_area
-from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, PictureInput
+from clowder_aimage.model.pipeline import PictureInput
 from clowder_aimage.oci import Descriptor, Digest
-from clowder_aimage.pictures.input_file import MAX_BYTES, TYPES, InputFile, expanded_size
+from clowder_aimage.pictures.input_file import (
+    MAX_BYTES,
+    TYPES,
+    InputFile,
+    enlarged_size,
+    expanded_size,
+)
 
 Picture = Image.Image
 MAX_PIXELS = 1 << 25  # such as 8192 by 4096: 100 MB when it is decoded
@@ -173,23 +180,25 @@ class PictureInputs:
             UsageError: A file is not a picture, or the mask does not fit it or is empty.
             NotFoundError: A file is not in the store.
         """
-        if request.references:
-            read = (self._read(one, "reference").convert("RGB") for one in request.references)
+        if request.input.references:
+            read = (self._read(one, "reference").convert("RGB") for one in request.input.references)
             given = PictureInput(references=tuple(map(np.asarray, read)))
             return PreparedPicture(given, lambda made: made)
-        if request.image is None and request.control is None:
+        if request.input.image is None and request.control.image is None:
             return None
-        control = None if request.control is None else self._read(request.control, "control")
-        if request.image is None:
+        control = (
+            None if request.control.image is None else self._read(request.control.image, "control")
+        )
+        if request.input.image is None:
             return PreparedPicture(PictureInput(control=_fitted(request, control)), lambda it: it)
-        image = self._read(request.image, "image")
-        if request.upscale:
+        image = self._read(request.input.image, "image")
+        if request.input.upscale:
             return enlarge(request, image, control)
         mask = None
-        if request.mask is not None:
-            named = None if request.mask == ALPHA else self._read(request.mask, "mask")
+        if request.input.mask is not None:
+            named = None if request.input.mask == ALPHA else self._read(request.input.mask, "mask")
             mask = _mask_of(image, named)
-        if control is not None and request.crop and control.size != image.size:
+        if control is not None and request.input.crop and control.size != image.size:
             raise _other_size("control picture", control, image)
         return prepare(request, image, mask, control)
 
@@ -212,7 +221,13 @@ def _fitted(request: GenerateRequest, picture: Picture | None) -> Pixels | None:
     """Return a picture in RGB, fitted to the request."""
     if picture is None:
         return None
-    return np.asarray(fit(picture.convert("RGB"), (request.width, request.height), request.fit))
+    return np.asarray(
+        fit(
+            picture.convert("RGB"),
+            (request.sampling.width, request.sampling.height),
+            request.input.fit,
+        )
+    )
 
 
 def prepare(
@@ -223,26 +238,28 @@ def prepare(
 ) -> PreparedPicture:
     """Return a picture and its mask, fitted to the request. Raises UsageError: as ``_expanded``."""
     whole = image.convert("RGB")
-    if request.expand:
-        return _expanded(request, whole, control)
-    size = request.width, request.height
-    if mask is not None and request.crop:
+    if request.input.expand is not None:
+        return _expanded(request, request.input.expand, whole, control)
+    size = request.sampling.width, request.sampling.height
+    if mask is not None and request.input.crop:
         return _cropped(request, whole, mask, control)
-    pixels = np.asarray(fit(whole, size, request.fit))
-    cells = None if mask is None else np.asarray(fit(mask, size, request.fit))
+    pixels = np.asarray(fit(whole, size, request.input.fit))
+    cells = None if mask is None else np.asarray(fit(mask, size, request.input.fit))
     given = PictureInput(pixels, cells, _fitted(request, control))
-    if cells is None or not request.paste:
+    if cells is None or not request.input.paste:
         return PreparedPicture(given, lambda made: made)
-    return PreparedPicture(given, lambda made: paste(made, pixels, cells, request.feather))
+    return PreparedPicture(given, lambda made: paste(made, pixels, cells, request.input.feather))
 
 
 def _cropped(
     request: GenerateRequest, image: Picture, mask: Picture, control: Picture | None
 ) -> PreparedPicture:
     """Return the part of a picture around its mask; the result is put back into the whole."""
-    left, top, right, bottom = around(np.asarray(mask) >= _PAINTED, request.width / request.height)
+    left, top, right, bottom = around(
+        np.asarray(mask) >= _PAINTED, request.sampling.width / request.sampling.height
+    )
     box = left, top, right, bottom
-    size = request.width, request.height
+    size = request.sampling.width, request.sampling.height
     given = PictureInput(
         np.asarray(_resized(image.crop(box), size)),
         np.asarray(_resized(mask.crop(box), size)),
@@ -254,26 +271,28 @@ def _cropped(
         part = Image.fromarray(made).resize((right - left, bottom - top), Image.Resampling.LANCZOS)
         whole = original.copy()
         whole[top:bottom, left:right] = np.asarray(part)
-        return paste(whole, original, painted, request.feather)
+        return paste(whole, original, painted, request.input.feather)
 
     return PreparedPicture(given, finish)
 
 
-def _expanded(request: GenerateRequest, image: Picture, control: Picture | None) -> PreparedPicture:
+def _expanded(
+    request: GenerateRequest, expand: Sequence[int], image: Picture, control: Picture | None
+) -> PreparedPicture:
     """Return a picture with the new area around it; the result has the exact size.
 
     Raises UsageError: the request's size is not that, rounded up.
     """
-    share = new_area(*image.size, request.expand)
-    left, top, right, bottom = request.expand
+    share = new_area(*image.size, expand)
+    left, top, right, bottom = expand
     original = np.pad(np.asarray(image), [(top, bottom), (left, right), (0, 0)], mode="edge")
     height, width = share.shape
-    down, across = request.height - height, request.width - width
+    down, across = request.sampling.height - height, request.sampling.width - width
     if not 0 <= min(down, across) <= max(down, across) < EXPANDED_MULTIPLE:
-        wide, high = expanded_size(*image.size, request.expand, EXPANDED_MULTIPLE)
+        wide, high = expanded_size(*image.size, expand, EXPANDED_MULTIPLE)
         raise UsageError(
             f"the expanded picture has {width} x {height} pixels, which the size "
-            f"{request.width}x{request.height} does not fit",
+            f"{request.sampling.width}x{request.sampling.height} does not fit",
             hint=f"use {wide}x{high}",
         )
     more = [(0, down), (0, across)]
@@ -294,16 +313,19 @@ def enlarge(
 
     Raises UsageError: too large.
     """
-    width, height = (round(side * request.upscale) for side in image.size)
-    grid = TileGrid.cover(width, height, (request.width, request.height))
+    assert request.input.upscale is not None  # noqa: S101 - the caller's condition
+    width, height = enlarged_size(*image.size, request.input.upscale)
+    grid = TileGrid.cover(width, height, (request.sampling.width, request.sampling.height))
     resized = np.asarray(_resized(image.convert("RGB"), (width, height)))
     tiles = grid.cut(resized)
     guides: Sequence[Pixels | None] = [None] * len(tiles)
     if control is not None:
-        guides = grid.cut(np.asarray(fit(control.convert("RGB"), (width, height), request.fit)))
+        guides = grid.cut(
+            np.asarray(fit(control.convert("RGB"), (width, height), request.input.fit))
+        )
     pairs = zip(tiles, guides, strict=True)
     parts = tuple(PictureInput(tile, control=guide) for tile, guide in pairs)
-    cell = 2 * request.upscale  # two pixels of the image
+    cell = 2 * request.input.upscale  # two pixels of the image
 
     def finish(made: Sequence[Pixels]) -> Pixels:
         return keep_shapes(grid.join(made), resized, cell)

@@ -8,7 +8,7 @@ from typing import Any
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.formats.diffusers import most_references
-from clowder_aimage.model.pipeline import REFERENCE_PIXELS
+from clowder_aimage.generation.request import REFERENCE_PIXELS
 from clowder_aimage.pictures.input_file import MAX_AREA
 
 # Parameters of a picture that a model begins with

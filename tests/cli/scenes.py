@@ -523,8 +523,8 @@ GENERATE = {
         $ aimage run shapes x --size 512 # exit code 2
         ! aimage: ... expected WIDTHxHEIGHT, such as 1024x768, not '512'
         $ aimage run shapes x --negative blue # exit code 2
-        ! aimage: --negative requires --guidance above 0
-        ! try --guidance 4
+        ! aimage: negative requires guidance above 0
+        ! a guidance of 4 is common
     """,
     "language models": """
         $ aimage create -q enhancer examples/shapes/enhancer
@@ -552,7 +552,7 @@ GENERATE = {
         b-2.png
         $ cmp a-2.png b-2.png
         $ aimage run shapes a fox --num-images none # exit code 2
-        ! aimage: invalid value for '-n': 'none' is not a valid integer
+        ! aimage: n must be a whole number from 1 to 1024
     """,
     "places of pictures": """
         $ aimage run shapes 'a fox' --steps 1 --size 32x32 --seed 1 -o pics/

@@ -148,7 +148,7 @@ def test_run_sends_pictures_and_shows_warnings(at: Callable[[ScriptedWorker], Ai
     assert sent == [
         missing | guided,  # without a size, which the worker computes
         missing | guided,
-        missing | {"image": url, "expand": "8,0,16,4"},
+        missing | {"image": url, "expand": [8, 0, 16, 4]},
         missing | {"image": url, "upscale": 2.0, "size": "64x64"},
         missing | {"image": url, "mask": url, "painted": "white"},
         missing | {"images": [url, url], "size": "64x64"},

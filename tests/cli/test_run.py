@@ -421,9 +421,9 @@ def test_prompts_are_read_on_a_terminal(at: Callable[[ScriptedWorker], Aimage]) 
     }
     assert "two-cats-8.png" in shown
     for text in (
-        "invalid value for width",
+        "width must be a multiple of 16",
         "unknown option depth",
-        "--negative requires --guidance",
+        "negative requires guidance above 0",
         "unknown command /nonsense",
         "/set NAME VALUE",
     ):

@@ -183,7 +183,7 @@ def test_an_adapter_is_pulled_without_its_base(
         (("--lora-dir", "nowhere"), 2, "does not exist"),
         (("--lora", "wide.safetensors"), 5, "wide.safetensors"),
         (("--lora", "bad.safetensors"), 5, "bad.safetensors"),
-        (("--lora", "style") * 17, 2, "loras must be at most 16"),
+        (("--lora", "style") * 17, 2, "loras must be a list of at most 16"),
     ],
 )
 def test_mistakes_with_adapters_are_sentences(

@@ -78,15 +78,21 @@ def test_replay_names_an_image_that_is_missing(drawn: tuple[Aimage, Path]) -> No
     [
         (("--expand", "0,0,8,0"), "expand requires an image"),
         (("--upscale", 2), "upscale requires an image"),
-        (("--image", "drawn.png", "--expand", "8,8,8"), "expected LEFT,TOP,RIGHT,BOTTOM"),
-        (("--image", "drawn.png", "--expand", "8,8,8,-1"), "expected LEFT,TOP,RIGHT,BOTTOM"),
+        (
+            ("--image", "drawn.png", "--expand", "8,8,8"),
+            "expand must be 4 whole numbers",
+        ),
+        (
+            ("--image", "drawn.png", "--expand", "8,8,8,-1"),
+            "from 0 to 4096, not -1",
+        ),
         (("--image", "drawn.png", "--expand", "0,0,0,0"), "expand must be above 0 on one side"),
         (("--image", "drawn.png", "--expand", "0,0,0,9999"), "from 0 to 4096"),
         (("--image", "drawn.png", "--expand", "0,0,8,0", "--mask", "drawn.png"), "with a mask"),
         (("--image", "drawn.png", "--expand", "0,0,8,0", "--size", "64x64"), "omit --size"),
         (("--image", "drawn.png", "--upscale", 2, "--mask", "alpha"), "combined with a mask"),
         (("--image", "drawn.png", "--upscale", 2, "--expand", "0,0,8,0"), "with expand"),
-        (("--image", "drawn.png", "--upscale", 5), "5.0 is not in the range"),
+        (("--image", "drawn.png", "--upscale", 5), "upscale must be a number from 1 to 4, not 5"),
         (("--image", "drawn.png", "--strength", 1e-17), "leaves none of 8 steps"),
         (("--seeds", "1..2", "--seed", 1), "--seeds cannot be combined with --seed"),
         (("--seeds", "1..2", "-n", 2), "--seeds cannot be combined with -n"),
@@ -253,12 +259,12 @@ def test_options_of_guidance_without_guidance_are_said(stocked: Callable[[], Aim
     said = here("run", "x", "a fox", *small, "--cfg-truncation", 0.5, "--cfg-normalization", 1).err
     assert "warning: guidance_end has no effect without guidance" in said
     assert "warning: cfg_normalization has no effect without guidance" in said
-    assert "--negative requires" in here("run", "x", "a", *small, "--negative", "b", code=2).err
+    assert "negative requires" in here("run", "x", "a", *small, "--negative", "b", code=2).err
     here("create", "guided", TINY, "--guidance", 2)
     given = ("--negative", "red", "--cfg-normalization", 1)
     assert "no effect" not in here("run", "guided", "a fox", *small, *given).err
     off = here("run", "guided", "a fox", *small, *given, "--guidance", 0, code=2)
-    assert "--negative requires --guidance above 0" in off.err
+    assert "negative requires guidance above 0" in off.err
 
 
 def test_a_file_that_has_changed_between_prompts_is_read_again(refusing: Aimage) -> None:

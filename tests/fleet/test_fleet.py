@@ -78,7 +78,7 @@ def test_a_malformed_request_is_no_job(play: Play) -> None:
             async with fleet.worker("w1", role):
                 await fleet.know(url, 1)
                 for options, code in (
-                    ({"n": 99}, "invalid_value"),
+                    ({"n": 9999}, "invalid_value"),
                     ({"model": "other"}, "model_not_found"),
                     ({"model": "NOT A NAME"}, "invalid_value"),
                     ({"headers": {"Aimage-Priority": "urgent"}}, None),

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.pipeline import FlowPipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image, Step
+from clowder_aimage.model.pipeline import Image, Step
 
 Outputs = dict[str, np.ndarray]
 """text (tokens, hidden); velocity (channels, height, width), of one unguided forward pass;
@@ -21,22 +22,30 @@ TIME = 0.3  # of the one forward pass
 TOLERANCE = 1e-4
 LONG = "the other thing in a re-read book, 3 of 4; " * 3  # far over 32 tokens
 CASES = {
-    "square": GenerateRequest("a red fox", 64, 64, 8, seed=42),
-    "wide": GenerateRequest("a red fox", 96, 48, 3, seed=7),
-    "long": GenerateRequest(LONG + "ünï ♥ 狐", 48, 80, 2, seed=2**40 + 5),
-    "guided": GenerateRequest("two foxes", 64, 64, 4, seed=3, negative=LONG, guidance=3.5),
+    "square": GenerateRequest.of("a red fox", width=64, height=64, steps=8, seed=42),
+    "wide": GenerateRequest.of("a red fox", width=96, height=48, steps=3, seed=7),
+    "long": GenerateRequest.of(LONG + "ünï ♥ 狐", width=48, height=80, steps=2, seed=2**40 + 5),
+    "guided": GenerateRequest.of(
+        "two foxes", width=64, height=64, steps=4, seed=3, negative=LONG, guidance=3.5
+    ),
     # 32 image tokens: no pads
-    "guided by nothing": GenerateRequest("two foxes", 64, 128, 2, seed=9, guidance=0.7),
+    "guided by nothing": GenerateRequest.of(
+        "two foxes", width=64, height=128, steps=2, seed=9, guidance=0.7
+    ),
     # The times of the steps are 0, 0.1 in float32, which is above 0.1, 0.25 and 0.5
-    "guided once": GenerateRequest("an owl", 48, 48, 4, guidance=3.0, guidance_end=0.1),
-    "guided for three steps": GenerateRequest("an owl", 48, 48, 4, guidance=3.0, guidance_end=0.25),
+    "guided once": GenerateRequest.of(
+        "an owl", width=48, height=48, steps=4, guidance=3.0, guidance_end=0.1
+    ),
+    "guided for three steps": GenerateRequest.of(
+        "an owl", width=48, height=48, steps=4, guidance=3.0, guidance_end=0.25
+    ),
 }
 
 
 def inputs(request: GenerateRequest, channels: int, scale: int) -> np.ndarray:
     """Return fixed random latents for a picture of the request's size."""
     random = np.random.RandomState(7)
-    rows, columns = request.height // scale, request.width // scale
+    rows, columns = request.sampling.height // scale, request.sampling.width // scale
     return random.standard_normal((channels, rows, columns)).astype(np.float32)
 
 
@@ -48,11 +57,13 @@ def ours(pipeline: FlowPipeline, request: GenerateRequest) -> Outputs:
     text = pipeline.prompts.encode(request.prompt)
     caption = transformer.caption(text)
     schedule = pipeline.schedule(request)
-    noise = pipeline.noise(request, request.seed)
+    noise = pipeline.noise(request, request.sampling.seed)
     *_, final = pipeline.denoiser.denoise(noise, schedule, pipeline.conditioning(request))
     *steps, image = pipeline.generate(request)
     assert isinstance(image, Image)
-    assert steps == [Step(index + 1, request.steps, 0) for index in range(request.steps)]
+    assert steps == [
+        Step(index + 1, request.sampling.steps, 0) for index in range(request.sampling.steps)
+    ]
     return {
         "text": np.array(text),
         "velocity": np.array(transformer(mx.array(latents), TIME, caption)),

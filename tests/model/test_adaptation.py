@@ -22,16 +22,16 @@ from clowder_aimage.adapter.adapter import (
 )
 from clowder_aimage.adapter.loaded_adapter import AdapterCache, LoadedAdapter
 from clowder_aimage.errors import ModelError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model import adaptation
 from clowder_aimage.model.adapted_linear import AdaptedLinear
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest
 from tests.model.model_blobs import FolderStore
 from tests.model.random_model import pack, weights
 
-REQUEST = GenerateRequest("a red fox", 64, 64, 3, seed=42)
+REQUEST = GenerateRequest.of("a red fox", width=64, height=64, steps=3, seed=42)
 # correlations of latents with those of the changed float32 weights, at least
 BOUNDS = {"int8": 0.999, "int4": 0.97, "bfloat16": 0.999}
 Make = Callable[[np.random.Generator, tuple[int, ...]], Change]
@@ -164,7 +164,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def latents(pipeline: FlowPipeline, *uses: tuple[Adapter, float]) -> np.ndarray:
     pipeline.use_adapters([(LoadedAdapter(one.what, one), strength) for one, strength in uses])
-    noise = pipeline.noise(REQUEST, REQUEST.seed)
+    noise = pipeline.noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     pipeline.state.captions.clear()
@@ -241,7 +241,7 @@ def test_a_network_that_is_loaded_again_has_its_adapters(models: Models) -> None
     pipeline.use_adapters(uses)
     pipeline.networks.transformer.release()
     pipeline.networks.text_encoder.release()
-    noise = pipeline.noise(REQUEST, REQUEST.seed)
+    noise = pipeline.noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     assert (np.array(final) == expected).all()

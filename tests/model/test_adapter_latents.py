@@ -11,15 +11,15 @@ import pytest
 from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest
 from tests.adapter.vectors import AdapterVector, vectors
 from tests.model.model_blobs import FolderStore
 
 Model = tuple[FolderStore, AImage]
-REQUEST = GenerateRequest("a red fox", 32, 32, 2, seed=42)
+REQUEST = GenerateRequest.of("a red fox", width=32, height=32, steps=2, seed=42)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def changed(tiny: Model) -> FlowPipeline:
 
 def latents(pipeline: FlowPipeline) -> np.ndarray:
     pipeline.state.captions.clear()
-    noise = pipeline.noise(REQUEST, REQUEST.seed)
+    noise = pipeline.noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)

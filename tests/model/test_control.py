@@ -11,17 +11,12 @@ import pytest
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import FormatError, ModelError, UsageError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.memory_budget import Module
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import (
-    GenerateRequest,
-    Image,
-    PictureInput,
-    StoredControlNet,
-    check_parameters,
-)
+from clowder_aimage.model.pipeline import Image, PictureInput, StoredControlNet
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.model.zimage.control_config import (
     LAYERS,
@@ -35,7 +30,7 @@ from tests.controlnet_file import V1, V20, V21, Arrays, config, tensors, write_f
 from tests.model.model_blobs import FolderStore, import_directory
 
 FILE = f"sha256:{'0' * 64}"  # the pipeline is given the picture itself
-REQUEST = GenerateRequest("a fox", 48, 32, 2, control=FILE, controlnet="net")
+REQUEST = GenerateRequest.of("a fox", width=48, height=32, steps=2, control=FILE, controlnet="net")
 GIVEN = PictureInput(control=np.random.default_rng(3).integers(0, 256, (32, 48, 3), dtype=np.uint8))
 
 
@@ -119,7 +114,7 @@ def test_the_network_is_in_memory_for_such_requests_only(
     pipeline: FlowPipeline, tmp_path: Path
 ) -> None:
     net = stored(tmp_path, tensors())
-    plain = replace(REQUEST, control=None, controlnet=None, control_strength=None)
+    plain = REQUEST.change(control=None, controlnet=None, control_strength=None)
     pipeline.preload(plain)
     pipeline.use_control(net)
     module = used(pipeline)
@@ -166,11 +161,11 @@ def test_a_step_that_reuses_another_makes_no_hints(
         return hints(*given)
 
     monkeypatch.setattr(Control, "hints", counted)
-    request = replace(REQUEST, steps=4)
+    request = REQUEST.change(steps=4)
     exact = picture(pipeline, request)
-    assert np.array_equal(picture(pipeline, replace(request, cache_threshold=1e-9)), exact)
+    assert np.array_equal(picture(pipeline, request.change(cache_threshold=1e-9)), exact)
     assert len(made) == 8 and made[:4] == made[4:]
-    assert not np.array_equal(picture(pipeline, replace(request, cache_threshold=10)), exact)
+    assert not np.array_equal(picture(pipeline, request.change(cache_threshold=10)), exact)
     assert made[8:] == [made[0], made[3]]  # the first step and the last
 
 
@@ -195,7 +190,7 @@ def test_networks_that_do_not_fit_are_refused(
 
 def test_a_model_without_one_needs_a_name(pipeline: FlowPipeline) -> None:
     with pytest.raises(UsageError, match="no ControlNet of its own"):
-        pipeline.generate(replace(REQUEST, controlnet=None), GIVEN)
+        pipeline.generate(REQUEST.change(controlnet=None), GIVEN)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +205,6 @@ def test_a_model_without_one_needs_a_name(pipeline: FlowPipeline) -> None:
     ],
 )
 def test_wrong_requests_are_refused(changes: dict[str, Any], message: str) -> None:
-    check_parameters(REQUEST)
-    assert REQUEST.control_strength == 0.75
+    assert REQUEST.control.strength == 0.75
     with pytest.raises(UsageError, match=message):
-        check_parameters(replace(REQUEST, **changes))
+        REQUEST.change(**changes)

@@ -14,17 +14,17 @@ from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.adapter.writer import convert_adapter
 from clowder_aimage.create import create
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.oci import Reference
 from tests.family.flux2_layout import transformer
 from tests.model.random_flux2 import write_flux2
 
 Arrays = dict[str, np.ndarray]
-REQUEST = GenerateRequest("a fox", 32, 32, 2, seed=5)
+REQUEST = GenerateRequest.of("a fox", width=32, height=32, steps=2, seed=5)
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 RANK, ALPHA = 2, 3.0
 BLOCK, SINGLE = "transformer_blocks.1", "single_transformer_blocks.0"
@@ -45,7 +45,7 @@ def load(root: Path, store: Path) -> FlowPipeline:
 
 
 def latents(pipeline: FlowPipeline) -> np.ndarray:
-    noise = pipeline.noise(REQUEST, REQUEST.seed)
+    noise = pipeline.noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)

@@ -15,6 +15,7 @@ from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.create import create
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -25,13 +26,13 @@ from clowder_aimage.model.flux2.config import TransformerConfig, VaeConfig
 from clowder_aimage.model.flux2.family import Flux2
 from clowder_aimage.model.flux2.reference_picture import fit_reference, reference_size
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput, Preview, Step
+from clowder_aimage.model.pipeline import Image, PictureInput, Preview, Step
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 from tests.model.random_flux2 import CONFIGS, write_flux2
 
 FILE = f"sha256:{'0' * 64}"
-SMALL = GenerateRequest("a fox", 32, 48, 2)
+SMALL = GenerateRequest.of("a fox", width=32, height=48, steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +88,11 @@ def test_defaults_follow_from_the_model(model: tuple[ImageLayout, AImage], tmp_p
     known = model[1].properties
     assert (known["family"], known["pipeline"]) == ("flux2", "Flux2KleinPipeline")
     request = GenerateRequest.for_model(model[1], "a fox")
-    assert (request.steps, request.guidance, request.width) == (4, 0.0, 64)
+    assert (request.sampling.steps, request.guidance.scale, request.sampling.width) == (4, 0.0, 64)
     write_flux2(tmp_path / "base", is_distilled=False, text_encoder=TINY / "text_encoder")
     other = made(ImageLayout(tmp_path / "store"), tmp_path / "base")
     request = GenerateRequest.for_model(other, "a fox")
-    assert (request.steps, request.guidance) == (50, 4)
+    assert (request.sampling.steps, request.guidance.scale) == (50, 4)
 
 
 @pytest.mark.parametrize(
@@ -99,23 +100,23 @@ def test_defaults_follow_from_the_model(model: tuple[ImageLayout, AImage], tmp_p
     [
         ({"image": FILE}, "does not begin with a picture"),
         ({"control": FILE}, "has no control networks"),
-        ({"guidance": 1.5}, "is distilled and has no guidance"),
-        ({"references": (FILE,) * 5}, "at most 4 pictures, not 5"),
+        ({"guidance": 1.5}, "guidance cannot be used: this model is distilled"),
+        ({"references": (FILE,) * 5}, "references must be a list of at most 4"),
         ({"references": ("fox.png",)}, "references must be the digest"),
         ({"references": (FILE,)}, "0 of 1 reference pictures are given"),
-        ({"width": 40}, "width must be a multiple of 16 pixels"),
-        ({"shift": 2.0}, "derives its shift from the picture size"),
+        ({"width": 40}, "width must be a multiple of 16 from"),
+        ({"shift": 2.0}, "shift cannot be set"),
     ],
 )
 def test_requests_of_other_families_are_refused(
     pipeline: FlowPipeline, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        pipeline.generate(dataclasses.replace(SMALL, **changes))
+        pipeline.generate(SMALL.change(**changes))
 
 
 def test_steps_previews_and_seeds(pipeline: FlowPipeline) -> None:
-    request = dataclasses.replace(SMALL, n=2, previews=1)
+    request = SMALL.change(n=2, previews=1)
     events = list(pipeline.generate(request))
     assert [type(event) for event in events] == [Step, Preview, Step, Image] * 2
     shown = [event.pixels.shape for event in events if isinstance(event, Preview)]
@@ -127,11 +128,11 @@ def test_steps_previews_and_seeds(pipeline: FlowPipeline) -> None:
 
 def test_the_base_model_has_guidance_above_1(base: FlowPipeline) -> None:
     plain = pixels(base)
-    assert (pixels(base, dataclasses.replace(SMALL, guidance=1.0)) == plain).all()
-    guided = dataclasses.replace(SMALL, guidance=4.0)
+    assert (pixels(base, SMALL.change(guidance=1.0)) == plain).all()
+    guided = SMALL.change(guidance=4.0)
     strong = pixels(base, guided)
     assert (strong != plain).any()
-    assert (pixels(base, dataclasses.replace(guided, negative="an owl")) != strong).any()
+    assert (pixels(base, guided.change(negative="an owl")) != strong).any()
 
 
 def test_references_and_their_order_change_the_picture(pipeline: FlowPipeline) -> None:
@@ -162,11 +163,11 @@ def test_references_that_are_too_small_or_narrow(
 
 
 def test_steps_that_reuse_others(pipeline: FlowPipeline) -> None:
-    request = dataclasses.replace(SMALL, steps=4)
+    request = SMALL.change(steps=4)
     exact = pixels(pipeline, request)
-    near = pixels(pipeline, dataclasses.replace(request, cache_threshold=1e-9))
+    near = pixels(pipeline, request.change(cache_threshold=1e-9))
     assert np.abs(near.astype(int) - exact).max() <= 1
-    assert (pixels(pipeline, dataclasses.replace(request, cache_threshold=10)) != exact).any()
+    assert (pixels(pipeline, request.change(cache_threshold=10)) != exact).any()
 
 
 def test_pictures_do_not_depend_on_what_stays_in_memory(model: tuple[ImageLayout, AImage]) -> None:

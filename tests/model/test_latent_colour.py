@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.memory_budget import Stage
 from clowder_aimage.model.flow.networks import FlowNetworks
 from clowder_aimage.model.flow.pipeline import FlowPipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image, Preview
+from clowder_aimage.model.pipeline import Image, Preview
 from clowder_aimage.model.zimage import family as zimage
 from clowder_aimage.model.zimage import latent_colour
 from clowder_aimage.model.zimage.config import VaeConfig
 from clowder_aimage.model.zimage.latent_colour import colours, has_colours
 
 FLUX = VaeConfig(3, 16, (128, 256, 512, 512), 2, 32, False, False, True, 0.3611, 0.1159)
-REQUEST = GenerateRequest("a fox", 32, 48, 4, previews=2)
+REQUEST = GenerateRequest.of("a fox", width=32, height=48, steps=4, previews=2)
 
 
 def grey(red: float, green: float, blue: float) -> list[int]:

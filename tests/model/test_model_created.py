@@ -11,13 +11,14 @@ from clowder_aimage.content import bytes_body
 from clowder_aimage.create import create
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.generate import load
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image
+from clowder_aimage.model.pipeline import Image
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.tensor import Quantization
@@ -25,7 +26,7 @@ from tests.conftest import TINY
 from tests.model.quantized_blobs import judge
 from tests.model.random_model import weights, write_directory
 
-REQUEST = GenerateRequest("a red fox", 48, 48, 4, seed=42)
+REQUEST = GenerateRequest.of("a red fox", width=48, height=48, steps=4, seed=42)
 NAME = Reference.parse("random")
 
 

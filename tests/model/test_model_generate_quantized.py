@@ -7,22 +7,22 @@ has the figures.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from clowder_aimage.errors import ModelError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image
+from clowder_aimage.model.pipeline import Image
 from clowder_aimage.model.quantized import QuantizedLinear
 from tests.model.model_blobs import FolderStore
 from tests.model.random_model import pack, takes_codes, weights
 
-REQUEST = GenerateRequest("a red fox", 64, 64, 8, seed=42)
+REQUEST = GenerateRequest.of("a red fox", width=64, height=64, steps=8, seed=42)
 # correlations of latents with float32's, at least
 BOUNDS = {"int8": 0.999, "mxfp8": 0.998, "int4": 0.98, "nvfp4": 0.98, "mxfp4": 0.97}
 ALONE, BOTH = ("transformer",), ("transformer", "text_encoder")
@@ -42,7 +42,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 
 def latents(pipeline: FlowPipeline, request: GenerateRequest = REQUEST) -> np.ndarray:
-    noise = pipeline.noise(request, request.seed)
+    noise = pipeline.noise(request, request.sampling.seed)
     guide = pipeline.conditioning(request)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(request), guide)
     return np.array(final)
@@ -76,7 +76,7 @@ def test_kept_codes_make_the_same_picture(load: Load, kind: str) -> None:
     assert isinstance(transformer.layers[0].attention.to_q, QuantizedLinear)
     assert isinstance(transformer.t_embedder.linear1, QuantizedLinear)
     assert isinstance(text_encoder.layers[0].mlp.up_proj, QuantizedLinear)
-    short = replace(REQUEST, steps=2)
+    short = REQUEST.change(steps=2)
     one, other = latents(kept, short), latents(plain, short)
     np.testing.assert_allclose(one, other, atol=1e-4)
 
@@ -87,7 +87,7 @@ def test_kept_codes_in_bfloat16(load: Load, tmp_path: Path) -> None:
     aimage = pack(store, dict.fromkeys(BOTH, "int8"))
     pipeline = load_pipeline(store, aimage, dtype="bfloat16", keep_quantized=True)
     assert pipeline.prompts.encode("a fox").dtype == mx.bfloat16
-    short = replace(REQUEST, width=32, height=32, steps=2)
+    short = REQUEST.change(width=32, height=32, steps=2)
     *_, image = pipeline.generate(short)
     assert isinstance(image, Image)
     *_, expected = load("int8", BOTH).generate(short)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes.util
-import dataclasses
 import os
 import re
 import sys
@@ -17,6 +16,7 @@ import pytest
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.generate import RunnableModel
+from clowder_aimage.generation.request import MAX_SEED, GenerateRequest
 from clowder_aimage.model import backend
 from clowder_aimage.model.backend import (
     compute_dtype,
@@ -25,20 +25,12 @@ from clowder_aimage.model.backend import (
     mx,
     tree_flatten,
 )
-from clowder_aimage.model.flow.pipeline import FlowPipeline
+from clowder_aimage.model.flow.pipeline import FlowPipeline, previews_after
+from clowder_aimage.model.flow.pixels import to_pixels
 from clowder_aimage.model.flow.prompt_encoder import PromptEncoder
 from clowder_aimage.model.flow.state import CACHED_TEXTS
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import (
-    MAX_SEED,
-    GenerateRequest,
-    Image,
-    PictureInput,
-    Preview,
-    Step,
-    previews_after,
-    to_pixels,
-)
+from clowder_aimage.model.pipeline import Image, PictureInput, Preview, Step
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor import blas
 from tests.model.model_blobs import FolderStore, replace
@@ -46,38 +38,38 @@ from tests.process import run
 
 Model = tuple[FolderStore, AImage]
 FILE = f"sha256:{'0' * 64}"  # of an image; the pipeline is given the picture itself
-SMALL = GenerateRequest("a fox", 32, 32, 2)
+SMALL = GenerateRequest.of("a fox", width=32, height=32, steps=2)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"width": 40}, "width must be a multiple of 16 pixels, not 40"),
-        ({"height": -16}, "height must be a whole number of pixels above 0"),
+        ({"width": 40}, "width must be a multiple of 16 from 16 to 8192, not 40"),
+        ({"height": -16}, "height must be a multiple of 16 from 16 to 8192, not -16"),
         ({"width": True}, "width must be"),
-        ({"width": 8208}, "width must be at most 8192 pixels"),
+        ({"width": 8208}, "width must be a multiple of 16 from 16 to 8192"),
         ({"steps": 1001}, "steps must be a whole number from 1 to 1000"),
         ({"n": 0}, "n must be"),
         ({"seed": MAX_SEED, "n": 2}, "seed must be"),
-        ({"guidance": float("nan")}, "guidance must be a number from 0 to 10000"),
+        ({"guidance": float("nan")}, "guidance must be a number from 0 to 1000"),
         ({"guidance_end": 1.01}, "guidance_end must be a number from 0 to 1, not 1.01"),
-        ({"cache_threshold": "0.1"}, "cache_threshold must be a number from 0 to 10, not '0.1'"),
-        ({"shift": 0.0}, "shift must be a number from 0.0001 to 10000"),
+        ({"cache_threshold": "0.1"}, "cache_threshold must be a number from 0 to 10"),
+        ({"shift": 0.0}, "shift must be a number from 0.001 to 1000, not 0.0"),
         ({"prompt": "\ud800"}, "prompt contains characters"),
         ({"prompt": 7}, "prompt must be text"),
         ({"negative": "\ud800"}, "negative contains characters"),
-        ({"previews": 17}, "previews must be a whole number from 0 to 16"),
+        ({"previews": 4}, "previews must be a whole number from 0 to 3"),
     ],
 )
 def test_requests_that_are_refused_at_once(
     pipeline: FlowPipeline, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        pipeline.generate(dataclasses.replace(SMALL, **changes))
+        pipeline.generate(SMALL.change(**changes))
 
 
 def test_steps_then_the_picture_and_the_next_seed(pipeline: FlowPipeline) -> None:
-    request = dataclasses.replace(SMALL, n=2, seed=MAX_SEED - 1)
+    request = SMALL.change(n=2, seed=MAX_SEED - 1)
     events = list(pipeline.generate(request))
     images = [event for event in events if isinstance(event, Image)]
     assert [event for event in events if isinstance(event, Step)] == [
@@ -94,13 +86,13 @@ def test_steps_then_the_picture_and_the_next_seed(pipeline: FlowPipeline) -> Non
 
 
 def test_width_and_height_are_not_swapped(pipeline: FlowPipeline) -> None:
-    *_, image = pipeline.generate(dataclasses.replace(SMALL, width=64, steps=1))
+    *_, image = pipeline.generate(SMALL.change(width=64, steps=1))
     assert isinstance(image, Image)
     assert image.pixels.shape == (32, 64, 3)
 
 
 def test_closing_cancels(pipeline: FlowPipeline) -> None:
-    stream = pipeline.generate(dataclasses.replace(SMALL, steps=1000))
+    stream = pipeline.generate(SMALL.change(steps=1000))
     assert next(stream) == Step(1, 1000, 0)
     stream.close()
     assert list(stream) == []
@@ -108,13 +100,12 @@ def test_closing_cancels(pipeline: FlowPipeline) -> None:
 
 def test_what_changes_the_picture(pipeline: FlowPipeline) -> None:
     def pixels(**changes: Any) -> np.ndarray:
-        *_, image = pipeline.generate(dataclasses.replace(SMALL, **changes))
+        *_, image = pipeline.generate(SMALL.change(**changes))
         assert isinstance(image, Image)
         return image.pixels
 
     base = pixels()
     assert (pixels() == base).all()
-    assert (pixels(negative="ignored without guidance") == base).all()
     changed: list[dict[str, Any]] = [
         {"seed": 1},
         {"prompt": "an owl"},
@@ -151,7 +142,7 @@ def test_compute_types(tiny: Model, pipeline: FlowPipeline) -> None:
 def test_bfloat16_stays_near_float32(tiny: Model, pipeline: FlowPipeline) -> None:
     half = load_pipeline(*tiny, dtype="bfloat16")
     assert half.networks.transformer.get().x_pad_token.dtype == mx.bfloat16
-    request = GenerateRequest("a red fox", 64, 64, 4, seed=42)
+    request = GenerateRequest.of("a red fox", width=64, height=64, steps=4, seed=42)
     *_, exact = pipeline.generate(request)
     *_, near = half.generate(request)
     assert isinstance(exact, Image)
@@ -215,11 +206,13 @@ def test_the_prompt_must_fit_the_positions(tiny: Model) -> None:
     changed = replace(store, aimage, "transformer/config.json", axes_lens=[66, 2, 4])
     short = load_pipeline(store, changed, dtype="float32")
     with pytest.raises(UsageError, match="height must be at most 32 pixels"):
-        short.generate(GenerateRequest("x", 64, 48, 1))
-    *_, image = short.generate(GenerateRequest("x" * 46, 64, 32, 1))  # 64 tokens with the template
+        short.generate(GenerateRequest.of("x", width=64, height=48, steps=1))
+    *_, image = short.generate(
+        GenerateRequest.of("x" * 46, width=64, height=32, steps=1)
+    )  # 64 tokens with the template
     assert isinstance(image, Image)
     with pytest.raises(UsageError, match="prompt is too long: 65 tokens"):
-        list(short.generate(GenerateRequest("x" * 47, 64, 32, 1)))
+        list(short.generate(GenerateRequest.of("x" * 47, width=64, height=32, steps=1)))
 
 
 def test_decode_refuses_nan(pipeline: FlowPipeline) -> None:
@@ -307,8 +300,8 @@ def loaded(pipeline: FlowPipeline) -> list[str]:
 
 
 def test_pictures_do_not_depend_on_what_stays_in_memory(tiny: Model) -> None:
-    request = dataclasses.replace(SMALL, n=2, guidance=2.0, negative="a hare", previews=1)
-    plain = dataclasses.replace(SMALL, n=2, prompt="a fox that goes")
+    request = SMALL.change(n=2, guidance=2.0, negative="a hare", previews=1)
+    plain = SMALL.change(n=2, prompt="a fox that goes")
     found = {}
     for name, settings in policies(1):
         held = opened(tiny)
@@ -352,13 +345,13 @@ def test_networks_are_loaded_once_for_their_use(
     held = opened(tiny)
     held.set_memory("release", None)
     assert loads == []
-    made(held, dataclasses.replace(SMALL, n=3, guidance=2.0, negative="two"))
+    made(held, SMALL.change(n=3, guidance=2.0, negative="two"))
     assert loads == ["text_encoder", "transformer", "vae"]
     made(held, SMALL)
     assert loads[3:] == ["transformer", "vae"]  # the text is cached
     held.set_memory("auto", None, text_encoder="release")
     for prompt in ("one", "one", "three", "one"):
-        made(held, dataclasses.replace(SMALL, prompt=prompt))
+        made(held, SMALL.change(prompt=prompt))
     assert loads[5:] == ["text_encoder", "transformer", "text_encoder"]
 
 
@@ -395,7 +388,7 @@ def test_a_limit_that_is_too_low_is_refused_with_the_least(tiny: Model) -> None:
 
 
 def test_the_encoder_of_pictures_is_counted_for_requests_with_one(tiny: Model) -> None:
-    held, request = opened(tiny), dataclasses.replace(SMALL, image=FILE)
+    held, request = opened(tiny), SMALL.change(image=FILE)
     held.set_memory("keep", None)
     plain, more = (int(held.preload(one).split()[-2]) for one in (SMALL, request))
     encoder = held.networks.picture_encoder
@@ -410,7 +403,7 @@ def test_the_encoder_of_pictures_is_counted_for_requests_with_one(tiny: Model) -
 
 
 def test_a_mask_that_covers_no_cell_is_refused_before_anything_is_loaded(tiny: Model) -> None:
-    held, request = opened(tiny), dataclasses.replace(SMALL, image=FILE, mask=FILE)
+    held, request = opened(tiny), SMALL.change(image=FILE, mask=FILE)
     mask = np.zeros((32, 32), np.uint8)
     mask[1:8, 1:8] = 255  # between the pixels that stand for cells
     given = PictureInput(np.zeros((32, 32, 3), np.uint8), mask)
@@ -421,7 +414,7 @@ def test_a_mask_that_covers_no_cell_is_refused_before_anything_is_loaded(tiny: M
 
 def test_memory_budget_learns_from_pictures(tiny: Model) -> None:
     held = opened(tiny)
-    budget, large = held.networks.budget, dataclasses.replace(SMALL, width=128, height=128)
+    budget, large = held.networks.budget, SMALL.change(width=128, height=128)
     assert budget.work("decode", 32 * 32, 7.0) == 7.0  # as was guessed
     made(held, large)
     needed = budget.work("decode", 128 * 128, 7.0)
@@ -441,9 +434,9 @@ def test_a_network_that_cannot_be_loaded_again_is_an_error(
     with monkeypatch.context() as patched:
         patched.setattr(ModelWeights, "apply", _gone)
         with pytest.raises(ModelError, match="gone"):
-            made(held, dataclasses.replace(SMALL, prompt="new"))
+            made(held, SMALL.change(prompt="new"))
         assert made(held, SMALL) == first
-    made(held, dataclasses.replace(SMALL, prompt="new"))
+    made(held, SMALL.change(prompt="new"))
 
 
 def opened(model: Model) -> FlowPipeline:
@@ -462,12 +455,12 @@ def _gone(*_: object, **__: object) -> None:
 
 
 def test_previews_are_half_as_large_and_change_nothing(pipeline: FlowPipeline) -> None:
-    request = dataclasses.replace(SMALL, steps=4, previews=2, n=2)
+    request = SMALL.change(steps=4, previews=2, n=2)
     events = list(pipeline.generate(request))
     previews = [event for event in events if isinstance(event, Preview)]
     assert [(one.picture, one.number) for one in previews] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert {one.pixels.shape for one in previews} == {(16, 16, 3)}
-    plain = dataclasses.replace(request, previews=0)
+    plain = request.change(previews=0)
     without = [event for event in pipeline.generate(plain) if isinstance(event, Image)]
     images = [event for event in events if isinstance(event, Image)]
     assert [a.pixels.tobytes() for a in images] == [b.pixels.tobytes() for b in without]
@@ -491,15 +484,15 @@ def test_preview_extrapolates_a_straight_line(pipeline: FlowPipeline) -> None:
     [(8, 3, {2, 4, 6}), (2, 3, {1}), (8, 0, set())],
 )
 def test_previews_are_spread_evenly(steps: int, previews: int, after: set[int]) -> None:
-    request = dataclasses.replace(SMALL, steps=steps, previews=previews)
-    assert previews_after(request.previews, request.steps) == after
+    request = SMALL.change(steps=steps, previews=previews)
+    assert previews_after(request.output.previews, request.sampling.steps) == after
 
 
 def test_convolutions_in_strips_equal_the_whole(
     pipeline: FlowPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blas, "is_fast", lambda: False)  # its products need no strips
-    latents = mx.array(pipeline.noise(dataclasses.replace(SMALL, width=80, height=112), 1))
+    latents = mx.array(pipeline.noise(SMALL.change(width=80, height=112), 1))
     whole = np.array(pipeline.networks.vae.get().decode(latents))
     monkeypatch.setattr(backend, "STRIP", 20_000)  # from 1 row of the last layers to all of 14
     strips = np.array(pipeline.networks.vae.get().decode(latents))
@@ -517,13 +510,13 @@ def test_a_text_is_encoded_once(pipeline: FlowPipeline, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(PromptEncoder, "encode", counted)
     for prompt in ("a fox twice", "a fox twice", "a hare once", "a fox twice"):
-        list(pipeline.generate(dataclasses.replace(SMALL, prompt=prompt)))
+        list(pipeline.generate(SMALL.change(prompt=prompt)))
     assert texts == ["a fox twice", "a hare once"]
     for number in range(CACHED_TEXTS):
-        pipeline.conditioning(dataclasses.replace(SMALL, prompt=f"another {number}"))
-    pipeline.conditioning(dataclasses.replace(SMALL, prompt="a fox twice"))
+        pipeline.conditioning(SMALL.change(prompt=f"another {number}"))
+    pipeline.conditioning(SMALL.change(prompt="a fox twice"))
     assert texts.count("a fox twice") == 2
-    guided = dataclasses.replace(SMALL, guidance=1.0, prompt="new", negative="another 1")
+    guided = SMALL.change(guidance=1.0, prompt="new", negative="another 1")
     assert next(iter(pipeline.state.captions))[0] == "another 1"  # it is dropped for the new one
     assert pipeline.conditioning(guided).negative is not None
     assert texts.count("another 1") == 1
@@ -536,7 +529,7 @@ def test_an_error_of_arithmetic_is_a_model_error_without_its_text(error: type[Ex
         raise error("a secret prompt")
 
     model = RunnableModel(cast(Any, None), cast(Any, SimpleNamespace(generate=failing)))
-    events = model.generate(GenerateRequest("a secret prompt"))
+    events = model.generate(GenerateRequest.of("a secret prompt"))
     assert next(events) == Step(1, 2, 0)
     with pytest.raises(ModelError, match=error.__name__) as caught:
         next(events)

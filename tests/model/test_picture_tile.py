@@ -12,11 +12,12 @@ from PIL import Image
 
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.generate import RunnableModel
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.flow.pipeline import FlowPipeline
-from clowder_aimage.model.picture_tile import MAX_TILED, TileGrid, keep_shapes, mix, new_area
-from clowder_aimage.model.pipeline import GenerateRequest, PictureInput, Step
+from clowder_aimage.model.picture_tile import TileGrid, keep_shapes, mix, new_area
 from clowder_aimage.model.pipeline import Image as Made
+from clowder_aimage.model.pipeline import PictureInput, Step
 from clowder_aimage.pictures.picture_input import (
     PictureInputs,
     PreparedPicture,
@@ -106,22 +107,26 @@ def test_neighbours_overlap_by_a_quarter_at_least() -> None:
 
 
 def test_an_enlarged_picture_has_a_limit() -> None:
-    request = GenerateRequest("a fox", 1024, 1024, image=IMAGE, upscale=4)
+    request = GenerateRequest.of("a fox", width=1024, height=1024, image=IMAGE, upscale=4)
     found = enlarge(request, Image.new("RGB", (64, 32))).parts[0].pixels
     assert found is not None and found.shape == (128, 256, 3)
-    with pytest.raises(UsageError, match=f"4100 x 4100 pixels; it may have {MAX_TILED}"):
+    with pytest.raises(UsageError, match="maximum of 16777216 pixels: 4100x4100"):
         enlarge(request, Image.new("RGB", (1025, 1025)))
 
 
 def test_an_expanded_picture_states_its_size() -> None:
-    request = GenerateRequest("a fox", 1024, 1024, image=IMAGE, expand=(0, 0, 20, 0))
+    request = GenerateRequest.of(
+        "a fox", width=1024, height=1024, image=IMAGE, expand=(0, 0, 20, 0)
+    )
     with pytest.raises(UsageError, match="120 x 50 pixels, which the size 1024x1024") as said:
         prepare(request, Image.new("RGB", (100, 50)), None)
     assert "128x64" in str(said.value.hint)
 
 
 def test_a_control_picture_is_enlarged_and_cut_like_the_image() -> None:
-    request = GenerateRequest("a fox", 64, 64, image=IMAGE, control=IMAGE, upscale=2)
+    request = GenerateRequest.of(
+        "a fox", width=64, height=64, image=IMAGE, control=IMAGE, upscale=2
+    )
     picture, other = Image.fromarray(noise(50, 40)), Image.new("RGB", (25, 20), "white")
     for control, same in (picture, True), (other, False):
         parts = enlarge(request, picture, control).parts
@@ -132,7 +137,9 @@ def test_a_control_picture_is_enlarged_and_cut_like_the_image() -> None:
 
 
 def test_a_control_picture_of_the_image_is_expanded_and_one_of_the_result_is_not() -> None:
-    request = GenerateRequest("x", 128, 64, image=IMAGE, control=IMAGE, expand=(8, 0, 20, 0))
+    request = GenerateRequest.of(
+        "x", width=128, height=64, image=IMAGE, control=IMAGE, expand=(8, 0, 20, 0)
+    )
     picture, whole = Image.fromarray(noise(100, 60)), Image.fromarray(noise(128, 64))
     small = prepare(request, picture, None, picture).given
     assert np.array_equal(np.asarray(small.pixels), np.asarray(small.control))
@@ -142,7 +149,7 @@ def test_a_control_picture_of_the_image_is_expanded_and_one_of_the_result_is_not
 
 def test_an_expanded_picture_is_painted_outside_only() -> None:
     picture = noise(100, 60)
-    request = GenerateRequest("a fox", 128, 64, image=IMAGE, expand=(0, 0, 20, 0))
+    request = GenerateRequest.of("a fox", width=128, height=64, image=IMAGE, expand=(0, 0, 20, 0))
     prepared = prepare(request, Image.fromarray(picture), None)
     assert prepared.given.pixels is not None
     assert prepared.given.pixels.shape == (64, 128, 3)
@@ -161,12 +168,12 @@ def test_references_are_opened_in_their_order_at_their_size(tmp_path: Path) -> N
     for name, pixels in files.items():
         Image.fromarray(pixels).save(tmp_path / f"{name * 64}.png")
     store = SimpleNamespace(path=lambda layer: tmp_path / f"{layer.digest.encoded}.png")
-    request = GenerateRequest("a fox", references=(f"sha256:{'2' * 64}", IMAGE))
+    request = GenerateRequest.of("a fox", references=(f"sha256:{'2' * 64}", IMAGE))
     opened = PictureInputs(cast(Any, store)).open(request)
     assert isinstance(opened, PreparedPicture) and opened.given.pixels is None
     first, second = opened.given.references
     assert np.array_equal(first, files["2"]) and np.array_equal(second, files["1"])
-    missing = GenerateRequest("a fox", references=(f"sha256:{'3' * 64}",))
+    missing = GenerateRequest.of("a fox", references=(f"sha256:{'3' * 64}",))
     with pytest.raises(NotFoundError, match="the reference sha256:333"):
         PictureInputs(cast(Any, store)).open(missing)
 
@@ -178,7 +185,9 @@ def test_the_tiles_of_each_picture_are_its_steps(
     monkeypatch.setattr(PictureInputs, "open", lambda *_: tiled)
     stored = StoredAImage.__new__(StoredAImage)
     model = RunnableModel(stored, pipeline, pictures=PictureInputs(tiny[0]))
-    request = GenerateRequest("a fox", 64, 64, 4, 5, image=IMAGE, strength=0.5, upscale=2, n=2)
+    request = GenerateRequest.of(
+        "a fox", width=64, height=64, steps=4, seed=5, image=IMAGE, strength=0.5, upscale=2, n=2
+    )
     events = list(model.generate(request))
     steps = [(one.index, one.total, one.picture) for one in events if isinstance(one, Step)]
     assert steps == [(index, 6, picture) for picture in (0, 1) for index in range(1, 7)]

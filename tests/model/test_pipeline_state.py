@@ -18,17 +18,18 @@ from clowder_aimage.adapter.adapter import Adapter
 from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import UsageError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.flow.state import UsedControl
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput, StoredControlNet
+from clowder_aimage.model.pipeline import Image, PictureInput, StoredControlNet
 from tests.conftest import TINY
 from tests.controlnet_file import tensors, write_file
 from tests.model.model_blobs import import_directory
 from tests.model.random_flux2 import write_flux2
 
 FILE = f"sha256:{'0' * 64}"
-SMALL = GenerateRequest("a fox", 32, 48, 2)
+SMALL = GenerateRequest.of("a fox", width=32, height=48, steps=2)
 Open = Callable[[Path], FlowPipeline]
 PIXELS = np.zeros((48, 32, 3), np.uint8)
 # Requests with the picture of each; the last ones are refused
@@ -103,7 +104,7 @@ def check_all(pipeline: FlowPipeline) -> list[str]:
     for changes, given in CHECKS.values():
         before = snapshot(pipeline)
         try:
-            pipeline.check(dataclasses.replace(SMALL, **changes), given)
+            pipeline.check(SMALL.change(**changes), given)
             answers.append("")
         except UsageError as error:
             answers.append(error.message)
@@ -146,7 +147,7 @@ def test_checks_do_not_choose_the_control_network(tmp_path: Path) -> None:
 def test_a_control_network_that_is_named_has_to_be_used_first(tmp_path: Path) -> None:
     pipeline = open_zimage(tmp_path)
     changes, given = CHECKS["a named control"]
-    request = dataclasses.replace(SMALL, **changes)
+    request = SMALL.change(**changes)
     pipeline.check(request, given)
     with pytest.raises(UsageError, match="the ControlNet net is not loaded"):
         pipeline.generate(request, given)
@@ -156,10 +157,10 @@ def test_a_control_network_that_is_named_has_to_be_used_first(tmp_path: Path) ->
 
 def test_the_network_of_the_model_and_a_named_one_take_turns(tmp_path: Path) -> None:
     pipeline, given = open_controlled(tmp_path), PictureInput(control=PIXELS)
-    own = dataclasses.replace(SMALL, control=FILE)
+    own = SMALL.change(control=FILE)
     first = picture(pipeline, own, given)
     pipeline.use_control(store_control(tmp_path / "other"))
-    named = dataclasses.replace(own, controlnet="net")
+    named = own.change(controlnet="net")
     assert picture(pipeline, named, given) == first == picture(pipeline, own, given)
     assert picture(pipeline, SMALL) != first
 

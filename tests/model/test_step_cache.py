@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -11,15 +10,16 @@ from functools import partial
 import numpy as np
 import pytest
 
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.flow.rope import Table
 from clowder_aimage.model.flow.step_cache import StepCache
-from clowder_aimage.model.pipeline import GenerateRequest, Image
+from clowder_aimage.model.pipeline import Image
 from clowder_aimage.model.zimage.transformer import Block, Hints, Transformer
 
-REQUEST = GenerateRequest("a fox", 32, 32, 6, guidance=2.0, negative="a hare")
+REQUEST = GenerateRequest.of("a fox", width=32, height=32, steps=6, guidance=2.0, negative="a hare")
 INPUTS = (1.0, 1.04, 1.2, 1.21, 3.0, 3.001)
 
 
@@ -104,13 +104,13 @@ def test_only_the_first_block_runs_between_the_first_and_the_last_step(
     exact, calls = blocks_of(pipeline, REQUEST, monkeypatch)
     count = len(pipeline.networks.transformer.get().layers)
     assert calls == [12] * count
-    same = dataclasses.replace(REQUEST, cache_threshold=1e-9)
+    same = REQUEST.change(cache_threshold=1e-9)
     assert blocks_of(pipeline, same, monkeypatch) == (exact, calls)
-    all_of_it = dataclasses.replace(REQUEST, cache_threshold=10)
+    all_of_it = REQUEST.change(cache_threshold=10)
     other, calls = blocks_of(pipeline, all_of_it, monkeypatch)
     assert calls == [12] + [4] * (count - 1)
     assert other != exact
-    again = dataclasses.replace(all_of_it, seed=1)
+    again = all_of_it.change(seed=1)
     assert blocks_of(pipeline, again, monkeypatch)[1] == calls  # nothing is left of other requests
     assert blocks_of(pipeline, all_of_it, monkeypatch)[0] == other
 
@@ -133,7 +133,7 @@ def test_captions_pictures_and_requests_share_no_cache(
         return call(self, latents, time, caption, cache, hints)
 
     monkeypatch.setattr(Transformer, "__call__", noted)
-    request = dataclasses.replace(REQUEST, steps=3, n=2, cache_threshold=0.5)
+    request = REQUEST.change(steps=3, n=2, cache_threshold=0.5)
     for _ in range(2):
         list(pipeline.generate(request))
     assert [cache is None for _, cache in used] == [False] * 4 + [True] * 2 + (
@@ -143,7 +143,7 @@ def test_captions_pictures_and_requests_share_no_cache(
     assert len(pairs) == len({cache for _, cache in pairs}) == 8  # 2 captions, 2 pictures, twice
     kept = [cache._residuals for _, cache in used[:2] if cache is not None]
     used.clear()
-    without = dataclasses.replace(request, cache_threshold=0.0)
+    without = request.change(cache_threshold=0.0)
     list(pipeline.generate(without))
     assert {cache for _, cache in used} == {None}
     estimates = [pipeline.stages(one)[1].work for one in (request, without)]
@@ -159,5 +159,5 @@ def test_captions_pictures_and_requests_share_no_cache(
 def test_guidance_ends_after_its_last_step(
     pipeline: FlowPipeline, monkeypatch: pytest.MonkeyPatch, end: float, guided: int
 ) -> None:
-    request = dataclasses.replace(REQUEST, steps=4, guidance_end=end)
+    request = REQUEST.change(steps=4, guidance_end=end)
     assert blocks_of(pipeline, request, monkeypatch)[1][0] == 4 + guided

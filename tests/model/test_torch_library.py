@@ -15,9 +15,10 @@ import pytest
 from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.errors import ModelError, NoMemoryError, UsageError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.library_choice import TorchTuning
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image, Step
+from clowder_aimage.model.pipeline import Image, Step
 from tests.adapter.vectors import TINY, vectors
 from tests.model.model_blobs import import_directory
 
@@ -25,7 +26,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
-REQUEST = GenerateRequest("a fox", 32, 32, 3)
+REQUEST = GenerateRequest.of("a fox", width=32, height=32, steps=3)
 
 
 def open_tiny(blobs: Path) -> Any:
@@ -157,7 +158,9 @@ def test_layers_are_loaded_one_by_one_where_memory_is_short(tmp_path: Path) -> N
 
     hooks = [one.register_forward_pre_hook(note) for one in module.layers]
     pictures(pipeline)
-    assert len(states) == REQUEST.steps * len(hooks) and {sum(one) for one in states} == {1}
+    assert len(states) == REQUEST.sampling.steps * len(hooks) and {sum(one) for one in states} == {
+        1
+    }
     note()
     assert not any(states[-1])
     assert module.x_pad_token.dtype == torch.float32

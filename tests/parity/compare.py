@@ -12,8 +12,9 @@ import pytest
 import torch
 from diffusers import ZImagePipeline as Reference
 
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.denoiser import Denoiser
-from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput, Preview, Step
+from clowder_aimage.model.pipeline import Image, PictureInput, Preview, Step
 from tests.model.model_oracle import TIME, Outputs, inputs
 
 
@@ -47,17 +48,17 @@ def run(pipeline: Any, request: GenerateRequest, **more: Any) -> tuple[np.ndarra
         seen.append(values["latents"])
         return values
 
-    guided: dict[str, Any] = {"cfg_truncation": request.guidance_end}
-    guided |= {"cfg_normalization": request.cfg_normalization or False}
+    guided: dict[str, Any] = {"cfg_truncation": request.guidance.end}
+    guided |= {"cfg_normalization": request.guidance.normalization or False}
     known = inspect.signature(pipeline.__call__).parameters
     image = pipeline(
         prompt=request.prompt,
-        height=request.height,
-        width=request.width,
-        num_inference_steps=request.steps,
-        guidance_scale=request.guidance,
-        negative_prompt=request.negative,
-        generator=torch.Generator().manual_seed(request.seed),
+        height=request.sampling.height,
+        width=request.sampling.width,
+        num_inference_steps=request.sampling.steps,
+        guidance_scale=request.guidance.scale,
+        negative_prompt=request.guidance.negative,
+        generator=torch.Generator().manual_seed(request.sampling.seed),
         callback_on_step_end=note,
         output_type="pil",
         **{name: value for name, value in guided.items() if name in known},

@@ -23,16 +23,17 @@ with warnings.catch_warnings():
 
 from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.adapter.reader import read_adapter
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image
+from clowder_aimage.model.pipeline import Image
 from tests.adapter.vectors import AdapterVector, vectors
 from tests.model.model_blobs import import_directory
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
-REQUEST = GenerateRequest("a red fox", 64, 64, 4, seed=42)
+REQUEST = GenerateRequest.of("a red fox", width=64, height=64, steps=4, seed=42)
 READ = [vector for vector in vectors() if vector.diffusers]
 
 

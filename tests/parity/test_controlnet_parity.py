@@ -31,9 +31,10 @@ with warnings.catch_warnings():
 from PIL import Image as Picture
 
 from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput, StoredControlNet
+from clowder_aimage.model.pipeline import Image, PictureInput, StoredControlNet
 from tests.model.model_blobs import import_directory
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -125,19 +126,19 @@ def compare(
 ) -> np.ndarray:
     assert given.control is not None
     more["control_image"] = Picture.fromarray(given.control)
-    more["controlnet_conditioning_scale"] = request.control_strength
+    more["controlnet_conditioning_scale"] = request.control.strength
     return check(ours, theirs, request, given, **more)
 
 
 @pytest.mark.parametrize(("strength", "guidance"), [(1.3, 0.0), (0.5, 2.5), (0.0, 0)])
 def test_a_control_picture_guides(both: Controlled, strength: float, guidance: float) -> None:
     width, height = (96, 48) if guidance else (64, 80)
-    request = GenerateRequest(
+    request = GenerateRequest.of(
         "a red fox",
-        width,
-        height,
-        3,
-        SEED % 999,
+        width=width,
+        height=height,
+        steps=3,
+        seed=SEED % 999,
         negative="fog" if guidance else None,
         guidance=guidance,
         control=FILE,
@@ -156,12 +157,12 @@ def test_a_control_picture_guides_painting(both: Controlled, guidance: float) ->
     mask = np.zeros((64, 96), np.uint8)
     mask[10:40, 21:70] = 255
     mask[44:52, :30] = 128
-    request = GenerateRequest(
+    request = GenerateRequest.of(
         "a hare",
-        96,
-        64,
-        4,
-        7,
+        width=96,
+        height=64,
+        steps=4,
+        seed=7,
         guidance=guidance,
         image=FILE,
         mask=FILE,
@@ -171,7 +172,7 @@ def test_a_control_picture_guides_painting(both: Controlled, guidance: float) ->
     given = PictureInput(np.asarray(start), mask, np.asarray(picture))
     more = {"image": start, "mask_image": Picture.fromarray(mask)}
     painted = compare(both.ours, both.inpaint, request, given, **more)
-    without = replace(request, image=None, mask=None, strength=None)
+    without = request.change(image=None, mask=None, strength=None)
     alone = PictureInput(control=given.control)
     (other,) = [one for one in both.ours.generate(without, alone) if isinstance(one, Image)]
     assert not np.array_equal(painted, other.pixels)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ with warnings.catch_warnings():
     from tests.parity.compare import theirs
     from tests.parity.make_model import OTHER_TEMPLATE, draw, make
 
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image
+from clowder_aimage.model.pipeline import Image
 from tests.model.model_blobs import import_directory
 from tests.model.model_oracle import CASES, differences, excess, ours
 
@@ -117,16 +118,18 @@ def test_same_as_diffusers(pair: Pair) -> None:
 
 def fitting(request: GenerateRequest, multiple: int) -> GenerateRequest:
     """Return the request with supported sides: five VAE blocks need multiples of 32."""
-    width, height = (side // multiple * multiple for side in (request.width, request.height))
-    return replace(request, width=width, height=height)
+    width, height = (
+        side // multiple * multiple for side in (request.sampling.width, request.sampling.height)
+    )
+    return request.change(width=width, height=height)
 
 
 @pytest.mark.parametrize("pair", ["drawn"], indirect=True)
 def test_several_pictures_take_consecutive_seeds(pair: Pair) -> None:
-    ask = GenerateRequest("a fox", 64, 64, 2, seed=5, n=2)
+    ask = GenerateRequest.of("a fox", width=64, height=64, steps=2, seed=5, n=2)
     _, _, first, _, _, second = pair.pipeline.generate(ask)
     for image, seed in ((first, 5), (second, 6)):
-        single = GenerateRequest("a fox", 64, 64, 2, seed=seed)
+        single = GenerateRequest.of("a fox", width=64, height=64, steps=2, seed=seed)
         assert isinstance(image, Image) and image.seed == seed
         found = differences(
             {"picture": image.pixels}, {"picture": theirs(pair.reference, single)["picture"]}

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
     from tests.parity.make_model import draw, make
 from PIL import Image
 
-from clowder_aimage.model.pipeline import GenerateRequest
+from clowder_aimage.generation.request import GenerateRequest
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("default")]
 
@@ -51,7 +51,7 @@ def test_the_picture_that_diffusers_makes(
     assert here("push", repository).line == created
     assert there("pull", repository).line == created
     for index in range(1 if sharded else 2):
-        request = GenerateRequest(
+        request = GenerateRequest.of(
             " ".join(rng.choices(WORDS, k=rng.choice((1, 5, 45)))),
             width=16 * rng.randrange(2, 9),
             height=16 * rng.randrange(2, 9),
@@ -61,7 +61,7 @@ def test_the_picture_that_diffusers_makes(
             guidance_end=(1.0, rng.random(), 1.0)[index],
             negative=(None, "grey mist", None)[index],
         )
-        options = [("--negative", request.negative)] if request.negative else []
+        options = [("--negative", request.guidance.negative)] if request.guidance.negative else []
         options += [
             (f"--{name.replace('_', '-')}", str(getattr(request, name)))
             for name in ("width", "height", "steps", "seed", "guidance", "guidance_end")
@@ -71,5 +71,5 @@ def test_the_picture_that_diffusers_makes(
         with Image.open(there.home / path) as picture:
             ours = np.asarray(picture).astype(int)
         theirs = run(reference, request)[1].astype(int)
-        assert ours.shape == theirs.shape == (request.height, request.width, 3)
+        assert ours.shape == theirs.shape == (request.sampling.height, request.sampling.width, 3)
         assert np.abs(ours - theirs).max() <= 1, f"AIMAGE_PARITY_SEED={SEED}: {request}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,10 @@ with warnings.catch_warnings():
 
 from PIL import Image as Picture
 
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flux2.family import Flux2
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, PictureInput
+from clowder_aimage.model.pipeline import PictureInput
 from tests.model.model_blobs import import_directory
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -72,15 +72,15 @@ class Both:
         made = self.theirs(
             prompt=request.prompt,
             image=pictures or None,
-            height=request.height,
-            width=request.width,
-            num_inference_steps=request.steps,
-            guidance_scale=request.guidance,
-            generator=torch.Generator().manual_seed(request.seed),
+            height=request.sampling.height,
+            width=request.sampling.width,
+            num_inference_steps=request.sampling.steps,
+            guidance_scale=request.guidance.scale,
+            generator=torch.Generator().manual_seed(request.sampling.seed),
             callback_on_step_end=note,
             output_type="pil",
         ).images[0]
-        rows = request.height // self.ours.family.sides.multiple
+        rows = request.sampling.height // self.ours.family.sides.multiple
         latents = seen[-1][0].T.reshape(-1, rows, seen[-1].shape[1] // rows)
         return latents.numpy(), np.asarray(made).astype(int)
 
@@ -103,13 +103,15 @@ def text_request(both: Both, rng: random.Random) -> GenerateRequest:
     multiple, guidance = family.sides.multiple, 1.0 if family.is_distilled else 4.0
     width, height = (multiple * rng.randrange(2, 8) for _ in range(2))
     seed = rng.randrange(1 << 32)
-    return GenerateRequest("a red fox", width, height, 4, seed, guidance=guidance)
+    return GenerateRequest.of(
+        "a red fox", width=width, height=height, steps=4, seed=seed, guidance=guidance
+    )
 
 
 @pytest.mark.parametrize("prompt", ["", "a red fox ß 霧", LONG], ids=["empty", "short", "long"])
 def test_a_picture_from_a_text(both: Both, prompt: str) -> None:
     request = text_request(both, random.Random(f"{SEED} {prompt}"))
-    both.compare(replace(request, prompt=prompt))
+    both.compare(request.change(prompt=prompt))
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -124,5 +126,5 @@ def test_a_reference_of_more_than_a_megapixel_is_scaled_down(both: Both) -> None
     rng = random.Random(SEED)
     picture = drawn(rng, 3000, 400)
     multiple = both.ours.family.sides.multiple
-    request = replace(text_request(both, rng), width=2 * multiple, height=multiple, steps=1)
+    request = text_request(both, rng).change(width=2 * multiple, height=multiple, steps=1)
     both.compare(request, picture)

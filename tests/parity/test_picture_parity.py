@@ -23,8 +23,9 @@ with warnings.catch_warnings():
 
 from PIL import Image as Picture
 
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureInput
+from clowder_aimage.model.pipeline import Image, PictureInput
 from tests.model.model_blobs import import_directory
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
@@ -66,12 +67,12 @@ def test_a_picture_from_a_picture(both: Both, strength: float, steps: int) -> No
     rng = random.Random(f"{SEED} {strength}")
     width, height = 16 * rng.randrange(2, 8), 16 * rng.randrange(2, 8)
     start = random_picture(rng, width, height)
-    request = GenerateRequest(
+    request = GenerateRequest.of(
         "a red fox",
-        width,
-        height,
-        steps,
-        rng.randrange(1 << 32),
+        width=width,
+        height=height,
+        steps=steps,
+        seed=rng.randrange(1 << 32),
         guidance=rng.choice((0.0, 2.5)),
         image=FILE,
         strength=strength,
@@ -87,7 +88,9 @@ def test_painting_a_part(both: Both, strength: float, steps: int) -> None:
     mask = np.zeros((64, 96), np.uint8)
     mask[10:40, 21:70] = 255
     mask[44:52, :30] = 128
-    request = GenerateRequest("a hare", 96, 64, steps, 7, image=FILE, mask=FILE, strength=strength)
+    request = GenerateRequest.of(
+        "a hare", width=96, height=64, steps=steps, seed=7, image=FILE, mask=FILE, strength=strength
+    )
     given = PictureInput(np.asarray(start), mask)
     more = {"image": start, "mask_image": Picture.fromarray(mask), "strength": strength}
     check(both.ours, both.inpaint, request, given, **more)
@@ -96,10 +99,10 @@ def test_painting_a_part(both: Both, strength: float, steps: int) -> None:
 def test_several_seeds_are_what_each_makes_alone(both: Both) -> None:
     start = random_picture(random.Random(SEED), 64, 64)
     given = PictureInput(np.asarray(start))
-    request = GenerateRequest("a fox", 64, 64, 5, 11, image=FILE, n=2)
+    request = GenerateRequest.of("a fox", width=64, height=64, steps=5, seed=11, image=FILE, n=2)
     made = [one for one in both.ours.generate(request, given) if isinstance(one, Image)]
     for image in made:
-        one = GenerateRequest("a fox", 64, 64, 5, image.seed, image=FILE)
+        one = GenerateRequest.of("a fox", width=64, height=64, steps=5, seed=image.seed, image=FILE)
         _, expected = run(both.image, one, image=start, strength=0.6)
         assert np.abs(image.pixels.astype(int) - expected).max() <= 1
     assert len(made) == 2
@@ -108,12 +111,12 @@ def test_several_seeds_are_what_each_makes_alone(both: Both) -> None:
 @pytest.mark.parametrize("normalization", [1.0, 0.5])
 @pytest.mark.parametrize("end", [1.0, 0.6])
 def test_normalized_guidance(both: Both, normalization: float, end: float) -> None:
-    request = GenerateRequest(
+    request = GenerateRequest.of(
         "a fox",
-        64,
-        48,
-        6,
-        SEED % 1000,
+        width=64,
+        height=48,
+        steps=6,
+        seed=SEED % 1000,
         negative="blurred",
         guidance=4.0,
         guidance_end=end,

@@ -6,7 +6,7 @@ import os
 import random
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,12 @@ from clowder_aimage.adapter.adapter import Adapter, LowRank
 from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.create import create
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.library_choice import BACKENDS
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, PictureInput
+from clowder_aimage.model.pipeline import PictureInput
 from clowder_aimage.oci import Reference
 from tests.adapter.vectors import TINY, AdapterVector, vectors
 from tests.model.model_blobs import import_directory
@@ -71,7 +72,7 @@ class Both:
         for state, other in zip(states, expected, strict=True):
             bound = 1e-4 * max(1.0, float(np.abs(state).max()))
             assert np.abs(state - other).max() <= bound, f"AIMAGE_PARITY_SEED={SEED}"
-        assert len(pictures) == len(others) >= request.n
+        assert len(pictures) == len(others) >= request.output.n
         for picture, other in zip(pictures, others, strict=True):
             assert np.abs(picture.astype(int) - other).max() <= 1, f"AIMAGE_PARITY_SEED={SEED}"
 
@@ -111,23 +112,23 @@ def picture(seed: int, width: int, height: int) -> np.ndarray:
 
 @pytest.mark.parametrize("zimage", TEXTS, indirect=True)
 def test_a_text_to_pictures_and_previews(zimage: Both) -> None:
-    zimage.compare(GenerateRequest("a red fox", seed=SEED % 999, n=2, previews=1, **SMALL))
+    zimage.compare(GenerateRequest.of("a red fox", seed=SEED % 999, n=2, previews=1, **SMALL))
 
 
 def test_guidance_with_an_end_and_a_limit(zimage: Both) -> None:
     options: dict[str, Any] = {"negative": "blurred", "guidance": 3.0, "guidance_end": 0.7}
-    zimage.compare(GenerateRequest("a fox", cfg_normalization=0.8, **options, **SMALL))
+    zimage.compare(GenerateRequest.of("a fox", cfg_normalization=0.8, **options, **SMALL))
 
 
 @pytest.mark.parametrize("threshold", [1e-9, 10.0])
 def test_a_cache_of_steps(zimage: Both, threshold: float) -> None:
     """Of which none is skipped, or all between the first and the last: both change the result."""
     sizes = {**SMALL, "steps": 5}
-    request = GenerateRequest("a fox", guidance=2.0, cache_threshold=threshold, **sizes)
+    request = GenerateRequest.of("a fox", guidance=2.0, cache_threshold=threshold, **sizes)
     zimage.compare(request)
     cached, exact = (
         made(zimage.torch, one, None)[0][-1]
-        for one in (request, replace(request, cache_threshold=0.0))
+        for one in (request, request.change(cache_threshold=0.0))
     )
     has_others = len(zimage.torch.networks.transformer.get().module.layers) > 1
     assert np.array_equal(cached, exact) == (threshold < 1 or not has_others)
@@ -138,9 +139,9 @@ def test_a_picture_and_a_mask(zimage: Both, strength: float) -> None:
     start, mask = picture(SEED, 64, 96), np.zeros((96, 64), np.uint8)
     mask[16:50, 8:40] = 255
     zimage.compare(
-        GenerateRequest("a hare", image=FILE, strength=strength, **SMALL), PictureInput(start)
+        GenerateRequest.of("a hare", image=FILE, strength=strength, **SMALL), PictureInput(start)
     )
-    request = GenerateRequest("a hare", image=FILE, mask=FILE, strength=strength, **SMALL)
+    request = GenerateRequest.of("a hare", image=FILE, mask=FILE, strength=strength, **SMALL)
     zimage.compare(request, PictureInput(start, mask))
 
 
@@ -149,21 +150,21 @@ def test_flux2(flux2: Both) -> None:
     guidance = 0.0 if flux2.mlx.family.is_distilled else 3.0
     multiple = flux2.mlx.family.sides.multiple
     size = {"width": 4 * multiple, "height": 3 * multiple, "steps": 3}
-    request = GenerateRequest("an owl", seed=rng.randrange(99), guidance=guidance, **size)
-    flux2.compare(replace(request, n=2, previews=1))
-    cached = replace(request, cache_threshold=10.0)
+    request = GenerateRequest.of("an owl", seed=rng.randrange(99), guidance=guidance, **size)
+    flux2.compare(request.change(n=2, previews=1))
+    cached = request.change(cache_threshold=10.0)
     flux2.compare(cached)
     exact, other = (made(flux2.torch, one, None)[0][-1] for one in (request, cached))
     assert not np.array_equal(exact, other)
     pictures = picture(SEED, 96, 64), picture(SEED + 1, 128, 128)
-    request = GenerateRequest("the same owl", references=(FILE, FILE), **size)
+    request = GenerateRequest.of("the same owl", references=(FILE, FILE), **size)
     flux2.compare(request, PictureInput(references=pictures))
 
 
 def test_adapters_of_flux2(flux2: Both) -> None:
     """Of low rank, in layers of two streams and of one, with two strengths, and undone."""
     multiple = flux2.mlx.family.sides.multiple
-    request = GenerateRequest("an owl", 4 * multiple, 3 * multiple, 2, seed=3)
+    request = GenerateRequest.of("an owl", width=4 * multiple, height=3 * multiple, steps=2, seed=3)
     plain, _ = made(flux2.torch, request, None)
     names = "transformer_blocks.0.attn.add_k_proj", "single_transformer_blocks.0.attn.to_out"
     rng, changes = np.random.default_rng(SEED), {}
@@ -190,7 +191,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Both:
 @pytest.mark.parametrize("vector", [one for one in vectors() if one.name in KINDS], ids=str)
 def test_every_kind_of_adapter(tiny: Both, vector: AdapterVector, tmp_path: Path) -> None:
     """With two strengths, beside another adapter, and undone."""
-    request, path = GenerateRequest("a fox", 32, 32, 2, seed=3), vector.write(tmp_path)
+    request, path = (
+        GenerateRequest.of("a fox", width=32, height=32, steps=2, seed=3),
+        vector.write(tmp_path),
+    )
     plain, _ = made(tiny.torch, request, None)
     for strengths in ((0.8, 0.0), (-0.4, 0.5)):
         for one in (tiny.mlx, tiny.torch):
@@ -219,13 +223,13 @@ def test_a_control_network(form: str, tmp_path: Path) -> None:
     for one in ("mlx", "torch"):
         use(getattr(both, one), tmp_path / "net", tmp_path / f"net-{one}")
     control = picture(SEED, 64, 96)
-    request = GenerateRequest("a fox", control=FILE, controlnet="net", **SMALL)
+    request = GenerateRequest.of("a fox", control=FILE, controlnet="net", **SMALL)
     both.compare(request, PictureInput(control=control))
     if FORMS[form][1]:
         mask = np.zeros((96, 64), np.uint8)
         mask[16:50, 8:40] = 255
-        both.compare(replace(request, cache_threshold=10.0), PictureInput(control=control))
-        painted = replace(request, image=FILE, mask=FILE, strength=1.0)
+        both.compare(request.change(cache_threshold=10.0), PictureInput(control=control))
+        painted = request.change(image=FILE, mask=FILE, strength=1.0)
         both.compare(painted, PictureInput(picture(SEED + 1, 64, 96), mask, control))
 
 
@@ -241,14 +245,14 @@ def test_layers_one_by_one(family: str, tmp_path: Path, monkeypatch: pytest.Monk
     both.torch.set_memory("auto", 1)
     multiple = both.mlx.family.sides.multiple
     size = {"width": 4 * multiple, "height": 3 * multiple, "steps": 4}
-    plain = GenerateRequest("a fox", cache_threshold=10.0, **size)
+    plain = GenerateRequest.of("a fox", cache_threshold=10.0, **size)
     both.compare(plain)
     if family == "zimage":
         make_controlnet(tmp_path / "net", "2.1", theirs.transformer, SEED)
         for one in ("mlx", "torch"):
             use(getattr(both, one), tmp_path / "net", tmp_path / f"net-{one}")
         control = picture(SEED, size["width"], size["height"])
-        asked = replace(plain, control=FILE, controlnet="net")
+        asked = plain.change(control=FILE, controlnet="net")
         both.compare(asked, PictureInput(control=control))
     both.torch.networks.budget.use(both.torch.stages(plain)[1])  # it was released for the decoder
     assert both.torch.networks.transformer._is_in_layers
@@ -266,7 +270,7 @@ def test_quantized_weights(tmp_path: Path, form: str) -> None:
     aimage = create(layout, Reference.parse("m"), tmp_path / "files", recipe=recipe).aimage
     assert any(layer.dtype == form for layer in aimage.layers)
     pipelines = [load_pipeline(layout, aimage, dtype="float32", backend=b) for b in BACKENDS[1:]]
-    request = GenerateRequest("a fox", **SMALL)
+    request = GenerateRequest.of("a fox", **SMALL)
     Both(*pipelines).compare(request)
     half = load_pipeline(layout, aimage, dtype="bfloat16", backend="torch")
     (states, pictures), (exact, others) = (made(one, request, None) for one in (half, pipelines[1]))

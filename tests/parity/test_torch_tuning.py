@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,10 @@ import pytest
 from clowder_aimage.adapter.adapter import Adapter, LowRank
 from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 from clowder_aimage.errors import UsageError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.library_choice import TorchTuning
 from clowder_aimage.model.loader import load_pipeline
-from clowder_aimage.model.pipeline import GenerateRequest, Image
+from clowder_aimage.model.pipeline import Image
 from tests.adapter.vectors import TINY
 from tests.model.model_blobs import import_directory
 
@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
-REQUEST = GenerateRequest("a fox", 32, 32, 3)
+REQUEST = GenerateRequest.of("a fox", width=32, height=32, steps=3)
 
 
 def load(tmp_path: Path, backend: str = "torch", **options: Any) -> Any:
@@ -97,7 +97,7 @@ def test_compiled_layers_make_the_same_pictures_and_notice_adapters(
     assert all(np.abs(one - other).max() > 1 for one, other in itertools.pairwise(seen))
     if len(uses) == 2:  # a cache compiles half of the layers again
         return
-    cached = dataclasses.replace(REQUEST, steps=5, cache_threshold=10.0)
+    cached = REQUEST.change(steps=5, cache_threshold=10.0)
     assert np.abs(pixels(compiled, cached) - pixels(exact, cached)).max() <= 1
 
 

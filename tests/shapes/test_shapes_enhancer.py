@@ -15,9 +15,9 @@ from wishes import is_held_out, wish_of
 
 from benchmarks import quality
 from clowder_aimage.create import create
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.model.text.enhancement import ANY, enhanced_prompt, enhancement_request
 from clowder_aimage.model.text.language_model import LanguageModel
 from clowder_aimage.model.text.runtime import load_language_model
@@ -88,7 +88,7 @@ def test_pictures_of_terse_wishes_are_right(enhancer: LanguageModel, tmp_path: P
     for seed, (wish, scene) in asked:
         for prompt in (write(enhancer, wish, seed), wish):
             size = scene.width, scene.height
-            made = quality.picture(pipeline, GenerateRequest(prompt, *size, quality.STEPS, seed))
+            made = quality.picture(pipeline, GenerateRequest.of(prompt, *size, quality.STEPS, seed))
             verdict = score(scene, look(made))
             is_right = all(
                 getattr(verdict, name) is not False for name in verdict.__dataclass_fields__

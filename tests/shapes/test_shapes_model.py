@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,10 @@ from PIL import Image
 from score import score
 
 from benchmarks import quality
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx, tree_flatten
 from clowder_aimage.model.flow.pipeline import FlowPipeline
-from clowder_aimage.model.pipeline import GenerateRequest
 from clowder_aimage.model.pipeline import Image as Made
 from clowder_aimage.pictures.picture_input import enlarge
 from clowder_aimage.tensor import read_header
@@ -99,12 +98,14 @@ def test_an_enlarged_scene_stays_as_it_is(load: Load) -> None:
     """Each tile is a quarter of the scene, and is made with the caption of the whole."""
     for seed in (1, 7, 15):
         caption = usual()[seed].caption
-        request = GenerateRequest(caption, 64, 64, 8, seed, image=FILE, upscale=2)
+        request = GenerateRequest.of(
+            caption, width=64, height=64, steps=8, seed=seed, image=FILE, upscale=2
+        )
         small = quality.picture(load("float32"), quality.request(usual()[seed], seed))
         tiles = enlarge(request, Image.fromarray(small))
         double = 2 * small.shape[1], 2 * small.shape[0]
         plain = np.asarray(Image.fromarray(small).resize(double, Image.Resampling.LANCZOS))
-        tile, made = replace(request, upscale=0.0), []
+        tile, made = request.change(upscale=0.0), []
         for part in tiles.parts:
             events = load("float32").generate(tile, part)
             made += [event.pixels for event in events if isinstance(event, Made)]
@@ -184,7 +185,9 @@ def test_bfloat16_stays_near_float32(load: Load, exact: list[quality.Pixels]) ->
 
 def test_flat_areas_are_flat(load: Load) -> None:
     """No pattern where nothing is drawn: neighbours differ by less than 3 of 255 on average."""
-    request = GenerateRequest("a small red circle in the top left corner", 128, 128, 8, seed=3)
+    request = GenerateRequest.of(
+        "a small red circle in the top left corner", width=128, height=128, steps=8, seed=3
+    )
     made = quality.picture(load("float32"), request).astype(float)
     corner = made[72:, 72:]
     rough = np.abs(np.diff(corner, axis=0)).mean() + np.abs(np.diff(corner, axis=1)).mean()
@@ -192,12 +195,12 @@ def test_flat_areas_are_flat(load: Load) -> None:
 
 
 def test_a_seed_is_a_picture(load: Load, tmp_path: Path) -> None:
-    request = GenerateRequest("two blue squares", 96, 96, 8, seed=7)
+    request = GenerateRequest.of("two blue squares", width=96, height=96, steps=8, seed=7)
     one = quality.picture(load("float32"), request)
     store = ImageLayout(tmp_path)
     other, _ = quality.load(MODEL, "float32", store)
     assert np.array_equal(one, quality.picture(other, request))
-    later = GenerateRequest("two blue squares", 96, 96, 8, seed=8)
+    later = GenerateRequest.of("two blue squares", width=96, height=96, steps=8, seed=8)
     assert not np.array_equal(one, quality.picture(other, later))
 
 
@@ -205,7 +208,9 @@ def test_a_seed_is_a_picture(load: Load, tmp_path: Path) -> None:
     ("width", "height"), [(64, 64), (128, 64), (64, 128), (96, 112), (80, 128)]
 )
 def test_sizes_and_shapes_of_pictures(load: Load, width: int, height: int) -> None:
-    request = GenerateRequest("a large green square", width, height, 8, seed=1)
+    request = GenerateRequest.of(
+        "a large green square", width=width, height=height, steps=8, seed=1
+    )
     made = quality.picture(load("float32"), request)
     assert made.shape == (height, width, 3)
     assert [(item.colour, item.shape) for item in look(made).items] == [("green", "square")]

@@ -16,9 +16,10 @@ from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.event import Event, EventLog, ImageEvent, StartedEvent
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.transfer_queue import TransferQueue
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.importer import Provenance
 from clowder_aimage.layout.layered_store import LayeredStore
-from clowder_aimage.model.pipeline import GenerateRequest, Step
+from clowder_aimage.model.pipeline import Step
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 from tests.conftest import TINY
@@ -102,11 +103,15 @@ class FakeRunner:
         on_event: Callable[[Event], None],
     ) -> None:
         on_event(StartedEvent())
-        for index in range(1, request.steps + 1):
+        for index in range(1, request.sampling.steps + 1):
             await self.is_running.wait()
             await asyncio.sleep(0.001)
-            on_event(Step(index, request.steps, 0))
-        on_event(ImageEvent(b"", request.seed, 0, request.width, request.height))
+            on_event(Step(index, request.sampling.steps, 0))
+        on_event(
+            ImageEvent(
+                b"", request.sampling.seed, 0, request.sampling.width, request.sampling.height
+            )
+        )
 
     async def stop(self) -> None:
         if self.is_alive:

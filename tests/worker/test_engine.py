@@ -30,9 +30,11 @@ from clowder_aimage.engine.machine import lacks_memory
 from clowder_aimage.engine.runner import Runner, error_of
 from clowder_aimage.errors import ModelError, NoMemoryError, NotFoundError, UsageError
 from clowder_aimage.generate import load
+from clowder_aimage.generation.encoding import PictureEncoding
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.model.picture import load_picture
-from clowder_aimage.model.pipeline import GenerateRequest, Image, PictureEncoding, Step
+from clowder_aimage.model.pipeline import Image, Step
 from clowder_aimage.oci import Reference
 from tests.model_script import ModelScript
 from tests.scripted import Answer, ScriptedRegistry

@@ -32,9 +32,10 @@ from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch
 from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
 from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.model.pipeline import GenerateRequest, Step
+from clowder_aimage.model.pipeline import Step
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions
 from tests.wait import until_async
@@ -512,7 +513,7 @@ def test_a_model_in_memory_works_without_its_blobs_until_it_reads_one_again(
         messages = []
         for _ in range(2):
             with pytest.raises(NotFoundError) as caught:
-                await served(engine, job() | {"make": lambda _: GenerateRequest("new")})
+                await served(engine, job() | {"make": lambda _: GenerateRequest.of("new")})
             messages.append(caught.value.message)
             blob.unlink(missing_ok=True)
             await served(engine, job())

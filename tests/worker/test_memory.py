@@ -25,12 +25,13 @@ from clowder_aimage.engine.admission import EngineLimits
 from clowder_aimage.engine.event import ImageEvent
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.generation.encoding import PictureEncoding
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.completeness import find_complete
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.flow.stage_plan import least_memory
-from clowder_aimage.model.pipeline import GenerateRequest, PictureEncoding
 from clowder_aimage.oci import Reference
 from tests.store import copy_store
 
@@ -100,7 +101,7 @@ def lose_text_encoder(store: LayeredStore) -> None:
 
 async def picture(runner: Any, prompt: str) -> list[Any]:
     events: list[Any]
-    events, request = [], GenerateRequest(prompt, 32, 32, steps=1, seed=7)
+    events, request = [], GenerateRequest.of(prompt, width=32, height=32, steps=1, seed=7)
     await runner.generate("tiny", request, PictureEncoding(), events.append)
     return [event.data for event in events if isinstance(event, ImageEvent)]
 
@@ -191,7 +192,7 @@ def pipeline(stocked: Path) -> Iterator[Pipeline]:
 
 def refused(pipeline: Pipeline, width: int, height: int, **more: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
-        pipeline.generate(GenerateRequest("a dog", width, height, steps=1, **more))
+        pipeline.generate(GenerateRequest.of("a dog", width=width, height=height, steps=1, **more))
     return caught.value
 
 
@@ -207,7 +208,7 @@ def test_a_picture_beyond_memory_is_refused(pipeline: Pipeline, size: tuple[int,
 
 def test_the_hint_suggests_the_largest_square(pipeline: Any) -> None:
     pipeline.set_memory("keep", None, 1024 * 1024 * ARRAYS)
-    assert pipeline.generate(GenerateRequest("a dog", 1024, 1024)) is not None
+    assert pipeline.generate(GenerateRequest.of("a dog", width=1024, height=1024)) is not None
     error = refused(pipeline, 2048, 1024)
     assert error.hint is not None
     found = re.search("such as ([0-9]+)x", error.hint)
@@ -223,7 +224,7 @@ def test_the_hint_suggests_the_largest_square(pipeline: Any) -> None:
 def test_large_pictures_are_accepted(pipeline: Any, side: int) -> None:
     """The decoder's attention has 2^32 scores for 2048 x 2048 pixels, computed in parts."""
     pipeline.set_memory("keep", None, 24 * GIB)
-    pipeline.check(GenerateRequest("a dog", side, side))
+    pipeline.check(GenerateRequest.of("a dog", width=side, height=side))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -238,6 +239,6 @@ def test_the_memory_of_the_decoder_is_between_its_estimates(stocked: Path, dtype
     mx.reset_peak_memory()
     pipeline.networks.decode(latents)
     least = least_memory(pipeline.family, pipeline.networks, 128, 128)
-    *_, decode = pipeline.stages(GenerateRequest("a dog", 128, 128))
+    *_, decode = pipeline.stages(GenerateRequest.of("a dog", width=128, height=128))
     assert least == 128 * 128 * ARRAYS * pipeline.library.itemsize // 4
     assert least <= mx.get_peak_memory() - before <= decode.work

@@ -397,11 +397,11 @@ def test_an_unreachable_registry_is_502(client: Any) -> None:
     ("fields", "param"),
     [
         ({"size": "100x100"}, "size"),
-        ({"n": 11}, "n"),
+        ({"n": 1025}, "n"),
         ({"background": "transparent"}, "background"),
         ({"extra_body": {"steps": 0}}, "steps"),
         ({"extra_body": {"negative_prompt": "a cat"}}, "negative_prompt"),
-        ({"size": "16x16000"}, "size"),  # larger than this model allows
+        ({"size": "4096x4096"}, "size"),  # larger than this model allows
     ],
 )
 def test_an_invalid_request_names_the_field(
@@ -414,10 +414,10 @@ def test_an_invalid_request_names_the_field(
 
 def test_an_error_in_the_middle_of_a_stream_is_an_event(client: Any, live: LocalWorker) -> None:
     with pytest.raises(openai.APIError) as caught:
-        list(client.images.generate(model="tiny", prompt="a dog", stream=True, size="16x16000"))
+        list(client.images.generate(model="tiny", prompt="a dog", stream=True, size="4096x4096"))
     assert not isinstance(caught.value, openai.APIStatusError)
     assert (caught.value.param, caught.value.code) == ("size", "invalid_value")
-    name, data = events(live.url, size="16x16000")[-1]
+    name, data = events(live.url, size="4096x4096")[-1]
     assert (name, list(data)) == ("error", ["error"])
     assert list(data["error"]) == ["message", "type", "param", "code"]
 

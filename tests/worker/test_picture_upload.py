@@ -260,7 +260,7 @@ def test_a_field_of_a_form_is_checked_as_in_json(worker: LocalWorker) -> None:
         ("strength", "nan"),
         ("strength", "0"),
         ("steps", "two"),
-        ("n", "11"),
+        ("n", "1025"),
         ("fit", "wide"),
         ("paste", "true"),  # without a mask
         ("loras", "[{}]"),

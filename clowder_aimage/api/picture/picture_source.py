@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import Field
 
 from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.generation.request import ALPHA
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.model.pipeline import ALPHA
 from clowder_aimage.pictures.input_file import DECLARED_TYPES, TYPES, decode_base64
 
 IMAGE, IMAGES, MASK, CONTROL = "image", "images", "mask", "control"

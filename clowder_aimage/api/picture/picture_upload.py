@@ -31,11 +31,11 @@ from clowder_aimage.errors import (
     NotFoundError,
     UsageError,
 )
+from clowder_aimage.generation.request import ALPHA, MAX_REFERENCES
 from clowder_aimage.http.api_error import ApiError, api_error, registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN
 from clowder_aimage.layout.gc import Collector
-from clowder_aimage.model.pipeline import ALPHA, MAX_REFERENCES
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.pictures.input_file import InputFile
 from clowder_aimage.pictures.picture_role import assign_role

@@ -23,11 +23,11 @@ from clowder_aimage.api.store import store_operation
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.model_fetch import read_model
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
+from clowder_aimage.generation.request import LoraUse
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import Route, share
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_manifest
-from clowder_aimage.model.pipeline import LoraUse
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 ADAPTED = ("text_encoder", "transformer")  # the components that adapters change

@@ -7,18 +7,19 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Self
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, StringConstraints, model_validator
 
-from clowder_aimage.api.guidance_field import MAX_TEXT
 from clowder_aimage.api.model_kind import TEXT, check_kind
-from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
+from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, ImageEvent, PreviewEvent, PullingEvent
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.generation.request import MAX_NAME, GenerateRequest
 from clowder_aimage.http.api_error import ApiError, api_error
-from clowder_aimage.model.pipeline import ENHANCED, GenerateRequest, Step
+from clowder_aimage.model.pipeline import Step
 from clowder_aimage.model.text.enhancement import (
     MAX_INSTRUCTION,
     enhanced_prompt,
@@ -28,13 +29,12 @@ from clowder_aimage.model.text.language_model import TextEvent, TextPiece, TextR
 from clowder_aimage.oci import Reference
 
 _FIELD = "enhance"
-_MAX_NAME = 1024  # characters
 
 
 def _checked(value: object) -> object:
     if value in ("true", "false"):  # in a form
         return value == "true"
-    if isinstance(value, bool) or (isinstance(value, str) and 0 < len(value) <= _MAX_NAME):
+    if isinstance(value, bool) or (isinstance(value, str) and 0 < len(value) <= MAX_NAME):
         return value
     raise ValueError("must be true, false, or the name of a language model")
 
@@ -44,33 +44,26 @@ _Instruction = Annotated[
 ]
 
 
-class EnhanceFields(RequestBody):
+@with_parameters(GenerateRequest, without=("prompt",))
+class EnhanceFields(ParameterBody):
     """The language model that writes the prompt: the worker's, or one that is named.
 
-    enhance_instruction: replaces the instruction to it. original_prompt, enhancer: the prompt that
-    an earlier request had enhanced, and the name of the model that wrote the prompt of this one;
-    the picture states them.
+    enhance_instruction: replaces the instruction to it.
     """
 
     enhance: Annotated[bool | str, BeforeValidator(_checked)] = False
     enhance_instruction: _Instruction | None = None
-    original_prompt: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
-    enhancer: Annotated[str, Field(min_length=1, max_length=_MAX_NAME)] | None = None
 
     @model_validator(mode="after")
     def _check_enhancement(self) -> Self:
         """Raise ApiError for fields that do not belong together."""
         if self.enhance_instruction is not None and not self.enhance:
             raise wrong("enhance_instruction", f"requires {_FIELD}")
-        if self.original_prompt is not None and self.enhance:
+        if "original_prompt" in self.stated and self.enhance:
             raise wrong("original_prompt", f"cannot be combined with {_FIELD}")
-        if self.enhancer is not None and self.original_prompt is None:
+        if "enhancer" in self.stated and "original_prompt" not in self.stated:
             raise wrong("enhancer", "requires original_prompt")
         return self
-
-    def of_enhancement(self) -> dict[str, str | None]:
-        """Return what the picture states of an earlier enhancement."""
-        return {name: getattr(self, name) for name in ENHANCED}
 
 
 @dataclass(slots=True)
@@ -148,10 +141,9 @@ class PromptEnhancer:
 
     def apply(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request for one picture with its new prompt, which states both."""
-        return replace(
-            request,
+        return request.change(
             prompt=self.texts[self.picture],
-            seed=request.seed + self.picture,
+            seed=request.sampling.seed + self.picture,
             n=1,
             original_prompt=self.prompt,
             enhancer=self.name,

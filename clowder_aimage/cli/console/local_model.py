@@ -19,9 +19,11 @@ from clowder_aimage.cli.console.named_picture import named_pictures
 from clowder_aimage.cli.console.option import needs, settings
 from clowder_aimage.cli.console.output import is_verbose, note, note_once, remark, size
 from clowder_aimage.cli.console.picture_option import for_model
-from clowder_aimage.cli.console.picture_order import Render, check_guidance
+from clowder_aimage.cli.console.picture_order import Render
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.generation.effect import ignored_parameters
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.library_choice import (
     AUTO,
     BACKENDS,
@@ -29,8 +31,6 @@ from clowder_aimage.model.library_choice import (
     TorchTuning,
     choose_library,
 )
-from clowder_aimage.model.no_effect import without_effect
-from clowder_aimage.model.pipeline import GenerateRequest, check_parameters
 from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.made_picture import MadePicture
 
@@ -107,7 +107,7 @@ class LocalModel:
         fetched.progress.remark(f"loading {size(weights)}")
         pictures = named_pictures()
         # A wrong mask is refused before a load
-        pictures.keep(request.image, request.mask, *request.references)
+        pictures.keep(request.input.image, request.input.mask, *request.input.references)
         try:
             self._loaded = [self.load_model(fetched, request)]
         except UsageError:
@@ -137,7 +137,12 @@ class LocalModel:
         packed = [adapter for adapter, _ in pairs]
         request = adapter_source.resolve(request, found, packed, adds_words=options["trigger"])
         offer(adapter_source.missing(request.prompt, [*packed, *found]))
-        pictures = (request.image, request.mask, request.control, *request.references)
+        pictures = (
+            request.input.image,
+            request.input.mask,
+            request.control.image,
+            *request.input.references,
+        )
         named_pictures().keep(*pictures)
         events = model.generate(request)
         facts = describe_picture(self.reference, model, request)
@@ -172,14 +177,16 @@ def _to_request(aimage: AImage, parameters: Mapping[str, Any]) -> GenerateReques
     from clowder_aimage.formats.controlnet import is_packed_with
 
     request = GenerateRequest.for_model(aimage, **for_model(aimage, parameters))
-    check_parameters(request)  # the steps may be the model's
-    check_guidance(parameters, request.guidance)
-    if request.control is not None and request.controlnet is None and not is_packed_with(aimage):
+    if (
+        request.control.image is not None
+        and request.control.network is None
+        and not is_packed_with(aimage)
+    ):
         raise UsageError(
             "this model has no ControlNet of its own", hint="name one with --controlnet"
         )
     given = [name for name, value in parameters.items() if value is not None]
-    for warning in without_effect(request, given):
+    for warning in ignored_parameters(request, given):
         note_once(f"warning: {warning}")
     return request
 
@@ -281,7 +288,7 @@ def load_model(
     how: dict[str, Any] = {"backend": backend, "dtype": dtype, "tuning": tuning}
     model = generate.load(*place, **how, request=request, end=found.end, finder=finder)
     total = model.device_memory or machine.memory()
-    is_last = is_last and not request.upscale  # each tile uses all networks
+    is_last = is_last and not request.input.upscale  # each tile uses all networks
     model.pipeline.set_memory(AUTO, memory or total, total, limit=memory, is_last=is_last)
     model.pipeline.check(request)
     plan = model.preload(request)
@@ -297,14 +304,14 @@ def render(events: Iterable[PipelineEvent], request: GenerateRequest) -> Iterato
     from clowder_aimage.model.pipeline import Image, Step
 
     with Progress("rendering", unit="steps") as progress:
-        progress.begin(request.steps * request.n)
+        progress.begin(request.sampling.steps * request.output.n)
         for event in events:
             if isinstance(event, Image):
                 progress.rename("rendering")
                 yield event
                 continue
             if isinstance(event, Step) and (event.index, event.picture) == (1, 0):
-                progress.begin(event.total * request.n)  # fewer with an image, more in tiles
+                progress.begin(event.total * request.output.n)  # fewer with an image, more in tiles
             progress.advance(1)
             if isinstance(event, Step) and event.index == event.total:
                 progress.rename("decoding")

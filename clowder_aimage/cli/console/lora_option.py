@@ -14,8 +14,8 @@ from clowder_aimage.cli.console.option import complete_name, needs, options, set
 from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.generation.request import GenerateRequest, LoraUse
 from clowder_aimage.model.lora_text import missing_words, parse_use, take_tags
-from clowder_aimage.model.pipeline import GenerateRequest, LoraUse, check_parameters
 
 if TYPE_CHECKING:
     from clowder_aimage.adapter_source import AdapterFinder, FoundAdapter
@@ -93,11 +93,10 @@ def adapter_finder(directory: Path | None, connect: Callable[[], ClientOptions])
 
 def find_uses(texts: Iterable[str]) -> list[tuple[FoundAdapter, float]]:
     """Return the adapters of the option and their strengths. Raises as ``AdapterFinder.find``."""
-    request = GenerateRequest("", loras=read_uses(texts, None))
-    check_parameters(request)
+    request = GenerateRequest.of("", loras=read_uses(texts, None))
     with needs("adapters", "mlx"):
         found = adapter_finder(None, cache(settings().connection)).find_all(request)
-    pairs = zip(found, request.loras, strict=True)
+    pairs = zip(found, request.adapters.loras, strict=True)
     return [(adapter, adapter.strength(use.strength)) for adapter, use in pairs]
 
 

@@ -15,7 +15,7 @@ import click
 
 from clowder_aimage.cli.console.option import needs, settings
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.pipeline import ALPHA
+from clowder_aimage.generation.request import ALPHA
 from clowder_aimage.oci import Descriptor, Digest
 
 if TYPE_CHECKING:

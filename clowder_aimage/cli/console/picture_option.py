@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,32 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.cli.console.named_picture import named_pictures, picture_label
-from clowder_aimage.cli.console.option import PictureOption, options, parsed
+from clowder_aimage.cli.console.option import PictureOption, options
 from clowder_aimage.cli.console.output import note_once
+from clowder_aimage.cli.console.parameter_option import parameter_options
 from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.pipeline import (
-    ALPHA,
-    FITS,
-    MAX_CONTROL,
-    MAX_FEATHER,
-    MAX_REFERENCES,
-    MAX_UPSCALE,
-)
+from clowder_aimage.generation.request import ALPHA, MAX_REFERENCES, Control, ImageInput
 from clowder_aimage.pictures.input_file import InputFile, own_size, reduction
 from clowder_aimage.pictures.picture_role import OF_IMAGES, assign_role, most_area
 
 if TYPE_CHECKING:
     from clowder_aimage.dialect import AImage
-
-
-def _expand(text: str) -> tuple[int, ...]:
-    found = text.split(",")
-    if len(found) != 4 or not all(re.fullmatch("[0-9]{1,5}", one, re.ASCII) for one in found):
-        raise ValueError(
-            f"expected LEFT,TOP,RIGHT,BOTTOM in pixels, such as 0,0,256,0, not {text!r}"
-        )
-    return tuple(map(int, found))
 
 
 _option = partial(click.option, cls=PictureOption)
@@ -49,42 +33,11 @@ picture_options = options(
         "'-' (stdin), a data: or https: URL, or oci://HOST/REPO:TAG[#TITLE].",
     ),
     _option(
-        "--strength",
-        type=float,
-        help="Part of the steps that are done, up to 1."
-        " [default: 0.6; 1 with --mask, --expand; 0.2 with --upscale]",
-    ),
-    _option("--fine", is_flag=True, help="Do all steps, from the noise level of --strength."),
-    _option(
-        "--fit",
-        type=click.Choice(FITS),
-        help="Fit the picture to another size. [default: crop]",
-    ),
-    _option(
         "--mask",
         metavar="SOURCE",
         help="Paint only what is white in this picture; 'alpha': what is transparent in --image.",
     ),
-    _option("--paste", is_flag=True, help="Keep the pixels that are not painted."),
-    _option(
-        "--feather",
-        type=click.IntRange(0, MAX_FEATHER),
-        metavar="PIXELS",
-        help="Mix pasted and painted pixels over this width. [default: 0]",
-    ),
-    _option("--crop", is_flag=True, help="Generate only the surroundings of the mask."),
-    _option(
-        "--expand",
-        metavar="LEFT,TOP,RIGHT,BOTTOM",
-        callback=parsed(_expand),
-        help="Paint these pixels around the picture.",
-    ),
-    _option(
-        "--upscale",
-        type=click.FloatRange(1, MAX_UPSCALE),
-        metavar="FACTOR",
-        help="Enlarge the picture, then improve it in tiles.",
-    ),
+    parameter_options(ImageInput, without=("image", "mask", "references"), section=PictureOption),
     _option(
         "--control",
         metavar="SOURCE",
@@ -96,12 +49,7 @@ picture_options = options(
         metavar="REF",
         help="The ControlNet that --control guides. [default: the model's own]",
     ),
-    _option(
-        "--control-strength",
-        type=click.FloatRange(0, MAX_CONTROL),
-        metavar="FLOAT",
-        help="How much --control guides. [default: 0.75]",
-    ),
+    parameter_options(Control, without=("control", "controlnet"), section=PictureOption),
 )
 
 
@@ -112,7 +60,7 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
     ``NamedPictures.read``.
     """
     files = named_pictures()
-    parameters: dict[str, Any] = {"image": None, "references": ()}
+    parameters = dict[str, Any]()
     if values["controlnet"] is not None:
         parameters["controlnet"] = str(values["controlnet"])
     names = values["image"]
@@ -122,14 +70,15 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
         if values[name]:
             raise UsageError(f"--{name} applies to one --image: several are edited")
     images = [files.read(name, "--image") for name in names]
-    digests = [str(one.descriptor.digest) for one in images]
-    parameters |= {"references": tuple(digests)} if digests[1:] else {"image": [*digests, None][0]}
+    digests = tuple(str(one.descriptor.digest) for one in images)
+    parameters["references"] = digests if len(digests) > 1 else ()
+    parameters["image"] = digests[0] if len(digests) == 1 else None
     if values["control"] is not None:
         control = files.read(values["control"], "--control")
         parameters["control"] = str(control.descriptor.digest)
         _check_control(values, images, control)
     if images and values["mask"] is not None:
-        is_refused = values["expand"] or values["upscale"]  # with a mask, by check_parameters
+        is_refused = values["expand"] or values["upscale"]  # with a mask, by the request
         parameters["mask"] = ALPHA if is_refused else files.read_mask(values["mask"], names[0])
     if values["expand"] and images and has_size:
         raise UsageError("--expand determines the size", hint="omit --size, --width, --height")
@@ -177,17 +126,14 @@ def for_model(model: AImage, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_request(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a request to a worker for pictures: data URLs in place of digests."""
-    found = dict[str, Any]()
-    for name in ("image", "mask", "control"):
-        if (digest := parameters[name]) not in (None, ALPHA):
-            found[name] = _data_url(digest)
+    fields: dict[str, Any] = {
+        name: _data_url(digest)
+        for name in ("image", "mask", "control")
+        if (digest := parameters[name]) not in (None, ALPHA)
+    }
     if images := parameters["references"]:
-        found["images"] = list(map(_data_url, images))
-    if "mask" in found:
-        found["painted"] = "white"
-    if parameters["expand"]:
-        found["expand"] = ",".join(map(str, parameters["expand"]))
-    return found | {"references": None}
+        fields["images"] = list(map(_data_url, images))
+    return fields | ({"painted": "white"} if "mask" in fields else {})
 
 
 def _data_url(digest: str) -> str:

@@ -26,7 +26,7 @@ from clowder_aimage.cli.console.picture_view import draw_picture, open_picture
 from clowder_aimage.cli.console.pushed_picture import push_made
 from clowder_aimage.cli.console.seed_option import seed_runs
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.pipeline import PARAMETERS, GenerateRequest, check_parameters
+from clowder_aimage.generation.request import COUNTS, ENHANCED, check_explicit, places
 
 if TYPE_CHECKING:
     from clowder_aimage.pictures.made_picture import MadePicture
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 Render = Callable[
     [Mapping[str, Any], int, str, Callable[[str], None]], Generator["MadePicture", None, None]
 ]
-_OPTIONS = tuple(name for name in PARAMETERS if name not in ("prompt", "references"))
-_OUTPUT = ("seeds", "sheet", "count", "output", "show", "inline")
+_OPTIONS = tuple(
+    name for name in places() if name not in ("prompt", "references", *COUNTS, *ENHANCED)
+)
+_OUTPUT = ("seeds", "sheet", "n", "output", "show", "inline")
 # The prompt and the seeds of pictures: the parameters that change for each, or None
 Enhance = Callable[[str, Sequence[int]], list[dict[str, Any]] | None]
 SETTABLE = (*_OPTIONS, "trigger", "size", *_OUTPUT)  # between prompts
@@ -131,8 +133,6 @@ def order_parameters(values: Mapping[str, Any], prompt: str) -> dict[str, Any]:
 
     The value of an option is None if it was not given; the AImage has the default.
     """
-    if values["guidance"] is not None:  # else the model may have one
-        check_guidance(values, values["guidance"])
     runs = order_runs(values)
     _check_output(values, sum(count for _, count in runs))
     parameters = {name: values[name] for name in _OPTIONS}
@@ -140,16 +140,9 @@ def order_parameters(values: Mapping[str, Any], prompt: str) -> dict[str, Any]:
     parameters |= {"prompt": text, "loras": loras, **_size(values)}
     has_size = parameters["width"] is not None or parameters["height"] is not None
     parameters |= picture_parameters(values, has_size=has_size)
-    given = {name: value for name, value in parameters.items() if value is not None}
     for seed, count in runs:
-        check_parameters(GenerateRequest(**given | {"seed": seed or 0}, n=count))
+        check_explicit({**parameters, "seed": seed, "n": count})
     return parameters
-
-
-def check_guidance(parameters: Mapping[str, Any], guidance: float) -> None:
-    """Reject a negative text without guidance. Raises UsageError."""
-    if parameters["negative"] is not None and not guidance:
-        raise UsageError("--negative requires --guidance above 0", hint="try --guidance 4")
 
 
 def _check_output(values: Mapping[str, Any], count: int) -> None:
@@ -177,4 +170,4 @@ def _size(values: Mapping[str, Any]) -> dict[str, int]:
 
 def order_runs(values: Mapping[str, Any]) -> list[tuple[int | None, int]]:
     """Return the first seed and the number of pictures of each run. Raises UsageError."""
-    return seed_runs(values["seed"], values["seeds"] or (), values["count"])
+    return seed_runs(values["seed"], values["seeds"] or (), values["n"] or 1)

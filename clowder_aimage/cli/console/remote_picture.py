@@ -14,6 +14,7 @@ from clowder_aimage.cli.console.picture_option import to_request
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.remote_worker import StepBar, check_model, warn, warn_of
 from clowder_aimage.errors import FormatError, NetworkError
+from clowder_aimage.generation.request import places
 from clowder_aimage.model.picture_facts import facts_of, kind_of
 from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.made_picture import MadePicture
@@ -21,7 +22,8 @@ from clowder_aimage.pictures.made_picture import MadePicture
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
-_FIELDS = {"negative": "negative_prompt"}  # the names in OpenAI's API
+
+_PICTURES = ("image", "mask", "control", "references")
 
 
 def generate_remotely(
@@ -36,8 +38,8 @@ def generate_remotely(
 ) -> Generator[MadePicture, None, None]:
     """Generate the pictures in a worker; ``more`` returns further fields of the requests."""
     # png_facts: so that it can be replayed
-    sent = {**options, "png_facts": True, "output_format": kind}
-    sent |= {name: options[name] or None for name in ("fine", "paste", "crop")}
+    plain = {name: value for name, value in options.items() if name not in _PICTURES}
+    sent = {**plain, "png_facts": True, "output_format": kind}
     prompt = None if options["trigger"] else options["prompt"]
     sent["loras"] = to_worker(client, options["loras"], prompt) or None
     sent["trigger"] = options["trigger"] or None
@@ -133,7 +135,8 @@ class _Run:
 
 
 def _request(reference: Reference, options: Mapping[str, Any]) -> dict[str, Any]:
-    given = {_FIELDS.get(key, key): value for key, value in options.items() if value is not None}
+    fields = {name: place.parameter.field for name, place in places().items()}
+    given = {fields.get(key, key): value for key, value in options.items() if value is not None}
     if "width" in given and "height" in given:
         given["size"] = f"{given.pop('width')}x{given.pop('height')}"
     fixed = {"n": 1, "response_format": "b64_json"}

@@ -9,7 +9,7 @@ import click
 
 from clowder_aimage.cli.console.option import options, parsed
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.pipeline import MAX_PICTURES, MAX_SEED
+from clowder_aimage.generation.request import MAX_PICTURES, MAX_SEED
 
 
 def _seeds(text: str) -> tuple[int, ...]:
@@ -28,7 +28,6 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 seed_options = options(
-    click.option("--seed", type=int, help="The same seed gives the same result. [default: random]"),
     click.option(
         "--seeds",
         metavar="SEEDS",

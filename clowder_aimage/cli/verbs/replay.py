@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +26,8 @@ from clowder_aimage.cli.console.option import (
 from clowder_aimage.cli.console.output import note, plural, result
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError
+from clowder_aimage.generation.request import ALPHA, GenerateRequest, LoraUse
 from clowder_aimage.model.library_choice import BACKENDS, TorchTuning, choose_library, made_by
-from clowder_aimage.model.pipeline import ALPHA, GenerateRequest, LoraUse, check_parameters
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 if TYPE_CHECKING:
@@ -93,14 +93,14 @@ def replay(
     _find_inputs(picture, request, {"image": images, "mask": _one(mask), "control": _one(control)})
     connect = cache(settings().connection)
     finder = adapter_finder(lora_dir, connect)
-    for use in request.loras:  # before the model, which is larger
+    for use in request.adapters.loras:  # before the model, which is larger
         if not use.model.startswith(OWN):
             if use.digest is not None and not is_file(use.model, lora_dir):
                 name = Reference.parse(use.model)
                 _note_registry(picture, name.with_digest(Digest.parse(use.digest)))
             finder.find(use)
-    if request.controlnet is not None:
-        find_control(request.controlnet, finder.open_stored)
+    if request.control.network is not None:
+        find_control(request.control.network, finder.open_stored)
     tuning = TorchTuning(device=device)
     backend = choose_library(backend or made_by(str(facts.get("backend", ""))), tuning)
     fetched = fetch_model(reference, connect)
@@ -169,7 +169,7 @@ def _find_inputs(picture: str, request: GenerateRequest, given: dict[str, tuple[
     files, layout, missing = named_pictures(), settings().layout, list[tuple[str, str]]()
     lease = click.get_current_context().with_resource(layout.lease())
     for name, sources in given.items():
-        used = [getattr(request, name), *(request.references if name == "image" else ())]
+        used = [request.values()[name], *(request.input.references if name == "image" else ())]
         used = [one for one in dict.fromkeys(used) if one not in (None, ALPHA)]
         if sources and not used:
             raise UsageError(f"--{name}: {picture} was made without one")
@@ -206,15 +206,15 @@ def _replaced(request: GenerateRequest, uses: Sequence[LoraUse]) -> GenerateRequ
     """Return a request with other adapters. Raises UsageError."""
     if not uses:
         return request
-    if len(uses) != len(request.loras):
-        count = plural(len(request.loras), "adapter")
+    if len(uses) != len(request.adapters.loras):
+        count = plural(len(request.adapters.loras), "adapter")
         raise UsageError(f"the picture has {count}, and --lora is given {len(uses)} times")
-    pairs = zip(uses, request.loras, strict=True)
+    pairs = zip(uses, request.adapters.loras, strict=True)
     loras = (
         one if one.strength is not None else replace(one, strength=old.strength)
         for one, old in pairs
     )
-    return replace(request, loras=tuple(loras))
+    return request.change(loras=tuple(loras))
 
 
 def _reference(picture: str, facts: dict[str, Any]) -> Reference:
@@ -238,11 +238,7 @@ def _note_registry(picture: str, reference: Reference) -> None:
 
 
 def _request(picture: str, facts: dict[str, Any]) -> GenerateRequest:
-    names = {field.name for field in fields(GenerateRequest)} - {"n"}
-    known = {key: value for key, value in facts.items() if key in names and value is not None}
     try:
-        request = GenerateRequest(**known)
-        check_parameters(request)
-        return request
+        return GenerateRequest.of_facts(facts)
     except (TypeError, UsageError) as error:
         raise UsageError(f"cannot read the request from the facts in {picture}: {error}") from None

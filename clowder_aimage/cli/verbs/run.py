@@ -27,6 +27,7 @@ from clowder_aimage.cli.console.option import (
     verb,
 )
 from clowder_aimage.cli.console.output import remark
+from clowder_aimage.cli.console.parameter_option import parameter_options
 from clowder_aimage.cli.console.picture_option import picture_options
 from clowder_aimage.cli.console.picture_order import (
     SETTABLE,
@@ -67,6 +68,7 @@ from clowder_aimage.cli.text.text_option import TEXT_SETTABLE, text_options, tex
 from clowder_aimage.cli.text.text_order import Answer, TextOrder
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import UsageError
+from clowder_aimage.generation.request import Guidance, Output, Sampling
 from clowder_aimage.model.library_choice import TorchTuning
 from clowder_aimage.oci import Reference
 
@@ -95,24 +97,9 @@ def _sides(text: str) -> tuple[int, int]:
 @click.option(
     "--size", metavar="WxH", callback=parsed(_sides), help="Width and height, such as 1024x768."
 )
-@click.option(
-    "--width", type=int, help="Pixels, for most models a multiple of 16. [default: the model's]"
-)
-@click.option(
-    "--height", type=int, help="Pixels, for most models a multiple of 16. [default: the model's]"
-)
-@click.option("--steps", type=int, help="Denoising steps. [default: the model's, or 8]")
+@parameter_options(Sampling)
 @seed_options
-@click.option("--negative", metavar="TEXT", help="What to avoid; requires guidance above 0.")
-@click.option("--guidance", type=float, help="Guidance scale (CFG). [default: the model's, or 0]")
-@click.option("--guidance-end", type=float, help="Part of the way that is guided. [default: 1]")
-@click.option(
-    "--cfg-normalization",
-    type=float,
-    help="Longest guided step, in unguided ones; 0 for no limit. [default: 0]",
-)
-@click.option("--shift", type=float, help="Shift of the noise schedule. [default: the model's]")
-@click.option("--cache-threshold", type=float, help="Skip steps that change less. [default: 0]")
+@parameter_options(Guidance)
 @picture_options
 @lora_options
 @click.option("--trigger", is_flag=True, help="Add the trigger words of adapters to the prompt.")
@@ -121,14 +108,7 @@ def _sides(text: str) -> tuple[int, int]:
 @click.option(
     "--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16). [default: by device]"
 )
-@click.option(
-    "-n",
-    "count",
-    type=int,
-    default=1,
-    show_default=True,
-    help="Number of pictures, with increasing seeds.",
-)
+@parameter_options(Output, without=("previews",))
 @click.option(
     "-o",
     "--output",
@@ -199,7 +179,7 @@ def run(
     if prompt is not None and not is_enhanced(values):
         check_prompt(prompt)
     # wrong values of pictures, before a registry or a worker is asked for the kind of the model
-    first = order_parameters(values, prompt or "") | {"n": values["count"]}
+    first = order_parameters(values, prompt or "") | {"n": values["n"]}
     client = _named_worker(local, remote)
     reference = pack_path(model, client) if isinstance(model, Path) else model
     is_text = is_language_model(reference, client, local=local)

@@ -9,14 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.errors import ModelError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.flow_scheduler import Schedule
 from clowder_aimage.model.flow.memory_budget import Module
 from clowder_aimage.model.flow.networks import FlowNetworks, NetworkConfigs
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder
+from clowder_aimage.model.flow.picture_size import Sides
 from clowder_aimage.model.flow.picture_start import EncodedPicture
-from clowder_aimage.model.pipeline import GenerateRequest, PictureInput, Sides
+from clowder_aimage.model.pipeline import PictureInput
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -107,7 +109,7 @@ class FlowFamily(NetworkConfigs, Protocol):
 
 def list_texts(family: FlowFamily, request: GenerateRequest) -> list[str]:
     """Return the texts of a request: the negative one only with guidance."""
-    return [request.prompt, *([request.negative or ""] if family.weight(request) else [])]
+    return [request.prompt, *([request.guidance.negative or ""] if family.weight(request) else [])]
 
 
 def check_channels(text_encoder: int, required: int, vae: int, latents: int, colours: int) -> None:

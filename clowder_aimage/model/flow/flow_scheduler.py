@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.errors import ModelError
+from clowder_aimage.generation.check import wrong
 from clowder_aimage.tensor.config_fields import ConfigFields
 
 Floats = npt.NDArray[np.float32]
@@ -103,7 +104,7 @@ class FlowScheduler:
             ModelError: The levels are not finite, or not from 0 to 1.
         """
         if shift is not None and self.dynamic:
-            raise UsageError("this model derives its shift from the picture size; omit shift")
+            raise wrong("shift", "cannot be set: this model derives it from the size")
         with suppress(ArithmeticError, ValueError), np.errstate(all="ignore"):
             found = self._levels(steps, image_tokens, shift, mu)
             is_noise = (found.sigmas >= 0) & (found.sigmas <= _MOST)  # false for NaN

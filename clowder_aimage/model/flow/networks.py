@@ -15,9 +15,10 @@ from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
 from clowder_aimage.model.flow.component import ModelComponents, NetworkKinds
 from clowder_aimage.model.flow.config import AutoencoderConfig, TextEncoderConfig
 from clowder_aimage.model.flow.memory_budget import MemoryBudget, Module, OffloadedModule
+from clowder_aimage.model.flow.pixels import to_pixels
 from clowder_aimage.model.flow.state import CACHED_TEXTS
 from clowder_aimage.model.flow.tokenizer import Tokenizer
-from clowder_aimage.model.pipeline import StoredControlNet, to_pixels
+from clowder_aimage.model.pipeline import StoredControlNet
 from clowder_aimage.model.weights import ModelWeights
 
 

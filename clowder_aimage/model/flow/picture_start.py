@@ -56,6 +56,7 @@ def cells_of(mask: npt.NDArray[np.uint8], scale: int) -> Floats:
         raise UsageError(
             f"the mask is too small: it covers no cell of {scale} x {scale} pixels",
             hint="paint more of it, or use crop, which enlarges it",
+            parameter="mask",
         )
     return painted.astype(np.float32)[None]
 

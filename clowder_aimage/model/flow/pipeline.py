@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from clowder_aimage.adapter.loaded_adapter import Use
 from clowder_aimage.errors import UsageError
+from clowder_aimage.generation.effect import whole_steps
+from clowder_aimage.generation.request import GenerateRequest, first_step
 from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
 from clowder_aimage.model.flow.conditioning import Conditioning
 from clowder_aimage.model.flow.denoiser import Denoiser, Keep
@@ -23,23 +25,19 @@ from clowder_aimage.model.flow.memory_budget import Module, Stage
 from clowder_aimage.model.flow.networks import FlowNetworks
 from clowder_aimage.model.flow.noise import randn
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder
+from clowder_aimage.model.flow.picture_size import check_request
 from clowder_aimage.model.flow.picture_start import EncodedPicture, cells_of, start
+from clowder_aimage.model.flow.pixels import downsample
 from clowder_aimage.model.flow.prompt_encoder import PromptEncoder
 from clowder_aimage.model.flow.stage_plan import area, least_memory, plan_pictures, plan_stages
 from clowder_aimage.model.flow.state import PipelineState, UsedControl
 from clowder_aimage.model.pipeline import (
-    GenerateRequest,
     Image,
     PictureInput,
     PipelineEvent,
     Preview,
     Step,
     StoredControlNet,
-    check_request,
-    downsample,
-    first_step,
-    previews_after,
-    whole_steps,
 )
 
 
@@ -147,14 +145,16 @@ class FlowPipeline:
 
         Raises UsageError: the model has none of its own.
         """
-        if request.control is None:
+        if request.control.image is None:
             return None
-        if request.controlnet is not None:
+        if request.control.network is not None:
             used = self.state.control
             return None if used is None else used.module
         if (packed := self.networks.packed_control) is None:
             raise UsageError(
-                "this model has no ControlNet of its own", hint="name one that fits the model"
+                "this model has no ControlNet of its own",
+                hint="name one that fits the model",
+                parameter="controlnet",
             )
         return packed
 
@@ -178,10 +178,12 @@ class FlowPipeline:
         """
         self.check(request, given)
         count = 0 if given is None else len(given.references)
-        if count < len(request.references):
-            raise UsageError(f"{count} of {len(request.references)} reference pictures are given")
-        if request.control is not None and self._control(request) is None:
-            raise UsageError(f"the ControlNet {request.controlnet} is not loaded")
+        if count < len(request.input.references):
+            raise UsageError(
+                f"{count} of {len(request.input.references)} reference pictures are given"
+            )
+        if request.control.image is not None and self._control(request) is None:
+            raise UsageError(f"the ControlNet {request.control.network} is not loaded")
         given = None if given is None else self.family.fit(given)
         return self._generate(request, self.schedule(request), given)
 
@@ -195,10 +197,10 @@ class FlowPipeline:
             encoded, inputs = self.family.encode_pictures(*parts)
             conditioning = replace(conditioning, inputs=inputs)
         _, denoise, decode = self.stages(request)
-        pixels = request.width * request.height
+        pixels = request.sampling.pixels
         waiting: list[tuple[Floats, int, int]] = []
-        for picture in range(request.n):
-            seed = request.seed + picture
+        for picture in range(request.output.n):
+            seed = request.sampling.seed + picture
             latents, keep = self._begin(request, encoded, schedule, seed)
             budget.use(denoise)
             with budget.measure(denoise, area(request)):
@@ -207,7 +209,7 @@ class FlowPipeline:
                     yield event
                     latents = after
             waiting.append((latents, seed, picture))
-            is_last = picture == request.n - 1
+            is_last = picture == request.output.n - 1
             if is_last:
                 budget.finish(*denoise.modules)
             elif not budget.keeps((denoise, decode)):
@@ -247,9 +249,9 @@ class FlowPipeline:
     ) -> Iterator[tuple[PipelineEvent, Floats]]:
         """Yield the steps and previews of a picture, each with the latents after it."""
         total = len(schedule.times)
-        previewed = sorted(previews_after(request.previews, total))
+        previewed = sorted(previews_after(request.output.previews, total))
         states = self.denoiser.denoise(
-            latents, schedule, conditioning, request.cache_threshold, keep
+            latents, schedule, conditioning, request.sampling.cache_threshold, keep
         )
         for index, after in enumerate(states, 1):
             before, latents = latents, after
@@ -276,15 +278,15 @@ class FlowPipeline:
 
     def schedule(self, request: GenerateRequest) -> Schedule:
         """Return the noise levels of the request's steps, size and shift. Raises UsageError."""
-        multiple, steps = self.family.sides.multiple, request.steps
-        tokens = (request.height // multiple) * (request.width // multiple)
-        if request.strength is None:
-            return self.family.schedule(steps, tokens, request.shift)
-        if request.fine:
-            whole = whole_steps(steps, request.strength)
-            return self.family.schedule(whole, tokens, request.shift).after(whole - steps)
-        first = first_step(steps, request.strength)
-        return self.family.schedule(steps, tokens, request.shift).after(first)
+        multiple, steps = self.family.sides.multiple, request.sampling.steps
+        tokens = (request.sampling.height // multiple) * (request.sampling.width // multiple)
+        if request.input.strength is None:
+            return self.family.schedule(steps, tokens, request.sampling.shift)
+        if request.input.fine:
+            whole = whole_steps(steps, request.input.strength)
+            return self.family.schedule(whole, tokens, request.sampling.shift).after(whole - steps)
+        first = first_step(steps, request.input.strength)
+        return self.family.schedule(steps, tokens, request.sampling.shift).after(first)
 
     def conditioning(self, request: GenerateRequest) -> Conditioning:
         """Return the request's texts, encoded and refined. Raises as ``PromptEncoder.encode``."""
@@ -294,3 +296,9 @@ class FlowPipeline:
     def noise(self, request: GenerateRequest, seed: int) -> Floats:
         """Return the latents as drawn by torch, (channels, height, width)."""
         return randn(seed, self.family.latent_shape(request))
+
+
+def previews_after(previews: int, steps: int) -> frozenset[int]:
+    """Return the steps followed by a preview: evenly spaced, never the last one."""
+    after = (round((k + 1) * steps / (previews + 1)) for k in range(previews))
+    return frozenset(step for step in after if 0 < step < steps)

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from clowder_aimage.errors import ModelError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.conditioning import Caption, Conditioning
 from clowder_aimage.model.flow.family import FlowFamily, list_texts
 from clowder_aimage.model.flow.memory_budget import Stage
 from clowder_aimage.model.flow.networks import FlowNetworks
 from clowder_aimage.model.flow.state import PipelineState, recall
-from clowder_aimage.model.pipeline import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class PromptEncoder:
             by_text |= self._encode_all(new, encode, denoise)
         recent = [recall(captions, keys[text], lambda key: by_text[key[0]]) for text in texts]
         negative = recent[1] if recent[1:] else None
-        guidance = self.family.weight(request), request.guidance_end, request.cfg_normalization
+        guidance = self.family.weight(request), request.guidance.end, request.guidance.normalization
         return Conditioning(recent[0], negative, *guidance)
 
     def _encode_all(self, texts: list[str], encode: Stage, denoise: Stage) -> dict[str, Caption]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from clowder_aimage.generation.request import REFERENCE_PIXELS, GenerateRequest
 from clowder_aimage.model.flow.family import FlowFamily, list_texts
 from clowder_aimage.model.flow.memory_budget import Module, Stage
 from clowder_aimage.model.flow.networks import FlowNetworks
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder
-from clowder_aimage.model.pipeline import REFERENCE_PIXELS, GenerateRequest
 
 # Of the size of a layer's input, in a step cache
 CACHED_ARRAYS = 2
@@ -14,7 +14,7 @@ CACHED_ARRAYS = 2
 
 def area(request: GenerateRequest) -> int:
     """Return the pixels that a step sees: of the picture and of reference pictures, at most."""
-    return request.width * request.height + len(request.references) * REFERENCE_PIXELS
+    return request.sampling.pixels + len(request.input.references) * REFERENCE_PIXELS
 
 
 def plan_stages(
@@ -22,18 +22,22 @@ def plan_stages(
 ) -> tuple[Stage, Stage, Stage]:
     """Return the stages of a request; ``control`` is its control network."""
     library, budget = networks.library, networks.budget
-    pixels, seen, layer = request.width * request.height, area(request), family.layer
+    pixels, seen, layer = (
+        request.sampling.pixels,
+        area(request),
+        family.layer,
+    )
     tokens, length = _lengths(family, networks, request)
     text = family.text_encoder
     sizes = text.hidden_size, text.intermediate_size, text.num_attention_heads
     encode = library.transforming(*sizes, tokens)
     denoise = library.transforming(*layer, length)
-    decodes = request.previews > 0 and family.draft is None
+    decodes = request.output.previews > 0 and family.draft is None
     drawing = "previews" if decodes else "denoise"
     measured = budget.work(drawing, seen, denoise)
     # on a CPU, numpy's arrays are not measured
     denoise = max(denoise, measured) if library.memory.is_shared else measured
-    if request.cache_threshold:
+    if request.sampling.cache_threshold:
         count = CACHED_ARRAYS * len(list_texts(family, request))
         denoise += count * length * layer[0] * library.itemsize
     decode = budget.work("decode", pixels, library.decoding(family.vae.widest, pixels))
@@ -53,10 +57,14 @@ def plan_stages(
 
 def plan_pictures(encoder: PictureEncoder, request: GenerateRequest) -> list[Stage]:
     """Return the stage that encodes the pictures of a request, if it has any."""
-    if request.image is None and request.control is None and not request.references:
+    if (
+        request.input.image is None
+        and request.control.image is None
+        and not request.input.references
+    ):
         return []
-    pixels = request.width * request.height
-    return [encoder.plan(REFERENCE_PIXELS if request.references else pixels)]
+    pixels = request.sampling.pixels
+    return [encoder.plan(REFERENCE_PIXELS if request.input.references else pixels)]
 
 
 def least_memory(family: FlowFamily, networks: FlowNetworks, width: int, height: int) -> int:

@@ -16,6 +16,8 @@ import numpy as np
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.generation.check import wrong
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import read_config
 from clowder_aimage.model.flow.conditioning import Caption
@@ -25,11 +27,12 @@ from clowder_aimage.model.flow.flow_scheduler import FlowScheduler, Schedule
 from clowder_aimage.model.flow.memory_budget import Module
 from clowder_aimage.model.flow.networks import FlowNetworks
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder, to_values
+from clowder_aimage.model.flow.picture_size import Sides
 from clowder_aimage.model.flow.picture_start import EncodedPicture
 from clowder_aimage.model.flow.tokenizer import MAX_TOKENS
 from clowder_aimage.model.flux2.config import PATCH, TransformerConfig, VaeConfig
 from clowder_aimage.model.flux2.reference_picture import ReferenceTokens, fit_reference
-from clowder_aimage.model.pipeline import GenerateRequest, PictureInput, Sides
+from clowder_aimage.model.pipeline import PictureInput
 from clowder_aimage.tensor.config_fields import ConfigFields
 
 # Layers of the text encoder before the states that are features
@@ -84,28 +87,33 @@ class Flux2:
         return self.transformer.dim, 2 * self.transformer.ffn_dim, self.transformer.heads
 
     def refuse(self, request: GenerateRequest) -> None:
-        if request.image is not None:
+        if request.input.image is not None:
             raise UsageError(
                 "this model does not begin with a picture: it edits reference pictures",
                 hint="give the picture as a reference",
+                parameter="image",
             )
-        if request.control is not None:
-            raise UsageError(
-                "a control picture cannot be used: the family of this model has no control networks"
+        if request.control.image is not None:
+            raise wrong(
+                "control", "cannot be used: the family of this model has no control networks"
             )
-        if self.is_distilled and request.guidance > 1:
-            raise UsageError("this model is distilled and has no guidance; omit guidance")
+        if self.is_distilled and request.guidance.scale > 1:
+            raise wrong("guidance", "cannot be used: this model is distilled and has none")
 
     def check_length(self, tokens: int) -> None:
         """Accept all lengths: the tokenizer returns 512 tokens at most."""
 
     def weight(self, request: GenerateRequest) -> float:
         """Return the guidance scale of the reference without the 1 at which it is off."""
-        return 0.0 if self.is_distilled else max(0.0, request.guidance - 1)
+        return 0.0 if self.is_distilled else max(0.0, request.guidance.scale - 1)
 
     def latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
         multiple = self.sides.multiple
-        return self.transformer.in_channels, request.height // multiple, request.width // multiple
+        return (
+            self.transformer.in_channels,
+            request.sampling.height // multiple,
+            request.sampling.width // multiple,
+        )
 
     def schedule(self, steps: int, tokens: int, shift: float | None) -> Schedule:
         return self.scheduler.schedule(steps, tokens, shift, mu=empirical_mu(tokens, steps))

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from PIL import Image
 
 from clowder_aimage.errors import UsageError
+from clowder_aimage.generation.request import REFERENCE_PIXELS
 from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
 from clowder_aimage.model.flow.rope_config import place_pixels
 from clowder_aimage.model.flux2.config import AXES
-from clowder_aimage.model.pipeline import REFERENCE_PIXELS
 
 _LEAST = 64  # pixels of a side
 _RATIO = 8  # of the sides, at most

@@ -16,6 +16,8 @@ import numpy as np
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import UsageError
+from clowder_aimage.generation.check import wrong
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import read_config
 from clowder_aimage.model.flow.conditioning import Caption
@@ -25,8 +27,9 @@ from clowder_aimage.model.flow.flow_scheduler import FlowScheduler, Schedule
 from clowder_aimage.model.flow.memory_budget import Module
 from clowder_aimage.model.flow.networks import FlowNetworks
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder, to_values
+from clowder_aimage.model.flow.picture_size import Sides
 from clowder_aimage.model.flow.picture_start import EncodedPicture, cells_of
-from clowder_aimage.model.pipeline import GenerateRequest, PictureInput, Sides
+from clowder_aimage.model.pipeline import PictureInput
 from clowder_aimage.model.zimage.config import MULTIPLE, PATCH, TransformerConfig, VaeConfig, padded
 from clowder_aimage.model.zimage.control_config import ControlNetConfig, to_input
 from clowder_aimage.model.zimage.latent_colour import colours, has_colours
@@ -101,25 +104,30 @@ class ZImage:
         return self.transformer.dim, self.transformer.ffn_dim, self.transformer.n_heads
 
     def refuse(self, request: GenerateRequest) -> None:
-        if request.references:
+        if request.input.references:
             raise UsageError(
                 "this model does not see reference pictures",
                 hint="give the picture as the image to begin with",
+                parameter="references",
             )
 
     def check_length(self, tokens: int) -> None:
         positions = self.transformer.axes_lens[0]
         if padded(tokens) + 2 > positions:
-            raise UsageError(
-                f"the prompt is too long: {tokens} tokens and padding exceed {positions} positions"
+            raise wrong(
+                "prompt", f"is too long: {tokens} tokens and padding exceed {positions} positions"
             )
 
     def weight(self, request: GenerateRequest) -> float:
-        return request.guidance
+        return request.guidance.scale
 
     def latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
         scale = self.vae.scale
-        return self.transformer.in_channels, request.height // scale, request.width // scale
+        return (
+            self.transformer.in_channels,
+            request.sampling.height // scale,
+            request.sampling.width // scale,
+        )
 
     def schedule(self, steps: int, tokens: int, shift: float | None) -> Schedule:
         return self.scheduler.schedule(steps, tokens, shift)
@@ -149,9 +157,9 @@ class ZImage:
             is_inside = given.mask is not None and config.has_mask
             hidden = self._mask(given, encoder) if is_inside else None
             values = to_input(config, encoder.mode(to_values(given.control)), hidden)
-            strength = request.control_strength or 0.0
+            strength = request.control.strength or 0.0
             inputs = Control(control.get, encoder.library.array(values), strength)
-        begun = None if is_inside and request.strength == 1 else encoder.begin(given)
+        begun = None if is_inside and request.input.strength == 1 else encoder.begin(given)
         encoder.finish()
         return begun, inputs
 

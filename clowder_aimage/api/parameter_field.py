@@ -1,0 +1,114 @@
+"""The fields of request bodies that are parameters of pictures, as ``generation`` defines them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from itertools import chain
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BeforeValidator, Field, ValidationInfo, create_model
+from pydantic_core import PydanticCustomError
+
+from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.generation.check import check, parse
+from clowder_aimage.generation.parameter import Parameter, parameters
+from clowder_aimage.generation.request import MAX_TEXT, places
+from clowder_aimage.http.api_error import ApiError
+
+
+class ParameterBody(RequestBody):
+    """A body with parameters, which are None where it does not state them."""
+
+    PARAMETERS: ClassVar[tuple[Parameter, ...]] = ()
+
+    @property
+    def stated(self) -> Mapping[str, Any]:
+        """The parameters in the body by their names. Raises ApiError: a synonym differs."""
+        found: dict[str, Any] = {}
+        for each in self.PARAMETERS:
+            for name in (each.field, *each.words.synonyms):
+                if (value := getattr(self, name)) is None:
+                    continue
+                if found.setdefault(each.name, value) != value:
+                    raise wrong(each.field, f"and {name} must be equal if both are set")
+        return found
+
+    def arguments(self, owner: type) -> dict[str, Any]:
+        """Return the stated parameters of a dataclass as its arguments."""
+        stated, known = self.stated, parameters(owner)
+        return {each.attribute: stated[each.name] for each in known if each.name in stated}
+
+
+_BodyT = TypeVar("_BodyT", bound=ParameterBody)
+
+
+def with_parameters(
+    *owners: type, without: Collection[str] = ()
+) -> Callable[[type[_BodyT]], type[_BodyT]]:
+    """Return a decorator that adds parameters of dataclasses to a body, ``without`` some."""
+
+    def add(body: type[_BodyT]) -> type[_BodyT]:
+        added = [one for owner in owners for one in parameters(owner) if one.name not in without]
+        fields: dict[str, Any] = {
+            name: (_type(each), None)
+            for each in added
+            for name in (each.field, *each.words.synonyms)
+        }
+        made = create_model(
+            body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields
+        )
+        bases = [base.PARAMETERS for base in body.__bases__ if issubclass(base, ParameterBody)]
+        made.PARAMETERS = (*chain.from_iterable(bases), *added)
+        return made
+
+    return add
+
+
+def _type(parameter: Parameter) -> Any:
+    kind = parameter.type.kind
+    limits = getattr(parameter.annotation, "__metadata__", ())
+    default = f" Default: {parameter.words.default}." if parameter.words.default else ""
+    constant = parameter.default if kind in (bool, int, float) and not default else None
+    shown = {} if constant is None else {"default": constant}
+    described = Field(description=parameter.words.help + default, json_schema_extra=shown)
+    return Annotated[Annotated[kind, *limits] | None, BeforeValidator(reader(parameter)), described]
+
+
+def reader(parameter: Parameter) -> Callable[[Any, ValidationInfo], Any]:
+    """Return a validator of a parameter; the values of a form are texts."""
+
+    def read(value: Any, info: ValidationInfo) -> Any:
+        is_form = bool(info.context and info.context.get("is_form"))
+        # Numbers in a row are also accepted as one text
+        if isinstance(value, str) and (is_form or not parameter.type.is_scalar):
+            value = parse(value, parameter.type)
+        try:
+            return check(parameter.name, value, parameter.type)
+        except UsageError as error:
+            reason = error.message.removeprefix(f"{parameter.name} ")
+            raise PydanticCustomError(f"parameter_{error.facts['mistake']}", reason) from None
+
+    return read
+
+
+def parameter_error(error: AImageError, names: Mapping[str, str] | None = None) -> AImageError:
+    """Return the response to the error of a parameter, with its field; other errors unchanged.
+
+    ``names`` are fields that state other parameters than their own.
+    """
+    name = error.facts.get("parameter")
+    if name is None or isinstance(error, ApiError):
+        return error
+    place = places().get(name)
+    field = place.parameter.field if place else name
+    message = f"{error.message}; {error.hint}" if error.hint else error.message
+    if field != name and message.startswith(name):
+        message = field + message.removeprefix(name)
+    return ApiError(400, message, code="invalid_value", param=(names or {}).get(field, field))
+
+
+PROMPT = places()["prompt"].parameter
+Prompt = Annotated[
+    str, Field(max_length=MAX_TEXT, description=PROMPT.words.help), BeforeValidator(reader(PROMPT))
+]

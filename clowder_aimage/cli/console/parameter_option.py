@@ -1,0 +1,59 @@
+"""The options that are parameters of pictures, as ``generation`` defines them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Literal, get_args, get_origin
+
+import click
+
+from clowder_aimage.cli.console.option import options
+from clowder_aimage.generation.check import check, parse
+from clowder_aimage.generation.parameter import Parameter, parameters
+
+
+def parameter_options(
+    *owners: type, without: Collection[str] = (), section: type[click.Option] = click.Option
+) -> Callable[[Any], Any]:
+    """Return a decorator that adds options for parameters of dataclasses, ``without`` some."""
+    added = [one for owner in owners for one in parameters(owner) if one.name not in without]
+    return options(*(_option(each, section) for each in added))
+
+
+def _option(parameter: Parameter, section: type[click.Option]) -> Callable[[Any], Any]:
+    name, words = parameter.name, parameter.words
+    is_constant = parameter.type.kind in (int, float, str) and parameter.default is not None
+    default = words.default or (f"{parameter.default}" if is_constant else "")
+    text = words.help if not default else f"{words.help} [default: {default}]"
+    flag = "-n" if name == "n" else f"--{name.replace('_', '-')}"
+    if parameter.type.kind is bool:
+        return click.option(flag, name, help=text, cls=section, is_flag=True, default=None)
+    how: dict[str, Any] = {"metavar": _metavar(parameter), "shell_complete": _complete(parameter)}
+    return click.option(flag, name, help=text, cls=section, type=_reader(parameter), **how)
+
+
+def _reader(parameter: Parameter) -> Callable[[Any], Any]:
+    """Return a function that reads a value. Its errors have the words of every interface."""
+
+    def read(value: Any) -> Any:
+        stated = parse(value, parameter.type) if isinstance(value, str) else value
+        return check(parameter.name, stated, parameter.type)
+
+    return read
+
+
+def _complete(parameter: Parameter) -> Callable[..., list[str]]:
+    choices = _choices(parameter)
+    return lambda _ctx, _param, incomplete: [one for one in choices if one.startswith(incomplete)]
+
+
+def _metavar(parameter: Parameter) -> str:
+    if parameter.words.unit:
+        return parameter.words.unit.upper()
+    if choices := _choices(parameter):
+        return f"[{'|'.join(choices)}]"
+    return {int: "INTEGER", float: "FLOAT"}.get(parameter.type.kind, "TEXT")
+
+
+def _choices(parameter: Parameter) -> tuple[str, ...]:
+    return get_args(parameter.type.kind) if get_origin(parameter.type.kind) is Literal else ()

@@ -1,0 +1,138 @@
+"""The check of a parameter's value and the words of its error, for every interface."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeGuard, get_args, get_origin
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.generation.parameter import ValueType, parameters
+
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
+_MAX_DIGITS = 400  # of a number that is text
+_MAX_SHOWN = 1 << 80
+_FLAGS = {"true": True, "false": False}
+_TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "le": operator.le,
+    "multiple_of": lambda value, factor: value % factor == 0,
+    "min_length": lambda value, least: len(value) >= least,
+    "max_length": lambda value, most: most is None or len(value) <= most,
+}
+
+
+def wrong(name: str, reason: str, hint: str | None = None, **facts: str) -> UsageError:
+    """Return the error of a parameter, whose name is one of its facts."""
+    return UsageError(f"{name} {reason}", hint=hint, parameter=name, **facts)
+
+
+def check_fields(value: Any) -> None:
+    """Check the parameters of a dataclass that is being made, and set them as their types.
+
+    Raises UsageError as ``check``.
+    """
+    for each in parameters(value.__class__):
+        checked = check(each.name, getattr(value, each.attribute), each.type)
+        object.__setattr__(value, each.attribute, checked)
+
+
+def check(name: str, value: object, accepted: ValueType) -> Any:
+    """Return a value as its type: 8.0 as a whole number, a list as a tuple.
+
+    Raises UsageError with the name, and with the values that are accepted.
+    """
+    if value is None and accepted.is_optional:
+        return None
+    stated, value = value, _as_kind(value, accepted.kind)
+    is_kind = _is_kind(value, accepted.kind)
+    if not is_kind or not _is_within(value, accepted):
+        shown = f", not {stated}" if is_number(stated) and abs(stated) <= _MAX_SHOWN else ""
+        mistake = "value" if is_kind else "type"
+        raise wrong(name, f"must be {describe(accepted)}{shown}", mistake=mistake)
+    if isinstance(value, tuple):
+        items = map(ValueType.of, _items(accepted.kind, len(value)))
+        return tuple(check(name, each, item) for each, item in zip(value, items, strict=True))
+    if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise wrong(name, "contains characters that are not valid Unicode", mistake="value")
+    return value
+
+
+def _is_within(value: object, accepted: ValueType) -> bool:
+    """Return whether a value of the right kind is one of the choices, or within the bounds."""
+    if get_origin(accepted.kind) is Literal:
+        return value in get_args(accepted.kind)
+    return all(_TESTS[bound](value, limit) for bound, limit in accepted.bounds.items())
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is a number, and not a boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_kind(value: object, kind: Any) -> object:
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind is float and type(value) is int and abs(value) < 1 << 1000:
+        return float(value)
+    return tuple(value) if get_origin(kind) is tuple and isinstance(value, list) else value
+
+
+def _is_kind(value: object, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and len(value) == len(_items(kind, len(value)))
+    return type(value) is kind
+
+
+def _items(kind: Any, count: int) -> tuple[Any, ...]:
+    """Return the types of the items of a tuple of ``count`` items."""
+    first, *others = get_args(kind)
+    return (first,) * count if others[-1:] == [...] else (first, *others)
+
+
+def parse(text: str, accepted: ValueType) -> object:
+    """Return the value of a text in a form or on a command line; a wrong text as it is."""
+    kind = accepted.kind
+    if get_origin(kind) is tuple:
+        item = ValueType.of(get_args(kind)[0])
+        return tuple(parse(part.strip(), item) for part in text.split(","))
+    if kind is bool:
+        return _FLAGS.get(text, text)
+    if kind not in (int, float) or len(text) > _MAX_DIGITS or not _NUMBER.fullmatch(text):
+        return text
+    return int(text) if text.lstrip("+-").isdecimal() else float(text)
+
+
+def describe(accepted: ValueType) -> str:
+    """Return the values of a type in words, such as "a whole number from 1 to 1000"."""
+    kind, bounds, _ = accepted
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) is tuple:
+        item, *others = get_args(kind)
+        if others == [...]:
+            return f"a list of {_count(bounds)}"
+        each = describe(ValueType.of(item)).removeprefix("a ").replace("number", "numbers")
+        return f"{1 + len(others)} {each}"
+    if kind is str:
+        return f"text of {_count(bounds)} characters" if bounds else "text"
+    if kind not in (bool, int, float):
+        return "values"
+    number = "a number" if kind is float else "a whole number"
+    number = f"a multiple of {bounds['multiple_of']}" if "multiple_of" in bounds else number
+    return "true or false" if kind is bool else f"{number}{_range(bounds)}"
+
+
+def _count(bounds: Mapping[str, Any]) -> str:
+    least, most = bounds.get("min_length", 0), bounds["max_length"]
+    return f"{least} to {most}" if least else f"at most {most}"
+
+
+def _range(bounds: Mapping[str, Any]) -> str:
+    if "gt" in bounds:
+        return f" above {bounds['gt']}, up to {bounds['le']}"
+    return f" from {bounds['ge']} to {bounds['le']}"

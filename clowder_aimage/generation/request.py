@@ -1,0 +1,451 @@
+"""The request for pictures: each parameter with its type, its bounds and its words, once.
+
+Interfaces name parameters without the value that they are in: ``request.guidance.scale`` is
+``guidance`` on the command line, over HTTP and in the metadata of a picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen, MultipleOf
+
+from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.errors import FormatError
+from clowder_aimage.generation.check import check_fields, wrong
+from clowder_aimage.generation.parameter import Parameter, Words, parameters
+from clowder_aimage.oci import Digest
+
+# Parameters that the config of a model may set
+MODEL_DEFAULTS = ("width", "height", "steps", "guidance", "guidance_end", "cache_threshold")
+# Parameters that a picture states and that do not determine it
+ENHANCED = ("original_prompt", "enhancer")
+# Parameters that neither determine a picture nor are stated by it
+COUNTS = ("n", "previews")
+MAX_SEED = (1 << 64) - 1
+MAX_PICTURES = 1024
+MAX_LORAS = 16
+MAX_REFERENCES = 4
+MAX_SIDE = 8192  # pixels
+MAX_PIXELS = 4096 * 4096  # of a picture
+REFERENCE_PIXELS = 1024 * 1024  # of a reference picture; larger ones are scaled down
+ALPHA = "alpha"  # the mask that is the transparency of the image
+STRENGTH = 0.6  # of an image without a mask, as in diffusers
+UPSCALE_STRENGTH = 0.2
+CONTROL_STRENGTH = 0.75  # as in diffusers
+OF_MODEL = "the model's"
+
+MAX_TEXT = 32_000  # characters of a prompt
+MAX_NAME = 1024  # characters
+MAX_PATH = 4096  # characters
+MAX_STEPS = 1000
+MAX_STRENGTH = 100  # of an adapter, also negative
+Fit = Literal["crop", "pad", "stretch"]
+_Pixels = Annotated[int, Ge(0), Le(4096)]
+_Digest = str
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The size of the pictures, the steps, and the noise that they begin with."""
+
+    width: Annotated[
+        int, Ge(16), Le(MAX_SIDE), MultipleOf(16), Words("Width.", OF_MODEL, unit="pixels")
+    ] = 1024
+    height: Annotated[
+        int, Ge(16), Le(MAX_SIDE), MultipleOf(16), Words("Height.", OF_MODEL, unit="pixels")
+    ] = 1024
+    steps: Annotated[
+        int,
+        Ge(1),
+        Le(MAX_STEPS),
+        Words("Denoising steps.", "the model's, or 8", synonyms=("num_inference_steps",)),
+    ] = 8
+    seed: Annotated[
+        int,
+        Ge(0),
+        Le(MAX_SEED),
+        Words("The same seed gives the same picture; each further one has the next.", "random"),
+    ] = 0
+    # Outside of these bounds there is only one level of noise
+    shift: Annotated[
+        float | None, Ge(0.001), Le(1000), Words("Shift of the noise schedule.", OF_MODEL)
+    ] = None
+    cache_threshold: Annotated[
+        float,
+        Ge(0),
+        Le(10),
+        Words("Reuse an earlier step if the first block changes less than this part."),
+    ] = 0.0
+
+    @property
+    def pixels(self) -> int:
+        """Return the number of pixels of a picture."""
+        return self.width * self.height
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_area("width" if self.width >= self.height else "height", self.width, self.height)
+
+
+@dataclass(frozen=True, slots=True)
+class Guidance:
+    """The guidance of the steps by the prompt.
+
+    A scale of 0 disables it; w adds w times the difference between prompt and ``negative`` (None:
+    the empty text), or w - 1 times (FLUX.2), as in the family's reference.
+    """
+
+    scale: Annotated[
+        float,
+        Ge(0),
+        Le(1000),
+        Words(
+            "Guidance scale (CFG).",
+            "the model's, or 0",
+            name="guidance",
+            synonyms=("guidance_scale",),
+        ),
+    ] = 0.0
+    end: Annotated[
+        float,
+        Ge(0),
+        Le(1),
+        Words("Part of the way, from noise to picture, that is guided.", name="guidance_end"),
+    ] = 1.0
+    normalization: Annotated[
+        float,
+        Ge(0),
+        Le(1000),
+        Words("Longest guided step, in unguided ones; 0 for no limit.", name="cfg_normalization"),
+    ] = 0.0
+    negative: Annotated[
+        str | None,
+        MaxLen(MAX_TEXT),
+        Words("What to avoid; requires guidance above 0.", field="negative_prompt"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.negative == "":
+            object.__setattr__(self, "negative", None)
+        if self.negative is not None and not self.scale:
+            raise wrong("negative", "requires guidance above 0", "a guidance of 4 is common")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """The pictures that a picture begins with, by their digests in the store.
+
+    White parts of the mask are painted, or with ALPHA what is transparent in the image.
+    """
+
+    image: Annotated[_Digest | None, Words("The picture to begin with.")] = None
+    mask: Annotated[_Digest | None, Words("The picture whose white parts are painted.")] = None
+    references: Annotated[
+        tuple[_Digest, ...],
+        MaxLen(MAX_REFERENCES),
+        Words("Pictures that the model edits or combines."),
+    ] = ()
+    strength: Annotated[
+        float | None,
+        Gt(0),
+        Le(1),
+        Words("Part of the steps that are done.", "0.6; 1 with a mask or expand; 0.2 with upscale"),
+    ] = None
+    fine: Annotated[bool, Words("Do all steps, from the noise level of strength.")] = False
+    fit: Annotated[Fit, Words("Fit the picture to another size.")] = "crop"
+    paste: Annotated[bool, Words("Keep the pixels that are not painted.")] = False
+    feather: Annotated[
+        int,
+        Ge(0),
+        Le(256),
+        Words("Mix pasted and painted pixels over this width.", unit="pixels"),
+    ] = 0
+    crop: Annotated[bool, Words("Generate only the surroundings of the mask.")] = False
+    expand: Annotated[
+        tuple[_Pixels, _Pixels, _Pixels, _Pixels] | None,
+        Words("Paint these pixels around the picture.", unit="left,top,right,bottom"),
+    ] = None
+    upscale: Annotated[
+        float | None,
+        Ge(1),
+        Le(4),
+        Words("Enlarge the picture, then improve it in tiles.", unit="factor"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.image is None:
+            _require(self, _OF_IMAGES, "an image")
+        else:
+            _check_digest("image", self.image)
+        if self.mask is None:
+            _require(self, _OF_MASKS, "a mask")
+        elif self.mask != ALPHA:
+            _check_digest("mask", self.mask)
+        for reference in self.references:
+            _check_digest("references", reference)
+        if self.feather and not (self.paste or self.crop):
+            raise wrong("feather", "requires paste or crop: it is the width of their seam")
+        self._check_enlarged()
+        if self.image is not None and self.strength is None:
+            default = UPSCALE_STRENGTH if self.upscale else STRENGTH
+            is_painted = self.mask is not None or self.expand is not None
+            object.__setattr__(self, "strength", 1.0 if is_painted else default)
+
+    def _check_enlarged(self) -> None:
+        if self.upscale is not None and self.expand is not None:
+            raise wrong("upscale", "cannot be combined with expand")
+        for name in ("upscale", "expand"):
+            if self.mask is not None and getattr(self, name) is not None:
+                raise wrong(name, "cannot be combined with a mask")
+        if self.expand is not None and not any(self.expand):
+            raise wrong("expand", "must be above 0 on one side: nothing would change")
+
+
+# Parameters that need an image, or a mask
+_OF_IMAGES = ("mask", "strength", "fine", "paste", "feather", "crop", "expand", "upscale")
+_OF_MASKS = ("paste", "feather", "crop")
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A control network, and the picture that guides it, by its digest in the store."""
+
+    image: Annotated[
+        _Digest | None,
+        Words("A picture of edges, depth or a pose that guides a ControlNet.", name="control"),
+    ] = None
+    network: Annotated[
+        str | None,
+        MinLen(1),
+        MaxLen(MAX_NAME),
+        Words("The ControlNet that control guides.", "the model's own", name="controlnet"),
+    ] = None
+    strength: Annotated[
+        float | None,
+        Ge(0),
+        Le(10),
+        Words("How much control guides.", "0.75", name="control_strength"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.image is None:
+            _require(self, ("network", "strength"), "a control picture")
+            return
+        _check_digest("control", self.image)
+        if self.strength is None:
+            object.__setattr__(self, "strength", CONTROL_STRENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraUse:
+    """An adapter of a request: ``model`` is its reference, its file or its name in a directory.
+
+    strength: the factor of its change; None for the one that it recommends, else 1. digest: of the
+    manifest, or of the file; required once the adapter is resolved.
+    """
+
+    model: Annotated[
+        str,
+        MinLen(1),
+        MaxLen(MAX_PATH),
+        Words("The name of an adapter.", name="loras: model", field="model"),
+    ]
+    strength: Annotated[
+        float | None,
+        Ge(-MAX_STRENGTH),
+        Le(MAX_STRENGTH),
+        Words("The factor of its change.", "its own", name="loras: strength", field="strength"),
+    ] = None
+    digest: Annotated[
+        str | None,
+        MaxLen(200),
+        Words("The digest of its manifest or file.", name="loras: digest", field="digest"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters whose changes are added to the weights."""
+
+    loras: Annotated[
+        tuple[LoraUse, ...], MaxLen(MAX_LORAS), Words("Adapters (LoRA), and their strengths.")
+    ] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The number of pictures, and of the previews of each."""
+
+    n: Annotated[int, Ge(1), Le(MAX_PICTURES), Words("Number of pictures, with rising seeds.")] = 1
+    previews: Annotated[
+        int, Ge(0), Le(3), Words("Number of previews of each picture.", field="partial_images")
+    ] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A valid request for pictures.
+
+    original_prompt, enhancer: the prompt that a language model has enhanced, and its name; they
+    change nothing.
+    """
+
+    prompt: Annotated[str, MaxLen(MAX_TEXT), Words("What the pictures show.")]
+    sampling: Sampling = field(default_factory=Sampling)
+    guidance: Guidance = field(default_factory=Guidance)
+    input: ImageInput = field(default_factory=ImageInput)
+    control: Control = field(default_factory=Control)
+    adapters: Adapters = field(default_factory=Adapters)
+    output: Output = field(default_factory=Output)
+    original_prompt: Annotated[
+        str | None, MaxLen(MAX_TEXT), Words("The prompt that an earlier request has enhanced.")
+    ] = None
+    enhancer: Annotated[
+        str | None,
+        MinLen(1),
+        MaxLen(MAX_NAME),
+        Words("The language model that wrote the prompt; requires original_prompt."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.sampling.seed + self.output.n - 1 > MAX_SEED:
+            most = MAX_SEED - self.output.n + 1
+            raise wrong("seed", f"must be at most {most} for {self.output.n} pictures")
+        if self.input.strength is not None and not self.input.fine:
+            first_step(self.sampling.steps, self.input.strength)
+        if self.enhancer is not None and self.original_prompt is None:
+            raise wrong("enhancer", "requires original_prompt")
+
+    @classmethod
+    def of(cls, prompt: str = "", /, **values: Any) -> Self:
+        """Return a request with values by their names in interfaces; None is the default.
+
+        Raises UsageError for a wrong value, or an unknown name.
+        """
+        groups: dict[str, dict[str, Any]] = {name: {} for name in ("", *_GROUPS)}
+        for name, value in values.items():
+            if (place := places().get(name)) is None:
+                raise wrong(name, "is not a parameter of pictures")
+            if name == "loras" and value is not None:
+                value = [LoraUse(**use) if isinstance(use, dict) else use for use in value]
+            if value is not None:
+                groups[place.group][place.parameter.attribute] = value
+        stated = {"prompt": prompt, **groups.pop("")}
+        return cls(**{name: _GROUPS[name](**own) for name, own in groups.items()}, **stated)
+
+    @classmethod
+    def for_model(cls, aimage: AImage, prompt: str = "", /, **values: Any) -> Self:
+        """Return a request whose missing parameters have the defaults of an AImage."""
+        stated = aimage.properties.get("defaults")
+        known = stated if isinstance(stated, dict) else {}
+        defaults = {name: known[name] for name in MODEL_DEFAULTS if name in known}
+        explicit = {name: value for name, value in values.items() if value is not None}
+        return cls.of(prompt, **defaults | explicit)
+
+    @classmethod
+    def of_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the request for a picture that states ``facts``, of this or an earlier version."""
+        names = places().keys() - {*COUNTS, "prompt"}
+        values = {name: facts[name] for name in names & facts.keys()}
+        # Earlier versions state an empty list and 0 for none
+        values |= {name: values.get(name) or None for name in ("expand", "upscale")}
+        return cls.of(facts["prompt"], **values)
+
+    def values(self) -> dict[str, Any]:
+        """Return all parameters by their names in interfaces."""
+        return {name: place.value(self) for name, place in places().items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values as JSON has them: the arguments of ``of``."""
+        return {**self.values(), "loras": [asdict(use) for use in self.adapters.loras]}
+
+    def change(self, **values: Any) -> Self:
+        """Return a request with other values of some parameters; None is the default."""
+        return self.of(**self.values() | values)
+
+
+_GROUPS: Mapping[str, type] = {
+    "sampling": Sampling,
+    "guidance": Guidance,
+    "input": ImageInput,
+    "control": Control,
+    "adapters": Adapters,
+    "output": Output,
+}
+
+
+class Place(NamedTuple):
+    """The place of a parameter in a request: the value that it is in, or none."""
+
+    group: str
+    parameter: Parameter
+
+    def value(self, request: GenerateRequest) -> Any:
+        """Return the value of the parameter."""
+        owner = getattr(request, self.group) if self.group else request
+        return getattr(owner, self.parameter.attribute)
+
+
+@cache
+def places() -> Mapping[str, Place]:
+    """Return all parameters of pictures by their names in interfaces."""
+    groups = {"": GenerateRequest, **_GROUPS}
+    found = [Place(group, each) for group, owner in groups.items() for each in parameters(owner)]
+    return {place.parameter.name: place for place in found}
+
+
+def check_explicit(values: Mapping[str, Any]) -> None:
+    """Check values before the model is known, which has the defaults of others (None).
+
+    Raises UsageError for a value that is wrong with every model.
+    """
+    explicit = {name: value for name, value in values.items() if value is not None}
+    # The model may have guidance
+    GenerateRequest.of("", **{"guidance": 1.0, **explicit})
+
+
+def check_area(name: str, width: int, height: int) -> None:
+    """Raise UsageError if a picture of a size, which the parameter ``name`` sets, is too large."""
+    if width * height > MAX_PIXELS:
+        size = f"{width}x{height} has {width * height}"
+        raise wrong(name, f"exceeds the maximum of {MAX_PIXELS} pixels: {size}")
+
+
+def first_step(steps: int, strength: float) -> int:
+    """Return the step, from 0, at which a picture begins. Raises UsageError: none is left."""
+    first = int(max(steps - min(steps * strength, steps), 0))
+    if first >= steps:
+        hint = f"use a strength of at least {1 / steps:.2g}, or more steps"
+        raise wrong("strength", f"{strength:g} leaves none of {steps} steps to do", hint)
+    return first
+
+
+def _require(value: Any, names: Collection[str], needed: str) -> None:
+    """Reject parameters that are stated although they need another. Raises UsageError."""
+    for each in parameters(value.__class__):
+        if each.attribute in names and getattr(value, each.attribute) != each.default:
+            raise wrong(each.name, f"requires {needed}")
+
+
+def _check_digest(name: str, value: str) -> None:
+    try:
+        Digest.parse(value)
+    except FormatError:
+        raise wrong(name, "must be the digest of a picture") from None

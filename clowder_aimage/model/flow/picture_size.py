@@ -1,0 +1,70 @@
+"""The sizes of pictures that a model and a machine support."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from clowder_aimage.errors import UsageError
+from clowder_aimage.generation.check import wrong
+from clowder_aimage.generation.request import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The sides that a model supports, in pixels: multiples of ``multiple`` up to the limits."""
+
+    multiple: int
+    max_width: int
+    max_height: int
+
+    def check(self, request: GenerateRequest) -> None:
+        """Reject a request with other sides. Raises UsageError."""
+        for name, side, longest in (
+            ("width", request.sampling.width, self.max_width),
+            ("height", request.sampling.height, self.max_height),
+        ):
+            if side < self.multiple or side % self.multiple:
+                raise wrong(name, f"must be a multiple of {self.multiple} pixels, not {side}")
+            if side > longest:
+                raise wrong(name, f"must be at most {longest} pixels with this model, not {side}")
+
+
+def check_request(
+    request: GenerateRequest,
+    sides: Sides,
+    needs: Callable[[int, int], int],
+    limit: int | None,
+) -> None:
+    """Reject a request whose pictures are too large. Raises UsageError with the bound.
+
+    ``needs`` returns the bytes that a picture of a given width and height needs at least; ``limit``
+    bounds them.
+    """
+    sides.check(request)
+    if limit is not None:
+        _check_arrays(request, sides.multiple, needs, limit)
+
+
+def _check_arrays(
+    request: GenerateRequest, multiple: int, needs: Callable[[int, int], int], limit: int
+) -> None:
+    """Reject a picture whose arrays would be too large. MLX raises no error: the process ends."""
+    width, height = request.sampling.width, request.sampling.height
+    if (needed := needs(width, height)) <= limit:
+        return
+    side = math.isqrt(width * height) // multiple * multiple
+    while side and needs(side, side) > limit:
+        side -= multiple
+    example = f", such as {side}x{side}" if side else ""
+    raise UsageError(
+        f"width {width} and height {height} are too large for this machine: "
+        f"at least {_gib(needed)} of memory required, {_gib(limit)} available",
+        hint=f"use a smaller size{example}",
+        parameter="width" if width >= height else "height",
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB"
