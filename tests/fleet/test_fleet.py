@@ -423,8 +423,7 @@ def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
                 past = ("w2", "w3", "w4")
                 frame = Frame(BEGIN, 4, 0, b"", "w5", past)
                 await link.store(names.mark(job), b"", frame.headers())
-                await streams.delete_stream(names.dead)
-                await fleet.make()
+                await streams.purge_stream(names.dead)
                 role.served.clear()
                 found = await _published_again(link, job, fleet, url)
                 assert "w2, w3, w4, w5" in found and not role.served
