@@ -81,8 +81,8 @@ def test_a_malformed_request_is_no_job(play: Play) -> None:
                     ({"n": 9999}, "invalid_value"),
                     ({"model": "other"}, "model_not_found"),
                     ({"model": "NOT A NAME"}, "invalid_value"),
-                    ({"headers": {"Aimage-Priority": "urgent"}}, None),
-                    ({"headers": {"Idempotency-Key": "k" * 300}}, None),
+                    ({"headers": {"Aimage-Priority": "urgent"}}, "invalid_value"),
+                    ({"headers": {"Idempotency-Key": "k" * 300}}, "invalid_value"),
                 ):
                     status, value = await fleet.ask(url, "x", **options)
                     assert status in (400, 404) and value["error"]["code"] == code
