@@ -67,6 +67,11 @@ def test_the_reference_of_the_command_line_is_up_to_date(hooks: ModuleType) -> N
     assert is_current, "docs/cli.md differs from the help of the verbs: python docs/mkdocs_hooks.py"
 
 
+def test_the_keyword_arguments_of_python_are_up_to_date(hooks: ModuleType) -> None:
+    is_current = hooks.PLACE.read_text("utf-8") == hooks.keywords()
+    assert is_current, f"{hooks.PLACE.name} differs from the parameters: python docs/mkdocs_hooks.py"
+
+
 def test_every_verb_and_option_is_in_the_reference() -> None:
     page = Document(ROOT / "docs" / "cli.md")
     shared = page.section("Options of every verb") + page.section("Registry options")
