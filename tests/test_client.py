@@ -44,7 +44,7 @@ SIGNATURES: dict[Any, str] = {
     push: "name * store registry dialect progress",
     Store: "path",
     Registry: "host * username password plain_http insecure ca_file",
-    Model.generate: "self prompt * image mask control references loras progress ** parameters",
+    Model.generate: "self prompt * image mask control references loras progress **parameters",
     Picture: "pixels seed facts",
     Picture.encode: "self kind",
     Picture.save: "self path",
@@ -78,7 +78,7 @@ def parameters(function: Any) -> str:
     for each in inspect.signature(function).parameters.values():
         if each.kind is each.KEYWORD_ONLY and "*" not in names:
             names.append("*")
-        names.append(each.name)
+        names.append(f"{'**' if each.kind is each.VAR_KEYWORD else ''}{each.name}")
     return " ".join(names)
 
 
