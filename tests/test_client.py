@@ -195,7 +195,7 @@ def test_a_model_generates_pictures(tiny: Path, tmp_path: Path) -> None:
     create("tiny", tiny)
     seen = []
     with load("tiny") as model:
-        options: Any = {"width": 64, "height": 64, "steps": 1, "seed": 7, "count": 2}
+        options: Any = {"width": 64, "height": 64, "steps": 1, "seed": 7, "n": 2}
         first, second = model.generate("x", **options, progress=lambda *c: seen.append(c))
     assert (first.seed, second.seed) == (7, 8)
     assert first.pixels.shape == (64, 64, 3) and first.facts["prompt"] == "x"
