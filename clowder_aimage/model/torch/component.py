@@ -85,51 +85,62 @@ class TorchComponents(ModelComponents):
             tune(network.module, self.library.tuning)
             return network
 
-        library = self.library
-        component, unloaded = weights.component, empty()
-        names = [name for name in weights if not unloaded.skip(name)]
-        skipped = tuple(f"{component}/{name}" for name in weights if unloaded.skip(name))
-        wanted, counts, types = _check(component, unloaded, weights, names)
-        names_of = component, unloaded.sanitize, unloaded.skip
-        adaptation = TorchAdaptation(*names_of, library)
-        made = [unloaded]  # for the first load
+        library, component, network = self.library, weights.component, empty()
+        names = [name for name in weights if not network.skip(name)]
+        skipped = tuple(f"{component}/{name}" for name in weights if network.skip(name))
+        parameters, counts, types = _check(component, network, weights, names)
+        adaptation = TorchAdaptation(component, network.sanitize, network.skip, library)
         least = sum(counts.values())
         if library.offloads(types):
-            least = least_count(unloaded.module, counts)
-
-        @computing
-        def load(*, in_layers: bool) -> TorchNetwork:
-            network = made.pop() if made else empty()
-            self._fill(network, weights, wanted, in_layers=in_layers)
-            return network
-
+            least = least_count(network.module, counts)
+        load = _NetworkLoader(library, weights, parameters, empty, network).load
         used = adaptation if is_adapted else None
         sizes = sum(counts.values()) * library.itemsize, least * library.itemsize
         return LayeredModule(config, sizes, load, used, library.memory.clear, skipped)
 
-    def _fill(
+
+class _NetworkLoader:
+    """The loads of a network: the first one fills the network that was ``checked``.
+
+    parameters: their names, by those of the tensors. make: return another network, without values.
+    """
+
+    def __init__(
         self,
-        network: TorchNetwork,
+        library: TorchLibrary,
         weights: ModelWeights,
-        wanted: Mapping[str, str],
-        *,
-        in_layers: bool,
+        parameters: Mapping[str, str],
+        make: Callable[[], TorchNetwork],
+        checked: TorchNetwork,
     ) -> None:
+        self._library, self._weights, self._parameters = library, weights, parameters
+        self._make = make
+        self._checked: TorchNetwork | None = checked
+
+    @computing
+    def load(self, *, in_layers: bool) -> TorchNetwork:
+        """Return the network with its tensors; ``in_layers`` as of ``_fill``."""
+        network = self._checked or self._make()
+        self._checked = None
+        self._fill(network, in_layers=in_layers)
+        return network
+
+    def _fill(self, network: TorchNetwork, *, in_layers: bool) -> None:
         """Give a network its tensors, in the compute type, and make again what no file has.
 
         ``in_layers``: tensors of layers stay as they are until the layer runs. The names were
         checked, so that ``load_state_dict`` could only take longer.
         """
-        library, module = self.library, network.module
+        library, module = self._library, network.module
         parts, layers = dict(module.named_modules()), {}
         if in_layers:
             layers = dict(layers_of(module))
-        for name, own in wanted.items():
-            read = weights.torch(name)
+        for name, parameter in self._parameters.items():
+            read = self._weights.torch(name)
             if read.dtype not in _FLOATS:  # of a blob that was arriving when it was checked
-                raise _type_error(weights.component, name)
-            path, _, last = own.rpartition(".")
-            is_later = ".".join(own.split(".", 2)[:2]) in layers
+                raise _type_error(self._weights.component, name)
+            path, _, last = parameter.rpartition(".")
+            is_later = ".".join(parameter.split(".", 2)[:2]) in layers
             value = read if is_later else read.to(library.device, library.dtype)
             kind = "_parameters" if last in vars(parts[path])["_parameters"] else "_buffers"
             if kind == "_parameters":
