@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,8 @@ class TextLinear(backend.Linear):
     def __call__(self, x: mx.array) -> mx.array:
         """Return x @ weight^T + bias. x: (..., inputs)."""
         if x.size < self["_least"]:
-            bias, transposed = self.get("bias"), cast(mx.array, self["_transposed"])
+            bias: mx.array | None = self.get("bias")
+            transposed: mx.array = self["_transposed"]
             return x @ transposed if bias is None else mx.addmm(bias, x, transposed)
         return project(x, self.weight, self.get("bias"))
 
@@ -45,7 +46,8 @@ class TiedEmbedding(backend.Embedding):
     def as_linear(self, x: mx.array) -> mx.array:
         """Return x @ weight^T. x: (..., width)."""
         if x.size < self["_least"]:
-            return x @ cast(mx.array, self["_transposed"])
+            transposed: mx.array = self["_transposed"]
+            return x @ transposed
         return project(x, self.weight, None)
 
 
@@ -55,7 +57,8 @@ class TextNorm(backend.RMSNorm):
     def __call__(self, x: mx.array) -> mx.array:
         """Return x / sqrt(mean(x^2) + eps) * weight. x: (..., width)."""
         length = mx.rsqrt(mx.square(x).sum(axis=-1, keepdims=True) + self["_added"])
-        return x * length * cast(mx.array, self["_scaled"])
+        scaled: mx.array = self["_scaled"]
+        return x * length * scaled
 
 
 def project(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
