@@ -249,9 +249,9 @@ class ModelProcess:
         if number not in self._cancelled:
             events: Generator[_Text, None, None]
             if command["do"] == "embed":
-                events = self._vectors(EmbeddingRequest(**command["request"]))
+                events = self._vectors(EmbeddingRequest.from_json(command["request"]))
             else:  # raises at once if it cannot be served
-                events = self._model.generate(TextRequest(**command["request"]))
+                events = self._model.generate(TextRequest.from_json(command["request"]))
             self._send("started", number)
             self._texts[number] = events
         else:

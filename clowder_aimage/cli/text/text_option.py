@@ -66,7 +66,7 @@ def text_request(values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]
         messages=(*first, *messages),
         max_tokens=values["max_tokens"],
         sampling=Sampling(**{name: values[name] for name in _SAMPLING}),
-        stop=values["stop"],
+        stop=tuple(values["stop"]),
         schema=_schema(values["schema"]),
         thinking=values["think"],
     )

@@ -119,15 +119,7 @@ class TextRequest:
     begun: DrawnTokens = _NONE
 
     def __post_init__(self) -> None:
-        """Accept the fields of ``asdict`` decoded from JSON. Raises UsageError."""
-        for name in ("messages", "tools", "stop"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        sampling: Any = self.sampling
-        if isinstance(sampling, dict):
-            object.__setattr__(self, "sampling", Sampling(**sampling))
-        begun: Any = self.begun
-        if isinstance(begun, dict):
-            object.__setattr__(self, "begun", DrawnTokens.from_json(begun))
+        """Reject fields that are out of bounds. Raises UsageError."""
         if bool(self.messages) == (self.prompt is not None):
             raise UsageError("a request has either messages or a prompt")
         if self.max_tokens is not None and self.max_tokens < 1:
@@ -136,6 +128,18 @@ class TextRequest:
             raise UsageError(f"stop has up to {MAX_STOPS} strings of 1 to {MAX_STOP} characters")
         if self.alternatives is not None and not 0 <= self.alternatives <= MAX_ALTERNATIVES:
             raise UsageError(f"top_logprobs must be between 0 and {MAX_ALTERNATIVES}")
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> TextRequest:
+        """Return the request of an ``asdict``, which may lack fields. Raises UsageError."""
+        fields = {**value}
+        for name in fields.keys() & {"messages", "tools", "stop"}:
+            fields[name] = tuple(value[name])
+        if "sampling" in fields:
+            fields["sampling"] = Sampling(**value["sampling"])
+        if "begun" in fields:
+            fields["begun"] = DrawnTokens.from_json(value["begun"])
+        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +220,10 @@ class EmbeddingRequest:
 
     texts: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        """Accept a list."""
-        object.__setattr__(self, "texts", tuple(self.texts))
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> EmbeddingRequest:
+        """Return the request of an ``asdict``."""
+        return cls(tuple(value["texts"]))
 
     def parts(self) -> Iterator[EmbeddingRequest]:
         """Yield requests for a few texts each, so that others have their turns between them."""
