@@ -21,6 +21,7 @@ COMMAND = re.compile(
     r"|\bAIMAGE_(HOST|TOKEN|STORE)\b|\b(pip install|skopeo copy)\b"
 )
 NETWORK = {"http.client", "socket", "urllib.request"}
+CHANGING = ("append", "extend", "insert", "add", "update", "setdefault", "pop", "remove", "clear")
 
 
 def floor(path: Path) -> str:
@@ -164,6 +165,35 @@ def test_what_strangers_write_goes_through_one_place() -> None:
             if re.search(pattern, path.read_text("utf-8"), re.MULTILINE)
         }
         assert found == places, pattern
+
+
+def changed_fields(kind: ast.ClassDef) -> Iterator[str]:
+    """Return statements of a class that change one of its own fields, or what is in it."""
+    for node in ast.walk(kind):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = [*node.targets]
+        elif isinstance(node, ast.AugAssign):
+            targets = [node.target]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            targets = [node.func.value] if node.func.attr in CHANGING else []
+        if any(ast.unparse(one).lstrip("(").startswith("self.") for one in targets):
+            yield ast.unparse(node)
+
+
+def test_what_is_called_frozen_changes_nothing_of_itself() -> None:
+    """A list in a frozen value is state that nobody looks for there."""
+    # It keeps what it derives from its bytes
+    derived = {("dialect/aimage.py", "self._derived[key] = derive()")}
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), text)
+        for path, tree in Trees(PACKAGE, r"frozen=True").items()
+        for kind in ast.walk(tree)
+        if isinstance(kind, ast.ClassDef)
+        and any("frozen=True" in ast.unparse(one) for one in kind.decorator_list)
+        for text in changed_fields(kind)
+    }
+    assert found == derived
 
 
 def test_children_of_tests_are_started_by_one_module() -> None:

@@ -21,7 +21,7 @@ from clowder_aimage.variant import find_variant
 _log = logging.getLogger("aimage.worker")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FirstVariant:
     """The variants of one precision; with None, none are used.
 

@@ -21,7 +21,7 @@ from clowder_aimage.model.quantized import QuantizedLinear
 _WEIGHT, _BIAS = ".weight", ".bias"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Layer:
     parent: Any
     step: str | int
