@@ -57,7 +57,7 @@ def ours(pipeline: FlowPipeline, request: GenerateRequest) -> Outputs:
     text = pipeline.prompts.encode(request.prompt)
     caption = transformer.caption(text)
     schedule = pipeline.schedule(request)
-    noise = pipeline.noise(request, request.sampling.seed)
+    noise = pipeline.denoiser.noise(request, request.sampling.seed)
     *_, final = pipeline.denoiser.denoise(noise, schedule, pipeline.conditioning(request))
     *steps, image = pipeline.generate(request)
     assert isinstance(image, Image)

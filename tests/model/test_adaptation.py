@@ -164,7 +164,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def latents(pipeline: FlowPipeline, *uses: tuple[Adapter, float]) -> np.ndarray:
     pipeline.use_adapters([(LoadedAdapter(one.what, one), strength) for one, strength in uses])
-    noise = pipeline.noise(REQUEST, REQUEST.sampling.seed)
+    noise = pipeline.denoiser.noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     pipeline.state.captions.clear()
@@ -241,7 +241,7 @@ def test_a_network_that_is_loaded_again_has_its_adapters(models: Models) -> None
     pipeline.use_adapters(uses)
     pipeline.networks.transformer.release()
     pipeline.networks.text_encoder.release()
-    noise = pipeline.noise(REQUEST, REQUEST.sampling.seed)
+    noise = pipeline.denoiser.noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     assert (np.array(final) == expected).all()

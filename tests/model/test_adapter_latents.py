@@ -30,7 +30,7 @@ def changed(tiny: Model) -> FlowPipeline:
 
 def latents(pipeline: FlowPipeline) -> np.ndarray:
     pipeline.state.captions.clear()
-    noise = pipeline.noise(REQUEST, REQUEST.sampling.seed)
+    noise = pipeline.denoiser.noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)

@@ -45,7 +45,7 @@ def load(root: Path, store: Path) -> FlowPipeline:
 
 
 def latents(pipeline: FlowPipeline) -> np.ndarray:
-    noise = pipeline.noise(REQUEST, REQUEST.sampling.seed)
+    noise = pipeline.denoiser.noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)

@@ -42,7 +42,7 @@ def latents(
 ) -> np.ndarray:
     create(store, NAME, directory, dialect=dialect, recipe=Recipe.parse(quantize=quantize))
     pipeline = load_pipeline(store, read_aimage(store, NAME).aimage, dtype="float32")
-    noise, guide = pipeline.noise(REQUEST, 42), pipeline.conditioning(REQUEST)
+    noise, guide = pipeline.denoiser.noise(REQUEST, 42), pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)
 

@@ -42,7 +42,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 
 def latents(pipeline: FlowPipeline, request: GenerateRequest = REQUEST) -> np.ndarray:
-    noise = pipeline.noise(request, request.sampling.seed)
+    noise = pipeline.denoiser.noise(request, request.sampling.seed)
     guide = pipeline.conditioning(request)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(request), guide)
     return np.array(final)

@@ -25,7 +25,8 @@ from clowder_aimage.model.backend import (
     mx,
     tree_flatten,
 )
-from clowder_aimage.model.flow.pipeline import FlowPipeline, previews_after
+from clowder_aimage.model.flow.denoiser import previews_after
+from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.flow.pixels import to_pixels
 from clowder_aimage.model.flow.prompt_encoder import PromptEncoder
 from clowder_aimage.model.flow.state import CACHED_TEXTS
@@ -59,6 +60,7 @@ SMALL = GenerateRequest.of("a fox", width=32, height=32, steps=2)
         ({"prompt": 7}, "prompt must be text"),
         ({"negative": "\ud800"}, "negative contains characters"),
         ({"previews": 4}, "previews must be a whole number from 0 to 3"),
+        ({"references": (FILE,)}, "does not see reference pictures"),
     ],
 )
 def test_requests_that_are_refused_at_once(
@@ -469,11 +471,11 @@ def test_previews_are_half_as_large_and_change_nothing(pipeline: FlowPipeline) -
 def test_preview_extrapolates_a_straight_line(pipeline: FlowPipeline) -> None:
     """If all steps went the same way, the first one would have shown the picture."""
     schedule = pipeline.schedule(SMALL)
-    noise = pipeline.noise(SMALL, 0)
+    noise = pipeline.denoiser.noise(SMALL, 0)
     end = np.full_like(noise, 0.1)
     first, second = (float(sigma) for sigma in schedule.sigmas[:2])
     before, after = (end + sigma * (noise - end) for sigma in (first, second))
-    shown = pipeline.preview(before, after, schedule, 0)
+    shown = pipeline.denoiser.preview(before, after, schedule, 0)
     whole = pipeline.networks.decode(end).astype(np.float64)
     mean = whole.reshape(16, 2, 16, 2, 3).mean(axis=(1, 3))
     assert np.abs(shown - mean).max() <= 1
@@ -492,7 +494,7 @@ def test_convolutions_in_strips_equal_the_whole(
     pipeline: FlowPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blas, "is_fast", lambda: False)  # its products need no strips
-    latents = mx.array(pipeline.noise(SMALL.change(width=80, height=112), 1))
+    latents = mx.array(pipeline.denoiser.noise(SMALL.change(width=80, height=112), 1))
     whole = np.array(pipeline.networks.vae.get().decode(latents))
     monkeypatch.setattr(backend, "STRIP", 20_000)  # from 1 row of the last layers to all of 14
     strips = np.array(pipeline.networks.vae.get().decode(latents))

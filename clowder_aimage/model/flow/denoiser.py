@@ -9,15 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.conditioning import Caption, Conditioning
 from clowder_aimage.model.flow.family import FlowFamily
 from clowder_aimage.model.flow.flow_scheduler import Schedule
 from clowder_aimage.model.flow.networks import FlowNetworks
+from clowder_aimage.model.flow.noise import randn
+from clowder_aimage.model.flow.picture_start import EncodedPicture, start
+from clowder_aimage.model.flow.pixels import downsample
+from clowder_aimage.model.pipeline import PipelineEvent, Preview, Step
 
 # Changes latents at a noise level
 Keep = Callable[[Floats, float], Floats]
@@ -32,6 +39,46 @@ class Denoiser:
 
     family: FlowFamily
     networks: FlowNetworks
+
+    def noise(self, request: GenerateRequest, seed: int) -> Floats:
+        """Return the latents as drawn by torch, (channels, height, width)."""
+        return randn(seed, self.family.latent_shape(request))
+
+    def begin(
+        self,
+        request: GenerateRequest,
+        encoded: EncodedPicture | None,
+        schedule: Schedule,
+        seed: int,
+    ) -> tuple[Floats, Keep]:
+        """Return the latents before the first step, and what keeps a part of them after each."""
+        if encoded is None:
+            return self.noise(request, seed), lambda latents, _: latents
+        normalize = partial(self.family.normalize, networks=self.networks)
+        begun = start(encoded, normalize, seed, schedule)
+        return begun.latents, begun.keep
+
+    def steps(
+        self,
+        request: GenerateRequest,
+        latents: Floats,
+        schedule: Schedule,
+        conditioning: Conditioning,
+        picture: int,
+        keep: Keep,
+    ) -> Iterator[tuple[PipelineEvent, Floats]]:
+        """Yield the steps and previews of a picture, each with the latents after it."""
+        total = len(schedule.times)
+        previewed = sorted(previews_after(request.output.previews, total))
+        states = self.denoise(
+            latents, schedule, conditioning, request.sampling.cache_threshold, keep
+        )
+        for index, after in enumerate(states, 1):
+            before, latents = latents, after
+            yield Step(index, total, picture), latents
+            if index in previewed:
+                small = self.preview(before, latents, schedule, index - 1)
+                yield Preview(small, previewed.index(index), picture), latents
 
     def denoise(
         self,
@@ -88,3 +135,25 @@ class Denoiser:
         limit = conditioning.normalization * float(np.linalg.norm(towards))
         length = float(np.linalg.norm(guided))
         return guided * np.float32(limit / length) if length > limit else guided
+
+    def preview(
+        self, before: Floats, after: Floats, schedule: Schedule, step: int
+    ) -> npt.NDArray[np.uint8]:
+        """Return the picture predicted at step ``step`` (from 0), at half its size.
+
+        It shows the end of the straight line from ``before`` through ``after``: decoded, or
+        approximated where the factors of the VAE are known.
+        """
+        sigma, lower = float(schedule.sigmas[step]), float(schedule.sigmas[step + 1])
+        end = float(schedule.sigmas[-1])
+        predicted = before + (after - before) * ((sigma - end) / (sigma - lower))
+        if self.family.draft is not None:
+            return self.family.draft(predicted)
+        # smaller latents could change the colours
+        return downsample(self.networks.decode(predicted))
+
+
+def previews_after(previews: int, steps: int) -> frozenset[int]:
+    """Return the steps followed by a preview: evenly spaced, never the last one."""
+    after = (round((k + 1) * steps / (previews + 1)) for k in range(previews))
+    return frozenset(step for step in after if 0 < step < steps)

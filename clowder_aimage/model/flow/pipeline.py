@@ -6,11 +6,9 @@ took 0.93 of the time of two, with twice the memory.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
-
-import numpy as np
-import numpy.typing as npt
+from functools import partial
 
 from clowder_aimage.adapter.loaded_adapter import Use
 from clowder_aimage.errors import UsageError
@@ -18,16 +16,14 @@ from clowder_aimage.generation.effect import whole_steps
 from clowder_aimage.generation.request import GenerateRequest, first_step
 from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
 from clowder_aimage.model.flow.conditioning import Conditioning
-from clowder_aimage.model.flow.denoiser import Denoiser, Keep
+from clowder_aimage.model.flow.denoiser import Denoiser
 from clowder_aimage.model.flow.family import FlowFamily, list_texts
 from clowder_aimage.model.flow.flow_scheduler import Schedule
 from clowder_aimage.model.flow.memory_budget import Module, Stage
 from clowder_aimage.model.flow.networks import FlowNetworks
-from clowder_aimage.model.flow.noise import randn
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder
 from clowder_aimage.model.flow.picture_size import check_request
-from clowder_aimage.model.flow.picture_start import EncodedPicture, cells_of, start
-from clowder_aimage.model.flow.pixels import downsample
+from clowder_aimage.model.flow.picture_start import cells_of
 from clowder_aimage.model.flow.prompt_encoder import PromptEncoder
 from clowder_aimage.model.flow.stage_plan import area, least_memory, plan_pictures, plan_stages
 from clowder_aimage.model.flow.state import PipelineState, UsedControl
@@ -35,8 +31,6 @@ from clowder_aimage.model.pipeline import (
     Image,
     PictureInput,
     PipelineEvent,
-    Preview,
-    Step,
     StoredControlNet,
 )
 
@@ -128,10 +122,7 @@ class FlowPipeline:
         ``given`` is the picture of a request with an image.
         """
         family, budget = self.family, self.networks.budget
-
-        def needs(width: int, height: int) -> int:
-            return least_memory(family, self.networks, width, height)
-
+        needs = partial(least_memory, family, self.networks)
         check_request(request, family.sides, needs, budget.total)
         family.refuse(request)
         for text in list_texts(family, request):
@@ -201,10 +192,10 @@ class FlowPipeline:
         waiting: list[tuple[Floats, int, int]] = []
         for picture in range(request.output.n):
             seed = request.sampling.seed + picture
-            latents, keep = self._begin(request, encoded, schedule, seed)
+            latents, keep = self.denoiser.begin(request, encoded, schedule, seed)
             budget.use(denoise)
             with budget.measure(denoise, area(request)):
-                steps = self._steps(request, latents, schedule, conditioning, picture, keep)
+                steps = self.denoiser.steps(request, latents, schedule, conditioning, picture, keep)
                 for event, after in steps:
                     yield event
                     latents = after
@@ -220,61 +211,6 @@ class FlowPipeline:
                     image = self.networks.decode(latents)
                 yield Image(image, seed, number)
             waiting.clear()
-
-    def _begin(
-        self,
-        request: GenerateRequest,
-        encoded: EncodedPicture | None,
-        schedule: Schedule,
-        seed: int,
-    ) -> tuple[Floats, Keep]:
-        """Return the latents before the first step, and what keeps a part of them after each."""
-        if encoded is None:
-            return self.noise(request, seed), lambda latents, _: latents
-
-        def normalize(latents: Floats) -> Floats:
-            return self.family.normalize(latents, self.networks)
-
-        begun = start(encoded, normalize, seed, schedule)
-        return begun.latents, begun.keep
-
-    def _steps(
-        self,
-        request: GenerateRequest,
-        latents: Floats,
-        schedule: Schedule,
-        conditioning: Conditioning,
-        picture: int,
-        keep: Keep,
-    ) -> Iterator[tuple[PipelineEvent, Floats]]:
-        """Yield the steps and previews of a picture, each with the latents after it."""
-        total = len(schedule.times)
-        previewed = sorted(previews_after(request.output.previews, total))
-        states = self.denoiser.denoise(
-            latents, schedule, conditioning, request.sampling.cache_threshold, keep
-        )
-        for index, after in enumerate(states, 1):
-            before, latents = latents, after
-            yield Step(index, total, picture), latents
-            if index in previewed:
-                small = self.preview(before, latents, schedule, index - 1)
-                yield Preview(small, previewed.index(index), picture), latents
-
-    def preview(
-        self, before: Floats, after: Floats, schedule: Schedule, step: int
-    ) -> npt.NDArray[np.uint8]:
-        """Return the picture predicted at step ``step`` (from 0), at half its size.
-
-        It shows the end of the straight line from ``before`` through ``after``: decoded, or
-        approximated where the factors of the VAE are known.
-        """
-        sigma, lower = float(schedule.sigmas[step]), float(schedule.sigmas[step + 1])
-        end = float(schedule.sigmas[-1])
-        predicted = before + (after - before) * ((sigma - end) / (sigma - lower))
-        if self.family.draft is not None:
-            return self.family.draft(predicted)
-        # smaller latents could change the colours
-        return downsample(self.networks.decode(predicted))
 
     def schedule(self, request: GenerateRequest) -> Schedule:
         """Return the noise levels of the request's steps, size and shift. Raises UsageError."""
@@ -292,13 +228,3 @@ class FlowPipeline:
         """Return the request's texts, encoded and refined. Raises as ``PromptEncoder.encode``."""
         encode, denoise, _ = self.stages(request)
         return self.prompts.conditioning(request, encode, denoise)
-
-    def noise(self, request: GenerateRequest, seed: int) -> Floats:
-        """Return the latents as drawn by torch, (channels, height, width)."""
-        return randn(seed, self.family.latent_shape(request))
-
-
-def previews_after(previews: int, steps: int) -> frozenset[int]:
-    """Return the steps followed by a preview: evenly spaced, never the last one."""
-    after = (round((k + 1) * steps / (previews + 1)) for k in range(previews))
-    return frozenset(step for step in after if 0 < step < steps)

@@ -22,11 +22,7 @@ def plan_stages(
 ) -> tuple[Stage, Stage, Stage]:
     """Return the stages of a request; ``control`` is its control network."""
     library, budget = networks.library, networks.budget
-    pixels, seen, layer = (
-        request.sampling.pixels,
-        area(request),
-        family.layer,
-    )
+    pixels, seen, layer = request.sampling.pixels, area(request), family.layer
     tokens, length = _lengths(family, networks, request)
     text = family.text_encoder
     sizes = text.hidden_size, text.intermediate_size, text.num_attention_heads
@@ -57,14 +53,11 @@ def plan_stages(
 
 def plan_pictures(encoder: PictureEncoder, request: GenerateRequest) -> list[Stage]:
     """Return the stage that encodes the pictures of a request, if it has any."""
-    if (
-        request.input.image is None
-        and request.control.image is None
-        and not request.input.references
-    ):
+    if request.input.references:
+        return [encoder.plan(REFERENCE_PIXELS)]
+    if request.input.image is None and request.control.image is None:
         return []
-    pixels = request.sampling.pixels
-    return [encoder.plan(REFERENCE_PIXELS if request.input.references else pixels)]
+    return [encoder.plan(request.sampling.pixels)]
 
 
 def least_memory(family: FlowFamily, networks: FlowNetworks, width: int, height: int) -> int:
