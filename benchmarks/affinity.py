@@ -33,7 +33,7 @@ from benchmarks.jobs import percentiles
 from clowder_aimage.fleet import joined_worker
 from clowder_aimage.fleet.fleet_name import INTERACTIVE, FleetNames
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
-from clowder_aimage.fleet.worker_card import Roster
+from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.local_call import LocalCalls
 
 SLOTS = 2
@@ -105,7 +105,7 @@ class Queue:
 
     async def _tell(self, worker: SimulatedWorker, text: str) -> None:
         await self.travel()
-        await worker._on_news(SimpleNamespace(data=text.encode()))  # type: ignore[arg-type]
+        await worker._on_announcement(SimpleNamespace(data=text.encode()))  # type: ignore[arg-type]
 
     # -- what a worker calls
 
@@ -151,9 +151,9 @@ class SimulatedWorker(JoinedWorker):
         super().__init__(queue, service, LocalCalls(role), WorkerPlace(name))  # type: ignore[arg-type]
         know_models(self)
         now = asyncio.get_running_loop().time
-        self._watch.roster._clock = now
+        self._watch.workers._clock = now
         self._placement.demand.clock = now
-        self._is_heard, self._queue, self._role, self._results = True, queue, role, results
+        self._is_subscribed, self._queue, self._role, self._results = True, queue, role, results
 
     async def run(self) -> None:
         loops = (self._report, 0.25), (self._sweep, 0.25), (self._take, 0.0)
@@ -167,18 +167,18 @@ class SimulatedWorker(JoinedWorker):
         now = asyncio.get_running_loop().time()
         self._results.append((is_warm, begun - message.at, now))
         message.done.set()
-        self._room.leave(digest)
+        self._slots.leave(digest)
         self._placement.demand.served(digest, begun)
-        self._news.set()
+        self._wake.set()
 
-    async def _put_card(self) -> None:
-        card = self._card()
+    async def _publish_status(self) -> None:
+        status = self._status()
         for other in self._queue.workers:
-            self._begin(self._tell(other._watch.roster, card))
+            self._begin(self._tell(other._watch.workers, status))
 
-    async def _tell(self, roster: Roster, card: Any) -> None:
+    async def _tell(self, workers: WorkerRegistry, status: Any) -> None:
         await self._queue.travel()
-        roster.put(card)
+        workers.put(status)
 
 
 async def simulate(options: argparse.Namespace, workers: int, load: float, delay: float) -> Any:

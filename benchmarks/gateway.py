@@ -69,7 +69,7 @@ class SleepingRole(Role):
         self._slots, self._seconds = slots, seconds
         self.memory: OrderedDict[str, int] = OrderedDict((name, 0) for name in loaded)
         self.loading = set[str]()
-        self.worth: Callable[[str], float] = lambda _: 0.0
+        self.eviction_cost: Callable[[str], float] = lambda _: 0.0
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._is_free = asyncio.Condition()
 
@@ -99,8 +99,8 @@ class SleepingRole(Role):
                 idle = [one for one, jobs in self.memory.items() if not jobs]
                 if not idle:
                     await self._is_free.wait()
-                else:  # as the scheduler of an engine: of the least worth, then the oldest
-                    del self.memory[min(idle, key=lambda one: self.worth(MODELS[one]))]
+                else:  # as the scheduler of an engine: of the least cost, then the oldest
+                    del self.memory[min(idle, key=lambda one: self.eviction_cost(MODELS[one]))]
             self.memory[name] = self.memory.get(name, 0) + 1
             self.memory.move_to_end(name)
         if not is_warm:
@@ -143,15 +143,17 @@ def service_of(role: SleepingRole, slots: int) -> Any:
         names = [name for name in role.memory if name not in role.loading]
         return [SimpleNamespace(digest=MODELS[name], is_ready=True) for name in names]
 
-    def value_by(worth: Callable[[str], float]) -> None:
-        role.worth = worth
+    def set_eviction_cost(cost: Callable[[str], float]) -> None:
+        role.eviction_cost = cost
 
     settings = SimpleNamespace(max_models=slots, parallel=32, pull="never", aliases={})
     settings.default_model, settings.default_for = None, ()
     return SimpleNamespace(
         settings=settings,
         store=ScriptedStore(),
-        engine=SimpleNamespace(loaded=loaded, value_by=value_by, is_draining=False),
+        engine=SimpleNamespace(
+            loaded=loaded, set_eviction_cost=set_eviction_cost, is_draining=False
+        ),
         reference=lambda name: Reference.parse(name or "m1"),
     )
 

@@ -86,9 +86,9 @@ class Engine:
         """Return the models in memory, most recently used first."""
         return self._scheduler.loaded()
 
-    def value_by(self, worth: Callable[[Digest], float]) -> None:
-        """Unload the models of the least worth first, in place of those that are idle longest."""
-        self._scheduler.worth = worth
+    def set_eviction_cost(self, cost: Callable[[Digest], float]) -> None:
+        """Unload the models of the least cost first, in place of those that are idle longest."""
+        self._scheduler.eviction_cost = cost
 
     @property
     def planned(self) -> int:

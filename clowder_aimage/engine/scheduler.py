@@ -31,8 +31,9 @@ _log = logging.getLogger("aimage.worker")
 class ModelScheduler:
     """The models of a worker, each in its own process.
 
-    ``_free`` returns the bytes of memory for another model; None if there is enough. ``worth``
-    returns how much a model would be missed. ``_loads`` includes cancelled loads until they end.
+    ``_free`` returns the bytes of memory for another model; None if there is enough. The model of
+    the least ``eviction_cost`` is unloaded first. ``_loads`` includes cancelled loads until they
+    end.
     """
 
     _roots: Sequence[Path]
@@ -41,7 +42,7 @@ class ModelScheduler:
     _events: EventLog
     _clock: Callable[[], float]
     _free: Callable[[], int | None]
-    worth: Callable[[Digest], float] = lambda _: 0.0
+    eviction_cost: Callable[[Digest], float] = lambda _: 0.0
     _models: dict[Digest, ModelSlot] = field(default_factory=dict)
     _queue: list[QueuedRequest] = field(default_factory=list)
     _loads: set[asyncio.Task[Runner]] = field(default_factory=set)
@@ -196,9 +197,9 @@ class ModelScheduler:
         return True
 
     def _idle(self) -> ModelSlot | None:
-        """Return the model to unload: that of the least worth, then the one idle for longest."""
+        """Return the model to unload: that of the least cost, then the one idle for longest."""
         idle = (one for one in self.loaded() if not one.served)
-        return min(idle, key=lambda one: (self.worth(one.digest), one.used), default=None)
+        return min(idle, key=lambda one: (self.eviction_cost(one.digest), one.used), default=None)
 
     def _load(self, model: ModelSlot) -> None:
         _log.info("loading", extra={"model": str(model.reference)})

@@ -1,4 +1,4 @@
-"""A streamed response over several attempts: the client sees one, whose progress never goes back.
+"""Deduplicate the events of a streamed response across attempts.
 
 The seed of a job is fixed, so a later attempt makes what the earlier one made. Of its events only
 those are passed on that the client does not have: later steps, later pictures, and the text after

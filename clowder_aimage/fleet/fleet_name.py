@@ -56,7 +56,7 @@ class FleetNames:
         return f"{self.fleet}-batches"
 
     @property
-    def news(self) -> str:
+    def announcements(self) -> str:
         """The subject on which new jobs are announced."""
         return f"{self.fleet}.news"
 
@@ -80,7 +80,7 @@ class FleetNames:
         """Return the subject of a piece of a file."""
         return f"{self.fleet}.file.{piece}"
 
-    def grave(self, job: str) -> str:
+    def dead_letter(self, job: str) -> str:
         """Return the subject of the reason why a job was given up."""
         return f"{self.fleet}.dead.{job}"
 

@@ -12,12 +12,12 @@ from nats.js.api import StreamInfo
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
-from clowder_aimage.fleet.fair_line import FairLine
+from clowder_aimage.fleet.fair_queue import FairQueue
 from clowder_aimage.fleet.fleet_link import LOST, MESSAGE_ID, FleetLink
 from clowder_aimage.fleet.fleet_name import PRIORITIES
 from clowder_aimage.fleet.gateway_metric import GatewayMetrics
 from clowder_aimage.fleet.job_frame import LAST
-from clowder_aimage.fleet.worker_card import Roster, WorkerCard
+from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
 
 INTERVAL = 2.0  # seconds between two looks at the queue
 _LOOKS = 5  # jobs that are looked at each time
@@ -40,7 +40,7 @@ class FleetFacts:
     """
 
     fleet: str
-    workers: Sequence[WorkerCard]
+    workers: Sequence[WorkerStatus]
     queue: Sequence[QueuedJobs]
     jobs: int
     stored: int
@@ -51,8 +51,8 @@ class FleetFacts:
 class FleetStatus:
     """Reads the status of one fleet."""
 
-    def __init__(self, link: FleetLink, roster: Roster) -> None:
-        self._link, self._roster = link, roster
+    def __init__(self, link: FleetLink, workers: WorkerRegistry) -> None:
+        self._link, self._workers = link, workers
         self._looked = 0  # number of the last message on the queue that was looked at
 
     async def read(self) -> FleetFacts:
@@ -63,7 +63,7 @@ class FleetStatus:
         queued = await self._queued(jobs)
         return FleetFacts(
             fleet=names.fleet,
-            workers=self._roster.cards(),
+            workers=self._workers.statuses(),
             queue=[
                 QueuedJobs(priority, f"sha256:{digest}", count)
                 for (priority, digest), count in sorted(queued.items())
@@ -98,16 +98,16 @@ class FleetStatus:
             return False
         return True
 
-    async def observe(self, metrics: GatewayMetrics, line: FairLine) -> None:
+    async def observe(self, metrics: GatewayMetrics, queue: FairQueue) -> None:
         """Set the gauges of a gateway, for ever."""
         while True:
-            cards = self._roster.cards()
-            metrics.workers.set(sum(not card.is_draining for card in cards))
-            metrics.waiting.set(line.waiting)
+            statuses = self._workers.statuses()
+            metrics.workers.set(sum(not status.is_draining for status in statuses))
+            metrics.waiting.set(queue.waiting)
             for priority in PRIORITIES:
-                metrics.age.labels(priority).set(line.age(priority))
+                metrics.age.labels(priority).set(queue.age(priority))
             metrics.connected.set(self._link.is_ready)
-            line.look()  # workers may have joined
+            queue.look()  # workers may have joined
             with contextlib.suppress(*LOST, JetStreamError):
                 if self._link.is_ready:
                     await self._depth(metrics)

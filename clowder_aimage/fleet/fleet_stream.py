@@ -10,7 +10,7 @@ from nats.js.errors import NotFoundError
 
 from clowder_aimage.fleet.fleet_name import FleetNames
 
-CARD_TTL = 15.0  # seconds after its last report that a worker counts as gone
+STATUS_TTL = 15.0  # seconds after its last report that a worker counts as gone
 REPEATED = 120.0  # seconds in which a frame that is published twice is one frame
 _HOUR, _DAY = 3600.0, 86400.0
 
@@ -87,7 +87,7 @@ class FleetShape:
                 made.append(config.name)
             else:
                 await js.update_stream(config)
-        for bucket, ttl in (names.workers, CARD_TTL), (names.batches, None):
+        for bucket, ttl in (names.workers, STATUS_TTL), (names.batches, None):
             try:
                 await js.key_value(bucket)
             except NotFoundError:

@@ -19,7 +19,7 @@ from clowder_aimage.api.openai_model import unknown_model
 from clowder_aimage.api.request_body import read_headers
 from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, NEVER
 from clowder_aimage.errors import AImageError, NetworkError, UsageError
-from clowder_aimage.fleet.fair_line import FairLine
+from clowder_aimage.fleet.fair_queue import FairQueue
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import (
     LOST,
@@ -42,9 +42,9 @@ from clowder_aimage.fleet.job_frame import (
 from clowder_aimage.fleet.job_reader import JobReader
 from clowder_aimage.fleet.job_request import FORWARDED
 from clowder_aimage.fleet.job_run import PIECES
+from clowder_aimage.fleet.parsed_request import ParsedRequest
 from clowder_aimage.fleet.response_relay import ResponseRelay
-from clowder_aimage.fleet.wish import Wish
-from clowder_aimage.fleet.worker_card import FoundModel, RosterWatch
+from clowder_aimage.fleet.worker_registry import FoundModel, WorkerWatch
 from clowder_aimage.http.access import bearer_token
 from clowder_aimage.http.api_error import OLLAMA, ApiError, api_error, interface_of, registry_error
 from clowder_aimage.http.background import aside, beside
@@ -73,14 +73,14 @@ class _Admitted:
 class JobGateway:
     """Puts jobs on the queue and passes the responses on.
 
-    ``deadline`` is in seconds; ``most`` jobs wait in the line of this gateway at most. ``resolve``
+    ``deadline`` is in seconds; ``most`` jobs wait in the queue of this gateway at most. ``resolve``
     returns the digest that a registry has for a name.
     """
 
     def __init__(
         self,
         link: FleetLink,
-        watch: RosterWatch,
+        watch: WorkerWatch,
         metrics: GatewayMetrics,
         *,
         deadline: float = FOR_EVER,
@@ -90,34 +90,34 @@ class JobGateway:
         self._link, self._watch, self._metrics = link, watch, metrics
         self._resolve = resolve
         self._deadline = None if deadline == FOR_EVER else deadline
-        self.line = FairLine(self.window, most)
+        self.queue = FairQueue(self.window, most)
 
     def window(self, digest: str = "") -> int:
         """Return how many jobs of this gateway for a model, or for all, may be on the queue."""
-        cards = self._watch.roster.cards()
-        able = [card.slots for card in cards if not digest or digest in card.kinds or card.may_pull]
+        statuses = self._watch.workers.statuses()
+        able = [one.slots for one in statuses if not digest or digest in one.kinds or one.may_pull]
         return max(MIN_WINDOW, 2 * sum(able))
 
-    async def answer(self, request: Request, wish: Wish) -> web.StreamResponse:
-        """Respond with what a worker makes of a wish. Raises AImageError."""
+    async def answer(self, request: Request, parsed: ParsedRequest) -> web.StreamResponse:
+        """Respond with the response of a worker. Raises AImageError."""
         self._link.check()
         asked = read_headers(request, JobHeaders)
-        job = await self._job(request, wish, asked.priority)
+        job = await self._job(request, parsed, asked.priority)
         if key := asked.key:
             job = replace(job, id=_keyed(job.caller, key))
         with self._metrics.job(job.priority) as statuses:
             relay = ResponseRelay(request)
-            async with beside(*([relay.keep_alive()] if wish.is_events else [])):
-                answered = await self._serve(relay, job, wish, is_keyed=bool(key))
+            async with beside(*([relay.keep_alive()] if parsed.is_events else [])):
+                answered = await self._serve(relay, job, parsed, is_keyed=bool(key))
             statuses.append(relay.status)
         return answered
 
     async def _serve(
-        self, relay: ResponseRelay, job: FleetJob, wish: Wish, *, is_keyed: bool
+        self, relay: ResponseRelay, job: FleetJob, parsed: ParsedRequest, *, is_keyed: bool
     ) -> web.StreamResponse:
         """Serve a job; an error after the begin of a stream is its last event."""
         try:
-            return await self._in_time(relay, job, wish, is_keyed=is_keyed)
+            return await self._in_time(relay, job, parsed, is_keyed=is_keyed)
         except AImageError as error:
             if not relay.has_begun:
                 raise
@@ -125,16 +125,16 @@ class JobGateway:
             return await relay.end()
 
     async def _in_time(
-        self, relay: ResponseRelay, job: FleetJob, wish: Wish, *, is_keyed: bool
+        self, relay: ResponseRelay, job: FleetJob, parsed: ParsedRequest, *, is_keyed: bool
     ) -> web.StreamResponse:
         is_kept = is_keyed or job.priority == BATCH
         try:
             async with (
                 asyncio.timeout(self._deadline),
-                self.line.turn(job.caller, job.priority, job.digest) as started,
+                self.queue.turn(job.caller, job.priority, job.digest) as started,
                 JobReader(self._link, job.id).open() as reader,
             ):
-                admitting = self._admit(job, wish, is_kept=is_kept, is_keyed=is_keyed)
+                admitting = self._admit(job, parsed, is_kept=is_kept, is_keyed=is_keyed)
                 admitted = await (admitting if is_kept else self._until_admitted(admitting))
                 frames = reader.frames(from_start=admitted.is_old)
                 return await self._pass_on(relay, admitted, frames, started)
@@ -147,9 +147,9 @@ class JobGateway:
 
     # -- admission
 
-    async def _job(self, request: Request, wish: Wish, priority: str) -> FleetJob:
-        """Return the job of a wish, pinned to a digest. Raises ApiError."""
-        found = await self._find(request, wish)
+    async def _job(self, request: Request, parsed: ParsedRequest, priority: str) -> FleetJob:
+        """Return the job of a request, pinned to a digest. Raises ApiError."""
+        found = await self._find(request, parsed)
         request["model"] = found.name
         headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
         return FleetJob(
@@ -157,30 +157,30 @@ class JobGateway:
             path=request.rel_url.raw_path_qs,
             scope=request.get("scope", "infer"),
             caller=caller_of(request),
-            asked=wish.model or "",
+            asked=parsed.model or "",
             model=found.name,
             digest=found.digest,
             priority=priority,
             headers={**headers, "X-Request-Id": request["id"]},
-            fields={**wish.fields, **wish.chosen},
-            is_form=wish.is_form,
-            is_text=wish.is_text,
+            fields={**parsed.fields, **parsed.chosen},
+            is_form=parsed.is_form,
+            is_text=parsed.is_text,
             timeout=self._deadline,
         )
 
-    async def _find(self, request: Request, wish: Wish) -> FoundModel:
-        """Return the model of a wish. Raises ApiError."""
-        roster = self._watch.roster
-        if not roster.cards():
+    async def _find(self, request: Request, parsed: ParsedRequest) -> FoundModel:
+        """Return the model of a request. Raises ApiError."""
+        workers = self._watch.workers
+        if not workers.statuses():
             raise unavailable("no worker of the fleet is running; try again later")
         try:
-            reference, found = roster.reference(wish.model), roster.find(wish.model)
+            reference, found = workers.reference(parsed.model), workers.find(parsed.model)
         except UsageError as error:
-            code = "invalid_value" if wish.model else "missing_required_parameter"
+            code = "invalid_value" if parsed.model else "missing_required_parameter"
             message = error.message.encode("ascii", "backslashreplace").decode()[:300]
             raise ApiError(400, message, code=code, param="model") from None
-        may_pull = wish.pull != NEVER and reference.registry is not None and roster.may_pull()
-        if found is not None and not (wish.pull == ALWAYS and may_pull):
+        may_pull = parsed.pull != NEVER and reference.registry is not None and workers.may_pull()
+        if found is not None and not (parsed.pull == ALWAYS and may_pull):
             return found
         if may_pull:
             try:
@@ -190,19 +190,19 @@ class JobGateway:
             return FoundModel(str(reference), str(digest))
         if interface_of(request) == OLLAMA:
             raise unknown(reference)
-        raise self._missing(wish)
+        raise self._missing(parsed)
 
-    def _missing(self, wish: Wish) -> ApiError:
-        names = self._watch.roster.names(*wish.kinds)
+    def _missing(self, parsed: ParsedRequest) -> ApiError:
+        names = self._watch.workers.names(*parsed.kinds)
         if not names:
-            return unknown_model(wish.model or "")
+            return unknown_model(parsed.model or "")
         more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         listed = ", ".join(names[:_MAX_NAMED])
-        message = f"model {(wish.model or '')[:200]!r} not found; available: {listed}{more}"
+        message = f"model {(parsed.model or '')[:200]!r} not found; available: {listed}{more}"
         return ApiError(404, message, code="model_not_found", param="model")
 
     async def _admit(
-        self, job: FleetJob, wish: Wish, *, is_kept: bool, is_keyed: bool
+        self, job: FleetJob, parsed: ParsedRequest, *, is_kept: bool, is_keyed: bool
     ) -> _Admitted:
         """Put a job on the queue, unless its idempotency key was used before. Raises ApiError.
 
@@ -212,7 +212,7 @@ class JobGateway:
         is_old, names = False, self._link.names
         subject = names.job(job.priority, job.digest.partition(":")[2], job.caller)
         try:
-            if is_keyed and await self._was_admitted(job, _fingerprint(job, wish)):
+            if is_keyed and await self._was_admitted(job, _fingerprint(job, parsed)):
                 is_old, (last, _) = True, await self._link.last(names.mark(job.id))
                 if last is not None and last.kind != ADMITTED:
                     return _Admitted(job, is_kept, is_old)
@@ -221,7 +221,7 @@ class JobGateway:
             raise unavailable("the queue of the fleet is full; try again later") from None
         except (NetworkError, *LOST):
             raise unavailable("NATS does not answer; try again later") from None
-        await self._link.tell(names.news, f"{subject} {sequence}".encode())
+        await self._link.tell(names.announcements, f"{subject} {sequence}".encode())
         return _Admitted(job, is_kept, is_old, sequence)
 
     async def _until_admitted(self, admission: Coroutine[Any, Any, _Admitted]) -> _Admitted:
@@ -290,8 +290,9 @@ class JobGateway:
             async with contextlib.aclosing(frames):
                 async for frame in frames:
                     started()
-                    self._metrics.deliveries.inc(frame.kind == BEGIN)
-                    self._metrics.retries.inc(frame.kind == BEGIN and frame.attempt > 1)
+                    if frame.kind == BEGIN:
+                        self._metrics.deliveries.inc()
+                        self._metrics.retries.inc(frame.attempt > 1)
                     await relay.take(frame)
                     is_over = frame.kind in LAST
             return await relay.end()
@@ -321,7 +322,7 @@ def _keyed(caller: str, key: str) -> str:
     return hashlib.sha256(f"{caller} {key}".encode()).hexdigest()[:32]
 
 
-def _fingerprint(job: FleetJob, wish: Wish) -> bytes:
+def _fingerprint(job: FleetJob, parsed: ParsedRequest) -> bytes:
     """Return a digest of what a client asked for, without choices that were made for it."""
-    asked = replace(job, headers={}, digest="", model="", timeout=None, fields=wish.fields)
+    asked = replace(job, headers={}, digest="", model="", timeout=None, fields=parsed.fields)
     return hashlib.sha256(asked.encode()).hexdigest().encode()

@@ -21,9 +21,9 @@ from clowder_aimage.fleet.fleet_link import FleetLink
 from clowder_aimage.fleet.fleet_status import FleetStatus
 from clowder_aimage.fleet.gateway import JobGateway, caller_of
 from clowder_aimage.fleet.gateway_metric import GatewayMetrics
-from clowder_aimage.fleet.wish import Wish, WishReader
+from clowder_aimage.fleet.parsed_request import ParsedRequest, RequestValidator
 from clowder_aimage.fleet.worker_call import WorkerCalls, first
-from clowder_aimage.fleet.worker_card import RosterWatch
+from clowder_aimage.fleet.worker_registry import WorkerWatch
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.background import beside
 from clowder_aimage.http.local_call import LocalCalls
@@ -46,13 +46,13 @@ class GatewayRole(Role):
         **options: Any,
     ) -> None:
         self._link, self._metrics = link, metrics
-        self._watch = RosterWatch(link)
+        self._watch = WorkerWatch(link)
         self._gateway = JobGateway(link, self._watch, metrics, resolve=resolve, **options)
-        self._calls = WorkerCalls(link, self._watch.roster)
-        self._wishes = WishReader(self._kind_of)
+        self._calls = WorkerCalls(link, self._watch.workers)
+        self._validator = RequestValidator(self._kind_of)
         calls = LocalCalls(self, advice)
         self._batches = BatchRunner(FleetBatchStore(link), calls, self._gateway.window)
-        self._status = FleetStatus(link, self._watch.roster)
+        self._status = FleetStatus(link, self._watch.workers)
         self._is_draining = False
 
     @property
@@ -83,7 +83,7 @@ class GatewayRole(Role):
             self._link.open(),
             beside(
                 self._watch.run(),
-                self._status.observe(self._metrics, self._gateway.line),
+                self._status.observe(self._metrics, self._gateway.queue),
                 self._batches.run(),
             ),
         ):
@@ -96,24 +96,24 @@ class GatewayRole(Role):
 
     def _kind_of(self, name: str | None) -> str:
         try:
-            found = self._watch.roster.find(name)
+            found = self._watch.workers.find(name)
         except UsageError:
             return ""
         return found.kind if found else ""
 
     async def _job(self, request: Request) -> web.StreamResponse:
         self._link.check()
-        found = await self._wishes.read(request)
-        if found.unloads:
-            return await self._unload(request, found)
-        return await self._gateway.answer(request, found)
+        parsed = await self._validator.read(request)
+        if parsed.unloads:
+            return await self._unload(request, parsed)
+        return await self._gateway.answer(request, parsed)
 
-    async def _unload(self, request: Request, found: Wish) -> web.StreamResponse:
+    async def _unload(self, request: Request, parsed: ParsedRequest) -> web.StreamResponse:
         """Unload or stop a model on all workers. Raises ApiError."""
         if request.get("scope") != ADMIN:
             message = "the scope admin is required to unload models"
             raise ApiError(403, message, code="insufficient_scope")
-        return first(await self._calls.all(request, found.fields)).response()
+        return first(await self._calls.all(request, parsed.fields)).response()
 
     # -- the gateway itself
 
@@ -135,10 +135,10 @@ class GatewayRole(Role):
 
     async def _worker(self, request: web.Request) -> web.Response:
         """Respond as a worker, with the name of the fleet, which says that this is a gateway."""
-        scope, roster = request.get("scope"), self._watch.roster
+        scope, workers = request.get("scope"), self._watch.workers
         body: dict[str, Any] = {"version": __version__, "scope": scope}
         if scope is not None:
-            body |= {"default_model": roster.default_model, "enhancer": None}
+            body |= {"default_model": workers.default_model, "enhancer": None}
             body |= {"fleet": self._link.names.fleet}
         return web.json_response(body)
 

@@ -2,7 +2,7 @@
 
 There is no scheduler. Every worker with room hears of new jobs and asks for them, some at once and
 some after a short wait, so that a worker that is better suited comes first. Workers that are suited
-alike wait in the order of their ranks, which each of them computes from the cards of all. A worker
+alike wait in the order of their ranks, which each of them computes from the status of all. A worker
 that has vanished delays a job by one step.
 """
 
@@ -31,27 +31,29 @@ _LAST = 8  # ranks after this one wait as long
 Key = tuple[str, str]  # a priority and the hexadecimal part of a digest
 
 
-def to_repeat(rank: int) -> float:
-    """Return the seconds to wait with a model in memory that other workers have there too.
+def claim_delay_loaded(rank: int) -> float:
+    """Return the seconds before a job is claimed whose model is in memory, here and elsewhere.
 
     Jobs gather at the copies with the first ranks, and the others may leave memory.
     """
     return REPEAT * min(rank, _LAST)
 
 
-def to_load(rank: int, *, is_elsewhere: bool = False, is_missed: bool = False) -> float:
-    """Return the seconds to wait before a model in the store is loaded.
+def claim_delay_stored(rank: int, *, is_elsewhere: bool = False, is_missed: bool = False) -> float:
+    """Return the seconds before a job is claimed whose model is in the store.
 
     ``is_elsewhere``: another worker has it in memory, or loads it. ``is_missed``: the model that
     would be unloaded for it is in no other memory, so that it would be loaded again soon.
     """
-    wait = ELSEWHERE + EVICT * is_missed if is_elsewhere else ON_DISK
-    return wait + STEP * min(rank, _LAST)
+    wait = STEP * min(rank, _LAST)
+    if not is_elsewhere:
+        return wait + ON_DISK
+    return wait + ELSEWHERE + (EVICT if is_missed else 0.0)
 
 
 @dataclass(slots=True)
 class JobChoice:
-    """The queues that may have jobs: by priority and digest, with the times of the news.
+    """The queues that may have jobs: by priority and digest, with the times of announcements.
 
     ``wait`` returns the seconds to wait before asking for jobs of a digest, or None if this worker
     cannot serve it; ``lacks_room`` returns whether it could, if others had ended. Jobs are known by
@@ -60,36 +62,37 @@ class JobChoice:
 
     wait: Callable[[str], float | None]
     lacks_room: Callable[[str], bool] = lambda _: False
-    _heard: dict[Key, dict[int, float]] = field(default_factory=dict)
-    _left: dict[Key, float] = field(default_factory=dict)
+    _announced: dict[Key, dict[int, float]] = field(default_factory=dict)
+    _released_until: dict[Key, float] = field(default_factory=dict)
 
-    def hear(self, key: Key, now: float, number: int = 0) -> None:
-        """Take the news of a job. Of too many the first ones and the last one are remembered."""
-        is_known = key in self._heard or len(self._heard) < MOST
-        if is_known and (number or self._left.get(key, now) <= now):
-            known = self._heard.setdefault(key, {})
+    def record(self, key: Key, now: float, number: int = 0) -> None:
+        """Record an announcement; keep at most MOST: the first ones and the last one."""
+        is_known = key in self._announced or len(self._announced) < MOST
+        if is_known and (number or self._released_until.get(key, now) <= now):
+            known = self._announced.setdefault(key, {})
             if len(known) >= MOST:
                 known.popitem()
             known.setdefault(number, now)
 
     def leave(self, key: Key, now: float) -> None:
         """Note that a job was given back: it is found on the queue, and is for another worker."""
-        self._left = {one: until for one, until in self._left.items() if until > now}
-        self._left[key] = now + LEFT
-        if self._heard.get(key, {}).keys() <= {0}:
+        current = ((one, until) for one, until in self._released_until.items() if until > now)
+        self._released_until = dict(current)
+        self._released_until[key] = now + LEFT
+        if self._announced.get(key, {}).keys() <= {0}:
             self.forget(key)
         else:
-            self._heard[key].pop(0, None)
+            self._announced[key].pop(0, None)
 
     def forget(self, key: Key, asked: float = math.inf) -> None:
         """Note that a queue was empty when it was ``asked``."""
-        known = {number: at for number, at in self._heard.pop(key, {}).items() if at > asked}
+        known = {number: at for number, at in self._announced.pop(key, {}).items() if at > asked}
         if known:
-            self._heard[key] = known
+            self._announced[key] = known
 
     def delivered(self, key: Key, number: int) -> None:
         """Note that all jobs of a queue up to a number were delivered to workers."""
-        known = self._heard.get(key, {})
+        known = self._announced.get(key, {})
         for one in [one for one in known if 0 < one <= number]:
             del known[one]
         if not known:
@@ -97,7 +100,7 @@ class JobChoice:
 
     def is_wanted(self, digest: str) -> bool:
         """Return whether jobs for a digest are on the queue."""
-        return any(key[1] == digest and any(known) for key, known in self._heard.items())
+        return any(key[1] == digest and any(known) for key, known in self._announced.items())
 
     def next(self, now: float) -> tuple[Key | None, float | None]:
         """Return the queue to ask now, or None and the seconds until there is one.
@@ -109,10 +112,10 @@ class JobChoice:
         first = self._first_without_room()
         soonest: float | None = None
         best: tuple[tuple[int, float, float], Key] | None = None
-        for key in list(self._heard):
+        for key in list(self._announced):
             since, wait = self._since(key), self.wait(key[1])
             if now - since > FORGET:
-                del self._heard[key]
+                del self._announced[key]
             elif wait is not None and (left := since + wait - now) > 0:
                 soonest = left if soonest is None else min(soonest, left)
             elif wait == FOLLOW and first is not None and first < (PRIORITIES.index(key[0]), since):
@@ -127,20 +130,20 @@ class JobChoice:
         """Return the priority and the time of the first job that could be served next."""
         found = (
             (PRIORITIES.index(key[0]), self._since(key))
-            for key, known in self._heard.items()
+            for key, known in self._announced.items()
             if any(known) and self.lacks_room(key[1])
         )
         return min(found, default=None)
 
     def is_due(self, key: Key, now: float) -> bool:
         """Return whether a job of a queue has waited long enough for this worker."""
-        wait = self.wait(key[1]) if key in self._heard else None
+        wait = self.wait(key[1]) if key in self._announced else None
         return wait is not None and self._since(key) + wait <= now
 
     def _since(self, key: Key) -> float:
         """Return when a queue's oldest job was heard of; others of which more is known come first.
 
-        A look at the queue also finds jobs that are being served, so its news counts last.
+        A look at the queue also finds jobs that are being served, so what it finds counts last.
         """
-        known = self._heard[key]
+        known = self._announced[key]
         return min((at for one, at in known.items() if one), default=known.get(0, 0.0))

@@ -27,9 +27,9 @@ from clowder_aimage.oci import read_json
 # Headers of a client that change the response, and those of tracing (W3C, "Trace Context")
 FORWARDED = ("Accept", "Host", "Traceparent", "Tracestate", "X-Request-Id", "X-Stainless-Lang")
 # A direct response has one or more messages. The last one has the header ANSWER: status, headers,
-# and the size of the body. The others have PART: a line of a transfer, a card, a part of the body
+# and the size of the body. The others have PART: a line of a transfer, a status, a part of the body
 PART, ANSWER = "Aimage-Part", "Aimage-Answer"
-LINE, CARD, BODY, ALIVE = "line", "card", "body", "alive"
+LINE, STATUS, BODY, ALIVE = "line", "status", "body", "alive"
 SIGN = 1.0  # seconds between two signs of life
 _EVERY = 0.25  # seconds between two lines for the same blob of a transfer
 
@@ -55,7 +55,7 @@ async def answer_call(
     """Respond to a request by the routes of this process.
 
     The lines of a transfer are published as they arrive, and the last one is the response. After a
-    change of the store ``renew`` returns the card of this worker, which comes before the response.
+    change of the store ``renew`` returns the status of this worker, which is sent before it.
     """
     facts: dict[str, Any] = {"status": 500, "headers": []}
     async with beside(_show_life(link, message.reply)):
@@ -67,7 +67,7 @@ async def answer_call(
             body = lines.last or body_of(response)
             if job.method not in ("GET", "HEAD"):
                 with contextlib.suppress(AImageError):  # the store cannot be read
-                    await link.tell(message.reply, await renew(), {PART: CARD})
+                    await link.tell(message.reply, await renew(), {PART: STATUS})
         except (AImageError, ConnectionError) as error:
             body = str(error).encode()
     facts["size"] = len(body)

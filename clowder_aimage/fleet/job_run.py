@@ -23,7 +23,7 @@ from clowder_aimage.fleet.fleet_link import LOST, FleetLink, LastFrameError
 from clowder_aimage.fleet.job_frame import DEAD, END, FAILED, LAST, RELEASED, Attempt
 from clowder_aimage.fleet.job_log import JobLog
 from clowder_aimage.fleet.job_request import request_of
-from clowder_aimage.fleet.worker_card import Roster
+from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.background import end_tasks
 from clowder_aimage.http.local_call import LocalCalls, body_of
 from clowder_aimage.http.route import ADMIN
@@ -55,7 +55,7 @@ class JobRun:
     calls: LocalCalls
     service: Service
     worker: str
-    roster: Roster
+    workers: WorkerRegistry
     message: Msg
     job: FleetJob
     is_cancelled: bool = False
@@ -70,7 +70,7 @@ class JobRun:
 
     async def serve(self) -> str:
         """Serve the job unless it was served before; return the outcome."""
-        async with kept(self.message):
+        async with heartbeat(self.message):
             self.task = asyncio.create_task(self._serve())
             if self.is_cancelled:
                 self.task.cancel()
@@ -189,7 +189,7 @@ class JobRun:
                 await run_locking(copy_name, self.service.store, source, name)
 
     def _has_others(self, past: tuple[str, ...]) -> bool:
-        return self.roster.on_disk_elsewhere(self.job.digest, self.worker, *past)
+        return self.workers.on_disk_elsewhere(self.job.digest, self.worker, *past)
 
     # -- the end of an attempt
 
@@ -225,11 +225,11 @@ class JobRun:
         message = f"the job was given up after {ATTEMPTS} attempts by {workers}: {reason}"
         facts: dict[str, Any] = {"status": 500, "code": "job_given_up", "message": message}
         await log.end(kind, facts if kind == DEAD else None)
-        grave = {**facts, "job": self.job.id, "path": self.job.path, "model": self.job.model}
-        grave["digest"] = self.job.digest
+        letter = {**facts, "job": self.job.id, "path": self.job.path, "model": self.job.model}
+        letter["digest"] = self.job.digest
         with contextlib.suppress(AImageError):
-            name = self.link.names.grave(self.job.id)
-            await self.link.store(name, json.dumps(grave).encode(), patience=2.0)
+            name = self.link.names.dead_letter(self.job.id)
+            await self.link.store(name, json.dumps(letter).encode(), patience=2.0)
         _log.error("job given up", extra={"job": self.job.id, "reason": message})
         await self._acknowledge()
         return GIVEN_UP
@@ -253,7 +253,7 @@ class _LoggedResponse:
 
 
 @contextlib.asynccontextmanager
-async def kept(message: Msg) -> AsyncIterator[None]:
+async def heartbeat(message: Msg) -> AsyncIterator[None]:
     """Tell the server that the job is being served, so that it goes to no other worker."""
 
     async def tell() -> None:

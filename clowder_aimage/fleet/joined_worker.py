@@ -36,12 +36,12 @@ from clowder_aimage.fleet.job_run import (
     GIVEN_UP,
     LATER,
     JobRun,
-    kept,
+    heartbeat,
     read_job,
 )
-from clowder_aimage.fleet.placement import Placement, Room
+from clowder_aimage.fleet.placement import Placement, SlotCounter
 from clowder_aimage.fleet.store_view import StoreView
-from clowder_aimage.fleet.worker_card import RosterWatch, WorkerCard
+from clowder_aimage.fleet.worker_registry import WorkerStatus, WorkerWatch
 from clowder_aimage.http.background import beside
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Role
@@ -77,28 +77,28 @@ class JoinedWorker(Role):
     ) -> None:
         self._link, self._service, self._place = link, service, place
         self._calls = calls
-        self._watch = RosterWatch(link)
+        self._watch = WorkerWatch(link)
         self._view = StoreView(service.store)
-        self._room = Room(service.settings.max_models, service.settings.parallel)
-        self._placement = Placement(service, self._view, self._room, self._watch.roster, place.id)
+        self._slots = SlotCounter(service.settings.max_models, service.settings.parallel)
+        self._placement = Placement(service, self._view, self._slots, self._watch.workers, place.id)
         self._choice = JobChoice(self._placement.wait, self._placement.lacks_room)
-        service.engine.value_by(self._worth)
-        self._news = asyncio.Event()
+        service.engine.set_eviction_cost(self._eviction_cost)
+        self._wake = asyncio.Event()
         self._runs: dict[str, JobRun] = {}
         # a job may be cancelled while its message is on the way here
         self._cancelled: deque[str] = deque(maxlen=REMEMBERED)
         self._tasks: set[asyncio.Task[None]] = set()
         self._consumers: dict[Key, float] = {}  # when each was asked last
-        self._is_heard = False
+        self._is_subscribed = False
         self._swept = self._reported = 0.0
-        self._told: object = None
-        self._begun = time.monotonic()
+        self._last_published: object = None
+        self._started_at = time.monotonic()
         self.done = self.failed = 0
         self.takes_jobs = True
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        self._link.on_ready.append(self._news.set)
+        self._link.on_ready.append(self._wake.set)
         async with (
             self._link.open(),
             beside(
@@ -116,7 +116,7 @@ class JoinedWorker(Role):
     async def drain(self, grace: float, hurry: asyncio.Event) -> None:
         """Take no more jobs; end running ones within ``grace``, and give the others back."""
         self.takes_jobs = False
-        await self._put_card()
+        await self._publish_status()
         waiting = [asyncio.create_task(hurry.wait()), asyncio.create_task(self._idle())]
         await asyncio.wait(waiting, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         for task in waiting:
@@ -139,11 +139,11 @@ class JoinedWorker(Role):
                 bucket = await self._link.streams.key_value(self._link.names.workers)
                 await bucket.delete(self._place.id)
 
-    def _worth(self, digest: object) -> float:
-        """Return how much a model in memory would be missed; one with a job on the queue most."""
+    def _eviction_cost(self, digest: object) -> float:
+        """Return the eviction cost of a model in memory: highest with a job on the queue."""
         name = str(digest)
         is_wanted = self._choice.is_wanted(name.partition(":")[2])
-        return self._placement.worth(name, is_wanted=is_wanted)
+        return self._placement.eviction_cost(name, is_wanted=is_wanted)
 
     # -- taking jobs
 
@@ -151,10 +151,10 @@ class JoinedWorker(Role):
         """Ask for a job once there may be one that this worker has room for."""
         key, soonest = self._choice.next(time.monotonic())
         if key is None or not self.takes_jobs or not self._link.is_ready:
-            self._news.clear()
+            self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(soonest if self.takes_jobs else None):
-                    await self._news.wait()
+                    await self._wake.wait()
             return
         is_late = (self._placement.wait(key[1]) or 0.0) >= job_choice.ELSEWHERE
         if is_late and not await self._has_waited(key):
@@ -166,11 +166,11 @@ class JoinedWorker(Role):
             return
         self._choice.delivered(key, message.metadata.sequence.stream)
         digest = f"sha256:{key[1]}"
-        is_new = digest not in {*self._placement.loaded, *self._room.digests}
-        self._room.take(digest)
+        is_new = digest not in {*self._placement.loaded, *self._slots.digests}
+        self._slots.take(digest)
         self._begin(self._serve(message, key))
         if is_new:  # before others load it too
-            self._begin(self._put_card())
+            self._begin(self._publish_status())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -180,7 +180,7 @@ class JoinedWorker(Role):
     async def _has_waited(self, key: Key) -> bool:
         """Return whether a job of a queue has waited long enough that this worker loads its model.
 
-        The news of a job tells when it came, and the server which jobs have been delivered: without
+        An announcement says when a job came, and the server which jobs have been delivered. Without
         it, a worker that asks would take a job that came just now.
         """
         names = self._link.names
@@ -231,15 +231,15 @@ class JoinedWorker(Role):
     async def _serve(self, message: Msg, key: Key) -> None:
         begun, digest = time.monotonic(), f"sha256:{key[1]}"
         try:
-            roster = self._watch.roster
-            async with kept(message):
+            workers = self._watch.workers
+            async with heartbeat(message):
                 job = await read_job(self._link, message)
             run = JobRun(
                 self._link,
                 self._calls,
                 self._service,
                 self._place.id,
-                roster,
+                workers,
                 message,
                 job,
             )
@@ -252,7 +252,7 @@ class JoinedWorker(Role):
                     del self._runs[job.id]
             self.done += outcome == DONE
             self.failed += outcome == GIVEN_UP
-            if outcome == GIVEN_BACK and roster.on_disk_elsewhere(digest, self._place.id):
+            if outcome == GIVEN_BACK and workers.on_disk_elsewhere(digest, self._place.id):
                 self._choice.leave(key, time.monotonic())
         except FormatError as error:
             with contextlib.suppress(*LOST):
@@ -262,9 +262,9 @@ class JoinedWorker(Role):
         except Exception:
             _log.exception("a job was given back")
         finally:
-            self._room.leave(digest)
+            self._slots.leave(digest)
             self._placement.demand.served(digest, begun)
-            self._news.set()
+            self._wake.set()
 
     async def _refuse(self, message: Msg, error: FormatError) -> None:
         """Give a job that cannot be read to others, which may be newer; the last one ends it."""
@@ -289,36 +289,36 @@ class JoinedWorker(Role):
         names = self._link.names
         if not self._link.is_ready:
             return
-        if not self._is_heard:
+        if not self._is_subscribed:
             await self._listen()
         now = time.monotonic()
         if self.takes_jobs and now >= self._swept:
             self._swept = now + SWEEP * random.uniform(0.8, 1.2)  # noqa: S311
             info = await self._link.streams.stream_info(names.jobs, subjects_filter=">")
             for subject in info.state.subjects or {}:
-                self._hear(subject)
+                self._record(subject)
 
-    def _hear(self, subject: str, number: int = 0) -> None:
+    def _record(self, subject: str, number: int = 0) -> None:
         key = self._link.names.wanted(subject)
         if key is not None:
-            self._choice.hear(key, time.monotonic(), number)
-            self._news.set()
+            self._choice.record(key, time.monotonic(), number)
+            self._wake.set()
 
     # -- messages of the fleet
 
     async def _listen(self) -> None:
         names, subscribe = self._link.names, self._link.client.subscribe
-        await subscribe(names.news, cb=self._on_news)
+        await subscribe(names.announcements, cb=self._on_announcement)
         await subscribe(names.cancel("*"), cb=self._on_cancel)
         await subscribe(names.call(self._place.id), cb=self._on_call)
         await subscribe(names.control(self._place.id), cb=self._on_order)
-        self._is_heard = True
+        self._is_subscribed = True
 
-    async def _on_news(self, message: Msg) -> None:
+    async def _on_announcement(self, message: Msg) -> None:
         subject, _, number = message.data.decode("ascii", "replace").partition(" ")
-        self._hear(subject, int(number) if number.isdecimal() else 0)
+        self._record(subject, int(number) if number.isdecimal() else 0)
         if (key := self._link.names.wanted(subject)) is not None:
-            self._placement.demand.hear(f"sha256:{key[1]}")
+            self._placement.demand.record(f"sha256:{key[1]}")
 
     async def _on_cancel(self, message: Msg) -> None:
         job = message.subject.rpartition(".")[2]
@@ -334,35 +334,35 @@ class JoinedWorker(Role):
         await answer_call(self._link, self._calls, message, self._renew)
 
     async def _renew(self) -> bytes:
-        """Report after a change of the store, and return the card. Raises AImageError."""
+        """Report after a change of the store, and return the status. Raises AImageError."""
         await run_io(self._view.read)
-        await self._put_card()
-        return self._card().encode()
+        await self._publish_status()
+        return self._status().encode()
 
     async def _on_order(self, message: Msg) -> None:
-        """Take or refuse jobs from now on, as an operator says; answer with the card."""
+        """Take or refuse jobs from now on, as an operator says; answer with the status."""
         with contextlib.suppress(FormatError):
             order = read_json(message.data, "an order")
             self.takes_jobs = order.get("order") != "drain" if isinstance(order, Mapping) else True
             _log.info("takes jobs" if self.takes_jobs else "takes no more jobs")
-            self._news.set()
-        await self._put_card()
+            self._wake.set()
+        await self._publish_status()
         with contextlib.suppress(*LOST):
-            await message.respond(self._card().encode())
+            await message.respond(self._status().encode())
 
     # -- reporting
 
-    def _card(self) -> WorkerCard:
+    def _status(self) -> WorkerStatus:
         settings = self._service.settings
-        minutes = max(1.0, time.monotonic() - self._begun) / 60
-        return WorkerCard(
+        minutes = max(1.0, time.monotonic() - self._started_at) / 60
+        return WorkerStatus(
             id=self._place.id,
             version=__version__,
             address=self._place.address,
-            slots=self._room.slots,
-            running=self._room.running,
+            slots=self._slots.slots,
+            running=self._slots.running,
             loaded=tuple(sorted(self._placement.loaded)),
-            at_work=self._room.digests,
+            at_work=self._slots.digests,
             models=self._view.models,
             kinds=self._view.kinds,
             aliases=dict(settings.aliases),
@@ -375,21 +375,21 @@ class JoinedWorker(Role):
             rate=round(self.done / minutes, 2),
         )
 
-    async def _put_card(self) -> None:
+    async def _publish_status(self) -> None:
         with contextlib.suppress(*LOST, JetStreamError):
             if self._link.is_ready:
                 bucket = await self._link.streams.key_value(self._link.names.workers)
-                await bucket.put(self._place.id, self._card().encode())
+                await bucket.put(self._place.id, self._status().encode())
 
     async def _report(self) -> None:
-        """Put the card if it has changed, or is old."""
+        """Put the status if it has changed, or is old."""
         await run_io(self._view.read)
-        room = self._room.digests, self._room.running
+        room = self._slots.digests, self._slots.running
         state = self._placement.loaded, self._view.models, room, self.takes_jobs
-        is_due = state != self._told or time.monotonic() - self._reported >= REPORT
-        if is_due and self._is_heard and self._link.is_ready:
-            self._told, self._reported = state, time.monotonic()
-            await self._put_card()
+        is_due = state != self._last_published or time.monotonic() - self._reported >= REPORT
+        if is_due and self._is_subscribed and self._link.is_ready:
+            self._last_published, self._reported = state, time.monotonic()
+            await self._publish_status()
 
 
 async def _for_ever(work: Callable[[], Awaitable[None]], pause: float) -> None:

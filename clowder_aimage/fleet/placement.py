@@ -1,6 +1,6 @@
 """The suitability of a worker for jobs, by what it has and by the reports of the other workers.
 
-Every worker hears of every job of its fleet, and has the cards of all workers. So all have nearly
+Every worker hears of every job of its fleet, and has the status of all workers. So all have nearly
 the same figures, and each of them can tell which one should load a model.
 """
 
@@ -16,16 +16,16 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.fleet import job_choice
 from clowder_aimage.fleet.store_view import StoreView
-from clowder_aimage.fleet.worker_card import Roster
+from clowder_aimage.fleet.worker_registry import WorkerRegistry
 
 AHEAD = 2  # jobs for pictures of one model: one is served, and one follows it without a pause
 LAST = 1000  # jobs that count
 BUSY = 0.8  # share of its time that a copy of a model may be at work before another one is needed
-_FRESH = 0.5  # seconds after which the cards are read again, though none has arrived
-_WANTED = 1e9  # worth of a model for which a job is on the queue
+_FRESH = 0.5  # seconds after which the statuses are read again, though none has arrived
+_WANTED = 1e9  # eviction cost of a model for which a job is on the queue
 
 
-class Room:
+class SlotCounter:
     """Counts jobs by digest. A model at work takes a slot; texts of one model share it."""
 
     def __init__(self, slots: int, parallel: int) -> None:
@@ -69,7 +69,7 @@ class Room:
 
 
 @dataclass(slots=True)
-class Demand:
+class DemandStats:
     """The last jobs of a fleet by digest, and the seconds that jobs take here."""
 
     clock: Callable[[], float] = time.monotonic
@@ -79,7 +79,7 @@ class Demand:
     _served: Counter[str] = field(default_factory=Counter)
     _ended: dict[str, float] = field(default_factory=dict)
 
-    def hear(self, digest: str) -> None:
+    def record(self, digest: str) -> None:
         """Count a job of the fleet."""
         self._jobs.append((self.clock(), digest))
         self._counts[digest] += 1
@@ -105,8 +105,8 @@ class Demand:
         rate = self._counts[digest] / max(1.0, self.clock() - self._jobs[0][0])
         return 1 + int(rate * seconds / count / BUSY)
 
-    def worth(self, digest: str, copies: int) -> float:
-        """Return how much one of the ``copies`` in memory would be missed; 0 if others suffice."""
+    def eviction_cost(self, digest: str, copies: int) -> float:
+        """Return the eviction cost of one of ``copies`` in memory; 0 if the others suffice."""
         return 0.0 if copies > self.needed(digest) else (1 + self._counts[digest]) / copies
 
     def price(
@@ -116,7 +116,7 @@ class Demand:
         slots: int,
         copies: Mapping[str, int],
     ) -> float | None:
-        """Return the worth of what a worker would unload to load a model; None without room.
+        """Return the cost of what a worker would unload to load a model; None without room.
 
         ``copies`` counts the copies in memory of the fleet.
         """
@@ -124,13 +124,13 @@ class Demand:
             return None
         if len({*loaded, *at_work}) < slots:
             return 0.0
-        idle = (self.worth(one, copies.get(one, 1)) for one in loaded if one not in at_work)
+        idle = (self.eviction_cost(one, copies.get(one, 1)) for one in loaded if one not in at_work)
         return min(idle, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class OtherWorkers:
-    """The other workers that take jobs, as their cards said at ``read``.
+    """The other workers that take jobs, as their statuses said at ``read``.
 
     ``loaded`` are the ids of those that have a digest in memory, ``copies`` counts those that have
     or load it. ``prices`` are those of the workers that could load it, with their ids.
@@ -144,14 +144,19 @@ class OtherWorkers:
 
 
 class Placement:
-    """Knows how well the worker ``place`` is suited; ``roster`` has the cards of all workers."""
+    """Knows how well the worker ``place`` is suited among ``workers``."""
 
     def __init__(
-        self, service: Service, view: StoreView, room: Room, roster: Roster, place: str
+        self,
+        service: Service,
+        view: StoreView,
+        slots: SlotCounter,
+        workers: WorkerRegistry,
+        place: str,
     ) -> None:
-        self._service, self._view, self._room = service, view, room
-        self._roster, self._place = roster, place
-        self.demand = Demand()
+        self._service, self._view, self._slots = service, view, slots
+        self._workers, self._place = workers, place
+        self.demand = DemandStats()
         self._known = OtherWorkers(0.0, -1, Counter(), {}, {})
 
     @property
@@ -160,10 +165,10 @@ class Placement:
         engine = self._service.engine
         return frozenset(str(one.digest) for one in engine.loaded() if one.is_ready)
 
-    def worth(self, digest: str, *, is_wanted: bool = False) -> float:
-        """Return how much a model in memory here would be missed."""
+    def eviction_cost(self, digest: str, *, is_wanted: bool = False) -> float:
+        """Return the eviction cost of a model in memory here."""
         copies = self._others().copies[digest] + 1
-        return _WANTED if is_wanted else self.demand.worth(digest, copies)
+        return _WANTED if is_wanted else self.demand.eviction_cost(digest, copies)
 
     def wait(self, digest: str) -> float | None:
         """Return the seconds to wait before asking for a model's jobs; None if there is no room.
@@ -173,60 +178,61 @@ class Placement:
         name = f"sha256:{digest}"
         kind = self._view.kinds.get(name)
         is_text = kind in (TEXT, EMBEDDER)
-        if not self._room.has(name, is_text=is_text):
+        if not self._slots.has(name, is_text=is_text):
             return None
         if kind is None:
             return self._fetch(name)
-        at_work = self._room.of(name)
+        at_work = self._slots.of(name)
         if at_work and not is_text:
             return job_choice.FOLLOW
         others = self._others()
         if at_work or name in self.loaded:
             copies = others.loaded.get(name, ())
             rank = sum(one < self._place for one in copies)
-            return job_choice.to_repeat(rank + bool(copies and self._room.running > at_work))
+            rank += bool(copies and self._slots.running > at_work)
+            return job_choice.claim_delay_loaded(rank)
         return self._load(name, others)
 
     def lacks_room(self, digest: str) -> bool:
         """Return whether a model that is in the store waits for others to end."""
         name = f"sha256:{digest}"
-        return self._room.is_full and not self._room.of(name) and name in self._view.kinds
+        return self._slots.is_full and not self._slots.of(name) and name in self._view.kinds
 
     def _load(self, name: str, others: OtherWorkers) -> float:
         loaded = self.loaded
-        copies = others.copies + Counter({*loaded, *self._room.digests})
-        found = self.demand.price(loaded, self._room.digests, self._room.slots, copies)
+        copies = others.copies + Counter({*loaded, *self._slots.digests})
+        found = self.demand.price(loaded, self._slots.digests, self._slots.slots, copies)
         price = _WANTED if found is None else found
         rank = sum(one < (price, self._place) for one in others.prices.get(name, ()))
         is_elsewhere = others.copies[name] > 0
-        return job_choice.to_load(rank, is_elsewhere=is_elsewhere, is_missed=price > 0)
+        return job_choice.claim_delay_stored(rank, is_elsewhere=is_elsewhere, is_missed=price > 0)
 
     def _fetch(self, name: str) -> float | None:
         if self._service.settings.pull == NEVER:
             return None
-        is_there = self._roster.on_disk_elsewhere(name, self._place)
+        is_there = self._workers.on_disk_elsewhere(name, self._place)
         return job_choice.FETCH_TOO if is_there else job_choice.FETCH
 
     def _others(self) -> OtherWorkers:
-        """Return what the cards say, which are read again when one has arrived, or after a time."""
+        """Return the other workers, read again when a status has arrived, or after a time."""
         now, known = self.demand.clock(), self._known
-        if known.revision != self._roster.revision or now - known.read > _FRESH:
+        if known.revision != self._workers.revision or now - known.read > _FRESH:
             self._known = known = self._read(now)
         return known
 
     def _read(self, now: float) -> OtherWorkers:
-        cards = self._roster.others(self._place)
-        in_memory = {card.id: {*card.loaded, *card.at_work} for card in cards}
-        own = {*self.loaded, *self._room.digests}
+        statuses = self._workers.others(self._place)
+        in_memory = {status.id: {*status.loaded, *status.at_work} for status in statuses}
+        own = {*self.loaded, *self._slots.digests}
         copies = Counter(one for found in in_memory.values() for one in found)
         loaded = defaultdict[str, list[str]](list)
         prices = defaultdict[str, list[tuple[float, str]]](list)
         total = copies + Counter(own)
-        for card in cards:
-            for digest in card.loaded:
-                loaded[digest].append(card.id)
-            price = self.demand.price(card.loaded, card.at_work, card.slots, total)
+        for status in statuses:
+            for digest in status.loaded:
+                loaded[digest].append(status.id)
+            price = self.demand.price(status.loaded, status.at_work, status.slots, total)
             if price is not None:
-                for digest in {*card.models.values()} - in_memory[card.id]:
-                    prices[digest].append((price, card.id))
-        return OtherWorkers(now, self._roster.revision, copies, loaded, prices)
+                for digest in {*status.models.values()} - in_memory[status.id]:
+                    prices[digest].append((price, status.id))
+        return OtherWorkers(now, self._workers.revision, copies, loaded, prices)

@@ -24,8 +24,8 @@ from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.fleet import gateway_operation as operation
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink, unavailable
-from clowder_aimage.fleet.job_request import ANSWER, BODY, CARD, LINE, PART
-from clowder_aimage.fleet.worker_card import Roster, WorkerCard
+from clowder_aimage.fleet.job_request import ANSWER, BODY, LINE, PART, STATUS
+from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.response_writer import is_gone
@@ -93,10 +93,10 @@ class TransferProgress:
 
 
 class WorkerCalls:
-    """Sends requests to workers of the ``roster``."""
+    """Sends requests to the workers of a fleet."""
 
-    def __init__(self, link: FleetLink, roster: Roster) -> None:
-        self._link, self._roster = link, roster
+    def __init__(self, link: FleetLink, workers: WorkerRegistry) -> None:
+        self._link, self._workers = link, workers
 
     def routes(self) -> list[Route]:
         """Return the routes of a worker that need no job."""
@@ -130,12 +130,12 @@ class WorkerCalls:
         the id of a worker and a line of its transfer. Raises ApiError.
         """
         self._link.check()
-        cards = self._roster.cards()
-        if not cards:
+        statuses = self._workers.statuses()
+        if not statuses:
             raise unavailable("no worker of the fleet is running; try again later")
         if request.path == PUSH:
-            cards = _pushing(cards, fields)
-        calls = (self._call(request, card.id, fields, patience, on_line) for card in cards)
+            statuses = _pushing(statuses, fields)
+        calls = (self._call(request, status.id, fields, patience, on_line) for status in statuses)
         found = await asyncio.gather(*calls, return_exceptions=True)
         for one in found:
             if isinstance(one, BaseException) and not isinstance(one, LOST):
@@ -185,7 +185,7 @@ class WorkerCalls:
     async def _collect(
         self, arrived: asyncio.Queue[Msg], worker: str, on_line: OnLine | None
     ) -> WorkerAnswer:
-        """Return the response that the messages are, after lines of its transfer and a new card.
+        """Return the response that the messages are, after lines of its transfer and a new status.
 
         Raises TimeoutError after a long silence, in which the worker may have begun again.
         """
@@ -197,9 +197,9 @@ class WorkerCalls:
             if known.get("Status") == "503":
                 raise NoRespondersError
             kind = known.get(PART)
-            if kind == CARD:
+            if kind == STATUS:
                 with contextlib.suppress(FormatError):
-                    self._roster.put(WorkerCard.decode(message.data))
+                    self._workers.put(WorkerStatus.decode(message.data))
             elif kind == LINE and on_line is not None:
                 on_line(worker, read_json(message.data, "a line of a transfer"))
             elif kind == BODY or ANSWER in known:
@@ -266,12 +266,12 @@ class WorkerCalls:
         return found.response()
 
 
-def _pushing(cards: list[WorkerCard], fields: Any) -> list[WorkerCard]:
+def _pushing(statuses: list[WorkerStatus], fields: Any) -> list[WorkerStatus]:
     """Return a worker that has the model of a push; all of them if none has it."""
     name = str(fields.get("model") or fields.get("name") or "")
     with contextlib.suppress(UsageError):
         name = str(Reference.parse(name))
-    return next(([card] for card in cards if name in card.models), cards)
+    return next(([status] for status in statuses if name in status.models), statuses)
 
 
 async def _not_here(request: web.Request) -> web.StreamResponse:

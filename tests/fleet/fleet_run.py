@@ -162,8 +162,8 @@ class FleetRun:
         joined = JoinedWorker(link, service, LocalCalls(role), WorkerPlace(name))
         async with role.running(), joined.running():
             await link.connected(PATIENCE)
-            await until_async(lambda: joined._is_heard and bool(joined._view.models))
-            await joined._put_card()
+            await until_async(lambda: joined._is_subscribed and bool(joined._view.models))
+            await joined._publish_status()
             yield joined
         await role.drain(0, asyncio.Event())
 

@@ -37,7 +37,7 @@ async def gateway_before(nats: Nats, service: Service, own: Role) -> AsyncIterat
     gateway = GatewayRole(FleetLink(access, GATEWAY), GatewayMetrics(), resolve=resolve)
     async with joined.running(), gateway.running():
         await link.connected(PATIENCE)
-        await until_async(lambda: gateway._watch.roster.cards())
+        await until_async(lambda: gateway._watch.workers.statuses())
         yield gateway
         await joined.drain(0.0, asyncio.Event())
 

@@ -32,7 +32,7 @@ from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import GATEWAY, MESSAGE_ID, OPERATOR, WORKER, FleetLink
 from clowder_aimage.fleet.fleet_name import BATCH
 from clowder_aimage.fleet.job_frame import BEGIN, END, Frame
-from clowder_aimage.fleet.worker_card import give_order
+from clowder_aimage.fleet.worker_registry import give_order
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.response_writer import ResponseWriter
 from clowder_aimage.http.route import ADMIN, Role, Route, SharedRoute
@@ -441,7 +441,7 @@ async def _published_again(link: FleetLink, job: str, fleet: FleetRun, url: str)
     again = FleetJob(job, PICTURES, "infer", "me", "tiny", "tiny:latest", digest, fields=body)
     subject = names.job("interactive", digest.partition(":")[2], "me")
     await link.store(subject, again.encode())
-    await link.tell(names.news, subject.encode())
+    await link.tell(names.announcements, subject.encode())
 
     async def is_dead() -> bool:
         return (await fleet.status(url))["given_up"] == 1
@@ -469,8 +469,8 @@ def test_a_drained_worker_ends_its_work_and_takes_no_more(play: Play) -> None:
                 await link.connected(PATIENCE)
                 asked = asyncio.create_task(fleet.ask(url, "a", seed=1))
                 await begun.wait()
-                card = await give_order(link, "first", "drain")
-                assert card["is_draining"] and card["running"] == 1
+                status = await give_order(link, "first", "drain")
+                assert status["is_draining"] and status["running"] == 1
                 async with fleet.worker("other", other):
                     await fleet.know(url, 2)
                     assert (await asked)[1]["data"][0]["b64_json"] == "a 1"

@@ -41,21 +41,21 @@ class LiveFleet:
     def start(self, name: str) -> Worker:
         return begin(self.here, "--join", self.nats.url, *FLEET, "--worker-name", name)
 
-    def card(self, name: str) -> dict[str, Any]:
-        cards: dict[str, Any] = {}
+    def status(self, name: str) -> dict[str, Any]:
+        workers: dict[str, Any] = {}
 
         def is_known() -> bool:
             found = self.here("fleet", "status", "--json", "--nats", self.nats.url, *FLEET)
-            cards.update({each["id"]: each for each in json.loads(found.out)["workers"]})
-            return name in cards  # a busy worker may be heard late
+            workers.update({each["id"]: each for each in json.loads(found.out)["workers"]})
+            return name in workers  # a busy worker may be heard late
 
         until(is_known, name)
-        return dict(cards[name])
+        return dict(workers[name])
 
     def busy(self) -> str:
         """Return the name of a worker with a job, if there is one."""
-        cards = self.gateway.get("/v1/fleet")["workers"]
-        return next((str(each["id"]) for each in cards if each["running"]), "")
+        workers = self.gateway.get("/v1/fleet")["workers"]
+        return next((str(each["id"]) for each in workers if each["running"]), "")
 
     def know(self, count: int) -> None:
         until(lambda: len(self.gateway.get("/v1/fleet")["workers"]) == count, "the workers")
@@ -119,8 +119,8 @@ def test_a_worker_that_stood_still_does_not_count(live: LiveFleet) -> None:
 
     def is_running() -> bool:
         nonlocal pid
-        cards = live.gateway.get("/v1/fleet")["workers"]
-        name = next((each["id"] for each in cards if each["running"]), "")
+        workers = live.gateway.get("/v1/fleet")["workers"]
+        name = next((each["id"] for each in workers if each["running"]), "")
         pid = next((one for one, known in names.items() if known == name), 0)
         return bool(pid)
 
@@ -133,8 +133,8 @@ def test_a_worker_that_stood_still_does_not_count(live: LiveFleet) -> None:
     assert not asking.is_alive() and pixels(found[0]) == pixels(wanted)
 
     def is_idle() -> bool:
-        cards = live.gateway.get("/v1/fleet")["workers"]
-        return len(cards) == len(names) and not any(each["running"] for each in cards)
+        workers = live.gateway.get("/v1/fleet")["workers"]
+        return len(workers) == len(names) and not any(each["running"] for each in workers)
 
     until(is_idle)
     again = post(live.url, key, **WISH, steps=150)["data"][0]["b64_json"]
@@ -182,10 +182,10 @@ def test_the_verbs_show_and_drain_workers(live: LiveFleet) -> None:
     assert "w3" in shown and "ready" in shown
     assert live.here("fleet", "init", *nats).out == "the fleet live is as it should be\n"
     live.here("fleet", "drain", "w3", *nats)
-    assert live.card("w3")["is_draining"]
+    assert live.status("w3")["is_draining"]
     for _ in range(3):
         post(live.url, **WISH)
-    assert live.card("w3")["done"] == 0
+    assert live.status("w3")["done"] == 0
     assert not json.loads(live.here("fleet", "drain", "w3", "--undo", "--json", *nats).out)[
         "is_draining"
     ]

@@ -17,7 +17,7 @@ from nats.js.errors import NotFoundError
 from clowder_aimage.engine.admission import NEVER, BusyError
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.fleet.continuation import NDJSON, SSE, Continuation, is_stream
-from clowder_aimage.fleet.fair_line import FairLine
+from clowder_aimage.fleet.fair_queue import FairQueue
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.fleet_link import GATEWAY, FleetAccess, FleetLink
 from clowder_aimage.fleet.fleet_name import BATCH, INTERACTIVE, FleetNames
@@ -31,15 +31,15 @@ from clowder_aimage.fleet.job_choice import (
     MOST,
     ON_DISK,
     JobChoice,
-    to_load,
-    to_repeat,
+    claim_delay_loaded,
+    claim_delay_stored,
 )
 from clowder_aimage.fleet.job_frame import BEGIN, DATA, END, RELEASED, Attempt, Frame
 from clowder_aimage.fleet.job_reader import FrameOrder
 from clowder_aimage.fleet.job_run import CANCELLED, DONE, JobRun
-from clowder_aimage.fleet.placement import Demand, Placement, Room
+from clowder_aimage.fleet.placement import DemandStats, Placement, SlotCounter
 from clowder_aimage.fleet.worker_call import TransferProgress
-from clowder_aimage.fleet.worker_card import Roster, WorkerCard
+from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
 from clowder_aimage.http import background
 from clowder_aimage.http.api_error import ApiError
 from tests.wait import PATIENCE
@@ -106,53 +106,53 @@ def test_frames_are_ordered_once_and_by_attempt() -> None:
 # -- workers
 
 
-def card(name: str, **facts: object) -> WorkerCard:
+def status_of(name: str, **facts: object) -> WorkerStatus:
     models = facts.pop("models", {"m:latest": A})
-    return WorkerCard(name, models=models, kinds={A: "image", B: "text"}, **facts)  # type: ignore[arg-type]
+    return WorkerStatus(name, models=models, kinds={A: "image", B: "text"}, **facts)  # type: ignore[arg-type]
 
 
-def test_a_card_is_read_as_it_was_written() -> None:
-    one = card("w1", loaded=(A,), default_for=("gpt-*",))
-    assert WorkerCard.decode(one.encode()) == one
+def test_a_status_is_read_as_it_was_written() -> None:
+    one = status_of("w1", loaded=(A,), default_for=("gpt-*",))
+    assert WorkerStatus.decode(one.encode()) == one
     later = json.loads(one.encode()) | {"of_a_later_version": 1}
-    assert WorkerCard.decode(json.dumps(later).encode()) == one
+    assert WorkerStatus.decode(json.dumps(later).encode()) == one
     for wrong in (b"[]", b'{"version": "1"}', b"{"):
         with pytest.raises(FormatError):
-            WorkerCard.decode(wrong)
+            WorkerStatus.decode(wrong)
 
 
 def test_the_digest_of_a_name_is_that_of_most_workers() -> None:
-    roster = Roster()
-    roster.put(card("w1"))
-    roster.put(card("w2", models={"m:latest": B}))
-    roster.put(card("w3", models={"m:latest": B}, aliases={"mm": "m"}, default_model="m"))
-    found = roster.find("m")
+    workers = WorkerRegistry()
+    workers.put(status_of("w1"))
+    workers.put(status_of("w2", models={"m:latest": B}))
+    workers.put(status_of("w3", models={"m:latest": B}, aliases={"mm": "m"}, default_model="m"))
+    found = workers.find("m")
     assert found is not None and (found.name, found.digest, found.kind) == ("m:latest", B, "text")
     for alias in ("mm", "mm:latest", None):
-        assert (other := roster.find(alias)) is not None and other.digest == B
-    assert roster.find("unknown") is None
-    assert roster.find(f"x@{A}") is not None
+        assert (other := workers.find(alias)) is not None and other.digest == B
+    assert workers.find("unknown") is None
+    assert workers.find(f"x@{A}") is not None
     with pytest.raises(UsageError):
-        roster.find("NOT A NAME")
-    assert roster.names("text") == ["m:latest"]
+        workers.find("NOT A NAME")
+    assert workers.names("text") == ["m:latest"]
 
 
 def test_a_worker_that_does_not_report_is_gone() -> None:
     now = 0.0
-    roster = Roster(lambda: now)
-    roster.put(card("w1", loaded=(A,)))
+    workers = WorkerRegistry(lambda: now)
+    workers.put(status_of("w1", loaded=(A,)))
     now = 14.0
-    roster.put(card("w2", is_draining=True, loaded=(B,)))
-    assert [each.id for each in roster.others("w9")] == ["w1"]  # the other one drains
-    assert roster.on_disk_elsewhere(A, "w9") and not roster.on_disk_elsewhere(A, "w1")
+    workers.put(status_of("w2", is_draining=True, loaded=(B,)))
+    assert [each.id for each in workers.others("w9")] == ["w1"]  # the other one drains
+    assert workers.on_disk_elsewhere(A, "w9") and not workers.on_disk_elsewhere(A, "w1")
     now = 16.0
-    assert [each.id for each in roster.cards()] == ["w2"]
+    assert [each.id for each in workers.statuses()] == ["w2"]
     with pytest.raises(UsageError, match="default"):
-        roster.find(None)
+        workers.find(None)
 
 
 def test_room_is_shared_by_texts_of_one_model() -> None:
-    room = Room(slots=2, parallel=3)
+    room = SlotCounter(slots=2, parallel=3)
     for _ in range(3):
         assert room.has(A, is_text=True)
         room.take(A)
@@ -168,7 +168,7 @@ def test_jobs_of_loaded_models_come_first_and_batches_last() -> None:
     waits = {"hot": 0.0, "cold": 1.0, "none": None}
     choice = JobChoice(lambda digest: waits[digest])
     for key in ((BATCH, "hot"), (INTERACTIVE, "cold"), (INTERACTIVE, "none")):
-        choice.hear(key, 0.0)
+        choice.record(key, 0.0)
     assert choice.next(0.5) == ((BATCH, "hot"), 0.0)
     assert choice.next(1.5) == ((INTERACTIVE, "cold"), 0.0)  # it has waited, and is interactive
     choice.forget((BATCH, "hot"))
@@ -182,44 +182,44 @@ def test_no_job_follows_another_while_an_earlier_one_lacks_room() -> None:
     waits: dict[str, float | None] = {"here": FOLLOW, "there": None}
     choice = JobChoice(waits.__getitem__, lambda digest: digest == "there")
     here, there = (INTERACTIVE, "here"), (INTERACTIVE, "there")
-    choice.hear(here, 1.0, 1)
-    choice.hear(there, 2.0, 2)
+    choice.record(here, 1.0, 1)
+    choice.record(there, 2.0, 2)
     assert choice.next(5.0)[0] == here  # it came first
     choice.delivered(here, 1)
-    choice.hear(here, 3.0, 3)
+    choice.record(here, 3.0, 3)
     assert choice.next(5.0)[0] is None
     choice.forget(there)
     assert choice.next(5.0)[0] == here
-    choice.hear((BATCH, "here"), 1.0, 4)
+    choice.record((BATCH, "here"), 1.0, 4)
     choice.delivered(here, 3)
-    choice.hear(there, 4.0, 5)
+    choice.record(there, 4.0, 5)
     assert choice.next(5.0)[0] is None  # a batch waits for others
     choice.forget(there, 3.0)
-    assert choice.next(5.0)[0] is None  # the news came after the queue was empty
+    assert choice.next(5.0)[0] is None  # it was announced after the queue was empty
 
 
 def test_a_job_that_was_given_back_is_left_to_others() -> None:
     """It is found on the queue again; jobs that are announced are served meanwhile."""
     choice, key = JobChoice(lambda _: 0.0), (INTERACTIVE, "m")
-    choice.hear(key, 1.0)
+    choice.record(key, 1.0)
     choice.leave(key, 1.0)
-    choice.hear(key, 2.0)
+    choice.record(key, 2.0)
     assert choice.next(2.0) == (None, None)
-    choice.hear(key, 2.0, 7)
+    choice.record(key, 2.0, 7)
     assert choice.next(2.0)[0] == key
     choice.leave(key, 2.0)
     assert choice.next(2.0)[0] == key
     choice.delivered(key, 7)
-    choice.hear(key, 2.1 + LEFT)
+    choice.record(key, 2.1 + LEFT)
     assert choice.next(2.1 + LEFT)[0] == key
 
 
 def test_what_is_remembered_of_queues_that_nobody_serves_is_bounded() -> None:
     choice, key = JobChoice(lambda _: None), (INTERACTIVE, "m")
     for number in range(1, 2 * MOST):
-        choice.hear(key, float(number), number)
-        choice.hear((BATCH, str(number)), 0.0)
-    assert len(choice._heard[key]) == MOST and len(choice._heard) == MOST
+        choice.record(key, float(number), number)
+        choice.record((BATCH, str(number)), 0.0)
+    assert len(choice._announced[key]) == MOST and len(choice._announced) == MOST
     assert choice._since(key) == 1.0
     choice.delivered(key, 2 * MOST - 2)
     assert choice.is_wanted("m")  # the last one is there
@@ -230,9 +230,9 @@ def test_what_is_remembered_of_queues_that_nobody_serves_is_bounded() -> None:
 def test_a_worker_that_would_load_a_model_waits_for_a_job_that_is_old_enough() -> None:
     """A job that came just now is for the workers that have its model."""
     choice, key = JobChoice(lambda _: ELSEWHERE), (INTERACTIVE, "m")
-    choice.hear(key, 0.0, 7)
-    choice.hear(key, 0.9, 8)
-    choice.hear(key, 0.1)  # a look at the queue, which has jobs that are being served too
+    choice.record(key, 0.0, 7)
+    choice.record(key, 0.9, 8)
+    choice.record(key, 0.1)  # a look at the queue, which has jobs that are being served too
     assert choice.is_due(key, 1.0) and choice.is_wanted("m") and not choice.is_wanted("n")
     choice.delivered(key, 7)
     assert not choice.is_due(key, 1.8) and choice.is_due(key, 1.9)
@@ -243,72 +243,81 @@ def test_a_worker_that_would_load_a_model_waits_for_a_job_that_is_old_enough() -
 
 
 def test_workers_wait_in_the_order_of_their_ranks() -> None:
-    copies = [to_repeat(rank) for rank in range(4)]
-    loads = [to_load(rank, is_elsewhere=False, is_missed=True) for rank in range(4)]
+    copies = [claim_delay_loaded(rank) for rank in range(4)]
+    loads = [claim_delay_stored(rank, is_missed=True) for rank in range(4)]
     assert copies == sorted(copies) and copies[0] == 0.0 and copies[1] < ON_DISK == loads[0]
     assert all(later - one >= 0.02 for one, later in pairwise(loads))  # more than messages differ
-    waits = [to_load(0, is_elsewhere=True, is_missed=is_missed) for is_missed in (False, True)]
+    waits = [
+        claim_delay_stored(0, is_elsewhere=True, is_missed=is_missed) for is_missed in (False, True)
+    ]
     assert loads[-1] < ELSEWHERE == waits[0] < waits[1]
-    assert to_load(99, is_elsewhere=False, is_missed=True) < ELSEWHERE
+    assert claim_delay_stored(99, is_missed=True) < ELSEWHERE
 
 
-def test_a_model_with_fewer_jobs_is_worth_less_and_a_copy_too_many_nothing() -> None:
+def test_a_model_with_fewer_jobs_costs_less_to_evict_and_a_copy_too_many_nothing() -> None:
     now = 0.0
-    demand = Demand(lambda: now)
+    demand = DemandStats(lambda: now)
     for _ in range(90):
         now += 0.1
-        demand.hear(A)
-    demand.hear(B)
+        demand.record(A)
+    demand.record(B)
     demand.served(A, now - 0.05)  # half of a copy is at work
     assert demand.needed(A) == 1 and demand.needed("sha256:c") == 1
-    assert demand.worth(A, 1) > demand.worth(B, 1) > 0.0 == demand.worth(A, 2)
+    assert (
+        demand.eviction_cost(A, 1) > demand.eviction_cost(B, 1) > 0.0 == demand.eviction_cost(A, 2)
+    )
     demand.served(A, now - 0.35)  # which followed the other closely, and took no longer
     assert demand.needed(A) == 1
     now += 10.0
     for _ in range(9):
         demand.served(A, now - 9.0)
         now += 1.0
-    assert demand.needed(A) > 2 and demand.worth(A, 2) > demand.worth(B, 1)
+    assert demand.needed(A) > 2 and demand.eviction_cost(A, 2) > demand.eviction_cost(B, 1)
     copies = Counter({A: 1, B: 1})
     assert demand.price((A, B), (A, B), 2, copies) is None  # no room
     assert demand.price((A,), (), 2, copies) == 0.0
-    assert demand.price((A, B), (B,), 2, copies) == demand.worth(A, 1)
-    assert demand.price((A, B), (), 2, copies) == demand.worth(B, 1)
+    assert demand.price((A, B), (B,), 2, copies) == demand.eviction_cost(A, 1)
+    assert demand.price((A, B), (), 2, copies) == demand.eviction_cost(B, 1)
 
 
-def placed(worker: str, loaded: tuple[str, ...], *cards: WorkerCard) -> Placement:
+def placed(worker: str, loaded: tuple[str, ...], *statuses: WorkerStatus) -> Placement:
     """Return the placement of a worker with two slots, which has the models A and B."""
     models = [SimpleNamespace(digest=digest, is_ready=True) for digest in loaded]
     engine = SimpleNamespace(loaded=lambda: models)
     service: Any = SimpleNamespace(engine=engine, settings=SimpleNamespace(pull=NEVER))
     view: Any = SimpleNamespace(kinds={A: "image", B: "image", C: "image"})
-    roster = Roster()
-    for each in cards:
-        roster.put(each)
-    return Placement(service, view, Room(2, 1), roster, worker)
+    workers = WorkerRegistry()
+    for each in statuses:
+        workers.put(each)
+    return Placement(service, view, SlotCounter(2, 1), workers, worker)
 
 
 def test_a_worker_waits_by_what_the_others_have() -> None:
     models = {"a": A, "b": B, "c": C}
-    busy = card("w1", slots=2, loaded=(A,), at_work=(A,), models=models)
+    busy = status_of("w1", slots=2, loaded=(A,), at_work=(A,), models=models)
     a = A.partition(":")[2]
-    assert placed("w2", (A,), busy).wait(a) == to_repeat(1)
-    assert placed("w0", (A,), busy).wait(a) == to_repeat(0)
+    assert placed("w2", (A,), busy).wait(a) == claim_delay_loaded(1)
+    assert placed("w0", (A,), busy).wait(a) == claim_delay_loaded(0)
     assert placed("w2", (), busy).wait(a) == ELSEWHERE
-    assert placed("w2", (B, C), busy).wait(a) == to_load(0, is_elsewhere=True, is_missed=True)
-    loading = card("w1", slots=2, at_work=(A,), models=models)
+    assert placed("w2", (B, C), busy).wait(a) == claim_delay_stored(
+        0, is_elsewhere=True, is_missed=True
+    )
+    loading = status_of("w1", slots=2, at_work=(A,), models=models)
     assert placed("w2", (), loading).wait(a) == ELSEWHERE  # soon it has it
-    free = card("w1", slots=2, models=models)
-    assert placed("w2", (), free).wait(a) == to_load(1, is_elsewhere=False, is_missed=False)
-    assert placed("w0", (), free).wait(a) == to_load(0, is_elsewhere=False, is_missed=False)
-    assert placed("w0", (B, C), free).wait(a) == to_load(1, is_elsewhere=False, is_missed=True)
+    free = status_of("w1", slots=2, models=models)
+    assert placed("w2", (), free).wait(a) == claim_delay_stored(1, is_missed=False)
+    assert placed("w0", (), free).wait(a) == claim_delay_stored(0, is_missed=False)
+    assert placed("w0", (B, C), free).wait(a) == claim_delay_stored(1, is_missed=True)
     assert placed("w2", (), free).wait("unknown") is None
     here = placed("w2", (A,), busy)
-    here._room.take(A)
+    here._slots.take(A)
     assert here.wait(a) == FOLLOW
-    here._room.take(A)
+    here._slots.take(A)
     assert here.wait(a) is None
-    assert here.worth(B) == 1.0 and here.worth(A, is_wanted=True) > 1e6 > here.worth(A) == 0.0
+    assert (
+        here.eviction_cost(B) == 1.0
+        and here.eviction_cost(A, is_wanted=True) > 1e6 > here.eviction_cost(A) == 0.0
+    )
 
 
 def test_a_job_whose_response_is_stored_is_only_acknowledged() -> None:
@@ -326,7 +335,7 @@ def test_a_job_whose_response_is_stored_is_only_acknowledged() -> None:
         message: Any = SimpleNamespace(ack=ack)
         job = FleetJob("1", "/v1/x", "infer", "me", "", "m", A)
         nothing: Any = None  # which a second attempt would need
-        return await JobRun(link, nothing, nothing, "w2", Roster(), message, job).serve()
+        return await JobRun(link, nothing, nothing, "w2", WorkerRegistry(), message, job).serve()
 
     assert asyncio.run(serve()) == DONE and acknowledged == [True]
 
@@ -353,7 +362,7 @@ def test_a_job_is_cancelled_again_if_its_cancellation_was_lost(
         message: Any = SimpleNamespace(term=term)
         job = FleetJob("1", "/v1/x", "infer", "me", "", "m", A)
         nothing: Any = None
-        run = JobRun(link, nothing, nothing, "w1", Roster(), message, job)
+        run = JobRun(link, nothing, nothing, "w1", WorkerRegistry(), message, job)
         serving = asyncio.create_task(run.serve())
         await is_asked.wait()
         async with asyncio.timeout(PATIENCE):
@@ -374,7 +383,7 @@ def test_a_message_that_nats_counts_and_does_not_have_is_no_job() -> None:
     async def count(subjects: dict[str, int]) -> int:
         link: Any = SimpleNamespace(names=names, streams=SimpleNamespace(get_msg=get_msg))
         info: Any = SimpleNamespace(state=SimpleNamespace(subjects=subjects))
-        return (await FleetStatus(link, Roster())._queued(info)).total()
+        return (await FleetStatus(link, WorkerRegistry())._queued(info)).total()
 
     assert asyncio.run(count({there: 2, gone: 1, "other": 1})) == 2
     assert asyncio.run(count({gone: 1})) == 0
@@ -410,7 +419,7 @@ def test_callers_have_their_turns_one_after_another() -> None:
 
 
 async def _take_turns() -> None:
-    line, order = FairLine(lambda _: 1, most=10), list[str]()
+    line, order = FairQueue(lambda _: 1, most=10), list[str]()
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(line.turn("first", INTERACTIVE, A))
 
@@ -434,7 +443,7 @@ async def _take_turns() -> None:
 
 def test_jobs_that_no_worker_takes_hold_up_no_other_model() -> None:
     async def run() -> None:
-        line, order = FairLine({A: 2, B: 1}.__getitem__, most=9), list[str]()
+        line, order = FairQueue({A: 2, B: 1}.__getitem__, most=9), list[str]()
 
         async def job(caller: str) -> None:
             async with line.turn(caller, INTERACTIVE, B):
@@ -458,24 +467,24 @@ def test_jobs_that_no_worker_takes_hold_up_no_other_model() -> None:
 
 
 def test_a_window_is_that_of_the_workers_that_may_have_the_model() -> None:
-    watch: Any = SimpleNamespace(roster=Roster())
+    watch: Any = SimpleNamespace(workers=WorkerRegistry())
     nothing: Any = None
     gateway = JobGateway(nothing, watch, nothing, resolve=nothing)
     assert gateway.window(A) == gateway.window() == MIN_WINDOW
-    watch.roster.put(card("w1", slots=9))
+    watch.workers.put(status_of("w1", slots=9))
     assert (gateway.window(A), gateway.window(C)) == (18, MIN_WINDOW)
-    watch.roster.put(card("w2", slots=10, may_pull=True))
+    watch.workers.put(status_of("w2", slots=10, may_pull=True))
     assert (gateway.window(A), gateway.window(C), gateway.window()) == (38, 20, 38)
 
 
-async def _stay(line: FairLine) -> None:
+async def _stay(line: FairQueue) -> None:
     async with line.turn("a", INTERACTIVE, A):
         await asyncio.Event().wait()
 
 
 def test_a_full_line_refuses_and_a_job_that_has_begun_makes_room() -> None:
     async def run() -> None:
-        line = FairLine(lambda _: 1, most=1)
+        line = FairQueue(lambda _: 1, most=1)
         async with line.turn("a", INTERACTIVE, A) as begun:
             waiting = asyncio.create_task(_pass(line))
             await asyncio.sleep(0)
@@ -487,7 +496,7 @@ def test_a_full_line_refuses_and_a_job_that_has_begun_makes_room() -> None:
     asyncio.run(run())
 
 
-async def _pass(line: FairLine) -> None:
+async def _pass(line: FairQueue) -> None:
     async with line.turn("b", INTERACTIVE, A):
         pass
 
@@ -495,7 +504,7 @@ async def _pass(line: FairLine) -> None:
 def test_the_age_of_the_oldest_job_is_that_of_jobs_that_no_worker_has_begun() -> None:
     async def run() -> None:
         now = 0.0
-        line = FairLine(lambda _: 1, most=9, clock=lambda: now)
+        line = FairQueue(lambda _: 1, most=9, clock=lambda: now)
         assert line.age(INTERACTIVE) == 0.0
         async with line.turn("a", INTERACTIVE, A) as begun:
             waiting = asyncio.create_task(_pass(line))

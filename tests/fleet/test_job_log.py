@@ -18,7 +18,7 @@ from clowder_aimage.fleet.fleet_link import MESSAGE_ID, FleetLink, LastFrameErro
 from clowder_aimage.fleet.job_frame import BEGIN, END, RELEASED, Attempt, Frame
 from clowder_aimage.fleet.job_log import JobLog
 from clowder_aimage.fleet.job_run import JobRun
-from clowder_aimage.fleet.worker_card import Roster
+from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.route import ADMIN, INFER
 from clowder_aimage.oci import Reference
 from tests.fleet.fleet_run import FleetRun, ScriptedRole, prompt_as_picture
@@ -174,7 +174,7 @@ def test_a_model_that_a_job_pulled_has_the_name_that_was_asked_for(play: Play) -
 
             async def served(model: str, scope: str, digest: str, **fields: Any) -> str:
                 job = FleetJob("j", "/", scope, "", model, model, digest, fields=fields)
-                run = JobRun(link, nothing, worker._service, "w", Roster(), nothing, job)
+                run = JobRun(link, nothing, worker._service, "w", WorkerRegistry(), nothing, job)
                 name = str((run._pinned().fields or {}).get("model", "unchanged"))
                 await run._name()
                 return name

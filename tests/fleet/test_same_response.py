@@ -15,6 +15,7 @@ import pytest
 from clowder_aimage.api.batch import batch_run
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.worker_role import WorkerRole
+from clowder_aimage.engine.batch_line import OVER
 from clowder_aimage.fleet.fleet_job import FleetJob
 from clowder_aimage.fleet.job_request import request_of
 from clowder_aimage.http.app import build_app
@@ -107,7 +108,7 @@ async def by_batch(session: aiohttp.ClientSession, url: str) -> Responses:
         async def over(name: str = batch["id"]) -> Any:
             async with session.get(f"{url}/v1/batches/{name}") as answer:
                 known = await answer.json()
-            return known if known["status"] in batch_run.OVER else None
+            return known if known["status"] in OVER else None
 
         ended = await until_async(over)
         assert ended["status"] == "completed", ended

@@ -109,11 +109,13 @@ def test_a_gateway_knows_what_it_changed_before_it_answers(
 
         async with fleet.gateway() as url, fleet.worker("w", copying) as w:
             await fleet.know(url, 1)
-            monkeypatch.setattr(w, "_put_card", nothing)  # the reports of this worker are late
+            monkeypatch.setattr(
+                w, "_publish_status", nothing
+            )  # the reports of this worker are late
             body = {"source": "tiny", "destination": "copy"}
             async with fleet.session.post(f"{url}/api/copy", json=body) as answer:
                 assert answer.status == 200, await answer.text()
-            (card,) = (await fleet.status(url))["workers"]
-            assert set(card["models"]) == {"tiny:latest", "copy:latest"}
+            (status,) = (await fleet.status(url))["workers"]
+            assert set(status["models"]) == {"tiny:latest", "copy:latest"}
 
     play(scene)

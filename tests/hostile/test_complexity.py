@@ -529,7 +529,7 @@ COVERED = {
     **dict.fromkeys(("batch", "batch_line"), "lines of a file of the user, by read_json"),
     **dict.fromkeys(("batch_run", "batch_store", "fleet_batch_store"), "records, by read_json"),
     "worker_call": "one bounded answer of a worker, by read_json",
-    **dict.fromkeys(("fleet_job", "worker_card", "joined_worker"), "a message, by read_json"),
+    **dict.fromkeys(("fleet_job", "worker_registry", "joined_worker"), "a message, by read_json"),
     **dict.fromkeys(("gateway", "gateway_role"), "a message or a body, by read_json"),
     **dict.fromkeys(("continuation", "response_relay"), "frames of a response, by read_json"),
     **dict.fromkeys(("docker_config", "host_settings", "metadata"), "a small file of the user"),

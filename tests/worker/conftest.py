@@ -229,9 +229,9 @@ class LocalWorker:
         if self._gateway is not None:
             from clowder_aimage.fleet.store_view import StoreView
 
-            view, roster = StoreView(LayeredStore([self.store])), self._gateway._watch.roster
+            view, workers = StoreView(LayeredStore([self.store])), self._gateway._watch.workers
             view.read()
-            until(lambda: [card.models for card in roster.cards()] == [view.models])
+            until(lambda: [status.models for status in workers.statuses()] == [view.models])
 
     def drain(self) -> None:
         """Begin a graceful shutdown without waiting for its end."""

@@ -19,7 +19,7 @@ from clowder_aimage.api.batch.batch_routes import _new_batch
 from clowder_aimage.api.batch.batch_run import BatchRun, BatchRunner
 from clowder_aimage.api.batch.batch_store import ChangedRecordError, DirectoryBatchStore
 from clowder_aimage.api.batch.stored_file import FileWriter, lines, records, remove_expired
-from clowder_aimage.engine.batch_line import BatchRequest
+from clowder_aimage.engine.batch_line import OVER, BatchRequest
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.http.local_request import LocalRequest
 from tests.wait import until_async
@@ -63,7 +63,7 @@ async def ended(store: DirectoryBatchStore, name: str) -> dict[str, Any]:
     async def over() -> Any:
         found = await store.read(name)
         assert found is not None
-        return found[0] if found[0]["object"]["status"] in batch_run.OVER else None
+        return found[0] if found[0]["object"]["status"] in OVER else None
 
     record: dict[str, Any] = await until_async(over)
     return record

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from clowder_aimage.api.batch import batch_run
+from clowder_aimage.engine.batch_line import OVER
 from tests.wait import until
 from tests.worker.conftest import LocalWorker, answer_to
 
@@ -41,7 +42,7 @@ def upload(client: Any, *lines: str) -> Any:
 def ended(client: Any, batch: Any) -> Any:
     def over() -> Any:
         found = client.batches.retrieve(batch.id)
-        return found if found.status in batch_run.OVER else None
+        return found if found.status in OVER else None
 
     return until(over)
 

@@ -143,16 +143,16 @@ def test_the_longest_idle_model_is_evicted(stocked_store: LayeredStore) -> None:
     assert played(stocked_store, play, models=1) == (False, ["other:latest"])
 
 
-def test_the_model_of_the_least_worth_is_evicted(stocked_store: LayeredStore) -> None:
-    """A fleet knows which model is missed least; of equal worth is the one idle for longest."""
+def test_the_model_of_the_least_cost_is_evicted(stocked_store: LayeredStore) -> None:
+    """A fleet knows which model is missed least; of equal cost is the one idle for longest."""
 
     async def play(engine: Any) -> list[str]:
         await served(engine, job("tiny"))
         await served(engine, job("other"))
         names = []
-        for worth in ({}, {"other:latest": 1.0}, {"tiny:latest": 1.0}):
+        for costs in ({}, {"other:latest": 1.0}, {"tiny:latest": 1.0}):
             digests = {str(one.digest): str(one.reference) for one in engine.loaded()}
-            engine.value_by(lambda digest, w=worth, d=digests: w.get(d[str(digest)], 0.0))
+            engine.set_eviction_cost(lambda digest, w=costs, d=digests: w.get(d[str(digest)], 0.0))
             names.append(str(engine._scheduler._idle().reference))
         return names
 

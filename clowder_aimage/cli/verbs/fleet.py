@@ -178,9 +178,9 @@ def status(nats: str | None, **chosen: Any) -> None:
 
     async def read(link: FleetLink) -> dict[str, Any]:
         from clowder_aimage.fleet.fleet_status import FleetStatus
-        from clowder_aimage.fleet.worker_card import read_roster
+        from clowder_aimage.fleet.worker_registry import read_workers
 
-        return asdict(await FleetStatus(link, await read_roster(link)).read())
+        return asdict(await FleetStatus(link, await read_workers(link)).read())
 
     found = _run(nats, chosen, read)
     result(found, lines(found))
@@ -199,7 +199,7 @@ def drain(worker: str, undo: bool, nats: str | None, **chosen: Any) -> None:
     """
 
     async def order(link: FleetLink) -> dict[str, Any]:
-        from clowder_aimage.fleet.worker_card import give_order
+        from clowder_aimage.fleet.worker_registry import give_order
 
         return await give_order(link, worker, "resume" if undo else "drain")
 
@@ -243,14 +243,14 @@ def lines(found: _Json) -> list[str]:
         f"{plural(waiting, 'job')} on the queue, {found['given_up']} given up",
         f"stored   {size(found['stored'])} of {size(found['room'])}",
     ]
-    names = {digest: name for card in workers for name, digest in card["models"].items()}
+    names = {digest: name for worker in workers for name, digest in worker["models"].items()}
     rows = [("WORKER", "JOBS", "DONE", "PER MIN", "MODELS", "LOADED", "STATE")]
-    for card in workers:
-        loaded = ", ".join(names.get(one, one[7:19]) for one in card["loaded"]) or "-"
-        jobs, rate = f"{card['running']}/{card['slots']}", f"{card['rate']:g}"
-        state = "draining" if card["is_draining"] else "ready"
-        done, models = str(card["done"]), str(len(card["models"]))
-        rows.append((card["id"], jobs, done, rate, models, loaded, state))
+    for worker in workers:
+        loaded = ", ".join(names.get(one, one[7:19]) for one in worker["loaded"]) or "-"
+        jobs, rate = f"{worker['running']}/{worker['slots']}", f"{worker['rate']:g}"
+        state = "draining" if worker["is_draining"] else "ready"
+        done, models = str(worker["done"]), str(len(worker["models"]))
+        rows.append((worker["id"], jobs, done, rate, models, loaded, state))
     text = [*head, "", *table(rows)] if workers else [*head, "", "no worker is running"]
     queue = [
         (one["priority"], names.get(one["digest"], one["digest"][7:19]), str(one["jobs"]))

@@ -19,13 +19,13 @@ from nats.js.errors import KeyNotFoundError, NoKeysError
 
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.fleet.fleet_link import LOST, FleetLink
-from clowder_aimage.fleet.fleet_stream import CARD_TTL
+from clowder_aimage.fleet.fleet_stream import STATUS_TTL
 from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.oci.reference import DEFAULT_TAG
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerCard:
+class WorkerStatus:
     """A worker's report: what it has, and how busy it is.
 
     ``models`` are the digests of complete models by name, ``kinds`` what each digest is ("image",
@@ -52,20 +52,20 @@ class WorkerCard:
     rate: float = 0.0
 
     def encode(self) -> bytes:
-        """Return the card as JSON."""
+        """Return the status as JSON."""
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, raw: bytes) -> WorkerCard:
-        """Return the card in JSON; unknown fields are of a later version. Raises FormatError."""
-        known = read_json(raw, "the card of a worker")
+    def decode(cls, raw: bytes) -> WorkerStatus:
+        """Return the status in JSON; unknown fields are of a later version. Raises FormatError."""
+        known = read_json(raw, "the status of a worker")
         try:
             found = {name: known[name] for name in cls.__dataclass_fields__ if name in known}
             for name in ("loaded", "at_work", "default_for"):
                 found[name] = tuple(found.get(name, ()))
             return cls(**found)
         except (AttributeError, TypeError):
-            raise FormatError("the card of a worker cannot be read") from None
+            raise FormatError("the status of a worker cannot be read") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,50 +77,50 @@ class FoundModel:
     kind: str = ""
 
 
-class Roster:
-    """The workers of a fleet, as their cards say; a card counts for a time after it arrived.
+class WorkerRegistry:
+    """The workers of a fleet, as their statuses say; a status counts for a time after it arrived.
 
     The time is that of this machine alone: the clocks of workers do not matter.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._cards: dict[str, tuple[WorkerCard, float]] = {}
-        self.revision = 0  # changes with each card
+        self._statuses: dict[str, tuple[WorkerStatus, float]] = {}
+        self.revision = 0  # changes with each status
 
-    def put(self, card: WorkerCard) -> None:
-        """Take a card that arrived now."""
-        self._cards[card.id] = card, self._clock()
+    def put(self, status: WorkerStatus) -> None:
+        """Take a status that arrived now."""
+        self._statuses[status.id] = status, self._clock()
         self.revision += 1
 
     def remove(self, worker: str) -> None:
         """Remove a worker that has left."""
-        self._cards.pop(worker, None)
+        self._statuses.pop(worker, None)
         self.revision += 1
 
-    def cards(self) -> list[WorkerCard]:
-        """Return the cards of the workers that are there, by id."""
-        oldest = self._clock() - CARD_TTL
-        self._cards = {key: each for key, each in self._cards.items() if each[1] >= oldest}
-        return [card for _, (card, _) in sorted(self._cards.items())]
+    def statuses(self) -> list[WorkerStatus]:
+        """Return the statuses of the workers that are there, by id."""
+        oldest = self._clock() - STATUS_TTL
+        self._statuses = {key: each for key, each in self._statuses.items() if each[1] >= oldest}
+        return [status for _, (status, _) in sorted(self._statuses.items())]
 
-    def others(self, worker: str) -> list[WorkerCard]:
-        """Return the cards of the other workers that take jobs."""
-        return [card for card in self.cards() if not card.is_draining and card.id != worker]
+    def others(self, worker: str) -> list[WorkerStatus]:
+        """Return the statuses of the other workers that take jobs."""
+        return [each for each in self.statuses() if not each.is_draining and each.id != worker]
 
     def on_disk_elsewhere(self, digest: str, worker: str, *past: str) -> bool:
         """Return whether another worker that takes jobs, not of ``past``, has a model on disk."""
-        others = (card for card in self.others(worker) if card.id not in past)
-        return any(digest in card.models.values() for card in others)
+        others = (status for status in self.others(worker) if status.id not in past)
+        return any(digest in status.models.values() for status in others)
 
     def may_pull(self) -> bool:
         """Return whether a worker fetches models that it lacks."""
-        return any(card.may_pull and not card.is_draining for card in self.cards())
+        return any(status.may_pull and not status.is_draining for status in self.statuses())
 
     def reference(self, name: str | None) -> Reference:
         """Return the AImage to which a client's name refers. Raises UsageError."""
-        cards = self.cards()
-        text = (_alias(cards, name) or name) if name else _default(cards, None)
+        statuses = self.statuses()
+        text = (_alias(statuses, name) or name) if name else _default(statuses, None)
         if not text:
             raise UsageError("the request has no model, and the workers have no default model")
         return Reference.parse(text)
@@ -130,104 +130,109 @@ class Roster:
 
         A name without a model means the default model. Raises UsageError for an invalid name.
         """
-        cards, wanted = self.cards(), self.reference(name)
-        found = _named(cards, wanted)
+        statuses, wanted = self.statuses(), self.reference(name)
+        found = _named(statuses, wanted)
         is_exact = wanted.registry is not None or wanted.digest is not None
-        is_literal = name is None or _alias(cards, name) is None
-        default = None if is_exact and is_literal else _default(cards, name)
+        is_literal = name is None or _alias(statuses, name) is None
+        default = None if is_exact and is_literal else _default(statuses, name)
         if found is None and default is not None:
-            found = _named(cards, Reference.parse(default))
+            found = _named(statuses, Reference.parse(default))
         if found is None:
             return None
-        kind = next((card.kinds[found[1]] for card in cards if found[1] in card.kinds), "")
+        kind = next((status.kinds[found[1]] for status in statuses if found[1] in status.kinds), "")
         return FoundModel(*found, kind)
 
     @property
     def default_model(self) -> str | None:
         """The model of requests without one."""
-        return _default(self.cards(), None)
+        return _default(self.statuses(), None)
 
     def names(self, *kinds: str) -> list[str]:
         """Return the names of the models of some kinds."""
-        cards = self.cards()
-        every = ((name, digest, card) for card in cards for name, digest in card.models.items())
-        return sorted({name for name, digest, card in every if card.kinds.get(digest) in kinds})
+        return sorted(
+            {
+                name
+                for status in self.statuses()
+                for name, digest in status.models.items()
+                if status.kinds.get(digest) in kinds
+            }
+        )
 
 
-def _named(cards: Iterable[WorkerCard], wanted: Reference) -> tuple[str, str] | None:
+def _named(statuses: Iterable[WorkerStatus], wanted: Reference) -> tuple[str, str] | None:
     """Return a name and its digest; of several digests that of most workers, then the lowest."""
     name = str(wanted)
     if wanted.digest is not None:
         digest = str(wanted.digest)
-        is_here = any(digest in card.models.values() for card in cards)
+        is_here = any(digest in status.models.values() for status in statuses)
         return (name, digest) if is_here else None
-    counts = Counter(card.models[name] for card in cards if name in card.models)
+    counts = Counter(status.models[name] for status in statuses if name in status.models)
     if not counts:
         return None
     return name, min(counts, key=lambda digest: (-counts[digest], digest))
 
 
-def _alias(cards: Iterable[WorkerCard], name: str) -> str | None:
+def _alias(statuses: Iterable[WorkerStatus], name: str) -> str | None:
     other = name.removesuffix(f":{DEFAULT_TAG}")
     other = other if other != name else f"{name}:{DEFAULT_TAG}"
-    found = (card.aliases.get(name) or card.aliases.get(other) for card in cards)
+    found = (status.aliases.get(name) or status.aliases.get(other) for status in statuses)
     return next(filter(None, found), None)
 
 
-def _default(cards: Iterable[WorkerCard], name: str | None) -> str | None:
+def _default(statuses: Iterable[WorkerStatus], name: str | None) -> str | None:
     """Return the default model that replaces a name that clients have built in."""
     plain = (name or "").removesuffix(f":{DEFAULT_TAG}")
-    for card in cards:
-        is_built_in = name is None or any(fnmatchcase(plain, one) for one in card.default_for)
-        if card.default_model and is_built_in:
-            return card.default_model
+    for status in statuses:
+        is_built_in = name is None or any(fnmatchcase(plain, one) for one in status.default_for)
+        if status.default_model and is_built_in:
+            return status.default_model
     return None
 
 
-class RosterWatch:
-    """Keeps a roster up to date: cards are messages of the bucket, which arrive when they change.
+class WorkerWatch:
+    """Keeps a registry up to date: a status arrives as a message of the bucket when it changes.
 
-    Workers report again every few seconds, so a card that was missed is not missed for long.
+    Workers report again every few seconds, so a status that was missed is not missed for long.
     """
 
     def __init__(self, link: FleetLink) -> None:
-        self.roster = Roster()
+        self.workers = WorkerRegistry()
         self._link = link
         self._subject = f"$KV.{link.names.workers}."
-        self._is_heard = False
+        self._is_subscribed = False
 
     async def run(self) -> None:
-        """Listen to the fleet once connected, and read the cards that are there."""
-        while not self._is_heard:
+        """Listen to the fleet once connected, and read the statuses that are there."""
+        while not self._is_subscribed:
             with contextlib.suppress(*LOST, JetStreamError):
                 if self._link.is_ready:
                     await self._link.client.subscribe(f"{self._subject}*", cb=self._take)
-                    self._is_heard = True
-                    for card in (await read_roster(self._link)).cards():
-                        self.roster.put(card)
+                    self._is_subscribed = True
+                    for status in (await read_workers(self._link)).statuses():
+                        self.workers.put(status)
             await asyncio.sleep(0.1)
 
     async def _take(self, message: Msg) -> None:
         if (message.headers or {}).get("KV-Operation") in ("DEL", "PURGE"):
-            self.roster.remove(message.subject.removeprefix(self._subject))
+            self.workers.remove(message.subject.removeprefix(self._subject))
             return
         with contextlib.suppress(FormatError):
-            self.roster.put(WorkerCard.decode(message.data))
+            self.workers.put(WorkerStatus.decode(message.data))
 
 
-async def read_roster(link: FleetLink) -> Roster:
+async def read_workers(link: FleetLink) -> WorkerRegistry:
     """Return the workers that are there now. Raises NatsError, TimeoutError."""
-    roster = Roster()
+    workers = WorkerRegistry()
     bucket = await link.streams.key_value(link.names.workers)
     with contextlib.suppress(NoKeysError):
         for key in await bucket.keys():
             with contextlib.suppress(KeyNotFoundError, FormatError):
-                roster.put(WorkerCard.decode((await bucket.get(key)).value or b""))
-    return roster
+                workers.put(WorkerStatus.decode((await bucket.get(key)).value or b""))
+    return workers
 
 
 async def give_order(link: FleetLink, worker: str, order: str) -> dict[str, Any]:
-    """Send an order to a worker, and return its card.
+    """Send an order to a worker, and return its status.
 
     Raises NotFoundError: there is no such worker.
     """
@@ -236,4 +241,4 @@ async def give_order(link: FleetLink, worker: str, order: str) -> dict[str, Any]
         message = await link.client.request(link.names.control(worker), data, timeout=5.0)
     except NoRespondersError:
         raise NotFoundError(f"no worker {worker!r} is in the fleet") from None
-    return asdict(WorkerCard.decode(message.data))
+    return asdict(WorkerStatus.decode(message.data))

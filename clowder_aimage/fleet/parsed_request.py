@@ -70,7 +70,7 @@ EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ParsedRequest:
     """The request of a client: the name of a model, and the fields of the body.
 
     ``chosen`` are fields that were chosen for it. ``is_change``: the request only loads, unloads or
@@ -110,21 +110,21 @@ class ForwardedBodies:
 KindOf = Callable[[str | None], str]
 
 
-class WishReader:
+class RequestValidator:
     """Reads requests. ``kind_of`` returns what the model of a name is, or the empty text."""
 
     def __init__(self, kind_of: KindOf) -> None:
         self._kind_of = kind_of
         self._bodies = ForwardedBodies()
 
-    async def read(self, request: Request) -> Wish:
-        """Return the wish of a request. Raises ApiError, BusyError."""
+    async def read(self, request: Request) -> ParsedRequest:
+        """Return a validated request. Raises ApiError, BusyError."""
         path = request.path
         if path not in WITH_PICTURES:
             if path in _TEXTS:
                 return await read_checked(request, partial(_of_openai, request))
-            wish = await read_checked(request, partial(_of_ollama, path))
-            return _pulling(request, wish)
+            parsed = await read_checked(request, partial(_of_ollama, path))
+            return _pulling(request, parsed)
         body = PictureBody(request, self._bodies)
         try:
             fields = await body.fields(
@@ -136,7 +136,7 @@ class WishReader:
             return _pulling(request, self._of_prompt(fields))
         return _of_picture(request, fields, is_form=body.is_form)
 
-    def _of_prompt(self, fields: dict[str, Any]) -> Wish:
+    def _of_prompt(self, fields: dict[str, Any]) -> ParsedRequest:
         name = fields.get("model") or fields.get("name")
         if self._kind_of(name if isinstance(name, str) else None) in (TEXT, EMBEDDER):
             return _of_ollama(GENERATE, fields)
@@ -145,22 +145,24 @@ class WishReader:
         body = check_fields(rest, OllamaPictureBody).with_options()
         unloads = body.stop or body.keep_alive == 0
         if not (body.prompt or body.enhance):
-            return Wish(body.reference, fields, (PICTURES,), is_change=True, unloads=unloads)
+            return ParsedRequest(
+                body.reference, fields, (PICTURES,), is_change=True, unloads=unloads
+            )
         seed = {"seed": body.first_seed}
-        return Wish(body.reference, fields, (PICTURES,), chosen=seed)
+        return ParsedRequest(body.reference, fields, (PICTURES,), chosen=seed)
 
 
-def _of_openai(request: Request, fields: dict[str, Any]) -> Wish:
+def _of_openai(request: Request, fields: dict[str, Any]) -> ParsedRequest:
     body = check_ignored(check_fields(fields, _TEXTS[request.path]), strict=is_strict(request))
     pull = body.pull if request.get("scope") == ADMIN else NEVER
     if not isinstance(body, TextBody):
-        return Wish(body.model, fields, (EMBEDDER, TEXT), pull, is_text=True)
+        return ParsedRequest(body.model, fields, (EMBEDDER, TEXT), pull, is_text=True)
     body.requests()  # raises ApiError
-    found = Wish(body.model, fields, (TEXT,), pull, is_text=True, is_events=body.stream)
-    return replace(found, chosen=_seed_for(fields))
+    parsed = ParsedRequest(body.model, fields, (TEXT,), pull, is_text=True, is_events=body.stream)
+    return replace(parsed, chosen=_seed_for(fields))
 
 
-def _of_picture(request: Request, fields: dict[str, Any], *, is_form: bool) -> Wish:
+def _of_picture(request: Request, fields: dict[str, Any], *, is_form: bool) -> ParsedRequest:
     kind = _PICTURES[request.path]
     rest = dict(fields)
     given = take_pictures(rest)
@@ -172,27 +174,33 @@ def _of_picture(request: Request, fields: dict[str, Any], *, is_form: bool) -> W
     pull = body.pull if request.get("scope") == ADMIN else NEVER
     seed = {"seed": str(body.first_seed) if is_form else body.first_seed}
     is_events = body.stream
-    return Wish(body.model, fields, (PICTURES,), pull, is_form, is_events=is_events, chosen=seed)
+    return ParsedRequest(
+        body.model, fields, (PICTURES,), pull, is_form, is_events=is_events, chosen=seed
+    )
 
 
-def _pulling(request: Request, found: Wish) -> Wish:
-    """Return a wish of ollama's API, for which an administrator's missing model is pulled."""
-    return replace(found, pull=IF_MISSING) if request.get("scope") == ADMIN else found
+def _pulling(request: Request, parsed: ParsedRequest) -> ParsedRequest:
+    """Return a request of ollama's API, for which an administrator's missing model is pulled."""
+    return replace(parsed, pull=IF_MISSING) if request.get("scope") == ADMIN else parsed
 
 
-def _of_ollama(path: str, fields: dict[str, Any]) -> Wish:
+def _of_ollama(path: str, fields: dict[str, Any]) -> ParsedRequest:
     kind: type[Any] = OllamaPromptBody if path == GENERATE else _OLLAMA[path]
     body = check_fields(fields, kind)
     unloads = body.stop or body.keep_alive == 0
     if path in EMBEDDINGS:
         is_load = not body.texts
-        return Wish(body.reference, fields, (EMBEDDER, TEXT), is_text=True, is_change=is_load)
+        return ParsedRequest(
+            body.reference, fields, (EMBEDDER, TEXT), is_text=True, is_change=is_load
+        )
     if body.is_change:
-        return Wish(body.reference, fields, (TEXT,), is_text=True, is_change=True, unloads=unloads)
+        return ParsedRequest(
+            body.reference, fields, (TEXT,), is_text=True, is_change=True, unloads=unloads
+        )
     body.request()
     options = fields.get("options") or {}
     chosen = {"options": {**options, **_seed_for(options)}}
-    return Wish(body.reference, fields, (TEXT,), is_text=True, chosen=chosen)
+    return ParsedRequest(body.reference, fields, (TEXT,), is_text=True, chosen=chosen)
 
 
 def _seed_for(fields: Mapping[str, Any]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The line of a gateway: jobs wait here before they are put on the queue, fairly by caller.
+"""The queue in a gateway: jobs wait here before they are published, fairly by caller.
 
 The queue in NATS is served in order. So that a caller with a thousand jobs does not let all others
 wait, a gateway puts only as many jobs of a model there as the workers will soon begin; the others
@@ -21,7 +21,7 @@ _Turn = asyncio.Future[None]
 _Key = tuple[str, str]
 
 
-class FairLine:
+class FairQueue:
     """The jobs that wait, and the number of those that are on the queue, by model.
 
     ``window`` returns how many jobs of a model may be on the queue and not yet begun. ``most`` jobs
