@@ -37,7 +37,7 @@ TABLE: dict[str, tuple[str, dict[str, Any], int, str | None]] = {
     "default": (PICTURES, {**GOOD, "n": None, "guidance": None, "user": "me"}, 200, None),
     "ignored": (PICTURES, {**GOOD, "unknown": 1}, 200, None),
     "strict": (PICTURES, {**GOOD, "unknown": 1, "strict": True}, 400, "unknown"),
-    "bound": (PICTURES, {**GOOD, "n": 99}, 400, "n"),
+    "bound": (PICTURES, {**GOOD, "n": 0}, 400, "n"),
     "type": (PICTURES, {**GOOD, "steps": "one"}, 400, "steps"),
     "missing": (PICTURES, {"model": "tiny"}, 400, "prompt"),
     "model": (PICTURES, {**GOOD, "model": "other"}, 404, "model"),

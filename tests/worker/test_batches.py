@@ -59,7 +59,7 @@ def output_lines(client: Any, name: str | None) -> dict[str, Any]:
 
 
 def test_a_batch_is_run_and_its_output_is_a_file(client: Any, worker: LocalWorker) -> None:
-    batch = begun(client, line("a", seed=7), "", line("b"), line("c", n=99), metadata={"k": "v"})
+    batch = begun(client, line("a", seed=7), "", line("b"), line("c", n=0), metadata={"k": "v"})
     assert batch.status == "validating" and batch.object == "batch"
     done = ended(client, batch)
     assert (done.status, done.metadata) == ("completed", {"k": "v"})
