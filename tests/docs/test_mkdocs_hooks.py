@@ -69,7 +69,9 @@ def test_the_reference_of_the_command_line_is_up_to_date(hooks: ModuleType) -> N
 
 def test_the_keyword_arguments_of_python_are_up_to_date(hooks: ModuleType) -> None:
     is_current = hooks.PLACE.read_text("utf-8") == hooks.keywords()
-    assert is_current, f"{hooks.PLACE.name} differs from the parameters: python docs/mkdocs_hooks.py"
+    assert is_current, (
+        f"{hooks.PLACE.name} differs from the parameters: python docs/mkdocs_hooks.py"
+    )
 
 
 def test_every_verb_and_option_is_in_the_reference() -> None:

@@ -520,7 +520,7 @@ COVERED = {
     ),
     **dict.fromkeys(("detection", "diffusers", "transformers", "hub_model"), "reads by model_tree"),
     **dict.fromkeys(("adapter_source", "export"), "a small config, which peft_config reads"),
-    **dict.fromkeys(("frame", "health", "installation"), "written by this program"),
+    **dict.fromkeys(("frame", "installation"), "written by this program"),
     **dict.fromkeys(("language_model", "runner"), "frames of this program"),
     **dict.fromkeys(("chat_template", "text_facts", "tokenizer_file"), "bounded, by read_json"),
     **dict.fromkeys(("enhancer_plan", "gguf_layers", "text_option"), "bounded, by read_json"),
@@ -575,7 +575,7 @@ def test_json_is_decoded_by_one_reader() -> None:
     found = {
         path.stem for path in PACKAGE.rglob("*.py") if {"json.load", "json.loads"} & calls(path)
     }
-    ours = {"frame", "health", "installation", "docker_config"}
+    ours = {"frame", "installation", "docker_config"}
     refused = {"digest_scan", "schema", "validate"}
     assert found == ours | refused
 
