@@ -187,7 +187,7 @@ def test_a_request_beyond_its_deadline_fails(stocked_store: LayeredStore) -> Non
         await served(engine, job())
         engine.limits = dataclasses.replace(engine.limits, deadline=1.0)
         with pytest.raises(DeadlineError, match="exceeded the deadline"):
-            await served(engine, job(steps=10_000))
+            await served(engine, job(steps=1000, parameters={"width": 512, "height": 512}))
         failed = sample(
             engine, "aimage_generation_duration_seconds_count", model="tiny", outcome="failed"
         )
