@@ -16,6 +16,7 @@ from nats.js.errors import NotFoundError
 
 from clowder_aimage.engine.admission import NEVER, BusyError
 from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.fleet import fleet_link
 from clowder_aimage.fleet.continuation import NDJSON, SSE, Continuation, is_stream
 from clowder_aimage.fleet.fair_queue import FairQueue
 from clowder_aimage.fleet.fleet_job import FleetJob
@@ -626,3 +627,24 @@ def test_a_server_that_cannot_serve_a_fleet_is_named() -> None:
                 await link.make(FleetShape(), 1)
 
     asyncio.run(check())
+
+
+def test_streams_that_are_there_are_looked_at_again_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def find_all(*_: object, **options: object) -> None:
+        assert options == {"is_gateway": True}
+
+    async def check() -> float:
+        link = FleetLink(FleetAccess(("nats://127.0.0.1:1",)), GATEWAY)
+        version = SimpleNamespace(major=2, minor=10)
+        link._client = SimpleNamespace(  # type: ignore[assignment]
+            is_connected=True, connected_server_version=version, max_payload=1 << 20
+        )
+        begun = asyncio.get_running_loop().time()
+        await link._verify()
+        link.check()
+        return link._due - begun
+
+    monkeypatch.setattr(fleet_link, "check_streams", find_all)
+    assert asyncio.run(check()) >= fleet_link.CHECK
