@@ -25,7 +25,6 @@ OLDEST = {"torch": (2, 6), "diffusers": (0, 42), "transformers": (5, 0)}
 _OTHERS = {MLX: ("jinja2", "numpy", "PIL", "tokenizers"), TORCH: ("diffusers", "transformers")}
 _MODULES = {MLX: "clowder_aimage.model.backend", TORCH: "clowder_aimage.model.torch.library"}
 _DEVICES = "clowder_aimage.model.torch.torch_device"
-_faults: list[str] = []  # why PyTorch cannot be used, if AUTO has tried it
 _GPUS = ("/dev/nvidia0", "/dev/kfd")  # files of the drivers of NVIDIA and AMD
 _SHORT = {"f32": "float32", "bf16": "bfloat16"}  # common names of weight types
 
@@ -54,6 +53,16 @@ class TorchTuning:
 
 
 NO_TUNING = TorchTuning()
+
+
+@dataclass(slots=True)
+class _TorchAttempt:
+    """The attempt of AUTO to use PyTorch: why it cannot be used, if it failed."""
+
+    fault: str | None = None
+
+
+_attempt = _TorchAttempt()
 
 
 def library_options(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,8 +128,8 @@ def unused_gpu(library: str, why: str) -> str | None:
     file = _driver()
     if file is None:
         return None
-    if _faults:
-        why = f"PyTorch cannot be used ({_faults[0]}); update the extra [torch]"
+    if _attempt.fault is not None:
+        why = f"PyTorch cannot be used ({_attempt.fault}); update the extra [torch]"
     return f"{library} computes on the CPU, although this machine has a GPU ({file}): {why}"
 
 
@@ -144,7 +153,7 @@ def _torch_on_gpu() -> bool:
         _check_versions()
         return _on_gpu(TORCH)
     except Exception as error:  # of many libraries, and undocumented
-        _faults[:] = [str(error).strip().partition("\n")[0][:200] or type(error).__name__]
+        _attempt.fault = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         return False
 
 

@@ -34,7 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
 
     def of(*installed: str, gpu: tuple[str, ...] | None = None, platform: str = "linux") -> None:
         library_choice._suited.cache_clear()
-        library_choice._faults.clear()
+        library_choice._attempt.fault = None
         driver = tmp_path / "nvidia0"
         driver.unlink(missing_ok=True)
         if gpu is not None:
@@ -49,7 +49,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
 
     yield of
     library_choice._suited.cache_clear()
-    library_choice._faults.clear()
+    library_choice._attempt.fault = None
 
 
 @pytest.mark.parametrize(
