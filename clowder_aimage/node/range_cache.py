@@ -14,10 +14,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from clowder_aimage.distribution.arrival import Arrival
-from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, StoreError
+from clowder_aimage.errors import AImageError, NetworkError, StoreError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.lock import PRIVATE, check_own, make_directory, open_regular
 from clowder_aimage.node.peers import SharingLimits
@@ -39,6 +39,10 @@ class RangeFile(io.FileIO):
         super().__init__(fd)
         self.offset, self.arrival = offset, arrival
 
+    def copy(self, arrival: Arrival | None = None) -> RangeFile:
+        """Return another descriptor of the file."""
+        return RangeFile(os.dup(self.fileno()), self.offset, arrival)
+
     def readinto(self, buffer: Any) -> int:
         count = os.preadv(self.fileno(), [buffer], self.offset)
         self.offset += count
@@ -46,14 +50,13 @@ class RangeFile(io.FileIO):
 
 
 class RangeArrival(Arrival):
-    """A range that arrives once, for this node and its peers: in ``file``, from ``offset`` on."""
+    """A range that arrives once, in ``file``, for this node and its peers."""
 
     def __init__(self, part: BlobRange) -> None:
         super().__init__(part.length)
         self.part = part
         self.is_of_registry = False
-        self.file: BinaryIO | None = None
-        self.offset = 0
+        self.file: RangeFile | None = None
 
 
 class RangeCache:
@@ -63,7 +66,7 @@ class RangeCache:
         self._layout, self._limits = layout, limits
         self._lock = threading.Lock()
         self._arrivals: dict[BlobRange, RangeArrival] = {}
-        self._files: OrderedDict[BlobRange, BinaryIO] = OrderedDict()
+        self._files: OrderedDict[BlobRange, RangeFile] = OrderedDict()
         self._written: OrderedDict[BlobRange, None] = OrderedDict()
         self._is_closed = False
 
@@ -107,14 +110,12 @@ class RangeCache:
         """Return the temporary file of a range that was fetched for a peer."""
         with self._lock:
             file = self._files.get(part)
-            return RangeFile(os.dup(file.fileno()), 0) if file is not None else None
+            return file.copy() if file is not None else None
 
     def _arriving_file(self, part: BlobRange) -> RangeFile | None:
         with self._lock:
             arrival = self._arrivals.get(part)
-            if arrival is None or arrival.file is None:
-                return None
-            return RangeFile(os.dup(arrival.file.fileno()), arrival.offset, arrival)
+            return arrival.file.copy(arrival) if arrival and arrival.file else None
 
     def _in_blob(self, part: BlobRange) -> RangeFile | None:
         found = _opened(self._layout.place(part.content), part)
@@ -154,9 +155,7 @@ class RangeCache:
 
     def write_to_ingest(self, arrival: RangeArrival) -> None:
         """Let peers read a range in the ingest of the pull that writes it."""
-        found = self._ingest_file(arrival.part)
-        if found is not None:
-            arrival.file, arrival.offset = found, found.offset
+        arrival.file = self._ingest_file(arrival.part)
 
     def write_to_file(self, arrival: RangeArrival) -> int:
         """Let peers read a range in a new temporary file; return its descriptor.
@@ -166,7 +165,8 @@ class RangeCache:
         if self._layout.free() < self._limits.spared + arrival.part.length:
             raise StoreError("not enough disk space for ranges of neighbours")
         directory = make_directory(self._layout.root, PRIVATE, "range")
-        arrival.file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - kept
+        with tempfile.TemporaryFile(dir=directory) as file:
+            arrival.file = RangeFile(os.dup(file.fileno()), 0)
         return arrival.file.fileno()
 
     def land(self, arrival: RangeArrival, error: AImageError | None = None) -> None:
@@ -177,8 +177,6 @@ class RangeCache:
             file, arrival.file = arrival.file, None
         if file is not None:
             file.close()
-        if error is not None and not isinstance(error, NotFoundError):
-            error = NetworkError(error.message)
         arrival.end(error)
 
     def join(self, arrival: RangeArrival) -> None:

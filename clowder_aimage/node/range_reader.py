@@ -10,6 +10,8 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from threading import Thread
 
 from clowder_aimage.content.buffer import new_buffer
@@ -29,27 +31,27 @@ _log = logging.getLogger("aimage.node")
 
 
 class RangeReader(RawReader):
-    """The bytes [at, end) of a blob, one range after another.
+    """The bytes of a span of a blob, one range after another.
 
     The bytes of a read have been written when the next one begins. ``count`` is called with the
-    source of bytes and their number: "neighbour", "registry", or "cache" for kept ranges.
+    source of bytes and their number: "neighbour", "registry", or "cache" for kept ranges. With an
+    ``arrival``, the span is its range, which is fetched for a peer, if possible from one of
+    ``first``.
     """
 
     def __init__(
         self,
         exchange: RangeExchange,
         source: Source,
-        reference: Reference,
-        content: Descriptor,
-        at: int,
-        end: int,
+        span: BlobSpan,
         count: OnBytes,
+        arrival: RangeArrival | None = None,
+        first: tuple[str, ...] = (),
     ) -> None:
-        self._exchange, self._source, self._reference = exchange, source, reference
-        self._content, self._at, self._end, self._count = content, at, end, count
+        self._exchange, self._source, self._span, self._count = exchange, source, span, count
+        self._at = self._began = span.start
+        self._arrival, self._is_for_peer, self._first = arrival, arrival is not None, first
         self._part: BlobRange | None = None
-        self._began = 0
-        self._arrival: RangeArrival | None = None
         self._sources: Iterator[tuple[Reader, str]] = iter(())
         self._stream: Reader | None = None
         self._name = ""
@@ -58,11 +60,11 @@ class RangeReader(RawReader):
     def _fill(self, view: memoryview) -> int:
         if self._part is not None:
             self._advance(self._part)
-        view = view[: self._end - self._at]
+        view = view[: self._span.end - self._at]
         if not view:
             return 0
         if self._part is None:
-            self._part, self._began = BlobRange.at(self._content, self._at), self._at
+            self._part, self._began = BlobRange.at(self._span.content, self._at), self._at
             self._sources = self._find_sources(self._part)
         view = view[: self._part.end - self._at]
         count = 0
@@ -81,51 +83,48 @@ class RangeReader(RawReader):
 
     def _advance(self, part: BlobRange) -> None:
         """Record that all bytes up to here have been written."""
-        if self._at >= min(part.end, self._end):
+        if self._at >= min(part.end, self._span.end):
             self._finish()
         elif self._arrival is not None and self._arrival.file is not None:
             self._arrival.advance(self._at - part.start)
 
     def _find_sources(self, part: BlobRange) -> Iterator[tuple[Reader, str]]:
         """Yield the sources of a range; the next one has the rest of one that failed."""
-        cache = self._exchange.cache
-        while True:
+        cache, owners = self._exchange.cache, self._exchange.owners
+        while self._arrival is None:
             if (kept := cache.kept_file(part)) is not None:
                 kept.offset += self._at - part.start
                 yield kept, "cache"
             arrival, is_new = cache.board(part)
             if is_new:
-                break
-            cache.join(arrival)
-        self._arrival = arrival
-        if self._began == part.start:
-            cache.write_to_ingest(arrival)
-        for _ in range(_MAX_FAILURES):
-            if (stream := self._exchange.owners.open(self._span(part))) is None:
-                break
+                self._arrival = arrival
+            else:
+                cache.join(arrival)
+        if not self._is_for_peer:
+            if self._began == part.start:
+                cache.write_to_ingest(self._arrival)
+            for _ in range(_MAX_FAILURES):
+                if (stream := owners.open(self._rest(part))) is None:
+                    break
+                yield stream, "neighbour"
+        if (stream := owners.open_stored(self._rest(part), self._first)) is not None:
             yield stream, "neighbour"
-        yield from self._last_sources(arrival)
-
-    def _last_sources(
-        self, arrival: RangeArrival, first: tuple[str, ...] = ()
-    ) -> Iterator[tuple[Reader, str]]:
-        """Yield a node that has a range already, and the registry."""
-        part = arrival.part
-        if (stream := self._exchange.owners.open_stored(self._span(part), first)) is not None:
-            yield stream, "neighbour"
-        arrival.is_of_registry = True
-        reader = self._source.open(self._content, self._at, min(part.end, self._end) - self._at)
-        if not self._source.supports_ranges(self._content) and not part.is_whole:
-            self._exchange.upstream.ignores_ranges(self._reference.registry or "")
+        self._arrival.is_of_registry = True
+        rest = self._rest(part)
+        reader = self._source.open(rest.content, rest.start, rest.end - rest.start)
+        if not self._source.supports_ranges(rest.content) and not part.is_whole:
+            self._exchange.upstream.ignores_ranges(rest.reference.registry or "")
         yield reader, "registry"
 
-    def _span(self, part: BlobRange) -> BlobSpan:
-        return BlobSpan(self._reference, self._content, self._at, min(part.end, self._end))
+    def _rest(self, part: BlobRange) -> BlobSpan:
+        return replace(self._span, start=self._at, end=min(part.end, self._span.end))
 
     def _finish(self) -> None:
         """Finish a range whose bytes have all been written."""
-        part, arrival, cache = self._part, self._arrival, self._exchange.cache
         self._close_stream()
+        part, arrival, cache = self._part, self._arrival, self._exchange.cache
+        if self._is_for_peer:
+            return
         self._part = self._arrival = None
         if part is not None and self._began == part.start and self._at >= part.end:
             cache.wrote(part)
@@ -144,34 +143,6 @@ class RangeReader(RawReader):
         if not self.closed:
             self._finish()
         super().close()
-
-
-class _PeerRangeReader(RangeReader):
-    """A range that is fetched for a peer: only from a node that has it, or the registry."""
-
-    def __init__(
-        self,
-        exchange: RangeExchange,
-        repository: Repository,
-        reference: Reference,
-        arrival: RangeArrival,
-        first: tuple[str, ...],
-    ) -> None:
-        part, self._repository = arrival.part, repository
-        super().__init__(
-            exchange, repository, reference, part.content, part.start, part.end, self._count_bytes
-        )
-        self._part, self._began, self._arrival = part, part.start, arrival
-        self._sources = self._last_sources(arrival, first)
-
-    def _count_bytes(self, name: str, count: int) -> None:
-        if name == "neighbour":
-            self._exchange.on_traffic("received", count)
-        else:
-            self._exchange.upstream.count(self._repository, self._content, count)
-
-    def _finish(self) -> None:
-        self._close_stream()
 
 
 class RangeExchange:
@@ -205,13 +176,15 @@ class RangeExchange:
         return arrival
 
     def _fetch(self, reference: Reference, arrival: RangeArrival, first: tuple[str, ...]) -> None:
-        error = None
+        error, part = None, arrival.part
         try:
-            if (found := self.cache.find(arrival.part)) is not None:  # it arrived before the board
+            if (found := self.cache.find(part)) is not None:  # it arrived before the board
                 found.close()
                 return
+            span = BlobSpan(reference, part.content, part.start, part.end)
             with self.upstream.connect(reference) as repository:
-                reader = _PeerRangeReader(self, repository, reference, arrival, first)
+                count = partial(self._count, repository, part.content)
+                reader = RangeReader(self, repository, span, count, arrival, first)
                 self._write(reader, arrival, reference.registry or "")
             self.cache.keep(arrival)
         except (AImageError, OSError) as failure:
@@ -234,3 +207,9 @@ class RangeExchange:
                 at += count
                 if rate is not None and arrival.is_of_registry:
                     rate.passed(count)
+
+    def _count(self, repository: Repository, content: Descriptor, name: str, count: int) -> None:
+        if name == "neighbour":
+            self.on_traffic("received", count)
+        else:
+            self.upstream.count(repository, content, count)

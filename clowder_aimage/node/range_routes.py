@@ -165,39 +165,43 @@ class RangeRoutes:
             return web.Response()
         has_others = bool(self._known(wanted)) or self._waiting >= MAX_REQUESTS // 2
         if self._inside >= MAX_REQUESTS or (self._slots.locked() and has_others):
-            return self._busy(wanted)
+            raise self._busy(wanted)
         self._inside += 1
         try:
-            return await self._answer(request, wanted)
+            with await self._find(wanted) as found:
+                return await self._send_in_turn(request, wanted, found)
         finally:
             self._inside -= 1
 
-    async def _answer(self, request: web.Request, wanted: RangeRequest) -> web.StreamResponse:
+    async def _find(self, wanted: RangeRequest) -> RangeFile:
+        """Return a range that is here, arrives, or is fetched now."""
         try:
             found = await self._available(wanted)
+            if found is None and wanted.is_stored:
+                raise _unknown(wanted)
             if found is None:
-                if wanted.is_stored:
-                    raise _unknown(wanted)
-                if not await run_io(self._has_repository, wanted.span.reference):
-                    return self._left_to_first(wanted)
                 found = await self._fetched(wanted)
         except TimeoutError:
-            return self._busy(wanted, is_coming=True)
+            raise self._busy(wanted, is_coming=True) from None
         if found is None:
-            return self._busy(wanted)
-        with found:
-            self._waiting += 1
-            try:
-                async with asyncio.timeout(TURN_TIMEOUT):
-                    await self._slots.acquire()
-            except TimeoutError:
-                return self._busy(wanted)
-            finally:
-                self._waiting -= 1
-            try:
-                return await self._send(request, wanted, found)
-            finally:
-                self._slots.release()
+            raise self._busy(wanted)
+        return found
+
+    async def _send_in_turn(
+        self, request: web.Request, wanted: RangeRequest, found: RangeFile
+    ) -> web.StreamResponse:
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(TURN_TIMEOUT):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise self._busy(wanted) from None
+        finally:
+            self._waiting -= 1
+        try:
+            return await self._send(request, wanted, found)
+        finally:
+            self._slots.release()
 
     async def _available(self, wanted: RangeRequest) -> RangeFile | None:
         """Return a range that is here or arrives. Raises TimeoutError if its first byte is late."""
@@ -222,6 +226,8 @@ class RangeRoutes:
     async def _fetched(self, wanted: RangeRequest) -> RangeFile | None:
         """Return a range that is fetched for a node. Raises TimeoutError if it is late."""
         span, holders = wanted.span, tuple(self._known(wanted))
+        if not await run_io(self._has_repository, span.reference):
+            raise self._left_to_first(wanted)
         arrival = self._exchange.fetch(span.reference, wanted.part, holders)
         if arrival is None:
             raise TimeoutError
@@ -276,23 +282,22 @@ class RangeRoutes:
         known = [one for one in found if one in usable and one != wanted.asker]
         return random.sample(known, min(MAX_NAMED, len(known)))
 
-    def _left_to_first(self, wanted: RangeRequest) -> web.StreamResponse:
-        """Redirect to the node that fetches a range; BLOB_UNKNOWN for the first requester."""
+    def _left_to_first(self, wanted: RangeRequest) -> DistributionError:
+        """Return a redirect to the node that fetches a range; BLOB_UNKNOWN for the first one."""
         if self._known(wanted):
             return self._busy(wanted)
         self._note(wanted)
-        raise _unknown(wanted)
+        return _unknown(wanted)
 
-    def _busy(self, wanted: RangeRequest, *, is_coming: bool = False) -> web.StreamResponse:
-        """Redirect to nodes that have a range; TOOMANYREQUESTS if there are none."""
+    def _busy(self, wanted: RangeRequest, *, is_coming: bool = False) -> DistributionError:
+        """Return TOOMANYREQUESTS, as a redirect if there are nodes that have the range."""
         nodes, usable = self._known(wanted), self._peers.usable()
         if nodes and nodes[0] in usable:
             location = f"{usable[nodes[0]].url}{wanted.span.path}"
-            return web.Response(
-                status=307, headers={"Location": location, NODE_HEADER: ",".join(nodes)}
-            )
+            headers = {"Location": location, NODE_HEADER: ",".join(nodes)}
+            return DistributionError("TOOMANYREQUESTS", status=307, headers=headers)
         headers = {"Retry-After": "1"} if is_coming else {}
-        raise DistributionError("TOOMANYREQUESTS", status=BUSY, headers=headers)
+        return DistributionError("TOOMANYREQUESTS", status=BUSY, headers=headers)
 
 
 def _unknown(wanted: RangeRequest) -> DistributionError:

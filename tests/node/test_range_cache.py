@@ -283,7 +283,7 @@ def test_a_failed_arrival_fails_its_readers(cache: RangeCache) -> None:
     arrival.advance(10)
     cache.land(arrival, StoreError("no space"))
     assert asyncio.run(arrival.wait(9)) == 10
-    with pytest.raises(NetworkError, match="no space"):
+    with pytest.raises(StoreError, match="no space"):
         asyncio.run(arrival.wait(10))
 
 
