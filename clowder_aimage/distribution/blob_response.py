@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import BinaryIO
 
@@ -47,17 +48,20 @@ async def send_body(
 ) -> None:
     """Send the bytes [start, end) of a file, of which ``arrival`` begins at ``origin``.
 
-    Raises ConnectionError, also if the arrival fails.
+    Raises ConnectionError, also if the arrival fails, or if nothing arrives for ``timeout``.
     """
     if arrival is None:
         await send_file(request, file, start, end - start, piece=piece, timeout=timeout)
     else:
-        wait = partial(_wait, arrival, origin)
+        wait = partial(_wait, arrival, origin, timeout)
         await send_growing_file(request, file, start, end, wait, piece=piece, timeout=timeout)
 
 
-async def _wait(arrival: Arrival, origin: int, offset: int) -> int:
+async def _wait(arrival: Arrival, origin: int, timeout: float, offset: int) -> int:
     try:
-        return origin + await arrival.wait(offset - origin)
+        async with asyncio.timeout(timeout):
+            return origin + await arrival.wait(offset - origin)
+    except TimeoutError:
+        raise ConnectionResetError("no more data has arrived") from None
     except AImageError as error:
         raise ConnectionResetError(error.message) from error

@@ -338,16 +338,20 @@ def check_part(answer: Any, start: int, end: int) -> None:
     assert (answer[0], answer[2]) == (206, BLOB[start:end])
 
 
+@pytest.mark.parametrize("stalls", [True, False])
 def test_a_response_breaks_off_if_its_range_stops_arriving(
-    node: Node, pushed: Reference, proxy: Proxy
+    node: Node, pushed: Reference, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, stalls: bool
 ) -> None:
+    if stalls:
+        monkeypatch.setattr(range_routes, "_STALL_TIMEOUT", 0.5)
     proxy.hold = RANGE // 2
     response = request(node, 0, pushed)
     with contextlib.closing(response.connection), response:
         assert response.read(RANGE // 4) == BLOB[: RANGE // 4]
         arrival = node.sharing.cache.arrival(BlobRange.at(CONTENT, 0))
         assert arrival is not None
-        arrival.end(NetworkError("no more"))
+        if not stalls:
+            arrival.end(NetworkError("no more"))
         with pytest.raises((http.client.IncompleteRead, ConnectionError)):
             response.read()
     proxy.release()
