@@ -14,9 +14,9 @@ from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import UsageError
 from clowder_aimage.export import export
 from clowder_aimage.importer import Provenance, Recipe
-from clowder_aimage.importer.create_plan import request_defaults
 from clowder_aimage.importer.hub_model import HubName, find_model
 from clowder_aimage.importer.model_source import ModelForm
+from clowder_aimage.importer.request_default import request_defaults
 from clowder_aimage.layout import ImageLayout, LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Digest, Reference, mediatype

@@ -26,14 +26,11 @@ from clowder_aimage.importer.decision import (
 )
 from clowder_aimage.importer.planned_layer import PlannedLayer
 from clowder_aimage.importer.recipe import Recipe
+from clowder_aimage.importer.request_default import model_defaults
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, mediatype
 from clowder_aimage.oci.manifest import encode
 
 _UNKNOWN = {"sha256": Digest("sha256", "0" * 64), "sha512": Digest("sha512", "0" * 128)}
-# A base model of Z-Image has a shift of 6, a distilled one (Turbo) 3: 8 steps without guidance, the
-# defaults of all requests. The base model's card: 28 to 50 steps, guidance 3 to 5.
-_BASE_SHIFT = 4.5
-_BASE = {"steps": 28, "guidance": 4}
 _TOLD = ("tensors", "parameters", "dtype", "quantization", "size")  # recomputed if weights change
 AS_STORED = Recipe()
 
@@ -58,19 +55,6 @@ class Provenance:
                 raise UsageError(f"invalid annotation {f'{key}={value}'[:100]!r}")
             if mediatype.is_own_key(key) or key in (mediatype.CREATED, mediatype.LICENSES):
                 raise UsageError(f"the annotation {key[:100]} is written by the program itself")
-
-
-def request_defaults(steps: int | None, guidance: float | None) -> dict[str, int | float]:
-    """Return the given defaults of requests. Raises UsageError: out of bounds."""
-    given = {"steps": (steps, 1, 1000), "guidance": (guidance, 0, 10_000)}
-    found: dict[str, int | float] = {}
-    for name, (value, least, most) in given.items():
-        if value is None:
-            continue
-        if not least <= value <= most:
-            raise UsageError(f"{name} must be from {least} to {most}, not {value}")
-        found[name] = int(value) if value == int(value) else value  # one digest for 4 and 4.0
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +192,7 @@ def _config(
     if provenance.defaults and not inventory.family:
         names = " and ".join(provenance.defaults)
         raise UsageError(f"{names}: only a model that makes pictures has such defaults")
-    if defaults := _defaults(inventory) | dict(provenance.defaults):
+    if defaults := model_defaults(inventory) | dict(provenance.defaults):
         config["defaults"] = defaults
     optional = {
         "license": provenance.license or inventory.license,
@@ -221,19 +205,6 @@ def _config(
 
 def _size(component: str, layers: Sequence[PlannedLayer]) -> int:
     return sum(layer.size for layer in layers if layer.name.startswith(f"{component}/"))
-
-
-def _defaults(inventory: Inventory) -> dict[str, Any]:
-    """Return the defaults of requests that follow from the configurations of a model."""
-    configs = {component.name: component.config for component in inventory.components}
-    size = configs.get("vae", {}).get("sample_size")
-    shift = configs.get("scheduler", {}).get("shift")
-    found = dict(inventory.defaults)
-    if isinstance(size, int) and size > 0 and size % 16 == 0:
-        found |= {"width": size, "height": size}
-    if inventory.family == "z-image" and isinstance(shift, int | float) and shift >= _BASE_SHIFT:
-        found |= _BASE
-    return found
 
 
 def plan_conversion(

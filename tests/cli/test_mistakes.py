@@ -447,6 +447,23 @@ def test_an_image_on_a_full_disk_fails(stocked: Callable[[], Aimage]) -> None:
         run(["umount", str(small)], check=True)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("--steps", 0), ("--steps", 1001), ("--steps", "8.5"), ("--steps", "many")),
+        *(("--guidance", 1001), ("--guidance", "-1"), ("--guidance", "nan")),
+    ],
+)
+def test_create_and_run_refuse_a_value_in_the_same_words(
+    arguments: tuple[str, object], aimage: Callable[..., Aimage], tiny: Path
+) -> None:
+    here = aimage()
+    refused = here("create", "x", tiny, *arguments, code=2)
+    assert f"{arguments[0][2:]} must be " in refused.err
+    assert refused.err == here("run", "x", "a fox", "--local", *arguments, code=2).err
+    assert not here.store.exists()
+
+
 @pytest.mark.parametrize("option", ["--guidance", "--steps"])
 def test_defaults_of_pictures_are_refused_for_other_models(
     aimage: Callable[..., Aimage], tmp_path: Path, option: str

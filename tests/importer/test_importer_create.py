@@ -19,7 +19,7 @@ from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.export import export
 from clowder_aimage.importer import CreatePlan, Provenance
 from clowder_aimage.importer.blob_writer import WrittenLayers
-from clowder_aimage.importer.create_plan import request_defaults
+from clowder_aimage.importer.request_default import request_defaults
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Reference, mediatype
@@ -120,11 +120,18 @@ def test_steps_and_guidance_follow_from_the_schedule_unless_they_are_given(
     assert made.aimage.properties["defaults"] == defaults
 
 
+@pytest.mark.parametrize("size", [72, 0, -16, 8208, 64.0, True, "64", None])
+def test_a_size_that_no_request_may_have_is_no_default(model: Model, size: object) -> None:
+    config = model.read("vae/config.json")
+    model.write("vae/config.json", config | {"sample_size": size})
+    assert "defaults" not in model.create().aimage.properties
+
+
 def test_equal_defaults_are_written_in_one_way_and_others_are_refused() -> None:
     assert str(request_defaults(9, 4.0)) == "{'steps': 9, 'guidance': 4}"
     assert request_defaults(None, 2.5) == {"guidance": 2.5}
     for steps, guidance in [(0, None), (1001, None), (None, -1), (None, float("nan"))]:
-        with pytest.raises(UsageError, match="must be from"):
+        with pytest.raises(UsageError, match=r"must be a (whole )?number from"):
             request_defaults(steps, guidance)
 
 

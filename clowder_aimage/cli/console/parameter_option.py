@@ -29,10 +29,10 @@ def _option(parameter: Parameter, section: type[click.Option]) -> Callable[[Any]
     if parameter.type.kind is bool:
         return click.option(flag, name, help=text, cls=section, is_flag=True, default=None)
     how: dict[str, Any] = {"metavar": _metavar(parameter), "shell_complete": _complete(parameter)}
-    return click.option(flag, name, help=text, cls=section, type=_reader(parameter), **how)
+    return click.option(flag, name, help=text, cls=section, type=reader(parameter), **how)
 
 
-def _reader(parameter: Parameter) -> Callable[[Any], Any]:
+def reader(parameter: Parameter) -> Callable[[Any], Any]:
     """Return a function that reads a value. Its errors have the words of every interface."""
 
     def read(value: Any) -> Any:

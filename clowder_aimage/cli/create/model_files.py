@@ -16,9 +16,9 @@ from clowder_aimage.create import create
 from clowder_aimage.errors import UsageError
 from clowder_aimage.formats.family_weights import has_gguf_transformer
 from clowder_aimage.importer import Provenance, Recipe
-from clowder_aimage.importer.create_plan import request_defaults
 from clowder_aimage.importer.hub_model import HubModel, HubName, find_model
 from clowder_aimage.importer.model_source import ExtraFile, ModelForm, parse_adapter
+from clowder_aimage.importer.request_default import request_defaults
 from clowder_aimage.oci import Reference
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.option import jobs_option, options
+from clowder_aimage.cli.console.parameter_option import reader
 from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.cli.create.model_files import FileOptions, FormOptions, ProvenanceOptions
+from clowder_aimage.generation.request import places
 from clowder_aimage.importer import Recipe
 from clowder_aimage.importer.model_source import FORMATS
 from clowder_aimage.oci import Reference, mediatype
-
-_DEFAULT = "Default {} of pictures. [default: by the model]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,14 @@ _recipe_options = options(
     ),
     jobs_option,
 )
+
+
+def _default_option(name: str, metavar: str) -> Callable[[Any], Any]:
+    """Return an option for the default of a parameter of pictures, with the bounds of that."""
+    accepted = reader(places()[name].parameter)
+    text = f"Default {name} of pictures. [default: by the model]"
+    return click.option(f"--{name}", type=accepted, metavar=metavar, help=text)
+
 
 _create_options = options(
     click.option(
@@ -165,8 +173,8 @@ _create_options = options(
         metavar="KEY=VALUE",
         help="Annotate the manifest, which changes its digest. May be repeated.",
     ),
-    click.option("--steps", type=int, metavar="N", help=_DEFAULT.format("steps")),
-    click.option("--guidance", type=float, metavar="W", help=_DEFAULT.format("guidance")),
+    _default_option("steps", "N"),
+    _default_option("guidance", "W"),
     click.option(
         "--digest",
         "algorithm",
