@@ -8,7 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from clowder_aimage.api.model_list import ModelDetails, UsedLora
-from clowder_aimage.api.request_body import ModelBody, RequestBody, TransferBody
+from clowder_aimage.api.request_body import ModelBody, NamedBody, RequestBody, TransferBody
 from clowder_aimage.http.operation import COMPUTES, OLLAMA, Answer, Operation
 from clowder_aimage.http.route import ADMIN, INFER, OPEN
 
@@ -16,8 +16,8 @@ from clowder_aimage.http.route import ADMIN, INFER, OPEN
 class CopyBody(RequestBody):
     """The name of a model, and another one for it."""
 
-    source: str = Field(examples=["tiny"])
-    destination: str = Field(examples=["team/tiny:v2"])
+    source: str = Field(min_length=1, examples=["tiny"])
+    destination: str = Field(min_length=1, examples=["team/tiny:v2"])
 
 
 class Version(TypedDict):
@@ -178,6 +178,6 @@ DELETE = Operation(
     "delete",
     "Delete a name.",
     (Answer("It was deleted."),),
-    body=ModelBody,
+    body=NamedBody,
     refusals=(404, 409, 503),
 )

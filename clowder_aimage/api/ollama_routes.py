@@ -22,7 +22,7 @@ from clowder_aimage.api import ollama_operation as operation
 from clowder_aimage.api.answer_stream import NdjsonStream
 from clowder_aimage.api.model_list import capabilities, details, used_loras
 from clowder_aimage.api.ollama_operation import CopyBody, LoadedModel, OllamaModel, ShownModel
-from clowder_aimage.api.request_body import ModelBody, TransferBody, read_body
+from clowder_aimage.api.request_body import ModelBody, NamedBody, TransferBody, read_body
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.engine.queued_request import ModelSlot
@@ -154,7 +154,7 @@ def _shown(store: ImageLayout, item: model_list.ModelEntry) -> ShownModel:
 
 
 async def _delete(service: Service, request: Request) -> web.StreamResponse:
-    body = await read_body(request, ModelBody)
+    body = await read_body(request, NamedBody)
     await model_list.delete(service, _reference(body.reference, "model"))
     return web.Response()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import ConfigDict, Field
+from pydantic.config import JsonDict
 from typing_extensions import TypedDict
 
 from clowder_aimage.api.image_request import EditRequest, ImageRequest, VariationRequest
@@ -18,8 +19,13 @@ from clowder_aimage.generation.request import MAX_REFERENCES, Output
 from clowder_aimage.http.operation import COMPUTES, OPENAI, Answer, Operation
 from clowder_aimage.http.route import INFER, OPEN
 
+_GIVEN: JsonDict = {"not": {"enum": [None, "", []]}}
 _NEEDS_IMAGE = ConfigDict(
-    json_schema_extra={"anyOf": [{"required": ["image"]}, {"required": ["images"]}]}
+    json_schema_extra={
+        "anyOf": [
+            {"required": [name], "properties": {name: _GIVEN}} for name in ("image", "images")
+        ]
+    }
 )
 
 

@@ -102,8 +102,27 @@ class StreamedBody(ModelBody):
     stream: bool = Field(default=True, description="Respond in lines while the work goes on.")
 
 
+# A name in one of both fields, in JSON Schema
+NAMED = ConfigDict(
+    json_schema_extra={
+        "anyOf": [
+            {"required": [name], "properties": {name: {"type": "string", "minLength": 1}}}
+            for name in ("model", "name")
+        ]
+    }
+)
+
+
+class NamedBody(ModelBody):
+    """The name of a model, which is needed."""
+
+    model_config = NAMED
+
+
 class TransferBody(StreamedBody):
     """The name of a model that is pulled or pushed."""
+
+    model_config = NAMED
 
     insecure: bool = Field(
         default=False,

@@ -16,12 +16,17 @@ from clowder_aimage.http.route import ADMIN
 class ContentBody(RequestBody):
     """The content to pull."""
 
-    url: str = Field(description="`oci://` or `ollama://`, followed by a name.")
+    url: str = Field(
+        description="`oci://` or `ollama://`, followed by a name.",
+        json_schema_extra={"pattern": "^[A-Za-z][A-Za-z0-9+.-]*://"},
+    )
     credentials: str = Field(
         default="", description="Used for this pull only: a token, or base64 of `user:password`."
     )
     credentialsType: str = Field(  # noqa: N815 - the storage manager's name
-        default="", description="`Bearer` or `Basic`, case-insensitive."
+        default="",
+        description="`Bearer` or `Basic`.",
+        json_schema_extra={"pattern": "^([Bb][Ee][Aa][Rr][Ee][Rr]|[Bb][Aa][Ss][Ii][Cc])?$"},
     )
 
 

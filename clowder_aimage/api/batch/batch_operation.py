@@ -72,6 +72,8 @@ class BatchBody(OpenBody):
 class FileForm(BaseModel):
     """The requests of a batch."""
 
+    model_config = ConfigDict(extra="forbid")
+
     file: bytes = Field(description=f"JSON lines, up to {MAX_FILE >> 20} MiB.")
     purpose: Literal["batch"]
     anchor: Literal["created_at"] = Field(default="created_at", alias="expires_after[anchor]")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
+from pydantic.config import JsonDict
 from typing_extensions import TypedDict
 
 from clowder_aimage.api.lora_field import LoraFields
@@ -18,8 +19,37 @@ from clowder_aimage.tensor.quantization import QUANT_TYPES
 _SIZES = sorted({size for kind in QUANT_TYPES.values() for size in kind.group_sizes})
 
 
+_ABSENT: JsonDict = {name: {"type": "null"} for name in ("dtype", "quantize", "group_size")}
+_FUSE: JsonDict = {
+    "kind": {"const": "fuse"},
+    "loras": {"type": "array", "minItems": 1},
+    "attach": {"enum": [False, None]},
+    **_ABSENT,
+}
+_CONVERT: JsonDict = {
+    "kind": {"const": "convert"},
+    "loras": {"type": ["array", "null"], "maxItems": 0},
+}
+
+
 class JobRequest(RequestBody):
     """The AImage to change, the name of the new one, and the change."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["loras"], "properties": _FUSE},
+                {
+                    "required": ["dtype"],
+                    "properties": {**_CONVERT, "dtype": {"type": "string"}},
+                },
+                {
+                    "required": ["quantize"],
+                    "properties": {**_CONVERT, "quantize": {"type": "string", "minLength": 1}},
+                },
+            ]
+        }
+    )
 
     kind: Literal["convert", "fuse"] = Field(
         description="`convert` needs `quantize` or `dtype`, `fuse` needs `loras`."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 
 from clowder_aimage.api.request_body import RequestBody
 
@@ -56,8 +57,30 @@ class Call(RequestBody):
     function: CalledFunction
 
 
+_IF_TOOL: JsonDict = {
+    "if": {"properties": {"role": {"const": "tool"}}},
+    "then": {
+        "required": ["tool_call_id"],
+        "properties": {"tool_call_id": {"type": "string", "minLength": 1}},
+    },
+}
+_NO_CALLS: JsonDict = {"tool_calls": {"type": ["array", "null"], "maxItems": 0}}
+_CALLS: JsonDict = {"tool_calls": {"type": "array", "minItems": 1}, "role": {"const": "assistant"}}
+_TEXT: JsonDict = {"content": {"type": ["string", "array"]}}
+
+
 class Message(RequestBody):
     """A message of a chat. Other fields of an answer that is sent back are ignored."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            **_IF_TOOL,
+            "anyOf": [
+                {"required": ["content"], "properties": {**_TEXT, **_NO_CALLS}},
+                {"required": ["tool_calls"], "properties": _CALLS},
+            ],
+        }
+    )
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None

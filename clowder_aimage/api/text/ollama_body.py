@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from clowder_aimage.api.ollama_request import OllamaBody
 from clowder_aimage.api.request_body import RequestBody, wrong
 from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_NAME, MAX_TOOLS, Tool
-from clowder_aimage.api.text.text_request import MAX_INPUTS, SamplingFields, Stops, texts_of
+from clowder_aimage.api.text.text_request import MAX_INPUTS, SamplingFields, Stops, text_list
 from clowder_aimage.model.text.language_model import MAX_ALTERNATIVES, TextRequest
 
 
@@ -220,10 +220,21 @@ class OllamaPromptBody(OllamaTextBody):
         return {"messages": (*system, {"role": "user", "content": self.prompt})}
 
 
+# A single text may be empty: it loads the model
+_INPUT = BeforeValidator(
+    text_list,
+    json_schema_input_type=str
+    | Annotated[list[str], Field(min_length=1, max_length=1)]
+    | Annotated[
+        list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_INPUTS)
+    ],
+)
+
+
 class OllamaEmbedBody(OllamaBody):
     """A request of ``/api/embed``, or of the older ``/api/embeddings``."""
 
-    input: Annotated[list[str], Field(max_length=MAX_INPUTS), texts_of(MAX_INPUTS)] | None = Field(
+    input: Annotated[list[str], Field(max_length=MAX_INPUTS), _INPUT] | None = Field(
         default=None, description="A text or several. None: load the model."
     )
     prompt: str = Field(default="", description="The text of `/api/embeddings`.")

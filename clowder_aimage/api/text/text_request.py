@@ -66,7 +66,7 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 def texts_of(most: int) -> BeforeValidator:
-    """Return the reader of a field that is a text, or a list of up to ``most``."""
+    """Return the reader of a field that is a text, or a list of up to ``most``; none is empty."""
     listed = Annotated[list[_Text], Field(min_length=1, max_length=most)]
     return BeforeValidator(text_list, json_schema_input_type=_Text | listed)
 
