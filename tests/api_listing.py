@@ -71,9 +71,13 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         for method, operation in sorted(methods.items()):
             yield from _of_operation(f"{method.upper()} {path}", operation)
     for name, schema in found["components"]["schemas"].items():
-        required = schema.get("required", ())
-        for field, one in schema["properties"].items():
-            yield f"{name}.{field}: {_kind(one)}{', required' if field in required else ''}"
+        yield from _fields(f"{name}.", schema)
+
+
+def _fields(place: str, schema: dict[str, Any]) -> Iterator[str]:
+    required = schema.get("required", ())
+    for field, one in schema["properties"].items():
+        yield f"{place}{field}: {_kind(one)}{', required' if field in required else ''}"
 
 
 def _of_operation(name: str, operation: dict[str, Any]) -> Iterator[str]:
@@ -90,8 +94,11 @@ def _of_operation(name: str, operation: dict[str, Any]) -> Iterator[str]:
 
 def _contents(name: str, value: dict[str, Any]) -> Iterator[str]:
     for media, content in value.get("content", {}).items():
-        schema = content.get("schema")
-        yield f"{name} {media}{': ' + _kind(schema) if schema else ''}"
+        schema = content.get("schema", {})
+        if "properties" in schema:
+            yield from _fields(f"{name} {media} ", schema)
+        else:
+            yield f"{name} {media}{': ' + _kind(schema) if schema else ''}"
 
 
 def _kind(schema: dict[str, Any]) -> str:

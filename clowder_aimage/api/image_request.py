@@ -70,15 +70,44 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
     NO_EFFECT = frozenset({"user", "safety_identifier", "moderation", "style", "input_fidelity"})
 
     prompt: Prompt
-    size: Annotated[str, Field(max_length=MAX_NAME)] = "auto"
-    loras: LoraFields = Field(default_factory=list)
-    trigger: bool = False
-    quality: Literal["auto", "low", "medium", "standard", "high", "hd", "xhigh", "max"] = "auto"
-    response_format: Literal["b64_json", "url"] = "b64_json"
-    background: Literal["auto", "opaque", "transparent"] = "auto"
-    stream: bool = False
-    stream_format: Literal["auto", "openai", "openai+progress", "ollama"] = "auto"
-    output: OutputField | None = None
+    size: Annotated[str, Field(max_length=MAX_NAME)] = Field(
+        default="auto",
+        description="`auto`, or WIDTHxHEIGHT such as `1024x1024`.",
+        examples=["32x32"],
+        json_schema_extra={"pattern": f"^(auto|{_SIZE.pattern})$"},
+    )
+    loras: LoraFields = Field(
+        default_factory=list,
+        description="Adapters, whose changes are added; so are those of tags <lora:NAME:STRENGTH> "
+        "in the prompt, which are removed from it.",
+    )
+    trigger: bool = Field(
+        default=False,
+        description="Add the trigger words of the adapters that the prompt lacks.",
+    )
+    quality: Literal["auto", "low", "medium", "standard", "high", "hd", "xhigh", "max"] = Field(
+        default="auto",
+        description="Multiplies the model's default number of steps, unless `steps` is set.",
+    )
+    response_format: Literal["b64_json", "url"] = Field(
+        default="b64_json",
+        description="The picture as base64, or a link that is valid for an hour. Default: "
+        "b64_json; url for dall-e-2 and dall-e-3 without stream.",
+    )
+    background: Literal["auto", "opaque", "transparent"] = Field(
+        default="auto",
+        description="Only opaque pictures are supported.",
+        json_schema_extra={"enum": ["auto", "opaque"]},
+    )
+    stream: bool = Field(default=False, description="Respond with events while the work goes on.")
+    stream_format: Literal["auto", "openai", "openai+progress", "ollama"] = Field(
+        default="auto", description="The format of the events."
+    )
+    output: OutputField | None = Field(
+        default=None,
+        description="The pictures are also pushed, as one artifact whose subject is the model. "
+        "Requires the scope admin; cannot be combined with `stream`.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

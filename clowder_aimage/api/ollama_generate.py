@@ -16,7 +16,7 @@ from functools import partial
 from typing import Annotated, Any, NotRequired, Self
 
 from aiohttp import web
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
 from clowder_aimage.api import model_list
@@ -59,17 +59,32 @@ from clowder_aimage.http.route import INFER, Route, share
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import Step
 
+_ZEROS = ("width", "height", "steps")
+
+
+def _with_defaults(schema: dict[str, Any]) -> None:
+    """Add ollama's defaults to the schema of a body: 0, and a negative seed."""
+    fields = schema.get("properties", {})
+    for name in _ZEROS:
+        if name in fields:
+            text = fields[name].pop("description", "")
+            fields[name] = {"anyOf": [fields[name], {"const": 0}], "description": text}
+    fields.get("seed", {}).pop("minimum", None)
+
 
 class _Options(ParameterBody):
+    model_config = ConfigDict(json_schema_extra=_with_defaults)
+
     @model_validator(mode="before")
     @classmethod
     def _leave_out_defaults(cls, fields: Any) -> Any:
         """Leave out a size or steps of 0 and a negative seed, which are ollama's defaults."""
         if not isinstance(fields, dict):
             return fields
-        zeros = {name for name in ("width", "height", "steps") if fields.get(name) in (0, None)}
-        seed = fields.get("seed")
-        zeros |= {"seed"} if isinstance(seed, int | float) and seed < 0 else set()
+        known = {name: each for name, each in fields.items() if type(each) in (int, float)}
+        zeros = {name for name in _ZEROS if known.get(name) == 0}
+        seed = known.get("seed", 0)
+        zeros |= {"seed"} if seed < 0 and seed % 1 == 0 else set()
         return {name: value for name, value in fields.items() if name not in zeros}
 
 

@@ -244,10 +244,10 @@ def _headers(named: Mapping[str, str]) -> dict[str, Any]:
 def _schemas(operations: Sequence[Operation]) -> tuple[dict[int, Any], dict[str, Any]]:
     """Return the schemas of all types by their identity, and the components that they name."""
     kinds: dict[int, Any] = {id(kind): kind for kind in (OpenAIError, OllamaError)}
-    places: list[Any] = []
+    texts: list[Any] = []
     for one in operations:
-        places += [one.places, one.query, one.headers]
-        for kind in (one.body, one.form, *(answer.body for answer in one.answers)):
+        texts += [one.places, one.query, one.headers, one.form]
+        for kind in (one.body, *(answer.body for answer in one.answers)):
             if kind is not None:
                 kinds[id(kind)] = kind
     adapters = [(key, "validation", TypeAdapter(kind)) for key, kind in kinds.items()]
@@ -257,8 +257,8 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[int, Any], dict[str,
         schema_generator=_Schema,
     )
     schemas: dict[int, Any] = {key: schema for (key, _), schema in found.items()}
-    for kind in places:
-        if kind is not None:  # parameters are listed one by one
+    for kind in texts:
+        if kind is not None:
             schemas[id(kind)] = TypeAdapter(kind).json_schema(schema_generator=_TextSchema)
     return schemas, dict(sorted(rest["$defs"].items()))
 
@@ -266,11 +266,14 @@ def _schemas(operations: Sequence[Operation]) -> tuple[dict[int, Any], dict[str,
 class _Schema(GenerateJsonSchema):
     """Pydantic's schemas without titles; a null is a type of a value, or of an absent field."""
 
+    has_null = True
+
     def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
         return False
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
-        return _or_null(self.generate_inner(schema["schema"]))
+        inner = self.generate_inner(schema["schema"])
+        return _or_null(inner) if self.has_null else inner
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         value = schema.get("default")
@@ -287,7 +290,7 @@ class _Schema(GenerateJsonSchema):
         found, kind = super().model_schema(schema), schema["cls"]
         found.pop("title", None)
         found["description"] = found.get("description", "").replace("``", "`")
-        if not issubclass(kind, RequestBody) or "properties" not in found:
+        if not issubclass(kind, RequestBody) or "properties" not in found or not self.has_null:
             return found
         fields, required = found["properties"], found.get("required", ())
         for name in fields.keys() - {*required}:
@@ -298,10 +301,9 @@ class _Schema(GenerateJsonSchema):
 
 
 class _TextSchema(_Schema):
-    """The schemas of parameters, which are texts and never null."""
+    """The schemas of parameters and of forms, which are texts and never null."""
 
-    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
-        return self.generate_inner(schema["schema"])
+    has_null = False
 
 
 def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:

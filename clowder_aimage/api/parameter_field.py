@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, create_model
 from pydantic_core import PydanticCustomError
@@ -72,7 +72,17 @@ def _type(parameter: Parameter) -> Any:
     constant = parameter.default if kind in (bool, int, float) and not default else None
     shown = {} if constant is None else {"default": constant}
     described = Field(description=parameter.words.help + default, json_schema_extra=shown)
-    return Annotated[Annotated[kind, *limits] | None, BeforeValidator(reader(parameter)), described]
+    limited: Any = Annotated[kind, *limits]
+    read = BeforeValidator(reader(parameter), json_schema_input_type=_accepted(parameter, limited))
+    return Annotated[limited | None, read, described]
+
+
+def _accepted(parameter: Parameter, limited: Any) -> Any:
+    """Return the type of a field's value before it is read: numbers in a row may be one text."""
+    if parameter.type.is_scalar:
+        return limited
+    count = len(get_args(parameter.type.kind))
+    return limited | Annotated[str, Field(pattern=f"^[0-9]+(,[0-9]+){{{count - 1}}}$")]
 
 
 def reader(parameter: Parameter) -> Callable[[Any, ValidationInfo], Any]:

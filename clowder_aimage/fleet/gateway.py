@@ -16,7 +16,6 @@ from nats.js.errors import Error as JetStreamError
 
 from clowder_aimage.api.model_list import unknown
 from clowder_aimage.api.openai_model import unknown_model
-from clowder_aimage.api.request_body import read_headers
 from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, NEVER
 from clowder_aimage.errors import AImageError, NetworkError, UsageError
 from clowder_aimage.fleet.fair_queue import FairQueue
@@ -98,12 +97,13 @@ class JobGateway:
         able = [one.slots for one in statuses if not digest or digest in one.kinds or one.may_pull]
         return max(MIN_WINDOW, 2 * sum(able))
 
-    async def answer(self, request: Request, parsed: ParsedRequest) -> web.StreamResponse:
+    async def answer(
+        self, request: Request, parsed: ParsedRequest, headers: JobHeaders
+    ) -> web.StreamResponse:
         """Respond with the response of a worker. Raises AImageError."""
         self._link.check()
-        asked = read_headers(request, JobHeaders)
-        job = await self._job(request, parsed, asked.priority)
-        if key := asked.key:
+        job = await self._job(request, parsed, headers.priority)
+        if key := headers.key:
             job = replace(job, id=_keyed(job.caller, key))
         with self._metrics.job(job.priority) as statuses:
             relay = ResponseRelay(request)

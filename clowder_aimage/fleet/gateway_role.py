@@ -14,6 +14,7 @@ from clowder_aimage.api import health_operation, ollama_routes, page
 from clowder_aimage.api.batch.batch_routes import BatchRoutes
 from clowder_aimage.api.batch.batch_run import BatchRunner
 from clowder_aimage.api.openapi import description_routes
+from clowder_aimage.api.request_body import read_headers
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.fleet import gateway_operation
 from clowder_aimage.fleet.fleet_batch_store import FleetBatchStore
@@ -103,10 +104,11 @@ class GatewayRole(Role):
 
     async def _job(self, request: Request) -> web.StreamResponse:
         self._link.check()
+        headers = read_headers(request, gateway_operation.JobHeaders)
         parsed = await self._validator.read(request)
         if parsed.unloads:
             return await self._unload(request, parsed)
-        return await self._gateway.answer(request, parsed)
+        return await self._gateway.answer(request, parsed, headers)
 
     async def _unload(self, request: Request, parsed: ParsedRequest) -> web.StreamResponse:
         """Unload or stop a model on all workers. Raises ApiError."""

@@ -143,7 +143,7 @@ def test_every_integer_may_be_written_with_a_point() -> None:
     tried = 0
     for kind, name, schema in FIELDS:
         if "integer" in schema.get("type", ()):
-            value = schema.get("enum", [schema.get("minimum", schema.get("maximum", 0))])[0]
+            value = schema.get("enum", [schema.get("minimum", 0)])[0]
             assert not refused(kind, name, float(value)), (kind, name)
             assert refused(kind, name, 0.5) and refused(kind, name, "1"), (kind, name)
             tried += 1

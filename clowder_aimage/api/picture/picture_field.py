@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Literal
 
+from pydantic import Field
+
 from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
 from clowder_aimage.api.picture.picture_source import CONTROL, IMAGE, IMAGES, MASK
 from clowder_aimage.api.picture.picture_upload import KeptPictures
@@ -25,7 +27,11 @@ _OF_CONTROLS = ("controlnet", "control_strength")
 class PictureFields(ParameterBody):
     """The parameters of the pictures of a request."""
 
-    painted: Literal["auto", "white", "transparent"] = "auto"
+    painted: Literal["auto", "white", "transparent"] = Field(
+        default="auto",
+        description="What of the mask is painted. `auto`: what is transparent if anything is, else "
+        "white.",
+    )
 
     def check_given(self, names: Collection[str], *, has_size: bool) -> None:
         """Refuse fields that need other pictures than those with ``names``. Raises ApiError."""

@@ -24,9 +24,11 @@ from clowder_aimage.pictures.picture_artifact import (
 
 
 class OutputField(RequestBody):
-    """The place of the pictures of a request: ``push`` is HOST/REPO:TAG."""
+    """The place of the pictures of a request."""
 
-    push: Annotated[str, Field(max_length=1024)]
+    push: Annotated[str, Field(max_length=1024)] = Field(
+        description="HOST/REPO:TAG.", examples=["registry.example.com/team/pictures:v1"]
+    )
 
 
 async def target_of(

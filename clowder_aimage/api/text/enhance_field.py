@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Self
 
-from pydantic import BeforeValidator, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from clowder_aimage.api.model_kind import TEXT, check_kind
 from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
@@ -39,6 +39,7 @@ def _checked(value: object) -> object:
     raise ValueError("must be true, false, or the name of a language model")
 
 
+_ModelName = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 _Instruction = Annotated[
     str, StringConstraints(strip_whitespace=True, min_length=1, max_length=MAX_INSTRUCTION)
 ]
@@ -46,13 +47,19 @@ _Instruction = Annotated[
 
 @with_parameters(GenerateRequest, without=("prompt",))
 class EnhanceFields(ParameterBody):
-    """The language model that writes the prompt: the worker's, or one that is named.
+    """The language model that writes the prompt: the worker's, or one that is named."""
 
-    enhance_instruction: replaces the instruction to it.
-    """
-
-    enhance: Annotated[bool | str, BeforeValidator(_checked)] = False
-    enhance_instruction: _Instruction | None = None
+    enhance: Annotated[
+        bool | str, BeforeValidator(_checked, json_schema_input_type=bool | _ModelName)
+    ] = Field(
+        default=False,
+        description="Let a language model write the prompt: the worker's, or the one of this name.",
+    )
+    enhance_instruction: _Instruction | None = Field(
+        default=None,
+        description="The instruction to the language model, in place of the worker's own; requires "
+        "enhance.",
+    )
 
     @model_validator(mode="after")
     def _check_enhancement(self) -> Self:
