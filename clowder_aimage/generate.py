@@ -14,7 +14,7 @@ from clowder_aimage.adapter_source import (
 )
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
-from clowder_aimage.generation.request import COUNTS, ENHANCED, GenerateRequest, places
+from clowder_aimage.generation.request import COUNTS, GenerateRequest, places
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.flow.array_library import ArrayLibrary
 from clowder_aimage.model.library_choice import NO_TUNING, TorchTuning
@@ -205,7 +205,8 @@ def _stated_values(request: GenerateRequest) -> dict[str, Any]:
         "references": not request.input.references,
         "loras": not request.adapters.loras,
         "cfg_normalization": not request.guidance.normalization,
-        **{name: request.values()[name] is None for name in ENHANCED},
+        "original_prompt": request.original_prompt is None,
+        "enhancer": request.enhancer is None,
     }
     return {name: value for name, value in request.to_json().items() if not is_left_out.get(name)}
 

@@ -148,7 +148,7 @@ def test_a_picture_and_a_mask(zimage: Both, strength: float) -> None:
 def test_flux2(flux2: Both) -> None:
     rng = random.Random(SEED)
     guidance = 0.0 if flux2.mlx.family.is_distilled else 3.0
-    multiple = flux2.mlx.family.sides.multiple
+    multiple = max(16, flux2.mlx.family.sides.multiple)
     size = {"width": 4 * multiple, "height": 3 * multiple, "steps": 3}
     request = GenerateRequest.of("an owl", seed=rng.randrange(99), guidance=guidance, **size)
     flux2.compare(request.change(n=2, previews=1))
@@ -163,7 +163,7 @@ def test_flux2(flux2: Both) -> None:
 
 def test_adapters_of_flux2(flux2: Both) -> None:
     """Of low rank, in layers of two streams and of one, with two strengths, and undone."""
-    multiple = flux2.mlx.family.sides.multiple
+    multiple = max(16, flux2.mlx.family.sides.multiple)
     request = GenerateRequest.of("an owl", width=4 * multiple, height=3 * multiple, steps=2, seed=3)
     plain, _ = made(flux2.torch, request, None)
     names = "transformer_blocks.0.attn.add_k_proj", "single_transformer_blocks.0.attn.to_out"
@@ -243,7 +243,7 @@ def test_layers_one_by_one(family: str, tmp_path: Path, monkeypatch: pytest.Monk
         make_flux2(tmp_path / "files", SEED, is_distilled=True)
     both = load(tmp_path / "files", tmp_path / "blobs")
     both.torch.set_memory("auto", 1)
-    multiple = both.mlx.family.sides.multiple
+    multiple = max(16, both.mlx.family.sides.multiple)
     size = {"width": 4 * multiple, "height": 3 * multiple, "steps": 4}
     plain = GenerateRequest.of("a fox", cache_threshold=10.0, **size)
     both.compare(plain)
