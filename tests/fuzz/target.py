@@ -372,7 +372,7 @@ class Requests(Target):
         permitted(lambda: read_request(read_object(raw), strict=strict))
         raw = encoded(rng, damage_json(rng, self.GENERATE))
         permitted(
-            lambda: check_fields(read_object(raw), ollama_generate.OllamaPictureBody).parameters()
+            lambda: check_fields(read_object(raw), ollama_generate.OllamaPictureBody).with_options()
         )
         permitted(lambda: check_fields(read_object(raw), ModelBody))
         kind, body = rng.choice([*self.TEXTS.items()])

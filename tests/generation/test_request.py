@@ -168,7 +168,7 @@ LIMITS = {
 
 def literals(node: ast.AST) -> set[float]:
     values = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
-    return {value for value in values if type(value) in (int, float)}
+    return {value for value in values if isinstance(value, int | float)}
 
 
 def is_bound(node: ast.AST) -> bool:

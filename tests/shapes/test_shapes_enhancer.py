@@ -87,8 +87,9 @@ def test_pictures_of_terse_wishes_are_right(enhancer: LanguageModel, tmp_path: P
     asked = [*enumerate(terse_scenes())][::8]
     for seed, (wish, scene) in asked:
         for prompt in (write(enhancer, wish, seed), wish):
-            size = scene.width, scene.height
-            made = quality.picture(pipeline, GenerateRequest.of(prompt, *size, quality.STEPS, seed))
+            size = {"width": scene.width, "height": scene.height}
+            request = GenerateRequest.of(prompt, **size, steps=quality.STEPS, seed=seed)
+            made = quality.picture(pipeline, request)
             verdict = score(scene, look(made))
             is_right = all(
                 getattr(verdict, name) is not False for name in verdict.__dataclass_fields__
