@@ -12,9 +12,11 @@ from pathlib import Path
 from aiohttp import web
 from pydantic import Field
 
+from clowder_aimage.api import page_parameter
 from clowder_aimage.api.health_operation import HELLO
 from clowder_aimage.api.request_body import Parameters
 from clowder_aimage.engine.executor import run_io
+from clowder_aimage.generation.request import places
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.operation import PAGE, Answer, Operation
@@ -80,8 +82,8 @@ def routes(*, is_shown: bool) -> list[Route]:
     if not is_shown:
         return [root]
     paths = sorted(path for path in DIRECTORY.rglob("*") if path.suffix in _TYPES)
-    names = frozenset(path.relative_to(DIRECTORY).as_posix() for path in paths)
-    return [root, serve(_FILE, partial(_file, names))]
+    names = {path.relative_to(DIRECTORY).as_posix() for path in paths} | {page_parameter.NAME}
+    return [root, serve(_FILE, partial(_file, frozenset(names)))]
 
 
 async def _root(is_shown: bool, request: web.Request) -> web.StreamResponse:
@@ -104,7 +106,7 @@ async def _file(names: frozenset[str], request: web.Request) -> web.StreamRespon
 
 async def _respond(request: web.Request, name: str) -> web.Response:
     """Respond with a file, unless the browser has it (RFC 9110, 13.1.2)."""
-    file = await run_io(_read, DIRECTORY / name)
+    file = _parameters() if name == page_parameter.NAME else await run_io(_read, DIRECTORY / name)
     headers = _HEADERS | {"ETag": file.tag}
     headers |= _OF_DOCUMENTS if name.endswith(_DOCUMENTS) else {}
     if file.tag in request.headers.get("If-None-Match", ""):
@@ -122,6 +124,14 @@ def _read(path: Path) -> PageFile:
 
 @functools.lru_cache(maxsize=128)
 def _load(path: Path, _: int) -> PageFile:
-    data = path.read_bytes()
+    return _file_of(path.read_bytes(), _TYPES[path.suffix])
+
+
+@functools.cache
+def _parameters() -> PageFile:
+    return _file_of(page_parameter.module(places()).encode(), _TYPES[".js"])
+
+
+def _file_of(data: bytes, media_type: str) -> PageFile:
     tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
-    return PageFile(data, gzip.compress(data, 9, mtime=0), tag, _TYPES[path.suffix])
+    return PageFile(data, gzip.compress(data, 9, mtime=0), tag, media_type)

@@ -19,15 +19,15 @@ class PictureKeywords(TypedDict, total=False):
     steps: int | None
     # The same seed gives the same picture; each further one has the next. Default: random.
     seed: int | None
-    # Shift of the noise schedule. Default: the model's.
+    # Shift of the noise schedule; if higher, more steps form the composition. Default: the model's.
     shift: float | None
-    # Reuse an earlier step if the first block changes less than this part.
+    # Reuse an earlier step if the first block changes by less than this part; 0 for never.
     cache_threshold: float | None
-    # Guidance scale (CFG). Default: the model's, or 0.
+    # Guidance scale (CFG): how closely to follow the prompt; 0 is off. Default: the model's, or 0.
     guidance: float | None
     # Part of the way, from noise to picture, that is guided.
     guidance_end: float | None
-    # Longest guided step, in unguided ones; 0 for no limit.
+    # Limit of a guided step, as a multiple of the unguided one; 0 for no limit.
     cfg_normalization: float | None
     # What to avoid; requires guidance above 0.
     negative: str | None

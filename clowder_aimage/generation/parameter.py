@@ -20,7 +20,7 @@ class Words:
 
     help: a sentence. default: in words, if it is not a constant. name: in all interfaces, if it is
     not the field's. field: in requests over HTTP, if it is another; synonyms: further ones there.
-    unit: of the value, such as pixels.
+    unit: of the value, such as pixels. usual: the range of a slider, if the bounds are far apart.
     """
 
     help: str
@@ -29,6 +29,7 @@ class Words:
     field: str = ""
     synonyms: tuple[str, ...] = ()
     unit: str = ""
+    usual: tuple[float, float] | None = None
 
 
 class ValueType(NamedTuple):

@@ -72,13 +72,18 @@ class Sampling:
     ] = 0
     # Outside of these bounds there is only one level of noise
     shift: Annotated[
-        float | None, Ge(0.001), Le(1000), Words("Shift of the noise schedule.", OF_MODEL)
+        float | None,
+        Ge(0.001),
+        Le(1000),
+        Words("Shift of the noise schedule; if higher, more steps form the composition.", OF_MODEL),
     ] = None
     cache_threshold: Annotated[
         float,
         Ge(0),
         Le(10),
-        Words("Reuse an earlier step if the first block changes less than this part."),
+        Words(
+            "Reuse an earlier step if the first block changes by less than this part; 0 for never."
+        ),
     ] = 0.0
 
     @property
@@ -104,7 +109,7 @@ class Guidance:
         Ge(0),
         Le(1000),
         Words(
-            "Guidance scale (CFG).",
+            "Guidance scale (CFG): how closely to follow the prompt; 0 is off.",
             "the model's, or 0",
             name="guidance",
             synonyms=("guidance_scale",),
@@ -120,7 +125,10 @@ class Guidance:
         float,
         Ge(0),
         Le(1000),
-        Words("Longest guided step, in unguided ones; 0 for no limit.", name="cfg_normalization"),
+        Words(
+            "Limit of a guided step, as a multiple of the unguided one; 0 for no limit.",
+            name="cfg_normalization",
+        ),
     ] = 0.0
     negative: Annotated[
         str | None,
@@ -143,12 +151,14 @@ class ImageInput:
     White parts of the mask are painted, or with ALPHA what is transparent in the image.
     """
 
-    image: Annotated[_Digest | None, Words("The picture to begin with.")] = None
-    mask: Annotated[_Digest | None, Words("The picture whose white parts are painted.")] = None
+    image: Annotated[_Digest | None, Words("The picture to begin with.", unit="digest")] = None
+    mask: Annotated[
+        _Digest | None, Words("The picture whose white parts are painted.", unit="digest")
+    ] = None
     references: Annotated[
         tuple[_Digest, ...],
         MaxLen(MAX_REFERENCES),
-        Words("Pictures that the model edits or combines."),
+        Words("Pictures that the model edits or combines.", unit="digest"),
     ] = ()
     strength: Annotated[
         float | None,
@@ -163,7 +173,7 @@ class ImageInput:
         int,
         Ge(0),
         Le(256),
-        Words("Mix pasted and painted pixels over this width.", unit="pixels"),
+        Words("Mix pasted and painted pixels over this width.", unit="pixels", usual=(0, 64)),
     ] = 0
     crop: Annotated[bool, Words("Generate only the surroundings of the mask.")] = False
     expand: Annotated[
@@ -218,7 +228,11 @@ class Control:
 
     image: Annotated[
         _Digest | None,
-        Words("A picture of edges, depth or a pose that guides a ControlNet.", name="control"),
+        Words(
+            "A picture of edges, depth or a pose that guides a ControlNet.",
+            name="control",
+            unit="digest",
+        ),
     ] = None
     network: Annotated[
         str | None,
@@ -230,7 +244,7 @@ class Control:
         float | None,
         Ge(0),
         Le(10),
-        Words("How much control guides.", "0.75", name="control_strength"),
+        Words("How much control guides.", "0.75", name="control_strength", usual=(0, 2)),
     ] = None
 
     def __post_init__(self) -> None:
@@ -261,7 +275,13 @@ class LoraUse:
         float | None,
         Ge(-MAX_STRENGTH),
         Le(MAX_STRENGTH),
-        Words("The factor of its change.", "its own", name="loras: strength", field="strength"),
+        Words(
+            "The factor of its change.",
+            "its own",
+            name="loras: strength",
+            field="strength",
+            usual=(0, 2),
+        ),
     ] = None
     digest: Annotated[
         str | None,

@@ -2,10 +2,11 @@
 
 import { signal } from './html.js';
 import { call } from './api.js';
+import { scaleOf } from './parameter_control.js';
+import { LORA } from './setting.js';
 
-export const LEAST = 0;
-export const MOST = 2;
-export const STEP = 0.05;
+/** The scale of weights. */
+export const SCALE = scaleOf(LORA.strength, 0.05);
 
 /** What `GET /v1/adapters` says: {model, list, error}; `list` is null until it has answered. */
 export const adapters = signal({ model: null, list: null, error: '' });
@@ -23,10 +24,11 @@ export async function findAdapters(model) {
   }
 }
 
-/** Return a weight on the scale of the slider: 0.00 to 2.00 in steps of 0.05. */
+/** Return the nearest weight on the scale. */
 export function onScale(weight) {
-  const nearest = Math.round((weight ?? 1) / STEP) * STEP;
-  return Number(Math.min(MOST, Math.max(LEAST, nearest)).toFixed(2));
+  const { min, max, step } = SCALE;
+  const nearest = Math.round((weight ?? 1) / step) * step;
+  return Number(Math.min(max, Math.max(min, nearest)).toFixed(2));
 }
 
 /** Return the tag of an adapter, as the interfaces of Stable Diffusion write it in prompts. */

@@ -4,15 +4,17 @@ import { html, useEffect, useId, useRef, useState } from './html.js';
 import { Bar, Button, Field, sendKey } from './controls.js';
 import { generate, inSlot } from './generation.js';
 import { number, t } from './lang.js';
+import { label } from './parameter_control.js';
 import { draftOf } from './picture_draft.js';
-import { CHANGEABLE, changeable, readValue, seedAfter, settingText, withSetting } from './setting.js';
+import { CHANGEABLE, changeable, isNumeric, readValue, seedAfter, settingText, withSetting } from './setting.js';
 import { models } from './state.js';
 import { readTab, writeTab } from './storage.js';
 
 /** The form. Props: `entry`; `onMade(id)`, which takes the id of the new picture. */
 export function Again({ entry, onMade }) {
   const { draft, missing } = draftOf(entry.facts, entry.inputs);
-  const kept = readTab('again')?.id === entry.id ? readTab('again') : null; // what was typed before a reload
+  const last = readTab('again');
+  const kept = last?.id === entry.id && last.name in CHANGEABLE ? last : null; // what was typed before a reload
   const [name, setName] = useState(kept?.name ?? 'seed');
   const [text, setText] = useState(kept?.text ?? firstText(draft, 'seed'));
   const [error, setError] = useState('');
@@ -53,7 +55,7 @@ export function Again({ entry, onMade }) {
   return html`<form class="again" onSubmit=${make}>
     <${Field} label=${t('again.what')}>
       ${(link) => html`<select ...${link} class="input" value=${name} disabled=${progress} onChange=${(event) => choose(event.target.value)}>
-        ${changeable(draft).map((one) => html`<option key=${one} value=${one}>${t(`setting.${one}`)}</option>`)}
+        ${changeable(draft).map((one) => html`<option key=${one} value=${one}>${label(one)}</option>`)}
       </select>`}
     <//>
     <${Field} label=${t('again.value')} error=${error}>
@@ -75,8 +77,10 @@ function firstText(draft, name) {
 }
 
 function wrongText(name) {
-  const { least, most, step = 1 } = CHANGEABLE[name];
-  return least === undefined ? t('again.wrong') : t('again.range', { least: number(least, 3), most, step });
+  const { kind, least, above, most, step } = CHANGEABLE[name];
+  if (!isNumeric({ kind })) return t('again.wrong');
+  const key = above !== undefined ? 'again.above' : step ? 'again.multiple' : 'again.range';
+  return `${t('again.wrong')} ${t(key, { least: number(least ?? above, 3), most, step })}`;
 }
 
 /** The control for the value of a changeable setting. */

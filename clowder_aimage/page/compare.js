@@ -3,7 +3,7 @@
 import { html, useEffect, useId, useRef, useState } from './html.js';
 import { pictureUrl } from './api.js';
 import { IconButton } from './controls.js';
-import { factTexts } from './facts.js';
+import { factLabel, factTexts } from './facts.js';
 import { t } from './lang.js';
 import { useEntry } from './viewer.js';
 
@@ -78,5 +78,5 @@ function Differences({ entry, other }) {
   const found = factTexts(entry).filter(([name, text]) => other && others.get(name) !== text);
   if (!other) return null;
   if (!found.length) return html`<p class="field-hint">${t('compare.same')}</p>`;
-  return html`<dl class="facts">${found.map(([name, text]) => html`<div key=${name} class="fact"><dt>${t(`facts.${name}`)}</dt><dd>${text}</dd></div>`)}</dl>`;
+  return html`<dl class="facts">${found.map(([name, text]) => html`<div key=${name} class="fact"><dt>${factLabel(name)}</dt><dd>${text}</dd></div>`)}</dl>`;
 }

@@ -1,9 +1,9 @@
 // Write the request of a picture as a line of `aimage run`, as curl and as Python.
 
-import { checkedFacts } from './setting.js';
+import { checkedFacts, PLAIN, statedFields } from './setting.js';
 
 const OWN = 'adapters/'; // adapters that are a part of the model
-const PLAIN = /^[A-Za-z0-9_/.:@][A-Za-z0-9_/.:@+,-]*$/;
+const UNQUOTED = /^[A-Za-z0-9_/.:@][A-Za-z0-9_/.:@+,-]*$/;
 const CONTROL = /[\u0000-\u001f\u007f-\u009f\u2028\u2029]/g;
 const LOCAL = new Set(['127.0.0.1:11434', 'localhost:11434']);
 const ENDINGS = { 'image/png': 'png', 'image/jpeg': 'jpg', 'image/webp': 'webp' };
@@ -17,7 +17,7 @@ const code = (character) => character.codePointAt(0).toString(16).padStart(4, '0
  * (POSIX.1-2024, 2.2.4).
  */
 export function shellWord(text) {
-  if (PLAIN.test(text)) return text;
+  if (UNQUOTED.test(text)) return text;
   if (!text.match(CONTROL)) return `'${text.replaceAll("'", "'\\''")}'`;
   const escaped = text.replace(/['\\]/g, '\\$&').replace(CONTROL, (one) => octal(one));
   return `$'${escaped}'`;
@@ -59,36 +59,19 @@ export function inputsOf(facts) {
 }
 
 /** Return the fields of the request that makes a picture again, without its input pictures. */
-export function requestFields(facts, defaults = null) {
+export function requestFields(facts) {
   const known = checkedFacts(facts);
+  const { width, height, expand, ...others } = statedFields(known);
   const fields = { model: known.reference, prompt: known.prompt };
-  if (!known.expand) fields.size = `${known.width}x${known.height}`;
-  const differs = (name, value) => value !== undefined && (value !== usual[name] || !defaults || name in defaults);
-  for (const name of ['steps', 'seed', 'guidance']) if (name in known) fields[name] = known[name];
+  if (!expand) fields.size = `${width}x${height}`;
   if ('original_prompt' in known) for (const name of ['original_prompt', 'enhancer']) if (name in known) fields[name] = known[name];
-  if (known.negative) fields.negative_prompt = known.negative;
-  for (const name of Object.keys(usual)) if (differs(name, known[name])) fields[name] = known[name];
-  for (const name of ['cfg_normalization', 'shift']) if (known[name]) fields[name] = known[name];
   const loras = (known.loras ?? []).filter((use) => !use.model.startsWith(OWN));
   if (loras.length) fields.loras = loras;
-  return { ...fields, ...pictureFields(known) };
-}
-
-const usual = { guidance_end: 1, cache_threshold: 0 };
-
-function pictureFields(known) {
-  const fields = {};
   if (known.mask) fields[known.mask === 'alpha' ? 'mask' : 'painted'] = known.mask === 'alpha' ? 'alpha' : 'white';
-  for (const name of ['strength', 'fine', 'fit', 'paste', 'feather', 'crop', 'upscale']) {
-    if (known[name]) fields[name] = known[name];
-  }
-  if (known.expand) fields.expand = known.expand.join(',');
-  if (!known.control) return fields;
-  for (const name of ['controlnet', 'control_strength']) if (name in known) fields[name] = known[name];
-  return fields;
+  return { ...fields, ...others, ...(expand && { expand: expand.join(',') }) };
 }
 
-const OPTIONS = { negative_prompt: '--negative', cfg_normalization: '--cfg-normalization' };
+const OPTIONS = Object.fromEntries(PLAIN.map(([name, { field }]) => [field, `--${name.replaceAll('_', '-')}`]));
 const NOT_OPTIONS = new Set(['model', 'prompt', 'original_prompt', 'enhancer', 'painted', 'loras']);
 
 /**
@@ -96,12 +79,12 @@ const NOT_OPTIONS = new Set(['model', 'prompt', 'original_prompt', 'enhancer', '
  *
  * `names` are the names of its input files by their digests.
  */
-export function runLine(facts, { host, names = {}, defaults = null }) {
-  const fields = requestFields(facts, defaults);
+export function runLine(facts, { host, names = {} }) {
+  const fields = requestFields(facts);
   const words = ['aimage', 'run', shellWord(fields.model)];
   for (const [name, value] of Object.entries(fields)) {
     if (NOT_OPTIONS.has(name)) continue;
-    words.push(OPTIONS[name] ?? `--${name.replaceAll('_', '-')}`);
+    words.push(OPTIONS[name] ?? `--${name}`);
     if (value !== true) words.push(shellWord(String(value)));
   }
   for (const use of fields.loras ?? []) words.push('--lora', shellWord(loraText(use)));
@@ -121,9 +104,9 @@ function stated(words, prompt) {
 }
 
 /** Return the request of a picture as curl, which writes the file `name`. */
-export function curlText(facts, { origin, names = {}, defaults = null, hasToken = false }) {
+export function curlText(facts, { origin, names = {}, hasToken = false }) {
   const inputs = inputsOf(checkedFacts(facts));
-  const body = json(requestFields(facts, defaults));
+  const body = json(requestFields(facts));
   const lines = [`curl -s ${shellWord(`${origin}/v1/images/generations`)}`, "-H 'Content-Type: application/json'"];
   if (hasToken) lines.push('-H "Authorization: Bearer $AIMAGE_TOKEN"');
   const to = `jq -r '.data[0].b64_json' | base64 -d > ${shellWord(pictureName(facts))}`;
@@ -143,9 +126,9 @@ function grouped(inputs, written) {
 }
 
 /** Return the request of a picture as a program in Python, with its standard library alone. */
-export function pythonText(facts, { origin, names = {}, defaults = null, hasToken = false }) {
+export function pythonText(facts, { origin, names = {}, hasToken = false }) {
   const files = grouped(inputsOf(checkedFacts(facts)), (digest) => `data_url(${python(names[digest])})`);
-  const fields = Object.entries(requestFields(facts, defaults)).map(([name, value]) => [name, python(value, name)]);
+  const fields = Object.entries(requestFields(facts)).map(([name, value]) => [name, python(value, name)]);
   for (const [name, values] of Object.entries(files))
     fields.push([name, name === 'images' ? `[${values.join(', ')}]` : values[0]]);
   const headers = ['"Content-Type": "application/json"'];

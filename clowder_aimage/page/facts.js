@@ -4,18 +4,23 @@ import { html, useState } from './html.js';
 import { Button, Choice, Fold } from './controls.js';
 import { curlText, inputName, inputsOf, pythonText, runLine } from './copy_text.js';
 import { moment, t } from './lang.js';
+import { label } from './parameter_control.js';
+import { PARAMETERS } from './parameters.js';
 import { copyText, save } from './picture_file.js';
-import { checkedFacts, SETTINGS } from './setting.js';
+import { checkedFacts, FACTS, isPicture } from './setting.js';
 import { notice, token } from './state.js';
+
+/** Return the label of a fact. */
+export const factLabel = (name) => (name in PARAMETERS ? label(name) : t(`facts.${name}`));
 
 const NOT_SHOWN = new Set(['width', 'height']);
 
-/** Return the facts of an entry as `[name, text]`, in the order of SETTINGS. */
+/** Return the facts of an entry as `[name, text]`, in the order of FACTS. */
 export function factTexts(entry) {
   const facts = checkedFacts(entry.facts);
   const [width, height] = entry.width ? [entry.width, entry.height] : [facts.width, facts.height]; // facts have that of tiles
   const size = ['size', width && height ? `${width} × ${height}` : ''];
-  const found = Object.keys(SETTINGS).filter((name) => name in facts && !NOT_SHOWN.has(name)).map((name) => [name, textOf(facts[name])]);
+  const found = Object.keys(FACTS).filter((name) => name in facts && !NOT_SHOWN.has(name)).map((name) => [name, textOf(facts[name])]);
   const at = found.findIndex(([name]) => name === 'steps');
   found.splice(at < 0 ? found.length : at, 0, size);
   return found.filter(([, text]) => text !== '');
@@ -32,8 +37,8 @@ function textOf(value) {
 export function Facts({ entry }) {
   return html`<dl class="facts">
     ${factTexts(entry).map(([name, text]) => html`<div key=${name} class="fact">
-      <dt>${t(`facts.${name}`)}</dt>
-      <dd class=${/digest|image|mask|control$|references/.test(name) ? 'mono' : ''}>${text}</dd>
+      <dt>${factLabel(name)}</dt>
+      <dd class=${isPicture(FACTS[name] ?? {}) ? 'mono' : ''}>${text}</dd>
     </div>`)}
     ${entry.made && html`<div class="fact"><dt>${t('facts.made')}</dt><dd>${moment(entry.made)}</dd></div>`}
   </dl>`;

@@ -5,38 +5,30 @@ import { inputsOf } from './copy_text.js';
 import { add } from './gallery_store.js';
 import { usedDraft } from './picture_draft.js';
 import { pngFacts } from './png_facts.js';
-import { checkedFacts } from './setting.js';
+import { checkedFacts, PLAIN } from './setting.js';
 
-// fields of the draft and of the request that are sent as they are, unless they are null or empty
-const SAME = {
-  model: 'model', negative: 'negative_prompt', width: 'width', height: 'height', steps: 'steps', seed: 'seed',
-  guidance: 'guidance', guidanceEnd: 'guidance_end', shift: 'shift', cacheThreshold: 'cache_threshold',
-  cfgNormalization: 'cfg_normalization', n: 'n',
-};
-const OF_IMAGE = {
-  strength: 'strength', fine: 'fine', fit: 'fit', paste: 'paste', feather: 'feather', crop: 'crop',
-  expand: 'expand', upscale: 'upscale',
-};
-const OF_CONTROL = { controlnet: 'controlnet', controlStrength: 'control_strength' };
+const ABSENT = [null, undefined, '', false];
+const WITH = { input: (draft) => draft.images.length > 0, control: (draft) => Boolean(draft.control) }; // what a group requires
+
 /** The field of the draft for each field of the request, to show an error beside it. */
-export const FIELDS = Object.fromEntries(
-  Object.entries({ ...SAME, ...OF_IMAGE, ...OF_CONTROL, prompt: 'prompt', images: 'image', mask: 'mask', control: 'control',
-    enhance: 'enhance', loras: 'loras' }).map(([own, theirs]) => [theirs, own]),
-);
-FIELDS.size = FIELDS.height = 'width';
+export const FIELDS = {
+  ...Object.fromEntries(PLAIN.map(([name, { field }]) => [field, name])),
+  model: 'model', prompt: 'prompt', image: 'images', mask: 'mask', control: 'control', enhance: 'enhance', loras: 'loras',
+  size: 'width', height: 'width',
+};
 
 /** Return the fields of the request for a draft, without its pictures. */
 export function requestOf(draft) {
   const found = { prompt: draft.prompt, stream: true, stream_format: 'openai+progress' };
-  copy(draft, SAME, found);
-  found.partial_images = draft.previews;
+  if (draft.model) found.model = draft.model;
+  for (const [name, { field, group }] of PLAIN) {
+    if ((WITH[group]?.(draft) ?? true) && !ABSENT.includes(draft[name])) found[field] = draft[name];
+  }
   const isWritten = draft.enhanced && (draft.enhance ? draft.enhancedFrom : draft.enhanced) === draft.prompt;
   if (isWritten) Object.assign(found, writtenPrompts(draft));
   else if (draft.enhance) found.enhance = draft.enhancer || true;
   const loras = draft.loras.filter((one) => one.on !== false);
   if (loras.length) found.loras = loras.map(({ model, strength }) => ({ model, strength }));
-  if (draft.images.length) copy(draft, OF_IMAGE, found);
-  if (draft.control) copy(draft, OF_CONTROL, found);
   return found;
 }
 
@@ -45,13 +37,6 @@ function writtenPrompts({ enhanced, enhancedFrom, enhancedBy }) {
   const tags = (enhancedFrom.match(/<lora:[^<>]*>/gi) ?? []).filter((tag) => !enhanced.includes(tag));
   const original = tags.reduce((text, tag) => text.replace(tag, ''), enhancedFrom);
   return { prompt: [enhanced, ...tags].join(' '), original_prompt: original, ...(enhancedBy && { enhancer: enhancedBy }) };
-}
-
-function copy(draft, names, target) {
-  for (const [own, theirs] of Object.entries(names)) {
-    const value = draft[own];
-    if (value !== null && value !== '' && value !== false && value !== undefined) target[theirs] = value;
-  }
 }
 
 /** Return the request as a form with its pictures (multipart/form-data), as OpenAI's SDKs send it. */

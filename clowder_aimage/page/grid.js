@@ -8,6 +8,7 @@ import { Bar, Button, Empty, Field, sendKey, useEscape } from './controls.js';
 import { axisLabel, gridPicture } from './grid_picture.js';
 import { gridBase, gridRun, MOST_CELLS, readAxis, runGrid, secondsLeft, stopGrid } from './grid_run.js';
 import { duration, t } from './lang.js';
+import { label } from './parameter_control.js';
 import { save } from './picture_file.js';
 import { CHANGEABLE, changeable, settingText } from './setting.js';
 import { notice } from './state.js';
@@ -83,7 +84,7 @@ function Axis({ axis, draft, value, other, read, onChange }) {
     <${Field} label=${t('grid.setting')}>
       ${(link) => html`<select ...${link} class="input" value=${value.name} onChange=${choose}>
         <option value="">${t('grid.none')}</option>
-        ${names.map((name) => html`<option key=${name} value=${name}>${t(`setting.${name}`)}</option>`)}
+        ${names.map((name) => html`<option key=${name} value=${name}>${label(name)}</option>`)}
       </select>`}
     <//>
     ${value.name && html`<${Field} label=${t('grid.values')} hint=${`${hint} ${t('grid.count', { n: read.values.length })}`}>

@@ -1,6 +1,6 @@
 // A grid of pictures as one picture, with the labels of its rows and columns.
 
-import { t } from './lang.js';
+import { label } from './parameter_control.js';
 
 const LARGEST = 16384; // pixels of a side, which all browsers can draw
 const PAD = 12;
@@ -8,7 +8,7 @@ const PAD = 12;
 /** Return the label of a value of an axis. */
 export function axisLabel(axis, value) {
   if (!axis.name) return '';
-  return `${t(`setting.${axis.name}`)} ${value}`;
+  return `${label(axis.name)} ${value}`;
 }
 
 /** Return a grid as a PNG. `run` is that of grid_run.js; each made cell has its entry. */

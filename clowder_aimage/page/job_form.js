@@ -1,7 +1,7 @@
 // The dialogs that begin a job: a model quantized, or adapters fused into its weights.
 
 import { html, useEffect, useState } from './html.js';
-import { adapters, findAdapters, LEAST, MOST, onScale, STEP } from './adapters.js';
+import { adapters, findAdapters, onScale, SCALE } from './adapters.js';
 import { Choice, Dialog, Field, Slider, Switch } from './controls.js';
 import { fixed, t } from './lang.js';
 import { beginJob } from './jobs.js';
@@ -123,7 +123,7 @@ function Choosable({ each, use, onPut, onDrop }) {
   const turn = (isOn) => (isOn ? onPut({ model: each.id, strength: onScale(each.weight) }) : onDrop(each.id));
   return html`<li>
     <${Switch} label=${label} checked=${Boolean(use)} onChange=${turn} />
-    ${use && html`<${Slider} label=${t('lora.weight')} min=${LEAST} max=${MOST} step=${STEP} value=${use.strength}
+    ${use && html`<${Slider} label=${t('lora.weight')} ...${SCALE} value=${use.strength}
       format=${fixed} onChange=${(strength) => onPut({ ...use, strength })} />`}
   </li>`;
 }

@@ -34,10 +34,11 @@ const PLACE = /\{(\w+)(?::([^|}]*)\|([^}]*))?\}/g;
 /**
  * Return a text. `{name}` in it is replaced by a value; numbers are written as in the language.
  *
- * `{name:one|other}` is replaced by the first text if the value is 1, else by the second.
+ * `{name:one|other}` is replaced by the first text if the value is 1, else by the second. `otherwise` is
+ * the text if the language has none.
  */
-export function t(key, values = {}) {
-  const text = TEXTS[language.value][key] ?? key;
+export function t(key, values = {}, otherwise = key) {
+  const text = TEXTS[language.value][key] ?? otherwise;
   return text.replace(PLACE, (all, name, one, other) => {
     if (!(name in values)) return all;
     if (other === undefined) return shown(values[name]);

@@ -1,7 +1,7 @@
 // The panel of adapters (LoRA): by group, on or off, with a weight, their trigger words and tags.
 
 import { html, useEffect, useId, useState } from './html.js';
-import { adapters, findAdapters, hasPhrase, LEAST, MOST, onScale, STEP, tagOf, togglePhrase } from './adapters.js';
+import { adapters, findAdapters, hasPhrase, onScale, SCALE, tagOf, togglePhrase } from './adapters.js';
 import { Fold, IconButton, Slider, Switch } from './controls.js';
 import { Icon } from './icons.js';
 import { fixed, number, quoting, t } from './lang.js';
@@ -92,7 +92,7 @@ function Adapter({ one, value, onChange }) {
       <span class="lora-facts dim">${factsOf(one)}</span>
     </div>
     ${isUnfit && html`<p class=${`lora-reason ${isOn ? 'lora-wrong' : ''}`}>${quoting('lora.unfit', 'reason', one.reason)}</p>`}
-    ${isOn && html`<${Slider} label=${t('lora.weight')} value=${use.strength} min=${LEAST} max=${MOST} step=${STEP}
+    ${isOn && html`<${Slider} label=${t('lora.weight')} value=${use.strength} ...${SCALE}
       format=${fixed} onChange=${(strength) => put({ strength })} />`}
     ${(isOn || !isUnfit) && one.triggers.length > 0 && html`<${Triggers} ...${{ one, isOn }} />`}
   </li>`;

@@ -10,6 +10,8 @@ import { ModelField } from './make_model.js';
 import { EnhanceField, NegativeField, PromptField } from './make_prompt.js';
 import { SizeField } from './make_size.js';
 import { cancel, isRunning, run, start } from './making.js';
+import { label, limitsOf } from './parameter_control.js';
+import { PARAMETERS } from './parameters.js';
 import { PictureInput } from './picture_input.js';
 import { Preview } from './preview.js';
 import { change, chosen, draft, EMPTY, worker } from './state.js';
@@ -56,10 +58,10 @@ function Fields() {
     <${ModelField} value=${value} />
     <${SizeField} value=${value} model=${model} />
     <div class="make-row">
-      <${NumberField} label=${t('make.steps')} value=${value.steps} placeholder=${model?.defaults?.steps ?? ''}
-        error=${errors.steps} min="1" max="1000" step="1" onChange=${(steps) => change({ steps })} />
-      <${NumberField} label=${t('make.count')} value=${value.n} error=${errors.n} min="1" max="10" step="1"
-        onChange=${(n) => change({ n: n ?? 1 })} />
+      <${NumberField} label=${label('steps')} value=${value.steps} placeholder=${model?.defaults?.steps ?? ''}
+        error=${errors.steps} ...${limitsOf(PARAMETERS.steps)} onChange=${(steps) => change({ steps })} />
+      <${NumberField} label=${label('n')} value=${value.n} error=${errors.n} ...${limitsOf(PARAMETERS.n)}
+        onChange=${(n) => change({ n: n ?? EMPTY.n })} />
     </div>
     <${SeedField} value=${value} />
     <div class="make-folds">

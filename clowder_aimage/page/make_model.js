@@ -3,6 +3,7 @@
 import { html } from './html.js';
 import { Field } from './controls.js';
 import { bytes, t } from './lang.js';
+import { label } from './parameter_control.js';
 import { change, chosen, loaded, makesPictures, models } from './state.js';
 
 const isLoaded = (model) => loaded.value.some((one) => one.digest === model.digest || one.name === model.id);
@@ -33,7 +34,7 @@ export function ModelField({ value }) {
   const isGone = value.model && !now && able.length > 0;
   const error = value.errors.model || (isGone ? t('make.model-gone') : '');
   return html`<div class="make-model">
-    <${Field} label=${t('make.model')} error=${error}>
+    <${Field} label=${label('model')} error=${error}>
       ${(link) => html`<select ...${link} class="input" value=${now?.id ?? value.model} onChange=${(event) => change({ model: event.target.value })}>
         ${isGone && html`<option value=${value.model}>${value.model}</option>`}
         ${!able.length && html`<option value="">${t('make.no-model')}</option>`}

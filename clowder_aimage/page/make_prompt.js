@@ -3,14 +3,16 @@
 import { html, useState } from './html.js';
 import { Button, Dialog, Field, Fold, IconButton, Switch } from './controls.js';
 import { t } from './lang.js';
+import { hint, label } from './parameter_control.js';
+import { PARAMETERS } from './parameters.js';
 import { forget, history } from './storage.js';
 import { answersChats, change, draft, models, worker } from './state.js';
 
 export function PromptField({ value }) {
   const [isOpen, setOpen] = useState(false);
   const aside = html`<${IconButton} icon="history" size=${16} label=${t('make.history')} class="icon-small" onClick=${() => setOpen(true)} />`;
-  return html`<${Field} label=${t('make.prompt')} error=${value.errors.prompt} aside=${aside}>
-      ${(link) => html`<textarea ...${link} class="input make-prompt" rows="4" maxlength="32000" value=${value.prompt}
+  return html`<${Field} label=${label('prompt')} error=${value.errors.prompt} aside=${aside}>
+      ${(link) => html`<textarea ...${link} class="input make-prompt" rows="4" maxlength=${PARAMETERS.prompt.most} value=${value.prompt}
         placeholder=${t('make.prompt-example')} onInput=${(event) => change({ prompt: event.target.value })}
         onKeyDown=${stepped}></textarea>`}
     <//>
@@ -50,7 +52,7 @@ function History({ onClose }) {
     ${found.length
       ? html`<ul class="history">${found.map((one) => html`<li key=${one.prompt + one.negative}>
           <button type="button" class="history-take" onClick=${() => take(one)}>
-            <span>${one.prompt}</span>${one.negative && html`<span class="dim">${t('make.negative')}: ${one.negative}</span>`}
+            <span>${one.prompt}</span>${one.negative && html`<span class="dim">${label('negative')}: ${one.negative}</span>`}
           </button>
           <${IconButton} icon="trash" size=${16} label=${t('make.history-drop', { prompt: one.prompt.slice(0, 60) })} onClick=${() => drop(one.prompt)} />
         </li>`)}</ul>
@@ -77,16 +79,16 @@ function Written({ value }) {
   const isOld = value.enhancedFrom !== value.prompt;
   const aside = html`<button type="button" class="link" onClick=${() => change({ enhanced: '' })}>${t('make.enhance-again')}</button>`;
   return html`<${Field} label=${t('make.enhanced')} aside=${aside} hint=${t(isOld ? 'make.enhanced-old' : 'make.enhanced-hint')}>
-    ${(link) => html`<textarea ...${link} class=${`input ${isOld ? 'make-old' : ''}`} rows="4" maxlength="32000" value=${value.enhanced}
+    ${(link) => html`<textarea ...${link} class=${`input ${isOld ? 'make-old' : ''}`} rows="4" maxlength=${PARAMETERS.prompt.most} value=${value.enhanced}
       onInput=${(event) => change({ enhanced: event.target.value, enhancedFrom: draft.value.prompt, enhancedBy: '' })}></textarea>`}
   <//>`;
 }
 
 export function NegativeField({ value }) {
   const { negative, errors } = value;
-  return html`<${Fold} title=${t('make.negative')} aside=${negative.slice(0, 40)} isOpen=${negative || errors.negative ? true : undefined}>
-    <${Field} label=${t('make.negative')} error=${errors.negative} hint=${t('make.negative-hint')} class="field-unlabelled">
-      ${(link) => html`<textarea ...${link} class="input" rows="2" maxlength="32000" value=${negative}
+  return html`<${Fold} title=${label('negative')} aside=${negative.slice(0, 40)} isOpen=${negative || errors.negative ? true : undefined}>
+    <${Field} label=${label('negative')} error=${errors.negative} hint=${hint('negative')} class="field-unlabelled">
+      ${(link) => html`<textarea ...${link} class="input" rows="2" maxlength=${PARAMETERS.negative.most} value=${negative}
         onInput=${(event) => change({ negative: event.target.value })}></textarea>`}
     <//>
   <//>`;

@@ -3,17 +3,19 @@
 import { effect, html } from './html.js';
 import { Choice, IconButton, NumberField, Slider } from './controls.js';
 import { number, t } from './lang.js';
+import { label, limitsOf } from './parameter_control.js';
+import { PARAMETERS } from './parameters.js';
 import { change, chosen, draft } from './state.js';
 
-const MULTIPLE = 16; // of the sides of a picture
 const ASPECTS = ['1:1', '9:7', '4:3', '3:2', '16:9', '21:9'];
 const SCALES = [0.5, 0.75, 1, 1.25, 1.5, 2];
 
-const rounded = (side) => Math.max(MULTIPLE, Math.round(side / MULTIPLE) * MULTIPLE);
+const { width: WIDTH, height: HEIGHT } = PARAMETERS;
+const rounded = (side) => Math.max(WIDTH.least, Math.round(side / WIDTH.step) * WIDTH.step);
 
 /** Return the size of a model: of its own pictures. */
 function ownSize(model) {
-  return [model?.defaults?.width ?? 1024, model?.defaults?.height ?? 1024];
+  return [model?.defaults?.width ?? WIDTH.default, model?.defaults?.height ?? HEIGHT.default];
 }
 
 /** Return the fields of the draft for an aspect such as '16:9', with the area of the model's size. */
@@ -77,11 +79,10 @@ function free(value, model) {
 
 function Free({ value }) {
   const swap = () => change({ width: value.height, height: value.width });
-  const sides = { min: 16, max: 8192, step: 16 };
   return html`<div class="make-free">
-    <${NumberField} label=${t('make.width')} value=${value.width} error=${value.errors.width} onChange=${(width) => change({ width })} ...${sides} />
+    <${NumberField} label=${label('width')} value=${value.width} error=${value.errors.width} onChange=${(width) => change({ width })} ...${limitsOf(WIDTH)} />
     <${IconButton} icon="again" label=${t('make.turn')} onClick=${swap} />
-    <${NumberField} label=${t('make.height')} value=${value.height} onChange=${(height) => change({ height })} ...${sides} />
+    <${NumberField} label=${label('height')} value=${value.height} onChange=${(height) => change({ height })} ...${limitsOf(HEIGHT)} />
   </div>`;
 }
 

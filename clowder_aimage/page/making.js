@@ -9,7 +9,7 @@ import { change, chosen, draft, notice, online } from './state.js';
 import { seedAfter } from './setting.js';
 import { readTab, remember, writeTab } from './storage.js';
 
-const MAX_SEED = 2 ** 32;
+const DRAWN = 2 ** 32; // seeds of which one is drawn
 const LONGEST = 5; // seconds between two tries: the queue may be shorter than was expected
 const AGAIN = ['overloaded', 'unavailable', 'store_busy']; // refusals of a worker that will accept it later
 
@@ -34,7 +34,7 @@ function blank(value) {
 const set = (fields) => (run.value = { ...run.value, ...fields });
 
 /** Return a random seed. */
-export const drawSeed = () => Math.floor(Math.random() * MAX_SEED);
+export const drawSeed = () => Math.floor(Math.random() * DRAWN);
 
 /** Make the pictures of the draft. */
 export async function start() {

@@ -4,6 +4,8 @@ import { html, useEffect, useId, useRef, useState } from './html.js';
 import { Button, IconButton, Slider } from './controls.js';
 import { t } from './lang.js';
 import { MaskDrawing } from './mask_drawing.js';
+import { hint, label, scaleOf } from './parameter_control.js';
+import { PARAMETERS } from './parameters.js';
 
 const STEP = 0.02; // of the longer side, which an arrow key moves the brush; five times with Shift
 const KEYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
@@ -209,6 +211,6 @@ function MaskTools({ drawing, brush, setBrush, feather, onFeather, act }) {
     </div>
     <${Slider} label=${t('mask.size')} min=${SIZES[0]} max=${SIZES[1]} step=${1} value=${brush.size} format=${(value) => t('mask.percent', { value })}
       onChange=${(size) => setBrush({ ...brush, size })} />
-    <${Slider} label=${t('mask.softness')} hint=${t('mask.softnessHint')} min=${0} max=${64} step=${1} value=${feather}
+    <${Slider} label=${label('feather')} hint=${hint('feather')} ...${scaleOf(PARAMETERS.feather, 1)} value=${feather}
       format=${(value) => t('mask.pixels', { value })} onChange=${onFeather} />`;
 }

@@ -5,7 +5,7 @@ import { forgetDrafts, keepDraft, readDraft } from './gallery_store.js';
 import { t } from './lang.js';
 import { NO_MASK, TWICE } from './picture_enlargement.js';
 import { parsedFacts, pngFacts } from './png_facts.js';
-import { checkedFacts } from './setting.js';
+import { checkedFacts, INITIAL, isUsed, namesOf } from './setting.js';
 import { answersChats, change, chosen, draft, EMPTY, models, notice, show, worker } from './state.js';
 import { read, readTab, write, writeTab } from './storage.js';
 
@@ -31,7 +31,7 @@ export function usedDraft(draft) {
 }
 
 const UNMASKED = { ...NO_MASK, feather: null };
-const OF_REFERENCES = { ...UNMASKED, strength: null, fine: false, fit: null, expand: null, upscale: null, control: null };
+const OF_REFERENCES = { ...Object.fromEntries(namesOf('input').map((name) => [name, null])), mask: null, control: null };
 
 /** Read the pictures of this tab's draft, or of the last one, and keep them from now on. */
 export async function keepDraftPictures() {
@@ -63,7 +63,7 @@ export async function readPicture(file) {
     throw new Error(t('pictures.unreadable', { name }));
   }
   const { width, height } = picture;
-  if (width * height > MOST_PIXELS) throw new Error(t('pictures.tooLarge', { name, width, height }));
+  if (width * height > MOST_PIXELS) throw new Error(t('pictures.tooLarge', { name, width, height, most: MOST_PIXELS }));
   const found = TYPES.includes(file.type) ? file : await asPng(picture);
   picture.close();
   if (found.size > MOST_BYTES) throw new Error(t('pictures.tooManyBytes', { name }));
@@ -121,32 +121,14 @@ function promptsOf({ prompt = '', original_prompt: original, enhancer: enhancedB
 }
 
 function settingsOf(facts) {
+  const values = Object.keys(INITIAL).map((name) => [name, (isUsed(name, facts) ? facts[name] : null) ?? EMPTY[name]]);
   return {
-    model: facts.reference ?? '',
+    ...Object.fromEntries(values),
     ...promptsOf(facts),
-    negative: facts.negative ?? '',
+    model: facts.reference ?? '',
     aspect: 'free',
-    width: facts.width ?? null,
-    height: facts.height ?? null,
-    steps: facts.steps ?? null,
-    seed: facts.seed ?? null,
     seedLocked: facts.seed !== undefined,
-    guidance: facts.guidance ?? null,
-    guidanceEnd: facts.guidance ? (facts.guidance_end ?? null) : null, // without guidance it has no effect
-    shift: facts.shift ?? null,
-    cacheThreshold: facts.cache_threshold ?? null,
-    cfgNormalization: facts.cfg_normalization ?? null,
     loras: (facts.loras ?? []).filter((use) => !use.model.startsWith('adapters/')).map((use) => ({ ...use, on: true })),
-    strength: facts.strength ?? null,
-    fine: facts.fine ?? false,
-    fit: facts.fit ?? 'crop',
-    paste: facts.paste ?? false,
-    feather: facts.feather ?? 0,
-    crop: facts.crop ?? false,
-    expand: facts.expand ?? null,
-    upscale: facts.upscale || null,
-    controlnet: facts.controlnet ?? '',
-    controlStrength: facts.control_strength ?? null,
   };
 }
 

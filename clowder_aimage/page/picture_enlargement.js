@@ -3,9 +3,10 @@
 import { html, useEffect, useState } from './html.js';
 import { Choice, NumberField, Slider } from './controls.js';
 import { number, t } from './lang.js';
+import { limitsOf, scaleOf } from './parameter_control.js';
+import { PARAMETERS } from './parameters.js';
 
-const MOST_EXPAND = 4096; // pixels of a side, and
-const MOST_UPSCALE = 4; // a factor: the worker's limits
+const STEP = PARAMETERS.width.step;
 const NOTHING = { expand: null, upscale: null };
 const SIDES = ['left', 'top', 'right', 'bottom'];
 export const NO_MASK = { mask: null, paste: false, feather: 0, crop: false };
@@ -27,14 +28,14 @@ export function Enlargement({ value, onChange, errors, size }) {
   const kind = value.expand ? 'expand' : value.upscale ? 'upscale' : '';
   const choose = (next) => {
     const [width, height] = size ?? [256, 256];
-    const [across, down] = [width, height].map((side) => Math.max(16, Math.round(side / 64) * 16)); // a quarter
+    const [across, down] = [width, height].map((side) => Math.max(STEP, Math.round(side / 4 / STEP) * STEP));
     const begin = { '': {}, expand: { expand: [across, down, across, down] }, upscale: { upscale: 2 } };
     onChange({ strength: null, ...NOTHING, ...(next ? NO_MASK : {}), ...begin[next] });
   };
   const options = ['', 'expand', 'upscale'].map((one) => ({ value: one, label: t(`enlarge.${one || 'not'}`) }));
   return html`<${Choice} label=${t('enlarge.title')} value=${kind} options=${options} onChange=${choose} />
     ${kind === 'expand' && html`<${Sides} ...${{ value, onChange }} error=${errors.expand} />`}
-    ${kind === 'upscale' && html`<${Slider} label=${t('enlarge.factor')} error=${errors.upscale} min=${1} max=${MOST_UPSCALE} step=${0.25}
+    ${kind === 'upscale' && html`<${Slider} label=${t('enlarge.factor')} error=${errors.upscale} ...${scaleOf(PARAMETERS.upscale, 0.25)}
       value=${value.upscale} format=${(each) => `× ${number(each)}`} onChange=${(upscale) => onChange({ upscale })} />`}
     ${kind && html`<p class="field-hint">${t(`enlarge.${kind}Hint`)} ${size && t('enlarge.result', result(value, size))}</p>`}`;
 }
@@ -50,7 +51,7 @@ function Sides({ value, onChange, error }) {
   const change = (index, side) => onChange({ expand: value.expand.with(index, Math.round(side ?? 0)) });
   return html`<div class="pictures-sides">
       ${SIDES.map((name, index) => html`<${NumberField} key=${name} label=${t(`enlarge.${name}`)} value=${value.expand[index]}
-        min="0" max=${MOST_EXPAND} step="16" onChange=${(side) => change(index, side)} />`)}
+        ...${limitsOf(PARAMETERS.expand.of)} step=${STEP} onChange=${(side) => change(index, side)} />`)}
     </div>
     ${error && html`<p class="field-error" role="alert">${error}</p>`}`;
 }

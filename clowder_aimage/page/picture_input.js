@@ -9,12 +9,10 @@ import { MaskEditor } from './mask_editor.js';
 import { Enlargement, NO_MASK, useSize } from './picture_enlargement.js';
 import { mostImages, readPicture } from './picture_draft.js';
 import { online } from './state.js';
+import { hint, label, scaleOf } from './parameter_control.js';
+import { PARAMETERS, STRENGTHS } from './parameters.js';
 
 const ACCEPTED = 'image/png,image/jpeg,image/webp,image/avif,image/gif,image/bmp';
-const STRENGTH = 0.6; // of a picture without a mask, and
-const UPSCALE_STRENGTH = 0.2; // of one that is enlarged, and
-const CONTROL_STRENGTH = 0.75; // of a control picture: the worker's defaults
-const FITS = ['crop', 'pad', 'stretch'];
 
 /** The pictures of a draft. Props: `value`, the draft; `onChange`, which takes changed fields. */
 export function PictureInput({ value, onChange }) {
@@ -27,7 +25,7 @@ export function PictureInput({ value, onChange }) {
       ${count > 0 && !isEdit && html`<${Beginning} ...${{ value, onChange, errors }} />`}
       ${isEdit && (value.mask || value.control) && html`<p class="field-hint">${t('pictures.unused')}</p>`}
     <//>
-    ${!isEdit && html`<${Part} title=${t('pictures.control')} count=${value.control ? 1 : 0} isWrong=${errors.control || errors.controlnet || errors.controlStrength}>
+    ${!isEdit && html`<${Part} title=${label('control')} count=${value.control ? 1 : 0} isWrong=${errors.control || errors.controlnet || errors.control_strength}>
       <${Control} ...${{ value, onChange, errors }} />
     <//>`}`;
 }
@@ -148,13 +146,13 @@ function Chosen({ blob, index, images, move, onRemove, isExtra }) {
 
 /** What is set for a picture that a model begins with. */
 function Beginning({ value, onChange, errors }) {
-  const strength = value.strength ?? (value.mask || value.expand ? 1 : value.upscale ? UPSCALE_STRENGTH : STRENGTH);
+  const strength = value.strength ?? (value.mask || value.expand ? 1 : value.upscale ? STRENGTHS.upscale : STRENGTHS.image);
   const isEnlarged = Boolean(value.expand || value.upscale);
   const size = useSize(value.images[0]);
   const isFitted = size && value.width && value.height && (size[0] !== value.width || size[1] !== value.height);
   return html`
-    <${Slider} label=${t('pictures.strength')} hint=${t('pictures.strengthHint')} error=${errors.strength}
-      min=${0.05} max=${1} step=${0.01} value=${strength} format=${fixed}
+    <${Slider} label=${label('strength')} hint=${hint('strength')} error=${errors.strength}
+      ...${scaleOf(PARAMETERS.strength, 0.01)} value=${strength} format=${fixed}
       onChange=${(next) => onChange({ strength: next })} />
     <${Enlargement} ...${{ value, onChange, errors, size }} />
     ${isFitted && !isEnlarged && html`<${Fit} ...${{ value, onChange, size }} />`}
@@ -163,10 +161,10 @@ function Beginning({ value, onChange, errors }) {
 }
 
 function Fit({ value, onChange, size }) {
-  const hint = t('pictures.fitHint', { own: `${size[0]} × ${size[1]}`, size: `${value.width} × ${value.height}` });
-  return html`<${Field} label=${t('pictures.fit')} hint=${hint}>
+  const sizes = t('pictures.fitHint', { own: `${size[0]} × ${size[1]}`, size: `${value.width} × ${value.height}` });
+  return html`<${Field} label=${label('fit')} hint=${sizes}>
     ${(link) => html`<select ...${link} class="input" value=${value.fit} onChange=${(event) => onChange({ fit: event.target.value })}>
-      ${FITS.map((name) => html`<option key=${name} value=${name}>${t(`pictures.fit.${name}`)}</option>`)}
+      ${PARAMETERS.fit.of.map((name) => html`<option key=${name} value=${name}>${t(`pictures.fit.${name}`)}</option>`)}
     </select>`}
   <//>`;
 }
@@ -196,20 +194,20 @@ function Fine({ onChange }) {
 }
 
 function Control({ value, onChange, errors }) {
-  const strength = value.controlStrength ?? CONTROL_STRENGTH;
+  const strength = value.control_strength ?? STRENGTHS.control;
   const clear = () => onChange({ control: null });
   return html`<div class="field">
     ${value.control
-      ? html`<ol class="pictures-list" aria-label=${t('pictures.control')}>
+      ? html`<ol class="pictures-list" aria-label=${label('control')}>
           <${Chosen} blob=${value.control} index=${0} images=${[value.control]} move=${() => {}} onRemove=${clear} />
         </ol>
         ${errors.control && html`<p class="field-error" role="alert">${errors.control}</p>`}`
-      : html`<${Drop} class="pictures-small" label=${t('pictures.choose')} hint=${t('pictures.controlHint')} error=${errors.control}
+      : html`<${Drop} class="pictures-small" label=${t('pictures.choose')} hint=${hint('control')} error=${errors.control}
           onPictures=${([control]) => onChange({ control })} />`}
   </div>
   ${value.control && html`<${ControlNet} ...${{ value, onChange }} error=${errors.controlnet} />
-    <${Slider} label=${t('pictures.controlStrength')} error=${errors.controlStrength} min=${0} max=${2} step=${0.05}
-      value=${strength} format=${fixed} onChange=${(next) => onChange({ controlStrength: next })} />`}`;
+    <${Slider} label=${label('control_strength')} error=${errors.control_strength} ...${scaleOf(PARAMETERS.control_strength, 0.05)}
+      value=${strength} format=${fixed} onChange=${(next) => onChange({ control_strength: next })} />`}`;
 }
 
 /** The name of a ControlNet; names of the store are suggested, those that look like one first. */
@@ -222,7 +220,7 @@ function ControlNet({ value, onChange, error }) {
     asked.current = true;
     call('GET', '/api/tags').then(({ models }) => setNames(models.map((one) => one.name).filter((name) => /control/i.test(name))), () => {});
   }, [online.value]);
-  return html`<${Field} label=${t('pictures.controlnet')} hint=${t('pictures.controlnetHint')} error=${error}>
+  return html`<${Field} label=${label('controlnet')} hint=${hint('controlnet')} error=${error}>
     ${(link) => html`<input ...${link} class="input" list=${list} value=${value.controlnet} spellcheck=${false} autocomplete="off"
       onInput=${(event) => onChange({ controlnet: event.target.value })} />
       <datalist id=${list}>${names.map((name) => html`<option key=${name} value=${name} />`)}</datalist>`}

@@ -2,122 +2,123 @@
 //
 // Facts come from files, which anyone may have written: only known keys with the right types pass.
 
+import { PARAMETERS } from './parameters.js';
+
 const DIGEST = /^sha256:[0-9a-f]{64}$/;
-const number = (least, most) => ({ kind: 'number', least, most });
-const whole = (least, most) => ({ kind: 'whole', least, most });
-const text = (most) => ({ kind: 'text', most });
-const flag = { kind: 'flag' };
+const OF_MODEL = ['sampling', 'guidance']; // groups whose defaults a model may have
+const { prompt, original_prompt, enhancer, negative, seed, steps, strength, control_strength } = PARAMETERS;
+
+/** The fields of an adapter of a request. */
+export const LORA = PARAMETERS.loras.of.of;
+
+/** Return whether the values of a parameter or a fact are the digests of pictures, or of others. */
+export const isPicture = ({ kind, of }) => ['digest', 'mask'].includes(kind) || of?.kind === 'digest';
+
+/** Return whether the values of a parameter are numbers. */
+export const isNumeric = ({ kind }) => kind === 'number' || kind === 'whole';
+
+/** The parameters whose values are sent as they are, as [name, parameter]: not pictures, prompts, adapters. */
+export const PLAIN = Object.entries(PARAMETERS).filter(([, one]) => one.group && one.group !== 'adapters' && !isPicture(one));
+
+/** The names of the parameters of a group of a request. */
+export const namesOf = (group) => PLAIN.filter(([, one]) => one.group === group).map(([name]) => name);
+
+/** What a form begins with: null where the model has a default, or other settings decide. */
+export const INITIAL = Object.fromEntries(PLAIN.map(([name, one]) => [name, initial(one)]));
+
+function initial({ kind, group, default: usual = null }) {
+  if (kind === 'text') return '';
+  return OF_MODEL.includes(group) ? null : usual;
+}
+
+/** Return whether a parameter has an effect beside the values of others. */
+export const isUsed = (name, values) => PARAMETERS[name].group !== 'guidance' || name === 'guidance' || Number(values.guidance) > 0;
+
+/** Return the fields of the request for parameters that differ from their defaults, or that a model may set. */
+export function statedFields(known) {
+  const isStated = ([name, { group, default: usual }]) =>
+    name in known && known[name] !== '' && isUsed(name, known) && (OF_MODEL.includes(group) || known[name] !== usual);
+  return Object.fromEntries(PLAIN.filter(isStated).map(([name, { field }]) => [field, known[name]]));
+}
 
 /** The facts of a picture by name, in the order in which they are shown. */
-export const SETTINGS = {
-  prompt: text(32000),
-  original_prompt: text(32000),
-  negative: text(32000),
-  reference: text(1024),
+export const FACTS = {
+  prompt,
+  original_prompt,
+  enhancer,
+  negative,
+  reference: enhancer, // a name
   digest: { kind: 'digest' },
-  width: whole(16, 8192),
-  height: whole(16, 8192),
-  steps: whole(1, 1000),
-  seed: { kind: 'seed' },
-  guidance: number(0, 1000),
-  guidance_end: number(0, 1),
-  cfg_normalization: number(0, 10000),
-  shift: number(0.001, 1000),
-  cache_threshold: number(0, 10),
-  loras: { kind: 'loras' },
-  image: { kind: 'digest' },
-  references: { kind: 'digests' },
+  ...Object.fromEntries(Object.entries(PARAMETERS).filter(([, one]) => one.group !== 'output')),
   mask: { kind: 'mask' },
-  strength: number(0, 1),
-  fine: flag,
-  fit: { kind: 'one', of: ['crop', 'pad', 'stretch'] },
-  paste: flag,
-  feather: whole(0, 256),
-  crop: flag,
-  expand: { kind: 'sides' },
-  upscale: number(0, 4),
-  control: { kind: 'digest' },
-  controlnet: text(1024),
-  control_strength: number(0, 10),
-  enhancer: text(1024),
-  dtype: text(40),
-  backend: text(200),
+  dtype: enhancer,
+  backend: enhancer,
 };
-
-const MOST_SEED = (1n << 64n) - 1n;
 
 /** Return a seed as the number or, beyond what a number holds exactly, as its digits; else null. */
 export function readSeed(value) {
-  if (!/^[0-9]{1,20}$/.test(String(value))) return null;
-  const seed = BigInt(value);
-  if (seed > MOST_SEED) return null;
-  return seed <= BigInt(Number.MAX_SAFE_INTEGER) ? Number(seed) : String(seed);
+  if (!/^[0-9]+$/.test(String(value)) || String(value).length > seed.most.length) return null;
+  const found = BigInt(value);
+  if (found > BigInt(seed.most)) return null;
+  return found <= BigInt(Number.MAX_SAFE_INTEGER) ? Number(found) : String(found);
 }
 
 /** Return the seed after another, as `readSeed`. */
 export const seedAfter = (seed, more = 1) => readSeed(BigInt(seed) + BigInt(more));
 
-const isNumber = (value, { least, most }) =>
-  typeof value === 'number' && Number.isFinite(value) && value >= least && value <= most;
-const isText = (value, { most }) => typeof value === 'string' && value.length <= most;
+const isNumber = (value, { least = -Infinity, above = -Infinity, most = Infinity }) =>
+  typeof value === 'number' && Number.isFinite(value) && value >= least && value > above && value <= most;
 const isDigest = (value) => typeof value === 'string' && DIGEST.test(value);
-const isLora = (use) =>
-  use !== null &&
-  typeof use === 'object' &&
-  isText(use.model, { most: 1024 }) &&
-  (use.strength === null || isNumber(use.strength, { least: -100, most: 100 }));
-
+const isWithin = ({ length }, { least = 0, most = Infinity }) => length >= least && length <= most;
 const CHECKS = {
   number: isNumber,
   whole: (value, how) => Number.isInteger(value) && isNumber(value, how),
-  text: isText,
+  text: (value, how) => typeof value === 'string' && isWithin(value, how),
   flag: (value) => typeof value === 'boolean',
-  seed: (value) => readSeed(value) !== null,
+  digits: (value) => readSeed(value) !== null,
   digest: isDigest,
   mask: (value) => value === 'alpha' || isDigest(value),
-  digests: (value) => Array.isArray(value) && value.length <= 4 && value.every(isDigest),
   one: (value, how) => how.of.includes(value),
-  loras: (value) => Array.isArray(value) && value.length <= 16 && value.every(isLora),
-  sides: (value) =>
-    Array.isArray(value) && value.length === 4 && value.every((side) => CHECKS.whole(side, { least: 0, most: 4096 })),
+  list: (value, how) => Array.isArray(value) && isWithin(value, how) && value.every((each) => isValid(each, how.of)),
+  object: (value, how) => typeof value === 'object' && Object.entries(how.of).every(([name, one]) => isValid(value[name] ?? null, one)),
 };
+const isValid = (value, how) => (value === null ? Boolean(how.isOptional) : CHECKS[how.kind](value, how));
 
 /** Return the facts that are known and valid. */
 export function checkedFacts(facts) {
   const found = {};
-  for (const [name, how] of Object.entries(SETTINGS)) {
-    if (CHECKS[how.kind](facts?.[name], how)) found[name] = facts[name];
+  for (const [name, how] of Object.entries(FACTS)) {
+    const value = facts?.[name] ?? null;
+    if (value !== null && isValid(value, how)) found[name] = value;
   }
   if ('seed' in found) found.seed = readSeed(found.seed);
-  if (found.loras) found.loras = found.loras.map(({ model, strength }) => ({ model, strength }));
+  if (found.loras) found.loras = found.loras.map(({ model, strength = null }) => ({ model, strength }));
   return found;
 }
 
+const numbers = PLAIN.filter(([, one]) => OF_MODEL.includes(one.group) && isNumeric(one));
+
 /** The settings that "again" and a grid change, by the names that the draft has for them. */
 export const CHANGEABLE = {
-  prompt: { kind: 'text' },
-  negative: { kind: 'text' },
+  prompt,
+  negative,
   model: { kind: 'model' },
-  seed: { kind: 'seed' },
-  steps: whole(1, 1000),
-  guidance: number(0, 1000),
-  shift: number(0.001, 1000),
-  width: { ...whole(16, 8192), step: 16 },
-  height: { ...whole(16, 8192), step: 16 },
-  strength: number(0.01, 1),
-  controlStrength: number(0, 10),
-  loraStrength: number(-100, 100),
+  seed,
+  steps,
+  ...Object.fromEntries(numbers),
+  strength,
+  control_strength,
+  lora_strength: LORA.strength,
 };
 
 /** Return the names of the settings of a draft that can be changed: those that have an effect. */
 export function changeable(draft) {
   const has = {
     strength: draft.images?.length > 0,
-    controlStrength: Boolean(draft.control),
-    loraStrength: draft.loras?.some((use) => use.on) ?? false,
-    negative: Number(draft.guidance) > 0,
+    control_strength: Boolean(draft.control),
+    lora_strength: draft.loras?.some((use) => use.on) ?? false,
   };
-  return Object.keys(CHANGEABLE).filter((name) => has[name] ?? true);
+  return Object.keys(CHANGEABLE).filter((name) => has[name] ?? (!(name in PARAMETERS) || isUsed(name, draft)));
 }
 
 /** Return the value of a changeable setting from its text, or null if it is wrong. */
@@ -126,13 +127,13 @@ export function readValue(name, written) {
   const given = written.trim();
   if (how.kind === 'text') return name === 'prompt' && !given ? null : written;
   if (how.kind === 'model') return given || null;
-  if (how.kind === 'seed') return readSeed(given);
+  if (how.kind === 'digits') return readSeed(given);
   const value = given === '' ? NaN : Number(given.replace(',', '.'));
   if (!CHECKS[how.kind](value, how) || value % (how.step ?? value)) return null;
   return value;
 }
 
-const RANGE = /^\s*([0-9]{1,20})\s*\.\.\s*([0-9]{1,20})\s*$/;
+const RANGE = /^\s*([0-9]+)\s*\.\.\s*([0-9]+)\s*$/;
 
 /** Return the texts of values: of numbers with commas and ranges such as 1..4, else one a line. */
 export function readValues(name, written) {
@@ -156,13 +157,13 @@ function ranged(part, kind) {
 export function withSetting(draft, name, value) {
   if (name === 'seed') return { ...draft, seed: value, seedLocked: true };
   if (name === 'prompt' && value !== draft.prompt) return { ...draft, prompt: value, enhance: false };
-  if (name !== 'loraStrength') return { ...draft, [name]: value };
+  if (name !== 'lora_strength') return { ...draft, [name]: value };
   const loras = draft.loras.map((use) => (use.on ? { ...use, strength: value } : use));
   return { ...draft, loras };
 }
 
 /** Return what a draft has for a changeable setting, as text. */
 export function settingText(draft, name) {
-  if (name === 'loraStrength') return String(draft.loras?.find((use) => use.on)?.strength ?? 1);
+  if (name === 'lora_strength') return String(draft.loras?.find((use) => use.on)?.strength ?? 1);
   return String(draft[name] ?? '');
 }

@@ -1,6 +1,8 @@
 // The state that the parts of the page share, as signals.
 
 import { computed, effect, signal } from './html.js';
+import { PARAMETERS } from './parameters.js';
+import { INITIAL } from './setting.js';
 import { read, readTab, write, writeTab } from './storage.js';
 
 export { language } from './lang.js';
@@ -61,8 +63,9 @@ export function dismiss(id) {
   notices.value = notices.value.filter((each) => each.id !== id);
 }
 
-/** The fields of the form Make. null means the default of the model. */
+/** The fields of the form Make: parameters by their names, and what only the form has. null means the default of the model. */
 export const EMPTY = {
+  ...INITIAL,
   model: '',
   prompt: '',
   enhanced: '', // the prompt that a language model wrote, which may have been edited
@@ -70,40 +73,23 @@ export const EMPTY = {
   enhancedBy: '', // the language model that wrote it, until it is edited
   enhance: false,
   enhancer: '', // a language model, if the worker has none of its own
-  negative: '',
   aspect: '', // '' for the size of the model or the picture, '16:9', or 'free'
   scale: 1, // of the model's size, for an aspect
-  width: null,
-  height: null,
-  steps: null,
-  seed: null,
   seedLocked: false,
-  guidance: null,
-  guidanceEnd: null,
-  shift: null,
-  cacheThreshold: null,
-  cfgNormalization: null,
-  n: 1,
-  previews: 3,
+  previews: PARAMETERS.previews.most,
   loras: [], // {model, strength, on}
   images: [], // Blobs
   mask: null, // a Blob; white is painted
-  strength: null,
-  fine: false,
-  fit: 'crop',
-  paste: false,
-  feather: 0,
-  crop: false,
-  expand: null, // [left, top, right, bottom]
-  upscale: null,
   control: null, // a Blob
-  controlnet: '',
-  controlStrength: null,
   errors: {}, // messages by field, of the last request
 };
 const NOT_TEXT = ['images', 'mask', 'control', 'errors'];
 
-const stored = () => ({ ...EMPTY, ...readTab('draft', read('draft', {})) });
+/** Return what was typed before; fields of other versions of the page are left out. */
+function stored() {
+  const before = Object.entries(readTab('draft', read('draft', {}))).filter(([name]) => name in EMPTY);
+  return { ...EMPTY, ...Object.fromEntries(before) };
+}
 export const draft = signal(stored());
 
 const whole = (name) => (name && !/[:@][^/]*$/.test(name) ? `${name}:latest` : name);

@@ -141,7 +141,7 @@ def test_errors_of_the_worker_are_in_the_language(open_page: OpenPage, watch: Wa
     page.get_by_label("Prompt", exact=True).fill("a red circle")
     page.get_by_label("Schritte").fill("2000")
     page.keyboard.press("Control+Enter")
-    expect(alert.filter(has_text="Höchstens 1000 ist möglich.")).to_be_visible()
+    expect(alert.filter(has_text="Möglich sind ganze Zahlen von 1 bis 1000.")).to_be_visible()
     page.get_by_label("Schritte").fill("1")
     page.get_by_text("Weitere Einstellungen").click()
     page.get_by_label("Guidance endet bei").fill("0.5")

@@ -6,16 +6,22 @@ import json
 import re
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import pytest
+from annotated_types import Gt, Le
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 pytest.importorskip("playwright", reason="playwright is not installed")
 
 from playwright.sync_api import expect
 
+from clowder_aimage.api import page_parameter
+from clowder_aimage.generation.parameter import Words, parameters
+from clowder_aimage.generation.request import Place, places
 from tests.page.conftest import Watch
+from tests.page.picture_steps import draft, give, png, with_facts
 from tests.process import Aimage
 from tests.worker.conftest import Worker, begin
 
@@ -409,6 +415,77 @@ def test_a_model_that_was_unloaded_is_loaded_and_one_that_was_removed_is_named(
     page.keyboard.press("Control+Enter")
     expect(page.get_by_role("alert").filter(has_text="not found")).to_be_visible()
     assert page.get_by_label("Prompt", exact=True).input_value() == "a red circle"
+
+
+@dataclass(frozen=True)
+class Added:
+    """A parameter that the tests add to the table."""
+
+    noise_scale: Annotated[float, Gt(0), Le(2), Words("More noise.", field="noise")] = 1.0
+
+
+def test_a_parameter_that_is_added_to_the_table_is_in_the_page(
+    open_page: OpenPage, context: BrowserContext, watch: Watch
+) -> None:
+    """It is a field that is kept, sent, loaded from files, and shown with pictures."""
+    watch.allow("status of 400")
+    (added,) = parameters(Added)
+    module = page_parameter.module({**places(), "noise_scale": Place("sampling", added)})
+    context.route(
+        f"**/page/{page_parameter.NAME}",
+        lambda route: route.fulfill(body=module, content_type="text/javascript"),
+    )
+    answer = {"error": {"message": "the worker refuses it", "param": "noise"}}
+    context.route("**/v1/images/generations", lambda route: route.fulfill(status=400, json=answer))
+    page = open_page()
+    page.locator("summary", has_text="Advanced").click()
+    field = page.get_by_label("Noise scale")
+    expect(field).to_have_attribute("placeholder", "default: 1")
+    expect(page.get_by_text("More noise.")).to_be_visible()
+    field.fill("0.5")
+    write(page, "a red circle")
+    with page.expect_request("**/v1/images/generations") as asked:
+        page.keyboard.press("Control+Enter")
+    assert sent(asked.value)["noise"] == 0.5
+    expect(page.get_by_role("alert").filter(has_text="refuses")).to_be_visible()
+    page.reload()
+    expect(field).to_have_value("0.5")
+    for stated, shown in (9, ""), (0.75, "0.75"):
+        facts = {"prompt": f"a picture with {stated}", "noise_scale": stated}
+        give(page, "body", ("one.png", "image/png", with_facts(png(), facts)))
+        expect(page.get_by_label("Prompt", exact=True)).to_have_value(facts["prompt"])
+        expect(field).to_have_value(shown)
+    page.evaluate(
+        """async () => {
+            const { add } = await import('/page/gallery_store.js');
+            const canvas = new OffscreenCanvas(8, 8);
+            canvas.getContext('2d');
+            const blob = await canvas.convertToBlob();
+            const facts = { prompt: 'a star', noise_scale: 1.5 };
+            await add({ blob, facts, model: '', digest: '', made: Date.now(), inputs: {} });
+        }"""
+    )
+    page.evaluate("import('/page/lang.js').then((it) => it.speak('de'))")
+    page.get_by_role("link", name="Galerie", exact=True).click()
+    page.locator(".wall-open").click()
+    expect(page.locator(".fact", has_text="Noise scale")).to_have_text("Noise scale1.5")
+
+
+def test_a_draft_of_another_version_is_read_as_far_as_it_is_known(open_page: OpenPage) -> None:
+    page = open_page()
+    page.evaluate(
+        """() => {
+            const draft = { prompt: 'a red circle', guidanceEnd: 0.5, controlStrength: 1 };
+            for (const place of [localStorage, sessionStorage]) {
+                place.setItem('aimage.draft', JSON.stringify(draft));
+            }
+        }"""
+    )
+    page.reload()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value("a red circle")
+    found = draft(page)
+    assert (found["guidance_end"], found["control_strength"]) == (None, None)
+    assert not {"guidanceEnd", "controlStrength"} & found.keys()
 
 
 @pytest.mark.slow

@@ -8,16 +8,21 @@ import json
 import re
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
+from annotated_types import Gt, Le
 
 pytest.importorskip("mlx.core")
 pytest.importorskip("aiohttp")
 
+from clowder_aimage.api import page_parameter
 from clowder_aimage.api.page import DIRECTORY, POLICY
 from clowder_aimage.cli.verbs.serve import open_page
+from clowder_aimage.generation.parameter import Words, parameters
+from clowder_aimage.generation.request import MAX_TEXT, Place, places
 from tests.process import Aimage
 from tests.worker.conftest import LocalWorker, answer_to
 
@@ -101,6 +106,57 @@ def test_a_model_states_its_defaults(worker: LocalWorker) -> None:
     )
 
 
+def test_the_parameters_are_a_module_that_is_revalidated(worker: LocalWorker) -> None:
+    url = f"{worker.url}/page/{page_parameter.NAME}"
+    status, headers, body = ask(url, **{"Accept-Encoding": "gzip"})
+    assert (status, headers["Content-Type"]) == (200, "text/javascript; charset=utf-8")
+    assert gzip.decompress(body).decode() == page_parameter.module(places())
+    assert ask(url, **{"If-None-Match": headers["ETag"]})[0] == 304
+
+
+def described(module: str, name: str) -> Any:
+    """Return what a module says of a parameter."""
+    found = re.search(rf"^  {name}: (.*),$", module, re.M)
+    assert found, name
+    return json.loads(found[1])
+
+
+def test_the_module_has_the_kinds_and_bounds_of_parameters() -> None:
+    module = page_parameter.module(places())
+    expected: dict[str, dict[str, Any]] = {
+        "width": {"kind": "whole", "least": 16, "most": 8192, "step": 16, "ofModel": True},
+        "seed": {"kind": "digits", "most": str((1 << 64) - 1)},
+        "strength": {"kind": "number", "above": 0, "most": 1, "isOptional": True},
+        "previews": {"kind": "whole", "field": "partial_images", "default": 0},
+        "fit": {"kind": "one", "of": ["crop", "pad", "stretch"]},
+        "references": {"kind": "list", "of": {"kind": "digest"}, "most": 4},
+        "expand": {"of": {"kind": "whole", "least": 0, "most": 4096}, "least": 4, "most": 4},
+        "feather": {"group": "input", "most": 256, "usual": [0, 64]},
+    }
+    for name, some in expected.items():
+        found = described(module, name)
+        assert found | some == found, name
+    assert described(module, "loras")["of"]["of"]["strength"]["least"] == -100
+
+
+def test_a_parameter_that_is_added_is_in_the_module() -> None:
+    @dataclass(frozen=True)
+    class More:
+        noise_scale: Annotated[float, Gt(0), Le(2), Words("More noise.", field="noise")] = 1.0
+
+    (added,) = parameters(More)
+    module = page_parameter.module({**places(), "noise_scale": Place("sampling", added)})
+    assert described(module, "noise_scale") == {
+        "group": "sampling",
+        "kind": "number",
+        "above": 0,
+        "most": 2,
+        "field": "noise",
+        "help": "More noise.",
+        "default": 1.0,
+    }
+
+
 # -- the source
 
 
@@ -120,11 +176,17 @@ def imports() -> Iterator[tuple[Path, str]]:
             yield path, found
 
 
+def is_served(path: Path) -> bool:
+    return path.is_file() or path == DIRECTORY / page_parameter.NAME
+
+
 def graph(path: Path, found: set[str]) -> set[str]:
     """Add the modules that a module imports before it runs."""
     name = path.relative_to(DIRECTORY).as_posix()
     if name not in found:
         found.add(name)
+        if name == page_parameter.NAME:  # which is made
+            return found
         for other in re.findall(r"""\bfrom ?["']([^"']+)["']""", path.read_text("utf-8")):
             graph((path.parent / other).resolve(), found)
     return found
@@ -158,11 +220,11 @@ def test_the_index_names_the_modules_that_are_needed_first() -> None:
 def test_files_refer_to_files_of_the_page_only() -> None:
     for path, name in imports():
         assert name.startswith("."), f"{path}: {name}"
-        assert (path.parent / name).is_file(), f"{path}: {name}"
+        assert is_served(path.parent / name), f"{path}: {name}"
     index = (DIRECTORY / "index.html").read_text()
     named = re.findall(r'(?:href|src)="([^"]+)"', index)
     assert named
-    assert all((DIRECTORY / name.removeprefix("/page/")).is_file() for name in named)
+    assert all(is_served(DIRECTORY / name.removeprefix("/page/")) for name in named)
     assert "<style" not in index
     assert not re.search(r"<script(?! type=\"module\" src)", index)
     for path in OWN:
@@ -170,6 +232,27 @@ def test_files_refer_to_files_of_the_page_only() -> None:
             r"https?://(?!www\.w3\.org|localhost|HOST|127\.0\.0\.1)[^\s'\"`)]+", path.read_text()
         )
         assert not found, f"{path}: {found}"
+
+
+# A literal bound: of a control's attribute, of a property, or of a length
+BOUND = re.compile(
+    r"""\b(?:min|max|maxlength|least|most|above)\b(?:=["'$]?\{?|:\s*)-?\d"""
+    r"""|\bpattern=["'][^"']*\{\d|\bstep=["'$]?\{?(?:16|32)\b"""
+)
+# Ranges of other things: the parts of two pictures, the place in a list of scales
+OTHER_RANGES = {"compare.js": 2, "make_size.js": 1}
+
+
+def test_no_module_of_the_page_has_bounds_of_parameters() -> None:
+    """They are those of ``parameters.js``."""
+    limits = [place.parameter.type.bounds.get("le", 0) for place in places().values()]
+    large = "|".join(str(limit) for limit in {MAX_TEXT, *limits} if limit > 1000)
+    found = {}
+    for path in DIRECTORY.glob("*.js"):
+        source = path.read_text("utf-8")
+        if count := len(BOUND.findall(source) + re.findall(rf"\b({large})\b", source)):
+            found[path.name] = count
+    assert found == OTHER_RANGES
 
 
 def texts(language: str) -> dict[str, str]:
@@ -181,8 +264,11 @@ def texts(language: str) -> dict[str, str]:
 
 
 def test_every_text_is_in_both_languages_with_the_same_values() -> None:
+    """English labels and hints of parameters may be their names and help."""
     english, german = texts("en"), texts("de")
-    assert english.keys() == german.keys()
+    derived = {f"{kind}.{name}" for kind in ("setting", "hint") for name in places()}
+    assert not english.keys() - german.keys()
+    assert german.keys() - english.keys() <= derived
     for key, text in english.items():
         assert sorted(re.findall(r"\{\w+\}", text)) == sorted(
             re.findall(r"\{\w+\}", german[key])

@@ -1,0 +1,76 @@
+"""The parameters of pictures as a module of the page, as ``generation`` defines them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, is_dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from clowder_aimage.generation.parameter import Parameter, ValueType, parameters
+from clowder_aimage.generation.request import (
+    CONTROL_STRENGTH,
+    MODEL_DEFAULTS,
+    STRENGTH,
+    UPSCALE_STRENGTH,
+    Place,
+)
+
+NAME = "parameters.js"
+_KINDS = {bool: "flag", int: "whole", float: "number", str: "text"}
+_BOUNDS = {
+    "ge": "least",
+    "gt": "above",
+    "le": "most",
+    "multiple_of": "step",
+    "min_length": "least",
+    "max_length": "most",
+}
+_MAX_WHOLE = (1 << 53) - 1  # of which a number of JavaScript holds each
+_STRENGTHS = {"image": STRENGTH, "upscale": UPSCALE_STRENGTH, "control": CONTROL_STRENGTH}
+
+
+def module(table: Mapping[str, Place]) -> str:
+    """Return the module: the parameters by their names, and the strengths that are defaults.
+
+    The kinds are whole, number, digits (a whole number beyond those of JavaScript), text, digest,
+    flag, one, list and object; ``of`` has the choices, the item of a list, or the fields.
+    """
+    entries = [
+        f"  {name}: {json.dumps({'group': place.group, **_described(place.parameter)})},\n"
+        for name, place in table.items()
+    ]
+    strengths = f"export const STRENGTHS = {json.dumps(_STRENGTHS)};\n"
+    return f"export const PARAMETERS = {{\n{''.join(entries)}}};\n{strengths}"
+
+
+def _described(parameter: Parameter) -> dict[str, Any]:
+    words, name, default = parameter.words, parameter.name, parameter.default
+    optional = {
+        "default": None if default is MISSING else default,
+        "usual": words.usual,
+        "ofModel": name in MODEL_DEFAULTS or None,
+    }
+    stated = {key: value for key, value in optional.items() if value is not None}
+    about = {"field": parameter.field, "help": words.help}
+    return _type(parameter.type, words.unit) | about | stated
+
+
+def _type(accepted: ValueType, unit: str = "") -> dict[str, Any]:
+    """Return the kind of a value with its bounds."""
+    kind = accepted.kind
+    bounds = {_BOUNDS[name]: bound for name, bound in accepted.bounds.items()}
+    if accepted.is_optional:
+        bounds["isOptional"] = True
+    if get_origin(kind) is Literal:
+        return {"kind": "one", "of": get_args(kind), **bounds}
+    if get_origin(kind) is tuple:
+        item, *others = get_args(kind)
+        count = {} if others == [...] else {"least": 1 + len(others), "most": 1 + len(others)}
+        return {"kind": "list", "of": _type(ValueType.of(item), unit), **bounds, **count}
+    if isinstance(kind, type) and is_dataclass(kind):
+        fields = {each.attribute: _described(each) for each in parameters(kind)}
+        return {"kind": "object", "of": fields, **bounds}
+    if kind is int and bounds.get("most", 0) > _MAX_WHOLE:
+        return {"kind": "digits", **bounds, "most": str(bounds["most"])}
+    return {"kind": "digest" if unit == "digest" else _KINDS[kind], **bounds}
