@@ -11,7 +11,9 @@ import pytest
 
 from clowder_aimage import generate
 from clowder_aimage.cli.console.output import META
-from clowder_aimage.cli.text.enhance_option import LocalEnhancer
+from clowder_aimage.cli.text.enhance_option import Enhancement
+from clowder_aimage.cli.worker.enhancer import LocalEnhancer
+from clowder_aimage.cli.worker.local_model import LocalOptions
 from clowder_aimage.engine import machine
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.picture_facts import facts_of
@@ -117,14 +119,14 @@ def test_the_language_model_is_let_go_when_memory_is_short(
     enhancing: Enhancing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, fake = enhancing(longer)
-    values = {"enhance": True, "enhancer": Reference.parse("talk"), "instruction": None}
-    enhancer = LocalEnhancer(values, Reference.parse("x"), is_last=False)
+    enhancer = LocalEnhancer(Reference.parse("x"), LocalOptions(is_last=False))
     loads = []
     with click.Context(click.Command("run")) as context:
         context.meta[f"{META}store"] = here.store
         for free in (0, 1 << 40, 1 << 40):
             monkeypatch.setattr(machine, "available", lambda free=free: free)
-            enhancer.prompts("fox", [1])
+            enhancer.write(Enhancement(Reference.parse("talk")), "fox", 1)
+            enhancer.free_memory()
             loads.append(len(fake.loads))
     assert loads == [1, 2, 2]  # the second one stays
 

@@ -7,13 +7,14 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from clowder_aimage.cli.console import local_model
-from clowder_aimage.cli.console.later_model import LaterModel
+from clowder_aimage.cli.worker import image_model
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.oci import Digest, mediatype
 from tests.conftest import TINY
@@ -174,17 +175,12 @@ def test_a_failed_pull_keeps_the_variant(
         make("a fox")
         make("a fox")
 
-    class Failed(LaterModel):
-        def _pull(self) -> None:
-            self._result.set_exception(NetworkError("the link is down"))
+    def fail(*_: object) -> SimpleNamespace:
+        result = Future[None]()
+        result.set_exception(NetworkError("the link is down"))
+        return SimpleNamespace(result=result)
 
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            for thread in threading.enumerate():
-                if thread.name == "aimage-pull":
-                    thread.join()
-
-    monkeypatch.setattr(local_model, "LaterModel", Failed)
+    monkeypatch.setattr(image_model, "pull_later", fail)
     monkeypatch.setattr(run_verb, "read_prompt", lambda _: None)
     monkeypatch.setattr(run_verb, "read_prompts", prompts)
     said = aimage()("run", f"{name}:v1", "--steps", 1, "--first", "int4")

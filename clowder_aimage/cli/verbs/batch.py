@@ -17,7 +17,7 @@ import click
 from clowder_aimage.cli.console.option import verb, verbose_option
 from clowder_aimage.cli.console.output import note, plural, result
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.cli.console.remote_worker import StepBar, refuse_options, worker
+from clowder_aimage.cli.console.worker_connection import StepBar, refuse_options, worker
 from clowder_aimage.content.atomic_file import atomic_file, write_all
 from clowder_aimage.engine.batch_line import (
     MAX_FILE,

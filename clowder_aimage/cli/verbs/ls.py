@@ -122,7 +122,12 @@ def _passes(row: dict[str, Any], filters: Mapping[str, tuple[str, ...]]) -> bool
 
 
 def _remote_rows() -> Iterator[dict[str, Any]]:
-    from clowder_aimage.cli.console.remote_worker import detail_of, models, refuse_options, worker
+    from clowder_aimage.cli.console.worker_connection import (
+        detail_of,
+        models,
+        refuse_options,
+        worker,
+    )
 
     hint = "omit --remote to list a store on this machine"
     refuse_options(hint, but=("filters", "no_trunc"))

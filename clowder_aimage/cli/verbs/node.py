@@ -19,7 +19,7 @@ from clowder_aimage.cli.console.option import (
     settings,
 )
 from clowder_aimage.cli.console.output import note, one_line, plural, result, size, table
-from clowder_aimage.cli.console.remote_worker import refuse_options, worker_client, worker_host
+from clowder_aimage.cli.console.worker_connection import refuse_options, worker_client, worker_host
 from clowder_aimage.cli.verbs.serve import listening_options, node_options, run_server, spell
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
 from clowder_aimage.user_directory import config_file

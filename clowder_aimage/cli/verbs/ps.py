@@ -7,7 +7,7 @@ from typing import Any
 
 from clowder_aimage.cli.console.option import verb, verbose_option
 from clowder_aimage.cli.console.output import duration, left_out, result, size, table_of
-from clowder_aimage.cli.console.remote_worker import detail_of, models, refuse_options, worker
+from clowder_aimage.cli.console.worker_connection import detail_of, models, refuse_options, worker
 from clowder_aimage.errors import describe_each
 
 _FOR_EVER = 100 * 365 * 24 * 3600  # seconds; ollama sends a later time for ever

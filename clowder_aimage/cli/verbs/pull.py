@@ -20,7 +20,7 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import plain, plural, result, size
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.cli.console.remote_worker import (
+from clowder_aimage.cli.console.worker_connection import (
     StepBar,
     models,
     refuse_options,

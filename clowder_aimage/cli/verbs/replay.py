@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.adapter_source import OWN, find_control
-from clowder_aimage.cli.console.local_model import fetch_model, load_model, render
 from clowder_aimage.cli.console.lora_option import adapter_finder, is_file, lora_options, read_uses
 from clowder_aimage.cli.console.named_picture import check_stdin, input_source, named_pictures
 from clowder_aimage.cli.console.option import (
@@ -24,6 +23,12 @@ from clowder_aimage.cli.console.option import (
     verb,
 )
 from clowder_aimage.cli.console.output import note, plural, result
+from clowder_aimage.cli.worker.local_model import (
+    LocalOptions,
+    fetch_model,
+    load_model,
+    show_steps,
+)
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError
 from clowder_aimage.generation.request import ALPHA, GenerateRequest, LoraUse
@@ -106,9 +111,9 @@ def replay(
     fetched = fetch_model(reference, connect)
     dtype = facts.get("dtype")
     dtype = None if dtype is None else str(dtype)
-    how: dict[str, Any] = {"backend": backend, "dtype": dtype, "tuning": tuning}
-    model = load_model(fetched, request, **how, finder=finder)
-    (rendered,) = render(fetched.watch(model.generate(request)), request)
+    options = LocalOptions(dtype, backend=backend, tuning=tuning)
+    model = load_model(fetched, request, options, finder)
+    (rendered,) = show_steps(fetched.watch(model.generate(request)), request)
     kind, quality = read.kind, facts.get("quality")
     found = compare_pictures(read.pixels, rendered.pixels, kind, quality)
     if found is None:

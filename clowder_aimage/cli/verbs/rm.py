@@ -9,8 +9,8 @@ import click
 
 from clowder_aimage.cli.console.option import remote_option, settings, verb
 from clowder_aimage.cli.console.output import is_quiet, plural, remark, result, size
-from clowder_aimage.cli.console.remote_worker import models, refuse_options, worker
 from clowder_aimage.cli.console.stored_name import only_name, stored_arguments
+from clowder_aimage.cli.console.worker_connection import models, refuse_options, worker
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clowder_aimage.adapter_source import OWN
-from clowder_aimage.cli.console.local_model import backend_option, load_model, open_model
 from clowder_aimage.cli.console.lora_option import is_file, lora_options
 from clowder_aimage.cli.console.named_picture import check_stdin
 from clowder_aimage.cli.console.option import (
@@ -26,16 +23,8 @@ from clowder_aimage.cli.console.option import (
     torch_options,
     verb,
 )
-from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.console.parameter_option import parameter_options
 from clowder_aimage.cli.console.picture_option import picture_options
-from clowder_aimage.cli.console.picture_order import (
-    SETTABLE,
-    PictureOrder,
-    Render,
-    order_parameters,
-    order_runs,
-)
 from clowder_aimage.cli.console.picture_view import view_protocol
 from clowder_aimage.cli.console.prompt_loop import (
     PromptLoop,
@@ -45,37 +34,28 @@ from clowder_aimage.cli.console.prompt_loop import (
     settable,
 )
 from clowder_aimage.cli.console.pushed_picture import check_push
-from clowder_aimage.cli.console.remote_picture import generate_remotely
-from clowder_aimage.cli.console.remote_worker import (
-    choose_worker,
-    refuse_options,
-    worker,
-    worker_host,
-)
 from clowder_aimage.cli.console.seed_option import seed_options
 from clowder_aimage.cli.console.stored_name import model_or_path, pack_path, stored_argument
-from clowder_aimage.cli.text.enhance_option import (
-    ENHANCING,
-    LocalEnhancer,
-    enhance_options,
-    is_enhanced,
-    to_worker,
-)
-from clowder_aimage.cli.text.local_text import LocalLanguageModel
-from clowder_aimage.cli.text.remote_text import answer_remotely
-from clowder_aimage.cli.text.run_kind import check_options, is_language_model
+from clowder_aimage.cli.text.enhance_option import ENHANCING, enhance_options, is_enhanced
 from clowder_aimage.cli.text.text_option import TEXT_SETTABLE, text_options, text_request
-from clowder_aimage.cli.text.text_order import Answer, TextOrder
+from clowder_aimage.cli.worker.choice import choose_worker, named_worker
+from clowder_aimage.cli.worker.local import LocalWorker
+from clowder_aimage.cli.worker.local_model import LocalOptions
+from clowder_aimage.cli.worker.model_kind import check_options, is_language_model
+from clowder_aimage.cli.worker.picture_order import SETTABLE, PictureOrder, order_parameters
+from clowder_aimage.cli.worker.text_order import TextOrder
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import UsageError
-from clowder_aimage.generation.request import Guidance, Output, Sampling
-from clowder_aimage.model.library_choice import TorchTuning
+from clowder_aimage.generation.request import Guidance, LoraUse, Output, Sampling
+from clowder_aimage.model.library_choice import AUTO, BACKENDS, TorchTuning
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
+    from clowder_aimage.cli.worker.worker import Worker
     from clowder_aimage.engine.worker_client import WorkerClient
 
-_SENT = (*SETTABLE, *ENHANCING, *TEXT_SETTABLE, "push", "local")  # options that a worker serves too
+# Options that a worker serves too
+_SERVED = (*SETTABLE, *ENHANCING, *TEXT_SETTABLE, "push", "local")
 
 
 def _precision(text: str) -> str:
@@ -103,7 +83,12 @@ def _sides(text: str) -> tuple[int, int]:
 @picture_options
 @lora_options
 @click.option("--trigger", is_flag=True, help="Add the trigger words of adapters to the prompt.")
-@backend_option
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default=AUTO,
+    help="Library to compute with. [default: auto, by what is installed and the GPU]",
+)
 @torch_options
 @click.option(
     "--dtype", help="Type to compute in: float32 (f32) or bfloat16 (bf16). [default: by device]"
@@ -180,28 +165,29 @@ def run(
         check_prompt(prompt)
     # wrong values of pictures, before a registry or a worker is asked for the kind of the model
     first = order_parameters(values, prompt or "") | {"n": values["n"]}
-    client = _named_worker(local, remote)
+    client = named_worker(_SERVED, is_local=local, is_remote=remote)
     reference = pack_path(model, client) if isinstance(model, Path) else model
     is_text = is_language_model(reference, client, local=local)
     check_options(reference, is_text=is_text)
-    place = _Place(reference, client, local, remote)
-    if is_text:
-        _answer(place, prompt, dtype, memory, values)
-        return
-    if values["push"] is not None:
+    if is_text:  # wrong options, before a load
+        text_request(values, [{"role": "user", "content": ""}])
+    elif values["push"] is not None:
         check_push(values["push"], prompt, reference)
-    is_last = prompt is not None and len(order_runs(values)) == 1
     tuning = TorchTuning(bool(values["compile"]), values["attention"], values["device"])
-    load = partial(load_model, dtype=dtype, memory=memory, is_last=is_last)
-    library = backend, tuning
-    here = partial(open_model, reference, load, library, precision, first, values["lora_dir"])
-    render, is_remote = _renderer(place, here, first, values)
-    enhancer = LocalEnhancer(values, reference, dtype, memory, is_last=prompt is not None)
-    protocol = view_protocol(values["inline"])
-    order = PictureOrder(values, render, protocol, None if is_remote else enhancer.prompts)
+    options = LocalOptions(
+        dtype, memory, backend, tuning, precision, values["lora_dir"], is_last=prompt is not None
+    )
+    parameters = None if is_text else first
+    worker = _open_worker(reference, client, parameters, options, is_local=local)
+    if is_text:
+        _answer(TextOrder(reference, values, worker), prompt)
+        return
+    order = PictureOrder(values, worker, view_protocol(values["inline"]))
     if prompt is not None:
         order.make(prompt, begun)
         return
+    if not is_enhanced(values):  # the language model can have the memory first
+        worker.prepare(first)
     read_prompts(order.make, values, settable((*SETTABLE, *ENHANCING)))
 
 
@@ -217,74 +203,30 @@ def _check_stdin(words: tuple[str, ...], values: Mapping[str, Any]) -> None:
     check_stdin([*(["PROMPT"] if words in ((), ("-",)) and not is_typed else []), *readers])
 
 
-def _named_worker(local: bool, remote: bool) -> WorkerClient | None:
-    """Return the worker that AIMAGE_HOST names, or the default one with --remote, if it is used."""
-    if not remote and (local or not worker_host()):
-        return None
-    other = "omit --remote" if remote else "use --local"
-    refuse_options(f"omit it, or {other} to generate in this process", but=_SENT)
-    return worker()
+def _open_worker(
+    reference: Reference,
+    client: WorkerClient | None,
+    parameters: Mapping[str, Any] | None,
+    options: LocalOptions,
+    *,
+    is_local: bool,
+) -> Worker:
+    """Return the worker that generates pictures with ``parameters``, or answers (None)."""
+    uses: Sequence[LoraUse] = () if parameters is None else parameters["loras"]
+    others = [use.model for use in uses if not use.model.startswith(OWN)]
+    if parameters is not None and parameters["controlnet"]:
+        others.append(parameters["controlnet"])
+    is_local = is_local or any(is_file(use.model) for use in uses)
+    remote = choose_worker(reference, client, others, _SERVED, is_local=is_local)
+    return remote or LocalWorker(reference, options)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The model, the worker that must generate with it, if any, and the options about that."""
-
-    reference: Reference
-    client: WorkerClient | None
-    local: bool
-    remote: bool
-
-    def worker(self, others: Sequence[str] = (), *, local: bool) -> tuple[WorkerClient, str] | None:
-        """Return the worker that generates, and it in words; None for this process.
-
-        ``others`` are AImages that are used with the model.
-        """
-        if self.client is not None:
-            return self.client, f"worker at {self.client.endpoint}"
-        names = map(parse_reference, others)
-        return choose_worker(self.reference, names, _SENT, local=self.local or local)
-
-
-def _renderer(
-    place: _Place, here: Callable[[], Render], first: Mapping[str, Any], values: Mapping[str, Any]
-) -> tuple[Render, bool]:
-    """Return the function that generates pictures, and whether that is in a worker.
-
-    In this process it is that of ``here``, which loads the model; after the prompt is enhanced, so
-    that the language model can have the memory.
-    """
-    is_here = any(is_file(use.model) for use in first["loras"])
-    names = [use.model for use in first["loras"] if not use.model.startswith(OWN)]
-    names += [first["controlnet"]] if first["controlnet"] else []
-    if found := place.worker(names, local=is_here):
-        client, words = found
-        more = partial(to_worker, values)
-        return partial(generate_remotely, client, place.reference, words, more), True
-    if not is_enhanced(values):
-        return here(), False
-    made = cache(here)
-    return lambda *how: made()(*how), False
-
-
-def _answer(
-    place: _Place, prompt: str | None, dtype: str | None, memory: int | None, values: dict[str, Any]
-) -> None:
+def _answer(order: TextOrder, prompt: str | None) -> None:
     """Print the answer to a prompt, or answers in a conversation."""
-    reference = place.reference
-    text_request(values, [{"role": "user", "content": ""}])  # wrong options, before a load
-    answer: Answer
-    if found := place.worker(local=False):
-        answer = partial(answer_remotely, found[0], reference)
-        remark(f"answering on the {found[1]}")
-    else:
-        model = LocalLanguageModel(reference, dtype, memory)
-        model.load()
-        answer = model.answer
-    order = TextOrder(reference, values, answer)
+    order.worker.prepare(None)
     if prompt is not None:
         order.ask(prompt)
         return
     commands = {"/clear": ("forget the conversation", order.clear)}
-    what = "Type a question. The model remembers the conversation; Ctrl-C ends an answer."
-    PromptLoop(what, order.ask, values, settable(TEXT_SETTABLE), commands).run()
+    text = "Type a question. The model remembers the conversation; Ctrl-C ends an answer."
+    PromptLoop(text, order.ask, order.values, settable(TEXT_SETTABLE), commands).run()

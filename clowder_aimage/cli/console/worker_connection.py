@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clowder_aimage.cli.console.option import given_options, settings
-from clowder_aimage.cli.console.output import (
-    META,
-    note,
-    note_once,
-    one_line,
-    plural,
-    remark,
-    wants_value,
-)
+from clowder_aimage.cli.console.output import META, note, plural
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.errors import (
-    AccessError,
-    AImageError,
-    FormatError,
-    NotFoundError,
-    UsageError,
-)
-from clowder_aimage.oci import Reference
+from clowder_aimage.errors import AccessError, FormatError, UsageError
 from clowder_aimage.oci.descriptor import MAX_SIZE
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
-
-_PROBE = 0.3  # seconds for a worker that nobody asked for
 
 
 def worker() -> WorkerClient:
@@ -52,48 +34,6 @@ def worker() -> WorkerClient:
         message += f"; {name} answers there" if name else ""
         raise AccessError(message, remedy="worker_address")
     return client
-
-
-def default_worker(
-    reference: Reference, adapters: Iterable[Reference] = ()
-) -> tuple[WorkerClient, bool] | None:
-    """Return a client of the default worker, and whether it has the AImages that this store has.
-
-    These are ``reference`` and the adapters. None if no worker answers there, it cannot have the
-    AImage or reports an error, or AIMAGE_HOST is set to an empty text.
-    """
-    if "AIMAGE_HOST" in os.environ:
-        return None
-    with contextlib.suppress(AImageError):
-        client = worker_client(None)
-        if not client.is_worker(_PROBE):
-            return None
-        listed = models(client, "/api/tags")
-        is_meant = _matches(listed, reference)
-        is_listed = bool(is_meant) and reference.digest is None
-        if any(is_meant) or is_listed or reference.registry is not None:
-            return client, any(is_meant) and all(any(_matches(listed, one)) for one in adapters)
-    return None
-
-
-def _matches(listed: Iterable[Mapping[str, Any]], reference: Reference) -> list[bool]:
-    """Return for each listed model of a name whether this store has no other one."""
-    wanted = reference.digest
-    with contextlib.suppress(NotFoundError):
-        wanted = wanted or settings().layout.resolve(reference).digest
-    return [
-        wanted is None or model["digest"] == str(wanted)
-        for model in listed
-        if reference.digest or model["name"] == str(reference)
-    ]
-
-
-def prefers_worker() -> bool:
-    """Return whether the configuration prefers the default worker. Raises UsageError."""
-    from clowder_aimage.schema import read_configuration
-    from clowder_aimage.user_directory import config_file
-
-    return bool(read_configuration(config_file(), lambda it: it.get("run", {}).get("remote")))
 
 
 def worker_client(host: str | None) -> WorkerClient:
@@ -134,51 +74,6 @@ def local_options(*but: str) -> list[str]:
     if not given and click.get_current_context().meta.get(f"{META}store"):
         given = ["--store"]
     return given
-
-
-def check_model(client: WorkerClient, reference: Reference, answer: Mapping[str, Any]) -> None:
-    """Reject a response of the worker's default model; accept an alias of the worker.
-
-    ``answer`` has the header fields of the response. Raises NotFoundError.
-    """
-    name, taken = str(reference), answer.get("x-aimage-model")
-    if taken not in (None, name) and answer.get("x-aimage-alias") != name:
-        raise NotFoundError(
-            f"{name} not found on the worker at {client.endpoint}, which would use {taken}",
-            hint=f"use {taken}, or pull yours: aimage pull --remote {name}",
-        )
-
-
-def warn_of(answer: Mapping[str, Any]) -> None:
-    """Print the warnings in the header fields of a response."""
-    warn(answer.get("x-aimage-warning", "").splitlines())
-
-
-def warn(warnings: object) -> None:
-    """Print the warnings of a worker, each once."""
-    for warning in warnings if isinstance(warnings, list) else ():
-        note_once(f"warning: {one_line(str(warning))}")
-
-
-def choose_worker(
-    reference: Reference, others: Iterable[Reference], but: Collection[str], *, local: bool
-) -> tuple[WorkerClient, str] | None:
-    """Return the default worker, and it in words, if it has the AImages; None to use this process.
-
-    ``others`` are used with the AImage, ``but`` are options that are sent to a worker.
-    """
-    if local or local_options(*but):
-        return None
-    found = default_worker(reference, others)
-    if found is None:
-        return None
-    client, has_same = found
-    if has_same or prefers_worker():
-        return client, f"worker at {client.endpoint}; --local generates in this process"
-    if not wants_value():
-        where = f"a worker is running at {client.endpoint}"
-        remark(f"{where}; --remote generates there")
-    return None
 
 
 class StepBar:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,22 +25,18 @@ from clowder_aimage.cli.console.picture_option import picture_parameters
 from clowder_aimage.cli.console.picture_view import draw_picture, open_picture
 from clowder_aimage.cli.console.pushed_picture import push_made
 from clowder_aimage.cli.console.seed_option import seed_runs
+from clowder_aimage.cli.text.enhance_option import read_enhancement
+from clowder_aimage.cli.worker.worker import PictureTask, Worker
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import COUNTS, ENHANCED, check_explicit, places
 
 if TYPE_CHECKING:
     from clowder_aimage.pictures.made_picture import MadePicture
 
-# Parameters, their number, format, and a function that is called before the first picture
-Render = Callable[
-    [Mapping[str, Any], int, str, Callable[[str], None]], Generator["MadePicture", None, None]
-]
 _OPTIONS = tuple(
     name for name in places() if name not in ("prompt", "references", *COUNTS, *ENHANCED)
 )
 _OUTPUT = ("seeds", "sheet", "n", "output", "show", "inline")
-# The prompt and the seeds of pictures: the parameters that change for each, or None
-Enhance = Callable[[str, Sequence[int]], list[dict[str, Any]] | None]
 SETTABLE = (*_OPTIONS, "trigger", "size", *_OUTPUT)  # between prompts
 
 
@@ -49,15 +45,13 @@ class PictureOrder:
     """The options of pictures, which may change between prompts."""
 
     values: dict[str, Any]
-    render: Render
+    worker: Worker
     protocol: str  # for pictures in the terminal
-    enhance: Enhance | None = None  # in this process
 
     def make(self, prompt: str, begun: float | None = None) -> tuple[str, ...]:
         """Generate, write and print the pictures of a prompt; return their paths."""
         begun = time.monotonic() if begun is None else begun
-        trigger = {"trigger": self.values["trigger"]}
-        parameters = order_parameters(self.values, prompt) | trigger
+        parameters = order_parameters(self.values, prompt)
         output, written = PictureOutput(self.values["output"]), list[dict[str, Any]]()
         kept, facts = list["MadePicture"](), dict[str, Any]()
         runs = order_runs(self.values)
@@ -83,28 +77,22 @@ class PictureOrder:
         self, parameters: dict[str, Any], runs: list[tuple[int | None, int]], kind: str
     ) -> Iterator[MadePicture]:
         """Yield the pictures of runs of seeds; say the seed that is drawn, and the place once."""
-        is_first = True
-
-        def announce(text: str) -> None:
-            nonlocal is_first
-            if is_drawn:
-                note(f"seed {seed}")
-            if is_first:
-                remark(text)
-            is_first = False
-
         drawn = [(secrets.randbits(32) if seed is None else seed, count) for seed, count in runs]
-        seeds = [seed + index for seed, count in drawn for index in range(count)]
-        changes = self.enhance(parameters["prompt"], seeds) if self.enhance else None
-        if changes is not None:  # a prompt for each picture
-            drawn = [(seed, 1) for seed in seeds]
-        for index, (seed, count) in enumerate(drawn):
-            is_drawn = index == 0 and runs[0][0] is None
-            changed = {"seed": seed, **(changes[index] if changes else {})}
-            with contextlib.closing(
-                self.render({**parameters, **changed}, count, kind, announce)
-            ) as made:
-                yield from made
+        is_announced = False
+
+        def announce(place: str) -> None:
+            nonlocal is_announced
+            if not is_announced:
+                if runs[0][0] is None:
+                    note(f"seed {drawn[0][0]}")
+                remark(place)
+            is_announced = True
+
+        enhancement = read_enhancement(self.values)
+        adds_words = bool(self.values["trigger"])
+        task = PictureTask(parameters, tuple(drawn), kind, adds_words, enhancement)
+        with contextlib.closing(self.worker.pictures(task, announce)) as pictures:
+            yield from pictures
 
     def _report(self, value: dict[str, Any], paths: list[str], kept: list[MadePicture]) -> None:
         """Draw, push and print pictures that were written."""

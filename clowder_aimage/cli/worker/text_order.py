@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,8 @@ from clowder_aimage.cli.text.answer_output import AnswerOutput
 from clowder_aimage.cli.text.text_option import text_request
 
 if TYPE_CHECKING:
-    from clowder_aimage.model.text.language_model import TextEvent, TextRequest
+    from clowder_aimage.cli.worker.worker import Worker
     from clowder_aimage.oci import Reference
-
-Answer = Callable[["TextRequest"], Generator["TextEvent", None, None]]
 
 
 @dataclass(slots=True)
@@ -24,7 +21,7 @@ class TextOrder:
 
     reference: Reference
     values: dict[str, Any]
-    answer: Answer
+    worker: Worker
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def ask(self, question: str) -> None:
@@ -36,7 +33,7 @@ class TextOrder:
         asked = [*self.messages, {"role": "user", "content": question}]
         request, output = text_request(self.values, asked), AnswerOutput()
         try:
-            with contextlib.closing(self.answer(request)) as events:
+            with contextlib.closing(self.worker.answer(request)) as events:
                 output.show(events)
         finally:
             if output.text:

@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from clowder_aimage.cli.console.option import TextOption, settings
-from clowder_aimage.cli.console.remote_worker import default_worker
+from clowder_aimage.cli.worker.choice import default_worker
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.model.text.runtime import runtime_of
 

@@ -1,0 +1,113 @@
+"""The choice of the worker: a named one, the default one if it has the same AImages, or none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.cli.console.option import parse_reference, settings
+from clowder_aimage.cli.console.output import remark, wants_value
+from clowder_aimage.cli.console.worker_connection import (
+    local_options,
+    models,
+    refuse_options,
+    worker,
+    worker_client,
+    worker_host,
+)
+from clowder_aimage.cli.worker.remote import RemoteWorker
+from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.engine.worker_client import WorkerClient
+
+_PROBE = 0.3  # seconds for a worker that nobody asked for
+
+
+def named_worker(
+    served: Collection[str], *, is_local: bool, is_remote: bool
+) -> WorkerClient | None:
+    """Return the worker that AIMAGE_HOST names, or the default one with --remote, if it is used.
+
+    ``served`` are the options that a worker serves too. Raises UsageError for others, and as
+    ``worker``.
+    """
+    if not is_remote and (is_local or not worker_host()):
+        return None
+    other = "omit --remote" if is_remote else "use --local"
+    refuse_options(f"omit it, or {other} to generate in this process", but=served)
+    return worker()
+
+
+def choose_worker(
+    reference: Reference,
+    client: WorkerClient | None,
+    others: Iterable[str],
+    served: Collection[str],
+    *,
+    is_local: bool,
+) -> RemoteWorker | None:
+    """Return the worker that generates; None for this process.
+
+    It is the one of ``client``, else the default one if it has the same AImages as this store:
+    ``reference``, and ``others`` that are used with it.
+    """
+    if client is not None:
+        return RemoteWorker(client, reference, f"worker at {client.endpoint}")
+    if is_local or local_options(*served):
+        return None
+    default = default_worker(reference, map(parse_reference, others))
+    if default is None:
+        return None
+    client, has_same = default
+    if has_same or _prefers_worker():
+        place = f"worker at {client.endpoint}; --local generates in this process"
+        return RemoteWorker(client, reference, place)
+    if not wants_value():
+        remark(f"a worker is running at {client.endpoint}; --remote generates there")
+    return None
+
+
+def default_worker(
+    reference: Reference, adapters: Iterable[Reference] = ()
+) -> tuple[WorkerClient, bool] | None:
+    """Return a client of the default worker, and whether it has the AImages that this store has.
+
+    These are ``reference`` and the adapters. None if no worker answers there, it cannot have the
+    AImage or reports an error, or AIMAGE_HOST is set to an empty text.
+    """
+    if "AIMAGE_HOST" in os.environ:
+        return None
+    with contextlib.suppress(AImageError):
+        client = worker_client(None)
+        if not client.is_worker(_PROBE):
+            return None
+        listed = models(client, "/api/tags")
+        is_same = _matches(listed, reference)
+        is_listed = bool(is_same) and reference.digest is None
+        if any(is_same) or is_listed or reference.registry is not None:
+            return client, any(is_same) and all(any(_matches(listed, each)) for each in adapters)
+    return None
+
+
+def _matches(listed: Iterable[Mapping[str, Any]], reference: Reference) -> list[bool]:
+    """Return for each listed model of a name whether this store has no other one."""
+    digest = reference.digest
+    with contextlib.suppress(NotFoundError):
+        digest = digest or settings().layout.resolve(reference).digest
+    return [
+        digest is None or model["digest"] == str(digest)
+        for model in listed
+        if reference.digest or model["name"] == str(reference)
+    ]
+
+
+def _prefers_worker() -> bool:
+    """Return whether the configuration prefers the default worker. Raises UsageError."""
+    from clowder_aimage.schema import read_configuration
+    from clowder_aimage.user_directory import config_file
+
+    return bool(read_configuration(config_file(), lambda it: it.get("run", {}).get("remote")))

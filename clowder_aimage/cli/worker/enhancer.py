@@ -1,0 +1,80 @@
+"""Prompts of pictures that a language model in this process writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from clowder_aimage.cli.console.option import settings
+from clowder_aimage.cli.console.output import remark
+from clowder_aimage.cli.text.enhance_option import Enhancement
+from clowder_aimage.cli.worker.language_model import LocalLanguageModel
+from clowder_aimage.cli.worker.local_model import LocalOptions
+from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.oci import Reference
+
+_FACTOR = 1.3  # bytes in memory for each byte of weights
+
+
+@dataclass(slots=True)
+class LocalEnhancer:
+    """A language model in this process that writes prompts.
+
+    picture_model: the AImage that the prompts are for.
+    """
+
+    picture_model: Reference
+    options: LocalOptions
+    _model: LocalLanguageModel | None = None
+
+    def write(self, enhancement: Enhancement, prompt: str, seed: int) -> Mapping[str, Any]:
+        """Return the parameters of a picture that change.
+
+        Raises as ``LocalLanguageModel``, and ModelError.
+        """
+        from clowder_aimage.model.text.enhancement import enhanced_prompt, enhancement_request
+
+        reference = enhancement.model or _default_model()
+        if self._model is None or self._model.reference != reference:
+            self._model = None  # the memory is free before the load
+            self._model = LocalLanguageModel(reference, self.options)
+        request = enhancement_request(prompt, seed, enhancement.instruction)
+        with contextlib.closing(self._model.answer(request)) as events:
+            text = enhanced_prompt(events)
+        remark(f"prompt: {text}")
+        return {"prompt": text, "original_prompt": prompt, "enhancer": self._model.name}
+
+    def free_memory(self) -> None:
+        """Unload the language model, unless other prompts follow and there is memory for both."""
+        if self._model is not None and (self.options.is_last or not self._has_memory()):
+            self._model.unload()
+
+    def _has_memory(self) -> bool:
+        """Return whether the language model can stay while pictures are generated."""
+        from clowder_aimage.engine.machine import available
+        from clowder_aimage.layout.stored_aimage import read_aimage
+
+        try:
+            layers = read_aimage(settings().layout, self.picture_model).aimage.layers
+        except NotFoundError:
+            return False
+        weights = sum(layer.descriptor.size for layer in layers if layer.is_tensor)
+        free = available()
+        return free is not None and free >= _FACTOR * weights
+
+
+def _default_model() -> Reference:
+    """Return the language model of the environment or the configuration. Raises UsageError."""
+    from clowder_aimage.schema import read_configuration
+    from clowder_aimage.user_directory import config_file
+
+    name = os.environ.get("AIMAGE_ENHANCER", "").strip()
+    name = name or read_configuration(
+        config_file(), lambda it: str(it.get("run", {}).get("enhancer", ""))
+    )
+    if not name:
+        raise UsageError("no language model is named for --enhance", remedy="name_enhancer")
+    return Reference.parse(name)

@@ -1,0 +1,73 @@
+"""Requests for pictures in OpenAI's API, with the fields of a worker, and their replies."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.cli.console.lora_option import to_worker
+from clowder_aimage.cli.console.picture_option import to_request
+from clowder_aimage.errors import FormatError
+from clowder_aimage.generation.request import places
+from clowder_aimage.model.picture_facts import facts_of, kind_of
+from clowder_aimage.pictures.made_picture import MadePicture
+
+if TYPE_CHECKING:
+    from clowder_aimage.cli.text.enhance_option import Enhancement
+    from clowder_aimage.cli.worker.worker import PictureTask
+    from clowder_aimage.engine.worker_client import WorkerClient
+
+_PICTURES = ("image", "mask", "control", "references", "loras")  # they have other fields
+_FIXED = {
+    "n": 1,
+    "response_format": "b64_json",
+    "stream": True,
+    "stream_format": "ollama",
+    "strict": True,  # the worker refuses unknown fields
+    "png_facts": True,  # so that it can be replayed
+}
+
+
+def generation_fields(client: WorkerClient, task: PictureTask) -> dict[str, Any]:
+    """Return the fields of the requests for a task, without the seed. Raises as ``to_worker``."""
+    stated = {
+        name: value
+        for name, value in task.parameters.items()
+        if value is not None and name not in _PICTURES
+    }
+    fields = {places()[name].parameter.field: value for name, value in stated.items()}
+    if "width" in fields and "height" in fields:
+        fields["size"] = f"{fields.pop('width')}x{fields.pop('height')}"
+    prompt = None if task.adds_words else stated["prompt"]
+    if loras := to_worker(client, task.parameters["loras"], prompt):
+        fields["loras"] = loras
+    if task.adds_words:
+        fields["trigger"] = True
+    fields |= {**to_request(task.parameters), "output_format": task.kind, **_FIXED}
+    return fields | _enhancement_fields(task.enhancement)
+
+
+def picture_of(reply: Mapping[str, Any], seed: int, kind: str) -> MadePicture:
+    """Return the picture in a reply, with its facts if they can be read. Raises FormatError."""
+    try:
+        data = base64.b64decode(reply["data"][0]["b64_json"], validate=True)
+    except (LookupError, TypeError, binascii.Error):
+        data = b""
+    if kind_of(data) != kind:
+        raise FormatError(f"invalid response from the worker: expected a {kind.upper()} picture")
+    try:
+        facts = facts_of(data)
+    except FormatError:
+        facts = {}
+    return MadePicture(data, seed, kind, facts)
+
+
+def _enhancement_fields(enhancement: Enhancement | None) -> dict[str, Any]:
+    if enhancement is None:
+        return {}
+    fields: dict[str, Any] = {"enhance": str(enhancement.model) if enhancement.model else True}
+    if enhancement.instruction is not None:
+        fields["enhance_instruction"] = enhancement.instruction
+    return fields

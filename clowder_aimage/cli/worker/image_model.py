@@ -1,0 +1,221 @@
+"""An image model in this process, which stays loaded between prompts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from clowder_aimage.adapter_source import OWN, find_control
+from clowder_aimage.cli.console.lora_option import adapter_finder, offer
+from clowder_aimage.cli.console.named_picture import named_pictures
+from clowder_aimage.cli.console.option import needs, settings
+from clowder_aimage.cli.console.output import note, note_once, remark
+from clowder_aimage.cli.console.picture_option import for_model
+from clowder_aimage.cli.worker.local_model import (
+    Connect,
+    FetchedModel,
+    LocalOptions,
+    fetch_model,
+    load_model,
+    show_steps,
+)
+from clowder_aimage.cli.worker.worker import Announce, PictureTask
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.generation.effect import ignored_parameters
+from clowder_aimage.generation.request import GenerateRequest
+from clowder_aimage.model.library_choice import choose_library
+from clowder_aimage.oci import Reference
+from clowder_aimage.pictures.made_picture import MadePicture
+
+if TYPE_CHECKING:
+    from clowder_aimage.adapter_source import AdapterFinder
+    from clowder_aimage.dialect import AImage
+    from clowder_aimage.engine.local_fetch import BackgroundPull
+    from clowder_aimage.generate import RunnableModel
+    from clowder_aimage.oci import Descriptor
+    from clowder_aimage.pull import PullOptions
+
+
+@dataclass(slots=True)
+class LocalImageModel:
+    """An image model in this process, loaded when it is first used.
+
+    variant: the precision of the variant that is used, until the AImage itself replaces it between
+    two prompts; None if it is not a variant.
+    """
+
+    reference: Reference
+    options: LocalOptions
+    connect: Connect
+    finder: AdapterFinder
+    fetched: FetchedModel
+    variant: str | None = None
+    _parameters: Mapping[str, Any] = field(default_factory=dict)  # that it was loaded for
+    _loaded: RunnableModel | None = None
+    _pull: BackgroundPull | None = None
+
+    @classmethod
+    def open(
+        cls, reference: Reference, options: LocalOptions, parameters: Mapping[str, Any]
+    ) -> LocalImageModel:
+        """Return a fetched model. Its adapters for pictures with ``parameters`` are there too.
+
+        Raises as ``choose_library``, ``AdapterFinder.find``, ``find_control``, ``fetch_model``.
+        """
+        choose_library(options.backend, options.tuning)
+        connect = cache(settings().connection)
+        with needs("running a model", "mlx"):
+            finder = adapter_finder(options.lora_dir, connect)
+        for use in parameters["loras"]:  # before the model, which is larger
+            if not use.model.startswith(OWN):
+                finder.find(use)
+        if parameters.get("controlnet") is not None:
+            find_control(parameters["controlnet"], finder.open_stored)
+        variant, used = options.precision, reference
+        if variant is not None:
+            used = _choose_variant(reference, variant, connect)
+        fetched = fetch_model(used, connect)
+        return cls(
+            reference, options, connect, finder, fetched, None if used == reference else variant
+        )
+
+    def load(self, parameters: Mapping[str, Any], *, is_last: bool) -> RunnableModel:
+        """Return the loaded model; load it for ``parameters``, and others unless they are last."""
+        if self._pull is not None and self._pull.result.done():
+            self._replace(self._pull)
+        if self._loaded is None:
+            self._parameters = parameters
+            self._loaded = self._load(self.fetched, is_last)
+            if not self.options.is_last:  # prompts are typed below the bar
+                self.fetched.end()
+                if self.variant is not None:
+                    self._pull = pull_later(self.reference, self.variant, self.connect)
+        return self._loaded
+
+    def _load(self, fetched: FetchedModel, is_last: bool) -> RunnableModel:
+        request = _to_request(fetched.aimage.stored.aimage, self._parameters)
+        fetched.say_loading()
+        pictures = named_pictures()
+        # A wrong mask is refused before a load
+        pictures.keep(request.input.image, request.input.mask, *request.input.references)
+        try:
+            return load_model(fetched, request, self.options, self.finder, is_last=is_last)
+        except UsageError:
+            pictures.discard()
+            raise
+
+    def generate(
+        self, parameters: Mapping[str, Any], task: PictureTask, announce: Announce, *, is_last: bool
+    ) -> Generator[MadePicture, None, None]:
+        """Yield the pictures of a run of seeds, which has ``parameters``."""
+        from clowder_aimage import adapter_source
+        from clowder_aimage.cli.console.installation import install_command
+        from clowder_aimage.generate import describe_picture
+        from clowder_aimage.model.library_choice import SLOW
+        from clowder_aimage.model.picture import encode_picture
+        from clowder_aimage.model.picture_facts import stated_facts
+
+        model, kind = self.load(parameters, is_last=is_last), task.kind
+        request = _to_request(model.stored.aimage, parameters)
+        adapters = self.finder.find_all(request, model.stored.aimage)
+        pairs = adapter_source.own_adapters(self.fetched.aimage.files, model.stored.aimage)
+        packed = [adapter for adapter, _ in pairs]
+        request = adapter_source.resolve(request, adapters, packed, adds_words=task.adds_words)
+        offer(adapter_source.missing(request.prompt, [*packed, *adapters]))
+        named_pictures().keep(
+            request.input.image,
+            request.input.mask,
+            request.control.image,
+            *request.input.references,
+        )
+        events = model.generate(request)
+        facts = describe_picture(self.reference, model, request)
+        with contextlib.closing(events):
+            arrived = self.fetched.watch(events)
+            announce(f"rendering on {model.backend}")
+            if model.backend == SLOW:
+                remark("warning: this takes many times longer than with OpenBLAS; to install it:")
+                remark(f"  {install_command('mlx')}")
+            for picture in show_steps(arrived, request):
+                stated = stated_facts(facts | {"seed": picture.seed}, kind, None)
+                data = encode_picture(picture.pixels, stated, kind)
+                yield MadePicture(data, picture.seed, kind, stated)
+
+    def _replace(self, pull: BackgroundPull) -> None:
+        """Load the AImage itself in place of its variant, or say why it cannot be used."""
+        try:
+            pull.result.result()
+            fetched = fetch_model(self.reference, self.connect)
+            self._loaded = None  # the memory is free before the load
+            self._loaded = self._load(fetched, is_last=False)
+            self.fetched = fetched
+        except AImageError as error:
+            message = f"{self.reference} cannot be used instead of its variant: {error.message}"
+            note(f"warning: {message}")
+        else:
+            note(f"{self.reference} has been pulled and is used instead of its variant")
+        self._pull = self.variant = None
+
+
+def _to_request(aimage: AImage, parameters: Mapping[str, Any]) -> GenerateRequest:
+    """Return a request with the defaults of an AImage. Raises UsageError."""
+    from clowder_aimage.formats.controlnet import is_packed_with
+
+    request = GenerateRequest.for_model(aimage, **for_model(aimage, parameters))
+    control = request.control
+    if control.image is not None and control.network is None and not is_packed_with(aimage):
+        raise UsageError(
+            "this model has no ControlNet of its own", hint="name one with --controlnet"
+        )
+    explicit = [name for name, value in parameters.items() if value is not None]
+    for warning in ignored_parameters(request, explicit):
+        note_once(f"warning: {warning}")
+    return request
+
+
+def _choose_variant(reference: Reference, precision: str, connect: Connect) -> Reference:
+    """Return the variant of an AImage that the store lacks, else ``reference``."""
+    from clowder_aimage.layout.completeness import check_stored
+    from clowder_aimage.layout.stored_aimage import read_aimage
+    from clowder_aimage.variant import find_variant
+
+    if reference.digest is not None:
+        raise UsageError("--first cannot be combined with a digest, which names one AImage")
+    layout = settings().layout
+    with contextlib.suppress(NotFoundError):
+        if check_stored(layout, read_aimage(layout, reference)).is_complete:
+            return reference
+    if connect().expand(reference).registry is None:
+        return reference
+    variant = find_variant(reference, connect(), precision)
+    if variant is None:
+        remark(f"{reference} has no variant {precision}: it is used itself")
+        return reference
+    remark(f"the store lacks {reference}: its variant {precision} is used")
+    return variant
+
+
+def pull_later(reference: Reference, variant: str, connect: Connect) -> BackgroundPull:
+    """Pull an AImage while its smaller variant is used, until the verb ends.
+
+    From an index the variant is pulled only if it has no other.
+    """
+    from clowder_aimage.content.copy_option import ignore
+    from clowder_aimage.content.platform import ManifestSelector
+    from clowder_aimage.engine.local_fetch import BackgroundPull
+    from clowder_aimage.pull import pull
+
+    layout, connection = settings().layout, connect()
+
+    def work(options: PullOptions) -> Descriptor:
+        whole = replace(options, selector=ManifestSelector(last=variant))
+        return pull(reference, layout, connection, whole).root
+
+    context = click.get_current_context()
+    lease = context.with_resource(layout.lease())
+    return context.with_resource(BackgroundPull(work, lease, ignore))

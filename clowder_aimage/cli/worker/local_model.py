@@ -1,0 +1,154 @@
+"""A model in this process: fetched, loaded, and the bar of what it generates."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from clowder_aimage.cli.console.option import needs, settings
+from clowder_aimage.cli.console.output import is_verbose, note, size
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.model.library_choice import AUTO, NO_TUNING, TorchTuning
+from clowder_aimage.oci import Reference
+
+if TYPE_CHECKING:
+    from clowder_aimage.adapter_source import AdapterFinder
+    from clowder_aimage.engine.local_fetch import Check, FetchedAImage
+    from clowder_aimage.generate import RunnableModel
+    from clowder_aimage.generation.request import GenerateRequest
+    from clowder_aimage.model.pipeline import Image, PipelineEvent
+    from clowder_aimage.registry import ClientOptions
+
+Connect = Callable[[], "ClientOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """The options of a model in this process.
+
+    dtype, backend, tuning: to compute with. memory: bytes that it may take; None for the machine's.
+    precision: of a smaller variant that is used until the AImage has been pulled. lora_dir: a
+    directory of adapters. is_last: no prompts follow the first.
+    """
+
+    dtype: str | None = None
+    memory: int | None = None
+    backend: str = AUTO
+    tuning: TorchTuning = NO_TUNING
+    precision: str | None = None
+    lora_dir: Path | None = None
+    is_last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedModel:
+    """An AImage that may still be arriving, and the bar of its pull."""
+
+    aimage: FetchedAImage
+    progress: Progress
+    bar: contextlib.ExitStack
+
+    def watch(self, events: Iterator[PipelineEvent]) -> Iterator[PipelineEvent]:
+        """Return the events, once the first one is there if the model is still arriving."""
+        first = [next(events)] if self.aimage.is_arriving else []
+        self.bar.close()
+        return chain(first, events)
+
+    def end(self) -> None:
+        """Wait until the AImage is in the store. Raises as ``pull``."""
+        self.aimage.end()
+        self.bar.close()
+
+    def say_loading(self, *, all_layers: bool = False) -> None:
+        """Print the size of the weights, or of all layers."""
+        layers = self.aimage.stored.aimage.layers
+        loaded = sum(each.descriptor.size for each in layers if all_layers or each.is_tensor)
+        self.progress.remark(f"loading {size(loaded)}")
+
+
+def fetch_model(
+    reference: Reference, connect: Connect | None = None, check: Check | None = None
+) -> FetchedModel:
+    """Return an AImage, pulled where the store lacks it; the lease is held until the verb ends.
+
+    A pull may still be running; it is stopped when the verb ends. ``check`` is that of
+    ``local_fetch.fetch``, whose errors are raised; for a pipeline, without it, the extra [mlx] is
+    required (UsageError).
+    """
+    from clowder_aimage.engine.local_fetch import fetch
+
+    if check is None:
+        with needs("running a model", "mlx"):
+            from clowder_aimage import generate  # noqa: F401 (before anything is pulled)
+    shared = settings()
+    layout, connect = shared.layout, connect or cache(shared.connection)
+    if shared.has_connection:  # refuse invalid options at once
+        connect()
+    context, progress = click.get_current_context(), Progress("pulling", reference)
+    bar = context.with_resource(contextlib.ExitStack())
+    bar.enter_context(progress)
+    lease = context.with_resource(layout.lease())
+    event = progress.on_event
+    fetching = fetch(layout, reference, connect, lease, on_event=event, check=check)
+    return FetchedModel(context.with_resource(fetching), progress, bar)
+
+
+def load_model(
+    fetched: FetchedModel,
+    request: GenerateRequest,
+    options: LocalOptions,
+    finder: AdapterFinder,
+    *,
+    is_last: bool = True,
+) -> RunnableModel:
+    """Load a model for ``request``, and for others unless it is the last one."""
+    from clowder_aimage import generate
+    from clowder_aimage.engine import machine
+    from clowder_aimage.model.flow.memory_budget import AUTO as BY_MEMORY
+
+    model = generate.load(
+        fetched.aimage.files,
+        fetched.aimage.stored,
+        backend=options.backend,
+        dtype=options.dtype,
+        tuning=options.tuning,
+        request=request,
+        end=fetched.aimage.end,
+        finder=finder,
+    )
+    memory = options.memory
+    total = model.device_memory or machine.memory()
+    is_last = is_last and not request.input.upscale  # each tile uses all networks
+    model.pipeline.set_memory(BY_MEMORY, memory or total, total, limit=memory, is_last=is_last)
+    model.pipeline.check(request)
+    plan = model.preload(request)
+    if is_verbose():
+        note(f"memory: {plan}")
+    if model.warning:
+        note(f"warning: {model.warning}")
+    return model
+
+
+def show_steps(events: Iterable[PipelineEvent], request: GenerateRequest) -> Iterator[Image]:
+    """Yield the pictures of a run as they are completed; show a bar of its steps."""
+    from clowder_aimage.model.pipeline import Image, Step
+
+    with Progress("rendering", unit="steps") as progress:
+        progress.begin(request.sampling.steps * request.output.n)
+        for event in events:
+            if isinstance(event, Image):
+                progress.rename("rendering")
+                yield event
+                continue
+            if isinstance(event, Step) and (event.index, event.picture) == (1, 0):
+                progress.begin(event.total * request.output.n)  # fewer with an image, more in tiles
+            progress.advance(1)
+            if isinstance(event, Step) and event.index == event.total:
+                progress.rename("decoding")

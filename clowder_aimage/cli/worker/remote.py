@@ -1,0 +1,146 @@
+"""A worker that is reached over HTTP, by OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.cli.console.output import note_once, one_line, remark
+from clowder_aimage.cli.console.progress import Progress
+from clowder_aimage.cli.console.worker_connection import StepBar
+from clowder_aimage.cli.worker.chat_completion import completion_fields, end_of, pieces_of
+from clowder_aimage.cli.worker.image_generation import generation_fields, picture_of
+from clowder_aimage.cli.worker.worker import Announce, PictureTask
+from clowder_aimage.errors import NetworkError, NotFoundError
+from clowder_aimage.model.text.language_model import TextEnd, TextEvent, TextRequest
+from clowder_aimage.pictures.made_picture import MadePicture
+
+if TYPE_CHECKING:
+    from clowder_aimage.engine.worker_client import WorkerClient
+    from clowder_aimage.oci import Reference
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteWorker:
+    """A model of a worker; ``place`` is the worker in words.
+
+    Requests raise as ``WorkerClient``. NotFoundError: the worker has another model only.
+    FormatError: the reply is not as in OpenAI's API.
+    """
+
+    client: WorkerClient
+    reference: Reference
+    place: str
+
+    def prepare(self, parameters: Mapping[str, Any] | None) -> None:
+        """Print the place of answers; that of pictures is announced with each prompt."""
+        if parameters is None:
+            remark(f"answering on the {self.place}")
+
+    def pictures(self, task: PictureTask, announce: Announce) -> Generator[MadePicture, None, None]:
+        """Yield pictures, and show a bar of the steps.
+
+        Each is a request of its own: a finished picture can be kept, and other clients are served
+        in between.
+        """
+        fields = generation_fields(self.client, task)
+        for first, count in task.runs:
+            with ExitStack() as stack:
+                bars = _Bars(self.reference, count, stack)
+                for index in range(count):
+                    seed = first + index
+                    reply = self._generate({**fields, "seed": seed}, bars, index, announce)
+                    picture = picture_of(reply, seed, task.kind)
+                    if "original_prompt" in picture.facts:
+                        remark(f"prompt: {one_line(str(picture.facts.get('prompt')))}")
+                    yield picture
+
+    def answer(self, request: TextRequest) -> Generator[TextEvent, None, None]:
+        """Yield the pieces of an answer; closing the generator cancels it."""
+        end = TextEnd("", 0, 0)
+        events = self._events("/v1/chat/completions", completion_fields(request))
+        with closing(events):
+            for kind, value in events:
+                if kind != "open":
+                    yield from pieces_of(value)
+                    end = end_of(end, value)
+        if not end.reason:
+            raise self._disconnected("answer")
+        yield end
+
+    def _generate(
+        self, fields: Mapping[str, Any], bars: _Bars, index: int, announce: Announce
+    ) -> Mapping[str, Any]:
+        """Return the last event of picture ``index`` of a run; show the others."""
+        with closing(self._events("/v1/images/generations", fields)) as events:
+            for kind, value in events:
+                if kind == "open":
+                    announce(f"rendering on the {self.place}")
+                elif kind == "pull":
+                    bars.show_pull(value)
+                elif kind == "progress":
+                    bars.show_steps(value, index)
+                elif kind == "done":
+                    _warn(value.get("warnings"))  # of a model that was pulled first
+                    return value
+        raise self._disconnected("picture")
+
+    def _events(
+        self, path: str, fields: Mapping[str, Any]
+    ) -> Generator[tuple[str, Mapping[str, Any]], None, None]:
+        """Yield the events of a reply of the model; print its warnings."""
+        body = {"model": str(self.reference), **fields}
+        with closing(self.client.events(path, body)) as events:
+            for kind, value in events:
+                if kind == "open":
+                    self._check_model(value)
+                    _warn(value.get("x-aimage-warning", "").splitlines())
+                yield kind, value
+
+    def _check_model(self, headers: Mapping[str, Any]) -> None:
+        """Reject a reply of the worker's default model; accept an alias. Raises NotFoundError."""
+        name, used = str(self.reference), headers.get("x-aimage-model")
+        if used not in (None, name) and headers.get("x-aimage-alias") != name:
+            raise NotFoundError(
+                f"{name} not found on the worker at {self.client.endpoint}, which would use {used}",
+                hint=f"use {used}, or pull yours: aimage pull --remote {name}",
+            )
+
+    def _disconnected(self, result: str) -> NetworkError:
+        place = f"the worker at {self.client.endpoint}"
+        return NetworkError(f"{place} disconnected before the {result} was complete")
+
+
+class _Bars:
+    """The bars of a run of pictures: a pull is shown until the first step."""
+
+    def __init__(self, reference: Reference, count: int, stack: ExitStack) -> None:
+        self._reference, self._count, self._stack = reference, count, stack
+        self._unit, self._bar = "", StepBar(Progress(""))
+
+    def show_pull(self, value: Mapping[str, Any]) -> None:
+        """Show the bytes of a pull by the worker."""
+        self._begin("pulling", self._reference, "bytes")
+        self._bar.show(value.get("completed"), value.get("total"))
+
+    def show_steps(self, value: Mapping[str, Any], index: int) -> None:
+        """Show the steps of picture ``index``; all pictures have the same number of steps."""
+        step, total = value.get("step"), value.get("total")
+        if type(step) is int and type(total) is int:
+            self._begin("rendering", None, "steps")
+            self._bar.show(index * total + step, self._count * total)
+            self._bar.rename("decoding" if step == total else "rendering")
+
+    def _begin(self, task: str, subject: Reference | None, unit: str) -> None:
+        if unit != self._unit:
+            self._stack.close()
+            progress = self._stack.enter_context(Progress(task, subject, unit=unit))
+            self._unit, self._bar = unit, StepBar(progress)
+
+
+def _warn(warnings: object) -> None:
+    """Print the warnings of a worker, each once."""
+    for warning in warnings if isinstance(warnings, list) else ():
+        note_once(f"warning: {one_line(str(warning))}")
