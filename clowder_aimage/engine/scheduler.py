@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
 from clowder_aimage.engine.runner import Runner
 from clowder_aimage.errors import AImageError, ModelError, NoMemoryError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Digest
 
@@ -96,7 +97,8 @@ class ModelScheduler:
         request.model = model
         if not is_known:
             model.arrival = {"document": stored.manifest.raw.decode()}
-            model.arrival["request"] = None if parameters is None else asdict(parameters)
+            if isinstance(parameters, GenerateRequest):
+                model.arrival["request"] = parameters.to_json()
             self._load(model)
 
     def _has_room(self, size: int) -> bool:

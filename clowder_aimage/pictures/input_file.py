@@ -7,7 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clowder_aimage.generation.request import check_area
+from clowder_aimage.generation.check import wrong
+from clowder_aimage.generation.request import MAX_SIDE, check_area
 from clowder_aimage.oci import Descriptor
 
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
@@ -48,10 +49,14 @@ def own_size(
     """Return the sides of a request for a picture: rounded down, or up if it is expanded.
 
     Larger ones are reduced in proportion, to an area of ``most`` pixels, unless it is expanded.
+    Raises UsageError: an expanded one is too large.
     """
     width, height = picture.width, picture.height
     if expand:
         width, height = expanded_size(width, height, expand, MULTIPLE)
+        if max(width, height) > MAX_SIDE:
+            raise wrong("expand", f"makes a side of more than {MAX_SIDE} pixels")
+        check_area("expand", width, height)
     elif (factor := math.sqrt(most / (width * height))) < 1:
         width, height = int(width * factor), int(height * factor)
     sides = (max(MULTIPLE, side - side % MULTIPLE) for side in (width, height))

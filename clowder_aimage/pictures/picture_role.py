@@ -8,6 +8,7 @@ from typing import Any
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.formats.diffusers import most_references
+from clowder_aimage.generation.check import wrong
 from clowder_aimage.generation.request import REFERENCE_PIXELS
 from clowder_aimage.pictures.input_file import MAX_AREA
 
@@ -43,7 +44,7 @@ def assign_role(model: AImage, parameters: Mapping[str, Any]) -> dict[str, Any]:
         return {**parameters, "image": images[0] if images else None, "references": ()}
     for name in (*OF_IMAGES, "control"):
         if parameters.get(name):
-            raise UsageError(f"{name} cannot be used: {_kind(model)} only edits pictures")
+            raise wrong(name, f"cannot be used: {_kind(model)} only edits pictures")
     return {**parameters, "image": None, "references": images}
 
 

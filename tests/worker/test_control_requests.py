@@ -184,7 +184,7 @@ def test_previews_state_the_size_of_the_finished_picture(
     ("fields", "param"),
     [
         ({"expand": "1,2,3"}, "expand"),
-        ({"expand": [0, 0, 5000, 0]}, "expand[2]"),
+        ({"expand": [0, 0, 5000, 0]}, "expand"),
         ({"expand": "0,0,0,0"}, "expand"),
         ({"expand": "4096,4096,4096,4096"}, "expand"),
         ({"expand": "0,0,16,0", "size": "64x48"}, "expand"),

@@ -279,7 +279,7 @@ def test_unsupported_calls_raise_errors_of_the_sdk(client: Any) -> None:
 def test_refusals_before_the_first_event_have_an_error_status(
     worker: LocalWorker, dialect: str
 ) -> None:
-    for more in ({"model": "absent"}, {"size": "7x7"}, {"n": 11}):
+    for more in ({"model": "absent"}, {"size": "7x7"}, {"n": 1025}):
         said = SHORT | {"stream": True, "stream_format": dialect} | more
         status, headers, body = ask(worker, **said)
         assert (status, headers.get_content_type()) == (
