@@ -79,6 +79,15 @@ class Parameter:
     words: Words
 
     @property
+    def default_text(self) -> str:
+        """Return the default as a person writes it; empty for none and for flags."""
+        if self.words.default or isinstance(self.default, bool):
+            return self.words.default
+        if isinstance(self.default, float):
+            return f"{self.default:g}"
+        return str(self.default) if isinstance(self.default, int | str) else ""
+
+    @property
     def field(self) -> str:
         """Return the name in requests over HTTP."""
         return self.words.field or self.name

@@ -60,7 +60,7 @@ ALL: dict[str, Any] = {
 
 
 def test_all_parameters_have_a_place_and_words() -> None:
-    assert places().keys() == {"prompt", *ALL}
+    assert ALL.keys() <= places().keys()
     for name, place in places().items():
         help_text = place.parameter.words.help
         assert help_text[:1].isupper() and help_text.endswith("."), name
@@ -69,7 +69,7 @@ def test_all_parameters_have_a_place_and_words() -> None:
 
 def test_a_request_is_made_of_its_values() -> None:
     request = GenerateRequest.of("a fox", **ALL)
-    assert request.values() == {"prompt": "a fox", **ALL}
+    assert request.values() == GenerateRequest.of("a fox").values() | ALL
     assert GenerateRequest.of(**json.loads(json.dumps(request.to_json()))) == request
     assert request.change(steps=9).sampling == dataclasses.replace(request.sampling, steps=9)
     assert request.change(steps=None).sampling.steps == Sampling().steps

@@ -342,6 +342,7 @@ def test_a_refusal_of_no_parameter_has_no_field() -> None:
 def test_the_documentation_names_every_field_and_preset() -> None:
     text = (Path(__file__).parents[2] / "docs" / "api.md").read_text("utf-8")
     section = text.partition("### Fields of a request")[2].partition("### Streams")[0]
+    section += (Path(__file__).parents[2] / "docs" / "parameters.md").read_text("utf-8")
     documented = set(re.findall(r"`([a-z_]+)`", section))
     assert ImageRequest.model_fields.keys() | ImageRequest.NO_EFFECT <= documented
     assert set(PRESETS) <= documented

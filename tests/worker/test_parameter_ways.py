@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,34 +18,32 @@ from tests.process import Aimage
 from tests.wait import until
 from tests.worker.conftest import LocalWorker
 
-# A value that is wrong for each number, and one out of its bounds on each side
-WRONG: list[tuple[str, object]] = [
-    ("width", 40),
-    ("width", 8208),
-    ("height", 8),
-    ("steps", 0),
-    ("steps", 1001),
-    ("seed", -1),
-    ("seed", 1 << 64),
-    ("shift", 0.0005),
-    ("shift", 1001.5),
-    ("cache_threshold", -0.1),
-    ("cache_threshold", 11),
-    ("guidance", 5000),
-    ("guidance", -1),
-    ("guidance_end", 1.5),
-    ("cfg_normalization", 5000),
-    ("n", 0),
-    ("n", 1025),
-    ("strength", 1.5),
-    ("feather", 300),
-    ("upscale", 5),
-    ("control_strength", 11),
-    ("fit", "bend"),
-]
+# Parameters that interfaces state otherwise
+OTHERS = {"prompt", "previews", "original_prompt", "enhancer", "loras", "references"}
+
+
+def wrong_values() -> Iterator[tuple[str, object]]:
+    """Yield values below and above the bounds of each number, and one that is no choice."""
+    for name, place in places().items():
+        bounds, kind = place.parameter.type.bounds, place.parameter.type.kind
+        if name in OTHERS or kind not in (int, float):
+            continue
+        least = bounds.get("ge", bounds.get("gt"))
+        if least:
+            yield name, 0
+            yield name, least / 2 if kind is float else least - 1
+        elif "ge" in bounds:
+            yield name, -1
+        yield name, bounds["le"] + 1
+        if "multiple_of" in bounds:
+            yield name, least + 1
+    yield "fit", "bend"
+
+
+WRONG = list(dict.fromkeys(wrong_values()))
 # Parameters that a client of ollama or a command line cannot state, or states otherwise
 NOT_IN_OLLAMA = {"n"}
-DEFAULTS_OF_OLLAMA = {("steps", 0), ("seed", -1)}
+DEFAULTS_OF_OLLAMA = {("width", 0), ("height", 0), ("steps", 0), ("seed", -1)}
 
 
 def expected(name: str, value: object) -> str:

@@ -22,20 +22,13 @@ def parameter_options(
 
 def _option(parameter: Parameter, section: type[click.Option]) -> Callable[[Any], Any]:
     name, words = parameter.name, parameter.words
-    default = words.default or _shown(parameter.default)
-    text = words.help if not default else f"{words.help} [default: {default}]"
+    default = parameter.default_text
+    text = f"{words.help} [default: {default}]" if default else words.help
     flag = "-n" if name == "n" else f"--{name.replace('_', '-')}"
     if parameter.type.kind is bool:
         return click.option(flag, name, help=text, cls=section, is_flag=True, default=None)
     how: dict[str, Any] = {"metavar": _metavar(parameter), "shell_complete": _complete(parameter)}
     return click.option(flag, name, help=text, cls=section, type=reader(parameter), **how)
-
-
-def _shown(default: object) -> str:
-    """Return a constant default as a person writes it; empty for none and for flags."""
-    if isinstance(default, bool) or not isinstance(default, int | float | str):
-        return ""
-    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def reader(parameter: Parameter) -> Callable[[Any], Any]:
