@@ -373,13 +373,11 @@ def parameter_page() -> str:
 
     rows = []
     for name, place in places().items():
-        words, type_ = place.parameter.words, place.parameter.type
-        constant = place.parameter.default
-        default = words.default or (
-            f"{constant}" if isinstance(constant, int | float | str) else ""
-        )
-        fields = ", ".join(f"`{each}`" for each in (place.parameter.field, *words.synonyms))
-        rows.append((f"`{name}`", fields, describe(type_), default, _cell(words.help)))
+        parameter = place.parameter
+        names = (parameter.field, *parameter.words.synonyms)
+        fields = ", ".join(f"`{each}`" for each in names)
+        values, text = describe(parameter.type), _cell(parameter.words.help)
+        rows.append((f"`{name}`", fields, values, parameter.default_text, text))
     return _PARAMETERS + _table(("parameter", "over HTTP", "values", "default", ""), rows) + "\n"
 
 

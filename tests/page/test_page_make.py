@@ -453,7 +453,7 @@ def test_a_parameter_that_is_added_to_the_table_is_in_the_page(
     for stated, shown in (9, ""), (0.75, "0.75"):
         facts = {"prompt": f"a picture with {stated}", "noise_scale": stated}
         give(page, "body", ("one.png", "image/png", with_facts(png(), facts)))
-        expect(page.get_by_label("Prompt", exact=True)).to_have_value(facts["prompt"])
+        expect(page.get_by_label("Prompt", exact=True)).to_have_value(str(facts["prompt"]))
         expect(field).to_have_value(shown)
     page.evaluate(
         """async () => {
