@@ -210,7 +210,8 @@ def test_remote_run_does_not_fall_back_to_the_default_model(
 
 
 def test_remote_run_accepts_a_digest(here: Aimage) -> None:
-    digest = here("ls", "--remote", "--json").value[0]["digest"]
+    listed = here("ls", "--remote", "--json").value
+    digest = next(each["digest"] for each in listed if each["reference"] == "tiny:latest")
     done = here("run", f"tiny@{digest}", "a fox", "--steps", 1, "--seed", 1, "--json")
     assert done.value["digest"] == digest
 
