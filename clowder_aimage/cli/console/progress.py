@@ -239,6 +239,14 @@ class Progress:
         with self._lock:
             self._meter.advance(count)
 
+    def show(self, done: object, total: object) -> None:
+        """Show the count and the total that a worker reports; ignore what are not counts."""
+        if type(done) is not int or type(total) is not int or total < 0:
+            return
+        if total != self._meter.total:
+            self.begin(total)
+        self.advance(done - self._meter.done)
+
     def on_event(self, event: CopyEvent) -> None:
         """Count and show an event of a copy."""
         with self._lock:

@@ -10,7 +10,6 @@ import click
 
 from clowder_aimage.cli.console.option import given_options, settings
 from clowder_aimage.cli.console.output import META, note, plural
-from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AccessError, FormatError, UsageError
 from clowder_aimage.oci.descriptor import MAX_SIZE
 
@@ -74,28 +73,6 @@ def local_options(*but: str) -> list[str]:
     if not given and click.get_current_context().meta.get(f"{META}store"):
         given = ["--store"]
     return given
-
-
-class StepBar:
-    """Progress from running totals."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._done = self._total = 0
-
-    def show(self, done: Any, total: Any) -> None:
-        """Show a total reported by a worker; ignore values that are not counts."""
-        if type(done) is not int or type(total) is not int or total < 0:
-            return
-        if total != self._total:
-            self._progress.begin(total)
-            self._done, self._total = 0, total
-        self._progress.advance(done - self._done)
-        self._done = done
-
-    def rename(self, task: str) -> None:
-        """Set the task that is shown."""
-        self._progress.rename(task)
 
 
 def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:

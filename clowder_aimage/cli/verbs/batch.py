@@ -17,7 +17,7 @@ import click
 from clowder_aimage.cli.console.option import verb, verbose_option
 from clowder_aimage.cli.console.output import note, plural, result
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.cli.console.worker_connection import StepBar, refuse_options, worker
+from clowder_aimage.cli.console.worker_connection import refuse_options, worker
 from clowder_aimage.content.atomic_file import atomic_file, write_all
 from clowder_aimage.engine.batch_line import (
     MAX_FILE,
@@ -141,21 +141,20 @@ def _run(client: WorkerClient, requests: list[BatchRequest], target: Path) -> di
     done = dict[str, bool]()
     batches = BatchClient(client, str(target.resolve()))
     with target.open("ab") as file, Progress("batch", unit="requests") as progress:
-        bar = StepBar(progress)
         for part in parts_of(requests):
             while left := [each for each in part if each.custom_id not in done]:
                 batch = batches.open(_lines(left), left[0].url)
                 was_running = batch.value["status"] not in (*OVER, "cancelling")
-                _wait(batch, partial(_show, bar, len(done), len(requests)))
+                _wait(batch, partial(_show, progress, len(done), len(requests)))
                 done |= _take(batch, file, {each.custom_id for each in left})
-                bar.show(len(done), len(requests))
+                progress.show(len(done), len(requests))
                 batch.remove_files()
                 _check_end(batch, was_running=was_running)
     return done
 
 
-def _show(bar: StepBar, before: int, total: int, count: int) -> None:
-    bar.show(before + count, total)
+def _show(progress: Progress, before: int, total: int, count: int) -> None:
+    progress.show(before + count, total)
 
 
 def parts_of(requests: Iterable[BatchRequest]) -> Iterator[list[BatchRequest]]:

@@ -21,7 +21,6 @@ from clowder_aimage.cli.console.option import (
 from clowder_aimage.cli.console.output import plain, plural, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.worker_connection import (
-    StepBar,
     models,
     refuse_options,
     worker,
@@ -143,7 +142,7 @@ def _pull_remotely(reference: Reference) -> None:
     client = worker()
     is_done = False
     with Progress("pulling", reference) as progress:
-        sums = _Sums(StepBar(progress))
+        sums = _Sums(progress)
         with closing(client.lines("/api/pull", {"model": str(reference)})) as lines:
             for line in lines:
                 is_done = line.get("status") == "success"
@@ -166,7 +165,7 @@ class _Sums:
     is shown again when it has grown by a tenth.
     """
 
-    def __init__(self, bar: StepBar) -> None:
+    def __init__(self, bar: Progress) -> None:
         self._bar = bar
         self._blobs: dict[str, tuple[int, int]] = {}  # bytes done and total
         self._done = self._whole = self._shown = 0

@@ -1,4 +1,4 @@
-"""The pictures of a prompt: options become requests, and what is generated is written."""
+"""The pictures of a prompt: options become a task of a worker, and what it generates is written."""
 
 from __future__ import annotations
 

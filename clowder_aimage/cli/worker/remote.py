@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.cli.console.output import note_once, one_line, remark
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.cli.console.worker_connection import StepBar
 from clowder_aimage.cli.worker.chat_completion import completion_fields, end_of, pieces_of
 from clowder_aimage.cli.worker.image_generation import generation_fields, picture_of
 from clowder_aimage.cli.worker.worker import Announce, PictureTask
@@ -116,28 +115,32 @@ class RemoteWorker:
 class _Bars:
     """The bars of a run of pictures: a pull is shown until the first step."""
 
+    _progress: Progress
+
     def __init__(self, reference: Reference, count: int, stack: ExitStack) -> None:
         self._reference, self._count, self._stack = reference, count, stack
-        self._unit, self._bar = "", StepBar(Progress(""))
+        self._unit = ""
 
     def show_pull(self, value: Mapping[str, Any]) -> None:
         """Show the bytes of a pull by the worker."""
-        self._begin("pulling", self._reference, "bytes")
-        self._bar.show(value.get("completed"), value.get("total"))
+        progress = self._begin("pulling", self._reference, "bytes")
+        progress.show(value.get("completed"), value.get("total"))
 
     def show_steps(self, value: Mapping[str, Any], index: int) -> None:
         """Show the steps of picture ``index``; all pictures have the same number of steps."""
         step, total = value.get("step"), value.get("total")
         if type(step) is int and type(total) is int:
-            self._begin("rendering", None, "steps")
-            self._bar.show(index * total + step, self._count * total)
-            self._bar.rename("decoding" if step == total else "rendering")
+            progress = self._begin("rendering", None, "steps")
+            progress.show(index * total + step, self._count * total)
+            progress.rename("decoding" if step == total else "rendering")
 
-    def _begin(self, task: str, subject: Reference | None, unit: str) -> None:
+    def _begin(self, task: str, subject: Reference | None, unit: str) -> Progress:
+        """Return the bar of a unit, which replaces that of another."""
         if unit != self._unit:
             self._stack.close()
-            progress = self._stack.enter_context(Progress(task, subject, unit=unit))
-            self._unit, self._bar = unit, StepBar(progress)
+            self._progress = self._stack.enter_context(Progress(task, subject, unit=unit))
+            self._unit = unit
+        return self._progress
 
 
 def _warn(warnings: object) -> None:
