@@ -54,7 +54,7 @@ with store.lease():
     model = load(store, read_aimage(store, Reference.parse("shapes")))
     for line in sys.stdin:
         seed, side = map(int, line.split())
-        request = GenerateRequest(sys.argv[2], side, side, 8, seed)
+        request = GenerateRequest.of(sys.argv[2], width=side, height=side, steps=8, seed=seed)
         begun = time.perf_counter()
         for event in model.generate(request):
             if isinstance(event, Image):

@@ -7,7 +7,7 @@ Interfaces name parameters without the value that they are in: ``request.guidanc
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -292,6 +292,14 @@ class LoraUse:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return the use that an object in JSON states. Raises UsageError."""
+        names = {each.name for each in fields(cls)}
+        if not {"model"} <= values.keys() <= names:
+            raise wrong("loras", f"must have the fields {', '.join(sorted(names))}")
+        return cls(**values)
+
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
@@ -363,8 +371,8 @@ class GenerateRequest:
         for name, value in values.items():
             if (place := places().get(name)) is None:
                 raise wrong(name, "is not a parameter of pictures")
-            if name == "loras" and value is not None:
-                value = [LoraUse(**use) if isinstance(use, dict) else use for use in value]
+            if name == "loras" and isinstance(value, list | tuple):
+                value = tuple(LoraUse.of(use) if isinstance(use, dict) else use for use in value)
             if value is not None:
                 groups[place.group][place.parameter.attribute] = value
         stated = {"prompt": prompt, **groups.pop("")}
@@ -386,6 +394,8 @@ class GenerateRequest:
         values = {name: facts[name] for name in names & facts.keys()}
         # Earlier versions state an empty list and 0 for none
         values |= {name: values.get(name) or None for name in ("expand", "upscale")}
+        if facts.get("prompt") is None:
+            raise wrong("prompt", "must be text")
         return cls.of(facts["prompt"], **values)
 
     def values(self) -> dict[str, Any]:

@@ -125,6 +125,10 @@ IMAGE = {"image": FILE}
         ({"control_strength": 0.5}, "control_strength requires a control picture"),
         ({"enhancer": "qwen"}, "enhancer requires original_prompt"),
         ({"loras": [{"model": "ink", "strength": 101}]}, "loras: strength must be a number"),
+        ({"loras": [{"strength": 1}]}, "loras must have the fields digest, model, strength"),
+        ({"loras": [{"model": "ink", "x": 1}]}, "loras must have the fields"),
+        ({"loras": ["ink"]}, "loras must be values"),
+        ({"loras": 5}, "loras must be a list of at most 16"),
         ({"sharpness": 3}, "sharpness is not a parameter of pictures"),
     ],
 )
@@ -149,6 +153,15 @@ def test_the_metadata_of_earlier_versions_are_read() -> None:
     facts = {"prompt": "a fox", "image": FILE, "strength": 0.5, "expand": [], "upscale": 0.0}
     request = GenerateRequest.of_facts(facts | {"seed": 3, "dtype": "float32", "shift": None})
     assert (request.input.expand, request.input.upscale, request.sampling.seed) == (None, None, 3)
+
+
+@pytest.mark.parametrize("facts", [{}, {"prompt": None}, {"prompt": 3}, {"prompt": "a", "n": "x"}])
+def test_metadata_without_a_prompt_are_refused(facts: dict[str, Any]) -> None:
+    if facts.get("prompt") == "a":
+        assert GenerateRequest.of_facts(facts).output.n == 1
+        return
+    with pytest.raises(UsageError, match="prompt must be text"):
+        GenerateRequest.of_facts(facts)
 
 
 def test_a_request_cannot_be_changed() -> None:

@@ -105,7 +105,7 @@ def test_an_enlarged_scene_stays_as_it_is(load: Load) -> None:
         tiles = enlarge(request, Image.fromarray(small))
         double = 2 * small.shape[1], 2 * small.shape[0]
         plain = np.asarray(Image.fromarray(small).resize(double, Image.Resampling.LANCZOS))
-        tile, made = request.change(upscale=0.0), []
+        tile, made = request.change(upscale=None), []
         for part in tiles.parts:
             events = load("float32").generate(tile, part)
             made += [event.pixels for event in events if isinstance(event, Made)]
