@@ -190,7 +190,7 @@ def test_parameters_refused_by_litellm_are_not_sent(
     ("fields", "status", "name", "text"),
     [
         ({"model": "openai/absent"}, 404, "NotFoundError", "'code': 'model_not_found'"),
-        ({"size": "7x7"}, 400, "BadRequestError", "multiples of 16"),
+        ({"size": "7x7"}, 400, "BadRequestError", "a multiple of 16"),
         (
             {"background": "transparent"},
             400,
