@@ -134,7 +134,7 @@ $(DOCS)/.installed: pyproject.toml
 $(TOOLS)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(TOOLS)
 	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --quiet --no-compile \
-	  build click cyclonedx-bom hatchling twine uv
+	  annotated-types build click cyclonedx-bom hatchling twine uv
 	@touch $@
 
 # The SBOM lists what is installed with the wheel when the pinned packages are used, as in an image.
