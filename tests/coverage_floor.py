@@ -25,6 +25,7 @@ FLOORS = {
     "family": 95,
     "fleet": 85,
     "formats": 97,
+    "generation": 97,
     "http": 87,
     "importer": 98,
     "layout": 96,

@@ -13,6 +13,7 @@ import pytest
 
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import UsageError
+from clowder_aimage.generation.keywords import PictureKeywords
 from clowder_aimage.generation.request import (
     ALPHA,
     MAX_SEED,
@@ -162,6 +163,13 @@ def test_metadata_without_a_prompt_are_refused(facts: dict[str, Any]) -> None:
         return
     with pytest.raises(UsageError, match="prompt must be text"):
         GenerateRequest.of_facts(facts)
+
+
+def test_type_checkers_know_the_keyword_arguments_of_python() -> None:
+    others = {"prompt", "image", "mask", "references", "control", "loras"}
+    others |= {"previews", "original_prompt", "enhancer"}
+    assert PictureKeywords.__annotations__.keys() == places().keys() - others
+    assert not PictureKeywords.__required_keys__
 
 
 def test_a_request_cannot_be_changed() -> None:
