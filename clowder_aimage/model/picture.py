@@ -33,7 +33,7 @@ _THUMBNAIL, _MARGIN, _CAPTION = 256, 8, 18  # pixels of a sheet
 _PAPER, _INK = (246, 246, 244), (40, 40, 40)
 _TOLERANCE = 4.0  # of 255: the mean difference of equal pictures in a lossy format
 _MAX_BYTES = 256 << 20  # of a file
-_MAX_PIXELS = 1 << 26  # 8192 by 8192, the largest picture that is made
+_MAX_PIXELS = 1 << 26  # 8192 by 8192, more than pictures that are made
 
 
 def encode_picture(
@@ -42,7 +42,7 @@ def encode_picture(
     kind: str = "png",
     quality: int | None = None,
 ) -> bytes:
-    """Encode ``pixels`` (height, width, 3) as a file of ``pipeline.FORMATS``.
+    """Encode ``pixels`` (height, width, 3) as a file of ``encoding.FORMATS``.
 
     The file stores ``facts``; ``quality`` (0 to 100, the best) applies to JPEG and WebP.
     """

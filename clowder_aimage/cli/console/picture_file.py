@@ -32,7 +32,7 @@ class PictureOutput:
 
     @property
     def kind(self) -> str:
-        """Return the format of the pictures, one of ``pipeline.FORMATS``."""
+        """Return the format of the pictures, one of ``encoding.FORMATS``."""
         is_file = not (self.is_stdout or self._is_directory)
         return _KINDS[self._path.suffix.lower()] if is_file else "png"
 
