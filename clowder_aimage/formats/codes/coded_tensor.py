@@ -18,6 +18,12 @@ from clowder_aimage.tensor.weight import SourceTensor
 if TYPE_CHECKING:
     from clowder_aimage.tensor.float_code import Bytes, Floats
 
+# Of blocks that the package gguf decodes
+GGUF_TYPES = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    *("TQ1_0", "TQ2_0"),
+)
 FACTORS = ("F32", "F16", "BF16")  # dtypes of scales of tensors and rows
 DecodedCount = Mapping[tuple[str, str], int]
 """The number of decoded tensors, by their format and the dtype of the values."""
@@ -66,10 +72,13 @@ class CodedTensor:
 
     def _function(self) -> Callable[[Bytes, int], Any]:
         """Return a function of codes, and the place of the first value, to values."""
-        from clowder_aimage.formats.codes import ggml_block, scaled_code
+        from clowder_aimage.formats.codes import scaled_code
 
-        if function := ggml_block.DECODERS.get(self.format):
-            return lambda codes, _: function(codes.reshape(-1, self.size)).reshape(-1)
+        if self.format in GGUF_TYPES:
+            import gguf
+
+            kind = gguf.GGMLQuantizationType[self.format]
+            return lambda codes, _: gguf.dequantize(codes, kind)
         columns = math.prod(self.shape[1:])
         factors, scales = self.read_factors(), self.read_scales()
         return scaled_code.decoder(
@@ -108,9 +117,9 @@ def read_bytes(tensor: SourceTensor) -> bytes:
     return data
 
 
-def check_numpy() -> None:
-    """Check that the package that decodes is installed. Raises UsageError."""
-    if importlib.util.find_spec("numpy") is None:
+def check_package(name: str) -> None:
+    """Check that a package that decodes is installed. Raises UsageError."""
+    if importlib.util.find_spec(name) is None:
         raise UsageError(
             "decoding quantized weights needs the extra [mlx]", remedy="install_extra", extra="mlx"
         )

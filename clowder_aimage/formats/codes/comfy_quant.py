@@ -25,7 +25,7 @@ from clowder_aimage.formats.codes.coded_tensor import (
     FACTORS,
     CodedTensor,
     DecodedCount,
-    check_numpy,
+    check_package,
     read_bytes,
 )
 from clowder_aimage.oci import read_json
@@ -82,7 +82,7 @@ def decode_quantized(
     } | described
     if not layers:
         return tuple(tensors), {}
-    check_numpy()
+    check_package("numpy")
     used = {name for name in named if name.endswith((_CONFIG, *_INPUTS)) or _is_marker(name)}
     made: dict[str, CodedTensor] = {}
     for name, (kind, group) in layers.items():

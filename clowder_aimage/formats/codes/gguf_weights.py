@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.formats.codes.coded_tensor import CodedTensor, DecodedCount, check_numpy
+from clowder_aimage.formats.codes.coded_tensor import (
+    GGUF_TYPES,
+    CodedTensor,
+    DecodedCount,
+    check_package,
+)
 from clowder_aimage.formats.gguf import read_model
 from clowder_aimage.formats.gguf_header import SHAPES, TENSORS, GgufTensor
 from clowder_aimage.formats.model_tree import SourceFile
@@ -64,13 +69,11 @@ def _tensor(file: SourceFile, tensor: GgufTensor, shape: tuple[int, ...]) -> Sou
     place = (file.path, tensor.offset, tensor.nbytes, file.modified)
     if tensor.type in _PLAIN:
         return SourceTensor(tensor.name, tensor.type, shape, *place)
-    check_numpy()
-    from clowder_aimage.formats.codes.ggml_block import DECODERS
-
-    if tensor.type not in DECODERS:
+    if tensor.type not in GGUF_TYPES:
         raise FormatError(
             f"{file.path}: {tensor.name} has the type {tensor.type}, which cannot be decoded",
-            hint=f"supported: {', '.join(DECODERS)}; the file can be kept as it is",
+            hint=f"supported: {', '.join(GGUF_TYPES)}; the file can be kept as it is",
         )
+    check_package("gguf")
     codes = SourceTensor(tensor.name, "U8", (tensor.nbytes,), *place)
     return CodedTensor(codes, tensor.type, "F32", shape, *_BLOCKS[tensor.type]).tensor(tensor.name)
