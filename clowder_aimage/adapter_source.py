@@ -24,7 +24,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.formats import controlnet, lora
-from clowder_aimage.generation.request import MAX_STRENGTH, GenerateRequest, LoraUse
+from clowder_aimage.generation.request import MAX_STRENGTH, Adapters, GenerateRequest, LoraUse
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.lora_text import missing_words
 from clowder_aimage.model.pipeline import StoredControlNet
@@ -323,7 +323,7 @@ def resolve(
     prompt = request.prompt
     if adds_words:
         prompt = ", ".join(filter(None, [prompt, *missing(prompt, [*own, *found])]))
-    return request.change(loras=loras, prompt=prompt)
+    return replace(request, prompt=prompt, adapters=Adapters(loras))
 
 
 def missing(prompt: str, found: Sequence[FoundAdapter]) -> list[str]:

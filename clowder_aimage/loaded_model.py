@@ -136,7 +136,7 @@ class Model:
             values |= self._inputs.keep(lease, sources, values)
             uses = tuple(LoraUse(*pair) for pair in pairs)
             aimage = self._loaded.stored.aimage
-            request = GenerateRequest.for_model(aimage, prompt, **values, loras=uses)
+            request = GenerateRequest.draft(prompt, **values, loras=uses).for_model(aimage)
             found = self._finder.find_all(request, self._loaded.stored.aimage)
             return self._generate(resolve(request, found), ProgressCounter(progress))
 
@@ -271,7 +271,7 @@ def load(
             if loaded.warning:
                 warnings.warn(loaded.warning, RuntimeWarning, stacklevel=2)
             loaded.pipeline.set_memory(KEEP, None, loaded.device_memory or machine.memory())
-            loaded.preload(GenerateRequest.for_model(found.stored.aimage, ""))
+            loaded.preload(GenerateRequest.draft().for_model(found.stored.aimage))
             found.end()
         inputs = PictureFiles(layout, connect)
         return Model(reference, loaded, finder, inputs, stack.pop_all())

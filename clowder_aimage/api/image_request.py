@@ -35,7 +35,6 @@ from clowder_aimage.generation.request import (
     Guidance,
     Output,
     Sampling,
-    check_explicit,
     places,
 )
 from clowder_aimage.oci import read_json
@@ -122,7 +121,7 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
                 raise wrong(name, f"is {self.stated[name]}, but size is {self.size}")
         plain = {name: value for name, value in self.stated.items() if name in _PLAIN}
         try:
-            check_explicit(plain | size)
+            GenerateRequest.draft(**plain | size)
         except UsageError as error:
             raise parameter_error(error, dict.fromkeys(size, "size")) from None
         return self
@@ -168,17 +167,15 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
         return replace(encoding, quality=None) if encoding.kind == "png" else encoding
 
     def for_model(
-        self, aimage: AImage, previews: int = 0, pictures: KeptPictures | None = None
+        self, aimage: AImage | None, previews: int = 0, pictures: KeptPictures | None = None
     ) -> GenerateRequest:
-        """Return the request with the defaults of the AImage. Raises UsageError."""
-        values = self.of_pictures(pictures, aimage, has_size=self.has_size) | _size(self.size)
-        parameters = GenerateRequest.for_model(
-            aimage, self.adapters.prompt, **values | {"previews": previews}
-        )
-        if "steps" not in values and self.quality in PRESETS:
-            steps = math.ceil(parameters.sampling.steps * PRESETS[self.quality])
-            parameters = parameters.change(steps=min(MAX_STEPS, steps))
-        return parameters
+        """Return the request with the defaults of the AImage, or a draft. Raises UsageError."""
+        more = {**_size(self.size), "previews": previews}
+        request = self.request(self.adapters.prompt, pictures, aimage, **more)
+        if aimage is not None and "steps" not in self.stated and self.quality in PRESETS:
+            steps = math.ceil(request.sampling.steps * PRESETS[self.quality])
+            request = request.change(steps=min(MAX_STEPS, steps))
+        return request
 
 
 class EditRequest(ImageRequest):

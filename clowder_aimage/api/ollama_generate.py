@@ -49,7 +49,6 @@ from clowder_aimage.generation.request import (
     Guidance,
     LoraUse,
     Sampling,
-    check_explicit,
 )
 from clowder_aimage.http import operation
 from clowder_aimage.http.api_error import OLLAMA, ApiError
@@ -128,7 +127,7 @@ class OllamaPictureBody(_Options, OllamaBody, EnhanceFields, PictureFields):
         plain = {each.name for owner in (Sampling, Guidance) for each in parameters(owner)}
         stated = {**self.options.stated, **self.stated}
         try:
-            check_explicit({name: value for name, value in stated.items() if name in plain})
+            GenerateRequest.draft(**{name: stated[name] for name in stated.keys() & plain})
         except UsageError as error:
             raise parameter_error(error) from None
         return self
@@ -198,12 +197,11 @@ class OllamaGeneration(OllamaRequest):
     ) -> None:
         super().__init__(service, request, body, stored)
         self._wish = body
-        has_size = body.has_size
         self._seed = body.first_seed
-        self._of_pictures = partial(body.of_pictures, pictures, has_size=has_size)
-        self._of_pictures(None)  # before a model is pulled
-        self._warn = partial(body.warnings, pictures=pictures, has_size=has_size)
         self._adapters = PromptedLoras.of(body.prompt, body.loras, has_words=body.trigger)
+        self._to_request = partial(body.request, self._adapters.prompt, pictures, seed=self._seed)
+        self._to_request(None)  # before a model is pulled
+        self._warn = partial(body.warnings, pictures=pictures, has_size=body.has_size)
         if body.prompt and not self._adapters.prompt:
             raise ApiError(400, "prompt must not be empty", code="invalid_value", param="prompt")
         self._used: tuple[LoraUse, ...] = ()
@@ -223,8 +221,7 @@ class OllamaGeneration(OllamaRequest):
 
         def make(aimage: AImage) -> GenerateRequest:
             check_kind(self.reference, aimage, PICTURES, interface=OLLAMA)
-            values = self._of_pictures(aimage) | {"seed": seed}
-            request = GenerateRequest.for_model(aimage, adapters.prompt, **values)
+            request = self._to_request(aimage)
             request = enhancer.apply(request) if enhancer else request
             request = find_controlnet(self.service, request, aimage)
             request = adapters.resolve(self.service, request, aimage)

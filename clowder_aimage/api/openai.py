@@ -140,7 +140,7 @@ class ImageRoutes:
         if selected.adapter is not None:
             loras = loras.after(selected.adapter)
         try:  # before a model is pulled
-            body.of_pictures(pictures, selected.aimage, has_size=body.has_size)
+            body.for_model(selected.aimage, pictures=pictures)
         except UsageError as error:
             raise _with_param(error, body, loras) from None
         headers = {"X-Aimage-Seed": str(body.first_seed)} | body.headers

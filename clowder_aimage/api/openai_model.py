@@ -113,7 +113,7 @@ class ModelCatalog:
             facts = {"text": stored.aimage}
         elif kind == PICTURES:
             facts = {"capabilities": [PICTURES], "max_images": max_images(properties)}
-            own = GenerateRequest.for_model(stored.aimage, "").values()
+            own = GenerateRequest.draft().for_model(stored.aimage).values()
             facts["defaults"] = {name: own[name] for name in MODEL_DEFAULTS}
         else:
             return None

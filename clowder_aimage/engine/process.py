@@ -172,7 +172,7 @@ class ModelProcess:
         _set_memory(self._model, command)
         if command.get("request"):  # its texts are encoded while other blobs arrive
             self._model.prepare(GenerateRequest.of(**command["request"]))
-        usual = GenerateRequest.for_model(found.stored.aimage, "")
+        usual = GenerateRequest.draft().for_model(found.stored.aimage)
         memory = self._model.preload(usual)
         self._report_loaded(self._model.backend, self._model.dtype, memory)
 

@@ -7,7 +7,7 @@ Interfaces name parameters without the value that they are in: ``request.guidanc
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -140,8 +140,6 @@ class Guidance:
         check_fields(self)
         if self.negative == "":
             object.__setattr__(self, "negative", None)
-        if self.negative is not None and not self.scale:
-            raise wrong("negative", "requires guidance above 0", "a guidance of 4 is common")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +185,16 @@ class ImageInput:
         Words("Enlarge the picture, then improve it in tiles.", unit="factor"),
     ] = None
 
+    @property
+    def images(self) -> tuple[str, ...]:
+        """Return the images in their order, whatever their role."""
+        return self.references if self.image is None else (self.image, *self.references)
+
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.image is None:
+        if not self.images:
             _require(self, _OF_IMAGES, "an image")
-        else:
+        if self.image is not None:
             _check_digest("image", self.image)
         if self.mask is None:
             _require(self, _OF_MASKS, "a mask")
@@ -328,10 +331,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A valid request for pictures.
+    """A valid request for pictures, or the draft of one.
 
     original_prompt, enhancer: the prompt that a language model has enhanced, and its name; they
-    change nothing.
+    change nothing. stated: the names of the parameters that a draft states; the model has the
+    defaults of others (``for_model``). None: it is complete.
     """
 
     prompt: Annotated[str, MaxLen(MAX_TEXT), Words("What the pictures show.")]
@@ -350,9 +354,13 @@ class GenerateRequest:
         MaxLen(MAX_NAME),
         Words("The language model that wrote the prompt; requires original_prompt."),
     ] = None
+    stated: frozenset[str] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
+        is_unguided = not self.guidance.scale and self.states("guidance")
+        if self.guidance.negative is not None and is_unguided:
+            raise wrong("negative", "requires guidance above 0", "a guidance of 4 is common")
         if self.sampling.seed + self.output.n - 1 > MAX_SEED:
             most = MAX_SEED - self.output.n + 1
             raise wrong("seed", f"must be at most {most} for {self.output.n} pictures")
@@ -367,25 +375,29 @@ class GenerateRequest:
 
         Raises UsageError for a wrong value, or an unknown name.
         """
-        groups: dict[str, dict[str, Any]] = {name: {} for name in ("", *_GROUPS)}
-        for name, value in values.items():
-            if (place := places().get(name)) is None:
-                raise wrong(name, "is not a parameter of pictures")
-            if name == "loras" and isinstance(value, list | tuple):
-                value = tuple(LoraUse.of(use) if isinstance(use, dict) else use for use in value)
-            if value is not None:
-                groups[place.group][place.parameter.attribute] = value
-        stated = {"prompt": prompt, **groups.pop("")}
-        return cls(**{name: _GROUPS[name](**own) for name, own in groups.items()}, **stated)
+        return cls._make(prompt, values, None)
 
     @classmethod
-    def for_model(cls, aimage: AImage, prompt: str = "", /, **values: Any) -> Self:
-        """Return a request whose missing parameters have the defaults of an AImage."""
+    def draft(cls, prompt: str = "", /, **values: Any) -> Self:
+        """Return a draft, which states the values that are not None.
+
+        Raises UsageError for what is wrong with every model.
+        """
+        return cls._make(prompt, values, _stated(values))
+
+    @classmethod
+    def _make(cls, prompt: str, values: Mapping[str, Any], stated: frozenset[str] | None) -> Self:
+        groups = _grouped(values)
+        own = groups.pop("", {})
+        parts = {name: _GROUPS[name](**each) for name, each in groups.items()}
+        return cls(own.pop("prompt", prompt), **parts, **own, stated=stated)
+
+    def for_model(self, aimage: AImage) -> Self:
+        """Return the complete request of a draft: an AImage has the defaults. Raises UsageError."""
         stated = aimage.properties.get("defaults")
         known = stated if isinstance(stated, dict) else {}
-        defaults = {name: known[name] for name in MODEL_DEFAULTS if name in known}
-        explicit = {name: value for name, value in values.items() if value is not None}
-        return cls.of(prompt, **defaults | explicit)
+        names = [name for name in MODEL_DEFAULTS if name in known and not self.states(name)]
+        return self._with({name: known[name] for name in names}, None)
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
@@ -406,9 +418,30 @@ class GenerateRequest:
         """Return the values as JSON has them: the arguments of ``of``."""
         return {**self.values(), "loras": [asdict(use) for use in self.adapters.loras]}
 
+    def states(self, name: str) -> bool:
+        """Return whether a parameter is stated; of a complete request, all are."""
+        return self.stated is None or name in self.stated
+
+    @property
+    def has_size(self) -> bool:
+        """Return whether a side is stated."""
+        return self.states("width") or self.states("height")
+
+    def stated_values(self) -> dict[str, Any]:
+        """Return the parameters that are stated, by their names in interfaces."""
+        return {name: place.value(self) for name, place in places().items() if self.states(name)}
+
     def change(self, **values: Any) -> Self:
         """Return a request with other values of some parameters; None is the default."""
-        return self.of(**self.values() | values)
+        if self.stated is None:
+            return self._with(values, None)
+        return self._with(values, (self.stated - values.keys()) | _stated(values))
+
+    def _with(self, values: Mapping[str, Any], stated: frozenset[str] | None) -> Self:
+        groups = _grouped(values)
+        own = groups.pop("", {})
+        parts = {name: replace(getattr(self, name), **each) for name, each in groups.items()}
+        return replace(self, **parts, **own, stated=stated)
 
 
 _GROUPS: Mapping[str, type] = {
@@ -441,14 +474,25 @@ def places() -> Mapping[str, Place]:
     return {place.parameter.name: place for place in found}
 
 
-def check_explicit(values: Mapping[str, Any]) -> None:
-    """Check values before the model is known, which has the defaults of others (None).
+def _stated(values: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(name for name, value in values.items() if value is not None)
 
-    Raises UsageError for a value that is wrong with every model.
+
+def _grouped(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the values of parameters, None as the default, by group and attribute.
+
+    Raises UsageError for an unknown name.
     """
-    explicit = {name: value for name, value in values.items() if value is not None}
-    # The model may have guidance
-    GenerateRequest.of("", **{"guidance": 1.0, **explicit})
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        if (place := places().get(name)) is None:
+            raise wrong(name, "is not a parameter of pictures")
+        if name == "loras" and isinstance(value, list | tuple):
+            value = tuple(LoraUse.of(use) if isinstance(use, dict) else use for use in value)
+        parameter = place.parameter
+        value = parameter.default if value is None else value
+        groups.setdefault(place.group, {})[parameter.attribute] = value
+    return groups
 
 
 def check_area(name: str, width: int, height: int) -> None:

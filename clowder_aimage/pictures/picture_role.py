@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import UsageError
 from clowder_aimage.formats.diffusers import most_references
 from clowder_aimage.generation.check import wrong
-from clowder_aimage.generation.request import REFERENCE_PIXELS
-from clowder_aimage.pictures.input_file import MAX_AREA
+from clowder_aimage.generation.request import REFERENCE_PIXELS, GenerateRequest, ImageInput
+from clowder_aimage.pictures.input_file import MAX_AREA, InputFile, enlarged_size, own_size
 
 # Parameters of a picture that a model begins with
 OF_IMAGES = ("mask", "strength", "fine", "fit", "paste", "feather", "crop", "expand", "upscale")
@@ -21,31 +22,48 @@ def max_images(properties: Mapping[str, Any]) -> int:
     return most_references(properties) or 1
 
 
-def _check_count(model: AImage, count: int) -> None:
-    if count > max_images(model.properties):
-        is_edit = bool(most_references(model.properties))
-        which = f"at most {max_images(model.properties)} pictures" if is_edit else "one picture"
+def check_role(model: AImage, count: int, names: Iterable[str]) -> None:
+    """Refuse too many pictures, and parameters (``names``) that a model does not take.
+
+    Raises UsageError.
+    """
+    is_edit = bool(most_references(model.properties))
+    if count > (most := max_images(model.properties)):
+        which = f"at most {most} pictures" if is_edit else "one picture"
         does = "edits them" if is_edit else "begins with one"
         raise UsageError(f"images must be {which}, not {count}: {_kind(model)} {does}")
-
-
-def assign_role(model: AImage, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters of a request whose pictures have the role that they have for a model.
-
-    They are its ``image``, or ``references`` if there are several.
-
-    Raises:
-        UsageError: There are too many, or a parameter does not apply to a model that edits.
-    """
-    image = parameters.get("image")
-    images = (image,) if image else tuple(parameters.get("references") or ())
-    _check_count(model, len(images))
-    if not most_references(model.properties):
-        return {**parameters, "image": images[0] if images else None, "references": ()}
-    for name in (*OF_IMAGES, "control"):
-        if parameters.get(name):
+    for name in (*OF_IMAGES, "control") if is_edit else ():
+        if name in names:
             raise wrong(name, f"cannot be used: {_kind(model)} only edits pictures")
-    return {**parameters, "image": None, "references": images}
+
+
+def assign_role(draft: GenerateRequest, model: AImage) -> GenerateRequest:
+    """Return a draft whose images have the role that they have for a model.
+
+    They are its ``image``, or ``references`` if the model edits. Raises as ``check_role``.
+    """
+    images = draft.input.images
+    check_role(model, len(images), [name for name, one in draft.stated_values().items() if one])
+    if not (images and most_references(model.properties)):
+        return draft
+    return replace(draft, input=ImageInput(references=images))
+
+
+def own_sized(draft: GenerateRequest, first: InputFile | None) -> GenerateRequest:
+    """Return a draft with the ``own_size`` of its first picture, unless it states a size.
+
+    If the picture is enlarged, the size is that of the tiles, and left to the model. Raises
+    UsageError: the result is too large.
+    """
+    stated = draft.input
+    if first is not None and stated.upscale:
+        enlarged_size(first.width, first.height, stated.upscale)
+    if first is None or stated.upscale or draft.has_size:
+        return draft
+    size = own_size(first, stated.expand or (), most_area(stated.references))
+    # Stretched by less than 16 pixels, as diffusers
+    is_fitted = stated.references or draft.states("fit")
+    return draft.change(**size, **({} if is_fitted else {"fit": "stretch"}))
 
 
 def most_area(references: Sequence[str]) -> int:

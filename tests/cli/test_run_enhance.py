@@ -16,6 +16,7 @@ from clowder_aimage.cli.worker.enhancer import LocalEnhancer
 from clowder_aimage.cli.worker.local_model import LocalOptions
 from clowder_aimage.engine import machine
 from clowder_aimage.errors import ModelError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.picture_facts import facts_of
 from clowder_aimage.model.text.enhancement import ANY
 from clowder_aimage.model.text.language_model import TextPiece, TextRequest
@@ -125,8 +126,7 @@ def test_the_language_model_is_let_go_when_memory_is_short(
         context.meta[f"{META}store"] = here.store
         for free in (0, 1 << 40, 1 << 40):
             monkeypatch.setattr(machine, "available", lambda free=free: free)
-            enhancer.write(Enhancement(Reference.parse("talk")), "fox", 1)
-            enhancer.free_memory()
+            enhancer.write(Enhancement(Reference.parse("talk")), [GenerateRequest.draft("fox")])
             loads.append(len(fake.loads))
     assert loads == [1, 2, 2]  # the second one stays
 

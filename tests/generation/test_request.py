@@ -21,7 +21,6 @@ from clowder_aimage.generation.request import (
     GenerateRequest,
     LoraUse,
     Sampling,
-    check_explicit,
     places,
 )
 
@@ -79,7 +78,7 @@ def test_a_request_is_made_of_its_values() -> None:
 def test_missing_parameters_have_the_defaults_of_the_model() -> None:
     config = {"schemaVersion": 1, "defaults": {"steps": 30, "guidance": 4, "other": 5}}
     aimage = AImage(json.dumps(config).encode(), ())
-    request = GenerateRequest.for_model(aimage, "a fox", guidance=2.0, seed=None)
+    request = GenerateRequest.draft("a fox", guidance=2.0, seed=None).for_model(aimage)
     assert (request.sampling.steps, request.guidance.scale, request.sampling.seed) == (30, 2.0, 0)
 
 
@@ -142,12 +141,16 @@ def test_values_that_do_not_belong_together_are_refused(
     assert message.startswith(caught.value.facts["parameter"])
 
 
-def test_values_are_checked_before_the_model_is_known() -> None:
-    check_explicit({"prompt": "a fox", "negative": "a cat", "guidance": None})
+def test_a_draft_is_checked_before_the_model_is_known() -> None:
+    draft = GenerateRequest.draft("a fox", negative="a cat", guidance=None, n=2, steps=3)
+    assert draft.stated_values() == {"negative": "a cat", "n": 2, "steps": 3}
+    assert draft.change(steps=None, seed=5).stated == {"negative", "n", "seed"}
     with pytest.raises(UsageError, match="requires guidance above 0"):
-        check_explicit({"prompt": "a fox", "negative": "a cat", "guidance": 0})
+        draft.for_model(AImage(b"{}", ()))
+    with pytest.raises(UsageError, match="requires guidance above 0"):
+        draft.change(guidance=0)
     with pytest.raises(UsageError, match="steps must be"):
-        check_explicit({"prompt": "a fox", "steps": 0})
+        GenerateRequest.draft("a fox", steps=0)
 
 
 def test_the_metadata_of_earlier_versions_are_read() -> None:

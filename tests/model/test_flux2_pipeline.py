@@ -87,11 +87,11 @@ def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
 def test_defaults_follow_from_the_model(model: tuple[ImageLayout, AImage], tmp_path: Path) -> None:
     known = model[1].properties
     assert (known["family"], known["pipeline"]) == ("flux2", "Flux2KleinPipeline")
-    request = GenerateRequest.for_model(model[1], "a fox")
+    request = GenerateRequest.draft("a fox").for_model(model[1])
     assert (request.sampling.steps, request.guidance.scale, request.sampling.width) == (4, 0.0, 64)
     write_flux2(tmp_path / "base", is_distilled=False, text_encoder=TINY / "text_encoder")
     other = made(ImageLayout(tmp_path / "store"), tmp_path / "base")
-    request = GenerateRequest.for_model(other, "a fox")
+    request = GenerateRequest.draft("a fox").for_model(other)
     assert (request.sampling.steps, request.guidance.scale) == (50, 4)
 
 

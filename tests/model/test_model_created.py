@@ -105,7 +105,7 @@ def test_whole_files_of_tensors_are_read_as_well(tmp_path: Path) -> None:
         with store.lease() as lease:
             stored = find_complete(store, Reference.parse(name), lease)
             model = load(store, stored)
-            request = GenerateRequest.for_model(stored.aimage, "a dog", steps=1, seed=3)
+            request = GenerateRequest.draft("a dog", steps=1, seed=3).for_model(stored.aimage)
             (picture,) = [one for one in model.generate(request) if isinstance(one, Image)]
             pictures.append(picture.pixels.tobytes())
     assert pictures[0] == pictures[1]

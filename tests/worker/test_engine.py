@@ -84,7 +84,7 @@ def test_a_request_yields_queue_step_and_image_events(
     assert facts["seed"] == 7
     with stocked_store.lease() as lease:
         model = load(stocked_store, find_complete(stocked_store, NAME, lease))
-        request = GenerateRequest.for_model(model.stored.aimage, "a dog", steps=2, seed=7)
+        request = GenerateRequest.draft("a dog", steps=2, seed=7).for_model(model.stored.aimage)
         (image,) = [one for one in model.generate(request) if isinstance(one, Image)]
     assert image.pixels.tobytes() == pixels.tobytes()
 

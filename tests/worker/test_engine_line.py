@@ -454,7 +454,7 @@ def test_a_load_request_generates_nothing_and_skips_the_queue(stocked_store: Lay
 
 def test_parameters_may_depend_on_the_model(stocked_store: LayeredStore) -> None:
     def make(aimage: Any) -> GenerateRequest:
-        return GenerateRequest.for_model(aimage, "a dog", steps=len(aimage.layers) and 3)
+        return GenerateRequest.draft("a dog", steps=len(aimage.layers) and 3).for_model(aimage)
 
     def refuse(aimage: Any) -> NoReturn:
         raise UsageError("not by this one")

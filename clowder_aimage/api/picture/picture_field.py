@@ -14,8 +14,8 @@ from clowder_aimage.api.request_body import wrong
 from clowder_aimage.dialect import AImage
 from clowder_aimage.generation.effect import ignored_parameters
 from clowder_aimage.generation.request import Control, GenerateRequest, ImageInput, places
-from clowder_aimage.pictures.input_file import enlarged_size, own_size, reduction
-from clowder_aimage.pictures.picture_role import assign_role, most_area
+from clowder_aimage.pictures.input_file import reduction
+from clowder_aimage.pictures.picture_role import assign_role, most_area, own_sized
 
 # Fields that have no meaning without an image, a mask or a control picture
 _OF_IMAGES = ("strength", "fine", "paste", "feather", "crop", "painted", "expand", "upscale")
@@ -53,28 +53,20 @@ class PictureFields(ParameterBody):
         if "expand" in stated and has_size:
             raise wrong("expand", "determines the size: omit size, width and height")
 
-    def of_pictures(
-        self, pictures: KeptPictures | None, model: AImage | None, *, has_size: bool
-    ) -> dict[str, Any]:
-        """Return the parameters of a request with pictures, in their roles if the model is known.
+    def request(
+        self, prompt: str, pictures: KeptPictures | None, model: AImage | None, **more: Any
+    ) -> GenerateRequest:
+        """Return the request for a model, or a draft, with ``more`` parameters. Raises UsageError.
 
-        Without a size it is the ``own_size`` of the first image, or of the control picture; if the
-        image is enlarged, it is that of the tiles, and left to the model. Raises UsageError.
+        Without a size it is that of the first image, or of the control picture.
         """
         stated = {name: value for name, value in self.stated.items() if name in places()}
-        if pictures is None:
-            return stated
-        stated |= pictures.digests
-        stated = stated if model is None else assign_role(model, stated)
-        if "upscale" in stated:
-            enlarged_size(pictures.first.width, pictures.first.height, stated["upscale"])
-            return stated
-        if has_size:
-            return stated
-        size = own_size(pictures.first, stated.get("expand", ()), most_area(stated["references"]))
-        # Stretched by less than a multiple
-        fit = {} if stated["references"] else {"fit": stated.get("fit", "stretch")}
-        return stated | size | fit
+        stated |= more if pictures is None else pictures.digests | more
+        draft = GenerateRequest.draft(prompt, **stated)
+        first = None if pictures is None else pictures.first
+        if model is None:
+            return own_sized(draft, first)
+        return own_sized(assign_role(draft, model), first).for_model(model)
 
     def finished_size(self, request: GenerateRequest, pictures: KeptPictures | None) -> str:
         """Return the size of the result, such as 1024x768, which may not be the request's."""

@@ -38,7 +38,7 @@ from clowder_aimage.http.route import ADMIN
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.pictures.input_file import InputFile
-from clowder_aimage.pictures.picture_role import assign_role
+from clowder_aimage.pictures.picture_role import check_role
 
 _AT_ONCE = 2  # pictures that are decoded, and bodies that are parsed
 
@@ -235,9 +235,8 @@ class PictureUpload:
 def _check_role(model: AImage, given: Given) -> None:
     """Refuse pictures that the model does not take. Raises ApiError."""
     name = IMAGES if IMAGES in given else IMAGE
-    images = {"references": given.get(name, ()), MASK: MASK in given}
     try:
-        assign_role(model, images)
+        check_role(model, len(given.get(name, ())), {MASK} & given.keys())
     except UsageError as error:
         word, _, message = error.message.partition(" ")
         raise wrong(MASK if word == MASK else name, message, "unsupported_value") from None

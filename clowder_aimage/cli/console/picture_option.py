@@ -16,11 +16,12 @@ from clowder_aimage.cli.console.parameter_option import parameter_options
 from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import ALPHA, MAX_REFERENCES, Control, ImageInput
-from clowder_aimage.pictures.input_file import InputFile, own_size, reduction
-from clowder_aimage.pictures.picture_role import OF_IMAGES, assign_role, most_area
+from clowder_aimage.pictures import picture_role
+from clowder_aimage.pictures.input_file import InputFile, reduction
 
 if TYPE_CHECKING:
     from clowder_aimage.dialect import AImage
+    from clowder_aimage.generation.request import GenerateRequest
 
 
 _option = partial(click.option, cls=PictureOption)
@@ -66,7 +67,7 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
     names = values["image"]
     if len(names) > MAX_REFERENCES:
         raise UsageError(f"--image is given {len(names)} times: at most {MAX_REFERENCES} pictures")
-    for name in OF_IMAGES if names[1:] else ():
+    for name in picture_role.OF_IMAGES if names[1:] else ():
         if values[name]:
             raise UsageError(f"--{name} applies to one --image: several are edited")
     images = [files.read(name, "--image") for name in names]
@@ -99,40 +100,34 @@ def _check_control(
         )
 
 
-def for_model(model: AImage, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of pictures for a model: their roles, and the size if none is given.
+def for_model(draft: GenerateRequest, model: AImage) -> GenerateRequest:
+    """Return the request of a draft for a model, with the size of the first picture if none is set.
 
-    It is the ``own_size`` of the first image, else of the control picture; if that is enlarged, the
-    size is that of the tiles: the model's. Raises as ``assign_role``.
+    Raises UsageError.
     """
-    found = assign_role(model, parameters)
-    images = [found["image"], *found["references"]]
-    first = next(filter(None, (*images, found["control"])), None)
-    has_size = found["width"] is not None or found["height"] is not None
-    if first is None or has_size or found["upscale"]:
-        return found
+    draft = picture_role.assign_role(draft, model)
+    own = draft.input
+    first = next(iter(own.images), draft.control.image)
+    if first is None:
+        return draft.for_model(model)
     name, picture = named_pictures().find(first)
-    most, is_whole = (
-        most_area(found["references"]),
-        found["expand"] or found["crop"],
-    )  # which keep its size
-    if not is_whole and (reduced := reduction(picture, most)):
-        option = "--image" if first in images else "--control"
+    # These keep its size
+    is_whole = draft.has_size or own.expand or own.crop or own.upscale
+    if not is_whole and (reduced := reduction(picture, picture_role.most_area(own.references))):
+        option = "--image" if own.images else "--control"
         note_once(f"{option}: {picture_label(name)} {reduced}; --size sets another size")
-    # Stretched by less than 16 pixels, as diffusers
-    fit = found["fit"] if found["references"] else found["fit"] or "stretch"
-    return found | own_size(picture, found["expand"] or (), most) | {"fit": fit}
+    return picture_role.own_sized(draft, picture).for_model(model)
 
 
-def to_request(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def to_request(draft: GenerateRequest) -> dict[str, Any]:
     """Return the fields of a request to a worker for pictures: data URLs in place of digests."""
+    own = draft.input
+    digests = {"image": own.image, "mask": own.mask, "control": draft.control.image}
     fields: dict[str, Any] = {
-        name: _data_url(digest)
-        for name in ("image", "mask", "control")
-        if (digest := parameters[name]) not in (None, ALPHA)
+        name: _data_url(digest) for name, digest in digests.items() if digest not in (None, ALPHA)
     }
-    if images := parameters["references"]:
-        fields["images"] = list(map(_data_url, images))
+    if own.references:
+        fields["images"] = list(map(_data_url, own.references))
     return fields | ({"painted": "white"} if "mask" in fields else {})
 
 

@@ -42,11 +42,11 @@ from clowder_aimage.cli.worker.choice import choose_worker, named_worker
 from clowder_aimage.cli.worker.local import LocalWorker
 from clowder_aimage.cli.worker.local_model import LocalOptions
 from clowder_aimage.cli.worker.model_kind import check_options, is_language_model
-from clowder_aimage.cli.worker.picture_order import SETTABLE, PictureOrder, order_parameters
+from clowder_aimage.cli.worker.picture_order import SETTABLE, PictureOrder, order_draft
 from clowder_aimage.cli.worker.text_order import TextOrder
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import UsageError
-from clowder_aimage.generation.request import Guidance, LoraUse, Output, Sampling
+from clowder_aimage.generation.request import GenerateRequest, Guidance, LoraUse, Output, Sampling
 from clowder_aimage.model.library_choice import AUTO, BACKENDS, TorchTuning
 from clowder_aimage.oci import Reference
 
@@ -164,7 +164,7 @@ def run(
     if prompt is not None and not is_enhanced(values):
         check_prompt(prompt)
     # wrong values of pictures, before a registry or a worker is asked for the kind of the model
-    first = order_parameters(values, prompt or "") | {"n": values["n"]}
+    draft = order_draft(values, prompt or "")
     client = named_worker(_SERVED, is_local=local, is_remote=remote)
     reference = pack_path(model, client) if isinstance(model, Path) else model
     is_text = is_language_model(reference, client, local=local)
@@ -177,17 +177,16 @@ def run(
     options = LocalOptions(
         dtype, memory, backend, tuning, precision, values["lora_dir"], is_last=prompt is not None
     )
-    parameters = None if is_text else first
-    worker = _open_worker(reference, client, parameters, options, is_local=local)
+    worker = _open_worker(reference, client, None if is_text else draft, options, is_local=local)
     if is_text:
         _answer(TextOrder(reference, values, worker), prompt)
         return
     order = PictureOrder(values, worker, view_protocol(values["inline"]))
     if prompt is not None:
-        order.make(prompt, begun)
+        order.draw(draft, begun)
         return
     if not is_enhanced(values):  # the language model can have the memory first
-        worker.prepare(first)
+        worker.prepare(draft)
     read_prompts(order.make, values, settable((*SETTABLE, *ENHANCING)))
 
 
@@ -206,16 +205,16 @@ def _check_stdin(words: tuple[str, ...], values: Mapping[str, Any]) -> None:
 def _open_worker(
     reference: Reference,
     client: WorkerClient | None,
-    parameters: Mapping[str, Any] | None,
+    draft: GenerateRequest | None,
     options: LocalOptions,
     *,
     is_local: bool,
 ) -> Worker:
-    """Return the worker that generates pictures with ``parameters``, or answers (None)."""
-    uses: Sequence[LoraUse] = () if parameters is None else parameters["loras"]
+    """Return the worker that generates pictures of a draft, or answers (None)."""
+    uses: Sequence[LoraUse] = () if draft is None else draft.adapters.loras
     others = [use.model for use in uses if not use.model.startswith(OWN)]
-    if parameters is not None and parameters["controlnet"]:
-        others.append(parameters["controlnet"])
+    if draft is not None and draft.control.network is not None:
+        others.append(draft.control.network)
     is_local = is_local or any(is_file(use.model) for use in uses)
     remote = choose_worker(reference, client, others, _SERVED, is_local=is_local)
     return remote or LocalWorker(reference, options)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from clowder_aimage.cli.console.option import settings
 from clowder_aimage.cli.console.output import remark
@@ -14,6 +13,7 @@ from clowder_aimage.cli.text.enhance_option import Enhancement
 from clowder_aimage.cli.worker.language_model import LocalLanguageModel
 from clowder_aimage.cli.worker.local_model import LocalOptions
 from clowder_aimage.errors import NotFoundError, UsageError
+from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.oci import Reference
 
 _FACTOR = 1.3  # bytes in memory for each byte of weights
@@ -30,24 +30,36 @@ class LocalEnhancer:
     options: LocalOptions
     _model: LocalLanguageModel | None = None
 
-    def write(self, enhancement: Enhancement, prompt: str, seed: int) -> Mapping[str, Any]:
-        """Return the parameters of a picture that change.
+    def write(
+        self, enhancement: Enhancement, drafts: Iterable[GenerateRequest]
+    ) -> list[GenerateRequest]:
+        """Return a draft for each picture, whose prompt is written for its seed.
 
         Raises as ``LocalLanguageModel``, and ModelError.
         """
+        written = []
+        for draft in drafts:
+            first = draft.sampling.seed
+            for seed in range(first, first + draft.output.n):
+                written.append(self._write(enhancement, draft.change(seed=seed, n=1)))
+        self._free_memory()
+        return written
+
+    def _write(self, enhancement: Enhancement, draft: GenerateRequest) -> GenerateRequest:
         from clowder_aimage.model.text.enhancement import enhanced_prompt, enhancement_request
 
         reference = enhancement.model or _default_model()
         if self._model is None or self._model.reference != reference:
             self._model = None  # the memory is free before the load
             self._model = LocalLanguageModel(reference, self.options)
+        prompt, seed = draft.prompt, draft.sampling.seed
         request = enhancement_request(prompt, seed, enhancement.instruction)
         with contextlib.closing(self._model.answer(request)) as events:
             text = enhanced_prompt(events)
         remark(f"prompt: {text}")
-        return {"prompt": text, "original_prompt": prompt, "enhancer": self._model.name}
+        return draft.change(prompt=text, original_prompt=prompt, enhancer=self._model.name)
 
-    def free_memory(self) -> None:
+    def _free_memory(self) -> None:
         """Unload the language model, unless other prompts follow and there is memory for both."""
         if self._model is not None and (self.options.is_last or not self._has_memory()):
             self._model.unload()

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from clowder_aimage.cli.worker.worker import PictureTask
     from clowder_aimage.engine.worker_client import WorkerClient
 
-_PICTURES = ("image", "mask", "control", "references", "loras")  # they have other fields
+# They have other fields
+_OTHERS = ("image", "mask", "control", "references", "loras", "n", "original_prompt", "enhancer")
 _FIXED = {
     "n": 1,
     "response_format": "b64_json",
@@ -31,21 +32,25 @@ _FIXED = {
 
 
 def generation_fields(client: WorkerClient, task: PictureTask) -> dict[str, Any]:
-    """Return the fields of the requests for a task, without the seed. Raises as ``to_worker``."""
-    stated = {
-        name: value
-        for name, value in task.parameters.items()
-        if value is not None and name not in _PICTURES
+    """Return the fields of the requests for a task, of a picture each, without the seeds.
+
+    Raises as ``to_worker``.
+    """
+    draft = task.drafts[0]
+    stated = draft.stated_values().items()
+    fields: dict[str, Any] = {"prompt": draft.prompt} | {
+        places()[name].parameter.field: value
+        for name, value in stated
+        if value is not None and name not in _OTHERS
     }
-    fields = {places()[name].parameter.field: value for name, value in stated.items()}
     if "width" in fields and "height" in fields:
         fields["size"] = f"{fields.pop('width')}x{fields.pop('height')}"
-    prompt = None if task.adds_words else stated["prompt"]
-    if loras := to_worker(client, task.parameters["loras"], prompt):
+    prompt = None if task.adds_words else draft.prompt
+    if loras := to_worker(client, draft.adapters.loras, prompt):
         fields["loras"] = loras
     if task.adds_words:
         fields["trigger"] = True
-    fields |= {**to_request(task.parameters), "output_format": task.kind, **_FIXED}
+    fields |= {**to_request(draft), "output_format": task.kind, **_FIXED}
     return fields | _enhancement_fields(task.enhancement)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Generator
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -55,15 +55,14 @@ class LocalImageModel:
     finder: AdapterFinder
     fetched: FetchedModel
     variant: str | None = None
-    _parameters: Mapping[str, Any] = field(default_factory=dict)  # that it was loaded for
     _loaded: RunnableModel | None = None
     _pull: BackgroundPull | None = None
 
     @classmethod
     def open(
-        cls, reference: Reference, options: LocalOptions, parameters: Mapping[str, Any]
+        cls, reference: Reference, options: LocalOptions, draft: GenerateRequest
     ) -> LocalImageModel:
-        """Return a fetched model. Its adapters for pictures with ``parameters`` are there too.
+        """Return a fetched model. Its adapters for pictures of a draft are there too.
 
         Raises as ``choose_library``, ``AdapterFinder.find``, ``find_control``, ``fetch_model``.
         """
@@ -71,11 +70,11 @@ class LocalImageModel:
         connect = cache(settings().connection)
         with needs("running a model", "mlx"):
             finder = adapter_finder(options.lora_dir, connect)
-        for use in parameters["loras"]:  # before the model, which is larger
+        for use in draft.adapters.loras:  # before the model, which is larger
             if not use.model.startswith(OWN):
                 finder.find(use)
-        if parameters.get("controlnet") is not None:
-            find_control(parameters["controlnet"], finder.open_stored)
+        if draft.control.network is not None:
+            find_control(draft.control.network, finder.open_stored)
         variant, used = options.precision, reference
         if variant is not None:
             used = _choose_variant(reference, variant, connect)
@@ -84,21 +83,27 @@ class LocalImageModel:
             reference, options, connect, finder, fetched, None if used == reference else variant
         )
 
-    def load(self, parameters: Mapping[str, Any], *, is_last: bool) -> RunnableModel:
-        """Return the loaded model; load it for ``parameters``, and others unless they are last."""
+    def load(
+        self, draft: GenerateRequest, *, is_last: bool
+    ) -> tuple[RunnableModel, GenerateRequest]:
+        """Return the model, and the request of a draft for it.
+
+        It is loaded for this request, and for others unless it is the last one.
+        """
         if self._pull is not None and self._pull.result.done():
-            self._replace(self._pull)
+            self._replace(self._pull, draft)
+        request = _to_request(self.fetched.aimage.stored.aimage, draft)
         if self._loaded is None:
-            self._parameters = parameters
-            self._loaded = self._load(self.fetched, is_last)
+            self._loaded = self._load(self.fetched, request, is_last)
             if not self.options.is_last:  # prompts are typed below the bar
                 self.fetched.end()
                 if self.variant is not None:
                     self._pull = pull_later(self.reference, self.variant, self.connect)
-        return self._loaded
+        return self._loaded, request
 
-    def _load(self, fetched: FetchedModel, is_last: bool) -> RunnableModel:
-        request = _to_request(fetched.aimage.stored.aimage, self._parameters)
+    def _load(
+        self, fetched: FetchedModel, request: GenerateRequest, is_last: bool
+    ) -> RunnableModel:
         fetched.say_loading()
         pictures = named_pictures()
         # A wrong mask is refused before a load
@@ -110,9 +115,9 @@ class LocalImageModel:
             raise
 
     def generate(
-        self, parameters: Mapping[str, Any], task: PictureTask, announce: Announce, *, is_last: bool
+        self, draft: GenerateRequest, task: PictureTask, announce: Announce, *, is_last: bool
     ) -> Generator[MadePicture, None, None]:
-        """Yield the pictures of a run of seeds, which has ``parameters``."""
+        """Yield the pictures of a draft of a task."""
         from clowder_aimage import adapter_source
         from clowder_aimage.cli.console.installation import install_command
         from clowder_aimage.generate import describe_picture
@@ -120,8 +125,7 @@ class LocalImageModel:
         from clowder_aimage.model.picture import encode_picture
         from clowder_aimage.model.picture_facts import stated_facts
 
-        model, kind = self.load(parameters, is_last=is_last), task.kind
-        request = _to_request(model.stored.aimage, parameters)
+        (model, request), kind = self.load(draft, is_last=is_last), task.kind
         adapters = self.finder.find_all(request, model.stored.aimage)
         pairs = adapter_source.own_adapters(self.fetched.aimage.files, model.stored.aimage)
         packed = [adapter for adapter, _ in pairs]
@@ -146,13 +150,14 @@ class LocalImageModel:
                 data = encode_picture(picture.pixels, stated, kind)
                 yield MadePicture(data, picture.seed, kind, stated)
 
-    def _replace(self, pull: BackgroundPull) -> None:
+    def _replace(self, pull: BackgroundPull, draft: GenerateRequest) -> None:
         """Load the AImage itself in place of its variant, or say why it cannot be used."""
         try:
             pull.result.result()
             fetched = fetch_model(self.reference, self.connect)
+            request = _to_request(fetched.aimage.stored.aimage, draft)
             self._loaded = None  # the memory is free before the load
-            self._loaded = self._load(fetched, is_last=False)
+            self._loaded = self._load(fetched, request, is_last=False)
             self.fetched = fetched
         except AImageError as error:
             message = f"{self.reference} cannot be used instead of its variant: {error.message}"
@@ -162,18 +167,17 @@ class LocalImageModel:
         self._pull = self.variant = None
 
 
-def _to_request(aimage: AImage, parameters: Mapping[str, Any]) -> GenerateRequest:
-    """Return a request with the defaults of an AImage. Raises UsageError."""
+def _to_request(aimage: AImage, draft: GenerateRequest) -> GenerateRequest:
+    """Return the request of a draft with the defaults of an AImage. Raises UsageError."""
     from clowder_aimage.formats.controlnet import is_packed_with
 
-    request = GenerateRequest.for_model(aimage, **for_model(aimage, parameters))
+    request = for_model(draft, aimage)
     control = request.control
     if control.image is not None and control.network is None and not is_packed_with(aimage):
         raise UsageError(
             "this model has no ControlNet of its own", hint="name one with --controlnet"
         )
-    explicit = [name for name, value in parameters.items() if value is not None]
-    for warning in ignored_parameters(request, explicit):
+    for warning in ignored_parameters(request, draft.stated or ()):
         note_once(f"warning: {warning}")
     return request
 

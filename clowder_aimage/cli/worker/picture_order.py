@@ -28,7 +28,7 @@ from clowder_aimage.cli.console.seed_option import seed_runs
 from clowder_aimage.cli.text.enhance_option import read_enhancement
 from clowder_aimage.cli.worker.worker import PictureTask, Worker
 from clowder_aimage.errors import UsageError
-from clowder_aimage.generation.request import COUNTS, ENHANCED, check_explicit, places
+from clowder_aimage.generation.request import COUNTS, ENHANCED, GenerateRequest, places
 
 if TYPE_CHECKING:
     from clowder_aimage.pictures.made_picture import MadePicture
@@ -48,16 +48,18 @@ class PictureOrder:
     worker: Worker
     protocol: str  # for pictures in the terminal
 
-    def make(self, prompt: str, begun: float | None = None) -> tuple[str, ...]:
+    def make(self, prompt: str) -> tuple[str, ...]:
         """Generate, write and print the pictures of a prompt; return their paths."""
-        begun = time.monotonic() if begun is None else begun
-        parameters = order_parameters(self.values, prompt)
+        return self.draw(order_draft(self.values, prompt), time.monotonic())
+
+    def draw(self, draft: GenerateRequest, begun: float) -> tuple[str, ...]:
+        """Generate, write and print the pictures of a draft; return their paths."""
         output, written = PictureOutput(self.values["output"]), list[dict[str, Any]]()
         kept, facts = list["MadePicture"](), dict[str, Any]()
         runs = order_runs(self.values)
         count = sum(each for _, each in runs)
-        for picture in self._pictures(parameters, runs, output.kind):
-            text = parameters["prompt"] or str(picture.facts.get("prompt", ""))
+        for picture in self._pictures(draft, runs, output.kind):
+            text = draft.prompt or str(picture.facts.get("prompt", ""))
             path = output.write(picture.data, text, picture.seed, len(written), count)
             facts = facts or {**picture.facts}
             if path is not None:
@@ -67,30 +69,33 @@ class PictureOrder:
                 kept.append(picture)
         paths = [str(each["path"]) for each in written]
         if self.values["sheet"]:
-            facts["sheet"] = _write_sheet(output, parameters["prompt"], kept)
+            facts["sheet"] = _write_sheet(output, draft.prompt, kept)
             paths.append(facts["sheet"])
         self._report(facts | {"pictures": written}, paths, kept)
         remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
         return tuple(paths)
 
     def _pictures(
-        self, parameters: dict[str, Any], runs: list[tuple[int | None, int]], kind: str
+        self, draft: GenerateRequest, runs: list[tuple[int | None, int]], kind: str
     ) -> Iterator[MadePicture]:
         """Yield the pictures of runs of seeds; say the seed that is drawn, and the place once."""
-        drawn = [(secrets.randbits(32) if seed is None else seed, count) for seed, count in runs]
+        drafts = tuple(
+            draft.change(seed=secrets.randbits(32) if seed is None else seed, n=count)
+            for seed, count in runs
+        )
         is_announced = False
 
         def announce(place: str) -> None:
             nonlocal is_announced
             if not is_announced:
                 if runs[0][0] is None:
-                    note(f"seed {drawn[0][0]}")
+                    note(f"seed {drafts[0].sampling.seed}")
                 remark(place)
             is_announced = True
 
         enhancement = read_enhancement(self.values)
         adds_words = bool(self.values["trigger"])
-        task = PictureTask(parameters, tuple(drawn), kind, adds_words, enhancement)
+        task = PictureTask(drafts, kind, adds_words, enhancement)
         with contextlib.closing(self.worker.pictures(task, announce)) as pictures:
             yield from pictures
 
@@ -116,21 +121,16 @@ def _write_sheet(output: PictureOutput, prompt: str, pictures: list[MadePicture]
     return str(output.write_sheet(contact_sheet([(p.seed, p.data) for p in pictures]), prompt))
 
 
-def order_parameters(values: Mapping[str, Any], prompt: str) -> dict[str, Any]:
-    """Return the parameters of pictures of a prompt. Raises UsageError, StoreError.
-
-    The value of an option is None if it was not given; the AImage has the default.
-    """
+def order_draft(values: Mapping[str, Any], prompt: str) -> GenerateRequest:
+    """Return the draft of the first run of pictures of a prompt. Raises UsageError, StoreError."""
     runs = order_runs(values)
     _check_output(values, sum(count for _, count in runs))
-    parameters = {name: values[name] for name in _OPTIONS}
     text, loras = with_tags(prompt, values["loras"], values["lora_dir"])
-    parameters |= {"prompt": text, "loras": loras, **_size(values)}
-    has_size = parameters["width"] is not None or parameters["height"] is not None
-    parameters |= picture_parameters(values, has_size=has_size)
-    for seed, count in runs:
-        check_explicit({**parameters, "seed": seed, "n": count})
-    return parameters
+    stated = {name: values[name] for name in _OPTIONS} | _size(values)
+    has_size = stated["width"] is not None or stated["height"] is not None
+    stated |= picture_parameters(values, has_size=has_size)
+    seed, count = runs[0]
+    return GenerateRequest.draft(text, **stated | {"loras": loras, "seed": seed, "n": count})
 
 
 def _check_output(values: Mapping[str, Any], count: int) -> None:

@@ -18,6 +18,7 @@ from clowder_aimage.pictures.made_picture import MadePicture
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
+    from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.oci import Reference
 
 
@@ -33,9 +34,9 @@ class RemoteWorker:
     reference: Reference
     place: str
 
-    def prepare(self, parameters: Mapping[str, Any] | None) -> None:
+    def prepare(self, draft: GenerateRequest | None) -> None:
         """Print the place of answers; that of pictures is announced with each prompt."""
-        if parameters is None:
+        if draft is None:
             remark(f"answering on the {self.place}")
 
     def pictures(self, task: PictureTask, announce: Announce) -> Generator[MadePicture, None, None]:
@@ -45,7 +46,8 @@ class RemoteWorker:
         in between.
         """
         fields = generation_fields(self.client, task)
-        for first, count in task.runs:
+        for draft in task.drafts:
+            first, count = draft.sampling.seed, draft.output.n
             with ExitStack() as stack:
                 bars = _Bars(self.reference, count, stack)
                 for index in range(count):

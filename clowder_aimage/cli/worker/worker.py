@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from clowder_aimage.cli.text.enhance_option import Enhancement
+    from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.model.text.language_model import TextEvent, TextRequest
     from clowder_aimage.pictures.made_picture import MadePicture
 
@@ -18,13 +19,12 @@ Announce = Callable[[str], None]  # called with the place before pictures are ge
 class PictureTask:
     """The pictures of a prompt.
 
-    parameters: by their names in interfaces, without seed and number; None is the model's default.
-    runs: the first of consecutive seeds, and their number. kind: of the files, such as png.
-    adds_words: add the trigger words of adapters to the prompt. enhancement: of the prompt.
+    drafts: one for each run of consecutive seeds; they differ in seed and number only. kind: of the
+    files, such as png. adds_words: add the trigger words of adapters to the prompt. enhancement: of
+    the prompt.
     """
 
-    parameters: Mapping[str, Any]
-    runs: tuple[tuple[int, int], ...]
+    drafts: tuple[GenerateRequest, ...]
     kind: str
     adds_words: bool = False
     enhancement: Enhancement | None = None
@@ -33,8 +33,8 @@ class PictureTask:
 class Worker(Protocol):
     """A process that generates pictures and answers: this one, or a worker."""
 
-    def prepare(self, parameters: Mapping[str, Any] | None) -> None:
-        """Load what later pictures with such parameters need, or answers (None)."""
+    def prepare(self, draft: GenerateRequest | None) -> None:
+        """Load what later pictures of such a draft need, or answers (None)."""
 
     def pictures(self, task: PictureTask, announce: Announce) -> Generator[MadePicture, None, None]:
         """Yield pictures as they are completed; closing the generator cancels the others."""
