@@ -179,8 +179,9 @@ def serving(manifest: bytes, blobs: dict[str, bytes]) -> Script:
 
 def skip_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Let the client's retries of a request follow at once; return the seconds of the waits."""
-    defaults = retry.retrying.__kwdefaults__
-    assert defaults is not None
     waits: list[float] = []
-    monkeypatch.setitem(defaults, "sleep", waits.append)
+    for function in (retry.retrying, retry.writing):
+        defaults = function.__kwdefaults__
+        assert defaults is not None
+        monkeypatch.setitem(defaults, "sleep", waits.append)
     return waits

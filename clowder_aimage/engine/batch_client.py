@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import tenacity
+
 from clowder_aimage.engine.batch_line import OVER
 from clowder_aimage.engine.worker_client import WorkerClient
 from clowder_aimage.errors import AccessError, AImageError, FormatError, NetworkError, NotFoundError
@@ -128,15 +130,18 @@ class BatchClient:
 
 def patiently(call: Callable[[], _T]) -> _T:
     """Return the result of ``call``, which is repeated while the server is busy or away."""
-    end = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return call()
-        except AImageError as error:
-            is_busy = isinstance(error, NetworkError) or "try again" in (error.hint or "")
-            if not is_busy or time.monotonic() >= end:
-                raise
-            time.sleep(PAUSE)
+    retryer = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(_is_busy),
+        wait=tenacity.wait_fixed(PAUSE),
+        stop=tenacity.stop_after_delay(PATIENCE),
+        reraise=True,
+    )
+    return retryer(call)
+
+
+def _is_busy(error: BaseException) -> bool:
+    is_refused = isinstance(error, AImageError) and "try again" in (error.hint or "")
+    return is_refused or isinstance(error, NetworkError)
 
 
 def _checked(client: WorkerClient, value: Any) -> dict[str, Any]:

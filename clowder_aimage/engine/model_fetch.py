@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import tenacity
 
 from clowder_aimage.engine.backoff import again
 from clowder_aimage.engine.event import PullingEvent
@@ -95,19 +97,34 @@ async def preload(store: ImageLayout, transfers: TransferQueue, names: Sequence[
 
 
 async def _preload(transfers: TransferQueue, reference: Reference) -> None:
-    for attempts in itertools.count(1):
-        delay = MAX_DELAY
-        try:
-            with transfers.pull(reference, is_early=True, urgency=DESIRED) as transfer:
-                await transfer.end()
-            return
-        except AImageError as error:
-            if transfers.is_over:
-                return
-            delay = again(error, attempts, random.random(), delay).delay  # noqa: S311 - jitter
-            delay = min(delay, MAX_DELAY)
-            facts = {"model": str(reference), "reason": error.message, "again": round(delay, 1)}
-            _log.warning("preload failed", extra=facts)
-        except Exception:
-            _log.exception("preload failed", extra={"model": str(reference)})
-        await asyncio.sleep(delay)
+    async def pull() -> None:
+        with transfers.pull(reference, is_early=True, urgency=DESIRED) as transfer:
+            await transfer.end()
+
+    retryer = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type(Exception),
+        wait=_delay,
+        stop=lambda _: transfers.is_over,
+        before_sleep=partial(_log_failure, reference),
+        retry_error_callback=lambda _: None,
+    )
+    await retryer(pull)
+
+
+def _delay(state: tenacity.RetryCallState) -> float:
+    """Return the seconds before the next attempt to fetch a model."""
+    error = state.outcome.exception() if state.outcome else None
+    if not isinstance(error, AImageError):
+        return MAX_DELAY
+    chance = random.random()  # noqa: S311 - jitter
+    return min(again(error, state.attempt_number, chance, MAX_DELAY).delay, MAX_DELAY)
+
+
+def _log_failure(reference: Reference, state: tenacity.RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    facts: dict[str, object] = {"model": str(reference)}
+    if isinstance(error, AImageError):
+        facts |= {"reason": error.message, "again": round(state.upcoming_sleep, 1)}
+        _log.warning("preload failed", extra=facts)
+    else:
+        _log.error("preload failed", extra=facts, exc_info=error)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import nkeys  # type: ignore[import-untyped]
+import tenacity
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
@@ -33,6 +34,7 @@ MIN_VERSION = (2, 9)  # of the server: direct reads of streams
 MIN_PAYLOAD = 1 << 20  # bytes of a message that the server must accept; its default
 CHECK = 5.0  # seconds between two looks whether the streams are still there
 LATER = 2  # seconds between two attempts, and in Retry-After
+PAUSE = 0.2  # seconds between two attempts of a call
 PATIENCE = 30.0  # seconds that a publication may take, over all attempts
 MESSAGE_ID = "Nats-Msg-Id"  # by which a stream recognises a repetition
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
@@ -175,25 +177,27 @@ class FleetLink:
         except TimeoutError:
             raise self._reason or NetworkError(f"NATS at {self._places} does not answer") from None
         self._check_server()
-        while True:  # a cluster that was started just now has no leader yet, or too few servers
-            try:
-                return await shape.make(self._js, self.names)
-            except (APIError, TimeoutError) as error:
-                code = error.err_code if isinstance(error, APIError) else _NO_LEADER
-                is_early = asyncio.get_running_loop().time() < end
-                if code in (_NO_LEADER, _FEW_SERVERS) and is_early:
-                    await asyncio.sleep(0.2)
-                    continue
-                if not isinstance(error, APIError) or code == _NO_LEADER:
-                    raise NetworkError(f"NATS at {self._places} is not ready") from None
-                if isinstance(error, ServiceUnavailableError):
-                    message = f"NATS at {self._places} has no JetStream"
-                    hint = "enable it in the configuration of the server"
-                    raise UsageError(message, hint=hint) from None
-                hint = "choose a smaller size, or raise max_file_store of the server"
-                is_small = error.err_code in _SMALL
-                message = f"NATS refuses the streams: {error.description}"
-                raise UsageError(message, hint=hint if is_small else None) from None
+        left = end - asyncio.get_running_loop().time()
+        retryer = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(_is_early),
+            wait=tenacity.wait_fixed(PAUSE),
+            stop=tenacity.stop_after_delay(left),
+            reraise=True,
+        )
+        try:
+            return await retryer(shape.make, self._js, self.names)
+        except (APIError, TimeoutError) as error:
+            raise self._refused_streams(error) from None
+
+    def _refused_streams(self, error: APIError | TimeoutError) -> AImageError:
+        if not isinstance(error, APIError) or error.err_code == _NO_LEADER:
+            return NetworkError(f"NATS at {self._places} is not ready")
+        if isinstance(error, ServiceUnavailableError):
+            message = f"NATS at {self._places} has no JetStream"
+            return UsageError(message, hint="enable it in the configuration of the server")
+        hint = "choose a smaller size, or raise max_file_store of the server"
+        message = f"NATS refuses the streams: {error.description}"
+        return UsageError(message, hint=hint if error.err_code in _SMALL else None)
 
     @property
     def _places(self) -> str:
@@ -325,23 +329,28 @@ class FleetLink:
             ApiError: The fleet cannot be used until somebody changes something.
         """
         more = {} if after is None else {_EXPECTED: str(after)}
-        loop = asyncio.get_running_loop()
-        end = loop.time() + patience
-        while True:
-            try:
-                found = await self._js.publish(
-                    subject, data, timeout=2.0, headers={**(headers or {}), **more}
-                )
-                return found.seq
-            except APIError as error:
-                raise _refused(error) from None
-            except LOST as error:
-                self._due = 0.0  # the stream may be missing
-                self.check_lasting()
-                if loop.time() >= end:
-                    reason = str(error) or "no answer"
-                    raise NetworkError(f"NATS did not store a message: {reason}") from None
-                await asyncio.sleep(0.2)
+        retryer = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(LOST),
+            wait=tenacity.wait_fixed(PAUSE),
+            stop=tenacity.stop_after_delay(patience),
+            reraise=True,
+        )
+        try:
+            return await retryer(self._publish, subject, data, {**(headers or {}), **more})
+        except LOST as error:
+            reason = str(error) or "no answer"
+            raise NetworkError(f"NATS did not store a message: {reason}") from None
+
+    async def _publish(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
+        try:
+            found = await self._js.publish(subject, data, timeout=2.0, headers=headers)
+        except APIError as error:
+            raise _refused(error) from None
+        except LOST:
+            self._due = 0.0  # the stream may be missing
+            self.check_lasting()
+            raise
+        return found.seq
 
     async def store_later(self, subject: str, frame: Frame) -> asyncio.Future[api.PubAck]:
         """Publish a frame without waiting; the future is the acknowledgement."""
@@ -374,6 +383,12 @@ class FleetLink:
                 return
             after = found.seq or after + 1
             yield after, found
+
+
+def _is_early(error: BaseException) -> bool:
+    """Return whether a cluster that was started just now has no leader yet, or too few servers."""
+    is_electing = isinstance(error, APIError) and error.err_code in (_NO_LEADER, _FEW_SERVERS)
+    return is_electing or isinstance(error, TimeoutError)
 
 
 def _refused(error: APIError) -> AImageError:

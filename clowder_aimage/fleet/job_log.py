@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import tenacity
 from nats.js import api
 
 from clowder_aimage.errors import AImageError
@@ -87,20 +88,18 @@ class JobLog:
         self._sent.clear()
 
     async def _store(self, subject: str, frame: Frame, after: int | None = None) -> int:
-        while True:
-            try:
-                return await self._link.store(subject, frame.data, frame.headers(), after=after)
-            except LastFrameError:
-                raise
-            except AImageError:
-                await asyncio.sleep(FULL)
+        is_refused = tenacity.retry_if_not_exception_type(LastFrameError)
+        retryer = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(AImageError) & is_refused,
+            wait=tenacity.wait_fixed(FULL),
+        )
+        return await retryer(self._link.store, subject, frame.data, frame.headers(), after=after)
 
     async def _last(self) -> tuple[Frame | None, int]:
-        while True:
-            try:
-                return await self._link.last(self._marks)
-            except LOST:
-                await asyncio.sleep(FULL)
+        retryer = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(LOST), wait=tenacity.wait_fixed(FULL)
+        )
+        return await retryer(self._link.last, self._marks)
 
 
 def _json(value: Any) -> bytes:

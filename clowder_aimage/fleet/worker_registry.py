@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+import tenacity
 from nats.aio.msg import Msg
 from nats.errors import NoRespondersError
 from nats.js.errors import Error as JetStreamError
@@ -199,18 +200,23 @@ class WorkerWatch:
         self.workers = WorkerRegistry()
         self._link = link
         self._subject = f"$KV.{link.names.workers}."
-        self._is_subscribed = False
 
     async def run(self) -> None:
         """Listen to the fleet once connected, and read the statuses that are there."""
-        while not self._is_subscribed:
-            with contextlib.suppress(*LOST, JetStreamError):
-                if self._link.is_ready:
-                    await self._link.client.subscribe(f"{self._subject}*", cb=self._take)
-                    self._is_subscribed = True
-                    for status in (await read_workers(self._link)).statuses():
-                        self.workers.put(status)
-            await asyncio.sleep(0.1)
+        is_lost = tenacity.retry_if_exception_type((*LOST, JetStreamError))
+        is_early = tenacity.retry_if_result(operator.not_)
+        retryer = tenacity.AsyncRetrying(retry=is_lost | is_early, wait=tenacity.wait_fixed(0.1))
+        await retryer(self._subscribe)
+
+    async def _subscribe(self) -> bool:
+        """Return False if the fleet cannot be used yet."""
+        if not self._link.is_ready:
+            return False
+        await self._link.client.subscribe(f"{self._subject}*", cb=self._take)
+        with contextlib.suppress(*LOST, JetStreamError):  # workers report again
+            for status in (await read_workers(self._link)).statuses():
+                self.workers.put(status)
+        return True
 
     async def _take(self, message: Msg) -> None:
         if (message.headers or {}).get("KV-Operation") in ("DEL", "PURGE"):

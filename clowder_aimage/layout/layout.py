@@ -339,16 +339,27 @@ class ImageLayout(ContentStore):
 
         Wait for another process's ingest for the expected time, then write a second copy.
         """
-        last = time.monotonic() + _WRITE_TIMEOUT + content.size / _WRITE_SPEED
-        while True:
+
+        def begin() -> FileIngest | None:
             try:
                 return self.ingest(content.digest.encoded, content)
             except IngestBusyError:
                 if self.exists(content):  # another thread has it in the batch
                     return None
-                if time.monotonic() > last:
-                    return self.ingest(f"push-{content.digest.encoded}")
-            time.sleep(_INTERVAL)
+                raise
+
+        with contextlib.suppress(IngestBusyError):
+            return begin()
+        import tenacity
+
+        longest = _WRITE_TIMEOUT + content.size / _WRITE_SPEED
+        retryer = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(IngestBusyError),
+            wait=tenacity.wait_fixed(_INTERVAL),
+            stop=tenacity.stop_after_delay(longest),
+            retry_error_callback=lambda _: self.ingest(f"push-{content.digest.encoded}"),
+        )
+        return retryer(begin)
 
     def tag(
         self, content: Descriptor, reference: Reference, /, *, is_partial: bool = False

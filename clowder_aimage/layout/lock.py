@@ -43,14 +43,26 @@ T = TypeVar("T")
 
 def read_settled(read: Callable[[], T], path: str | Path, malformed: type[AImageError]) -> T:
     """Call ``read`` until another tool is no longer writing the file. Raises OSError."""
-    for _ in range(_MAX_READS - 1):
-        try:
-            return read()
-        except malformed:
-            if abs(time.time() - os.stat(path).st_mtime) > _SETTLED:
-                raise
-        time.sleep(_INTERVAL)
-    return read()
+
+    def is_unsettled(error: BaseException) -> bool:
+        is_malformed = isinstance(error, malformed)
+        return is_malformed and abs(time.time() - os.stat(path).st_mtime) <= _SETTLED
+
+    try:
+        return read()  # nearly always succeeds; importing tenacity takes longer
+    except malformed as error:
+        if not is_unsettled(error):
+            raise
+    import tenacity
+
+    time.sleep(_INTERVAL)
+    retryer = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(is_unsettled),
+        wait=tenacity.wait_fixed(_INTERVAL),
+        stop=tenacity.stop_after_attempt(_MAX_READS - 1),
+        reraise=True,
+    )
+    return retryer(read)
 
 
 @contextlib.contextmanager
@@ -102,7 +114,7 @@ def _acquire(fd: int, operation: int, root: Path) -> None:
     with contextlib.suppress(BlockingIOError):
         flock(fd, operation | fcntl.LOCK_NB)
         return
-    patience, began = PATIENCE.get(), time.monotonic()
+    patience = PATIENCE.get()
     notice = threading.Timer(_NOTICE, lambda: report_wait(f"the store {root}", fd))
     notice.daemon = True
     notice.start()
@@ -110,17 +122,20 @@ def _acquire(fd: int, operation: int, root: Path) -> None:
         if patience == math.inf:
             flock(fd, operation)
             return
-        pause = _MOMENT / 10
-        while time.monotonic() - began < patience:
-            with contextlib.suppress(BlockingIOError):
-                flock(fd, operation | fcntl.LOCK_NB)
-                return
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_WAIT)
+        import tenacity
+
+        retryer = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(BlockingIOError),
+            wait=tenacity.wait_exponential(multiplier=_MOMENT / 10, max=_LONGEST_WAIT),
+            stop=tenacity.stop_after_delay(patience),
+            reraise=True,
+        )
+        retryer(flock, fd, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
         raise StoreBusyError(
             f"the store {root} is in use by process {holder_pid(fd) or 'unknown'}",
             hint="try again later",
-        )
+        ) from None
     finally:
         notice.cancel()
 

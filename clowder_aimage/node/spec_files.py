@@ -15,7 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from clowder_aimage.errors import AccessError, AImageError, FormatError, NotFoundError
+import tenacity
+
+from clowder_aimage.errors import AccessError, FormatError, NotFoundError
 from clowder_aimage.node.model_spec import HINT, ModelSpec, PlacedSpec, entries, once
 from clowder_aimage.oci import read_json
 from clowder_aimage.yaml_document import json_lines, position, read_yaml
@@ -25,6 +27,10 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 _DATA = "..data"
 _DANGLING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # errors of a link without a target
 _ATTEMPTS = 5  # attempts to read a directory that changes meanwhile
+
+
+class _ChangedError(FormatError):
+    """The directory was changed while it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +48,24 @@ def read_directory(directory: Path) -> SpecFiles:
     name begins with a dot, then rename it. Raises NotFoundError, AccessError, and FormatError with
     the file, and with the line if it is known.
     """
-    for _ in range(_ATTEMPTS):
-        before = fingerprint(directory)
-        try:
-            found: SpecFiles | AImageError = _read(directory)
-        except AImageError as error:
-            found = error
-        if fingerprint(directory) != before:
-            continue  # a mix of files from before and after an update
-        if isinstance(found, AImageError):
-            raise found
-        return found
-    raise FormatError(
-        f"the files in {printable(directory)} changed while they were read",
-        hint="replace files atomically: write a temporary file and rename it",
+    retryer = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(_ChangedError),
+        stop=tenacity.stop_after_attempt(_ATTEMPTS),
+        reraise=True,
     )
+    return retryer(_read_unchanged, directory)
+
+
+def _read_unchanged(directory: Path) -> SpecFiles:
+    before = fingerprint(directory)
+    try:
+        return _read(directory)
+    finally:
+        if fingerprint(directory) != before:  # a mix of files from before and after an update
+            raise _ChangedError(
+                f"the files in {printable(directory)} changed while they were read",
+                hint="replace files atomically: write a temporary file and rename it",
+            )
 
 
 def printable(path: Path | str) -> str:

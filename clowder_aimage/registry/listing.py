@@ -21,7 +21,7 @@ from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, m
 from clowder_aimage.oci.manifest import encode, parse_document
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.response import RegistryResponse
-from clowder_aimage.registry.retry import ATTEMPTS, retrying
+from clowder_aimage.registry.retry import ATTEMPTS, retrying, writing
 from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.transport import origin
 
@@ -165,25 +165,30 @@ def record(
 ) -> None:
     """Add ``content`` to the index under the subject's tag.
 
-    Concurrent writers may overwrite each other, so the index is read back and written again. This
-    is no second attempt of a request that failed: those are ``retrying``'s.
+    Concurrent writers may overwrite each other, so the index is read back and written again.
 
     Raises RegistryError, NetworkError, UnauthorizedError, or FormatError for other content.
     """
     entry = referrer_entry(content, document)
     tag = tag_of(subject)
     what = f"the referrers index {tag}"
-    for attempt in range(ATTEMPTS + 1):
+    raw = _tagged(session, tag, what)
+
+    def is_listed() -> bool:
+        return any(entry.digest == other.digest for other in _entries(raw))
+
+    def write() -> bool:
+        nonlocal raw
+        new = with_entry(raw, entry)
+        session.put_manifest(tag, parse_document(new).media_type, new, what)
         raw = _tagged(session, tag, what)
-        if any(entry.digest == other.digest for other in _entries(raw)):
-            return
-        if attempt < ATTEMPTS:
-            new = with_entry(raw, entry)
-            session.put_manifest(tag, parse_document(new).media_type, new, what)
-    raise RegistryError(
-        f"the new entry is missing from {what} after {ATTEMPTS} attempts",
-        hint="other clients may be updating it at the same time; try again",
-    )
+        return is_listed()
+
+    if not is_listed() and not writing(write):
+        raise RegistryError(
+            f"the new entry is missing from {what} after {ATTEMPTS} attempts",
+            hint="other clients may be updating it at the same time; try again",
+        )
 
 
 def forget(session: Session, subject: Digest, digest: Digest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email.utils
+import operator
 import random
 import re
 import threading
@@ -71,6 +72,21 @@ def retrying(
         reraise=True,
     )
     return retryer(function)
+
+
+def writing(write: Callable[[], bool], *, sleep: Callable[[float], None] = time.sleep) -> bool:
+    """Call ``write`` until it returns True; return False if it never does in ATTEMPTS calls.
+
+    Waits have jitter, so that of clients that overwrite each other one writes alone.
+    """
+    retryer = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(ATTEMPTS),
+        wait=tenacity.wait_random_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT),
+        retry=tenacity.retry_if_result(operator.not_),
+        retry_error_callback=lambda _: False,
+        sleep=sleep,
+    )
+    return retryer(write)
 
 
 def retry_after(value: str, now: float, longest: float = LONGEST_PAUSE) -> float:

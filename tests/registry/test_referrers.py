@@ -16,6 +16,7 @@ from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatyp
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.listing import tag_of, with_entry
+from clowder_aimage.registry.retry import ATTEMPTS
 from tests.scripted import Answer, ScriptedRegistry, artifact, skip_waiting
 
 SUBJECT, BLOBS = artifact(b"{}")
@@ -26,8 +27,8 @@ SBOM, REPORT = "application/spdx+json", "application/vnd.example.report"
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_waiting(monkeypatch)
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    return skip_waiting(monkeypatch)
 
 
 def entry(text: str, kind: str = SBOM) -> dict[Any, Any]:
@@ -271,16 +272,19 @@ def test_an_index_overwritten_concurrently_is_written_again(tmp_path: Path) -> N
     assert listed == [entry("faster")["digest"], str(made.digest)]
 
 
-def test_an_index_that_is_always_overwritten_fails(tmp_path: Path) -> None:
-    registry = Keeping()
+def test_an_index_that_is_always_overwritten_fails(tmp_path: Path, waits: list[float]) -> None:
+    registry, writes = Keeping(), list[str]()
 
     def script(seen: Any) -> Answer:
         answer = registry(seen)
-        registry.manifests.pop(tag_of(DIGEST), None)
+        if registry.manifests.pop(tag_of(DIGEST), None) is not None:
+            writes.append(seen.method)
         return answer
 
     with pytest.raises(RegistryError, match="new entry is missing"):
         attached(script, tmp_path, "one")
+    assert writes == ["PUT"] * ATTEMPTS
+    assert len(waits) == ATTEMPTS - 1
 
 
 def test_a_foreign_manifest_under_the_referrers_tag_is_kept(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import tenacity
+from aiohttp import web
+
 from clowder_aimage.api.batch.batch_store import BatchStore, ChangedRecordError, Record
 from clowder_aimage.api.batch.stored_file import (
     OUTPUT,
@@ -159,22 +162,25 @@ class BatchRun:
                 await asyncio.wait_for(self._flush(), 2)
             raise
 
+    @tenacity.retry(retry=tenacity.retry_if_exception_type(ChangedRecordError))
     async def _save(self) -> None:
         """Write the record. Raises _StoppedBatchError if another server has the batch."""
-        while True:
-            try:
-                self.revision = await self.runner.store.write(
-                    self.batch["id"], self.record, self.revision
-                )
-                return
-            except ChangedRecordError:
-                found = await self.runner.store.read(self.batch["id"])
-                if found is None or found[0]["runner"] not in (None, self.runner.id):
-                    raise _StoppedBatchError from None
-                theirs, self.revision = found
-                if theirs["object"]["status"] == "cancelling":
-                    self.batch["status"] = "cancelling"
-                    self.batch["cancelling_at"] = theirs["object"]["cancelling_at"]
+        store, name = self.runner.store, self.batch["id"]
+        try:
+            self.revision = await store.write(name, self.record, self.revision)
+        except ChangedRecordError:
+            await self._merge()
+            raise
+
+    async def _merge(self) -> None:
+        """Read what was written by others. Raises _StoppedBatchError."""
+        found = await self.runner.store.read(self.batch["id"])
+        if found is None or found[0]["runner"] not in (None, self.runner.id):
+            raise _StoppedBatchError from None
+        theirs, self.revision = found
+        if theirs["object"]["status"] == "cancelling":
+            self.batch["status"] = "cancelling"
+            self.batch["cancelling_at"] = theirs["object"]["cancelling_at"]
 
     # -- the input
 
@@ -267,32 +273,38 @@ class BatchRun:
                 return "expired"
 
     async def _answer(self, request: BatchRequest) -> None:
+        retryer = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_result(lambda sent: sent[1].status in _BUSY),
+            wait=tenacity.wait_fixed(PAUSE),
+        )
+        sent: tuple[str, web.StreamResponse] = await retryer(self._send, request)
+        name, response = sent
+        body, status = body_of(response), response.status
+        try:
+            value = read_json(body, "an answer", MAX_ANSWER)
+        except FormatError:
+            value = body.decode("utf-8", "replace")
+        self._add(request, {"status_code": status, "request_id": name, "body": value}, None)
+
+    async def _send(self, request: BatchRequest) -> tuple[str, web.StreamResponse]:
+        """Return the id of a request and the response."""
         name = f"{self.batch['id']} {request.custom_id}"
         headers = {
             "Aimage-Priority": "batch",
             "Host": self.record["host"],
             "Idempotency-Key": hashlib.sha256(name.encode()).hexdigest()[:40],
         }
-        while True:
-            asked = LocalRequest(
-                "POST",
-                request.url,
-                scope=self.record["scope"],
-                caller=self.record["caller"],
-                headers=headers,
-                fields=request.body,
-                size=request.size,
-            )
-            response = await self.runner.calls.send(asked)
-            if response.status not in _BUSY:
-                break
-            await asyncio.sleep(PAUSE)
-        body, status = body_of(response), response.status
-        try:
-            value = read_json(body, "an answer", MAX_ANSWER)
-        except FormatError:
-            value = body.decode("utf-8", "replace")
-        self._add(request, {"status_code": status, "request_id": asked["id"], "body": value}, None)
+        asked = LocalRequest(
+            "POST",
+            request.url,
+            scope=self.record["scope"],
+            caller=self.record["caller"],
+            headers=headers,
+            fields=request.body,
+            size=request.size,
+        )
+        response = await self.runner.calls.send(asked)
+        return asked["id"], response
 
     def _add(
         self, request: BatchRequest, answer: dict[str, Any] | None, error: dict[str, Any] | None
