@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import sys
 import time
-from asyncio.subprocess import PIPE
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +19,7 @@ from typing import Any, Final, Literal
 from clowder_aimage.engine import frame
 from clowder_aimage.engine.admission import BusyError, ending
 from clowder_aimage.engine.event import EventLog
-from clowder_aimage.engine.runner import error_of, log_lines
+from clowder_aimage.engine.runner import error_of, log_lines, start_process
 from clowder_aimage.errors import AImageError, ModelError, NoMemoryError
 from clowder_aimage.oci import Reference
 
@@ -161,14 +159,7 @@ class JobQueue:
         async with self._turn:
             job.status, job.started = RUNNING, self._clock()
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *_COMMAND,
-                    stdin=PIPE,
-                    stdout=PIPE,
-                    stderr=PIPE,
-                    start_new_session=True,  # a terminal interrupt goes to the worker only
-                    env={**os.environ, "PYTHONSAFEPATH": "1"},
-                )
+                process = await start_process(_COMMAND)
             except OSError as error:
                 job.status = FAILED
                 job.error = ModelError(f"cannot start a process: {error.strerror or error}")

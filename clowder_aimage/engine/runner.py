@@ -88,14 +88,7 @@ class Runner:
         ModelError if the process does not start, dies, or makes no progress during the load.
         """
         try:
-            process = await asyncio.create_subprocess_exec(
-                *_COMMAND,
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=PIPE,
-                start_new_session=True,  # a terminal interrupt goes to the worker only
-                env={**os.environ, "PYTHONSAFEPATH": "1"},
-            )
+            process = await start_process(_COMMAND)
         except OSError as error:
             raise ModelError(
                 f"cannot start the model process: {error.strerror or error}",
@@ -318,6 +311,19 @@ def error_of(message: frame.Message) -> AImageError:
     error = kind(message["message"], hint=message["hint"])
     error.facts.update(facts)
     return error
+
+
+async def start_process(command: Sequence[str]) -> asyncio.subprocess.Process:
+    """Start a child process of the worker, with pipes. Raises OSError."""
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        # A terminal interrupt goes to the worker only
+        start_new_session=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )
 
 
 async def log_lines(process: asyncio.subprocess.Process) -> None:
