@@ -14,7 +14,7 @@ from clowder_aimage.tensor.quantization_config import StatedType, complete, grou
 from clowder_aimage.tensor.tensor_blob import BIAS, CODES, LEGACY_KEY, SCALE, BlobTensor
 from clowder_aimage.tensor.weight import SourceTensor, TensorPart, Weight
 
-_EXPERTS = ("experts", "shared_experts")
+EXPERTS = ("experts", "shared_experts")
 
 
 def read_stored(
@@ -57,7 +57,7 @@ def _read(store: BlobFiles, layer: Layer, stated: QuantizationLookup) -> StoredL
         with store.open(layer.descriptor) as file:
             header = read_header(file, layer.descriptor.size)
         tensors = tensor_blob.read_tensors(complete(header, stated_by_key))
-        group = _group(tensors, own, layer)
+        group = tensors_of(layer, own, tensors)
     except FormatError as error:
         raise name_layer(layer, error) from None
     if own in group:
@@ -68,20 +68,23 @@ def _read(store: BlobFiles, layer: Layer, stated: QuantizationLookup) -> StoredL
 
 def name_layer(layer: Layer, error: FormatError) -> FormatError:
     """Return the error, prefixed once with the name of its layer."""
-    text = error.message.removeprefix(f"{layer.name}: ")
+    text = error.message
+    for name in (layer.name, layer.name.removeprefix(f"{layer.component}/")):
+        text = text.removeprefix(f"{name}: ")
     return FormatError(f"{layer.name}: {text}", hint=error.hint)
 
 
-def _group(tensors: Mapping[str, BlobTensor], own: str, layer: Layer) -> dict[str, BlobTensor]:
-    """Return the tensor that the layer is named after, or those of a packed group, by name.
+def tensors_of(layer: Layer, own: str, tensors: Mapping[str, BlobTensor]) -> dict[str, BlobTensor]:
+    """Return the tensor that a layer is named after, or those of a packed group, by name.
 
-    Stacked experts may be named beside the group: ``mlp.switch_mlp`` in ``mlp.experts``.
+    ``own`` is the name of the layer without its component. Stacked experts may be named beside the
+    group: ``mlp.switch_mlp`` in ``mlp.experts``.
     """
     try:
         return {own: tensor_blob.find_tensor(tensors, own, layer.component)}
     except FormatError:
         names = [key.removeprefix(f"{layer.component}/") for key in tensors]
-        is_stacked = own.rpartition(".")[2] in _EXPERTS
+        is_stacked = own.rpartition(".")[2] in EXPERTS
         promises_one = layer.dtype is not None or layer.shape is not None
         if promises_one or not (is_stacked or all(name.startswith(f"{own}.") for name in names)):
             raise

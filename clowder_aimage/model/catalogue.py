@@ -15,11 +15,11 @@ from clowder_aimage.content.arriving_files import ArrivingFiles
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError
+from clowder_aimage.formats.stored_weights import EXPERTS, name_layer, tensors_of
 from clowder_aimage.model.stored_tensor import (
     StoredTensor,
     TensorSpan,
     WeightBlob,
-    add_layer_name,
     read_plain,
 )
 from clowder_aimage.tensor import (
@@ -27,7 +27,6 @@ from clowder_aimage.tensor import (
     Header,
     TensorInfo,
     check_layer,
-    find_group,
     find_tensor,
     read_tensors,
 )
@@ -39,7 +38,6 @@ from clowder_aimage.tensor.quantization_config import (
 )
 from clowder_aimage.tensor.tensor_blob import CODES, LEGACY_KEY
 
-_EXPERTS = ("experts", "shared_experts")
 _FLOATS = ("F64", "F32", "F16", "BF16")  # always values, whatever layers exist beside them
 
 
@@ -133,7 +131,7 @@ class Catalogue:
         if name in self._layers:
             yield name
         for prefix in _prefixes(name):
-            for group in (prefix, *(f"{prefix}.{word}" for word in _EXPERTS)):
+            for group in (prefix, *(f"{prefix}.{word}" for word in EXPERTS)):
                 if group in self._layers and self._layers[group].dtype is None:
                     yield group
         yield from (shard for shard, layer in self._layers.items() if layer.is_shard)
@@ -150,7 +148,7 @@ class Catalogue:
             try:
                 self._read[layer_name] = dict(self._inside(layer_name, blob))
             except FormatError as error:
-                raise add_layer_name(layer, error) from None
+                raise name_layer(layer, error) from None
         return self._read[layer_name]
 
     def _inside(self, layer_name: str, blob: WeightBlob) -> Iterator[tuple[str, StoredTensor]]:
@@ -162,16 +160,10 @@ class Catalogue:
             for name, tensor in found.items():
                 yield name, blob.tensor(name, tensor)
             return
-        try:
-            inside = find_tensor(found, layer_name, self._component)
-        except FormatError:
-            if blob.layer.dtype is not None or blob.layer.shape is not None:
-                raise  # the layer describes one tensor, so it is not a group
-            for name, member in _group(found, layer_name, self._component).items():
-                yield name, blob.tensor(name, member)
-            return
-        _check(blob.layer, inside)
-        yield layer_name, blob.tensor(layer_name, inside)
+        for name, inside in tensors_of(blob.layer, layer_name, found).items():
+            if name == layer_name:
+                _check(blob.layer, inside)
+            yield name, blob.tensor(name, inside)
 
     def _completed(self, header: Header, layer_name: str) -> Header:
         def stated(key: str) -> StatedType:
@@ -208,21 +200,6 @@ class Catalogue:
 def _check(layer: Layer, tensor: BlobTensor) -> None:
     """Check a tensor against the annotations of its layer. Raises FormatError."""
     check_layer(tensor, layer.name, layer.dtype, layer.shape)
-
-
-def _group(found: Mapping[str, BlobTensor], prefix: str, component: str) -> dict[str, BlobTensor]:
-    """Return the tensors of a packed group, by their names without the component.
-
-    Stacked experts may have a sibling name: ``mlp.switch_mlp`` in the group ``mlp.experts``.
-
-    Raises:
-        FormatError: They belong to another group.
-    """
-    group = find_group(found, prefix, component)
-    stacked = prefix.rpartition(".")[2] in _EXPERTS
-    if not stacked and not all(name.startswith(f"{prefix}.") for name in group):
-        find_tensor(found, prefix, component)  # raises an error that lists the names
-    return group
 
 
 def _prefixes(name: str) -> Iterator[str]:

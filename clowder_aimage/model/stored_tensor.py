@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import FormatError, StoreError
+from clowder_aimage.formats.stored_weights import name_layer
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.tensor import (
     DTYPE_BITS,
@@ -85,7 +86,7 @@ class WeightBlob:
         try:
             return cls(layer, path, _header(path, layer.descriptor))
         except FormatError as error:
-            raise add_layer_name(layer, error) from None
+            raise name_layer(layer, error) from None
         except OSError as error:
             raise StoreError(f"{layer.name}: cannot be read: {error.strerror or error}") from None
 
@@ -123,14 +124,6 @@ def read_plain(store: BlobFiles, layer: Layer, name: str) -> StoredTensor | None
         finally:
             os.close(handle)
     return None
-
-
-def add_layer_name(layer: Layer, error: FormatError) -> FormatError:
-    """Return the error, prefixed once with the name of its layer."""
-    text = str(error)
-    for name in (layer.name, layer.name.removeprefix(f"{layer.component}/")):
-        text = text.removeprefix(f"{name}: ")
-    return FormatError(f"{layer.name}: {text}", hint=error.hint)
 
 
 def _header(path: str, content: Descriptor) -> Header:
