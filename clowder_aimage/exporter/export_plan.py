@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.content.decompress import open_decompressed
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import FormatError
@@ -177,7 +176,7 @@ class ExportPlanner:
         for layer in headers:
             if layer.name.endswith(".json"):  # an index, which is written as it is
                 continue
-            data = self._bytes(layer, MAX_HEADER_SIZE)
+            data = self._store.read(layer, MAX_HEADER_SIZE)
             entries = []
             with naming(Path(layer.name)):
                 tensors = parse_header(data[8:], None).tensors
@@ -244,12 +243,8 @@ class ExportPlanner:
             self._objects[name] = self._parse(found) if found and is_small else {}
         return self._objects[name]
 
-    def _bytes(self, layer: Layer, limit: int) -> bytes:
-        with open_decompressed(self._store, layer.descriptor, layer.content, limit=limit) as file:
-            return b"".join(iter(lambda: file.read(1 << 20), b""))
-
     def _parse(self, layer: Layer) -> dict[str, Any]:
-        value = read_json(self._bytes(layer, _LARGEST), layer.name)
+        value = read_json(self._store.read(layer, _LARGEST), layer.name)
         if not isinstance(value, dict):
             raise FormatError(f"{layer.name} is not a JSON object")
         return value

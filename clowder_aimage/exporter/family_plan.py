@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.content.decompress import open_decompressed
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.exporter.export_plan import MLX, ExportPlan, FilePiece
@@ -101,7 +100,7 @@ class FamilyPlanner:
         for layer in self._aimage.component(SOURCE):
             if layer.name.endswith(".json"):
                 continue
-            data = self._bytes(layer, MAX_HEADER_SIZE + 8)
+            data = self._store.read(layer, MAX_HEADER_SIZE + 8)
             with naming(Path(layer.name)):
                 header = parse_header(data[8:], None)
             same = (
@@ -149,7 +148,7 @@ class FamilyPlanner:
             return
         for component in self._family.components:
             layer = self._aimage.layer(f"{component.name}/config.json")
-            data = self._bytes(layer, MAX_DOCUMENT_SIZE)
+            data = self._store.read(layer, MAX_DOCUMENT_SIZE)
             self._made[pattern.format(component.name)] = (data, len(data))
         if self._layout == "mlx":
             config = self._object(f"{TRANSFORMER}/config.json")
@@ -166,12 +165,8 @@ class FamilyPlanner:
 
     def _object(self, name: str) -> dict[str, Any]:
         layer = self._aimage.find(name)
-        value = read_json(self._bytes(layer, MAX_DOCUMENT_SIZE), name) if layer else {}
+        value = read_json(self._store.read(layer, MAX_DOCUMENT_SIZE), name) if layer else {}
         return value if isinstance(value, dict) else {}
-
-    def _bytes(self, layer: Layer, limit: int) -> bytes:
-        with open_decompressed(self._store, layer.descriptor, layer.content, limit=limit) as file:
-            return b"".join(iter(lambda: file.read(1 << 20), b""))
 
 
 def _own_name(layer: Layer) -> str:

@@ -43,6 +43,11 @@ class LayerStore:
         plain = open_decompressed(self._store, came, content)
         return io.BufferedReader(plain)  # fills each read completely
 
+    def read(self, layer: Layer, limit: int) -> bytes:
+        """Return the content of a layer, of at most ``limit`` bytes. Raises as ``open``."""
+        with open_decompressed(self, layer.descriptor, layer.content, limit=limit) as file:
+            return b"".join(iter(lambda: file.read(1 << 20), b""))
+
     def path(self, content: Descriptor, /) -> Path:
         """Return the file that the blob's bytes come from. Raises NotFoundError."""
         return self._store.path(self._came.get(content.digest, content))
