@@ -53,10 +53,6 @@ class Hadamard:
     def shape(self) -> tuple[int, int]:
         return self.first.shape
 
-    @property
-    def rank(self) -> int:
-        return self.first.rank
-
     def rows(self, start: int, stop: int) -> Hadamard:
         """Return the change of these rows of the matrix."""
         return Hadamard(self.first.rows(start, stop), self.second.rows(start, stop), self.scale)
@@ -79,12 +75,6 @@ class Kronecker:
     def shape(self) -> tuple[int, int]:
         rows, columns = (a * b for a, b in zip(self.first.shape, self.second.shape, strict=True))
         return (rows if self.stop is None else self.stop) - self.start, columns
-
-    @property
-    def rank(self) -> int:
-        """The rank of a decomposed factor, else the smaller side of the second one."""
-        pairs = [one.rank for one in (self.first, self.second) if isinstance(one, LowRank)]
-        return max(pairs) if pairs else min(self.second.shape)
 
     def rows(self, start: int, stop: int) -> Kronecker:
         """Return the change of these rows of the matrix."""
@@ -167,15 +157,6 @@ class Adapter:
 
     what: str
     changes: Mapping[str, tuple[Change, ...]] = field(default_factory=dict)
-
-    def component(self, name: str) -> dict[str, tuple[Change, ...]]:
-        """Return the changes of a component by the names of its tensors."""
-        prefix = f"{name}/"
-        return {
-            tensor.removeprefix(prefix): changes
-            for tensor, changes in self.changes.items()
-            if tensor.startswith(prefix)
-        }
 
     @property
     def nbytes(self) -> int:

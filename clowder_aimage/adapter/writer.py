@@ -125,7 +125,6 @@ def convert_adapter(
     *,
     what: str,
     shapes: Shapes | None = None,
-    base: str = NAME,
     config: Mapping[str, Any] | None = None,
 ) -> ConvertedAdapter:
     """Return the adapter at ``path`` in a dialect of DIALECTS.
@@ -136,7 +135,6 @@ def convert_adapter(
             and ``kohya`` stack them where they can be stacked.
         what: The adapter's name in messages.
         shapes: The tensors of its base; without them, the layers are those of Z-Image by name.
-        base: The base's name in messages.
         config: The adapter's ``adapter_config.json``, if it is not beside the file.
 
     Raises:
@@ -150,7 +148,7 @@ def convert_adapter(
     with open_adapter(path, what, config) as source:
         known = outline_shapes(source.found.layers) if shapes is None else shapes
         source.check_size(known)
-        matched = match_adapter(source, known, base)
+        matched = match_adapter(source, known, NAME)
         matched.read()  # for its checks of values
         pieces = [
             piece

@@ -33,8 +33,6 @@ class ComponentNames:
     """
 
     name: str
-    library: str
-    class_name: str
     marks: tuple[str, ...]
     dialects: Mapping[str, NameTable]
     prefix: str

@@ -168,8 +168,6 @@ def _vae_config(shapes: Shapes) -> dict[str, Any]:
 
 TRANSFORMER = ComponentNames(
     name="transformer",
-    library="diffusers",
-    class_name="Flux2Transformer2DModel",
     marks=(  # FLUX.1 has modulation in each block
         "double_stream_modulation_img.linear.weight",
         "double_stream_modulation_txt.linear.weight",
@@ -190,8 +188,6 @@ TRANSFORMER = ComponentNames(
 )
 VAE = ComponentNames(
     name="vae",
-    library="diffusers",
-    class_name="AutoencoderKLFlux2",
     marks=(
         *("bn.running_mean", "bn.running_var", "quant_conv.weight", "post_quant_conv.weight"),
         *("encoder.conv_in.weight", "decoder.mid_block.attentions.0.to_q.weight"),

@@ -68,8 +68,6 @@ class ImageFamily:
 
 QWEN3 = ComponentNames(
     name="text_encoder",
-    library="transformers",
-    class_name="Qwen3Model",
     marks=(
         "model.embed_tokens.weight",
         "model.layers.0.self_attn.q_norm.weight",
@@ -89,8 +87,6 @@ QWEN3 = ComponentNames(
 )
 VAE = ComponentNames(
     name="vae",
-    library="diffusers",
-    class_name="AutoencoderKL",
     marks=(
         "encoder.conv_in.weight",
         "decoder.conv_in.weight",
@@ -112,8 +108,6 @@ VAE = ComponentNames(
 )
 _DIT = ComponentNames(
     name=TRANSFORMER,
-    library="diffusers",
-    class_name="ZImageTransformer2DModel",
     marks=(
         "all_x_embedder.2-1.weight",
         "all_final_layer.2-1.adaLN_modulation.1.weight",

@@ -46,7 +46,6 @@ class FleetJob:
     headers: dict[str, str] = field(default_factory=dict)
     fields: dict[str, Any] | None = None
     is_form: bool = False
-    is_text: bool = False
     timeout: float | None = None
     size: int = field(default=0, compare=False)
 

@@ -164,7 +164,6 @@ class JobGateway:
             headers={**headers, "X-Request-Id": request["id"]},
             fields={**parsed.fields, **parsed.chosen},
             is_form=parsed.is_form,
-            is_text=parsed.is_text,
             timeout=self._deadline,
         )
 

@@ -82,7 +82,6 @@ class ParsedRequest:
     kinds: tuple[str, ...]
     pull: str = NEVER
     is_form: bool = False
-    is_text: bool = False
     is_change: bool = False
     unloads: bool = False
     is_events: bool = False
@@ -156,9 +155,9 @@ def _of_openai(request: Request, fields: dict[str, Any]) -> ParsedRequest:
     body = check_ignored(check_fields(fields, _TEXTS[request.path]), strict=is_strict(request))
     pull = body.pull if request.get("scope") == ADMIN else NEVER
     if not isinstance(body, TextBody):
-        return ParsedRequest(body.model, fields, (EMBEDDER, TEXT), pull, is_text=True)
+        return ParsedRequest(body.model, fields, (EMBEDDER, TEXT), pull)
     body.requests()  # raises ApiError
-    parsed = ParsedRequest(body.model, fields, (TEXT,), pull, is_text=True, is_events=body.stream)
+    parsed = ParsedRequest(body.model, fields, (TEXT,), pull, is_events=body.stream)
     return replace(parsed, chosen=_seed_for(fields))
 
 
@@ -190,17 +189,13 @@ def _of_ollama(path: str, fields: dict[str, Any]) -> ParsedRequest:
     unloads = body.stop or body.keep_alive == 0
     if path in EMBEDDINGS:
         is_load = not body.texts
-        return ParsedRequest(
-            body.reference, fields, (EMBEDDER, TEXT), is_text=True, is_change=is_load
-        )
+        return ParsedRequest(body.reference, fields, (EMBEDDER, TEXT), is_change=is_load)
     if body.is_change:
-        return ParsedRequest(
-            body.reference, fields, (TEXT,), is_text=True, is_change=True, unloads=unloads
-        )
+        return ParsedRequest(body.reference, fields, (TEXT,), is_change=True, unloads=unloads)
     body.request()
     options = fields.get("options") or {}
     chosen = {"options": {**options, **_seed_for(options)}}
-    return ParsedRequest(body.reference, fields, (TEXT,), is_text=True, chosen=chosen)
+    return ParsedRequest(body.reference, fields, (TEXT,), chosen=chosen)
 
 
 def _seed_for(fields: Mapping[str, Any]) -> dict[str, int]:

@@ -401,11 +401,9 @@ class GenerateRequest:
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the request for a picture that states ``facts``, of this or an earlier version."""
+        """Return the request for a picture that states ``facts``."""
         names = places().keys() - {*COUNTS, "prompt"}
         values = {name: facts[name] for name in names & facts.keys()}
-        # Earlier versions state an empty list and 0 for none
-        values |= {name: values.get(name) or None for name in ("expand", "upscale")}
         if facts.get("prompt") is None:
             raise wrong("prompt", "must be text")
         return cls.of(facts["prompt"], **values)

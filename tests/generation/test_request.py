@@ -153,12 +153,6 @@ def test_a_draft_is_checked_before_the_model_is_known() -> None:
         GenerateRequest.draft("a fox", steps=0)
 
 
-def test_the_metadata_of_earlier_versions_are_read() -> None:
-    facts = {"prompt": "a fox", "image": FILE, "strength": 0.5, "expand": [], "upscale": 0.0}
-    request = GenerateRequest.of_facts(facts | {"seed": 3, "dtype": "float32", "shift": None})
-    assert (request.input.expand, request.input.upscale, request.sampling.seed) == (None, None, 3)
-
-
 @pytest.mark.parametrize("facts", [{}, {"prompt": None}, {"prompt": 3}, {"prompt": "a", "n": "x"}])
 def test_metadata_without_a_prompt_are_refused(facts: dict[str, Any]) -> None:
     if facts.get("prompt") == "a":

@@ -41,7 +41,6 @@ class Prompt:
 
 @dataclass(slots=True)
 class _Progress:
-    cached: int
     fed: int  # tokens of prompt and text that are in the cache
     drawn: list[int]
     is_limited: bool = False
@@ -64,7 +63,7 @@ class TextGeneration:
         """
         begun = time.perf_counter()
         cache, cached = self._kept.take(prompt.tokens)
-        progress = _Progress(cached, cached, [])
+        progress = _Progress(cached, [])
         begun_tokens = prompt.tokens[len(prompt.tokens) - prompt.begun.count :]
         known = (one for one in begun_tokens if not self._is_hidden(one, stream))
         stream.go_on(prompt.begun, map(self._table.data, known))
