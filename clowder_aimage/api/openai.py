@@ -62,9 +62,9 @@ def routes(service: Service, uploads: PictureUploads) -> list[Route]:
         return web.json_response(await run_io(models.one, request.match_info["id"]))
 
     return [
-        share(openai_operation.GENERATE, images.generate),
-        share(openai_operation.EDIT, images.edit),
-        share(openai_operation.VARY, images.vary),
+        share(openai_operation.GENERATE, partial(images.answer, ImageRequest)),
+        share(openai_operation.EDIT, partial(images.answer, EditRequest)),
+        share(openai_operation.VARY, partial(images.answer, VariationRequest)),
         share(openai_operation.LIST_MODELS, list_models),
         share(openai_operation.GET_MODEL, get_model),
         share(openai_operation.FETCH_PICTURE, images.fetch),
@@ -95,23 +95,12 @@ class ImageRoutes:
         self._service, self._uploads = service, uploads
         self._pictures = picture_link.PictureLinks()
 
-    async def generate(self, request: Request) -> web.StreamResponse:
+    async def answer(self, kind: type[ImageRequest], request: Request) -> web.StreamResponse:
         """Respond with pictures, in one piece or as a stream."""
         async with self._uploads.open(request) as upload:
-            fields = await upload.body.fields()
-            return await self._answer(request, upload, fields, ImageRequest)
-
-    async def edit(self, request: Request) -> web.StreamResponse:
-        """Respond with pictures that begin with another."""
-        async with self._uploads.open(request) as upload:
-            fields = await upload.body.fields(may_be_form=True)
-            return await self._answer(request, upload, fields, EditRequest)
-
-    async def vary(self, request: Request) -> web.StreamResponse:
-        """Respond with pictures that begin with another, without a prompt."""
-        async with self._uploads.open(request) as upload:
-            fields = await upload.body.fields(may_be_form=True)
-            return await self._answer(request, upload, fields, VariationRequest)
+            # Requests that begin with a picture may be forms
+            fields = await upload.body.fields(may_be_form=kind is not ImageRequest)
+            return await self._answer(request, upload, fields, kind)
 
     async def _answer(
         self,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,15 +84,22 @@ def contact_sheet(pictures: Sequence[tuple[int, bytes]]) -> bytes:
     return buffer.getvalue()
 
 
+@contextlib.contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
+    """Open a picture file. Raises what Pillow does, also for too many pixels."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Image.open(io.BytesIO(data), formats=[kind.upper() for kind in FORMATS]) as image:
+            if math.prod(image.size) > _MAX_PIXELS:
+                raise Image.DecompressionBombError
+            yield image
+
+
 def _thumbnail(data: bytes) -> Image.Image:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=[kind.upper() for kind in FORMATS]) as image:
-                if math.prod(image.size) > _MAX_PIXELS:
-                    raise Image.DecompressionBombError
-                image.thumbnail((_THUMBNAIL, _THUMBNAIL))
-                return image.convert("RGB")
+        with _opened(data) as image:
+            image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+            return image.convert("RGB")
     except Exception:  # Pillow has no common class for what it raises for damaged files
         raise FormatError("a picture is damaged, or too large for the sheet") from None
 
@@ -131,14 +139,6 @@ class StoredPicture:
     facts: dict[str, Any]
 
 
-def load_picture(path: Path) -> tuple[Pixels, dict[str, Any]]:
-    """Return the pixels and the facts of a file. Raises as below; UsageError: it has no facts."""
-    found = read_picture(read_file(path), str(path))
-    if not found.facts:
-        raise no_facts(str(path))
-    return found.pixels, found.facts
-
-
 def read_file(path: Path) -> bytes:
     """Return a picture file. Raises NotFoundError, UsageError (too large), StoreError."""
     try:
@@ -160,14 +160,9 @@ def read_picture(data: bytes, name: str) -> StoredPicture:
         UsageError: It is not a picture; ``name`` names it.
         FormatError: Its Exif data is damaged.
     """
-    kinds = [kind.upper() for kind in FORMATS]
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=kinds) as image:
-                if math.prod(image.size) > _MAX_PIXELS:
-                    raise Image.DecompressionBombError
-                pixels = np.asarray(image.convert("RGB"))
+        with _opened(data) as image:
+            pixels = np.asarray(image.convert("RGB"))
     except Image.DecompressionBombError:
         raise UsageError(f"{name} has more than {_MAX_PIXELS} pixels") from None
     except Exception:  # Pillow has no common class for what it raises for damaged files

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file
 
-from clowder_aimage.model.picture import load_picture
 from tests.conftest import TINY
 from tests.controlnet_file import V1, V20, V21, tensors, write_directory, write_file
+from tests.picture_file import load_picture
 from tests.process import Aimage
 from tests.store import copy_store
 

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from clowder_aimage.cli.console.named_picture import NamedPictures
-from clowder_aimage.model.picture import load_picture
 from tests.conftest import TINY
+from tests.picture_file import load_picture
 from tests.process import Aimage
 
 SIZE = ("--size", "32x32", "--steps", 4, "--seed", 3, "--local")

@@ -22,10 +22,10 @@ from clowder_aimage.model.picture import (
     compare_pictures,
     contact_sheet,
     encode_picture,
-    load_picture,
     read_picture,
 )
 from clowder_aimage.model.picture_facts import QUALITIES, facts_of
+from tests.picture_file import load_picture
 
 PIXELS = np.zeros((16, 32, 3), np.uint8)
 FACTS = {

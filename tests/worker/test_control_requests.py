@@ -19,9 +19,9 @@ pytest.importorskip("aiohttp")
 import numpy as np
 from PIL import Image
 
-from clowder_aimage.model.picture import load_picture
 from tests.conftest import TINY
 from tests.controlnet_file import tensors, write_directory, write_file
+from tests.picture_file import load_picture
 from tests.process import Aimage
 from tests.store import copy_store
 from tests.wait import until

@@ -33,10 +33,10 @@ from clowder_aimage.generate import load
 from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout.completeness import find_complete
-from clowder_aimage.model.picture import load_picture
 from clowder_aimage.model.pipeline import Image, Step
 from clowder_aimage.oci import Reference
 from tests.model_script import ModelScript
+from tests.picture_file import load_picture
 from tests.scripted import Answer, ScriptedRegistry
 from tests.wait import until, until_async
 from tests.worker.engine_runs import (

@@ -34,9 +34,9 @@ from clowder_aimage.content.store import bytes_body
 from clowder_aimage.dialect import AImage
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
+from tests.picture_file import load_picture
 from tests.process import run
 from tests.program import find_program
 from tests.wait import until

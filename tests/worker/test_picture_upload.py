@@ -24,8 +24,8 @@ import openai
 from PIL import Image
 
 from clowder_aimage.api.picture import picture_body, picture_upload
-from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Digest
+from tests.picture_file import load_picture
 from tests.wait import until
 from tests.worker.conftest import answer_to
 

@@ -19,8 +19,8 @@ pytest.importorskip("openai")
 import openai
 from PIL import Image
 
-from clowder_aimage.model.picture import load_picture
 from clowder_aimage.oci import Digest
+from tests.picture_file import load_picture
 from tests.process import Aimage
 from tests.store import copy_store
 from tests.worker.conftest import LocalWorker, answer_to

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -54,6 +55,7 @@ _PARAMS = {
     "texts": "input",
 }
 _BodyT = TypeVar("_BodyT", bound=GenerationBody)
+_TextT = TypeVar("_TextT", bound=TextBody)
 
 
 class TextRoutes:
@@ -65,22 +67,18 @@ class TextRoutes:
     def routes(self) -> list[Route]:
         """Return the routes."""
         return [
-            share(CHAT, self.chat),
-            share(COMPLETE, self.complete),
+            share(CHAT, partial(self.write, ChatRequest, ChatAnswer)),
+            share(COMPLETE, partial(self.write, CompletionRequest, CompletionAnswer)),
             share(EMBED, self.embed),
         ]
 
-    async def chat(self, request: Request) -> web.StreamResponse:
-        """Respond with the next message of a chat."""
-        body = await self._read(request, ChatRequest)
+    async def write(
+        self, kind: type[_TextT], make: Callable[[_TextT], TextAnswer], request: Request
+    ) -> web.StreamResponse:
+        """Respond with the next message of a chat, or with continuations of texts."""
+        body = await self._read(request, kind)
         selected = await self._choose(request, body, TEXT)
-        return await self._answer(request, body, selected, ChatAnswer(body))
-
-    async def complete(self, request: Request) -> web.StreamResponse:
-        """Respond with continuations of texts."""
-        body = await self._read(request, CompletionRequest)
-        selected = await self._choose(request, body, TEXT)
-        return await self._answer(request, body, selected, CompletionAnswer(body))
+        return await self._answer(request, body, selected, make(body))
 
     async def embed(self, request: Request) -> web.StreamResponse:
         """Respond with embeddings of texts."""

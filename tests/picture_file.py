@@ -1,0 +1,16 @@
+"""Picture files of tests: their pixels, and how they were made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from clowder_aimage.model.picture import Pixels, no_facts, read_file, read_picture
+
+
+def load_picture(path: Path) -> tuple[Pixels, dict[str, Any]]:
+    """Return the pixels and the facts of a file. Raises UsageError: it has none."""
+    found = read_picture(read_file(path), str(path))
+    if not found.facts:
+        raise no_facts(str(path))
+    return found.pixels, found.facts
