@@ -169,6 +169,33 @@ class AdapterFinder:
 
         return list(_indexed(request.adapters.loras, find))
 
+    def fetch(self, request: GenerateRequest) -> None:
+        """Find what a request uses apart from its model. Raises as ``find``, ``find_control``."""
+        for use in request.adapters.loras:
+            if not use.model.startswith(OWN):
+                self.find(use)
+        if request.control.network is not None:
+            find_control(request.control.network, self.open_stored)
+
+    def resolve(
+        self, request: GenerateRequest, base: AImage, files: BlobFiles, *, adds_words: bool = False
+    ) -> tuple[GenerateRequest, Sequence[str]]:
+        """Return a request with the digests and strengths of its adapters, and the words it lacks.
+
+        These are trigger words of its adapters, and of those that the model (``base``, ``files``)
+        has for all requests; they are added to the prompt with ``adds_words``. Raises as
+        ``find_all``, ``own_adapters``.
+        """
+        found = self.find_all(request, base)
+        uses = zip(found, request.adapters.loras, strict=True)
+        adapters = Adapters(tuple(adapter.use(use.strength) for adapter, use in uses))
+        own = (adapter for adapter, _ in own_adapters(files, base))
+        known = [word for adapter in (*own, *found) for word in adapter.words]
+        words, prompt = missing_words(request.prompt, known), request.prompt
+        if adds_words:
+            words, prompt = [], ", ".join(filter(None, [prompt, *words]))
+        return replace(request, prompt=prompt, adapters=adapters), words
+
     def is_file(self, name: str) -> bool:
         """Return whether a name is that of a file, and not of an AImage."""
         return self._file(name) is not None
@@ -304,31 +331,6 @@ def own_adapter(base: AImage, files: BlobFiles, name: str) -> FoundAdapter | Non
     facts = known.get(name.removeprefix(OWN)) if isinstance(known, dict) else None
     read = _reader(files, base.find(f"{name}/{_CONFIG}"))
     return _found(name, layer.descriptor.digest, files.path(layer.descriptor), facts, read)
-
-
-def resolve(
-    request: GenerateRequest,
-    found: Sequence[FoundAdapter],
-    own: Sequence[FoundAdapter] = (),
-    *,
-    adds_words: bool = False,
-) -> GenerateRequest:
-    """Return a request with the digests and strengths of its adapters, as they were found.
-
-    With ``adds_words``, the trigger words that the prompt lacks are added to it, also those of the
-    model's ``own`` adapters.
-    """
-    uses = zip(found, request.adapters.loras, strict=True)
-    loras = tuple(adapter.use(use.strength) for adapter, use in uses)
-    prompt = request.prompt
-    if adds_words:
-        prompt = ", ".join(filter(None, [prompt, *missing(prompt, [*own, *found])]))
-    return replace(request, prompt=prompt, adapters=Adapters(loras))
-
-
-def missing(prompt: str, found: Sequence[FoundAdapter]) -> list[str]:
-    """Return the trigger words of adapters that a prompt lacks."""
-    return missing_words(prompt, [word for adapter in found for word in adapter.words])
 
 
 def own_adapters(files: BlobFiles, base: AImage) -> list[tuple[FoundAdapter, float]]:

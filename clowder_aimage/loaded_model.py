@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.layout.stored_aimage import StoredAImage
+    from clowder_aimage.pictures.input_file import InputFile
     from clowder_aimage.registry import ClientOptions
 
 
@@ -124,8 +125,8 @@ class Model:
                 store nor the registry.
             FormatError: An adapter or ControlNet is damaged, or for another model.
         """
-        from clowder_aimage.adapter_source import resolve
         from clowder_aimage.generation.request import GenerateRequest, LoraUse
+        from clowder_aimage.pictures.picture_role import own_sized
 
         pairs = [(one, None) if isinstance(one, str) else one for one in loras]
         sources = {"image": image, "mask": mask, "control": control}
@@ -133,12 +134,13 @@ class Model:
         values: dict[str, Any] = {"seed": secrets.randbits(32)}
         values |= {name: value for name, value in parameters.items() if value is not None}
         with self._inputs.store.lease() as lease:
-            values |= self._inputs.keep(lease, sources, values)
+            digests, first = self._inputs.keep(lease, sources, values)
             uses = tuple(LoraUse(*pair) for pair in pairs)
-            aimage = self._loaded.stored.aimage
-            request = GenerateRequest.draft(prompt, **values, loras=uses).for_model(aimage)
-            found = self._finder.find_all(request, self._loaded.stored.aimage)
-            return self._generate(resolve(request, found), ProgressCounter(progress))
+            draft = GenerateRequest.draft(prompt, **values | digests, loras=uses)
+            base, files = self._loaded.stored.aimage, self._finder.store
+            request = own_sized(draft, first).for_model(base)
+            request, _ = self._finder.resolve(request, base, files)
+            return self._generate(request, ProgressCounter(progress))
 
     def _generate(self, request: GenerateRequest, counter: ProgressCounter) -> list[Picture]:
         from clowder_aimage.generate import describe_picture
@@ -171,14 +173,12 @@ class PictureFiles:
         lease: Lease,
         sources: Mapping[str, PictureSource | None],
         values: Mapping[str, Any],
-    ) -> dict[str, Any]:
-        """Keep pictures by the names of their parameters; return digests, and size and fit.
+    ) -> tuple[dict[str, Any], InputFile | None]:
+        """Keep pictures by the names of their parameters; return their digests, and the first.
 
-        Without a size in ``values``, it is the picture's, as ``own_size`` returns it. Raises
-        UsageError, and as ``InputSource.read``.
+        Raises UsageError, and as ``InputSource.read``.
         """
-        from clowder_aimage.generation.request import ALPHA, REFERENCE_PIXELS
-        from clowder_aimage.pictures.input_file import MAX_AREA, own_size
+        from clowder_aimage.generation.request import ALPHA
         from clowder_aimage.pictures.picture_input import check_mask, keep
 
         found = dict[str, Any]()
@@ -193,15 +193,10 @@ class PictureFiles:
         digests = {name: str(file.descriptor.digest) for name, file in files.items()}
         single = {name: digests.pop(name) for name in _SINGLE if name in digests}
         found |= {**single, "references": tuple(digests.values())}
-        first = [name for name in ("image", "control", *digests) if name in files][:1]
-        has_size = any(values.get(side) is not None for side in ("width", "height"))
-        if expand and has_size:
+        names = [name for name in ("image", *digests, "control") if name in files]
+        if expand and values.keys() & {"width", "height"}:
             raise UsageError("expand determines the size: omit width and height")
-        for name in [] if has_size or is_tiled else first:
-            most = MAX_AREA if name in _SINGLE else REFERENCE_PIXELS
-            found |= own_size(files[name], expand or (), most)
-            found |= {"fit": values.get("fit") or "stretch"}
-        return found
+        return found, files[names[0]] if names else None
 
     def _read(self, source: PictureSource, what: str) -> bytes:
         """Return the bytes of a picture file."""

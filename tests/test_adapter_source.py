@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from clowder_aimage import adapter_source
-from clowder_aimage.adapter_source import AdapterFinder, FoundAdapter, is_path, resolve
+from clowder_aimage.adapter_source import AdapterFinder, FoundAdapter, is_path
 from clowder_aimage.create import create
+from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -274,15 +275,15 @@ def test_a_recommended_strength_out_of_bounds_is_not_used(weight: object) -> Non
 def test_a_request_is_resolved_with_strengths_digests_and_words(layout: ImageLayout) -> None:
     request = GenerateRequest.of("a fox", loras=(LoraUse("style"), LoraUse("style", -1.0)))
     digest = str(layout.resolve(Reference.parse("style")).digest)
-    resolved = resolve(request, finder(layout).find_all(request))
+    base = AImage(b"{}", ())
+    resolved, words = finder(layout).resolve(request, base, layout)
     assert resolved.adapters.loras == (
         LoraUse("style", 0.7, digest),
         LoraUse("style", -1.0, digest),
     )
-    assert resolved.prompt == "a fox"
-    assert (
-        resolve(request, finder(layout).find_all(request), adds_words=True).prompt == "a fox, ink"
-    )
+    assert (resolved.prompt, words) == ("a fox", ["ink"])
+    resolved, words = finder(layout).resolve(request, base, layout, adds_words=True)
+    assert (resolved.prompt, words) == ("a fox, ink", [])
 
 
 @pytest.mark.parametrize("text", ["./x", "/x", "~/x", "x.safetensors", "x.ckpt"])

@@ -12,7 +12,7 @@ from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field
 
-from clowder_aimage.adapter_source import OWN, own_adapters, resolve
+from clowder_aimage.adapter_source import OWN
 from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
 from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
@@ -79,14 +79,13 @@ class PromptedLoras:
     def resolve(self, service: Service, request: GenerateRequest, base: AImage) -> GenerateRequest:
         """Return a request with the digests and strengths of its adapters, which are in the store.
 
-        Raises as ``AdapterFinder.find_all``.
+        Raises as ``AdapterFinder.resolve``.
         """
-        own = [one for one, _ in own_adapters(service.store, base)] if self.has_words else []
-        if not self.uses and not own:
+        if not (self.uses or self.has_words):
             return request
         request = request.change(loras=tuple(_named(service, use) for use in self.uses))
-        found = service.adapters.find_all(request, base)
-        return resolve(request, found, own, adds_words=self.has_words)
+        words = self.has_words
+        return service.adapters.resolve(request, base, service.store, adds_words=words)[0]
 
     async def references(self, service: Service) -> Mapping[int, Reference]:
         """Return the names of AImages by the index of the adapter. Raises ApiError."""

@@ -215,8 +215,8 @@ class ModelProcess:
         from clowder_aimage.generation.encoding import PictureEncoding
         from clowder_aimage.generation.request import GenerateRequest
         from clowder_aimage.model.picture import encode_picture
-        from clowder_aimage.model.picture_facts import stated_facts
         from clowder_aimage.model.pipeline import Image, Preview
+        from clowder_aimage.pictures.made_picture import encode_image
 
         self._is_complete = True  # requests are sent when the AImage is in the store
         number: int = command["id"]
@@ -229,13 +229,10 @@ class ModelProcess:
         with contextlib.closing(events):
             for event in self._until_cancelled(number, events):
                 if isinstance(event, Image):
-                    kind, quality = encoding.kind, encoding.quality
-                    own = stated_facts(facts | {"seed": event.seed}, kind, quality)
-                    stored = own if encoding.has_facts else None
-                    data = encode_picture(event.pixels, stored, kind, quality)
+                    made = encode_image(event, facts, encoding)
                     names = ("seed", "picture", "width", "height")
                     size = {name: getattr(event, name) for name in names}
-                    self._send("image", number, data, **size, facts=own)
+                    self._send("image", number, made.data, **size, facts=made.facts)
                 elif isinstance(event, Preview):
                     data = encode_picture(event.pixels, None, encoding.kind, encoding.quality)
                     self._send("preview", number, data, number=event.number, picture=event.picture)

@@ -7,15 +7,25 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from clowder_aimage.cli.console.output import output_file
 from clowder_aimage.content.atomic_file import DISK_FULL, write_file
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 
-_KINDS = {"": "png", ".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
+if TYPE_CHECKING:
+    from clowder_aimage.generation.encoding import Format
+
+_KINDS: Mapping[str, Format] = {
+    "": "png",
+    ".png": "png",
+    ".jpg": "jpeg",
+    ".jpeg": "jpeg",
+    ".webp": "webp",
+}
 _LONGEST = 40  # characters of a prompt in a file name
 
 
@@ -31,7 +41,7 @@ class PictureOutput:
         return self.name == "-"
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Format:
         """Return the format of the pictures, one of ``encoding.FORMATS``."""
         is_file = not (self.is_stdout or self._is_directory)
         return _KINDS[self._path.suffix.lower()] if is_file else "png"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 
 import click
@@ -40,17 +41,17 @@ seed_options = options(
 )
 
 
-def seed_runs(seed: int | None, seeds: Sequence[int], count: int) -> list[tuple[int | None, int]]:
-    """Return runs of consecutive seeds: the first (None: random) and the number of pictures.
+def seed_runs(seed: int | None, seeds: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Return runs of consecutive seeds: the first, random if it is None, and their number.
 
     Raises UsageError: seeds with another option for them.
     """
     if not seeds:
-        return [(seed, count)]
+        return [(secrets.randbits(32) if seed is None else seed, count)]
     if seed is not None or count != 1:
         other = "-n" if seed is None else "--seed"
         raise UsageError(f"--seeds cannot be combined with {other}")
-    runs: list[tuple[int | None, int]] = []
+    runs: list[tuple[int, int]] = []
     following = None
     for each in seeds:
         if each == following:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.adapter_source import OWN, find_control
+from clowder_aimage.adapter_source import OWN
 from clowder_aimage.cli.console.lora_option import adapter_finder, is_file, lora_options, read_uses
 from clowder_aimage.cli.console.named_picture import check_stdin, input_source, named_pictures
 from clowder_aimage.cli.console.option import (
@@ -98,14 +98,12 @@ def replay(
     _find_inputs(picture, request, {"image": images, "mask": _one(mask), "control": _one(control)})
     connect = cache(settings().connection)
     finder = adapter_finder(lora_dir, connect)
-    for use in request.adapters.loras:  # before the model, which is larger
-        if not use.model.startswith(OWN):
-            if use.digest is not None and not is_file(use.model, lora_dir):
-                name = Reference.parse(use.model)
-                _note_registry(picture, name.with_digest(Digest.parse(use.digest)))
-            finder.find(use)
-    if request.control.network is not None:
-        find_control(request.control.network, finder.open_stored)
+    for use in request.adapters.loras:
+        is_own = use.model.startswith(OWN)
+        if use.digest is not None and not is_own and not is_file(use.model, lora_dir):
+            name = Reference.parse(use.model)
+            _note_registry(picture, name.with_digest(Digest.parse(use.digest)))
+    finder.fetch(request)  # before the model, which is larger
     tuning = TorchTuning(device=device)
     backend = choose_library(backend or made_by(str(facts.get("backend", ""))), tuning)
     fetched = fetch_model(reference, connect)

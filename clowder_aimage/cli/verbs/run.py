@@ -42,7 +42,7 @@ from clowder_aimage.cli.worker.choice import choose_worker, named_worker
 from clowder_aimage.cli.worker.local import LocalWorker
 from clowder_aimage.cli.worker.local_model import LocalOptions
 from clowder_aimage.cli.worker.model_kind import check_options, is_language_model
-from clowder_aimage.cli.worker.picture_order import SETTABLE, PictureOrder, order_draft
+from clowder_aimage.cli.worker.picture_order import SETTABLE, PictureOrder, order_drafts
 from clowder_aimage.cli.worker.text_order import TextOrder
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import UsageError
@@ -164,7 +164,7 @@ def run(
     if prompt is not None and not is_enhanced(values):
         check_prompt(prompt)
     # wrong values of pictures, before a registry or a worker is asked for the kind of the model
-    draft = order_draft(values, prompt or "")
+    drafts = order_drafts(values, prompt or "")
     client = named_worker(_SERVED, is_local=local, is_remote=remote)
     reference = pack_path(model, client) if isinstance(model, Path) else model
     is_text = is_language_model(reference, client, local=local)
@@ -177,16 +177,17 @@ def run(
     options = LocalOptions(
         dtype, memory, backend, tuning, precision, values["lora_dir"], is_last=prompt is not None
     )
-    worker = _open_worker(reference, client, None if is_text else draft, options, is_local=local)
+    first = None if is_text else drafts[0]
+    worker = _open_worker(reference, client, first, options, is_local=local)
     if is_text:
         _answer(TextOrder(reference, values, worker), prompt)
         return
     order = PictureOrder(values, worker, view_protocol(values["inline"]))
     if prompt is not None:
-        order.draw(draft, begun)
+        order.draw(drafts, begun)
         return
     if not is_enhanced(values):  # the language model can have the memory first
-        worker.prepare(draft)
+        worker.prepare(first)
     read_prompts(order.make, values, settable((*SETTABLE, *ENHANCING)))
 
 

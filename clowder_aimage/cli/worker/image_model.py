@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clowder_aimage.adapter_source import OWN, find_control
 from clowder_aimage.cli.console.lora_option import adapter_finder, offer
 from clowder_aimage.cli.console.named_picture import named_pictures
 from clowder_aimage.cli.console.option import needs, settings
@@ -27,10 +26,11 @@ from clowder_aimage.cli.worker.local_model import (
 from clowder_aimage.cli.worker.worker import Announce, PictureTask
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.generation.effect import ignored_parameters
+from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.library_choice import choose_library
 from clowder_aimage.oci import Reference
-from clowder_aimage.pictures.made_picture import MadePicture
+from clowder_aimage.pictures.made_picture import MadePicture, encode_image
 
 if TYPE_CHECKING:
     from clowder_aimage.adapter_source import AdapterFinder
@@ -64,17 +64,13 @@ class LocalImageModel:
     ) -> LocalImageModel:
         """Return a fetched model. Its adapters for pictures of a draft are there too.
 
-        Raises as ``choose_library``, ``AdapterFinder.find``, ``find_control``, ``fetch_model``.
+        Raises as ``choose_library``, ``AdapterFinder.fetch``, ``fetch_model``.
         """
         choose_library(options.backend, options.tuning)
         connect = cache(settings().connection)
         with needs("running a model", "mlx"):
             finder = adapter_finder(options.lora_dir, connect)
-        for use in draft.adapters.loras:  # before the model, which is larger
-            if not use.model.startswith(OWN):
-                finder.find(use)
-        if draft.control.network is not None:
-            find_control(draft.control.network, finder.open_stored)
+        finder.fetch(draft)  # before the model, which is larger
         variant, used = options.precision, reference
         if variant is not None:
             used = _choose_variant(reference, variant, connect)
@@ -118,19 +114,14 @@ class LocalImageModel:
         self, draft: GenerateRequest, task: PictureTask, announce: Announce, *, is_last: bool
     ) -> Generator[MadePicture, None, None]:
         """Yield the pictures of a draft of a task."""
-        from clowder_aimage import adapter_source
         from clowder_aimage.cli.console.installation import install_command
         from clowder_aimage.generate import describe_picture
         from clowder_aimage.model.library_choice import SLOW
-        from clowder_aimage.model.picture import encode_picture
-        from clowder_aimage.model.picture_facts import stated_facts
 
-        (model, request), kind = self.load(draft, is_last=is_last), task.kind
-        adapters = self.finder.find_all(request, model.stored.aimage)
-        pairs = adapter_source.own_adapters(self.fetched.aimage.files, model.stored.aimage)
-        packed = [adapter for adapter, _ in pairs]
-        request = adapter_source.resolve(request, adapters, packed, adds_words=task.adds_words)
-        offer(adapter_source.missing(request.prompt, [*packed, *adapters]))
+        model, request = self.load(draft, is_last=is_last)
+        base, files = model.stored.aimage, self.fetched.aimage.files
+        request, words = self.finder.resolve(request, base, files, adds_words=task.adds_words)
+        offer(words)
         named_pictures().keep(
             request.input.image,
             request.input.mask,
@@ -146,9 +137,7 @@ class LocalImageModel:
                 remark("warning: this takes many times longer than with OpenBLAS; to install it:")
                 remark(f"  {install_command('mlx')}")
             for picture in show_steps(arrived, request):
-                stated = stated_facts(facts | {"seed": picture.seed}, kind, None)
-                data = encode_picture(picture.pixels, stated, kind)
-                yield MadePicture(data, picture.seed, kind, stated)
+                yield encode_image(picture, facts, PictureEncoding(task.kind))
 
     def _replace(self, pull: BackgroundPull, draft: GenerateRequest) -> None:
         """Load the AImage itself in place of its variant, or say why it cannot be used."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import COUNTS, ENHANCED, GenerateRequest, places
 
 if TYPE_CHECKING:
+    from clowder_aimage.generation.encoding import Format
     from clowder_aimage.pictures.made_picture import MadePicture
 
 _OPTIONS = tuple(
@@ -50,16 +50,15 @@ class PictureOrder:
 
     def make(self, prompt: str) -> tuple[str, ...]:
         """Generate, write and print the pictures of a prompt; return their paths."""
-        return self.draw(order_draft(self.values, prompt), time.monotonic())
+        return self.draw(order_drafts(self.values, prompt), time.monotonic())
 
-    def draw(self, draft: GenerateRequest, begun: float) -> tuple[str, ...]:
-        """Generate, write and print the pictures of a draft; return their paths."""
+    def draw(self, drafts: tuple[GenerateRequest, ...], begun: float) -> tuple[str, ...]:
+        """Generate, write and print the pictures of drafts; return their paths."""
         output, written = PictureOutput(self.values["output"]), list[dict[str, Any]]()
         kept, facts = list["MadePicture"](), dict[str, Any]()
-        runs = order_runs(self.values)
-        count = sum(each for _, each in runs)
-        for picture in self._pictures(draft, runs, output.kind):
-            text = draft.prompt or str(picture.facts.get("prompt", ""))
+        prompt, count = drafts[0].prompt, sum(draft.output.n for draft in drafts)
+        for picture in self._pictures(drafts, output.kind):
+            text = prompt or str(picture.facts.get("prompt", ""))
             path = output.write(picture.data, text, picture.seed, len(written), count)
             facts = facts or {**picture.facts}
             if path is not None:
@@ -69,26 +68,20 @@ class PictureOrder:
                 kept.append(picture)
         paths = [str(each["path"]) for each in written]
         if self.values["sheet"]:
-            facts["sheet"] = _write_sheet(output, draft.prompt, kept)
+            facts["sheet"] = _write_sheet(output, prompt, kept)
             paths.append(facts["sheet"])
         self._report(facts | {"pictures": written}, paths, kept)
         remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
         return tuple(paths)
 
-    def _pictures(
-        self, draft: GenerateRequest, runs: list[tuple[int | None, int]], kind: str
-    ) -> Iterator[MadePicture]:
-        """Yield the pictures of runs of seeds; say the seed that is drawn, and the place once."""
-        drafts = tuple(
-            draft.change(seed=secrets.randbits(32) if seed is None else seed, n=count)
-            for seed, count in runs
-        )
+    def _pictures(self, drafts: tuple[GenerateRequest, ...], kind: Format) -> Iterator[MadePicture]:
+        """Yield the pictures of drafts; say the seed that was drawn, and the place once."""
         is_announced = False
 
         def announce(place: str) -> None:
             nonlocal is_announced
             if not is_announced:
-                if runs[0][0] is None:
+                if self.values["seed"] is None and not self.values["seeds"]:
                     note(f"seed {drafts[0].sampling.seed}")
                 remark(place)
             is_announced = True
@@ -121,16 +114,17 @@ def _write_sheet(output: PictureOutput, prompt: str, pictures: list[MadePicture]
     return str(output.write_sheet(contact_sheet([(p.seed, p.data) for p in pictures]), prompt))
 
 
-def order_draft(values: Mapping[str, Any], prompt: str) -> GenerateRequest:
-    """Return the draft of the first run of pictures of a prompt. Raises UsageError, StoreError."""
-    runs = order_runs(values)
+def order_drafts(values: Mapping[str, Any], prompt: str) -> tuple[GenerateRequest, ...]:
+    """Return a draft for each run of seeds of a prompt. Raises UsageError, StoreError."""
+    runs = seed_runs(values["seed"], values["seeds"] or (), values["n"] or 1)
     _check_output(values, sum(count for _, count in runs))
     text, loras = with_tags(prompt, values["loras"], values["lora_dir"])
     stated = {name: values[name] for name in _OPTIONS} | _size(values)
     has_size = stated["width"] is not None or stated["height"] is not None
     stated |= picture_parameters(values, has_size=has_size)
     seed, count = runs[0]
-    return GenerateRequest.draft(text, **stated | {"loras": loras, "seed": seed, "n": count})
+    first = GenerateRequest.draft(text, **stated | {"loras": loras, "seed": seed, "n": count})
+    return (first, *(first.change(seed=seed, n=count) for seed, count in runs[1:]))
 
 
 def _check_output(values: Mapping[str, Any], count: int) -> None:
@@ -154,8 +148,3 @@ def _size(values: Mapping[str, Any]) -> dict[str, int]:
     if values["width"] is not None or values["height"] is not None:
         raise UsageError("--size cannot be combined with --width or --height")
     return dict(zip(("width", "height"), values["size"], strict=True))
-
-
-def order_runs(values: Mapping[str, Any]) -> list[tuple[int | None, int]]:
-    """Return the first seed and the number of pictures of each run. Raises UsageError."""
-    return seed_runs(values["seed"], values["seeds"] or (), values["n"] or 1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from clowder_aimage.cli.text.enhance_option import Enhancement
+    from clowder_aimage.generation.encoding import Format
     from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.model.text.language_model import TextEvent, TextRequest
     from clowder_aimage.pictures.made_picture import MadePicture
@@ -25,7 +26,7 @@ class PictureTask:
     """
 
     drafts: tuple[GenerateRequest, ...]
-    kind: str
+    kind: Format
     adds_words: bool = False
     enhancement: Enhancement | None = None
 
