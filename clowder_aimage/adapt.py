@@ -19,13 +19,11 @@ from clowder_aimage.importer import CreatePlan, PackedModel, Recipe, check_confi
 from clowder_aimage.importer.blob_writer import OnWritten, pack
 from clowder_aimage.importer.create_plan import plan_conversion
 from clowder_aimage.importer.planned_layer import PlannedLayer, computed_layer, file_layer
-from clowder_aimage.layout.completeness import IncompleteError, require_complete
+from clowder_aimage.layout.completeness import IncompleteError, open_complete, require_complete
 from clowder_aimage.layout.stored_aimage import (
     StoredAImage,
-    hold,
     inflate,
     interpret,
-    read_aimage,
     read_manifest,
 )
 from clowder_aimage.oci import Reference, mediatype
@@ -159,13 +157,9 @@ def fuse(
 
 def _held(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
     """Return the complete AImage, and lease it."""
-    hold(store, reference, lease)
-    stored = read_aimage(store, reference)
-    lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
-    require_complete(store, reference, stored)
+    stored = open_complete(store, reference, lease)
     if stored.dialect.name not in DIALECTS:
         raise UsageError(f"{reference} is packed by another tool, whose format has no adapters")
-    inflate(store, stored)
     return stored
 
 

@@ -37,12 +37,9 @@ from clowder_aimage.importer.model_source import ModelForm, take
 from clowder_aimage.importer.planned_layer import layer_name
 from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.completeness import require_complete
+from clowder_aimage.layout.completeness import open_complete
 from clowder_aimage.layout.stored_aimage import (
     MAX_CONFIG_SIZE,
-    StoredAImage,
-    hold,
-    inflate,
     read_aimage,
     read_manifest,
 )
@@ -138,7 +135,7 @@ def create_by_stem(store: ImageLayout, path: Path, **how: Any) -> Reference:
 
 def _like(store: ContentStore, reference: Reference, lease: Lease) -> LikeModel:
     """Return the model in the store that completes another one."""
-    stored = _open(store, reference, lease)
+    stored = open_complete(store, reference, lease)
     aimage = stored.aimage
     layers = read_stored(store, aimage, _configured(store, aimage))
 
@@ -151,16 +148,6 @@ def _like(store: ContentStore, reference: Reference, lease: Lease) -> LikeModel:
 
     family = str(aimage.properties.get("family", ""))
     return LikeModel(str(reference), family, tuple(layers), read)
-
-
-def _open(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
-    """Return a complete AImage whose layers are leased."""
-    hold(store, reference, lease)
-    stored = read_aimage(store, reference)
-    lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
-    require_complete(store, reference, stored)
-    inflate(store, stored)
-    return stored
 
 
 def convert(
@@ -194,7 +181,7 @@ def convert(
         raise UsageError("the conversion changes nothing", remedy="nothing_to_convert")
     recipe.check_tools()
     with store.lease() as lease:
-        stored = _open(store, reference, lease)
+        stored = open_complete(store, reference, lease)
         if is_attached and stored.dialect.name != DEFAULT:
             raise UsageError(f"the dialect {stored.dialect.name} has no variants")
         layers = read_stored(store, stored.aimage, _configured(store, stored.aimage))
@@ -229,8 +216,8 @@ def create_enhancer(
         StoreError, NoSpaceError: The store cannot be written.
     """
     with store.lease() as lease:
-        image_model = _open(store, base, lease).aimage
-        whole = None if weights is None else _open(store, weights, lease).aimage
+        image_model = open_complete(store, base, lease).aimage
+        whole = None if weights is None else open_complete(store, weights, lease).aimage
         made = plan_enhancer(store, image_model, str(base), whole, str(weights))
         _check_whole(store, whole or image_model, str(weights or base), has_weights=bool(whole))
         check_config(made.plan)

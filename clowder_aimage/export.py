@@ -21,7 +21,7 @@ from clowder_aimage.exporter.layer_store import LayerStore, is_ours
 from clowder_aimage.family.component_names import DIFFUSERS
 from clowder_aimage.family.image_family import find_family
 from clowder_aimage.formats.weight_file import SHARD
-from clowder_aimage.layout.completeness import require_complete
+from clowder_aimage.layout.completeness import open_complete, require_complete
 from clowder_aimage.layout.stored_aimage import (
     MAX_CONFIG_SIZE,
     StoredAImage,
@@ -149,10 +149,7 @@ def export_adapter(
     from clowder_aimage.adapter.writer import convert_adapter
 
     with store.lease() as lease:
-        hold(store, reference, lease)
-        stored = read_aimage(store, reference)
-        lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
-        require_complete(store, reference, stored)
+        stored = open_complete(store, reference, lease)
         weights = [one for one in stored.aimage.layers if one.name.endswith(".safetensors")]
         if stored.aimage.properties.get("format") != "lora" or len(weights) != 1:
             raise UsageError(f"{reference} is not an adapter", remedy="export_model")

@@ -82,16 +82,22 @@ def require_complete(store: ContentStore, reference: Reference, stored: StoredAI
         )
 
 
-def find_complete(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
+def open_complete(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
     """Return the AImage if it is complete in the store, and lease it. Raises NotFoundError."""
     from clowder_aimage.layout.stored_aimage import hold, inflate, read_aimage
 
     hold(store, reference, lease)
     stored = read_aimage(store, reference)
     lease_aimage(stored, lease)
-    stored.aimage.validate()
     require_complete(store, reference, stored)
     inflate(store, stored)
+    return stored
+
+
+def find_complete(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
+    """Return the AImage as ``open_complete``, if its config is valid, and record its use."""
+    stored = open_complete(store, reference, lease)
+    stored.aimage.validate()
     store.use(stored.descriptor)
     return stored
 
