@@ -31,8 +31,8 @@ from unittest import mock
 from benchmarks.gateway import LOAD, MODELS, TEXT, SleepingRole, know_models, service_of
 from benchmarks.jobs import percentiles
 from clowder_aimage.fleet import joined_worker
-from clowder_aimage.fleet.fleet_name import INTERACTIVE, FleetNames
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+from clowder_aimage.fleet.name import INTERACTIVE, FleetNames
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.local_call import LocalCalls
 

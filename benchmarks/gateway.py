@@ -42,8 +42,8 @@ from aiohttp import web
 from benchmarks.jobs import ENVIRONMENT, PICTURES, Program, free_port, percentiles
 from clowder_aimage.api.request_body import read_checked
 from clowder_aimage.errors import NotFoundError
-from clowder_aimage.fleet.fleet_link import WORKER, FleetAccess, FleetLink
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+from clowder_aimage.fleet.link import WORKER, FleetAccess, FleetLink
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.local_call import LocalCalls

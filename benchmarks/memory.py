@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from benchmarks.models import SHAPES, Shape, build
 
@@ -98,9 +99,8 @@ def measure(directory: Path, side: int, tool: str, limit: int | None = None) -> 
 def read(target: Path) -> Pixels:
     if (saved := Path(f"{target}.npy")).exists():
         return cast(Pixels, np.load(saved))
-    from clowder_aimage.model.picture import load_picture
-
-    return load_picture(Path(f"{target}.png"))[0]
+    with Image.open(f"{target}.png") as image:
+        return np.asarray(image.convert("RGB"))
 
 
 def rows(directory: Path, shape: Shape, tools: Sequence[str]) -> Iterator[dict[str, Any]]:

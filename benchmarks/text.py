@@ -93,7 +93,7 @@ def llama(path: Path) -> Write:
     """Time xllamacpp, with the parameters of the worker's runtime."""
     import xllamacpp
 
-    from clowder_aimage.model.llama.llama_params import make_params
+    from clowder_aimage.model.llama.params import make_params
 
     weights = path.stat().st_size
     params = make_params(path, (), weights=weights, context=CONTEXT, parallel=1, pooling=None)

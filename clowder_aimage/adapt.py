@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.adapter_source import FoundAdapter
 from clowder_aimage.content import ContentStore, Lease
 from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
@@ -17,7 +16,7 @@ from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.stored_weights import StoredLayer, read_stored
 from clowder_aimage.importer import CreatePlan, PackedModel, Recipe, check_config
 from clowder_aimage.importer.blob_writer import OnWritten, pack
-from clowder_aimage.importer.create_plan import plan_conversion
+from clowder_aimage.importer.plan import plan_conversion
 from clowder_aimage.importer.planned_layer import PlannedLayer, computed_layer, file_layer
 from clowder_aimage.layout.completeness import IncompleteError, open_complete, require_complete
 from clowder_aimage.layout.stored_aimage import (
@@ -26,9 +25,10 @@ from clowder_aimage.layout.stored_aimage import (
     interpret,
     read_manifest,
 )
+from clowder_aimage.model.adapter_source import FoundAdapter
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.oci.manifest import encode
-from clowder_aimage.tensor.tensor_blob import SCALE
+from clowder_aimage.tensor.blob import SCALE
 from clowder_aimage.tensor.weight import FLOATS, Weight
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage import __version__
+from clowder_aimage.config.user_directory import client_options, default_stores, dialect_cache
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import UsageError
@@ -20,7 +21,6 @@ from clowder_aimage.importer.request_default import request_defaults
 from clowder_aimage.layout import ImageLayout, LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Digest, Reference, mediatype
-from clowder_aimage.user_directory import client_options, default_stores, dialect_cache
 
 if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions

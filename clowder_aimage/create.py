@@ -31,9 +31,9 @@ from clowder_aimage.importer import (
     make_plan,
 )
 from clowder_aimage.importer.blob_writer import OnWritten, pack
-from clowder_aimage.importer.create_plan import plan_conversion
 from clowder_aimage.importer.enhancer_plan import plan_enhancer
 from clowder_aimage.importer.model_source import ModelForm, take
+from clowder_aimage.importer.plan import plan_conversion
 from clowder_aimage.importer.planned_layer import layer_name
 from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
 from clowder_aimage.layout import ImageLayout

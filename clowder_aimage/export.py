@@ -14,10 +14,10 @@ from clowder_aimage.content import ContentStore
 from clowder_aimage.content.atomic_file import atomic_file, write_all
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.exporter.directory import LinkMethod, faults, new_file, whole_directory
-from clowder_aimage.exporter.export_plan import ExportPlan, ExportPlanner
-from clowder_aimage.exporter.export_writer import ExportWriter
 from clowder_aimage.exporter.family_plan import FamilyPlanner
 from clowder_aimage.exporter.layer_store import LayerStore, is_ours
+from clowder_aimage.exporter.plan import ExportPlan, ExportPlanner
+from clowder_aimage.exporter.writer import ExportWriter
 from clowder_aimage.family.component_names import DIFFUSERS
 from clowder_aimage.family.image_family import find_family
 from clowder_aimage.formats.weight_file import SHARD

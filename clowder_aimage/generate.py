@@ -7,21 +7,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from clowder_aimage.adapter_source import (
-    AdapterFinder,
-    AdapterSource,
-    ControlSource,
-)
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.generation.request import COUNTS, GenerateRequest, places
 from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.adapter_source import (
+    AdapterFinder,
+    AdapterSource,
+    ControlSource,
+)
 from clowder_aimage.model.flow.array_library import ArrayLibrary
 from clowder_aimage.model.library_choice import NO_TUNING, TorchTuning
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import Image, Pipeline, PipelineEvent, Step
 from clowder_aimage.oci import Reference
-from clowder_aimage.pictures.picture_input import PictureInputs, PreparedPicture, TiledPicture
+from clowder_aimage.pictures.input import PictureInputs, PreparedPicture, TiledPicture
 
 
 def no_wait() -> None:

@@ -21,6 +21,7 @@ from clowder_aimage.content.graph import (
 from clowder_aimage.content.store import Lease, bytes_body
 from clowder_aimage.content.tar_store import TarMember, TarStream
 from clowder_aimage.content.verified_reader import check_size, read_all, verify
+from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import (
     ContentError,
     FormatError,
@@ -34,7 +35,6 @@ from clowder_aimage.layout.index import entry_name
 from clowder_aimage.layout.stored_aimage import inflate_copied
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Index, Reference
 from clowder_aimage.oci.descriptor import MAX_SIZE
-from clowder_aimage.strict_json import read_json
 
 _MAX_LAYOUT_FILE = 4096  # bytes of oci-layout
 _MAX_ENTRIES = 4096  # each name is a separate durable write

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from clowder_aimage.adapter_source import AdapterFinder
     from clowder_aimage.content import Lease
     from clowder_aimage.generate import RunnableModel
     from clowder_aimage.generation.keywords import PictureKeywords
     from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.layout.stored_aimage import StoredAImage
+    from clowder_aimage.model.adapter_source import AdapterFinder
     from clowder_aimage.pictures.input_file import InputFile
     from clowder_aimage.registry import ClientOptions
 
@@ -126,7 +126,7 @@ class Model:
             FormatError: An adapter or ControlNet is damaged, or for another model.
         """
         from clowder_aimage.generation.request import GenerateRequest, LoraUse
-        from clowder_aimage.pictures.picture_role import own_sized
+        from clowder_aimage.pictures.input_kind import own_sized
 
         pairs = [(one, None) if isinstance(one, str) else one for one in loras]
         sources = {"image": image, "mask": mask, "control": control}
@@ -179,7 +179,7 @@ class PictureFiles:
         Raises UsageError, and as ``InputSource.read``.
         """
         from clowder_aimage.generation.request import ALPHA
-        from clowder_aimage.pictures.picture_input import check_mask, keep
+        from clowder_aimage.pictures.input import check_mask, keep
 
         found = dict[str, Any]()
         expand, is_tiled = values.get("expand"), values.get("upscale") is not None
@@ -200,8 +200,8 @@ class PictureFiles:
 
     def _read(self, source: PictureSource, what: str) -> bytes:
         """Return the bytes of a picture file."""
+        from clowder_aimage.pictures.input import encode_array
         from clowder_aimage.pictures.input_source import InputSource
-        from clowder_aimage.pictures.picture_input import encode_array
 
         if isinstance(source, bytes):
             return source
@@ -237,10 +237,10 @@ def load(
     """
     try:
         from clowder_aimage import generate
-        from clowder_aimage.adapter_source import AdapterFinder
         from clowder_aimage.engine import machine
         from clowder_aimage.engine.local_fetch import fetch
         from clowder_aimage.generation.request import GenerateRequest
+        from clowder_aimage.model.adapter_source import AdapterFinder
         from clowder_aimage.model.flow.memory_budget import KEEP
         from clowder_aimage.model.library_choice import TorchTuning, choose_library
     except ModuleNotFoundError as error:

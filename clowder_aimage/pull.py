@@ -19,6 +19,7 @@ from clowder_aimage.content import (
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.fetch import check_space
 from clowder_aimage.content.platform import ANY, ManifestSelector, select
+from clowder_aimage.content.telemetry import span
 from clowder_aimage.dialect import AImage, Layer, detect
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import AImageError, FormatError, UsageError
@@ -30,7 +31,6 @@ from clowder_aimage.layout.stored_aimage import (
 )
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
-from clowder_aimage.telemetry import span
 
 Begin = Callable[[StoredAImage], Sequence[str]]
 

@@ -20,6 +20,7 @@ from clowder_aimage.content import (
 from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.content.store import Reader, WrappedSource
+from clowder_aimage.content.telemetry import span
 from clowder_aimage.dialect import LADDER, READABLE, Dialect
 from clowder_aimage.errors import (
     AImageError,
@@ -48,7 +49,6 @@ from clowder_aimage.registry import (
     Repository,
     is_generated,
 )
-from clowder_aimage.telemetry import span
 
 OnFallback = Callable[[str, AImageError], None]
 OnRemembered = Callable[[str, str], None]

@@ -16,10 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
-from clowder_aimage import schema as schemas
 from clowder_aimage.dialect import detect
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_config
+from clowder_aimage.document import schema as schemas
+from clowder_aimage.document.schema import JSONPath, Violation, json_positions, line_column, locate
+from clowder_aimage.document.strict_json import is_too_deep
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import (
@@ -32,8 +34,6 @@ from clowder_aimage.oci import (
     parse_document,
     read_json,
 )
-from clowder_aimage.schema import JSONPath, Violation, json_positions, line_column, locate
-from clowder_aimage.strict_json import is_too_deep
 
 MAX_SIZE = 64 * 1024 * 1024  # bytes of a document
 PICTURE_CONFIG = "picture-config"
@@ -104,7 +104,7 @@ def validate_file(path: pathlib.Path, schema: str = "") -> CheckedDocument:
 
 def _validate_yaml(raw: bytes, name: str, schema: str) -> CheckedDocument:
     """Check a YAML document: a list is a desired state, all else a configuration by default."""
-    from clowder_aimage.yaml_document import read_yaml
+    from clowder_aimage.document.yaml import read_yaml
 
     try:
         value, lines = read_yaml(raw.decode("utf-8-sig"), name)

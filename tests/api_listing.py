@@ -42,10 +42,10 @@ def worker_routes(*, makes_pictures: bool = True) -> list[Route]:
 
 
 def gateway_routes() -> list[Route]:
-    from clowder_aimage.fleet.fleet_link import GATEWAY, FleetAccess, FleetLink
-    from clowder_aimage.fleet.fleet_name import FleetNames
-    from clowder_aimage.fleet.gateway_metric import GatewayMetrics
-    from clowder_aimage.fleet.gateway_role import GatewayRole
+    from clowder_aimage.fleet.gateway.metric import GatewayMetrics
+    from clowder_aimage.fleet.gateway.role import GatewayRole
+    from clowder_aimage.fleet.link import GATEWAY, FleetAccess, FleetLink
+    from clowder_aimage.fleet.name import FleetNames
     from clowder_aimage.oci import Digest, Reference
 
     def resolve(reference: Reference) -> Digest:

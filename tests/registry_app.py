@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
-from clowder_aimage.distribution.registry_role import RegistryRole
+from clowder_aimage.distribution.role import RegistryRole
 from clowder_aimage.distribution.upstream import UpstreamRegistry
 from clowder_aimage.http.api_error import OCI
 from clowder_aimage.http.app import build_app

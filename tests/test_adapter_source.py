@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage import adapter_source
-from clowder_aimage.adapter_source import AdapterFinder, FoundAdapter, is_path
 from clowder_aimage.create import create
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import (
@@ -24,6 +22,8 @@ from clowder_aimage.errors import (
 from clowder_aimage.generation.request import GenerateRequest, LoraUse
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
+from clowder_aimage.model import adapter_source
+from clowder_aimage.model.adapter_source import AdapterFinder, FoundAdapter, is_path
 from clowder_aimage.model.lora_text import missing_words, parse_use, take_tags
 from clowder_aimage.oci import Digest, Reference
 from tests.conftest import TINY

@@ -108,7 +108,7 @@ def test_the_page_has_no_vague_names_and_no_inline_code() -> None:
 
 def test_sockets_are_used_by_registry_http_and_the_worker_client_alone() -> None:
     allowed = {"registry", "http"}
-    modules = {PACKAGE / "engine" / "worker_client.py", PACKAGE / "timed_response.py"}
+    modules = {PACKAGE / "engine" / "worker_client.py", PACKAGE / "content" / "timed_response.py"}
     found = []
     for path, tree in Trees(PACKAGE, r"\b(http|socket|urllib)\b").items():
         if floor(path) in allowed or path in modules:
@@ -125,7 +125,7 @@ def test_what_strangers_write_goes_through_one_place() -> None:
     """Templates are rendered, texts encoded and results printed by one module each."""
     own = {
         r"jinja2\.(sandbox|Environment|Template\b)|jinja2[\w.]* import .*Environment": {
-            "template_sandbox.py"
+            "document/template.py"
         },
         r"^(import|from) tokenizers": {"model/tokenizer_backend.py"},
         # Documents of strangers are read by strict_json.py; others read what this program wrote,
@@ -136,8 +136,8 @@ def test_what_strangers_write_goes_through_one_place() -> None:
             "layout/digest_scan.py",  # looks for digests only
             "model/text/tool_call_format.py",  # looks for the end of a call only
             "registry/docker_config.py",  # the user's
-            "schema.py",
-            "strict_json.py",
+            "document/schema.py",
+            "document/strict_json.py",
             "tensor/header.py",  # strict, with limits of its own
             "validate.py",  # after strict_json.py, for the place of an error
         },

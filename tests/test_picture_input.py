@@ -16,7 +16,7 @@ from PIL import Image
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import GenerateRequest
-from clowder_aimage.pictures.picture_input import (
+from clowder_aimage.pictures.input import (
     around,
     check_mask,
     decode,

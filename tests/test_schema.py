@@ -16,9 +16,9 @@ import pytest
 
 import clowder_aimage
 from clowder_aimage.dialect.aimage import check_name
+from clowder_aimage.document.schema import load, names, validate, violations
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import mediatype
-from clowder_aimage.schema import load, names, validate, violations
 from clowder_aimage.tensor.header import DTYPE_BITS
 from tests.process import run
 
@@ -230,12 +230,13 @@ def test_an_installed_package_contains_the_schemas(tmp_path: Path) -> None:
     """The wheel has schemas/ inside the package, and nothing beside it."""
     package = Path(clowder_aimage.__file__).parent
     installed = tmp_path / "clowder_aimage"
-    installed.mkdir()
-    for name in ("__init__.py", "schema.py", "strict_json.py", "errors.py"):
-        shutil.copy(package / name, installed)
+    (installed / "document").mkdir(parents=True)
+    for name in ("__init__.py", "document/schema.py", "document/strict_json.py", "errors.py"):
+        shutil.copy(package / name, installed / name)
     shutil.copytree(SCHEMAS, installed / "schemas")
     code = (
-        "from clowder_aimage.schema import *; print(load('aimage-config')['title'], len(names()))"
+        "from clowder_aimage.document.schema import *;"
+        "print(load('aimage-config')['title'], len(names()))"
     )
     done = run([sys.executable, "-S", "-c", code], cwd=tmp_path, text=True)
     assert done.stdout == f"AImage config {len(FILES)}\n", done.stderr

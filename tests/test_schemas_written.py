@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
+from clowder_aimage.document.schema import names
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype, parse_document
-from clowder_aimage.schema import names
 from clowder_aimage.validate import check, kind_of, validate_layout
 from tests.conftest import TINY
 from tests.process import Aimage

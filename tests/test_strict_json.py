@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE, MAX_VALUES, ParseCache, read_json
 from clowder_aimage.errors import FormatError
-from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE, MAX_VALUES, ParseCache, read_json
 
 
 @given(st.integers().filter(bool), st.integers(min_value=0, max_value=400))

@@ -7,7 +7,7 @@ from itertools import count, product
 
 import pytest
 
-from clowder_aimage.template_sandbox import (
+from clowder_aimage.document.template import (
     _FILTERS,
     _METHODS,
     RenderError,

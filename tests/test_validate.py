@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from clowder_aimage.schema import MAX_POSITIONED_SIZE, json_positions
+from clowder_aimage.document.schema import MAX_POSITIONED_SIZE, json_positions
 from clowder_aimage.validate import check
 
 VALUES = st.recursive(
@@ -89,7 +89,7 @@ def test_invalid_json_is_refused(text: bytes, place: str, message: str) -> None:
 
 
 def test_a_document_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clowder_aimage.strict_json.MAX_VALUES", 10)
+    monkeypatch.setattr("clowder_aimage.document.strict_json.MAX_VALUES", 10)
     monkeypatch.setattr(json, "loads", lambda _: pytest.fail("it was parsed"))
     (wrong,) = check("it", b'{"a": [' + b"{}," * 99 + b"{}]}").violations
     assert wrong.message == "too large: more than 10 values"

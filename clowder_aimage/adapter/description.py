@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clowder_aimage.adapter import names
-from clowder_aimage.adapter.adapter_layer import (
+from clowder_aimage.adapter.fit import BASES
+from clowder_aimage.adapter.layer import (
     DORA,
     FULL,
     LOHA,
@@ -22,11 +23,10 @@ from clowder_aimage.adapter.adapter_layer import (
     AdapterLayer,
     read_layers,
 )
-from clowder_aimage.adapter.fit import BASES
 from clowder_aimage.adapter.peft_config import CONFIG, PeftConfig, parse_metadata
 from clowder_aimage.adapter.target import network_module
+from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import FormatError
-from clowder_aimage.strict_json import read_json
 from clowder_aimage.tensor import Header
 
 _KINDS = (DORA, LOKR, LOHA, LORA, FULL)  # the first one is the type

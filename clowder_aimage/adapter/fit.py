@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from clowder_aimage.adapter.adapter_layer import AdapterLayer
+from clowder_aimage.adapter.layer import AdapterLayer
 from clowder_aimage.adapter.names import DORA_SCALE, MAGNITUDE
 from clowder_aimage.adapter.peft_config import PeftConfig
 from clowder_aimage.adapter.target import LayerTarget, TargetTable

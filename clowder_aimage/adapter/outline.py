@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from clowder_aimage.adapter.adapter_layer import AdapterLayer, Shape
+from clowder_aimage.adapter.layer import AdapterLayer, Shape
 from clowder_aimage.adapter.target import TargetTable
 from clowder_aimage.family.image_family import FAMILIES, Z_IMAGE, ImageFamily
 

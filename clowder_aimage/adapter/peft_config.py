@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import FormatError
-from clowder_aimage.strict_json import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 METADATA = "lora_adapter_metadata"

@@ -24,15 +24,15 @@ from clowder_aimage.adapter.adapter import (
     Norm,
     Replacement,
 )
-from clowder_aimage.adapter.adapter_file import OpenAdapter, open_adapter
-from clowder_aimage.adapter.adapter_layer import (
+from clowder_aimage.adapter.file import OpenAdapter, open_adapter
+from clowder_aimage.adapter.fit import AdapterFit, Shapes
+from clowder_aimage.adapter.layer import (
     LOHA,
     LOKR,
     LORA,
     TABLE,
     AdapterLayer,
 )
-from clowder_aimage.adapter.fit import AdapterFit, Shapes
 from clowder_aimage.adapter.names import (
     ALPHA,
     DIFF,

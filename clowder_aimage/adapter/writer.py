@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from clowder_aimage.adapter.adapter_file import OpenAdapter, open_adapter
-from clowder_aimage.adapter.adapter_layer import LOKR, LORA, AdapterLayer
-from clowder_aimage.adapter.adapter_values import StoredArray
+from clowder_aimage.adapter.file import OpenAdapter, open_adapter
 from clowder_aimage.adapter.fit import Shapes
+from clowder_aimage.adapter.layer import LOKR, LORA, AdapterLayer
 from clowder_aimage.adapter.names import (
     DIFF,
     DIFF_BIAS,
@@ -40,6 +39,7 @@ from clowder_aimage.adapter.outline import NAME, outline_shapes
 from clowder_aimage.adapter.peft_config import METADATA
 from clowder_aimage.adapter.reader import MatchedAdapter, match_adapter
 from clowder_aimage.adapter.target import LayerTarget
+from clowder_aimage.adapter.values import StoredArray
 from clowder_aimage.errors import UsageError
 from clowder_aimage.family.image_family import exchanges_halves, original_module
 from clowder_aimage.tensor import encode_header

@@ -10,9 +10,8 @@ from functools import partial
 from typing import Protocol
 from urllib.parse import quote
 
-from clowder_aimage.adapter_source import is_adapter
+from clowder_aimage.api.model_catalog import ModelCatalog, unknown_model
 from clowder_aimage.api.model_kind import PICTURES, check_kind, unsupported
-from clowder_aimage.api.openai_model import ModelCatalog, unknown_model
 from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
@@ -21,6 +20,7 @@ from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.adapter_source import is_adapter
 from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 

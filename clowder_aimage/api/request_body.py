@@ -23,12 +23,12 @@ from pydantic import (
     model_validator,
 )
 
+from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import FormatError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import LocalRequest, Request
 from clowder_aimage.oci import read_json
-from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 
 _MAX_IGNORED = 20  # names in a header
 IGNORED = {"X-Aimage-Ignored": "The ignored fields."}

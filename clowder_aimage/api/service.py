@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from clowder_aimage.adapter_source import AdapterFinder
 from clowder_aimage.content.platform import ManifestSelector
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.engine import Engine
@@ -23,6 +22,7 @@ from clowder_aimage.engine.transfer_queue import TransferQueue
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import Completeness, CompletenessCache, check_completeness
+from clowder_aimage.model.adapter_source import AdapterFinder
 from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
 from clowder_aimage.registry import ClientOptions

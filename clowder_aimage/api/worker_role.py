@@ -8,12 +8,14 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from functools import cached_property
 
-from clowder_aimage.api import health, ollama_routes, page, storage
-from clowder_aimage.api.batch.batch_run import BatchRunner
-from clowder_aimage.api.batch.batch_store import DirectoryBatchStore
+from clowder_aimage.api import health, page
+from clowder_aimage.api.batch.run import BatchRunner
+from clowder_aimage.api.batch.store import DirectoryBatchStore
+from clowder_aimage.api.ollama import routes as ollama_routes
 from clowder_aimage.api.openapi import description_routes
 from clowder_aimage.api.service import Service
-from clowder_aimage.api.store import store_routes
+from clowder_aimage.api.store import routes as store_routes
+from clowder_aimage.api.store import storage
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.model_fetch import preload
 from clowder_aimage.errors import AImageError
@@ -62,12 +64,13 @@ class WorkerRole(Role):
         if not self._makes_pictures:
             return found
         # Import what pictures and texts need
-        from clowder_aimage.api import ollama_generate, openai
-        from clowder_aimage.api.batch.batch_routes import BatchRoutes
-        from clowder_aimage.api.picture.picture_upload import PictureUploads
+        from clowder_aimage.api.batch.routes import BatchRoutes
+        from clowder_aimage.api.ollama import generate as ollama_generate
+        from clowder_aimage.api.ollama import text as ollama_text
+        from clowder_aimage.api.openai import image as openai
+        from clowder_aimage.api.openai.text import TextRoutes
+        from clowder_aimage.api.picture.upload import PictureUploads
         from clowder_aimage.api.store import adapter_list, job_routes
-        from clowder_aimage.api.text import ollama_text
-        from clowder_aimage.api.text.openai_text import TextRoutes
 
         uploads = PictureUploads(service)
         found += BatchRoutes(self._batches, lambda _: "").routes()

@@ -237,8 +237,8 @@ def main() -> NoReturn:
     if not sys.warnoptions:  # of libraries, about values from models and pictures
         warnings.simplefilter("ignore")
     code = run()
-    if "clowder_aimage.telemetry" in sys.modules:
-        sys.modules["clowder_aimage.telemetry"].stop()
+    if "clowder_aimage.content.telemetry" in sys.modules:
+        sys.modules["clowder_aimage.content.telemetry"].stop()
     if threading.active_count() > 1:
         import logging
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from clowder_aimage.content.telemetry import bound
 from clowder_aimage.errors import AImageError
-from clowder_aimage.telemetry import bound
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.oci import Descriptor, Digest, mediatype, read_json
 from clowder_aimage.oci.descriptor import MAX_SIZE
-from clowder_aimage.schema import validate
 
 _SHORT = 64  # characters of a shape that is remembered
 _MAX_PARTS = 32  # of a name: directories in directories

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
-from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 
 
 class Dialect(ABC):

@@ -11,7 +11,7 @@ from aiohttp import web
 from clowder_aimage.distribution.blob_fetch import CachedFetch
 from clowder_aimage.distribution.blob_response import begin_response, content_headers, send_body
 from clowder_aimage.distribution.cache import PullThroughCache
-from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.distribution.repository_name import digest_of, is_of_peer, repository_of
 from clowder_aimage.distribution.served_blobs import ServedBlobs
 from clowder_aimage.engine.executor import run_io, run_locking

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from clowder_aimage.content.store import bytes_body
 from clowder_aimage.distribution.blob_fetch import CachedFetch
 from clowder_aimage.distribution.catalog import Catalog
-from clowder_aimage.distribution.distribution_error import DistributionError, manifest_unknown
+from clowder_aimage.distribution.error import DistributionError, manifest_unknown
 from clowder_aimage.distribution.pending_manifest import PendingManifests
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
 from clowder_aimage.engine.executor import run_io, run_locking

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.catalog import Catalog
-from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.distribution.repository_name import digest_of, parse_repository, repository_of
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.oci import Descriptor, Digest, mediatype

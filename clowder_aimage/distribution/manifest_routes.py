@@ -12,7 +12,7 @@ from clowder_aimage.distribution.blob_response import content_headers
 from clowder_aimage.distribution.blob_routes import is_current
 from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.catalog import Catalog, CatalogEntry
-from clowder_aimage.distribution.distribution_error import DistributionError, manifest_unknown
+from clowder_aimage.distribution.error import DistributionError, manifest_unknown
 from clowder_aimage.distribution.repository_name import is_of_peer, parse_reference, reference_of
 from clowder_aimage.distribution.served_blobs import ServedBlobs
 from clowder_aimage.engine.executor import run_io, run_locking

@@ -8,7 +8,7 @@ import re
 
 from aiohttp import web
 
-from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.distribution.repository_name import (
     parse_digest,
     parse_repository,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.oci import Digest, Reference

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from clowder_aimage.distribution.catalog import Catalog, Version
-from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from clowder_aimage.content.store import Ingest
-from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.layout import ImageLayout

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from clowder_aimage.content.telemetry import record, span
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.admission import IF_MISSING, BusyError, EngineLimits, StoppedError
 from clowder_aimage.engine.event import (
@@ -47,7 +48,6 @@ from clowder_aimage.model.pipeline import Step
 from clowder_aimage.model.text.language_model import TextEnd, TextPiece, TextRequest, ToolCall
 from clowder_aimage.model.text.runtime import runtime_of
 from clowder_aimage.oci import Digest, Reference
-from clowder_aimage.telemetry import record, span
 
 Emit = Callable[[Event], None]
 

@@ -12,11 +12,11 @@ from clowder_aimage.engine.event import PullingEvent
 from clowder_aimage.engine.executor import run_generation, run_io
 from clowder_aimage.engine.model_fetch import Begin, fetch, find
 from clowder_aimage.engine.transfer_queue import DESIRED, TransferQueue
+from clowder_aimage.engine.variant import find_variant
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Reference
-from clowder_aimage.variant import find_variant
 
 _log = logging.getLogger("aimage.worker")
 

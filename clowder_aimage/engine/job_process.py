@@ -124,8 +124,8 @@ def _fused(
     threads: int,
 ) -> tuple[PackedModel, str]:
     from clowder_aimage.adapt import fuse
-    from clowder_aimage.adapter_source import AdapterFinder
     from clowder_aimage.generation.request import LoraUse
+    from clowder_aimage.model.adapter_source import AdapterFinder
 
     directory = Path(command["lora_dir"]) if command["lora_dir"] else None
     with store.lease() as lease:

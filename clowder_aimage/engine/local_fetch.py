@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from clowder_aimage.adapter_source import is_adapter, is_controlnet
 from clowder_aimage.content import ContentStore, Lease, OnEvent
 from clowder_aimage.content.arriving_files import ArrivingFiles
 from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.store import BlobFiles
+from clowder_aimage.content.telemetry import bound
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.formats.diffusers import MAIN_PIPELINES
 from clowder_aimage.layout.completeness import IncompleteError, find_complete, lease_aimage
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_aimage
+from clowder_aimage.model.adapter_source import is_adapter, is_controlnet
 from clowder_aimage.model.pipeline import COMPONENTS
 from clowder_aimage.model.text.runtime import runtime_of
 from clowder_aimage.oci import Descriptor, Manifest, Reference
-from clowder_aimage.telemetry import bound
 
 if TYPE_CHECKING:
     from clowder_aimage.pull import PullOptions

@@ -182,7 +182,7 @@ class ModelProcess:
 
     def _finder(self, command: frame.Message) -> Any:
         """Return what finds adapters in the stores and the directory of a command."""
-        from clowder_aimage.adapter_source import AdapterFinder
+        from clowder_aimage.model.adapter_source import AdapterFinder
 
         store = LayeredStore([Path(root) for root in command["roots"]])
         lease, place = self._leases.enter_context(store.lease()), command.get("lora_dir")
@@ -216,7 +216,7 @@ class ModelProcess:
         from clowder_aimage.generation.request import GenerateRequest
         from clowder_aimage.model.picture import encode_picture
         from clowder_aimage.model.pipeline import Image, Preview
-        from clowder_aimage.pictures.made_picture import encode_image
+        from clowder_aimage.pictures.generated_picture import encode_image
 
         self._is_complete = True  # requests are sent when the AImage is in the store
         number: int = command["id"]

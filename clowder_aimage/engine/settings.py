@@ -17,15 +17,15 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
+from clowder_aimage.config.user_directory import check_variables
 from clowder_aimage.content.unit import parse_size
+from clowder_aimage.document.schema import read_configuration
 from clowder_aimage.engine.admission import FOR_EVER, EngineLimits
 from clowder_aimage.engine.endpoint import DEFAULT_HOST
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.web_file import InputHosts
-from clowder_aimage.schema import read_configuration
 from clowder_aimage.tensor.quantization import parse_precision
-from clowder_aimage.user_directory import check_variables
 
 camel = to_camel  # the name of a field in the configuration
 MAX_DURATION = 100 * 365 * 86400.0  # seconds; longer durations are unlimited

@@ -15,8 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from clowder_aimage import telemetry
-from clowder_aimage.content import Rate, Source
+from clowder_aimage.content import Rate, Source, telemetry
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.copy_option import CopyEvent, OnEvent
 from clowder_aimage.content.store import Reader, WrappedSource

@@ -16,11 +16,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage import errors, telemetry
+from clowder_aimage import errors
+from clowder_aimage.content import telemetry
+from clowder_aimage.content.timed_response import TimedResponse
 from clowder_aimage.engine.endpoint import DEFAULT_HOST, Endpoint
 from clowder_aimage.errors import AImageError, FormatError, NetworkError, UsageError
 from clowder_aimage.oci import read_json
-from clowder_aimage.timed_response import TimedResponse
 
 if TYPE_CHECKING:
     from clowder_aimage.registry.trace import RequestTrace

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.dialect import AImage, Layer
+from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.exporter.export_plan import MLX, ExportPlan, FilePiece
 from clowder_aimage.exporter.family_file import FamilyTensor, file_tensors
 from clowder_aimage.exporter.file_name import FileNames
 from clowder_aimage.exporter.layer_store import LayerStore, is_gathered
+from clowder_aimage.exporter.plan import MLX, ExportPlan, FilePiece
 from clowder_aimage.family.image_family import QUANTIZED, TRANSFORMER, ImageFamily, LayoutFile
 from clowder_aimage.formats.family_model import SOURCE
 from clowder_aimage.formats.model_tree import naming
 from clowder_aimage.formats.stored_weights import read_stored, weights_of
 from clowder_aimage.oci import Descriptor, read_json
-from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.tensor import DTYPE_BITS, Header, encode_header
 from clowder_aimage.tensor.header import MAX_HEADER_SIZE, parse_header
 from clowder_aimage.tensor.quantization_config import QuantizationConfig

@@ -23,13 +23,12 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, FormatError
-from clowder_aimage.fleet import job_choice
-from clowder_aimage.fleet.fleet_link import LOST, MESSAGE_ID, FleetLink, LastFrameError
-from clowder_aimage.fleet.job_choice import JobChoice, Key
-from clowder_aimage.fleet.job_frame import DEAD, LAST, Attempt
-from clowder_aimage.fleet.job_log import JobLog
-from clowder_aimage.fleet.job_request import answer_call
-from clowder_aimage.fleet.job_run import (
+from clowder_aimage.fleet.frame import DEAD, LAST, Attempt
+from clowder_aimage.fleet.job import choice as job_choice
+from clowder_aimage.fleet.job.choice import JobChoice, Key
+from clowder_aimage.fleet.job.log import JobLog
+from clowder_aimage.fleet.job.request import answer_call
+from clowder_aimage.fleet.job.run import (
     ACK_WAIT,
     DONE,
     GIVEN_BACK,
@@ -39,6 +38,7 @@ from clowder_aimage.fleet.job_run import (
     heartbeat,
     read_job,
 )
+from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink, LastFrameError
 from clowder_aimage.fleet.placement import Placement, SlotCounter
 from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.worker_registry import WorkerStatus, WorkerWatch

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from clowder_aimage.api.model_kind import EMBEDDER, TEXT
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
-from clowder_aimage.fleet import job_choice
+from clowder_aimage.fleet.job import choice as job_choice
 from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
 

@@ -19,8 +19,8 @@ from nats.js.errors import Error as JetStreamError
 from nats.js.errors import KeyNotFoundError, NoKeysError
 
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
-from clowder_aimage.fleet.fleet_link import LOST, FleetLink
-from clowder_aimage.fleet.fleet_stream import STATUS_TTL
+from clowder_aimage.fleet.link import LOST, FleetLink
+from clowder_aimage.fleet.stream import STATUS_TTL
 from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.oci.reference import DEFAULT_TAG
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.adapter import peft_config
-from clowder_aimage.adapter.adapter_layer import read_layers
 from clowder_aimage.adapter.description import describe
 from clowder_aimage.adapter.fit import AdapterFit, Shapes, told_base
+from clowder_aimage.adapter.layer import read_layers
 from clowder_aimage.adapter.peft_config import PeftConfig
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats import model_tree

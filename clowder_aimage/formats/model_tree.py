@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage import strict_json
 from clowder_aimage.dialect.aimage import check_name
+from clowder_aimage.document import strict_json
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.oci import mediatype
 

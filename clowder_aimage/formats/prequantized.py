@@ -25,8 +25,8 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import QUANT_TYPES, Quantization, quantization_config
+from clowder_aimage.tensor.blob import BIAS, CODES, GLOBAL_SCALE, INPUTS, SCALE, WEIGHT
 from clowder_aimage.tensor.quantization import CONVERTED
-from clowder_aimage.tensor.tensor_blob import BIAS, CODES, GLOBAL_SCALE, INPUTS, SCALE, WEIGHT
 from clowder_aimage.tensor.weight import (
     FLOATS,
     SourceTensor,

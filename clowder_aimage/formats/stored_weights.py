@@ -9,9 +9,10 @@ from pathlib import Path
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.errors import FormatError
-from clowder_aimage.tensor import Header, Quantization, read_header, tensor_blob
+from clowder_aimage.tensor import Header, Quantization, read_header
+from clowder_aimage.tensor import blob as tensor_blob
+from clowder_aimage.tensor.blob import BIAS, CODES, LEGACY_KEY, SCALE, BlobTensor
 from clowder_aimage.tensor.quantization_config import StatedType, complete, group_size, own_layers
-from clowder_aimage.tensor.tensor_blob import BIAS, CODES, LEGACY_KEY, SCALE, BlobTensor
 from clowder_aimage.tensor.weight import SourceTensor, TensorPart, Weight
 
 EXPERTS = ("experts", "shared_experts")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.tensor import DTYPE_BITS, encode_header
-from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
+from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
 from clowder_aimage.tensor.weight import SourceTensor, Weight
 
 SHARD = 5 * 10**9  # bytes of tensors in a file; a larger tensor has a file to itself

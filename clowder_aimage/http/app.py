@@ -21,7 +21,7 @@ from aiohttp import ClientError, web
 from aiohttp.hdrs import METH_ALL
 from aiohttp.typedefs import Handler, Middleware
 
-from clowder_aimage import telemetry
+from clowder_aimage.content import telemetry
 from clowder_aimage.engine.admission import ending
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http import PRODUCT

@@ -5,7 +5,7 @@ and ``quantizer`` convert them during the write.
 """
 
 from clowder_aimage.importer.blob_writer import PackedModel, check_config
-from clowder_aimage.importer.create_plan import CreatePlan, Provenance, make_plan
+from clowder_aimage.importer.plan import CreatePlan, Provenance, make_plan
 from clowder_aimage.importer.recipe import Recipe
 
 __all__ = ["CreatePlan", "PackedModel", "Provenance", "Recipe", "check_config", "make_plan"]

@@ -23,8 +23,8 @@ from clowder_aimage.content.verified_reader import verify
 from clowder_aimage.dialect import AImage, Dialect, Layer
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.importer.blob_encoder import BlobEncoder, compressor
-from clowder_aimage.importer.create_plan import CreatePlan
 from clowder_aimage.importer.decision import WeightReport
+from clowder_aimage.importer.plan import CreatePlan
 from clowder_aimage.importer.planned_layer import PlannedLayer
 from clowder_aimage.importer.span_reader import JOBS, changed
 from clowder_aimage.layout import ImageLayout

@@ -11,7 +11,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.formats.codes.coded_tensor import CodedTensor, DecodedCount
 from clowder_aimage.importer.recipe import AUTO, DTYPES, UNFIT, Recipe, reason_to_keep
 from clowder_aimage.tensor import Quantization, nbytes
-from clowder_aimage.tensor.tensor_blob import BIAS, SCALE
+from clowder_aimage.tensor.blob import BIAS, SCALE
 from clowder_aimage.tensor.weight import FLOATS, Weight
 
 MIXED = "mixed"  # the quantization of a component whose tensors differ

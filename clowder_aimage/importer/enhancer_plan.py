@@ -18,7 +18,7 @@ from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage, Layer
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.formats.stored_weights import read_stored
 from clowder_aimage.formats.transformers import facts
-from clowder_aimage.importer.create_plan import CreatePlan, plan_conversion
+from clowder_aimage.importer.plan import CreatePlan, plan_conversion
 from clowder_aimage.importer.planned_layer import PlannedLayer
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.oci import mediatype, read_json

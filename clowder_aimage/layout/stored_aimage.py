@@ -9,9 +9,9 @@ from clowder_aimage.content.decompress import compression_of, open_decompressed
 from clowder_aimage.content.store import BlobFiles, Body, ContentStore, Lease, Reader, Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Dialect, detect
+from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE, ParseCache
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Index, Manifest, Reference
-from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE, ParseCache
 
 MAX_CONFIG_SIZE = MAX_DOCUMENT_SIZE
 _PARSED = ParseCache()

@@ -16,7 +16,7 @@ from clowder_aimage.errors import ModelError
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.quantized import QuantizedArray
 from clowder_aimage.model.stored_tensor import StoredTensor, TensorSpan
-from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
+from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
 
 CHUNK_BLOBS = 16
 CHUNK_BYTES = 64 * 1024 * 1024

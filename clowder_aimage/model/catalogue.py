@@ -30,13 +30,13 @@ from clowder_aimage.tensor import (
     find_tensor,
     read_tensors,
 )
+from clowder_aimage.tensor.blob import CODES, LEGACY_KEY
 from clowder_aimage.tensor.quantization_config import (
     QuantizationConfig,
     StatedType,
     complete,
     own_layers,
 )
-from clowder_aimage.tensor.tensor_blob import CODES, LEGACY_KEY
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # always values, whatever layers exist beside them
 

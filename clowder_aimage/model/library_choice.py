@@ -24,7 +24,7 @@ SLOW = "cpu (no fast BLAS)"  # of MLX
 OLDEST = {"torch": (2, 6), "diffusers": (0, 42), "transformers": (5, 0)}
 _OTHERS = {MLX: ("jinja2", "numpy", "PIL", "tokenizers"), TORCH: ("diffusers", "transformers")}
 _MODULES = {MLX: "clowder_aimage.model.backend", TORCH: "clowder_aimage.model.torch.library"}
-_DEVICES = "clowder_aimage.model.torch.torch_device"
+_DEVICES = "clowder_aimage.model.torch.device"
 _GPUS = ("/dev/nvidia0", "/dev/kfd")  # files of the drivers of NVIDIA and AMD
 _SHORT = {"f32": "float32", "bf16": "bfloat16"}  # common names of weight types
 

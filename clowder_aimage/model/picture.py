@@ -1,4 +1,4 @@
-"""Picture files, which store how they were made (``picture_facts``)."""
+"""Picture files, which store how they were made (``picture_metadata``)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from PIL import ExifTags, Image, ImageDraw, ImageFont, PngImagePlugin
 
 from clowder_aimage.errors import FormatError, NotFoundError, StoreError, UsageError
 from clowder_aimage.generation.encoding import FORMATS
-from clowder_aimage.model.picture_facts import (
+from clowder_aimage.model.picture_metadata import (
     KEY,
     QUALITIES,
     facts_of,

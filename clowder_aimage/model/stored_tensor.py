@@ -23,7 +23,7 @@ from clowder_aimage.tensor import (
     parse_header,
     read_header,
 )
-from clowder_aimage.tensor.tensor_blob import CODES
+from clowder_aimage.tensor.blob import CODES
 
 _FIRST = 4096  # bytes: contains the header of nearly every blob
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

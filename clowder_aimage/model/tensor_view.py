@@ -21,8 +21,8 @@ from clowder_aimage.errors import ModelError, StoreError
 from clowder_aimage.model.dequantize import dequantize
 from clowder_aimage.model.stored_tensor import StoredTensor, TensorSpan
 from clowder_aimage.tensor import Quantization
+from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
 from clowder_aimage.tensor.float_code import e4m3, e5m2, e8m0
-from clowder_aimage.tensor.tensor_blob import BIAS, GLOBAL_SCALE, SCALE
 
 Array = npt.NDArray[Any]
 _FAILED = ctypes.c_void_p(-1).value

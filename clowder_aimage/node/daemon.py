@@ -19,8 +19,8 @@ from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.background import beside
 from clowder_aimage.http.route import ADMIN, INFER, NODE, Role, Route
 from clowder_aimage.node.node import Node
-from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.node.peer_sharing import PeerSharing
+from clowder_aimage.node.settings import NodeSettings
 
 EVERY = 5.0  # seconds between two measurements
 _log = logging.getLogger("aimage.node")

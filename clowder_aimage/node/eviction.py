@@ -29,7 +29,7 @@ from clowder_aimage.layout.gc import Collection, Collector
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.lease import leased
 from clowder_aimage.layout.lock import PRIVATE
-from clowder_aimage.node.node_metric import NodeMetrics
+from clowder_aimage.node.metric import NodeMetrics
 from clowder_aimage.node.pinner import SpecStore, is_own_pin, unpin
 from clowder_aimage.oci import Reference
 

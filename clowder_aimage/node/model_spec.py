@@ -9,15 +9,15 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from clowder_aimage import schema
 from clowder_aimage.dialect.aimage import check_name
+from clowder_aimage.document import schema
+from clowder_aimage.document.yaml import Path, position
 from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, IF_MISSING, NEVER
 from clowder_aimage.engine.settings import duration
 from clowder_aimage.errors import AImageError, FormatError
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.oci.reference import DEFAULT_TAG
-from clowder_aimage.yaml_document import Path, position
 
 HINT = "schemas/desired.schema.json defines the entries"
 REFRESH = 300.0  # seconds

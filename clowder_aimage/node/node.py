@@ -21,13 +21,13 @@ from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError, StoreError, UsageError
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.eviction import Evictor, indexed
+from clowder_aimage.node.metric import NodeMetrics
 from clowder_aimage.node.model_spec import ModelSpec
 from clowder_aimage.node.model_state import Event, ModelStatus
 from clowder_aimage.node.model_transition import crashed, retried, specified, store_changed
-from clowder_aimage.node.node_metric import NodeMetrics
-from clowder_aimage.node.node_settings import NodeSettings
 from clowder_aimage.node.pinner import SpecStore, credentials
 from clowder_aimage.node.reconciler import Reconciler
+from clowder_aimage.node.settings import NodeSettings
 from clowder_aimage.node.spec_files import SpecFiles, fingerprint, read_directory
 from clowder_aimage.oci import Reference
 

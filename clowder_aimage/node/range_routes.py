@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from clowder_aimage.distribution.blob_response import begin_response, send_body
-from clowder_aimage.distribution.distribution_error import DistributionError
-from clowder_aimage.distribution.registry_role import reading_routes
+from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.distribution.repository_name import digest_of, repository_of
+from clowder_aimage.distribution.role import reading_routes
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedLeases
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, UsageError

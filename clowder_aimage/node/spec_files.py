@@ -17,10 +17,10 @@ from pathlib import Path
 
 import tenacity
 
+from clowder_aimage.document.yaml import json_lines, position, read_yaml
 from clowder_aimage.errors import AccessError, FormatError, NotFoundError
 from clowder_aimage.node.model_spec import HINT, ModelSpec, PlacedSpec, entries, once
 from clowder_aimage.oci import read_json
-from clowder_aimage.yaml_document import json_lines, position, read_yaml
 
 MAX_SIZE = 1024 * 1024  # bytes of a file
 _SUFFIXES = (".yaml", ".yml", ".json")

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE, ParseCache, read_json
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import mediatype
 from clowder_aimage.oci.descriptor import Descriptor, check_spelling, read_annotations
 from clowder_aimage.oci.digest import Digest
-from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE, ParseCache, read_json
 
 MAX_MANIFEST_SIZE = MAX_DOCUMENT_SIZE
 _PARSED = ParseCache()

@@ -31,8 +31,8 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype
+from clowder_aimage.pictures.artifact import settings_of
 from clowder_aimage.pictures.input_file import DECLARED_TYPES, MAX_BYTES, decode_base64
-from clowder_aimage.pictures.picture_artifact import settings_of
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.reach import OutsideError, Reach, reach_of_name
 from clowder_aimage.registry.web_file import InputHosts, fetch, forbidden

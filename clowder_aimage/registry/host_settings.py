@@ -12,9 +12,9 @@ from typing import Any
 
 from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.unit import parse_size
+from clowder_aimage.document.schema import read_configuration
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Reference, read_json
-from clowder_aimage.schema import read_configuration
 
 DEFAULT = "default"  # the entry of "registries" that names the default registry
 _LIFE = 30 * 24 * 3600.0  # seconds; afterwards the usual order is tried again

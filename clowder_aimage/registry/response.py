@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import urllib3
 from urllib3.exceptions import HTTPError
 
+from clowder_aimage.content.timed_response import OverdueError, TimedResponse
 from clowder_aimage.errors import (
     AImageError,
     ManifestRefusedError,
@@ -26,7 +27,6 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.registry.retry import LONGEST_PAUSE, BrokenOffError, retry_after
-from clowder_aimage.timed_response import OverdueError, TimedResponse
 
 _MAX_IGNORED_SIZE = 64 * 1024  # bytes of a body that is read only to keep its connection
 _IGNORED_TIME = 5.0  # seconds for it

@@ -31,8 +31,9 @@ from urllib3.exceptions import (
 )
 from urllib3.util.wait import wait_for_write
 
-from clowder_aimage import telemetry
+from clowder_aimage.content import telemetry
 from clowder_aimage.content.store import FileStream, Reader
+from clowder_aimage.content.timed_response import TimedResponse
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.registry.reach import Boundary
 from clowder_aimage.registry.response import RegistryResponse, is_overdue, overdue
@@ -44,7 +45,6 @@ from clowder_aimage.registry.trace import (
     redacted_headers,
     redacted_url,
 )
-from clowder_aimage.timed_response import TimedResponse
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _BLOCK = 1024 * 1024

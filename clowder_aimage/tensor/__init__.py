@@ -1,5 +1,12 @@
 """Tensor values: dtypes, the safetensors header, blob contents. Uses no numerics library."""
 
+from clowder_aimage.tensor.blob import (
+    BlobTensor,
+    check_layer,
+    find_group,
+    find_tensor,
+    read_tensors,
+)
 from clowder_aimage.tensor.header import (
     DTYPE_BITS,
     Header,
@@ -10,13 +17,6 @@ from clowder_aimage.tensor.header import (
     read_header,
 )
 from clowder_aimage.tensor.quantization import QUANT_TYPES, Quantization
-from clowder_aimage.tensor.tensor_blob import (
-    BlobTensor,
-    check_layer,
-    find_group,
-    find_tensor,
-    read_tensors,
-)
 
 __all__ = [
     "DTYPE_BITS",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE, read_json
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE, read_json
 from clowder_aimage.tensor.quantization_config import KEYS, unknown_key
 
 MAX_LAYERS = 1024

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from clowder_aimage.tensor.blob import BIAS, CODES, GLOBAL_SCALE, MLX_PARTS, SCALE, WEIGHT
 from clowder_aimage.tensor.header import Header, TensorInfo
 from clowder_aimage.tensor.quantization import (
     CONVERTED,
@@ -20,7 +21,6 @@ from clowder_aimage.tensor.quantization import (
     QUANT_TYPES,
     Quantization,
 )
-from clowder_aimage.tensor.tensor_blob import BIAS, CODES, GLOBAL_SCALE, MLX_PARTS, SCALE, WEIGHT
 
 KEYS = ("quantization", "quantization_config")
 METHOD = "quant_method"

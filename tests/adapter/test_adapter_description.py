@@ -11,10 +11,10 @@ import pytest
 
 import clowder_aimage.adapter
 from clowder_aimage.adapter.description import describe
+from clowder_aimage.document.schema import validate
 from clowder_aimage.formats import lora
 from clowder_aimage.formats.detection import LORA, detect
 from clowder_aimage.formats.shard_index import read_file
-from clowder_aimage.schema import validate
 from tests.adapter.vectors import AdapterVector, pair_of, random, safetensors, tiny_shapes, vectors
 
 PAIR = pair_of("transformer.layers.0.attention.to_q", random(4, 48), random(48, 4), "AB", True)
@@ -104,7 +104,7 @@ def test_alpha_is_that_of_the_tensors_then_of_a_configuration(tmp_path: Path) ->
 def test_facts_are_read_without_numpy() -> None:
     """The install that pushes and pulls does not have it."""
     folder = Path(clowder_aimage.adapter.__file__ or "").parent
-    for name in ("names", "peft_config", "target", "adapter_layer", "fit", "description"):
+    for name in ("names", "peft_config", "target", "layer", "fit", "description"):
         text = (folder / f"{name}.py").read_text("utf-8")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom):

@@ -199,7 +199,7 @@ def test_other_files_are_refused(name: str, raw: bytes, said: str, tmp_path: Pat
 
 
 def test_a_file_larger_than_its_base_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("clowder_aimage.adapter.adapter_file._LEAST", 100)
+    monkeypatch.setattr("clowder_aimage.adapter.file._LEAST", 100)
     shapes = {"transformer/layers.0.attention.to_q.weight": (8, 8)}
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors(pair_of(STEM, random(99, 8), random(8, 99), "AB", False)))

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from clowder_aimage.api import ollama_routes
-from clowder_aimage.api.batch import batch_run
-from clowder_aimage.api.batch.batch_routes import BatchRoutes
-from clowder_aimage.api.batch.batch_run import BatchRunner
-from clowder_aimage.api.batch.batch_store import DirectoryBatchStore
+from clowder_aimage.api.batch import run as batch_run
+from clowder_aimage.api.batch.routes import BatchRoutes
+from clowder_aimage.api.batch.run import BatchRunner
+from clowder_aimage.api.batch.store import DirectoryBatchStore
+from clowder_aimage.api.ollama import routes as ollama_routes
 from clowder_aimage.cli.verbs import batch
 from clowder_aimage.engine import batch_client
 from clowder_aimage.engine.batch_client import RemoteBatch

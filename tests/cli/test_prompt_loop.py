@@ -16,8 +16,8 @@ import pytest
 from clowder_aimage.cli.console import terminal_picture
 from clowder_aimage.cli.console.output import shown
 from clowder_aimage.cli.console.prompt_loop import prompt_history, read_prompts
+from clowder_aimage.config.user_directory import history_file
 from clowder_aimage.errors import ModelError, UsageError
-from clowder_aimage.user_directory import history_file
 
 OPTIONS = {
     "seeds": click.Option(["--seeds"]),
@@ -177,7 +177,7 @@ def test_prompts_are_kept_for_this_user_alone(
     readline = pytest.importorskip("readline")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr("clowder_aimage.user_directory.sys.platform", "linux")
+    monkeypatch.setattr("clowder_aimage.config.user_directory.sys.platform", "linux")
     with prompt_history():
         readline.add_history("a red circle")
     file = history_file()

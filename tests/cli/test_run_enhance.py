@@ -17,7 +17,7 @@ from clowder_aimage.cli.worker.local_model import LocalOptions
 from clowder_aimage.engine import machine
 from clowder_aimage.errors import ModelError
 from clowder_aimage.generation.request import GenerateRequest
-from clowder_aimage.model.picture_facts import facts_of
+from clowder_aimage.model.picture_metadata import facts_of
 from clowder_aimage.model.text.enhancement import ANY
 from clowder_aimage.model.text.language_model import TextPiece, TextRequest
 from clowder_aimage.oci import Reference

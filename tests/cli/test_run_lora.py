@@ -54,7 +54,7 @@ def drawn(here: Aimage, *words: object, prompt: str = "a fox") -> bytes:
 
 
 def facts(data: bytes) -> dict[str, Any]:
-    from clowder_aimage.model.picture_facts import facts_of
+    from clowder_aimage.model.picture_metadata import facts_of
 
     return facts_of(data)
 

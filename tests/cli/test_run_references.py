@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from clowder_aimage.oci import Digest
-from clowder_aimage.pictures.made_picture import MadePicture
-from clowder_aimage.pictures.picture_artifact import picture_config
+from clowder_aimage.pictures.artifact import picture_config
+from clowder_aimage.pictures.generated_picture import MadePicture
 from clowder_aimage.validate import check
 from tests.picture_file import load_picture
 from tests.process import Aimage

@@ -16,8 +16,8 @@ from typing import Any
 import click
 import pytest
 
-from clowder_aimage import schema
 from clowder_aimage.cli.main import cli
+from clowder_aimage.document import schema
 from clowder_aimage.engine.settings import Settings, gather
 from tests.deploy.written import (
     COMPOSE,

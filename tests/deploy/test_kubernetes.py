@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.fleet.fleet_name import INTERACTIVE, FleetNames
+from clowder_aimage.fleet.name import INTERACTIVE, FleetNames
 from tests.deploy import crd
 from tests.deploy.cluster import (
     GUIDE,

@@ -11,7 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from clowder_aimage import __version__, schema
+from clowder_aimage import __version__
+from clowder_aimage.document import schema
 from clowder_aimage.oci import Reference
 from tests.deploy.cluster import (
     GUIDE,
@@ -219,7 +220,7 @@ def test_the_worker_accepts_every_value() -> None:
     from clowder_aimage.cli.verbs.gateway import gateway as gateway_verb
     from clowder_aimage.cli.verbs.serve import serve
     from clowder_aimage.engine.settings import Settings, gather
-    from clowder_aimage.fleet.gateway_settings import GatewaySettings
+    from clowder_aimage.fleet.gateway.settings import GatewaySettings
 
     gateway, worker = sorted(pods(of_kind("Deployment")), key=called)
     options = gateway_verb.make_context("gateway", gateway.containers[0]["args"][1:]).params

@@ -230,7 +230,7 @@ def test_counters_are_used_with_rate_or_increase() -> None:
 def test_every_metric_of_a_worker_and_a_gateway_is_in_the_table() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus-client is not installed")
     from clowder_aimage.engine.metric import Metrics
-    from clowder_aimage.fleet.gateway_metric import GatewayMetrics
+    from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 
     declared = {
         family.name: family.type

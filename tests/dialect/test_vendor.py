@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from clowder_aimage.dialect import DIALECTS, READABLE, AImage, Layer, detect
 from clowder_aimage.dialect.vendor import read_count
+from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype
-from clowder_aimage.schema import validate
 from tests.vectors.vector import raw, value
 
 VECTORS = {

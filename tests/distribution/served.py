@@ -27,7 +27,8 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from clowder_aimage.layout import ImageLayout, LayeredStore
-from clowder_aimage.distribution import cache, catalog_routes, registry_role
+from clowder_aimage.distribution import cache, catalog_routes
+from clowder_aimage.distribution import role as registry_role
 from clowder_aimage.http import body_stream
 from clowder_aimage.http import server as http_server
 flags = dict(flag.partition("=")[::2] for flag in sys.argv[3:])

@@ -14,7 +14,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 from clowder_aimage.distribution import cache
 from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.catalog import Catalog
-from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Digest, Reference

@@ -15,7 +15,7 @@ import pytest
 import requests
 from aiohttp.test_utils import TestClient, TestServer
 
-from clowder_aimage.distribution.registry_role import RegistryRole
+from clowder_aimage.distribution.role import RegistryRole
 from clowder_aimage.distribution.upstream import UpstreamRegistry
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http.api_error import OCI

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from clowder_aimage.distribution.registry_role import serve
+from clowder_aimage.distribution.role import serve
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.worker_client import WorkerClient
 from clowder_aimage.errors import AccessError, UsageError

@@ -15,7 +15,7 @@ import pytest
 from clowder_aimage.content.store import bytes_body
 from clowder_aimage.distribution import served_blobs as kept_module
 from clowder_aimage.distribution import upload_session as upload_module
-from clowder_aimage.distribution.distribution_error import DistributionError
+from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.distribution.served_blobs import ServedLeases
 from clowder_aimage.distribution.upload_session import UploadSessions
 from clowder_aimage.errors import NoSpaceError

@@ -25,8 +25,8 @@ from pathlib import Path
 
 import pytest
 
-from clowder_aimage.pictures.made_picture import MadePicture
-from clowder_aimage.pictures.picture_artifact import picture_config
+from clowder_aimage.pictures.artifact import picture_config
+from clowder_aimage.pictures.generated_picture import MadePicture
 from tests.docs.document import GUIDES, ROOT, SHELLS, Command, Document
 from tests.docs.preloaded import preloaded
 from tests.docs.shell import NODE, PROGRAM, WORKER, environment, placed, run_all

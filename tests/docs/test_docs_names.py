@@ -82,7 +82,7 @@ def test_every_exit_code_is_documented() -> None:
 
 
 def test_every_environment_variable_is_documented() -> None:
-    paths = [*(PACKAGE / "cli").rglob("*.py"), PACKAGE / "user_directory.py"]
+    paths = [*(PACKAGE / "cli").rglob("*.py"), PACKAGE / "config/user_directory.py"]
     source = "".join(path.read_text("utf-8") for path in paths)
     read = set(re.findall(r'(?:environ\.get\(|envvar=)"([A-Z_]+)"', source))
     assert read

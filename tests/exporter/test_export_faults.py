@@ -380,7 +380,7 @@ def test_an_interrupt_leaves_nothing(full: Artifact, is_there: bool, moment: int
 HELD = """
 import os, signal, sys
 from clowder_aimage.cli.main import main
-from clowder_aimage.exporter import export_writer
+from clowder_aimage.exporter import writer as export_writer
 
 told = int(sys.argv.pop(1))
 

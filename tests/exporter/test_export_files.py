@@ -13,7 +13,8 @@ import pytest
 
 from clowder_aimage.errors import FormatError, VerificationError
 from clowder_aimage.export import export
-from clowder_aimage.exporter import directory, export_writer
+from clowder_aimage.exporter import directory
+from clowder_aimage.exporter import writer as export_writer
 from clowder_aimage.exporter.directory import LinkMethod
 from clowder_aimage.oci import mediatype
 from tests.exporter.conftest import NAME, Artifact

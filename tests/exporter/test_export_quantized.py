@@ -13,7 +13,7 @@ from clowder_aimage.create import create
 from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import ModelError
 from clowder_aimage.export import ExportSummary, export
-from clowder_aimage.exporter.export_plan import MLX, MODELOPT
+from clowder_aimage.exporter.plan import MLX, MODELOPT
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Reference

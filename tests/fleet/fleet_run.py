@@ -17,12 +17,12 @@ from aiohttp import web
 from clowder_aimage.api.request_body import read_checked
 from clowder_aimage.api.service import Service, make_service
 from clowder_aimage.engine.settings import Settings
-from clowder_aimage.fleet.fleet_link import GATEWAY, OPERATOR, WORKER, FleetAccess, FleetLink
-from clowder_aimage.fleet.fleet_name import FleetNames
-from clowder_aimage.fleet.fleet_stream import FleetShape
-from clowder_aimage.fleet.gateway_metric import GatewayMetrics
-from clowder_aimage.fleet.gateway_role import GatewayRole
+from clowder_aimage.fleet.gateway.metric import GatewayMetrics
+from clowder_aimage.fleet.gateway.role import GatewayRole
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetAccess, FleetLink
+from clowder_aimage.fleet.name import FleetNames
+from clowder_aimage.fleet.stream import FleetShape
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.local_call import LocalCalls

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 from clowder_aimage.api.service import Service
-from clowder_aimage.fleet.fleet_link import GATEWAY, OPERATOR, WORKER, FleetAccess, FleetLink
-from clowder_aimage.fleet.fleet_name import FleetNames
-from clowder_aimage.fleet.fleet_stream import FleetShape
-from clowder_aimage.fleet.gateway_metric import GatewayMetrics
-from clowder_aimage.fleet.gateway_role import GatewayRole
+from clowder_aimage.fleet.gateway.metric import GatewayMetrics
+from clowder_aimage.fleet.gateway.role import GatewayRole
 from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetAccess, FleetLink
+from clowder_aimage.fleet.name import FleetNames
+from clowder_aimage.fleet.stream import FleetShape
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Role
 from clowder_aimage.oci import Digest, Reference

@@ -18,20 +18,17 @@ from nats.aio.msg import Msg
 
 from clowder_aimage.api.answer_stream import NdjsonStream
 from clowder_aimage.errors import AImageError
-from clowder_aimage.fleet import (
-    fleet_link,
-    gateway,
-    job_choice,
-    job_reader,
-    job_run,
-    joined_worker,
-    response_relay,
-)
-from clowder_aimage.fleet.continuation import NDJSON, SSE
-from clowder_aimage.fleet.fleet_job import FleetJob
-from clowder_aimage.fleet.fleet_link import GATEWAY, MESSAGE_ID, OPERATOR, WORKER, FleetLink
-from clowder_aimage.fleet.fleet_name import BATCH
-from clowder_aimage.fleet.job_frame import BEGIN, END, Frame
+from clowder_aimage.fleet import joined_worker
+from clowder_aimage.fleet import link as fleet_link
+from clowder_aimage.fleet.frame import BEGIN, END, Frame
+from clowder_aimage.fleet.gateway import gateway, response_relay
+from clowder_aimage.fleet.gateway.continuation import NDJSON, SSE
+from clowder_aimage.fleet.job import choice as job_choice
+from clowder_aimage.fleet.job import reader as job_reader
+from clowder_aimage.fleet.job import run as job_run
+from clowder_aimage.fleet.job.job import FleetJob
+from clowder_aimage.fleet.link import GATEWAY, MESSAGE_ID, OPERATOR, WORKER, FleetLink
+from clowder_aimage.fleet.name import BATCH
 from clowder_aimage.fleet.worker_registry import give_order
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.response_writer import ResponseWriter
@@ -433,7 +430,7 @@ def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
 
 async def _published_again(link: FleetLink, job: str, fleet: FleetRun, url: str) -> str:
     """Publish a job with the log of ``job``; return the reason why it was given up."""
-    from clowder_aimage.fleet.fleet_job import FleetJob
+    from clowder_aimage.fleet.job.job import FleetJob
 
     names = link.names
     digest = next(iter((await fleet.status(url))["workers"]))["models"]["tiny:latest"]

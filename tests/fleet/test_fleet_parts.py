@@ -16,16 +16,14 @@ from nats.js.errors import NotFoundError
 
 from clowder_aimage.engine.admission import NEVER, BusyError
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.fleet import fleet_link
-from clowder_aimage.fleet.continuation import NDJSON, SSE, Continuation, is_stream
-from clowder_aimage.fleet.fair_queue import FairQueue
-from clowder_aimage.fleet.fleet_job import FleetJob
-from clowder_aimage.fleet.fleet_link import GATEWAY, FleetAccess, FleetLink
-from clowder_aimage.fleet.fleet_name import BATCH, INTERACTIVE, FleetNames
-from clowder_aimage.fleet.fleet_status import FleetStatus
-from clowder_aimage.fleet.fleet_stream import FleetShape
-from clowder_aimage.fleet.gateway import MIN_WINDOW, JobGateway
-from clowder_aimage.fleet.job_choice import (
+from clowder_aimage.fleet import link as fleet_link
+from clowder_aimage.fleet.frame import BEGIN, DATA, END, RELEASED, Attempt, Frame
+from clowder_aimage.fleet.gateway.continuation import NDJSON, SSE, Continuation, is_stream
+from clowder_aimage.fleet.gateway.fair_queue import FairQueue
+from clowder_aimage.fleet.gateway.gateway import MIN_WINDOW, JobGateway
+from clowder_aimage.fleet.gateway.status import FleetStatus
+from clowder_aimage.fleet.gateway.worker_call import TransferProgress
+from clowder_aimage.fleet.job.choice import (
     ELSEWHERE,
     FOLLOW,
     LEFT,
@@ -35,11 +33,13 @@ from clowder_aimage.fleet.job_choice import (
     claim_delay_loaded,
     claim_delay_stored,
 )
-from clowder_aimage.fleet.job_frame import BEGIN, DATA, END, RELEASED, Attempt, Frame
-from clowder_aimage.fleet.job_reader import FrameOrder
-from clowder_aimage.fleet.job_run import CANCELLED, DONE, JobRun
+from clowder_aimage.fleet.job.job import FleetJob
+from clowder_aimage.fleet.job.reader import FrameOrder
+from clowder_aimage.fleet.job.run import CANCELLED, DONE, JobRun
+from clowder_aimage.fleet.link import GATEWAY, FleetAccess, FleetLink
+from clowder_aimage.fleet.name import BATCH, INTERACTIVE, FleetNames
 from clowder_aimage.fleet.placement import DemandStats, Placement, SlotCounter
-from clowder_aimage.fleet.worker_call import TransferProgress
+from clowder_aimage.fleet.stream import FleetShape
 from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
 from clowder_aimage.http import background
 from clowder_aimage.http.api_error import ApiError

@@ -15,8 +15,8 @@ from nats.errors import TimeoutError as NatsTimeoutError
 
 from clowder_aimage.cli.verbs import fleet as verb
 from clowder_aimage.errors import NetworkError
-from clowder_aimage.fleet.fleet_link import GATEWAY, OPERATOR, WORKER, FleetLink
-from clowder_aimage.fleet.fleet_name import FleetNames
+from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetLink
+from clowder_aimage.fleet.name import FleetNames
 from tests.fleet.fleet_run import FleetRun, Nats, ScriptedRole, prompt_as_picture
 from tests.fleet.nats_config import Key, account, creds_file, shipped
 from tests.process import Aimage

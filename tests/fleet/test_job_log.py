@@ -12,12 +12,12 @@ import pytest
 
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError
-from clowder_aimage.fleet import job_log
-from clowder_aimage.fleet.fleet_job import FleetJob
-from clowder_aimage.fleet.fleet_link import MESSAGE_ID, FleetLink, LastFrameError
-from clowder_aimage.fleet.job_frame import BEGIN, END, RELEASED, Attempt, Frame
-from clowder_aimage.fleet.job_log import JobLog
-from clowder_aimage.fleet.job_run import JobRun
+from clowder_aimage.fleet.frame import BEGIN, END, RELEASED, Attempt, Frame
+from clowder_aimage.fleet.job import log as job_log
+from clowder_aimage.fleet.job.job import FleetJob
+from clowder_aimage.fleet.job.log import JobLog
+from clowder_aimage.fleet.job.run import JobRun
+from clowder_aimage.fleet.link import MESSAGE_ID, FleetLink, LastFrameError
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.route import ADMIN, INFER
 from clowder_aimage.oci import Reference

@@ -12,12 +12,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from clowder_aimage.api.batch import batch_run
+from clowder_aimage.api.batch import run as batch_run
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.batch_line import OVER
-from clowder_aimage.fleet.fleet_job import FleetJob
-from clowder_aimage.fleet.job_request import request_of
+from clowder_aimage.fleet.job.job import FleetJob
+from clowder_aimage.fleet.job.request import request_of
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.local_call import LocalCalls, body_of

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from clowder_aimage.api import ollama_routes
+from clowder_aimage.api.ollama import routes as ollama_routes
 from clowder_aimage.api.service import Service
-from clowder_aimage.fleet import job_request, worker_call
-from clowder_aimage.fleet.job_request import ALIVE, PART
+from clowder_aimage.fleet.gateway import worker_call
+from clowder_aimage.fleet.job import request as job_request
+from clowder_aimage.fleet.job.request import ALIVE, PART
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN, INFER, Role, Route, SharedHandler, SharedRoute
 from tests.fleet.fleet_run import FleetRun

@@ -20,12 +20,14 @@ from clowder_aimage.adapter.names import split_name
 from clowder_aimage.adapter.reader import read_adapter
 from clowder_aimage.adapter.writer import DIALECTS as DIALECT_NAMES
 from clowder_aimage.adapter.writer import convert_adapter
-from clowder_aimage.api import model_list, ollama_generate, ollama_routes
-from clowder_aimage.api.image_request import read_request
-from clowder_aimage.api.openai_model import ModelCatalog
+from clowder_aimage.api import model_list
+from clowder_aimage.api.model_catalog import ModelCatalog
+from clowder_aimage.api.ollama import generate as ollama_generate
+from clowder_aimage.api.ollama import routes as ollama_routes
+from clowder_aimage.api.ollama.text_body import OllamaChatBody, OllamaPromptBody
+from clowder_aimage.api.picture.request import read_request
 from clowder_aimage.api.request_body import ModelBody, check_fields, read_object
-from clowder_aimage.api.text.ollama_body import OllamaChatBody, OllamaPromptBody
-from clowder_aimage.api.text.text_request import ChatRequest, CompletionRequest, TextBody
+from clowder_aimage.api.text.request import ChatRequest, CompletionRequest, TextBody
 from clowder_aimage.dialect import DIALECTS, detect
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.errors import AImageError, FormatError

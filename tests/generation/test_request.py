@@ -144,7 +144,7 @@ def test_values_that_do_not_belong_together_are_refused(
 def test_a_draft_is_checked_before_the_model_is_known() -> None:
     draft = GenerateRequest.draft("a fox", negative="a cat", guidance=None, n=2, steps=3)
     assert draft.stated_values() == {"negative": "a cat", "n": 2, "steps": 3}
-    assert draft.change(steps=None, seed=5).stated == {"negative", "n", "seed"}
+    assert draft.change(steps=None, seed=5).stated == frozenset({"negative", "n", "seed"})
     with pytest.raises(UsageError, match="requires guidance above 0"):
         draft.for_model(AImage(b"{}", ()))
     with pytest.raises(UsageError, match="requires guidance above 0"):

@@ -28,6 +28,9 @@ from clowder_aimage.adapter.description import describe
 from clowder_aimage.adapter.peft_config import parse_metadata
 from clowder_aimage.content.tar import TarReader
 from clowder_aimage.dialect import DIALECTS, READABLE, AImage, Layer, detect
+from clowder_aimage.document.schema import json_positions
+from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
+from clowder_aimage.document.yaml import read_yaml
 from clowder_aimage.errors import AImageError
 from clowder_aimage.family import zimage_names
 from clowder_aimage.formats import (
@@ -48,12 +51,9 @@ from clowder_aimage.layout.digest_scan import DigestScanner
 from clowder_aimage.layout.index import read_index
 from clowder_aimage.model.text import tool_call_format
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype, parse_document, read_json
-from clowder_aimage.schema import json_positions
-from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.tensor import encode_header, read_header
 from clowder_aimage.tensor.config_fields import ConfigFields, parse_object
 from clowder_aimage.tensor.header import parse_header
-from clowder_aimage.yaml_document import read_yaml
 from tests.importer import formats_gguf, formats_protobuf
 from tests.vectors import vector
 
@@ -387,14 +387,14 @@ def read_challenge(n: int, _: Path) -> Action:
 
 
 def read_facts(n: int, _: Path) -> Action:
-    from clowder_aimage.model.picture_facts import facts_of
+    from clowder_aimage.model.picture_metadata import facts_of
 
     raw = png(n)
     return lambda: facts_of(raw)
 
 
 def read_exif(n: int, _: Path) -> Action:
-    from clowder_aimage.model.picture_facts import facts_of
+    from clowder_aimage.model.picture_metadata import facts_of
 
     tags = struct.pack("<HHII", 0x8769, 4, 1, 8) * min(n, 65_535)  # each leads to the directory
     exif = b"II*\0" + struct.pack("<IH", 8, min(n, 65_535)) + tags
@@ -404,7 +404,7 @@ def read_exif(n: int, _: Path) -> Action:
 
 
 def read_settings(n: int, _: Path) -> Action:
-    from clowder_aimage.pictures.picture_artifact import _parse
+    from clowder_aimage.pictures.artifact import _parse
 
     pictures = [{"digest": digest_of(i), "seed": i} for i in range(n)]
     raw = json.dumps({"schemaVersion": 1, "settings": {}, "pictures": pictures}).encode()
@@ -472,7 +472,7 @@ def read_open_arguments(n: int, _: Path) -> Action:
 CASES: dict[str, Case] = {
     "adapter/description.py": describe_adapter,
     "adapter/peft_config.py": read_peft_config,
-    "adapter/adapter_file.py": read_adapter_file,
+    "adapter/file.py": read_adapter_file,
     "api/request_body.py": read_body,
     "content/tar.py": read_tar,
     "formats/codes/comfy_quant.py": read_quantized,
@@ -490,58 +490,108 @@ CASES: dict[str, Case] = {
     "layout/digest_scan.py": lambda n, _: lambda: DigestScanner().scan("x", lambda _: index(n)),
     "layout/index.py": read_stored_index,
     "load.py": read_archive_index,
-    "model/picture_facts.py": read_facts,
-    "model/picture_facts.py Exif": read_exif,
+    "model/picture_metadata.py": read_facts,
+    "model/picture_metadata.py Exif": read_exif,
     "model/text/tool_call_format.py": read_calls,
     "model/text/tool_call_format.py names": read_named_calls,
     "model/text/tool_call_format.py parameters": read_open_parameters,
     "model/text/tool_call_format.py arguments": read_open_arguments,
     "node/spec_files.py": read_specs,
     "oci/manifest.py": lambda n, _: lambda: parse_document(index(n)),
-    "pictures/picture_artifact.py": read_settings,
+    "pictures/artifact.py": read_settings,
     "registry/auth.py": read_challenge,
     "registry/listing.py": read_tags,
-    "schema.py": lambda n, _: lambda: json_positions(index(n).decode()),
-    "strict_json.py": lambda n, _: lambda: read_json(b"[" + b"[{}]," * n + b"0]", "x"),
+    "document/schema.py": lambda n, _: lambda: json_positions(index(n).decode()),
+    "document/strict_json.py": lambda n, _: lambda: read_json(b"[" + b"[{}]," * n + b"0]", "x"),
     "tensor/config_fields.py": read_fields,
     "tensor/header.py": lambda n, _: lambda: parse_header(header(n)[8:], None),
     "validate.py": check_document,
-    "yaml_document.py": lambda n, _: (
+    "document/yaml.py": lambda n, _: (
         lambda: read_yaml("\n".join(f"k{i}: [1]" for i in range(n)), "")
     ),
 }
 COVERED = {
     **dict.fromkeys(
-        ("aimage", "container", "layer_name", "ollama", "vendor"), "read by its dialect, see above"
+        ("model/adapter_source.py", "export.py"),
+        "a small config, which peft_config reads",
     ),
     **dict.fromkeys(
-        ("create", "export_plan", "family_plan", "weights", "manifest"),
+        ("api/batch/run.py", "api/batch/store.py", "fleet/gateway/batch_store.py"),
+        "records, by read_json",
+    ),
+    "api/picture/request.py": "a bounded field of a form, by read_json",
+    "api/ollama/text.py": "a bounded field of a body, by read_json",
+    **dict.fromkeys(
+        ("cli/console/installation.py", "engine/frame.py"),
+        "written by this program",
+    ),
+    **dict.fromkeys(
+        (
+            "cli/text/option.py",
+            "importer/enhancer_plan.py",
+            "model/llama/gguf_layers.py",
+            "model/text/chat_template.py",
+            "model/text/text_facts.py",
+            "model/text/tokenizer_file.py",
+        ),
+        "bounded, by read_json",
+    ),
+    **dict.fromkeys(
+        ("cli/verbs/batch.py", "engine/batch_line.py"),
+        "lines of a file of the user, by read_json",
+    ),
+    **dict.fromkeys(
+        (
+            "cli/verbs/manifest.py",
+            "create.py",
+            "exporter/plan.py",
+            "exporter/family_plan.py",
+            "model/weights.py",
+            "oci/manifest.py",
+        ),
         "at most 4 MiB of read_json",
     ),
-    **dict.fromkeys(("detection", "diffusers", "transformers", "hub_model"), "reads by model_tree"),
-    **dict.fromkeys(("adapter_source", "export"), "a small config, which peft_config reads"),
-    **dict.fromkeys(("frame", "installation"), "written by this program"),
-    **dict.fromkeys(("language_model", "runner"), "frames of this program"),
-    **dict.fromkeys(("chat_template", "text_facts", "tokenizer_file"), "bounded, by read_json"),
-    **dict.fromkeys(("enhancer_plan", "gguf_layers", "text_option"), "bounded, by read_json"),
-    "job_request": "a line of a transfer of a worker of the fleet, by read_json",
-    "ollama_text": "a bounded field of a body, by read_json",
-    **dict.fromkeys(("batch", "batch_line"), "lines of a file of the user, by read_json"),
-    **dict.fromkeys(("batch_run", "batch_store", "fleet_batch_store"), "records, by read_json"),
-    "worker_call": "one bounded answer of a worker, by read_json",
-    **dict.fromkeys(("fleet_job", "worker_registry", "joined_worker"), "a message, by read_json"),
-    **dict.fromkeys(("gateway", "gateway_role"), "a message or a body, by read_json"),
-    **dict.fromkeys(("continuation", "response_relay"), "frames of a response, by read_json"),
-    **dict.fromkeys(("docker_config", "host_settings", "metadata"), "a small file of the user"),
-    **dict.fromkeys(("worker_client", "response"), "one bounded answer of read_json"),
-    "family_model": "small files, by model_tree and read_json",
-    "prequantized": "a single number",
-    "dequantize": "weights, bounded by their layers",
-    "picture_input": "Pillow reads it, within limits of bytes and pixels",
-    "seed_option": "pictures of this program",
-    "image_request": "a bounded field of a form, by read_json",
-    "picture": "Pillow reads it; the facts are those of picture_facts",
-    **dict.fromkeys(("tokenizer", "tokenizer_backend"), "bounded files, by read_json"),
+    **dict.fromkeys(
+        ("dialect/aimage.py", "dialect/container.py", "dialect/ollama.py", "dialect/vendor.py"),
+        "read by its dialect, see above",
+    ),
+    **dict.fromkeys(
+        ("engine/runner.py", "model/text/language_model.py"),
+        "frames of this program",
+    ),
+    **dict.fromkeys(
+        ("engine/worker_client.py", "registry/response.py"),
+        "one bounded answer of read_json",
+    ),
+    **dict.fromkeys(
+        ("fleet/gateway/continuation.py", "fleet/gateway/response_relay.py"),
+        "frames of a response, by read_json",
+    ),
+    **dict.fromkeys(
+        ("fleet/job/job.py", "fleet/joined_worker.py", "fleet/worker_registry.py"),
+        "a message, by read_json",
+    ),
+    "fleet/job/request.py": "a line of a transfer of a worker of the fleet, by read_json",
+    "fleet/gateway/worker_call.py": "one bounded answer of a worker, by read_json",
+    **dict.fromkeys(
+        (
+            "formats/detection.py",
+            "formats/diffusers.py",
+            "formats/transformers.py",
+            "importer/hub_model.py",
+        ),
+        "reads by model_tree",
+    ),
+    "formats/family_model.py": "small files, by model_tree and read_json",
+    "formats/prequantized.py": "a single number",
+    **dict.fromkeys(
+        ("layout/metadata.py", "registry/docker_config.py", "registry/host_settings.py"),
+        "a small file of the user",
+    ),
+    "model/dequantize.py": "weights, bounded by their layers",
+    "model/picture.py": "Pillow reads it; the facts are those of picture_metadata",
+    "model/tokenizer_backend.py": "bounded files, by read_json",
+    "pictures/input.py": "Pillow reads it, within limits of bytes and pixels",
 }
 DECODERS = {
     *("read_json", "parse_object", "read_yaml", "JSONDecoder"),
@@ -566,8 +616,8 @@ def calls(path: Path) -> set[str]:
 
 def test_every_module_that_decodes_has_a_case() -> None:
     found = {path for path in PACKAGE.rglob("*.py") if calls(path) & DECODERS}
-    names = {path.relative_to(PACKAGE).as_posix() for path in found if path.stem not in COVERED}
-    assert names - {name.partition(" ")[0] for name in CASES} == set()
+    names = {path.relative_to(PACKAGE).as_posix() for path in found}
+    assert names - {name.partition(" ")[0] for name in CASES} <= COVERED.keys() <= names
 
 
 def test_json_is_decoded_by_one_reader() -> None:

@@ -14,13 +14,13 @@ import pytest
 from clowder_aimage.content import bytes_body
 from clowder_aimage.create import convert
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
+from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
 from clowder_aimage.importer import PackedModel, Provenance, Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Descriptor, Reference, mediatype
-from clowder_aimage.schema import validate
 from clowder_aimage.tensor import encode_header
 from tests.importer.test_importer_prequantized import CONFIGS, REST, compressed, mlx
 from tests.importer.test_importer_quantize import parts, quantized_by_mlx

@@ -15,6 +15,7 @@ import safetensors
 from clowder_aimage import __version__
 from clowder_aimage.create import create
 from clowder_aimage.dialect import DIALECTS, AImage
+from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.export import export
 from clowder_aimage.importer import CreatePlan, Provenance
@@ -23,7 +24,6 @@ from clowder_aimage.importer.request_default import request_defaults
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Reference, mediatype
-from clowder_aimage.schema import validate
 from tests.exporter.conftest import files_in
 from tests.importer.conftest import CLASSES, FILES, WEIGHTS, Model, data_of, in_memory
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from clowder_aimage.create import convert, create
+from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
 from clowder_aimage.formats.lora import check_fit
 from clowder_aimage.importer import Recipe
 from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Reference, mediatype
-from clowder_aimage.schema import validate
 from clowder_aimage.tensor import encode_header
 from tests.importer.conftest import Model, in_memory, safetensors
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import safetensors
 
+from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.importer import Recipe, blob_encoder, blob_writer
 from clowder_aimage.importer.quantizer import Quantizer
 from clowder_aimage.model.backend import mx
-from clowder_aimage.schema import validate
 from clowder_aimage.tensor import (
     DTYPE_BITS,
     QUANT_TYPES,

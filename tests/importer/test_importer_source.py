@@ -14,6 +14,7 @@ import pytest
 
 from clowder_aimage.content import ContentStore, open_directory
 from clowder_aimage.create import create
+from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import (
     FormatError,
     ModelError,
@@ -29,7 +30,6 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Reference, mediatype
-from clowder_aimage.schema import validate
 from tests.importer.conftest import Model, data_of, in_memory, safetensors
 from tests.process import Aimage
 from tests.store import read

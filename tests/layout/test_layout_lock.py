@@ -172,7 +172,7 @@ for module in pkgutil.walk_packages(clowder_aimage.__path__, "clowder_aimage."):
         importlib.import_module(module.name)
 import jsonschema
 from clowder_aimage.cli.main import main
-from clowder_aimage.schema import validate
+from clowder_aimage.document.schema import validate
 try:
     validate("aimage-config", dict())
 except Exception:

@@ -20,8 +20,8 @@ from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.flow.config import TextEncoderConfig
-from clowder_aimage.model.flow.flow_scheduler import FlowScheduler
 from clowder_aimage.model.flow.pipeline import FlowPipeline
+from clowder_aimage.model.flow.scheduler import FlowScheduler
 from clowder_aimage.model.flux2.config import TransformerConfig, VaeConfig
 from clowder_aimage.model.flux2.family import Flux2
 from clowder_aimage.model.flux2.reference_picture import fit_reference, reference_size

@@ -14,8 +14,8 @@ import pytest
 
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.flow.config import TextEncoderConfig
-from clowder_aimage.model.flow.flow_scheduler import FlowScheduler
 from clowder_aimage.model.flow.rope import axes_table, text_table
+from clowder_aimage.model.flow.scheduler import FlowScheduler
 from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields, parse_object
 

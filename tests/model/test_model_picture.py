@@ -24,7 +24,7 @@ from clowder_aimage.model.picture import (
     encode_picture,
     read_picture,
 )
-from clowder_aimage.model.picture_facts import QUALITIES, facts_of
+from clowder_aimage.model.picture_metadata import QUALITIES, facts_of
 from tests.picture_file import load_picture
 
 PIXELS = np.zeros((16, 32, 3), np.uint8)

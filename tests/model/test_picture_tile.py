@@ -18,7 +18,7 @@ from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.picture_tile import TileGrid, keep_shapes, mix, new_area
 from clowder_aimage.model.pipeline import Image as Made
 from clowder_aimage.model.pipeline import PictureInput, Step
-from clowder_aimage.pictures.picture_input import (
+from clowder_aimage.pictures.input import (
     PictureInputs,
     PreparedPicture,
     TiledPicture,

@@ -288,7 +288,7 @@ def test_adapters_and_copies_of_arrays_can_lack_memory_too(
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return a function that sets the devices that work, and why others do not."""
-    from clowder_aimage.model.torch import torch_device
+    from clowder_aimage.model.torch import device as torch_device
 
     def of(*names: str, why: str = "no driver") -> Any:
         cuda: Any = SimpleNamespace(
@@ -338,7 +338,7 @@ def test_a_device_that_does_not_exist_is_refused(gpus: Any, name: str, message: 
 
 
 def test_why_pytorch_cannot_compute_is_what_it_says() -> None:
-    from clowder_aimage.model.torch.torch_device import failure
+    from clowder_aimage.model.torch.device import failure
 
     assert failure("cpu") is None
     assert "Apple silicon" in str(failure("mps")) or failure("mps") is None

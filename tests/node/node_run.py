@@ -22,7 +22,7 @@ from tests.wait import until
 from tests.worker.conftest import ExceptionLog, Worker, begin
 
 if TYPE_CHECKING:
-    from clowder_aimage.node.node_settings import NodeSettings
+    from clowder_aimage.node.settings import NodeSettings
 
 
 class NodeRun:
@@ -193,7 +193,7 @@ def _settings(*arguments: object) -> NodeSettings:
     """Parse command line options of ``aimage node`` into settings."""
     from clowder_aimage.cli.verbs.node import node
     from clowder_aimage.engine.settings import gather
-    from clowder_aimage.node.node_settings import NodeSettings
+    from clowder_aimage.node.settings import NodeSettings
 
     words = [str(each) for each in arguments]
     if "--addr" not in words:

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from clowder_aimage.api.service import make_service
-from clowder_aimage.api.storage import encode
+from clowder_aimage.api.store.storage import encode
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.model_spec import ModelSpec
 from clowder_aimage.node.node import Node
-from clowder_aimage.node.node_settings import NodeSettings
+from clowder_aimage.node.settings import NodeSettings
 from clowder_aimage.node.spec_files import SpecFiles
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions

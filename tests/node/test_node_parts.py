@@ -29,7 +29,7 @@ from clowder_aimage.node.daemon import Daemon
 from clowder_aimage.node.eviction import DiskReading, Watermarks, relieve
 from clowder_aimage.node.model_spec import parse_specs
 from clowder_aimage.node.node import Node, is_of
-from clowder_aimage.node.node_settings import NodeSettings
+from clowder_aimage.node.settings import NodeSettings
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.registry import ClientOptions
 from tests.node.nodes import MIB

@@ -19,7 +19,7 @@ from clowder_aimage.http import background
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node import daemon as daemon_module
 from clowder_aimage.node.daemon import Daemon
-from clowder_aimage.node.node_settings import NodeSettings
+from clowder_aimage.node.settings import NodeSettings
 from clowder_aimage.node.spec_files import read_directory
 from clowder_aimage.registry import ClientOptions
 from tests.layout.test_record_names import break_calls, drop_rights

@@ -20,14 +20,15 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clowder_aimage import schema, yaml_document
+from clowder_aimage.document import schema
+from clowder_aimage.document import yaml as yaml_document
+from clowder_aimage.document.yaml import json_lines, read_yaml
 from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.node import spec_files
 from clowder_aimage.node.model_spec import ModelSpec, default_policy, parse_specs
 from clowder_aimage.node.spec_files import SpecFiles, fingerprint, read_directory
 from clowder_aimage.oci import Digest, Reference
-from clowder_aimage.yaml_document import json_lines, read_yaml
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples" / "desired"

@@ -18,7 +18,7 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 
 from playwright.sync_api import expect
 
-from clowder_aimage.model.picture_facts import facts_of
+from clowder_aimage.model.picture_metadata import facts_of
 from tests.page.picture_steps import kept, make, opened, png
 from tests.page.test_page_accessible import violations
 from tests.process import run

@@ -19,7 +19,7 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 
 from playwright.sync_api import expect
 
-from clowder_aimage.model.picture_facts import facts_of
+from clowder_aimage.model.picture_metadata import facts_of
 from tests.conftest import TINY
 from tests.controlnet_file import tensors, write_file
 from tests.page.conftest import Watch

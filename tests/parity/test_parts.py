@@ -29,8 +29,8 @@ with warnings.catch_warnings():
 
 import numpy as np
 
-from clowder_aimage.model.flow.flow_scheduler import FlowScheduler
 from clowder_aimage.model.flow.noise import randn
+from clowder_aimage.model.flow.scheduler import FlowScheduler
 from clowder_aimage.model.flow.tokenizer import Tokenizer
 from tests.model.model_blobs import import_directory
 

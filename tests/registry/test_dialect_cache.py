@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage import user_directory
+from clowder_aimage.config import user_directory
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import ManifestRefusedError

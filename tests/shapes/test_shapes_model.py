@@ -19,7 +19,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx, tree_flatten
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.pipeline import Image as Made
-from clowder_aimage.pictures.picture_input import enlarge
+from clowder_aimage.pictures.input import enlarge
 from clowder_aimage.tensor import read_header
 
 MODEL = Path(__file__).parents[2] / "examples" / "shapes" / "model"

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.errors import ModelError
-from clowder_aimage.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.tensor.config_fields import MAX_SIZE, ConfigFields, parse_object
 
 Read = Callable[[ConfigFields], object]

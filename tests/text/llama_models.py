@@ -9,8 +9,8 @@ from typing import Any
 
 from safetensors.numpy import load_file, save_file
 
-from clowder_aimage.model.llama import llama_model
-from clowder_aimage.model.llama.llama_model import LlamaModel
+from clowder_aimage.model.llama import model as llama_model
+from clowder_aimage.model.llama.model import LlamaModel
 from clowder_aimage.model.text.language_model import Sampling, TextEnd, TextEvent, TextRequest
 from tests.text.file_aimage import gguf_aimage
 from tests.text.tiny_text import write_model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.model.llama.llama_request import drawn_tokens
+from clowder_aimage.model.llama.request import drawn_tokens
 from clowder_aimage.model.text.language_model import (
     LENGTH,
     STOP,

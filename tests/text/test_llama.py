@@ -20,9 +20,11 @@ from clowder_aimage.create import create
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.importer.model_source import ModelForm, parse_adapter
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.model.llama import llama_model, llama_params, llama_server
-from clowder_aimage.model.llama.llama_model import LlamaModel
-from clowder_aimage.model.llama.llama_server import LlamaServer
+from clowder_aimage.model.llama import model as llama_model
+from clowder_aimage.model.llama import params as llama_params
+from clowder_aimage.model.llama import server as llama_server
+from clowder_aimage.model.llama.model import LlamaModel
+from clowder_aimage.model.llama.server import LlamaServer
 from clowder_aimage.model.text.language_model import (
     LENGTH,
     STOP,

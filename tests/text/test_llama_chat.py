@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from clowder_aimage.errors import ModelError, UsageError
-from clowder_aimage.model.llama.llama_model import LlamaModel
+from clowder_aimage.model.llama.model import LlamaModel
 from clowder_aimage.model.text.language_model import (
     STOP,
     TOOL_CALLS,

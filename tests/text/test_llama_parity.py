@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import xllamacpp
 
-from clowder_aimage.model.llama import llama_model
-from clowder_aimage.model.llama.llama_params import make_params
+from clowder_aimage.model.llama import model as llama_model
+from clowder_aimage.model.llama.params import make_params
 from tests.text.llama_models import complete, load, write, write_plain
 from tests.text.tiny_gguf import write_gguf
 

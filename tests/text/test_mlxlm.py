@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from clowder_aimage.errors import FormatError, ModelError, UsageError
-from clowder_aimage.model.mlxlm import text_generation
-from clowder_aimage.model.mlxlm.mlx_model import CachePlan
+from clowder_aimage.model.mlxlm import generation as text_generation
+from clowder_aimage.model.mlxlm.model import CachePlan
 from clowder_aimage.model.text.language_model import (
     ContextError,
     EmbeddingRequest,

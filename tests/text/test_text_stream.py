@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.model.text.language_model import TextEvent, TextPiece, Token
-from clowder_aimage.model.text.text_stream import TextStream, is_in_thoughts
+from clowder_aimage.model.text.stream import TextStream, is_in_thoughts
 from clowder_aimage.model.text.tool_call_format import BRACKETED, TAGGED, WHOLE, call_format
 from tests.text import chat_template
 from tests.text.mlx_models import calls_of, text_of

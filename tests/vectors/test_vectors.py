@@ -11,11 +11,11 @@ import pytest
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, detect
+from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import FormatError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.index import edit_index
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, parse_document
-from clowder_aimage.schema import validate
 from clowder_aimage.tensor import parse_header, read_header
 from tests.memory_store import MemoryStore
 from tests.store import read

@@ -29,7 +29,7 @@ from tests.wait import until
 if TYPE_CHECKING:
     from clowder_aimage.api.service import Service
     from clowder_aimage.engine.settings import Settings
-    from clowder_aimage.fleet.gateway_role import GatewayRole
+    from clowder_aimage.fleet.gateway.role import GatewayRole
     from clowder_aimage.http.route import Role
     from tests.fleet.fleet_run import Nats
 

@@ -13,11 +13,12 @@ from typing import Any, Final
 import pytest
 from aiohttp import web
 
-from clowder_aimage.api.batch import batch_run, stored_file
-from clowder_aimage.api.batch.batch_operation import BatchBody
-from clowder_aimage.api.batch.batch_routes import _new_batch
-from clowder_aimage.api.batch.batch_run import BatchRun, BatchRunner
-from clowder_aimage.api.batch.batch_store import ChangedRecordError, DirectoryBatchStore
+from clowder_aimage.api.batch import run as batch_run
+from clowder_aimage.api.batch import stored_file
+from clowder_aimage.api.batch.operation import BatchBody
+from clowder_aimage.api.batch.routes import _new_batch
+from clowder_aimage.api.batch.run import BatchRun, BatchRunner
+from clowder_aimage.api.batch.store import ChangedRecordError, DirectoryBatchStore
 from clowder_aimage.api.batch.stored_file import FileWriter, lines, records, remove_expired
 from clowder_aimage.engine.batch_line import OVER, BatchRequest
 from clowder_aimage.errors import NetworkError

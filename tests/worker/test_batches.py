@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from clowder_aimage.api.batch import batch_run
+from clowder_aimage.api.batch import run as batch_run
 from clowder_aimage.engine.batch_line import OVER
 from tests.wait import until
 from tests.worker.conftest import LocalWorker, answer_to

@@ -20,7 +20,9 @@ from clowder_aimage.cli.verbs.config import MASK, masked
 from clowder_aimage.cli.verbs.fleet import ACCESS
 from clowder_aimage.cli.verbs.registry import serve as serve_registry
 from clowder_aimage.cli.verbs.serve import NODE_OPTIONS, serve, spell
-from clowder_aimage.distribution import registry_role
+from clowder_aimage.config.user_directory import SHARED_VARIABLES, server_variables
+from clowder_aimage.distribution import role as registry_role
+from clowder_aimage.document.schema import load
 from clowder_aimage.engine.endpoint import DEFAULT_HOST
 from clowder_aimage.engine.settings import (
     Settings,
@@ -31,8 +33,6 @@ from clowder_aimage.engine.settings import (
 )
 from clowder_aimage.errors import UsageError
 from clowder_aimage.registry.host_settings import read_settings
-from clowder_aimage.schema import load
-from clowder_aimage.user_directory import SHARED_VARIABLES, server_variables
 
 ROOT = Path(__file__).parents[2]
 

@@ -270,7 +270,7 @@ def test_a_local_name_is_content_but_is_not_pulled(shared: Asker) -> None:
 
 
 def test_ollama_urls_are_mapped_to_its_registry() -> None:
-    from clowder_aimage.api.storage import parse
+    from clowder_aimage.api.store.storage import parse
 
     home = "registry.ollama.ai"
     for said, meant in {

@@ -15,7 +15,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from clowder_aimage.api.text.enhance_field import EnhanceFields, PromptEnhancer
-from clowder_aimage.model.picture_facts import facts_of
+from clowder_aimage.model.picture_metadata import facts_of
 from clowder_aimage.model.text.enhancement import INSTRUCTION
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY

@@ -18,7 +18,7 @@ pytest.importorskip("aiohttp")
 
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.model.picture_facts import facts_of
+from clowder_aimage.model.picture_metadata import facts_of
 from clowder_aimage.oci import Reference
 from tests.model.model_oracle import CASES
 from tests.picture_file import load_picture

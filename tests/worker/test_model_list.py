@@ -13,13 +13,13 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from clowder_aimage.adapter_source import AdapterFinder
 from clowder_aimage.api import model_list
-from clowder_aimage.api.ollama_routes import _model, _shown
-from clowder_aimage.api.openai_model import ModelCatalog
+from clowder_aimage.api.model_catalog import ModelCatalog
+from clowder_aimage.api.ollama.routes import _model, _shown
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.model.adapter_source import AdapterFinder
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
 
 GOOD = {"schemaVersion": 1, "family": "flux2", "components": {}, "parameters": 6_150_000_000}

@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from clowder_aimage.api.picture.picture_link import PATH, ExpiredError, LinkedPicture, PictureLinks
+from clowder_aimage.api.picture.link import PATH, ExpiredError, LinkedPicture, PictureLinks
 from clowder_aimage.errors import NotFoundError
 
 

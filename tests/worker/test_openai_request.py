@@ -13,13 +13,13 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("numpy")
 pytest.importorskip("prometheus_client")
 
-from clowder_aimage.api.image_request import (
+from clowder_aimage.api.openai.image import _with_param
+from clowder_aimage.api.picture.request import (
     PRESETS,
     ImageRequest,
     read_request,
 )
-from clowder_aimage.api.openai import _with_param
-from clowder_aimage.api.picture.picture_upload import KeptPictures
+from clowder_aimage.api.picture.upload import KeptPictures
 from clowder_aimage.api.request_body import read_object
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import UsageError

@@ -17,7 +17,7 @@ pytest.importorskip("aiohttp")
 from clowder_aimage.api.service import make_service
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.model.picture_facts import facts_of
+from clowder_aimage.model.picture_metadata import facts_of
 from clowder_aimage.oci import Descriptor, Digest, mediatype
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.host_settings import HostSettings

@@ -23,7 +23,8 @@ pytest.importorskip("openai")
 import openai
 from PIL import Image
 
-from clowder_aimage.api.picture import picture_body, picture_upload
+from clowder_aimage.api.picture import body as picture_body
+from clowder_aimage.api.picture import upload as picture_upload
 from clowder_aimage.oci import Digest
 from tests.picture_file import load_picture
 from tests.wait import until

@@ -22,9 +22,9 @@ pytest.importorskip("pydantic", reason="pydantic is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from clowder_aimage.api import openai
-from clowder_aimage.api.picture import picture_link
-from clowder_aimage.api.picture.picture_upload import PictureUploads
+from clowder_aimage.api.openai import image as openai
+from clowder_aimage.api.picture import link as picture_link
+from clowder_aimage.api.picture.upload import PictureUploads
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings
@@ -32,7 +32,7 @@ from clowder_aimage.http.app import build_app
 from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN, Role, Route
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.daemon import Daemon
-from clowder_aimage.node.node_settings import NodeSettings
+from clowder_aimage.node.settings import NodeSettings
 from clowder_aimage.oci import Digest, mediatype
 from clowder_aimage.registry import ClientOptions
 from tests.hostile.hostile_world import plant

@@ -33,7 +33,7 @@ from clowder_aimage.engine.settings import Settings
 from clowder_aimage.http.app import build_app
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.daemon import Daemon
-from clowder_aimage.node.node_settings import NodeSettings
+from clowder_aimage.node.settings import NodeSettings
 from clowder_aimage.oci import mediatype
 from clowder_aimage.registry import ClientOptions
 from tests.hostile.hostile_corpus import TEXTS

@@ -19,7 +19,7 @@ from aiohttp.test_utils import make_mocked_request
 pytest.importorskip("mlx.core")
 pytest.importorskip("aiohttp")
 
-from clowder_aimage.api import ollama_routes
+from clowder_aimage.api.ollama import routes as ollama_routes
 from clowder_aimage.content.store import bytes_body
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference

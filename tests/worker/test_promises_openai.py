@@ -32,7 +32,7 @@ from openai.types import (
 from openai.types.image_model import ImageModel
 from pydantic import BaseModel
 
-from clowder_aimage.api.image_request import read_request
+from clowder_aimage.api.picture.request import read_request
 from clowder_aimage.api.request_body import read_object
 from clowder_aimage.http.api_error import ApiError
 from tests.worker.conftest import LocalWorker, Worker, answer_to

@@ -22,9 +22,9 @@ from aiohttp.test_utils import TestClient, TestServer
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from clowder_aimage import telemetry
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
+from clowder_aimage.content import telemetry
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.http.app import build_app
 from clowder_aimage.layout import ImageLayout
@@ -147,7 +147,7 @@ def test_a_collector_delays_a_verb_for_a_short_time(
 def test_nothing_is_imported_without_a_collector() -> None:
     program = (
         "import sys, clowder_aimage.pull, clowder_aimage.http.app\n"
-        "from clowder_aimage import telemetry\n"
+        "from clowder_aimage.content import telemetry\n"
         "with telemetry.span('x') as span: assert span is None\n"
         "telemetry.record('x', 1); headers = {}; telemetry.inject(headers); telemetry.stop()\n"
         "assert not headers and telemetry.bound(print) is print\n"

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
+from clowder_aimage.api.ollama.text_body import OllamaChatBody, OllamaEmbedBody, OllamaPromptBody
 from clowder_aimage.api.request_body import check_fields, check_ignored, read_object
-from clowder_aimage.api.text.ollama_body import OllamaChatBody, OllamaEmbedBody, OllamaPromptBody
-from clowder_aimage.api.text.text_request import ChatRequest, CompletionRequest, EmbeddingsBody
+from clowder_aimage.api.text.request import ChatRequest, CompletionRequest, EmbeddingsBody
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.model.text.language_model import MAX_SEED
 

@@ -21,7 +21,7 @@ import safetensors.numpy
 from PIL import Image
 
 from clowder_aimage.engine.queued_request import ModelSlot
-from clowder_aimage.model.picture_facts import facts_of
+from clowder_aimage.model.picture_metadata import facts_of
 from tests.lora_file import write_lora
 from tests.process import Aimage
 from tests.store import copy_store

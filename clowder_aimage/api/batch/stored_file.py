@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from typing_extensions import TypedDict
 
-from clowder_aimage.api.batch.batch_store import BatchStore, Record, is_id
+from clowder_aimage.api.batch.store import BatchStore, Record, is_id
 from clowder_aimage.http.api_error import ApiError
 
 PIECE = 4 << 20  # bytes of a piece, unless one line is larger

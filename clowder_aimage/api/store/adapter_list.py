@@ -15,11 +15,10 @@ from typing import Any
 
 from aiohttp import web
 
-from clowder_aimage.adapter_source import AdapterFinder, is_adapter
-from clowder_aimage.api.openai_model import unknown_model
+from clowder_aimage.api.model_catalog import unknown_model
 from clowder_aimage.api.request_body import read_query, wrong
 from clowder_aimage.api.service import Service
-from clowder_aimage.api.store import store_operation
+from clowder_aimage.api.store import operation as store_operation
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.model_fetch import read_model
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
@@ -28,6 +27,7 @@ from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import Route, share
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_manifest
+from clowder_aimage.model.adapter_source import AdapterFinder, is_adapter
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 ADAPTED = ("text_encoder", "transformer")  # the components that adapters change
@@ -157,7 +157,7 @@ def _shapes(base: StoredAImage) -> Shapes:
 
 def _misfit(one: ListedAdapter, shapes: Shapes, base: str) -> str:
     """Return why an adapter does not suit a model; empty if it does."""
-    from clowder_aimage.adapter.adapter_file import open_adapter  # late: they import numpy
+    from clowder_aimage.adapter.file import open_adapter  # late: they import numpy
     from clowder_aimage.adapter.reader import match_adapter
 
     try:

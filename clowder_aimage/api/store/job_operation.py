@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 from typing_extensions import TypedDict
 
-from clowder_aimage.api.lora_field import LoraFields
+from clowder_aimage.api.picture.lora_field import LoraFields
 from clowder_aimage.api.request_body import Parameters, RequestBody
 from clowder_aimage.engine.job_queue import Status
 from clowder_aimage.http.operation import STORE, Answer, Operation

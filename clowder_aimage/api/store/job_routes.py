@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from clowder_aimage.api import model_list
-from clowder_aimage.api.lora_field import PromptedLoras
+from clowder_aimage.api.picture.lora_field import PromptedLoras
 from clowder_aimage.api.request_body import read_body, wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.store import job_operation

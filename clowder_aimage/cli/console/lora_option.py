@@ -18,9 +18,9 @@ from clowder_aimage.generation.request import GenerateRequest, LoraUse
 from clowder_aimage.model.lora_text import missing_words, parse_use, take_tags
 
 if TYPE_CHECKING:
-    from clowder_aimage.adapter_source import AdapterFinder, FoundAdapter
     from clowder_aimage.engine.worker_client import WorkerClient
     from clowder_aimage.layout.stored_aimage import StoredAImage
+    from clowder_aimage.model.adapter_source import AdapterFinder, FoundAdapter
     from clowder_aimage.oci import Reference
     from clowder_aimage.registry import ClientOptions
 
@@ -59,7 +59,7 @@ def with_tags(
 
 def is_file(name: str, directory: Path | None = None) -> bool:
     """Return whether a name is that of a file here, and not of an AImage."""
-    from clowder_aimage.adapter_source import file_in, is_path
+    from clowder_aimage.model.adapter_source import file_in, is_path
 
     return is_path(name) or (directory is not None and file_in(directory, name) is not None)
 
@@ -69,8 +69,8 @@ def adapter_finder(directory: Path | None, connect: Callable[[], ClientOptions])
 
     They are leased until the verb ends.
     """
-    from clowder_aimage.adapter_source import AdapterFinder
     from clowder_aimage.layout.completeness import find_complete
+    from clowder_aimage.model.adapter_source import AdapterFinder
 
     layout = settings().layout
     lease = click.get_current_context().with_resource(layout.lease())

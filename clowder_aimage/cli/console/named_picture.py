@@ -46,7 +46,7 @@ class NamedPictures:
         if name not in self.files or self.stamps[name] != stamp:
             _check_name(name, option)
             with needs("reading a picture", "mlx"):
-                from clowder_aimage.pictures.picture_input import inspect
+                from clowder_aimage.pictures.input import inspect
             data = input_source().read(name, option)
             found = inspect(data, f"{option}: {picture_label(name)}")
             self.files[name], self.stamps[name] = found, stamp
@@ -63,7 +63,7 @@ class NamedPictures:
 
         Raises UsageError: it does not fit the image, or nothing is painted by it.
         """
-        from clowder_aimage.pictures.picture_input import check_mask
+        from clowder_aimage.pictures.input import check_mask
 
         is_file, picture = name != ALPHA, self.read(image, "--image")
         mask = str(self.read(name, "--mask").descriptor.digest) if is_file else ALPHA
@@ -79,7 +79,7 @@ class NamedPictures:
 
     def keep(self, *digests: str | None) -> None:
         """Put files into the store, leased until the command ends."""
-        from clowder_aimage.pictures.picture_input import keep
+        from clowder_aimage.pictures.input import keep
 
         wanted = [self.data[one] for one in digests if one in self.data]
         if wanted:

@@ -193,14 +193,14 @@ class Verb(_Exemplified):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the verb, in a span if it makes requests."""
-        from clowder_aimage.user_directory import misspelt_variables
+        from clowder_aimage.config.user_directory import misspelt_variables
 
         for name, nearest in misspelt_variables():
             note(f"warning: unknown environment variable {name}; did you mean {nearest}?")
         has_requests = any(param.name == "verbose" for param in self.params)
         if not has_requests and not ctx.params.get("remote"):
             return super().invoke(ctx)
-        from clowder_aimage import telemetry
+        from clowder_aimage.content import telemetry
 
         start_traces(_TRACES_TIMEOUT)
         with telemetry.span(ctx.command_path):
@@ -437,9 +437,10 @@ def start_traces(seconds: float | None = None) -> None:
 
     ``seconds`` is the time for sending them.
     """
-    from clowder_aimage import __version__, telemetry
+    from clowder_aimage import __version__
     from clowder_aimage.cli.console.output import note
     from clowder_aimage.cli.console.remedy import advice
+    from clowder_aimage.content import telemetry
 
     if telemetry.is_wanted():
         try:
@@ -492,7 +493,7 @@ class VerbSettings(NamedTuple):
                 registries, or AIMAGE_CONFIG names no file.
         """
         from clowder_aimage.cli.console import connection
-        from clowder_aimage.user_directory import client_options
+        from clowder_aimage.config.user_directory import client_options
 
         if self.plain_http and (self.insecure or self.ca_file or self.cert_file):
             raise UsageError(
@@ -523,7 +524,7 @@ def settings() -> VerbSettings:
     """Return the shared options, given before the verb or after it."""
     from pathlib import Path
 
-    from clowder_aimage.user_directory import default_stores
+    from clowder_aimage.config.user_directory import default_stores
 
     meta = click.get_current_context().meta
     given = {key.removeprefix(META): meta[key] for key in meta if key.startswith(META)}

@@ -16,7 +16,7 @@ from clowder_aimage.cli.console.parameter_option import parameter_options
 from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import ALPHA, MAX_REFERENCES, Control, ImageInput
-from clowder_aimage.pictures import picture_role
+from clowder_aimage.pictures import input_kind as picture_role
 from clowder_aimage.pictures.input_file import InputFile, reduction
 
 if TYPE_CHECKING:

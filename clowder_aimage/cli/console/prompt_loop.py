@@ -246,8 +246,8 @@ def prompt_history() -> Iterator[None]:
     except ImportError:  # a Python without it
         yield
         return
-    from clowder_aimage.schema import read_configuration
-    from clowder_aimage.user_directory import config_file, history_file
+    from clowder_aimage.config.user_directory import config_file, history_file
+    from clowder_aimage.document.schema import read_configuration
 
     run = read_configuration(config_file(), lambda it: it.get("run", {})) or {}
     if not run.get("history", True):

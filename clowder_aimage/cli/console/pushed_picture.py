@@ -11,7 +11,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
-    from clowder_aimage.pictures.made_picture import MadePicture
+    from clowder_aimage.pictures.generated_picture import MadePicture
     from clowder_aimage.registry import ClientOptions
 
 
@@ -20,7 +20,7 @@ def check_push(target: Reference, prompt: str | None, model: Reference) -> None:
 
     The registry is asked, also whether it accepts uploads. Raises as ``check_replaceable``.
     """
-    from clowder_aimage.pictures.picture_artifact import check_replaceable, check_target
+    from clowder_aimage.pictures.artifact import check_replaceable, check_target
 
     if prompt is None:
         raise UsageError("--push requires PROMPT: each prompt would replace the last pictures")
@@ -31,7 +31,7 @@ def check_push(target: Reference, prompt: str | None, model: Reference) -> None:
 
 def push_made(pictures: Sequence[MadePicture], target: Reference) -> dict[str, str]:
     """Push pictures as one artifact; return its name and digest."""
-    from clowder_aimage.pictures.picture_artifact import push_pictures
+    from clowder_aimage.pictures.artifact import push_pictures
 
     facts = pictures[0].facts
     model = Reference.parse(str(facts["reference"])) if facts else target

@@ -8,8 +8,8 @@ from typing import Any
 import jinja2
 
 from clowder_aimage.cli.console.output import one_line
+from clowder_aimage.document.template import RenderError, SandboxedTemplate, TemplateLimits
 from clowder_aimage.errors import UsageError
-from clowder_aimage.template_sandbox import RenderError, SandboxedTemplate, TemplateLimits
 
 _LIMITS = TemplateLimits(steps=5_000_000, text=16 << 20, size=512 << 20, seconds=5.0)
 _HINT = "templates are Jinja's, for example: {{ digest }}"

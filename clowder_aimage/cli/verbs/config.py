@@ -15,9 +15,9 @@ import click
 from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, settings
 from clowder_aimage.cli.console.output import META, note, result, table
 from clowder_aimage.cli.console.remedy import advice
+from clowder_aimage.config.user_directory import check_variables, config_file, server_variables
+from clowder_aimage.document.schema import load, read_configuration
 from clowder_aimage.errors import UsageError
-from clowder_aimage.schema import load, read_configuration
-from clowder_aimage.user_directory import check_variables, config_file, server_variables
 
 MASK = "***"
 # Other environment variables, as listed in docs/environment.md
@@ -107,8 +107,8 @@ def _servers(file: Path) -> Iterator[Value]:
     try:
         with needs("a worker", "worker"):
             from clowder_aimage.engine.settings import Settings, camel, gather, read_section
-            from clowder_aimage.fleet.gateway_settings import GatewaySettings
-            from clowder_aimage.node.node_settings import NodeSettings
+            from clowder_aimage.fleet.gateway.settings import GatewaySettings
+            from clowder_aimage.node.settings import NodeSettings
     except UsageError as error:
         note(f"the worker's settings are not shown: {advice(error)}")
         return

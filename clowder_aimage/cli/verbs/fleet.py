@@ -16,7 +16,7 @@ from clowder_aimage.cli.console.output import plural, result, size, table
 from clowder_aimage.errors import NetworkError, UsageError
 
 if TYPE_CHECKING:
-    from clowder_aimage.fleet.fleet_link import FleetAccess, FleetLink
+    from clowder_aimage.fleet.link import FleetAccess, FleetLink
 
 PATIENCE = 10.0  # seconds for the connection
 _T = TypeVar("_T")
@@ -83,8 +83,8 @@ def nats_of(given: str | None) -> str:
 
 def fleet_access(nats: str, chosen: Mapping[str, Any]) -> FleetAccess:
     """Return the access to a fleet by the servers ``nats`` and the options. Raises UsageError."""
-    from clowder_aimage.fleet.fleet_link import FleetAccess
-    from clowder_aimage.fleet.fleet_name import DEFAULT_FLEET, FleetNames
+    from clowder_aimage.fleet.link import FleetAccess
+    from clowder_aimage.fleet.name import DEFAULT_FLEET, FleetNames
 
     servers = tuple(
         one if "://" in one else f"nats://{one}"
@@ -157,7 +157,7 @@ def init(nats: str | None, replicas: int, keep: float, max_bytes: int, **chosen:
     Jobs and results in the streams stay.
     """
     with needs("a fleet", "worker,fleet"):
-        from clowder_aimage.fleet.fleet_stream import FleetShape
+        from clowder_aimage.fleet.stream import FleetShape
     shape = FleetShape(replicas=replicas, keep=keep, max_bytes=max_bytes)
 
     async def make(link: FleetLink) -> list[str]:
@@ -177,7 +177,7 @@ def status(nats: str | None, **chosen: Any) -> None:
     """Show each worker of a fleet, and how many jobs wait for which model."""
 
     async def read(link: FleetLink) -> dict[str, Any]:
-        from clowder_aimage.fleet.fleet_status import FleetStatus
+        from clowder_aimage.fleet.gateway.status import FleetStatus
         from clowder_aimage.fleet.worker_registry import read_workers
 
         return asdict(await FleetStatus(link, await read_workers(link)).read())
@@ -219,7 +219,7 @@ def _run(
     import asyncio  # late: serve and node import this module
 
     with needs("a fleet", "worker,fleet"):
-        from clowder_aimage.fleet.fleet_link import LOST, OPERATOR, FleetLink
+        from clowder_aimage.fleet.link import LOST, OPERATOR, FleetLink
     logging.getLogger("aimage").addHandler(logging.NullHandler())  # its errors are raised
     link = FleetLink(fleet_access(nats_of(nats), chosen), OPERATOR)
 

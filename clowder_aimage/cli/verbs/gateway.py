@@ -20,8 +20,8 @@ from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.cli.verbs.fleet import ACCESS, fleet_access, fleet_options, nats_of, nats_option
 from clowder_aimage.cli.verbs.serve import allow_origin_option, listening_options, spell
+from clowder_aimage.config.user_directory import config_file
 from clowder_aimage.oci import Digest, Reference
-from clowder_aimage.user_directory import config_file
 
 
 @verb
@@ -48,10 +48,10 @@ def gateway(**options: Any) -> None:
     """
     with needs("a gateway", "worker,fleet"):
         from clowder_aimage.engine.settings import gather
-        from clowder_aimage.fleet.fleet_link import GATEWAY, FleetLink
-        from clowder_aimage.fleet.gateway_metric import GatewayMetrics
-        from clowder_aimage.fleet.gateway_role import GatewayRole
-        from clowder_aimage.fleet.gateway_settings import GatewaySettings
+        from clowder_aimage.fleet.gateway.metric import GatewayMetrics
+        from clowder_aimage.fleet.gateway.role import GatewayRole
+        from clowder_aimage.fleet.gateway.settings import GatewaySettings
+        from clowder_aimage.fleet.link import GATEWAY, FleetLink
         from clowder_aimage.http import log, server
         from clowder_aimage.http.access import read_tokens
         from clowder_aimage.http.listening_socket import listen, listen_apart

@@ -21,8 +21,8 @@ from clowder_aimage.cli.console.option import (
 from clowder_aimage.cli.console.output import note, one_line, plural, result, size, table
 from clowder_aimage.cli.console.worker_connection import refuse_options, worker_client, worker_host
 from clowder_aimage.cli.verbs.serve import listening_options, node_options, run_server, spell
+from clowder_aimage.config.user_directory import config_file
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
-from clowder_aimage.user_directory import config_file
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.endpoint import Endpoint
@@ -55,7 +55,7 @@ def node(context: click.Context, /, **options: Any) -> None:
         return
     with needs("a node", "worker"):
         from clowder_aimage.engine.settings import gather
-        from clowder_aimage.node.node_settings import NodeSettings
+        from clowder_aimage.node.settings import NodeSettings
     config, _ = gather(NodeSettings, options, config_file(), spell)
     run_server(config, config)
 

@@ -14,9 +14,9 @@ from clowder_aimage.cli.console.option import (
 from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import only_name, stored_arguments
+from clowder_aimage.config.user_directory import dialect_cache
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.oci import Reference
-from clowder_aimage.user_directory import dialect_cache
 
 if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions

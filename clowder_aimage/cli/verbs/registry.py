@@ -21,10 +21,10 @@ from clowder_aimage.cli.console.option import (
 )
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.verbs.serve import metrics_and_log_options, option
+from clowder_aimage.config.user_directory import check_variables, config_file
 from clowder_aimage.content.unit import parse_size
+from clowder_aimage.document.schema import read_configuration
 from clowder_aimage.errors import UsageError
-from clowder_aimage.schema import read_configuration
-from clowder_aimage.user_directory import check_variables, config_file
 
 PREFIX = "AIMAGE_REGISTRY_"
 _option = partial(option, prefix=PREFIX)
@@ -81,7 +81,7 @@ def serve(**options: Any) -> None:
     "registry" in the configuration: see 'aimage config show'.
     """
     with needs("a registry", "server"):
-        from clowder_aimage.distribution import registry_role as server
+        from clowder_aimage.distribution import role as server
         from clowder_aimage.distribution.upstream import UpstreamRegistry
         from clowder_aimage.http import log
         from clowder_aimage.http.access import read_token

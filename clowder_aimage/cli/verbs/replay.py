@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.adapter_source import OWN
 from clowder_aimage.cli.console.lora_option import adapter_finder, is_file, lora_options, read_uses
 from clowder_aimage.cli.console.named_picture import check_stdin, input_source, named_pictures
 from clowder_aimage.cli.console.option import (
@@ -32,6 +31,7 @@ from clowder_aimage.cli.worker.local_model import (
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError
 from clowder_aimage.generation.request import ALPHA, GenerateRequest, LoraUse
+from clowder_aimage.model.adapter_source import OWN
 from clowder_aimage.model.library_choice import BACKENDS, TorchTuning, choose_library, made_by
 from clowder_aimage.oci import Descriptor, Digest, Reference
 

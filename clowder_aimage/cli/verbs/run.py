@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.adapter_source import OWN
 from clowder_aimage.cli.console.lora_option import is_file, lora_options
 from clowder_aimage.cli.console.named_picture import check_stdin
 from clowder_aimage.cli.console.option import (
@@ -37,7 +36,7 @@ from clowder_aimage.cli.console.pushed_picture import check_push
 from clowder_aimage.cli.console.seed_option import seed_options
 from clowder_aimage.cli.console.stored_name import model_or_path, pack_path, stored_argument
 from clowder_aimage.cli.text.enhance_option import ENHANCING, enhance_options, is_enhanced
-from clowder_aimage.cli.text.text_option import TEXT_SETTABLE, text_options, text_request
+from clowder_aimage.cli.text.option import TEXT_SETTABLE, text_options, text_request
 from clowder_aimage.cli.worker.choice import choose_worker, named_worker
 from clowder_aimage.cli.worker.local import LocalWorker
 from clowder_aimage.cli.worker.local_model import LocalOptions
@@ -47,6 +46,7 @@ from clowder_aimage.cli.worker.text_order import TextOrder
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import GenerateRequest, Guidance, LoraUse, Output, Sampling
+from clowder_aimage.model.adapter_source import OWN
 from clowder_aimage.model.library_choice import AUTO, BACKENDS, TorchTuning
 from clowder_aimage.oci import Reference
 

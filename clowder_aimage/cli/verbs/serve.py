@@ -27,16 +27,16 @@ from clowder_aimage.cli.console.option import (
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.cli.verbs.fleet import ACCESS, fleet_access, fleet_options
+from clowder_aimage.config.user_directory import config_file
 from clowder_aimage.errors import UsageError
-from clowder_aimage.user_directory import config_file
 
 if TYPE_CHECKING:
     from clowder_aimage.api.service import Service
     from clowder_aimage.engine.settings import ServerSettings
-    from clowder_aimage.fleet.fleet_link import FleetAccess
+    from clowder_aimage.fleet.link import FleetAccess
     from clowder_aimage.http.local_call import LocalCalls
     from clowder_aimage.http.route import Role
-    from clowder_aimage.node.node_settings import NodeSettings
+    from clowder_aimage.node.settings import NodeSettings
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -297,7 +297,7 @@ def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) 
     """
     with needs("a worker", "mlx,worker"):
         from clowder_aimage.engine.settings import Settings, gather
-        from clowder_aimage.node.node_settings import NodeSettings
+        from clowder_aimage.node.settings import NodeSettings
 
     kept = {name: options.pop(name) for name in NODE_OPTIONS}
     own = {name: options.pop(name) for name in ACCESS}
@@ -434,8 +434,8 @@ def run_server(
 
 def _joined(service: Service, calls: LocalCalls, fleet: FleetAccess, urls: Sequence[str]) -> Role:
     """Return the role of a worker that takes the jobs of a fleet."""
-    from clowder_aimage.fleet.fleet_link import WORKER, FleetLink
     from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+    from clowder_aimage.fleet.link import WORKER, FleetLink
 
     port = urls[0].rpartition(":")[2] if urls and urls[0].startswith("http") else str(os.getpid())
     machine = re.sub(r"[^A-Za-z0-9_-]", "-", platform.node().partition(".")[0])[:48] or "worker"

@@ -80,8 +80,8 @@ class LocalEnhancer:
 
 def _default_model() -> Reference:
     """Return the language model of the environment or the configuration. Raises UsageError."""
-    from clowder_aimage.schema import read_configuration
-    from clowder_aimage.user_directory import config_file
+    from clowder_aimage.config.user_directory import config_file
+    from clowder_aimage.document.schema import read_configuration
 
     name = os.environ.get("AIMAGE_ENHANCER", "").strip()
     name = name or read_configuration(

@@ -11,8 +11,8 @@ from clowder_aimage.cli.console.lora_option import to_worker
 from clowder_aimage.cli.console.picture_option import to_request
 from clowder_aimage.errors import FormatError
 from clowder_aimage.generation.request import places
-from clowder_aimage.model.picture_facts import facts_of, kind_of
-from clowder_aimage.pictures.made_picture import MadePicture
+from clowder_aimage.model.picture_metadata import facts_of, kind_of
+from clowder_aimage.pictures.generated_picture import MadePicture
 
 if TYPE_CHECKING:
     from clowder_aimage.cli.text.enhance_option import Enhancement

@@ -30,13 +30,13 @@ from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.library_choice import choose_library
 from clowder_aimage.oci import Reference
-from clowder_aimage.pictures.made_picture import MadePicture, encode_image
+from clowder_aimage.pictures.generated_picture import MadePicture, encode_image
 
 if TYPE_CHECKING:
-    from clowder_aimage.adapter_source import AdapterFinder
     from clowder_aimage.dialect import AImage
     from clowder_aimage.engine.local_fetch import BackgroundPull
     from clowder_aimage.generate import RunnableModel
+    from clowder_aimage.model.adapter_source import AdapterFinder
     from clowder_aimage.oci import Descriptor
     from clowder_aimage.pull import PullOptions
 
@@ -173,9 +173,9 @@ def _to_request(aimage: AImage, draft: GenerateRequest) -> GenerateRequest:
 
 def _choose_variant(reference: Reference, precision: str, connect: Connect) -> Reference:
     """Return the variant of an AImage that the store lacks, else ``reference``."""
+    from clowder_aimage.engine.variant import find_variant
     from clowder_aimage.layout.completeness import check_stored
     from clowder_aimage.layout.stored_aimage import read_aimage
-    from clowder_aimage.variant import find_variant
 
     if reference.digest is not None:
         raise UsageError("--first cannot be combined with a digest, which names one AImage")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.model.text.language_model import TextEvent, TextRequest
     from clowder_aimage.oci import Reference
-    from clowder_aimage.pictures.made_picture import MadePicture
+    from clowder_aimage.pictures.generated_picture import MadePicture
 
 
 @dataclass(slots=True)

@@ -19,10 +19,10 @@ from clowder_aimage.model.library_choice import AUTO, NO_TUNING, TorchTuning
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
-    from clowder_aimage.adapter_source import AdapterFinder
     from clowder_aimage.engine.local_fetch import Check, FetchedAImage
     from clowder_aimage.generate import RunnableModel
     from clowder_aimage.generation.request import GenerateRequest
+    from clowder_aimage.model.adapter_source import AdapterFinder
     from clowder_aimage.model.pipeline import Image, PipelineEvent
     from clowder_aimage.registry import ClientOptions
 

@@ -31,7 +31,7 @@ from clowder_aimage.generation.request import COUNTS, ENHANCED, GenerateRequest,
 
 if TYPE_CHECKING:
     from clowder_aimage.generation.encoding import Format
-    from clowder_aimage.pictures.made_picture import MadePicture
+    from clowder_aimage.pictures.generated_picture import MadePicture
 
 _OPTIONS = tuple(
     name for name in places() if name not in ("prompt", "references", *COUNTS, *ENHANCED)

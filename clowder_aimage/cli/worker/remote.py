@@ -14,7 +14,7 @@ from clowder_aimage.cli.worker.image_generation import generation_fields, pictur
 from clowder_aimage.cli.worker.worker import Announce, PictureTask
 from clowder_aimage.errors import NetworkError, NotFoundError
 from clowder_aimage.model.text.language_model import TextEnd, TextEvent, TextRequest
-from clowder_aimage.pictures.made_picture import MadePicture
+from clowder_aimage.pictures.generated_picture import MadePicture
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.cli.console.output import is_verbose, note, result, wants_value
 from clowder_aimage.cli.text.answer_output import AnswerOutput
-from clowder_aimage.cli.text.text_option import text_request
+from clowder_aimage.cli.text.option import text_request
 
 if TYPE_CHECKING:
     from clowder_aimage.cli.worker.worker import Worker

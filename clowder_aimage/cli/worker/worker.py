@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from clowder_aimage.generation.encoding import Format
     from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.model.text.language_model import TextEvent, TextRequest
-    from clowder_aimage.pictures.made_picture import MadePicture
+    from clowder_aimage.pictures.generated_picture import MadePicture
 
 Announce = Callable[[str], None]  # called with the place before pictures are generated there
 

@@ -19,11 +19,11 @@ from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.conditioning import Caption, Conditioning
 from clowder_aimage.model.flow.family import FlowFamily
-from clowder_aimage.model.flow.flow_scheduler import Schedule
 from clowder_aimage.model.flow.networks import FlowNetworks
 from clowder_aimage.model.flow.noise import randn
 from clowder_aimage.model.flow.picture_start import EncodedPicture, start
 from clowder_aimage.model.flow.pixels import downsample
+from clowder_aimage.model.flow.scheduler import Schedule
 from clowder_aimage.model.pipeline import PipelineEvent, Preview, Step
 
 # Changes latents at a noise level

@@ -12,12 +12,12 @@ from clowder_aimage.errors import ModelError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.conditioning import Caption
-from clowder_aimage.model.flow.flow_scheduler import Schedule
 from clowder_aimage.model.flow.memory_budget import Module
 from clowder_aimage.model.flow.networks import FlowNetworks, NetworkConfigs
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder
 from clowder_aimage.model.flow.picture_size import Sides
 from clowder_aimage.model.flow.picture_start import EncodedPicture
+from clowder_aimage.model.flow.scheduler import Schedule
 from clowder_aimage.model.pipeline import PictureInput
 
 Pixels = npt.NDArray[np.uint8]

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.flow.array_library import Floats
-from clowder_aimage.model.flow.flow_scheduler import Schedule
 from clowder_aimage.model.flow.noise import draws
+from clowder_aimage.model.flow.scheduler import Schedule
 
 
 @dataclass(frozen=True, slots=True, eq=False)

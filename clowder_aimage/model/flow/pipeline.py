@@ -18,13 +18,13 @@ from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
 from clowder_aimage.model.flow.conditioning import Conditioning
 from clowder_aimage.model.flow.denoiser import Denoiser
 from clowder_aimage.model.flow.family import FlowFamily, list_texts
-from clowder_aimage.model.flow.flow_scheduler import Schedule
 from clowder_aimage.model.flow.memory_budget import Module, Stage
 from clowder_aimage.model.flow.networks import FlowNetworks
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder
 from clowder_aimage.model.flow.picture_size import check_request
 from clowder_aimage.model.flow.picture_start import cells_of
 from clowder_aimage.model.flow.prompt_encoder import PromptEncoder
+from clowder_aimage.model.flow.scheduler import Schedule
 from clowder_aimage.model.flow.stage_plan import area, least_memory, plan_pictures, plan_stages
 from clowder_aimage.model.flow.state import PipelineState, UsedControl
 from clowder_aimage.model.pipeline import (

@@ -16,10 +16,10 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
+from clowder_aimage.document.strict_json import read_json
+from clowder_aimage.document.template import RenderError, SandboxedTemplate, TemplateLimits
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.model.text.language_model import TextRequest, require
-from clowder_aimage.strict_json import read_json
-from clowder_aimage.template_sandbox import RenderError, SandboxedTemplate, TemplateLimits
 from clowder_aimage.tensor.config_fields import parse_object
 
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")

@@ -16,8 +16,8 @@ MLX_LM, LLAMA = "mlx-lm", "llama.cpp"
 # Modules with ``load`` and ``usual_memory``, and their extras; each is imported on use, since it
 # needs its library
 _MODULES = {
-    MLX_LM: ("clowder_aimage.model.mlxlm.mlx_model", "text"),
-    LLAMA: ("clowder_aimage.model.llama.llama_model", "llama"),
+    MLX_LM: ("clowder_aimage.model.mlxlm.model", "text"),
+    LLAMA: ("clowder_aimage.model.llama.model", "llama"),
 }
 _FORMATS = {"transformers": MLX_LM, "gguf": LLAMA}  # of AImages
 

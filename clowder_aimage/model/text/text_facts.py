@@ -8,13 +8,13 @@ from functools import partial
 
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage
+from clowder_aimage.document.strict_json import ParseCache
 from clowder_aimage.errors import AImageError
 from clowder_aimage.formats.gguf_header import find_value
 from clowder_aimage.formats.transformers import POOLING
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.text.language_model import CHAT, COMPLETION, EMBEDDING, THINKING, TOOLS
 from clowder_aimage.oci import Digest, mediatype
-from clowder_aimage.strict_json import ParseCache
 from clowder_aimage.tensor.config_fields import parse_object
 
 _MAX_FILE = 16 << 20  # bytes of a tokenizer's configuration, or of a GGUF file's metadata

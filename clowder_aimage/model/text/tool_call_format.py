@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import FormatError
 from clowder_aimage.model.text.language_model import ToolCall
-from clowder_aimage.strict_json import read_json
 
 MAX_CALL = 1 << 20  # characters of the calls of a text
 _NAME = re.compile(r"[\w.:/-]{1,256}")

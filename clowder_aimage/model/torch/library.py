@@ -13,8 +13,8 @@ import torch
 from clowder_aimage.errors import ModelError, NoMemoryError
 from clowder_aimage.model.flow.array_library import MIB, Floats
 from clowder_aimage.model.library_choice import TorchTuning, type_name
+from clowder_aimage.model.torch.device import CPU, CUDA, MPS, device_warning, select_device
 from clowder_aimage.model.torch.step_cache import TorchStepCache
-from clowder_aimage.model.torch.torch_device import CPU, CUDA, MPS, device_warning, select_device
 from clowder_aimage.model.torch.tuning import check_compiler
 
 _SCORES = 256 * MIB  # of attention at a time

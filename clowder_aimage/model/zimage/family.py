@@ -23,12 +23,12 @@ from clowder_aimage.model.flow.component import read_config
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.flow.family import Pixels, check_channels
-from clowder_aimage.model.flow.flow_scheduler import FlowScheduler, Schedule
 from clowder_aimage.model.flow.memory_budget import Module
 from clowder_aimage.model.flow.networks import FlowNetworks
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder, to_values
 from clowder_aimage.model.flow.picture_size import Sides
 from clowder_aimage.model.flow.picture_start import EncodedPicture, cells_of
+from clowder_aimage.model.flow.scheduler import FlowScheduler, Schedule
 from clowder_aimage.model.pipeline import PictureInput
 from clowder_aimage.model.zimage.config import MULTIPLE, PATCH, TransformerConfig, VaeConfig, padded
 from clowder_aimage.model.zimage.control_config import ControlNetConfig, to_input

@@ -1,0 +1,145 @@
+"""The models of a store in OpenAI's interface, and their aliases."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, kind_of
+from clowder_aimage.api.model_list import describe_all
+from clowder_aimage.api.service import Service
+from clowder_aimage.engine.model_fetch import read_model
+from clowder_aimage.errors import AImageError, NotFoundError, StoreError, UsageError
+from clowder_aimage.generation.request import MODEL_DEFAULTS, GenerateRequest
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.model.adapter_source import AdapterFile, is_adapter
+from clowder_aimage.model.text.text_facts import text_facts
+from clowder_aimage.oci import Descriptor, Digest, Reference
+from clowder_aimage.pictures.input_kind import max_images
+
+_MAX_KNOWN = 4096  # cached manifests
+
+
+def unknown_model(name: str) -> ApiError:
+    """Return the error for a missing model."""
+    message = f"model {name[:200]!r} not found; GET /v1/models lists the available models"
+    return ApiError(404, message, code="model_not_found", param="model")
+
+
+class ModelCatalog:
+    """The list of models, read from the store for each request; manifest facts are cached."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._known: dict[Digest, dict[str, Any] | None] = {}
+
+    def all(self) -> list[dict[str, Any]]:
+        """Return all runnable models by name, their aliases, and the adapters of both places."""
+
+        def described(tag: tuple[str, Descriptor]) -> tuple[str, dict[str, Any] | None]:
+            with contextlib.suppress(UsageError):  # another tool's name, invalid in a request
+                reference = Reference.parse(tag[0])
+                return str(reference), self._facts(reference, tag[1].digest)
+            return tag[0], None
+
+        listed = describe_all(self._service.store.tags(), described)
+        known = {name: facts for name, facts in listed if facts is not None}
+        known = {name: known[name] for name in sorted(known)}
+        found = {name: facts for name, facts in known.items() if "adapter" not in facts}
+        models = [_model(name, facts) for name, facts in found.items()]
+        models += [_model(alias, facts) for alias, facts in self._aliases(found)]
+        rest = {name: facts for name, facts in known.items() if "adapter" in facts}
+        files = {one.name: _file_facts(one) for one in self._service.adapters.files()}
+        bases = self._names() if rest else {}
+        adapters = {**files, **rest}.items()
+        return models + [_adapter(name, facts, bases) for name, facts in adapters]
+
+    def one(self, name: str) -> dict[str, Any]:
+        """Return the model or adapter with the name of a request. Raises ApiError."""
+        if (file := self._service.adapters.file(name)) is not None:
+            return _adapter(name, _file_facts(file), {})
+        try:
+            reference = self._service.reference(name)
+            descriptor = self._service.store.resolve(reference)
+        except (UsageError, NotFoundError):
+            raise unknown_model(name) from None
+        facts = self._facts(reference, descriptor.digest)
+        if facts is None:
+            raise unknown_model(name)
+        return _adapter(name, facts, self._names()) if "adapter" in facts else _model(name, facts)
+
+    def _aliases(self, found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+        for alias in sorted(self._service.settings.aliases):
+            try:
+                name = str(self._service.reference(alias))
+            except UsageError:
+                continue
+            if name in found and alias not in found:
+                yield alias, found[name]
+
+    def _facts(self, reference: Reference, digest: Digest) -> dict[str, Any] | None:
+        """Return the facts of a model; None if it is not runnable or not readable."""
+        try:
+            facts = self._known[digest]
+        except KeyError:
+            try:
+                facts = self._read(reference)
+            except (NotFoundError, StoreError):
+                return None  # it may be stored, or readable, later
+            except AImageError:
+                facts = None
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[digest] = facts
+        if facts is None:
+            return None
+        facts = {**facts, "owned_by": reference.registry or "local"}
+        if (aimage := facts.pop("text", None)) is not None:  # its files may be stored later
+            known = text_facts(self._service.store, digest, aimage)
+            facts["capabilities"] = list(known.capabilities)
+            facts |= {"context_length": known.context} if known.context else {}
+        return facts
+
+    def _read(self, reference: Reference) -> dict[str, Any] | None:
+        store = self._service.store
+        stored = read_model(store, store.resolve(reference))
+        properties, facts = stored.aimage.properties, dict[str, Any]()
+        if is_adapter(stored.aimage):
+            subject = stored.aimage.subject
+            facts = {"adapter": properties.get("adapter", {}), "base": subject and subject.digest}
+        elif (kind := kind_of(stored.aimage)) in (TEXT, EMBEDDER):
+            facts = {"text": stored.aimage}
+        elif kind == PICTURES:
+            facts = {"capabilities": [PICTURES], "max_images": max_images(properties)}
+            own = GenerateRequest.draft().for_model(stored.aimage).values()
+            facts["defaults"] = {name: own[name] for name in MODEL_DEFAULTS}
+        else:
+            return None
+        with contextlib.suppress(KeyError, ValueError, OverflowError):  # an invalid date
+            created = datetime.fromisoformat(properties["created"])
+            return {"created": int(created.timestamp()), **facts}
+        path = store.path(stored.descriptor)
+        return {"created": int(path.stat().st_mtime), **facts}
+
+    def _names(self) -> dict[Digest, str]:
+        """Return a name of each manifest, the first in order."""
+        tags = sorted(self._service.store.tags(), key=lambda tag: tag[0], reverse=True)
+        return {descriptor.digest: name for name, descriptor in tags}
+
+
+def _adapter(name: str, facts: dict[str, Any], names: Mapping[Digest, str]) -> dict[str, Any]:
+    """Return the entry of an adapter: ``parent`` is a name of its base, if the store has it."""
+    known = {key: value for key, value in facts.items() if key not in ("base", "adapter")}
+    parent = None if facts["base"] is None else names.get(facts["base"])
+    return _model(name, known) | {"parent": parent, "adapter": facts["adapter"]}
+
+
+def _file_facts(file: AdapterFile) -> dict[str, Any]:
+    """Return the facts of an adapter in the directory."""
+    return {"created": int(file.changed), "owned_by": "local", "adapter": file.facts, "base": None}
+
+
+def _model(name: str, facts: dict[str, Any]) -> dict[str, Any]:
+    return {"id": name, "object": "model", **facts}

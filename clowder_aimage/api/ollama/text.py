@@ -1,0 +1,248 @@
+"""ollama's API of language models: chat, generate, and embeddings (ollama, docs/api.md)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from clowder_aimage.api.model_kind import EMBEDDER, TEXT, check_kind
+from clowder_aimage.api.ollama.request import OllamaRequest
+from clowder_aimage.api.ollama.text_body import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaPromptBody,
+    OllamaTextBody,
+)
+from clowder_aimage.api.ollama.text_operation import (
+    OLLAMA_CHAT,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+)
+from clowder_aimage.api.openai.chunk import token_facts
+from clowder_aimage.api.openai.text import explained
+from clowder_aimage.api.request_body import check_fields, read_body
+from clowder_aimage.api.service import Service
+from clowder_aimage.dialect import AImage
+from clowder_aimage.engine.event import Event, LoadingEvent, StartedEvent
+from clowder_aimage.errors import AImageError, FormatError, ModelError, UsageError
+from clowder_aimage.http.api_error import OLLAMA
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import Route, share
+from clowder_aimage.layout.stored_aimage import StoredAImage
+from clowder_aimage.model.text.language_model import (
+    LENGTH,
+    STOP,
+    EmbeddingRequest,
+    Embeddings,
+    TextEnd,
+    TextPiece,
+    TextRequest,
+    Token,
+    ToolCall,
+)
+from clowder_aimage.oci import read_json
+
+_NS = 1_000_000_000
+
+
+class OllamaText(OllamaRequest):
+    """A request for a text, or to load or unload a language model."""
+
+    def __init__(
+        self,
+        service: Service,
+        request: Request,
+        body: OllamaTextBody,
+        stored: StoredAImage | None = None,
+    ) -> None:
+        super().__init__(service, request, body, stored)
+        self._wish = body
+        self._text, self._thinking = list[str](), list[str]()
+        self._calls, self._tokens = list[dict[str, Any]](), list[Token]()
+        self._end: TextEnd | None = None
+        self._loading = self._started = 0
+
+    async def answer(self) -> web.StreamResponse:
+        """Respond to the request. Raises AImageError."""
+        if self._wish.is_change:
+            return await self.change()
+        wanted = self._wish.request()
+
+        def make(aimage: AImage) -> TextRequest:
+            check_kind(self.reference, aimage, TEXT, interface=OLLAMA)
+            return wanted
+
+        engine = self.service.engine
+        events = engine.generate(self.reference, make, is_text=True, **self.terms())
+        return await self.stream(events, self._progress)
+
+    def explained(self, error: AImageError) -> AImageError:
+        return explained(error, "prompt") if isinstance(error, UsageError) else error
+
+    def _progress(self, event: Event) -> dict[str, Any] | None:
+        if isinstance(event, LoadingEvent):
+            self._loading = time.monotonic_ns()
+        elif isinstance(event, StartedEvent):
+            self._started = time.monotonic_ns()
+        elif isinstance(event, TextEnd):
+            self._end = event
+        elif isinstance(event, TextPiece):
+            return self._piece(event)
+        elif isinstance(event, ToolCall):
+            arguments = _parsed(event.arguments)
+            self._calls.append({"function": {"name": event.name, "arguments": arguments}})
+            return self.line(**self.part("", tool_calls=[self._calls[-1]]))
+        return None
+
+    def _piece(self, piece: TextPiece) -> dict[str, Any] | None:
+        is_thinking = piece.kind == "thinking"
+        (self._thinking if is_thinking else self._text).append(piece.text)
+        self._tokens += piece.tokens
+        if not piece.text and not piece.tokens:
+            return None
+        more = {"thinking": piece.text} if is_thinking else {}
+        found = self.part("" if is_thinking else piece.text, **more)
+        return self.line(**found, **self._logprobs(piece.tokens))
+
+    def _logprobs(self, tokens: Any) -> dict[str, Any]:
+        return {"logprobs": [token_facts(one) for one in tokens]} if tokens else {}
+
+    def part(self, text: str, **more: Any) -> dict[str, Any]:
+        """Return the fields of a line for a part of the text."""
+        return {"response": text, **more}
+
+    def finished(self) -> dict[str, Any]:
+        if (end := self._end) is None:
+            raise ModelError("the model ended a text without its counts")
+        found = self.part("")
+        if not self._wish.stream:
+            more: dict[str, Any] = {"tool_calls": self._calls} if self._calls else {}
+            more |= {"thinking": "".join(self._thinking)} if self._thinking else {}
+            found = self.part("".join(self._text), **more) | self._logprobs(self._tokens)
+        loading = max(0, self._started - self._loading) if self._loading else 0
+        return self.line(
+            done=True,
+            done_reason=LENGTH if end.reason == LENGTH else STOP,
+            **found,
+            total_duration=time.monotonic_ns() - self.begun,
+            load_duration=loading,
+            prompt_eval_count=end.prompt_tokens,
+            prompt_eval_duration=int(end.prompt_seconds * _NS),
+            eval_count=end.tokens,
+            eval_duration=int(end.seconds * _NS),
+        )
+
+
+class OllamaChat(OllamaText):
+    """A request for the next message of a chat."""
+
+    EMPTY = {"message": {"role": "assistant", "content": ""}}  # noqa: RUF012 - not changed
+
+    def part(self, text: str, **more: Any) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, **more}}
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return read_json(arguments.encode(), "the arguments")
+    except FormatError:
+        return {}
+
+
+class OllamaEmbedding(OllamaRequest):
+    """A request for embeddings; ``is_old`` for that of one text, ``/api/embeddings``."""
+
+    def __init__(
+        self, service: Service, request: Request, body: OllamaEmbedBody, *, is_old: bool
+    ) -> None:
+        super().__init__(service, request, body.model_copy(update={"stream": False}))
+        self._texts, self._is_old = body.texts, is_old
+        self._found = Embeddings((), 0)
+        self._loading = self._started = 0
+
+    async def answer(self) -> web.StreamResponse:
+        """Respond to the request. Raises AImageError."""
+        wanted = EmbeddingRequest(self._texts)
+
+        def make(aimage: AImage) -> EmbeddingRequest:
+            check_kind(self.reference, aimage, EMBEDDER, TEXT, interface=OLLAMA)
+            return wanted
+
+        engine = self.service.engine
+        events = (
+            engine.generate(self.reference, make, is_text=True, **self.terms())
+            if self._texts
+            else engine.load(self.reference, **self.terms())
+        )
+        return await self.stream(events, self._progress)
+
+    def _progress(self, event: Event) -> None:
+        if isinstance(event, LoadingEvent):
+            self._loading = time.monotonic_ns()
+        elif isinstance(event, StartedEvent):
+            self._started = time.monotonic_ns()
+        elif isinstance(event, Embeddings):
+            self._found = event
+
+    def explained(self, error: AImageError) -> AImageError:
+        name = "prompt" if self._is_old else "input"
+        return explained(error, name) if isinstance(error, UsageError) else error
+
+    def finished(self) -> dict[str, Any]:
+        found = self._found
+        if len(found.vectors) != len(self._texts):
+            raise ModelError(f"the model returned {len(found.vectors)} embeddings")
+        vectors = [list(vector) for vector in found.vectors]
+        if self._is_old:
+            return {"embedding": vectors[0] if vectors else []}
+        return {
+            "model": self._body.reference or str(self.reference),
+            "embeddings": vectors,
+            "total_duration": time.monotonic_ns() - self.begun,
+            "load_duration": max(0, self._started - self._loading) if self._loading else 0,
+            "prompt_eval_count": found.tokens,
+        }
+
+
+async def read_named(service: Service, fields: Mapping[str, Any]) -> StoredAImage | None:
+    """Return the AImage of a request if it is in the store, and valid.
+
+    What is wrong with its name or its AImage is an error of the request.
+    """
+    name = fields.get("model") or fields.get("name")
+    try:
+        reference = service.reference(name if isinstance(name, str) else None)
+        return await service.engine.read(reference)
+    except AImageError:
+        return None
+
+
+async def answer_prompt(
+    service: Service, request: Request, fields: Mapping[str, Any], stored: StoredAImage
+) -> web.StreamResponse:
+    """Respond to ``POST /api/generate`` of a language model."""
+    body = check_fields(fields, OllamaPromptBody)
+    return await OllamaText(service, request, body, stored).answer()
+
+
+async def _chat(service: Service, request: Request) -> web.StreamResponse:
+    body = await read_body(request, OllamaChatBody)
+    return await OllamaChat(service, request, body).answer()
+
+
+async def _embed(service: Service, request: Request, *, is_old: bool) -> web.StreamResponse:
+    body = await read_body(request, OllamaEmbedBody)
+    return await OllamaEmbedding(service, request, body, is_old=is_old).answer()
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the routes that only language models have."""
+    return [
+        share(OLLAMA_CHAT, partial(_chat, service)),
+        share(OLLAMA_EMBED, partial(_embed, service, is_old=False)),
+        share(OLLAMA_EMBEDDINGS, partial(_embed, service, is_old=True)),
+    ]

@@ -1,0 +1,257 @@
+"""The requests of ollama's API for language models (ollama, docs/api.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from clowder_aimage.api.ollama.request import OllamaBody
+from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_NAME, MAX_TOOLS, Tool
+from clowder_aimage.api.text.request import MAX_INPUTS, SamplingFields, Stops, text_list
+from clowder_aimage.model.text.language_model import MAX_ALTERNATIVES, TextRequest
+
+
+class OllamaTextOptions(SamplingFields):
+    """The options that have an effect; ``num_ctx`` and those of the machine are the worker's."""
+
+    repeat_penalty: float | None = Field(default=None, ge=1e-3, le=100, allow_inf_nan=False)
+    num_predict: int | None = Field(
+        default=None,
+        description="The maximum number of tokens of a text; 0 or less is as many as the context "
+        "has room for.",
+    )
+    stop: Stops = Field(default_factory=list)
+
+    def request(self) -> dict[str, Any]:
+        """Return the fields of a request. A negative seed, or number of tokens, is not set."""
+        changed: dict[str, Any] = {}
+        if self.repeat_penalty is not None:
+            changed["repetition_penalty"] = self.repeat_penalty
+        if (self.seed or 0) < 0:
+            changed["seed"] = None
+        count = self.num_predict
+        return {
+            "sampling": self.model_copy(update=changed).sampling(),
+            "max_tokens": count if count is not None and count > 0 else None,
+            "stop": tuple(self.stop),
+        }
+
+
+def _schema(value: object) -> Any:
+    """Return the JSON Schema of ``format``: "json" is any object."""
+    if value in ("", None):
+        return None
+    if value == "json":
+        return {}
+    if isinstance(value, dict):
+        return value
+    raise ValueError('must be "json" or a JSON Schema')
+
+
+_Effort = Literal["low", "medium", "high", "max"]
+
+
+def _thinking(value: object) -> object:
+    """Return whether a model thinks; the levels of newer models all mean that it does."""
+    return True if value in get_args(_Effort) else value
+
+
+def _arguments(value: object) -> Any:
+    """Return the arguments of a call as text; ollama's are an object."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
+class OllamaFunction(RequestBody):
+    """The function of a call."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    arguments: Annotated[
+        str, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any])
+    ] = "{}"
+
+
+class OllamaCall(RequestBody):
+    """A call of a function in an earlier answer."""
+
+    id: str | None = Field(default=None, max_length=MAX_NAME)
+    function: OllamaFunction
+
+
+class OllamaMessage(RequestBody):
+    """A message of a chat."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str | None = None
+    tool_calls: list[OllamaCall] | None = Field(default=None, max_length=MAX_TOOLS)
+    tool_name: str | None = Field(default=None, max_length=MAX_NAME)
+    tool_call_id: str | None = Field(default=None, max_length=MAX_NAME)
+    images: list[Any] | None = Field(
+        default=None,
+        description="Only empty: only text is supported.",
+        json_schema_extra={"maxItems": 0},
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.images:
+            raise ValueError("has images; only text is supported")
+        return self
+
+    def values(self) -> dict[str, Any]:
+        """Return the message in OpenAI's form."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        found |= {"reasoning_content": self.thinking} if self.thinking else {}
+        if self.tool_calls:
+            calls = enumerate(self.tool_calls)
+            found["tool_calls"] = [
+                {"id": one.id or f"call_{at}", "type": "function", "function": dict(one.function)}
+                for at, one in calls
+            ]
+        if self.role == "tool":
+            found |= {"name": self.tool_name} if self.tool_name else {}
+            found["tool_call_id"] = self.tool_call_id or "call_0"
+        return found
+
+
+class OllamaTextBody(OllamaBody):
+    """The fields that requests of chat and of generate have in common."""
+
+    options: OllamaTextOptions = OllamaTextOptions()
+    format: Annotated[
+        Mapping[str, Any] | None,
+        BeforeValidator(_schema, json_schema_input_type=Literal["", "json"] | dict[str, Any]),
+    ] = Field(
+        default=None,
+        description="`json`, or a JSON Schema. An error (400) where the runtime of the model has "
+        "no grammars.",
+    )
+    think: Annotated[
+        bool | None, BeforeValidator(_thinking, json_schema_input_type=bool | _Effort)
+    ] = Field(default=None, description="Turn thinking on or off; all levels turn it on.")
+    logprobs: bool = Field(default=False, description="Return the log probability of each token.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] = Field(
+        default=0, description="The most probable tokens at each place."
+    )
+
+    @property
+    def is_change(self) -> bool:
+        """Return whether the request only loads or unloads the model."""
+        raise NotImplementedError
+
+    def request(self) -> TextRequest:
+        """Return the request of the model."""
+        return TextRequest(
+            **self._content(),
+            **self.options.request(),
+            alternatives=self.top_logprobs if self.logprobs else None,
+            schema=self.format,
+            thinking=self.think,
+        )
+
+    def _content(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class OllamaChatBody(OllamaTextBody):
+    """A request of ``/api/chat``."""
+
+    messages: list[OllamaMessage] = Field(
+        default_factory=list,
+        max_length=MAX_MESSAGES,
+        description="None: load the model, or unload it with `keep_alive: 0`.",
+    )
+    tools: list[Tool] = Field(
+        default_factory=list,
+        max_length=MAX_TOOLS,
+        description="Functions that the model may call. An error (400) where its template has no "
+        "tools.",
+    )
+
+    @property
+    def is_change(self) -> bool:
+        return not self.messages
+
+    def _content(self) -> dict[str, Any]:
+        messages = tuple(one.values() for one in self.messages)
+        return {"messages": messages, "tools": tuple(one.values() for one in self.tools)}
+
+
+class OllamaPromptBody(OllamaTextBody):
+    """A request of ``/api/generate`` for a language model."""
+
+    prompt: str = ""
+    system: str = Field(default="", description="The system message.")
+    raw: bool = Field(default=False, description="Use the prompt as it is, without a template.")
+    suffix: str = Field(
+        default="", description="Only empty; else refused.", json_schema_extra={"maxLength": 0}
+    )
+    template: str = Field(
+        default="", description="Only empty; else refused.", json_schema_extra={"maxLength": 0}
+    )
+    images: list[Any] = Field(
+        default_factory=list,
+        description="Only empty; else refused.",
+        json_schema_extra={"maxItems": 0},
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raise ApiError for what no runtime supports."""
+        for name in ("suffix", "template"):
+            if getattr(self, name):
+                raise wrong(name, "is not supported by language models", "unsupported_value")
+        if self.images:
+            raise wrong("images", "is not supported by language models", "unsupported_value")
+        return self
+
+    @property
+    def is_change(self) -> bool:
+        return not self.prompt
+
+    def _content(self) -> dict[str, Any]:
+        if self.raw:
+            return {"prompt": self.prompt}
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return {"messages": (*system, {"role": "user", "content": self.prompt})}
+
+
+# A single text may be empty: it loads the model
+_INPUT = BeforeValidator(
+    text_list,
+    json_schema_input_type=str
+    | Annotated[list[str], Field(min_length=1, max_length=1)]
+    | Annotated[
+        list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_INPUTS)
+    ],
+)
+
+
+class OllamaEmbedBody(OllamaBody):
+    """A request of ``/api/embed``, or of the older ``/api/embeddings``."""
+
+    input: Annotated[list[str], Field(max_length=MAX_INPUTS), _INPUT] | None = Field(
+        default=None, description="A text or several. None: load the model."
+    )
+    prompt: str = Field(default="", description="The text of `/api/embeddings`.")
+    dimensions: Annotated[Any, WithJsonSchema({"type": "null"})] = Field(
+        default=None, description="Refused: embeddings have the dimensions of the model."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.dimensions is not None:
+            message = "is not supported: embeddings have the dimensions of the model"
+            raise wrong("dimensions", message, "unsupported_value")
+        if self.input and len(self.input) > 1 and "" in self.input:
+            raise wrong("input", "must not have an empty text")
+        return self
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The texts; none if the request only loads the model."""
+        return tuple(filter(None, self.input or [self.prompt]))

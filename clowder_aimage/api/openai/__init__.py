@@ -1,0 +1,1 @@
+"""OpenAI's interfaces: pictures, models and texts."""

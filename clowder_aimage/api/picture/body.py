@@ -1,0 +1,165 @@
+"""Bodies of requests with pictures: JSON, in which they are texts, or a form (RFC 7578) with files.
+
+The number of requests with pictures is limited before their bodies are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from aiohttp import BodyPartReader, web
+from aiohttp.http import HttpProcessingError
+
+from clowder_aimage.api.picture import source as picture_source
+from clowder_aimage.api.picture.source import KEYS, NAMES
+from clowder_aimage.api.request_body import local_fields, read_object, wrong
+from clowder_aimage.engine.executor import run_io
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.body_stream import check_coding, check_type, too_large
+from clowder_aimage.http.local_request import LocalRequest, Request
+from clowder_aimage.http.operation import BODY
+from clowder_aimage.pictures.input_file import MAX_BYTES
+
+MAX_BODY = 96 << 20  # bytes of a request with its pictures
+TIMEOUT = 120.0  # seconds for a body with pictures to arrive
+SHORT_TIMEOUT = 30.0  # seconds for a body without
+_MAX_PARTS = 100  # of a form
+# What aiohttp raises for a form
+_MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, RuntimeWarning)
+_FORM = "multipart/form-data"
+_PIECE = 1 << 16
+
+
+class BodyGate(Protocol):
+    """Limits the requests with pictures: ``busy`` those whose bodies are parsed at once."""
+
+    @property
+    def busy(self) -> asyncio.Semaphore: ...
+
+    def enter(self) -> None:
+        """Count a request with pictures. Raises BusyError, StoppedError."""
+
+
+@dataclass(slots=True, eq=False)
+class PictureBody:
+    """The body of a request. ``is_form``: its values are texts and files."""
+
+    request: Request
+    gate: BodyGate
+    is_counted: bool = False
+    is_form: bool = False
+    _size: int = 0
+
+    def enter(self) -> None:
+        """Count the request as one with pictures. Raises BusyError."""
+        if not self.is_counted:
+            self.gate.enter()
+            self.is_counted = True
+
+    async def fields(self, *, may_be_form: bool = False) -> dict[str, Any]:
+        """Return the fields of the body: JSON, or a form if it may be one.
+
+        Raises:
+            ApiError: 400, 408, 413 or 415.
+            BusyError: Too many requests with pictures are being served.
+        """
+        request = self.request
+        if isinstance(request, LocalRequest):
+            return self._local(request, may_be_form=may_be_form)
+        check_coding(request)
+        if (request.content_length or 0) > MAX_BODY:
+            raise too_large()
+        self.is_form = may_be_form and request.content_type == _FORM
+        try:
+            if self.is_form:
+                self.enter()
+                async with asyncio.timeout(TIMEOUT):
+                    return await self._form(request)
+            return await self._object(request, *([_FORM] if may_be_form else []))
+        except TimeoutError:
+            raise ApiError(408, "timed out reading the request body", code="timeout") from None
+
+    def _local(self, request: LocalRequest, *, may_be_form: bool) -> dict[str, Any]:
+        self.is_form = may_be_form and request.is_form
+        fields = local_fields(request)
+        if self.is_form or request.exceeds(BODY):
+            if request.exceeds(MAX_BODY) or not (self.is_form or fields.keys() & {*NAMES}):
+                raise too_large()
+            self.enter()
+        return fields
+
+    async def _object(self, request: web.Request, *other_types: str) -> dict[str, Any]:
+        if request.body_exists and request.content_length != 0:
+            check_type(request, *other_types)
+        if (request.content_length or 0) > BODY:
+            self.enter()
+        pieces = list[bytes]()
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(TIMEOUT if self.is_counted else SHORT_TIMEOUT) as limit:
+            async for piece in request.content.iter_any():
+                self._take(len(piece))
+                pieces.append(piece)
+                if self._size > BODY and not self.is_counted:
+                    self.enter()
+                    limit.reschedule(loop.time() + TIMEOUT)
+        if self._size <= BODY:
+            return read_object(b"".join(pieces))
+        async with self.gate.busy:
+            return await run_io(_large_object, pieces)
+
+    def _take(self, count: int) -> None:
+        self._size += count
+        if self._size > MAX_BODY:
+            raise too_large()
+
+    async def _form(self, request: web.Request) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        try:
+            reader = await request.multipart()
+            for _ in range(_MAX_PARTS):
+                part = await reader.next()
+                if part is None:
+                    return found
+                if not isinstance(part, BodyPartReader) or not part.name:
+                    raise ValueError
+                name = part.name.removesuffix("[]")
+                value = await self._value(part, name)
+                if name in NAMES:
+                    found.setdefault(name, []).append(value)
+                elif found.setdefault(name, value) is not value:
+                    raise wrong(name[:60], "is given twice")
+        except _MALFORMED:
+            pass
+        message = f"the form is malformed, or has more than {_MAX_PARTS} parts"
+        raise ApiError(400, message, code="invalid_body")
+
+    async def _value(self, part: BodyPartReader, name: str) -> str | bytes:
+        kind = part.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        is_file = name in NAMES and part.filename is not None
+        if is_file:
+            picture_source.check_type(name, kind)
+        pieces, size = list[bytes](), 0
+        while piece := await part.read_chunk(_PIECE):
+            self._take(len(piece))
+            size += len(piece)
+            if size > (MAX_BYTES if name in NAMES else BODY):
+                raise ApiError(413, f"{name[:60]} is too large", code="too_large", param=name[:60])
+            pieces.append(bytes(piece))
+        data = b"".join(pieces)
+        if is_file and part.filename and not data:  # browsers send no name if none is chosen
+            raise wrong(name, "is an empty file", "invalid_image")
+        try:
+            return data if is_file else data.decode()
+        except UnicodeDecodeError:
+            raise wrong(name[:60], "is not text in UTF-8") from None
+
+
+def _large_object(pieces: list[bytes]) -> dict[str, Any]:
+    """Return the JSON object of a body, whose pieces are removed. Raises ApiError."""
+    raw = b"".join(pieces)
+    pieces.clear()
+    if not any(key in raw for key in KEYS):  # only pictures may be as large
+        raise too_large()
+    return read_object(raw, MAX_BODY)

@@ -1,0 +1,239 @@
+"""The requests of OpenAI's images API, ``POST /v1/images/...``: parsing and validation.
+
+The fields are those of OpenAI's images API for its ``gpt-image`` models, and extensions of other
+servers: ``num_inference_steps`` and ``guidance_scale`` are vllm-omni's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from clowder_aimage.api.parameter_field import Prompt, parameter_error, with_parameters
+from clowder_aimage.api.picture.field import PictureFields
+from clowder_aimage.api.picture.lora_field import LoraFields, PromptedLoras
+from clowder_aimage.api.picture.output import OutputField
+from clowder_aimage.api.picture.upload import KeptPictures
+from clowder_aimage.api.request_body import GenerationBody, check_fields, check_ignored, wrong
+from clowder_aimage.api.text.enhance_field import EnhanceFields
+from clowder_aimage.dialect import AImage
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.generation.check import check, describe
+from clowder_aimage.generation.encoding import PictureEncoding
+from clowder_aimage.generation.parameter import parameters
+from clowder_aimage.generation.request import (
+    MAX_NAME,
+    MAX_STEPS,
+    GenerateRequest,
+    Guidance,
+    Output,
+    Sampling,
+    places,
+)
+from clowder_aimage.oci import read_json
+
+LINKED = frozenset({"dall-e-2", "dall-e-3"})  # links by default, as at OpenAI
+
+AUTO, OPENAI, WITH_PROGRESS, OLLAMA = "auto", "openai", "openai+progress", "ollama"
+# Presets that change the model's default number of steps, with their factors
+PRESETS = {"low": 0.5, "high": 2.0, "hd": 2.0, "xhigh": 3.0, "max": 4.0}
+_SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})", re.ASCII)
+_PLAIN = frozenset(
+    each.name for owner in (Sampling, Guidance, Output) for each in parameters(owner)
+)
+
+
+_OBJECTS = ("loras", "output")  # fields that are JSON in a form
+
+
+def _no_prompt(text: str) -> str:
+    if text:
+        raise ValueError("is not accepted by variations: send it to edits")
+    return text
+
+
+@with_parameters(Sampling, Guidance, Output, PictureEncoding)
+class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
+    """A validated request; the AImage provides the defaults of parameters that are not stated."""
+
+    EVENTS: ClassVar[str] = "image_generation"  # the first part of the types of events
+    NEEDS_PROMPT: ClassVar[bool] = True
+    # Accepted from clients and ignored; ``user`` is neither kept nor logged
+    NO_EFFECT = frozenset({"user", "safety_identifier", "moderation", "style", "input_fidelity"})
+
+    prompt: Prompt
+    size: Annotated[str, Field(max_length=MAX_NAME)] = Field(
+        default="auto",
+        description="`auto`, or WIDTHxHEIGHT such as `1024x1024`.",
+        examples=["32x32"],
+        json_schema_extra={"pattern": f"^(auto|{_SIZE.pattern})$"},
+    )
+    loras: LoraFields = Field(
+        default_factory=list,
+        description="Adapters, whose changes are added; so are those of tags <lora:NAME:STRENGTH> "
+        "in the prompt, which are removed from it.",
+    )
+    trigger: bool = Field(
+        default=False,
+        description="Add the trigger words of the adapters that the prompt lacks.",
+    )
+    quality: Literal["auto", "low", "medium", "standard", "high", "hd", "xhigh", "max"] = Field(
+        default="auto",
+        description="Multiplies the model's default number of steps, unless `steps` is set.",
+    )
+    response_format: Literal["b64_json", "url"] = Field(
+        default="b64_json",
+        description="The picture as base64, or a link that is valid for an hour. Default: "
+        "b64_json; url for dall-e-2 and dall-e-3 without stream.",
+    )
+    background: Literal["auto", "opaque", "transparent"] = Field(
+        default="auto",
+        description="Only opaque pictures are supported.",
+        json_schema_extra={"enum": ["auto", "opaque"]},
+    )
+    stream: bool = Field(default=False, description="Respond with events while the work goes on.")
+    stream_format: Literal["auto", "openai", "openai+progress", "ollama"] = Field(
+        default="auto", description="The format of the events."
+    )
+    output: OutputField | None = Field(
+        default=None,
+        description="The pictures are also pushed, as one artifact whose subject is the model. "
+        "Requires the scope admin; cannot be combined with `stream`.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Raise ApiError for incompatible fields."""
+        if self.NEEDS_PROMPT and not self.enhance and not self.adapters.prompt.strip():
+            raise wrong("prompt", "must not be empty")
+        if self.background == "transparent":
+            raise wrong("background", "transparent is not supported", "unsupported_value")
+        size = _size(self.size)
+        for name, side in size.items():
+            if self.stated.get(name, side) != side:
+                raise wrong(name, f"is {self.stated[name]}, but size is {self.size}")
+        plain = {name: value for name, value in self.stated.items() if name in _PLAIN}
+        try:
+            GenerateRequest.draft(**plain | size)
+        except UsageError as error:
+            raise parameter_error(error, dict.fromkeys(size, "size")) from None
+        return self
+
+    @property
+    def first_seed(self) -> int:
+        """The seed of the first picture."""
+        return int(self.stated["seed"])
+
+    @property
+    def count(self) -> int:
+        """The number of pictures."""
+        return int(self.stated.get("n", 1))
+
+    @cached_property
+    def adapters(self) -> PromptedLoras:
+        """The prompt without tags, and the adapters. Raises ApiError."""
+        return PromptedLoras.of(self.prompt, self.loras, has_words=self.trigger)
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """The sides that are stated other than by ``size``."""
+        if self.size != "auto":
+            return ()
+        return tuple(name for name in ("width", "height") if name in self.stated)
+
+    @property
+    def has_size(self) -> bool:
+        """Return whether a side is stated."""
+        return self.size != "auto" or bool(self.sides)
+
+    @property
+    def dimensions(self) -> str:
+        """The size of the pictures, or "auto" if a side is left to the AImage."""
+        if len(self.sides) < 2:
+            return self.size
+        return f"{self.stated['width']}x{self.stated['height']}"
+
+    @property
+    def encoding(self) -> PictureEncoding:
+        """The file format of the pictures. PNG is lossless and has no quality."""
+        encoding = PictureEncoding(**self.arguments(PictureEncoding))
+        return replace(encoding, quality=None) if encoding.kind == "png" else encoding
+
+    def for_model(
+        self, aimage: AImage | None, previews: int = 0, pictures: KeptPictures | None = None
+    ) -> GenerateRequest:
+        """Return the request with the defaults of the AImage, or a draft. Raises UsageError."""
+        more = {**_size(self.size), "previews": previews}
+        request = self.request(self.adapters.prompt, pictures, aimage, **more)
+        if aimage is not None and "steps" not in self.stated and self.quality in PRESETS:
+            steps = math.ceil(request.sampling.steps * PRESETS[self.quality])
+            request = request.change(steps=min(MAX_STEPS, steps))
+        return request
+
+
+class EditRequest(ImageRequest):
+    """A request of ``/v1/images/edits``."""
+
+    EVENTS = "image_edit"
+
+
+class VariationRequest(ImageRequest):
+    """A request of ``/v1/images/variations``, which has no prompt."""
+
+    NEEDS_PROMPT = False
+
+    prompt: Annotated[str, AfterValidator(_no_prompt)] = ""
+
+
+def read_request(
+    fields: Mapping[str, Any],
+    kind: type[ImageRequest] = ImageRequest,
+    *,
+    strict: bool = False,
+    is_form: bool = False,
+    **defaults: object,
+) -> ImageRequest:
+    """Return the request with these fields, and the worker's ``defaults`` of others.
+
+    Raises ApiError, also for unknown fields if ``strict`` is set here or in the body.
+    """
+    if is_form:
+        fields = {**fields, **{key: _parsed(key, fields[key]) for key in _OBJECTS if key in fields}}
+    defaults = {"seed": secrets.randbits(32), **defaults}
+    body = check_fields(fields, kind, defaults, is_form=is_form)
+    is_url = not body.stream and (body.model or "").removesuffix(":latest") in LINKED
+    if is_url and "response_format" not in body.model_fields_set:
+        body = body.model_copy(update={"response_format": "url"})
+    return check_ignored(body, strict=strict)
+
+
+def _parsed(name: str, text: str) -> Any:
+    """Return the JSON in a field of a form. Raises ApiError."""
+    try:
+        return read_json(text.encode(), name)
+    except FormatError as error:
+        raise wrong(name, error.message.removeprefix(f"{name} ")) from None
+
+
+def _size(text: str) -> dict[str, int]:
+    """Return the sides of ``WIDTHxHEIGHT``; empty for "auto". Raises ApiError."""
+    if text == "auto":
+        return {}
+    sides = _SIZE.fullmatch(text)
+    if sides is None:
+        raise wrong("size", 'must be "auto" or WIDTHxHEIGHT, such as "1024x1024"')
+    size = {"width": int(sides[1]), "height": int(sides[2])}
+    for name, side in size.items():
+        accepted = places()[name].parameter.type
+        try:
+            check(name, side, accepted)
+        except UsageError:
+            raise wrong("size", f"must have a {name} that is {describe(accepted)}") from None
+    return size

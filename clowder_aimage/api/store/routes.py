@@ -1,0 +1,227 @@
+"""The content of a worker's store, the disk and the memory, and the referrers of an AImage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from clowder_aimage.api import model_list
+from clowder_aimage.api.model_catalog import unknown_model
+from clowder_aimage.api.model_kind import kind_of
+from clowder_aimage.api.request_body import read_query
+from clowder_aimage.api.service import Service
+from clowder_aimage.api.store import operation
+from clowder_aimage.api.store.operation import MemoryFacts, Referrer
+from clowder_aimage.content.graph import referrer_entry
+from clowder_aimage.engine import machine
+from clowder_aimage.engine.executor import run_io
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.http.api_error import ApiError, registry_error
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import ADMIN, Route, share
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.metadata import weight_type
+from clowder_aimage.layout.stored_aimage import interpret, read_manifest
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
+from clowder_aimage.registry import Repository
+from clowder_aimage.registry.listing import tag_of
+from clowder_aimage.usage import NameUsage, disk_usage, usage
+
+_FRESH = 5.0  # seconds for which a report of an unchanged store is repeated, at least
+_SHARE = 20  # times as long as it took to read
+# Words in the types of artifacts, and the kinds that they mean
+_KINDS = {
+    "signature": ("cosign", "notary", "sigstore", ".sig."),
+    "sbom": ("spdx", "cyclonedx"),
+    "attestation": ("in-toto",),
+}
+COSIGN = "application/vnd.dev.cosign.artifact.sig.v1+json"
+
+
+def routes(service: Service) -> list[Route]:
+    """Return the routes that describe the store."""
+    report = StoreReport(service)
+    return [
+        share(operation.DESCRIBE, report.answer),
+        share(operation.REFERRERS, partial(_referrers, service)),
+    ]
+
+
+class StoreReport:
+    """The figures of a store, which are read again when its names change, or after a while."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._known: tuple[Hashable, float, dict[str, Any]] = (None, 0.0, {})
+        self._facts: dict[Digest, dict[str, Any]] = {}
+
+    async def answer(self, _: Request) -> web.StreamResponse:
+        """Respond with all manifests that have a name, the disk and the memory."""
+        content = await run_io(self._content)
+        return web.json_response({"object": "store", **content, "memory": self._memory()})
+
+    def _content(self) -> dict[str, Any]:
+        store = self._service.store
+        mark, (known, until, content) = store.fingerprint(), self._known
+        begun = time.monotonic()
+        if mark is None or mark != known or begun > until:
+            content = self._read(store)
+            now = time.monotonic()
+            self._known = mark, now + max(_FRESH, _SHARE * (now - begun)), content
+        free = {"free": store.free(), "total": store.total()}
+        return content | {"disk": content["disk"] | free}
+
+    def _read(self, store: ImageLayout) -> dict[str, Any]:
+        found = usage(store, store.roots)
+        own = disk_usage(ImageLayout(store.root))
+        entries = {descriptor.digest: descriptor for _, descriptor in store.entries()}
+        self._facts = {one: facts for one, facts in self._facts.items() if one in entries}
+        named = [share for share in found.shares if any(share.names)]
+        data = [self._entry(store, share, entries[share.digest]) for share in named]
+        disk = {"store": own.size, "unneeded": own.unneeded_size, "unfinished": own.partial_size}
+        return {"data": data, "disk": disk}
+
+    def _entry(
+        self, store: ImageLayout, share: NameUsage, descriptor: Descriptor
+    ) -> dict[str, Any]:
+        if descriptor.digest not in self._facts:
+            self._facts[descriptor.digest] = _facts(store, descriptor)
+        return {
+            "names": [name for name in share.names if name],
+            "digest": str(share.digest),
+            "size": share.size,
+            "unique": share.unique,
+            "shared": share.shared,
+            "missing": {"blobs": share.missing, "size": share.missing_size},
+            **self._facts[descriptor.digest],
+        }
+
+    def _memory(self) -> MemoryFacts:
+        engine = self._service.engine
+        runners = [one.runner for one in engine.loaded()]
+        limit = engine.limits.memory
+        return {
+            "budget": machine.memory() if limit is None else limit,
+            "available": machine.available(),
+            "used": sum(one.size for one in runners if one is not None),
+            "planned": engine.planned,
+            "models": engine.limits.models,
+        }
+
+
+def _facts(store: ImageLayout, descriptor: Descriptor) -> dict[str, Any]:
+    """Return what a config says of an AImage; the kind is "other" without a readable one."""
+    try:
+        stored = interpret(store, descriptor, read_manifest(store, descriptor))
+        stored.aimage.validate()
+    except AImageError:
+        return {"kind": "other", "family": None, "precision": None, "defaults": {}, "subject": None}
+    known, subject = stored.aimage.properties, stored.aimage.subject
+    family = known.get("family") or known.get("architecture") or known.get("format")
+    return {
+        "kind": kind_of(stored.aimage),
+        "family": family if isinstance(family, str) else None,
+        "precision": known.get("variant") or weight_type(known),
+        "defaults": known.get("defaults", {}),
+        "subject": None if subject is None else str(subject.digest),
+    }
+
+
+async def _referrers(service: Service, request: Request) -> web.StreamResponse:
+    """Respond with the artifacts whose subject is a model: in the store, and in its registry."""
+    query = read_query(request, operation.ReferrersQuery)
+    try:
+        reference = Reference.parse(service.alias(query.model) or query.model)
+    except UsageError:
+        raise unknown_model(query.model) from None
+    found = await run_io(model_list.entry, service.store, reference)
+    if found is None:
+        raise unknown_model(query.model)
+    data = await run_io(lambda: list(_in_store(service.store, found.digest)))
+    if query.registry == "true":
+        data += await _in_registry(service, request, reference, found.digest, data)
+    return web.json_response({"object": "list", "subject": str(found.digest), "data": data})
+
+
+def _in_store(store: ImageLayout, subject: Digest) -> Iterator[Referrer]:
+    """Yield the referrers that have a name in the store; documents that are damaged have none."""
+    for name, descriptor in sorted(store.tags(), key=lambda tag: tag[0]):
+        try:
+            manifest = read_manifest(store, descriptor)
+        except AImageError:
+            continue
+        if manifest.subject is not None and manifest.subject.digest == subject:
+            yield _described(referrer_entry(descriptor, manifest), name, _kind(store, manifest))
+
+
+async def _in_registry(
+    service: Service,
+    request: Request,
+    reference: Reference,
+    subject: Digest,
+    known: list[Referrer],
+) -> list[Referrer]:
+    """Return the referrers in the registry of a name that the store does not have.
+
+    Raises ApiError for a caller whom the worker lends no credentials, or without a registry.
+    """
+    if request.get("scope") != ADMIN:
+        raise ApiError(403, "asking a registry needs the scope admin", code="insufficient_scope")
+    if reference.registry is None:
+        return []
+    connection, seen = service.connection, {one["digest"] for one in known}
+
+    def listed() -> list[Descriptor]:
+        with Repository(reference, connection) as repository:
+            found = repository.referrers(subject)
+            try:  # cosign's signature, under a tag of its own
+                signed = repository.resolve(
+                    Reference(reference.registry, reference.repository, f"{tag_of(subject)}.sig")
+                )
+            except NotFoundError:
+                return found
+            return [*found, replace(signed, extra={"artifactType": COSIGN})]
+
+    try:
+        found = await run_io(listed)
+    except AImageError as error:
+        raise registry_error(error) from None
+    return [_described(one, None, _kind_of(one)) for one in found if str(one.digest) not in seen]
+
+
+def _described(entry: Descriptor, name: str | None, kind: str) -> Referrer:
+    return {
+        "name": name,
+        "digest": str(entry.digest),
+        "kind": kind,
+        "artifact_type": entry.extra.get("artifactType"),
+        "size": entry.size,
+        "annotations": dict(entry.annotations),
+    }
+
+
+def _kind(store: ImageLayout, manifest: Manifest) -> str:
+    """Return the kind of a referrer in the store: an AImage is an adapter, or another word."""
+    kind = _kind_of(referrer_entry(manifest.descriptor, manifest))
+    if kind == "aimage":
+        try:
+            return kind_of(interpret(store, manifest.descriptor, manifest).aimage)
+        except AImageError:
+            return kind
+    return kind
+
+
+def _kind_of(entry: Descriptor) -> str:
+    """Return the kind of a referrer by its artifact type: "pictures", "signature" and others."""
+    artifact = str(entry.extra.get("artifactType") or "")
+    if artifact == mediatype.AIMAGE_PICTURE:
+        return "pictures"
+    if artifact == mediatype.AIMAGE_MANIFEST:
+        return "variant" if mediatype.VARIANT in entry.annotations else "aimage"
+    named = (kind for kind, words in _KINDS.items() if any(word in artifact for word in words))
+    return next(named, "other")

@@ -1,0 +1,110 @@
+"""The operations of Clowder's storage API."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from clowder_aimage.api.request_body import Parameters, RequestBody
+from clowder_aimage.api.store.operation import MissingBlobs
+from clowder_aimage.http.operation import COMPUTES, CONTENT, Answer, Operation
+from clowder_aimage.http.route import ADMIN
+
+
+class ContentBody(RequestBody):
+    """The content to pull."""
+
+    url: str = Field(
+        description="`oci://` or `ollama://`, followed by a name.",
+        json_schema_extra={"pattern": "^[A-Za-z][A-Za-z0-9+.-]*://"},
+    )
+    credentials: str = Field(
+        default="", description="Used for this pull only: a token, or base64 of `user:password`."
+    )
+    credentialsType: str = Field(  # noqa: N815 - the storage manager's name
+        default="",
+        description="`Bearer` or `Basic`.",
+        json_schema_extra={"pattern": "^([Bb][Ee][Aa][Rr][Ee][Rr]|[Bb][Aa][Ss][Ii][Cc])?$"},
+    )
+
+
+class Content(TypedDict):
+    """Content that is stored or being pulled."""
+
+    url: str
+    digest: NotRequired[str]
+    size: NotRequired[int]
+    status: Literal["complete", "partial", "pulling"]
+    missing: NotRequired[MissingBlobs]
+    completed: NotRequired[int]
+    total: NotRequired[int]
+
+
+class ContentList(TypedDict):
+    """The content of a store."""
+
+    content: list[Content]
+
+
+class ContentPath(Parameters):
+    """The place of content."""
+
+    url: str = Field(
+        description="The content's URL in base64 (of either alphabet), such as that of "
+        "`oci://registry.example.com/team/model:v1`.",
+        pattern="^[A-Za-z0-9_-]+$",
+        examples=["b2NpOi8vdGVhbS9hYnNlbnQ6djE"],
+    )
+
+
+_PLACE = {"Location": "The path of the content."}
+LIST = Operation(
+    "GET",
+    "/content/",
+    ADMIN,
+    CONTENT,
+    "listContent",
+    "List the content that is stored or being pulled.",
+    (Answer("The content.", ContentList),),
+)
+ADD = Operation(
+    "POST",
+    "/content/",
+    ADMIN,
+    CONTENT,
+    "addContent",
+    "Pull content.",
+    (
+        Answer("The content was stored already.", Content, headers=_PLACE),
+        Answer("The content was pulled.", Content, 201, headers=_PLACE),
+    ),
+    body=ContentBody,
+    refusals=(*COMPUTES, 409, 422),
+)
+GET = Operation(
+    "GET",
+    "/content/{url:.+}",  # standard base64 contains slashes
+    ADMIN,
+    CONTENT,
+    "getContent",
+    "Get the state of content.",
+    (
+        Answer("The content is complete.", Content),
+        Answer("The content is partial or being pulled.", Content, 206),
+    ),
+    places=ContentPath,
+    refusals=(400, 404),
+)
+DELETE = Operation(
+    "DELETE",
+    GET.path,
+    ADMIN,
+    CONTENT,
+    "removeContent",
+    "Delete content.",
+    (Answer("It was deleted.", status=204),),
+    places=ContentPath,
+    refusals=(400, 404, 409),
+)

@@ -1,0 +1,1 @@
+"""The store, the configuration and the credentials of a user."""

@@ -1,0 +1,198 @@
+"""The routes of the distribution API over one layout (distribution-spec, "Endpoints")."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from clowder_aimage.distribution.blob_routes import BlobRoutes
+from clowder_aimage.distribution.cache import PullThroughCache
+from clowder_aimage.distribution.catalog import Catalog
+from clowder_aimage.distribution.catalog_routes import CatalogRoutes
+from clowder_aimage.distribution.error import DistributionError
+from clowder_aimage.distribution.manifest_routes import ManifestRoutes
+from clowder_aimage.distribution.metric import RegistryMetrics
+from clowder_aimage.distribution.push_routes import PushRoutes
+from clowder_aimage.distribution.served_blobs import ServedBlobs, ServedLeases
+from clowder_aimage.distribution.upload_session import EXPIRY, UploadSessions
+from clowder_aimage.engine.endpoint import Endpoint
+from clowder_aimage.engine.executor import run_locking
+from clowder_aimage.errors import StoreBusyError, UsageError
+from clowder_aimage.http.access import check_site
+from clowder_aimage.http.api_error import OCI
+from clowder_aimage.http.background import beside
+from clowder_aimage.http.listening_socket import listen, listen_apart
+from clowder_aimage.http.metrics_role import MetricsRole
+from clowder_aimage.http.route import ADMIN, NODE, Exchange, Handler, Role, Route
+from clowder_aimage.http.server import serve as serve_roles
+from clowder_aimage.layout import ImageLayout
+
+if TYPE_CHECKING:
+    from clowder_aimage.distribution.upstream import UpstreamRegistry
+
+GRACE = 5.0  # seconds that running requests get to end
+READ_BUFFER = 256 * 1024  # bytes of a request's body that may wait for the disk
+# Any name matches, and the routes parse it strictly, so that an invalid one gets its own error
+_NAME = "/v2/{name:.+}"
+_UPLOAD = _NAME + "/blobs/uploads/{upload}"
+
+
+class RegistryRole(Role):
+    """The layout as a registry; with an ``upstream``, as a cache of it."""
+
+    def __init__(
+        self,
+        layout: ImageLayout,
+        *,
+        readonly: bool = False,
+        upload_quota: int = 0,
+        upstream: UpstreamRegistry | None = None,
+    ) -> None:
+        self._refusal = "this registry is read-only" if readonly else ""
+        if upstream is not None:
+            self._refusal = f"this registry is a cache of {upstream.name}: push to {upstream.host}"
+        self._uploads = UploadSessions(layout, time.monotonic, EXPIRY, upload_quota)
+        self.metrics = RegistryMetrics(self._uploads.__len__)
+        self._leases = ServedLeases(layout, time.monotonic)
+        catalog = Catalog(layout, upstream.name if upstream else "")
+        blobs = ServedBlobs(layout, catalog, self._leases)
+        self._cache = PullThroughCache(layout, catalog, blobs, upstream) if upstream else None
+        self._catalog = CatalogRoutes(catalog, self._cache)
+        self._blobs, self._push = BlobRoutes(blobs, self._cache), PushRoutes(blobs, self._uploads)
+        self._manifests = ManifestRoutes(layout, catalog, blobs, self._cache)
+
+    def routes(self) -> list[Route]:
+        """Return all endpoints. The first match wins, so uploads precede blobs."""
+        names, push, blob, manifest = self._catalog, self._push, self._blobs, self._manifests
+        found = [
+            Route("GET", "/v2/", names.version, ADMIN),
+            Route("GET", "/v2/_catalog", names.repositories, ADMIN),
+            Route("GET", _NAME + "/tags/list", names.tags, ADMIN),
+            Route("POST", _NAME + "/blobs/uploads/", push.begin, ADMIN, None),
+            Route("GET", _UPLOAD, push.status, ADMIN, has_head=False),
+            Route("PATCH", _UPLOAD, push.append, ADMIN, None),
+            Route("PUT", _UPLOAD, push.finish, ADMIN, None),
+            Route("DELETE", _UPLOAD, push.cancel, ADMIN),
+            Route("GET", _NAME + "/blobs/{digest}", blob.get, ADMIN),
+            Route("DELETE", _NAME + "/blobs/{digest}", blob.delete, ADMIN),
+            Route("GET", _NAME + "/manifests/{reference}", manifest.get, ADMIN),
+            Route("PUT", _NAME + "/manifests/{reference}", manifest.put, ADMIN, None),
+            Route("DELETE", _NAME + "/manifests/{reference}", manifest.delete, ADMIN),
+            Route("GET", _NAME + "/referrers/{digest}", names.referrers, ADMIN),
+            *MetricsRole(self.metrics.text, ADMIN).routes(),
+        ]
+        if self._cache is not None:
+            found = [replace(one, handler=_of_no_other_site(one.handler)) for one in found]
+        if not self._refusal:
+            return found
+        return [one if one.method == "GET" else replace(one, handler=self._refuse) for one in found]
+
+    def count(self, exchange: Exchange) -> None:
+        self.metrics.count(exchange)
+
+    async def _refuse(self, _: web.Request) -> web.StreamResponse:
+        headers = {"Allow": "GET, HEAD"}
+        raise DistributionError("UNSUPPORTED", message=self._refusal, headers=headers)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Expire idle uploads and old leases while running, and end all of them on exit."""
+        try:
+            async with beside(self._expire()):
+                yield
+        finally:
+            if self._cache is not None:
+                await self._cache.close()
+            await self._uploads.close()
+            self._leases.close()
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(self._uploads.expiry / 10)
+            await self._uploads.expire()
+            with contextlib.suppress(StoreBusyError):  # until the next time
+                await run_locking(self._leases.rotate)
+
+
+def _of_no_other_site(handler: Handler) -> Handler:
+    """Return a handler that refuses requests of other sites, which would fill the cache."""
+
+    async def guarded(request: web.Request) -> web.StreamResponse:
+        check_site(request)
+        return await handler(request)
+
+    return guarded
+
+
+def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:
+    """Return the read-only routes for names below ``base``, for other nodes.
+
+    The caller rotates (``rotate``) and closes ``leases``.
+    """
+    catalog = Catalog(layout, base)
+    blobs = ServedBlobs(layout, catalog, leases)
+    names, manifests = CatalogRoutes(catalog, None), ManifestRoutes(layout, catalog, blobs, None)
+    return [
+        Route("GET", "/v2/", names.version, NODE),
+        Route("GET", _NAME + "/tags/list", names.tags, NODE),
+        Route("GET", _NAME + "/blobs/{digest}", BlobRoutes(blobs, None).get, NODE),
+        Route("GET", _NAME + "/manifests/{reference}", manifests.get, NODE),
+    ]
+
+
+def serve(
+    layout: ImageLayout,
+    address: str,
+    *,
+    readonly: bool = False,
+    allow_remote: bool = False,
+    token: str | None = None,
+    upload_quota: int = 0,
+    upstream: UpstreamRegistry | None = None,
+    metrics_address: str | None = None,
+    on_ready: Callable[[str], object],
+) -> None:
+    """Serve ``layout`` on ``address`` (host:port) until SIGINT or SIGTERM.
+
+    Clients must send ``token`` if it is set. Unfinished uploads have at most ``upload_quota`` bytes
+    together (0: any). With an ``upstream`` the server is a cache of it.
+    The metrics are also served at ``metrics_address``, without a token.
+    ``on_ready`` is called with the URL once connections are accepted; port 0 selects a free port.
+    Raises UsageError: the address is malformed, or public without a token; AccessError.
+    """
+    if not Endpoint.parse_listen(address).is_loopback and not allow_remote and token is None:
+        access = "read" if readonly or upstream is not None else "read and write"
+        raise UsageError(
+            f"{address} is reachable from other machines without authentication: "
+            f"any client can {access} the whole store",
+            hint="listen on 127.0.0.1, or require a token",
+            remedy="listen_without_tokens",
+        )
+    with contextlib.ExitStack() as stack:
+        listeners = stack.enter_context(contextlib.closing(listen(address, has_tokens=True)))
+        role, apart = (
+            RegistryRole(layout, readonly=readonly, upload_quota=upload_quota, upstream=upstream),
+            None,
+        )
+        if metrics_address:
+            other = stack.enter_context(contextlib.closing(listen_apart(metrics_address)))
+            apart = other, MetricsRole(role.metrics.text)
+        serve_roles(
+            listeners,
+            role,
+            apart=apart,
+            tokens={token: ADMIN} if token is not None else {},
+            interface=OCI,
+            on_ready=lambda urls: on_ready(urls[0]),
+            # A body is stored as it was sent: content codings are not decoded
+            auto_decompress=False,
+            handler_cancellation=False,  # bytes of a broken upload are still written
+            read_bufsize=READ_BUFFER,
+            shutdown_timeout=GRACE / 2,  # applied twice: before and after requests are cancelled
+        )

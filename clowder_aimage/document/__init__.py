@@ -1,0 +1,1 @@
+"""Documents of strangers: JSON, YAML and templates, read with bounds and checked by schemas."""

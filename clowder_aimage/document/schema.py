@@ -1,0 +1,245 @@
+"""The JSON Schemas in schemas/: one loader for checkouts and installed wheels.
+
+They are JSON Schema 2020-12 and refer to each other by their ``$id``; they are never fetched. A
+pattern's ``$`` matches at the end of the text only, as in ECMA-262 (JSON Schema Validation, 6.3.3);
+Python's also matches before a last line feed. And 7.0 is not an integer, as in other languages.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from clowder_aimage.document.strict_json import read_json
+from clowder_aimage.errors import FormatError, UsageError
+
+if TYPE_CHECKING:
+    from jsonschema import ValidationError
+
+_HERE = Path(__file__).parents[1]
+_SUFFIX = ".schema.json"
+JSONPath = tuple[str | int, ...]
+"""The keys and positions that lead to a value; empty for the whole document."""
+MAX_POSITIONED_SIZE = 2 * 1024 * 1024  # bytes of a document with located lines, at about 1 MiB/s
+_MAX_MESSAGE = 300  # characters
+_MAX_MATCHED = 100  # violations, of which the most relevant is stated
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A fault in a document; line and column count from 1 and are 0 if unknown."""
+
+    path: JSONPath
+    message: str
+    line: int = 0
+    column: int = 0
+
+    @property
+    def pointer(self) -> str:
+        """The path as a JSON pointer."""
+        return pointer(self.path)
+
+
+def pointer(path: JSONPath) -> str:
+    """Return a path as a JSON pointer (RFC 6901)."""
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+
+
+@functools.cache
+def load(name: str) -> dict[str, Any]:
+    """Return the schema in ``schemas/<name>.schema.json``. Raises FileNotFoundError."""
+    path = _paths().get(name)
+    if path is None:
+        raise FileNotFoundError(f"no schema {name}")
+    schema: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return schema
+
+
+def names() -> list[str]:
+    """Return the names that ``load`` accepts."""
+    return sorted(_paths())
+
+
+@functools.cache
+def _paths() -> dict[str, Path]:
+    places = (_HERE.parent / "schemas", _HERE / "schemas")
+    found = (path for place in places for path in place.glob(f"*{_SUFFIX}"))
+    return {path.name.removesuffix(_SUFFIX): path for path in found}
+
+
+def validate(name: str, document: object) -> None:
+    """Check ``document`` against a schema. Raises FormatError, with the most relevant violation."""
+    from jsonschema.exceptions import best_match
+
+    error = best_match(islice(_validator(name).iter_errors(document), _MAX_MATCHED))
+    if error is not None:
+        where = "/".join(str(part) for part in error.absolute_path) or "the top"
+        raise FormatError(f"invalid {name} document: {_message(error)} (at {where})")
+
+
+def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:
+    """Read the configuration file and parse its object, an empty one if there is no file.
+
+    It is YAML if the name ends in .yaml or .yml, else JSON.
+
+    Raises:
+        UsageError: the file cannot be read, is not valid, or ``parse`` raises ValueError.
+    """
+    try:
+        document = _configuration(path)
+        validate("config", document)
+        return parse(document)
+    except (FileNotFoundError, NotADirectoryError):
+        return parse({})
+    except (OSError, ValueError, RecursionError, FormatError) as error:
+        raise UsageError(
+            f"cannot use the configuration {path}: {error}", hint="see schemas/config.schema.json"
+        ) from None
+
+
+def _configuration(path: Path) -> Any:
+    raw = path.read_bytes()
+    if not is_yaml(path):
+        return read_json(raw, "it")
+    from clowder_aimage.document.yaml import read_yaml  # late, because it takes 15 ms
+
+    found = read_yaml(raw.decode("utf-8-sig"), path.name)[0]
+    return {} if found is None else found  # only comments
+
+
+def is_yaml(path: Path) -> bool:
+    """Return whether the name of a file is that of a YAML document."""
+    return path.suffix in (".yaml", ".yml")
+
+
+def violations(name: str, document: object) -> Iterator[Violation]:
+    """Yield all violations of a schema, each once."""
+    seen: set[Violation] = set()
+    for error in _validator(name).iter_errors(document):
+        path = tuple(error.absolute_path)
+        if "propertyNames" in error.absolute_schema_path:
+            path = (*path, str(error.instance))
+        violation = Violation(path, _message(error))
+        if violation not in seen:  # two schemas may have the same rule for one place
+            seen.add(violation)
+            yield violation
+
+
+@functools.cache
+def _validator(name: str) -> Any:
+    """Return a validator that resolves references to the project's other schemas only."""
+    import jsonschema  # late, because it takes 40 ms
+    from referencing import Registry
+    from referencing.jsonschema import DRAFT202012
+
+    found = [DRAFT202012.create_resource(_undeclared(one)) for one in names()]
+    registry: Registry[Any] = Registry().with_resources((one.id() or "", one) for one in found)
+    types = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
+        "integer", lambda _, value: type(value) is int
+    )
+    kind = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
+        jsonschema.Draft202012Validator, {"pattern": _pattern}, type_checker=types
+    )
+    return kind(_undeclared(name), registry=registry.crawl())
+
+
+def _undeclared(name: str) -> dict[str, Any]:
+    """Return a schema without ``$schema``, so that jsonschema uses the given validator."""
+    return {key: value for key, value in load(name).items() if key != "$schema"}
+
+
+def _pattern(
+    _validator: Any, pattern: str, instance: object, _schema: object
+) -> Iterator[ValidationError]:
+    from jsonschema import ValidationError
+
+    if isinstance(instance, str) and not _compiled(pattern).search(instance):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    # in a character class, $ is literal
+    shielded = re.sub(r"\[[^]]*\]", lambda found: found[0].replace("$", r"\$"), pattern)
+    return re.compile(re.sub(r"(?<!\\)\$", r"\\Z", shielded))
+
+
+def _message(error: ValidationError) -> str:
+    """Return jsonschema's message, shortened, with the schema's description of a pattern."""
+    text, schema = error.message, error.schema
+    if error.validator == "pattern" and isinstance(schema, dict) and "description" in schema:
+        text = f"{error.instance!r} is not valid: {schema['description']}"
+    if error.validator == "additionalProperties" and error.validator_value is False:
+        known = schema.get("properties", {}) if isinstance(schema, dict) else {}
+        keys: Any = error.instance
+        text = ", ".join(unknown(str(key), known) for key in keys if key not in known)
+    if len(text) <= _MAX_MESSAGE:
+        return text
+    return f"{text[: _MAX_MESSAGE // 2]} ... {text[-_MAX_MESSAGE // 2 :]}"
+
+
+def unknown(key: str, known: Iterable[str]) -> str:
+    """Return the message for a key that is not ``known``, with the nearest that is."""
+    import difflib
+
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
+
+
+def locate(text: str, found: list[Violation]) -> list[Violation]:
+    """Return the violations with the nearest lines, in text order."""
+    positions = json_positions(text)
+    if not positions:
+        return found
+    placed = []
+    for one in found:
+        path = one.path
+        while path not in positions:
+            path = path[:-1]
+        line, column = line_column(text, positions[path][-1])  # the second of duplicate keys
+        placed.append(replace(one, line=line, column=column))
+    return sorted(placed, key=lambda one: (one.line, one.column))
+
+
+def json_positions(text: str) -> dict[JSONPath, list[int]]:
+    """Return where the values of a JSON text begin: the value in a list, the key in an object.
+
+    PyYAML parses the text after characters that YAML does not allow are replaced at the same
+    length: tabs, control characters, escaped surrogates.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    if len(text) > MAX_POSITIONED_SIZE:
+        return {}
+    plain = re.sub("[^ -~]", " ", text).replace("\\ud", "\\u0").replace("\\uD", "\\u0")
+    try:
+        root = yaml.compose(plain, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (yaml.YAMLError, RecursionError):  # such as a key of more than 1,024 characters
+        return {}
+    positions: dict[JSONPath, list[int]] = {(): [root.start_mark.index]}
+    nodes: list[tuple[JSONPath, Any]] = [((), root)]
+    while nodes:
+        path, node = nodes.pop()
+        if isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                positions[*path, number] = [item.start_mark.index]
+                nodes.append(((*path, number), item))
+        elif isinstance(node, yaml.MappingNode):
+            for key, item in node.value:
+                start = key.start_mark.index
+                inner = (*path, json.loads(text[start : key.end_mark.index]))
+                positions.setdefault(inner, []).append(start)
+                nodes.append((inner, item))
+    return positions
+
+
+def line_column(text: str, offset: int) -> tuple[int, int]:
+    """Return the line and column of a character; both count from 1."""
+    return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)

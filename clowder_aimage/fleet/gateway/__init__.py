@@ -1,0 +1,1 @@
+"""A gateway: clients' requests become jobs of workers."""

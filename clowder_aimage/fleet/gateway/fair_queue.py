@@ -1,0 +1,126 @@
+"""The queue in a gateway: jobs wait here before they are published, fairly by caller.
+
+The queue in NATS is served in order. So that a caller with a thousand jobs does not let all others
+wait, a gateway puts only as many jobs of a model there as the workers will soon begin; the others
+wait here, and each caller has its turn. Interactive jobs come before those of batches. Jobs of a
+model that no worker takes hold up no other model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+
+from clowder_aimage.engine.admission import BusyError
+from clowder_aimage.fleet.name import PRIORITIES
+
+_Turn = asyncio.Future[None]
+_Key = tuple[str, str]
+
+
+class FairQueue:
+    """The jobs that wait, and the number of those that are on the queue, by model.
+
+    ``window`` returns how many jobs of a model may be on the queue and not yet begun. ``most`` jobs
+    wait here at most.
+    """
+
+    def __init__(
+        self, window: Callable[[str], int], most: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._window, self._most, self._clock = window, most, clock
+        # since when each job that no worker has begun is here; the first is the oldest
+        self._since: dict[str, dict[object, float]] = {priority: {} for priority in PRIORITIES}
+        # by priority and model, then by caller
+        self._waiting: dict[_Key, OrderedDict[str, deque[_Turn]]] = {}
+        self.queued = Counter[str]()
+
+    @property
+    def waiting(self) -> int:
+        """The number of jobs that wait here."""
+        return sum(len(line) for lines in self._waiting.values() for line in lines.values())
+
+    def age(self, priority: str) -> float:
+        """Return for how many seconds the oldest job has waited for a worker, here and queued."""
+        return self._clock() - next(iter(self._since[priority].values()), self._clock())
+
+    @contextlib.asynccontextmanager
+    async def turn(
+        self, caller: str, priority: str, model: str
+    ) -> AsyncIterator[Callable[[], None]]:
+        """Wait for the turn of a job; yield a function to call when a worker has begun it.
+
+        Raises BusyError: too many jobs wait.
+        """
+        since, mark = self._since[priority], object()
+        since[mark] = self._clock()
+        try:
+            await self._wait((priority, model), caller)
+        except (asyncio.CancelledError, BusyError):
+            del since[mark]
+            raise
+        is_over = False
+
+        def begun() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                del since[mark]
+                self._leave_queue(model)
+
+        try:
+            yield begun
+        finally:
+            begun()
+
+    async def _wait(self, key: _Key, caller: str) -> None:
+        turn: _Turn = asyncio.get_running_loop().create_future()
+        lines = self._waiting.setdefault(key, OrderedDict())
+        lines.setdefault(caller, deque()).append(turn)
+        self._advance(key[1])
+        try:
+            if not turn.done() and self.waiting > self._most:
+                raise BusyError(self._most, 5)
+            await turn
+        except (asyncio.CancelledError, BusyError):
+            if turn.done() and not turn.cancelled():  # its turn had come
+                self._leave_queue(key[1])
+            else:
+                self._remove(key, caller, turn)
+            raise
+
+    def _remove(self, key: _Key, caller: str, turn: _Turn) -> None:
+        lines = self._waiting.get(key, OrderedDict[str, deque[_Turn]]())
+        if turn in lines.get(caller, ()):
+            lines[caller].remove(turn)
+            if not lines[caller]:
+                del lines[caller]
+            if not lines:
+                del self._waiting[key]
+
+    def _leave_queue(self, model: str) -> None:
+        self.queued[model] -= 1
+        if not self.queued[model]:
+            del self.queued[model]
+        self._advance(model)
+
+    def look(self) -> None:
+        """Let jobs of all models advance: workers may have joined."""
+        for model in {model for _, model in self._waiting}:
+            self._advance(model)
+
+    def _advance(self, model: str) -> None:
+        """Give as many jobs their turn as the window allows: of each caller one, then again."""
+        for priority in PRIORITIES:
+            lines = self._waiting.get((priority, model))
+            while lines and self.queued[model] < self._window(model):
+                caller, line = next(iter(lines.items()))
+                turn = line[0]
+                lines.move_to_end(caller)
+                self._remove((priority, model), caller, turn)
+                if not turn.done():
+                    self.queued[model] += 1
+                    turn.set_result(None)

@@ -1,0 +1,327 @@
+"""A gateway: jobs of clients, put on the queue of a fleet, and the responses of its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from nats.js.errors import Error as JetStreamError
+
+from clowder_aimage.api.model_catalog import unknown_model
+from clowder_aimage.api.model_list import unknown
+from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, NEVER
+from clowder_aimage.errors import AImageError, NetworkError, UsageError
+from clowder_aimage.fleet.frame import (
+    ADMITTED,
+    BEGIN,
+    LAST,
+    PIECE,
+    Frame,
+)
+from clowder_aimage.fleet.gateway.fair_queue import FairQueue
+from clowder_aimage.fleet.gateway.metric import GatewayMetrics
+from clowder_aimage.fleet.gateway.operation import JobHeaders
+from clowder_aimage.fleet.gateway.parsed_request import ParsedRequest
+from clowder_aimage.fleet.gateway.response_relay import ResponseRelay
+from clowder_aimage.fleet.job.job import FleetJob
+from clowder_aimage.fleet.job.reader import JobReader
+from clowder_aimage.fleet.job.request import FORWARDED
+from clowder_aimage.fleet.job.run import PIECES
+from clowder_aimage.fleet.link import (
+    LOST,
+    MESSAGE_ID,
+    FleetLink,
+    FullStoreError,
+    LastFrameError,
+    unavailable,
+)
+from clowder_aimage.fleet.name import BATCH
+from clowder_aimage.fleet.worker_registry import FoundModel, WorkerWatch
+from clowder_aimage.http.access import bearer_token
+from clowder_aimage.http.api_error import OLLAMA, ApiError, api_error, interface_of, registry_error
+from clowder_aimage.http.background import aside, beside
+from clowder_aimage.http.local_request import LocalRequest, Request
+from clowder_aimage.oci import Digest, Reference
+
+MIN_WINDOW = 8  # jobs of a model on the queue that are not begun, at least
+WITHDRAWN = 2.0  # seconds that a request waits until its job is removed from the queue
+_MAX_NAMED = 10  # models in a message
+_INLINE = 2 * PIECE  # bytes of a job that is one message
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """A job on the queue.
+
+    ``is_kept``: it goes on if its client leaves. ``is_old``: it was admitted before.
+    """
+
+    job: FleetJob
+    is_kept: bool
+    is_old: bool = False
+    sequence: int = 0
+
+
+class JobGateway:
+    """Puts jobs on the queue and passes the responses on.
+
+    ``deadline`` is in seconds; ``most`` jobs wait in the queue of this gateway at most. ``resolve``
+    returns the digest that a registry has for a name.
+    """
+
+    def __init__(
+        self,
+        link: FleetLink,
+        watch: WorkerWatch,
+        metrics: GatewayMetrics,
+        *,
+        deadline: float = FOR_EVER,
+        most: int = 1000,
+        resolve: Callable[[Reference], Digest],
+    ) -> None:
+        self._link, self._watch, self._metrics = link, watch, metrics
+        self._resolve = resolve
+        self._deadline = None if deadline == FOR_EVER else deadline
+        self.queue = FairQueue(self.window, most)
+
+    def window(self, digest: str = "") -> int:
+        """Return how many jobs of this gateway for a model, or for all, may be on the queue."""
+        statuses = self._watch.workers.statuses()
+        able = [one.slots for one in statuses if not digest or digest in one.kinds or one.may_pull]
+        return max(MIN_WINDOW, 2 * sum(able))
+
+    async def answer(
+        self, request: Request, parsed: ParsedRequest, headers: JobHeaders
+    ) -> web.StreamResponse:
+        """Respond with the response of a worker. Raises AImageError."""
+        self._link.check()
+        job = await self._job(request, parsed, headers.priority)
+        if key := headers.key:
+            job = replace(job, id=_keyed(job.caller, key))
+        with self._metrics.job(job.priority) as statuses:
+            relay = ResponseRelay(request)
+            async with beside(*([relay.keep_alive()] if parsed.is_events else [])):
+                answered = await self._serve(relay, job, parsed, is_keyed=bool(key))
+            statuses.append(relay.status)
+        return answered
+
+    async def _serve(
+        self, relay: ResponseRelay, job: FleetJob, parsed: ParsedRequest, *, is_keyed: bool
+    ) -> web.StreamResponse:
+        """Serve a job; an error after the begin of a stream is its last event."""
+        try:
+            return await self._in_time(relay, job, parsed, is_keyed=is_keyed)
+        except AImageError as error:
+            if not relay.has_begun:
+                raise
+            await relay.fail(api_error(error))
+            return await relay.end()
+
+    async def _in_time(
+        self, relay: ResponseRelay, job: FleetJob, parsed: ParsedRequest, *, is_keyed: bool
+    ) -> web.StreamResponse:
+        is_kept = is_keyed or job.priority == BATCH
+        try:
+            async with (
+                asyncio.timeout(self._deadline),
+                self.queue.turn(job.caller, job.priority, job.digest) as started,
+                JobReader(self._link, job.id).open() as reader,
+            ):
+                admitting = self._admit(job, parsed, is_kept=is_kept, is_keyed=is_keyed)
+                admitted = await (admitting if is_kept else self._until_admitted(admitting))
+                frames = reader.frames(from_start=admitted.is_old)
+                return await self._pass_on(relay, admitted, frames, started)
+        except TimeoutError:
+            raise ApiError(504, "the deadline has passed", code="deadline_exceeded") from None
+        except ConnectionResetError:  # of the client
+            raise
+        except LOST as error:
+            raise unavailable("the connection to NATS was lost; try again later") from error
+
+    # -- admission
+
+    async def _job(self, request: Request, parsed: ParsedRequest, priority: str) -> FleetJob:
+        """Return the job of a request, pinned to a digest. Raises ApiError."""
+        found = await self._find(request, parsed)
+        request["model"] = found.name
+        headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
+        return FleetJob(
+            id=secrets.token_hex(16),
+            path=request.rel_url.raw_path_qs,
+            scope=request.get("scope", "infer"),
+            caller=caller_of(request),
+            asked=parsed.model or "",
+            model=found.name,
+            digest=found.digest,
+            priority=priority,
+            headers={**headers, "X-Request-Id": request["id"]},
+            fields={**parsed.fields, **parsed.chosen},
+            is_form=parsed.is_form,
+            timeout=self._deadline,
+        )
+
+    async def _find(self, request: Request, parsed: ParsedRequest) -> FoundModel:
+        """Return the model of a request. Raises ApiError."""
+        workers = self._watch.workers
+        if not workers.statuses():
+            raise unavailable("no worker of the fleet is running; try again later")
+        try:
+            reference, found = workers.reference(parsed.model), workers.find(parsed.model)
+        except UsageError as error:
+            code = "invalid_value" if parsed.model else "missing_required_parameter"
+            message = error.message.encode("ascii", "backslashreplace").decode()[:300]
+            raise ApiError(400, message, code=code, param="model") from None
+        may_pull = parsed.pull != NEVER and reference.registry is not None and workers.may_pull()
+        if found is not None and not (parsed.pull == ALWAYS and may_pull):
+            return found
+        if may_pull:
+            try:
+                digest = await aside(partial(self._resolve, reference))
+            except AImageError as error:
+                raise registry_error(error) from None
+            return FoundModel(str(reference), str(digest))
+        if interface_of(request) == OLLAMA:
+            raise unknown(reference)
+        raise self._missing(parsed)
+
+    def _missing(self, parsed: ParsedRequest) -> ApiError:
+        names = self._watch.workers.names(*parsed.kinds)
+        if not names:
+            return unknown_model(parsed.model or "")
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        listed = ", ".join(names[:_MAX_NAMED])
+        message = f"model {(parsed.model or '')[:200]!r} not found; available: {listed}{more}"
+        return ApiError(404, message, code="model_not_found", param="model")
+
+    async def _admit(
+        self, job: FleetJob, parsed: ParsedRequest, *, is_kept: bool, is_keyed: bool
+    ) -> _Admitted:
+        """Put a job on the queue, unless its idempotency key was used before. Raises ApiError.
+
+        A job that was admitted and not begun is published again, as its gateway may have died
+        before it did so; the stream recognises a repetition.
+        """
+        is_old, names = False, self._link.names
+        subject = names.job(job.priority, job.digest.partition(":")[2], job.caller)
+        try:
+            if is_keyed and await self._was_admitted(job, _fingerprint(job, parsed)):
+                is_old, (last, _) = True, await self._link.last(names.mark(job.id))
+                if last is not None and last.kind != ADMITTED:
+                    return _Admitted(job, is_kept, is_old)
+            sequence = await self._put(job, subject)
+        except FullStoreError:
+            raise unavailable("the queue of the fleet is full; try again later") from None
+        except (NetworkError, *LOST):
+            raise unavailable("NATS does not answer; try again later") from None
+        await self._link.tell(names.announcements, f"{subject} {sequence}".encode())
+        return _Admitted(job, is_kept, is_old, sequence)
+
+    async def _until_admitted(self, admission: Coroutine[Any, Any, _Admitted]) -> _Admitted:
+        """Return an admitted job; if the client leaves meanwhile, admit it and remove it again.
+
+        A message that NATS has not acknowledged yet may be on the queue.
+        """
+        admitting = asyncio.create_task(admission)
+        try:
+            return await asyncio.shield(admitting)
+        except asyncio.CancelledError:
+            withdrawing = asyncio.create_task(self._withdraw(admitting))
+            await asyncio.wait([withdrawing], timeout=WITHDRAWN)
+            raise
+
+    async def _withdraw(self, admitting: asyncio.Task[_Admitted]) -> None:
+        with contextlib.suppress(AImageError):  # it was not admitted
+            await self._cancel(await admitting)
+
+    async def _put(self, job: FleetJob, subject: str) -> int:
+        """Put a job on the queue, a large one as pieces, which have a subject of their own.
+
+        So no piece is that of another upload, as when a request is repeated.
+        """
+        payload, headers = job.encode(), {MESSAGE_ID: job.id}
+        if len(payload) > _INLINE:
+            upload = secrets.token_hex(16)
+            pieces = [payload[at : at + PIECE] for at in range(0, len(payload), PIECE)]
+            for number, piece in enumerate(pieces):
+                own = {MESSAGE_ID: f"{upload} {number}"}
+                await self._link.store(self._link.names.body(upload), piece, own)
+            payload, headers[PIECES] = upload.encode(), str(len(pieces))
+        return await self._link.store(subject, payload, headers)
+
+    async def _was_admitted(self, job: FleetJob, own: bytes) -> bool:
+        """Return whether a request with the idempotency key of a job was accepted before.
+
+        Raises ApiError (422): it was another request.
+        """
+        subject = self._link.names.mark(job.id)
+        admitted = Frame(ADMITTED, 0, 0, own)
+        try:
+            await self._link.store(subject, own, admitted.headers(), after=0)
+        except LastFrameError:
+            pass
+        else:
+            return False
+        async for _, message in self._link.stored(subject, 0):
+            if (message.data or b"") != own:
+                text = "the idempotency key was used for another request"
+                raise ApiError(422, text, code="idempotency_key_reused")
+            break
+        return True
+
+    # -- the response
+
+    async def _pass_on(
+        self,
+        relay: ResponseRelay,
+        admitted: _Admitted,
+        frames: AsyncGenerator[Frame, None],
+        started: Callable[[], None],
+    ) -> web.StreamResponse:
+        is_over = False
+        try:
+            async with contextlib.aclosing(frames):
+                async for frame in frames:
+                    started()
+                    if frame.kind == BEGIN:
+                        self._metrics.deliveries.inc()
+                        self._metrics.retries.inc(frame.attempt > 1)
+                    await relay.take(frame)
+                    is_over = frame.kind in LAST
+            return await relay.end()
+        finally:
+            if not is_over and not admitted.is_kept:
+                cancelling = asyncio.create_task(self._cancel(admitted))
+                await asyncio.shield(cancelling)
+
+    async def _cancel(self, admitted: _Admitted) -> None:
+        """Remove a job from the queue, and end the work on it."""
+        names = self._link.names
+        await self._link.tell(names.cancel(admitted.job.id))
+        with contextlib.suppress(*LOST, JetStreamError):
+            await self._link.streams.delete_msg(names.jobs, admitted.sequence)
+
+
+def caller_of(request: Request) -> str:
+    """Return an opaque name of the client: of its token, else of its address."""
+    if isinstance(request, LocalRequest):
+        return str(request["caller"])
+    token = bearer_token(request.headers.get("Authorization", "")) if "scope" in request else ""
+    return hashlib.sha256((token or f"@{request.remote}").encode()).hexdigest()[:16]
+
+
+def _keyed(caller: str, key: str) -> str:
+    """Return the id of the job of an idempotency key, which is one for each caller."""
+    return hashlib.sha256(f"{caller} {key}".encode()).hexdigest()[:32]
+
+
+def _fingerprint(job: FleetJob, parsed: ParsedRequest) -> bytes:
+    """Return a digest of what a client asked for, without choices that were made for it."""
+    asked = replace(job, headers={}, digest="", model="", timeout=None, fields=parsed.fields)
+    return hashlib.sha256(asked.encode()).hexdigest().encode()

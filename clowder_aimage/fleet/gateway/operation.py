@@ -1,0 +1,101 @@
+"""The operations of a gateway: a worker's, with the errors and the headers of jobs, and its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from clowder_aimage.api.health_operation import EVENTS
+from clowder_aimage.api.ollama import generate as ollama_generate
+from clowder_aimage.api.ollama import operation as ollama_operation
+from clowder_aimage.api.ollama import text_operation as ollama_text
+from clowder_aimage.api.openai import operation as openai_operation
+from clowder_aimage.api.openai import text_operation as text
+from clowder_aimage.api.request_body import Parameters
+from clowder_aimage.api.store import job_operation
+from clowder_aimage.api.store import operation as store_operation
+from clowder_aimage.api.store import storage_operation as storage
+from clowder_aimage.fleet.gateway.status import FleetFacts
+from clowder_aimage.http.operation import HEALTH, Answer, Operation
+from clowder_aimage.http.route import INFER
+
+MAX_KEY = 255  # characters of an idempotency key
+_LOST = (503, 504)  # no worker, or none that responds
+
+
+class JobHeaders(Parameters):
+    """The headers of a request that becomes a job."""
+
+    priority: Literal["interactive", "batch"] = Field(
+        default="interactive",
+        alias="Aimage-Priority",
+        description="Jobs of batches wait for interactive ones.",
+    )
+    key: Annotated[str, Field(max_length=MAX_KEY)] = Field(
+        default="",
+        alias="Idempotency-Key",
+        description="A request with the key of an earlier one gets its response.",
+    )
+
+
+def _job(operation: Operation) -> Operation:
+    return replace(operation.refusing(400, 422, *_LOST), headers=JobHeaders)
+
+
+JOBS = tuple(
+    map(
+        _job,
+        (
+            openai_operation.GENERATE,
+            openai_operation.EDIT,
+            openai_operation.VARY,
+            text.CHAT,
+            text.COMPLETE,
+            text.EMBED,
+            ollama_generate.GENERATE,
+            ollama_text.OLLAMA_CHAT,
+            ollama_text.OLLAMA_EMBED,
+            ollama_text.OLLAMA_EMBEDDINGS,
+        ),
+    )
+)
+LISTS = (  # an operation, its list, and what is one entry
+    (openai_operation.LIST_MODELS.refusing(*_LOST), "data", "id"),
+    (store_operation.ADAPTERS.refusing(*_LOST), "data", "id"),
+    (ollama_operation.TAGS.refusing(*_LOST), "models", "name"),
+    (ollama_operation.PS.refusing(*_LOST), "models", "digest"),
+    (storage.LIST.refusing(*_LOST), "content", "url"),
+)
+QUESTIONS = (
+    openai_operation.GET_MODEL.refusing(*_LOST),
+    openai_operation.FETCH_PICTURE.refusing(*_LOST),
+    store_operation.REFERRERS.refusing(*_LOST),
+    ollama_operation.SHOW.refusing(*_LOST),
+    ollama_operation.PUSH.refusing(*_LOST),
+    storage.GET.refusing(*_LOST),
+)
+OF_WORKERS = (  # what each worker has of its own
+    store_operation.DESCRIBE,
+    EVENTS,
+    job_operation.LIST_JOBS,
+    job_operation.ADD_JOB,
+    job_operation.SHOW_JOB,
+    job_operation.CANCEL_JOB,
+)
+PULL = ollama_operation.PULL.refusing(*_LOST)
+ADD_CONTENT = storage.ADD.refusing(*_LOST)
+COPY = ollama_operation.COPY.refusing(*_LOST)
+DELETE = ollama_operation.DELETE.refusing(*_LOST)
+DELETE_CONTENT = storage.DELETE.refusing(*_LOST)
+FLEET = Operation(
+    "GET",
+    "/v1/fleet",
+    INFER,
+    HEALTH,
+    "fleet",
+    "Describe the fleet.",
+    (Answer("The workers, and the queue.", FleetFacts),),
+    refusals=_LOST,
+)

@@ -1,0 +1,203 @@
+"""Requests of clients at a gateway: validated by the worker's code, and made repeatable.
+
+Random choices are made here, once: a seed that the request lacks is added to its body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT
+from clowder_aimage.api.ollama.generate import OllamaPictureBody
+from clowder_aimage.api.ollama.text_body import OllamaChatBody, OllamaEmbedBody, OllamaPromptBody
+from clowder_aimage.api.picture.body import PictureBody
+from clowder_aimage.api.picture.request import (
+    EditRequest,
+    ImageRequest,
+    VariationRequest,
+    read_request,
+)
+from clowder_aimage.api.picture.source import (
+    IMAGE,
+    IMAGES,
+    take_bare_pictures,
+    take_pictures,
+)
+from clowder_aimage.api.request_body import (
+    GenerationBody,
+    RequestBody,
+    check_fields,
+    check_ignored,
+    is_strict,
+    read_checked,
+)
+from clowder_aimage.api.text.request import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsBody,
+    TextBody,
+)
+from clowder_aimage.engine.admission import IF_MISSING, NEVER, BusyError
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.route import ADMIN
+
+MAX_UPLOADS = 32  # requests with pictures whose bodies are read at once
+_PARSED = 2  # of them, whose bodies are parsed at once
+_PICTURES: Mapping[str, type[ImageRequest]] = {
+    "/v1/images/generations": ImageRequest,
+    "/v1/images/edits": EditRequest,
+    "/v1/images/variations": VariationRequest,
+}
+_TEXTS: Mapping[str, type[GenerationBody]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+    "/v1/embeddings": EmbeddingsBody,
+}
+_OLLAMA: Mapping[str, type[RequestBody]] = {
+    "/api/chat": OllamaChatBody,
+    "/api/embed": OllamaEmbedBody,
+    "/api/embeddings": OllamaEmbedBody,
+}
+GENERATE = "/api/generate"
+WITH_PICTURES = (*_PICTURES, GENERATE)  # their bodies are streamed
+EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """The request of a client: the name of a model, and the fields of the body.
+
+    ``chosen`` are fields that were chosen for it. ``is_change``: the request only loads, unloads or
+    stops the model. ``is_events``: the response is a stream of events.
+    """
+
+    model: str | None
+    fields: dict[str, Any]
+    kinds: tuple[str, ...]
+    pull: str = NEVER
+    is_form: bool = False
+    is_change: bool = False
+    unloads: bool = False
+    is_events: bool = False
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ForwardedBodies:
+    """Counts the bodies with pictures that a gateway reads."""
+
+    def __init__(self) -> None:
+        self.busy = asyncio.Semaphore(_PARSED)
+        self._count = 0
+
+    def enter(self) -> None:
+        """Count a body. Raises BusyError."""
+        if self._count >= MAX_UPLOADS:
+            raise BusyError(self._count, 5)
+        self._count += 1
+
+    def leave(self, body: PictureBody) -> None:
+        """Count a body as read."""
+        self._count -= body.is_counted
+
+
+KindOf = Callable[[str | None], str]
+
+
+class RequestValidator:
+    """Reads requests. ``kind_of`` returns what the model of a name is, or the empty text."""
+
+    def __init__(self, kind_of: KindOf) -> None:
+        self._kind_of = kind_of
+        self._bodies = ForwardedBodies()
+
+    async def read(self, request: Request) -> ParsedRequest:
+        """Return a validated request. Raises ApiError, BusyError."""
+        path = request.path
+        if path not in WITH_PICTURES:
+            if path in _TEXTS:
+                return await read_checked(request, partial(_of_openai, request))
+            parsed = await read_checked(request, partial(_of_ollama, path))
+            return _pulling(request, parsed)
+        body = PictureBody(request, self._bodies)
+        try:
+            fields = await body.fields(
+                may_be_form=path in ("/v1/images/edits", "/v1/images/variations")
+            )
+        finally:
+            self._bodies.leave(body)
+        if path == GENERATE:
+            return _pulling(request, self._of_prompt(fields))
+        return _of_picture(request, fields, is_form=body.is_form)
+
+    def _of_prompt(self, fields: dict[str, Any]) -> ParsedRequest:
+        name = fields.get("model") or fields.get("name")
+        if self._kind_of(name if isinstance(name, str) else None) in (TEXT, EMBEDDER):
+            return _of_ollama(GENERATE, fields)
+        given = take_bare_pictures(dict(fields))
+        rest = {key: value for key, value in fields.items() if key not in given}
+        body = check_fields(rest, OllamaPictureBody).with_options()
+        unloads = body.stop or body.keep_alive == 0
+        if not (body.prompt or body.enhance):
+            return ParsedRequest(
+                body.reference, fields, (PICTURES,), is_change=True, unloads=unloads
+            )
+        seed = {"seed": body.first_seed}
+        return ParsedRequest(body.reference, fields, (PICTURES,), chosen=seed)
+
+
+def _of_openai(request: Request, fields: dict[str, Any]) -> ParsedRequest:
+    body = check_ignored(check_fields(fields, _TEXTS[request.path]), strict=is_strict(request))
+    pull = body.pull if request.get("scope") == ADMIN else NEVER
+    if not isinstance(body, TextBody):
+        return ParsedRequest(body.model, fields, (EMBEDDER, TEXT), pull)
+    body.requests()  # raises ApiError
+    parsed = ParsedRequest(body.model, fields, (TEXT,), pull, is_events=body.stream)
+    return replace(parsed, chosen=_seed_for(fields))
+
+
+def _of_picture(request: Request, fields: dict[str, Any], *, is_form: bool) -> ParsedRequest:
+    kind = _PICTURES[request.path]
+    rest = dict(fields)
+    given = take_pictures(rest)
+    body = read_request(rest, kind, strict=is_strict(request), is_form=is_form)
+    if kind is not ImageRequest and not given.keys() & {IMAGE, IMAGES}:
+        message = "missing required field: image"
+        raise ApiError(400, message, code="missing_required_parameter", param=IMAGE)
+    body.check_given(given, has_size=body.has_size)
+    pull = body.pull if request.get("scope") == ADMIN else NEVER
+    seed = {"seed": str(body.first_seed) if is_form else body.first_seed}
+    is_events = body.stream
+    return ParsedRequest(
+        body.model, fields, (PICTURES,), pull, is_form, is_events=is_events, chosen=seed
+    )
+
+
+def _pulling(request: Request, parsed: ParsedRequest) -> ParsedRequest:
+    """Return a request of ollama's API, for which an administrator's missing model is pulled."""
+    return replace(parsed, pull=IF_MISSING) if request.get("scope") == ADMIN else parsed
+
+
+def _of_ollama(path: str, fields: dict[str, Any]) -> ParsedRequest:
+    kind: type[Any] = OllamaPromptBody if path == GENERATE else _OLLAMA[path]
+    body = check_fields(fields, kind)
+    unloads = body.stop or body.keep_alive == 0
+    if path in EMBEDDINGS:
+        is_load = not body.texts
+        return ParsedRequest(body.reference, fields, (EMBEDDER, TEXT), is_change=is_load)
+    if body.is_change:
+        return ParsedRequest(body.reference, fields, (TEXT,), is_change=True, unloads=unloads)
+    body.request()
+    options = fields.get("options") or {}
+    chosen = {"options": {**options, **_seed_for(options)}}
+    return ParsedRequest(body.reference, fields, (TEXT,), chosen=chosen)
+
+
+def _seed_for(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Return a seed for a text that has none."""
+    return {} if fields.get("seed") is not None else {"seed": secrets.randbits(31)}

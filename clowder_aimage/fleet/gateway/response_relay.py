@@ -1,0 +1,130 @@
+"""The response of a gateway, made of the frames of a job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+from aiohttp import web
+
+from clowder_aimage.api.answer_stream import EVENT_HEADERS, KEEP_ALIVE, comment
+from clowder_aimage.errors import FormatError
+from clowder_aimage.fleet.frame import BEGIN, DATA, DEAD, HEAD, Frame
+from clowder_aimage.fleet.gateway.continuation import SSE, Continuation, is_stream
+from clowder_aimage.http.api_error import ApiError, response
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.response_writer import ResponseWriter, is_gone
+from clowder_aimage.oci import read_json
+
+
+class ResponseRelay:
+    """Makes a response of the frames of a job.
+
+    A stream is passed on while it arrives, anything else when it is complete. ``status`` is that of
+    the response, or of the error with which its stream ended.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._sent = time.monotonic()
+        self._turn = asyncio.Lock()
+        self.status = 200
+        self._head: dict[str, Any] = {}
+        self._body: list[bytes] = []
+        self._stream: ResponseWriter | None = None
+        self._continuation: Continuation | None = None
+
+    async def take(self, frame: Frame) -> None:
+        """Take a frame. Raises ApiError if the job failed and no response has begun."""
+        if frame.kind == BEGIN:
+            self._body.clear()
+            self._head = {}
+            if self._continuation is not None:
+                self._continuation.begin()
+        elif frame.kind == HEAD:
+            self._head = read_json(frame.data, "the head of a response")
+        elif frame.kind == DATA:
+            await self._data(frame.data)
+        elif frame.kind == DEAD:
+            facts = read_json(frame.data, "the end of a job")
+            await self.fail(ApiError(facts["status"], facts["message"], code=facts["code"]))
+
+    async def _data(self, data: bytes) -> None:
+        if self._head["status"] == 200 and is_stream(self._type):
+            if self._continuation is None:
+                self._continuation = Continuation(self._type)
+            await self._write(self._continuation.feed(data))
+        else:
+            self._body.append(data)
+
+    @property
+    def _type(self) -> str:
+        named = (text for name, text in self._head["headers"] if name.lower() == "content-type")
+        return next(named, "")
+
+    @property
+    def has_begun(self) -> bool:
+        """Return whether a part of a stream was sent."""
+        return self._stream is not None
+
+    async def keep_alive(self) -> None:
+        """Send a comment after each long silence of a stream of events, also before its begin."""
+        with contextlib.suppress(ConnectionResetError):
+            while True:
+                silence = time.monotonic() - self._sent
+                if silence < KEEP_ALIVE:
+                    await asyncio.sleep(KEEP_ALIVE - silence)
+                else:
+                    self._continuation = self._continuation or Continuation(SSE)
+                    await self._write(comment("keep-alive"))
+
+    async def _write(self, data: bytes) -> None:
+        async with self._turn:
+            if is_gone(self._request):
+                raise ConnectionResetError("the client disconnected")
+            if self._stream is None:
+                self._stream = ResponseWriter(self._request, web.StreamResponse())
+                self._add_headers(self._stream.response)
+                await self._stream.begin()
+            if data:
+                await self._stream.write(data)
+                self._sent = time.monotonic()
+
+    def _add_headers(self, answer: web.StreamResponse) -> None:
+        answer.set_status(self._head.get("status", 200))
+        for name, text in self._head.get("headers", EVENT_HEADERS.items()):
+            answer.headers.add(name, text)
+
+    async def fail(self, error: ApiError) -> None:
+        """End a stream with an error. Raises it if no response has begun."""
+        if self._stream is None or self._continuation is None:
+            raise error
+        self.status = error.status
+        self._body.clear()
+        text = response(self._request, error).text or "{}"
+        value = read_json(text.encode(), "an error")
+        await self._write(self._continuation.error(error.status, value, error.code))
+
+    async def end(self) -> web.StreamResponse:
+        """Return the response, complete."""
+        body = b"".join(self._body)
+        if self._stream is not None:
+            if self._continuation is not None and body:  # a later attempt was refused
+                await self._fail_late(body)
+            return await self._stream.end()
+        answer = web.Response(body=body)
+        answer.headers.pop("Content-Type", None)
+        self._add_headers(answer)
+        self.status = answer.status
+        return answer
+
+    async def _fail_late(self, body: bytes) -> None:
+        assert self._continuation is not None  # noqa: S101
+        try:
+            value = read_json(body, "an error")
+        except FormatError:
+            value = {"error": body[:500].decode("utf-8", "replace")}
+        self.status = self._head["status"]
+        await self._write(self._continuation.error(self._head["status"], value, None))

@@ -1,0 +1,150 @@
+"""The gateway as a role of a server: the routes of a worker, served by a fleet."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+from clowder_aimage import __version__
+from clowder_aimage.api import health_operation, page
+from clowder_aimage.api.batch.routes import BatchRoutes
+from clowder_aimage.api.batch.run import BatchRunner
+from clowder_aimage.api.ollama import routes as ollama_routes
+from clowder_aimage.api.openapi import description_routes
+from clowder_aimage.api.request_body import read_headers
+from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.fleet.gateway import operation as gateway_operation
+from clowder_aimage.fleet.gateway.batch_store import FleetBatchStore
+from clowder_aimage.fleet.gateway.gateway import JobGateway, caller_of
+from clowder_aimage.fleet.gateway.metric import GatewayMetrics
+from clowder_aimage.fleet.gateway.parsed_request import ParsedRequest, RequestValidator
+from clowder_aimage.fleet.gateway.status import FleetStatus
+from clowder_aimage.fleet.gateway.worker_call import WorkerCalls, first
+from clowder_aimage.fleet.link import FleetLink
+from clowder_aimage.fleet.worker_registry import WorkerWatch
+from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
+from clowder_aimage.http.background import beside
+from clowder_aimage.http.local_call import LocalCalls
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.metrics_role import MetricsRole
+from clowder_aimage.http.route import ADMIN, INFER, Exchange, Role, Route, serve, share
+from clowder_aimage.oci import Digest, Reference
+
+
+class GatewayRole(Role):
+    """The interfaces of a worker without models: requests become jobs, lists are those of all."""
+
+    def __init__(
+        self,
+        link: FleetLink,
+        metrics: GatewayMetrics,
+        *,
+        resolve: Callable[[Reference], Digest],
+        advice: Callable[[AImageError], str | None] | None = None,
+        **options: Any,
+    ) -> None:
+        self._link, self._metrics = link, metrics
+        self._watch = WorkerWatch(link)
+        self._gateway = JobGateway(link, self._watch, metrics, resolve=resolve, **options)
+        self._calls = WorkerCalls(link, self._watch.workers)
+        self._validator = RequestValidator(self._kind_of)
+        calls = LocalCalls(self, advice)
+        self._batches = BatchRunner(FleetBatchStore(link), calls, self._gateway.window)
+        self._status = FleetStatus(link, self._watch.workers)
+        self._is_draining = False
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    def routes(self) -> list[Route]:
+        return [
+            *(share(job, self._job) for job in gateway_operation.JOBS),
+            *ollama_routes.open_routes(),
+            *page.routes(is_shown=True),
+            *description_routes("gateway"),
+            serve(health_operation.ALIVE, self._alive),
+            serve(health_operation.READY, self._ready),
+            serve(health_operation.WORKER, self._worker),
+            *MetricsRole(self._metrics.text, INFER).routes(),
+            serve(gateway_operation.FLEET, self._fleet),
+            *self._calls.routes(),
+            *BatchRoutes(self._batches, caller_of).routes(),
+        ]
+
+    def count(self, exchange: Exchange) -> None:
+        self._metrics.requests.labels(exchange.route, str(exchange.status)).inc()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with (
+            self._link.open(),
+            beside(
+                self._watch.run(),
+                self._status.observe(self._metrics, self._gateway.queue),
+                self._batches.run(),
+            ),
+        ):
+            yield
+
+    async def drain(self, grace: float, hurry: Any) -> None:  # noqa: ARG002
+        self._is_draining = True
+
+    # -- jobs
+
+    def _kind_of(self, name: str | None) -> str:
+        try:
+            found = self._watch.workers.find(name)
+        except UsageError:
+            return ""
+        return found.kind if found else ""
+
+    async def _job(self, request: Request) -> web.StreamResponse:
+        self._link.check()
+        headers = read_headers(request, gateway_operation.JobHeaders)
+        parsed = await self._validator.read(request)
+        if parsed.unloads:
+            return await self._unload(request, parsed)
+        return await self._gateway.answer(request, parsed, headers)
+
+    async def _unload(self, request: Request, parsed: ParsedRequest) -> web.StreamResponse:
+        """Unload or stop a model on all workers. Raises ApiError."""
+        if request.get("scope") != ADMIN:
+            message = "the scope admin is required to unload models"
+            raise ApiError(403, message, code="insufficient_scope")
+        return first(await self._calls.all(request, parsed.fields)).response()
+
+    # -- the gateway itself
+
+    async def _alive(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        """Respond whether jobs can be put on the queue; a fleet without workers is ready."""
+        reasons = []
+        try:
+            self._link.check()
+        except AImageError as error:
+            reasons = [{"reason": error.message}]
+        if self._is_draining:
+            reasons.insert(0, {"reason": "draining"})
+        headers = {"Retry-After": str(RETRY_AFTER)} if reasons else {}
+        body = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
+        return web.json_response(body, status=503 if reasons else 200, headers=headers)
+
+    async def _worker(self, request: web.Request) -> web.Response:
+        """Respond as a worker, with the name of the fleet, which says that this is a gateway."""
+        scope, workers = request.get("scope"), self._watch.workers
+        body: dict[str, Any] = {"version": __version__, "scope": scope}
+        if scope is not None:
+            body |= {"default_model": workers.default_model, "enhancer": None}
+            body |= {"fleet": self._link.names.fleet}
+        return web.json_response(body)
+
+    async def _fleet(self, _: web.Request) -> web.Response:
+        self._link.check()
+        return web.json_response(asdict(await self._status.read()))

@@ -1,0 +1,144 @@
+"""The status of a fleet: its workers, its queue, and jobs that were given up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nats.js.api import StreamInfo
+from nats.js.errors import Error as JetStreamError
+from nats.js.errors import NotFoundError
+
+from clowder_aimage.fleet.frame import LAST
+from clowder_aimage.fleet.gateway.fair_queue import FairQueue
+from clowder_aimage.fleet.gateway.metric import GatewayMetrics
+from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink
+from clowder_aimage.fleet.name import PRIORITIES
+from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
+
+INTERVAL = 2.0  # seconds between two looks at the queue
+_LOOKS = 5  # jobs that are looked at each time
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJobs:
+    """The jobs of a priority for a model that are on the queue."""
+
+    priority: str
+    digest: str
+    jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFacts:
+    """A fleet: its workers, the jobs on its queue, and those that were given up.
+
+    ``stored`` of ``room`` bytes are in use.
+    """
+
+    fleet: str
+    workers: Sequence[WorkerStatus]
+    queue: Sequence[QueuedJobs]
+    jobs: int
+    stored: int
+    room: int | None
+    given_up: int
+
+
+class FleetStatus:
+    """Reads the status of one fleet."""
+
+    def __init__(self, link: FleetLink, workers: WorkerRegistry) -> None:
+        self._link, self._workers = link, workers
+        self._looked = 0  # number of the last message on the queue that was looked at
+
+    async def read(self) -> FleetFacts:
+        """Return the status. Raises TimeoutError, NatsError."""
+        names, streams = self._link.names, self._link.streams
+        jobs = await streams.stream_info(names.jobs, subjects_filter=">")
+        logs, dead = await streams.stream_info(names.logs), await streams.stream_info(names.dead)
+        queued = await self._queued(jobs)
+        return FleetFacts(
+            fleet=names.fleet,
+            workers=self._workers.statuses(),
+            queue=[
+                QueuedJobs(priority, f"sha256:{digest}", count)
+                for (priority, digest), count in sorted(queued.items())
+            ],
+            jobs=queued.total(),
+            stored=logs.state.bytes + jobs.state.bytes,
+            room=logs.config.max_bytes,
+            given_up=dead.state.messages,
+        )
+
+    async def _queued(self, jobs: StreamInfo) -> Counter[tuple[str, str]]:
+        """Count the jobs on the queue by priority and digest.
+
+        NATS 2.9 may count messages that are not there after it was killed, in all and by subject.
+        So messages are counted by subject, and when few subjects are left, each is looked for.
+        """
+        queued: Counter[tuple[str, str]] = Counter()
+        subjects = jobs.state.subjects or {}
+        for subject, count in subjects.items():
+            key = self._link.names.wanted(subject)
+            if key is not None and (len(subjects) > _LOOKS or await self._has(subject)):
+                queued[key] += count
+        return queued
+
+    async def _has(self, subject: str) -> bool:
+        """Return whether a message of a subject is on the queue."""
+        try:
+            await self._link.streams.get_msg(
+                self._link.names.jobs, seq=1, subject=subject, next=True
+            )
+        except NotFoundError:
+            return False
+        return True
+
+    async def observe(self, metrics: GatewayMetrics, queue: FairQueue) -> None:
+        """Set the gauges of a gateway, for ever."""
+        while True:
+            statuses = self._workers.statuses()
+            metrics.workers.set(sum(not status.is_draining for status in statuses))
+            metrics.waiting.set(queue.waiting)
+            for priority in PRIORITIES:
+                metrics.age.labels(priority).set(queue.age(priority))
+            metrics.connected.set(self._link.is_ready)
+            queue.look()  # workers may have joined
+            with contextlib.suppress(*LOST, JetStreamError):
+                if self._link.is_ready:
+                    await self._depth(metrics)
+                    await self._remove_finished()
+            await asyncio.sleep(INTERVAL)
+
+    async def _depth(self, metrics: GatewayMetrics) -> None:
+        names, streams = self._link.names, self._link.streams
+        jobs = await streams.stream_info(names.jobs, subjects_filter=">")
+        metrics.depth.set((await self._queued(jobs)).total())
+        metrics.dead.set((await streams.stream_info(names.dead)).state.messages)
+        consumers = await streams.consumers_info(names.jobs)
+        metrics.running.set(sum(each.num_ack_pending or 0 for each in consumers))
+
+    async def _remove_finished(self) -> None:
+        """Look at a few jobs on the queue, in turns, and remove those that are finished.
+
+        A NATS server that was killed may forget that a message was removed, though it remembers its
+        acknowledgement: such a message is never delivered again.
+        """
+        names, streams = self._link.names, self._link.streams
+        for _ in range(_LOOKS):
+            try:
+                found = await streams.get_msg(
+                    names.jobs, seq=self._looked + 1, subject=f"{names.fleet}.job.>", next=True
+                )
+            except NotFoundError:
+                self._looked = 0
+                return
+            self._looked = found.seq or 0
+            job = (found.headers or {}).get(MESSAGE_ID, "")
+            last, _ = await self._link.last(names.mark(job)) if job else (None, 0)
+            if last is not None and last.kind in LAST:
+                await streams.delete_msg(names.jobs, self._looked)

@@ -1,0 +1,297 @@
+"""Requests to the workers of a fleet without jobs: lists, and changes of stores.
+
+A list joins the lists of all workers. A request for one entry is answered by the first worker that
+has it. A change is sent to all workers, a push to one that has the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from nats.aio.msg import Msg
+from nats.errors import NoRespondersError
+
+from clowder_aimage.api.answer_stream import NdjsonStream
+from clowder_aimage.api.request_body import read_object
+from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.fleet.gateway import operation
+from clowder_aimage.fleet.job.job import FleetJob
+from clowder_aimage.fleet.job.request import ANSWER, BODY, LINE, PART, STATUS
+from clowder_aimage.fleet.link import LOST, FleetLink, unavailable
+from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.local_request import Request
+from clowder_aimage.http.response_writer import is_gone
+from clowder_aimage.http.route import INFER, Route, serve
+from clowder_aimage.oci import Reference, read_json
+
+PATIENCE = 5.0  # seconds for a list
+SILENCE = 10.0  # seconds without a sign of life after which a worker counts as gone
+_WATCH = 0.5  # seconds between two looks at the progress
+_WAITING = {"status": "waiting for workers"}
+PUSH = "/api/push"
+_STREAMS = ("/api/pull", PUSH)
+OnLine = Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAnswer:
+    """The response of one worker."""
+
+    status: int
+    headers: list[tuple[str, str]]
+    body: bytes
+
+    def response(self) -> web.Response:
+        """Return the response to the client."""
+        found = web.Response(body=self.body, status=self.status)
+        found.headers.pop("Content-Type", None)
+        for name, text in self.headers:
+            found.headers[name] = text
+        return found
+
+
+class TransferProgress:
+    """Joins the lines of workers (ollama, "Pull a model"): the bytes are those of all of them."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[str, Mapping[str, Any]]] = {}  # by status and worker
+        self._sizes: dict[str, int] = {}  # of all blobs, by worker
+        self._new: dict[str, None] = {}  # in order
+
+    def take(self, worker: str, line: Mapping[str, Any]) -> None:
+        """Take a line of a worker."""
+        status = str(line.get("status"))
+        is_new = status not in self._known
+        self._known.setdefault(status, {})[worker] = line
+        self._sizes[worker] = int(line.get("size", self._sizes.get(worker, 0)))
+        if is_new or "digest" in line:
+            self._new[status] = None
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return what is new since the last call, without the end: that follows for all at once."""
+        found = [self._joined(status) for status in self._new if status != "success"]
+        self._new.clear()
+        return found
+
+    def _joined(self, status: str) -> dict[str, Any]:
+        parts = list(self._known[status].values())
+        line = dict(parts[-1])
+        if "digest" in line:
+            counts = Counter[str]()
+            for part in parts:
+                counts.update({name: int(part.get(name, 0)) for name in ("total", "completed")})
+            line |= {**counts, "size": sum(self._sizes.values())}
+        return line
+
+
+class WorkerCalls:
+    """Sends requests to the workers of a fleet."""
+
+    def __init__(self, link: FleetLink, workers: WorkerRegistry) -> None:
+        self._link, self._workers = link, workers
+
+    def routes(self) -> list[Route]:
+        """Return the routes of a worker that need no job."""
+        found = [
+            serve(listing, partial(self._merged, name, key))
+            for listing, name, key in operation.LISTS
+        ]
+        found += [serve(question, self._first) for question in operation.QUESTIONS]
+        found += [Route(own.method, own.path, _not_here, own.scope) for own in operation.OF_WORKERS]
+        changes = (  # a failure of one worker is that of all, or one that can is sufficient
+            (operation.PULL, _worst),
+            (operation.ADD_CONTENT, _worst),
+            (operation.COPY, first),
+            (operation.DELETE, first),
+            (operation.DELETE_CONTENT, first),
+        )
+        return found + [
+            serve(change, partial(self._change, outcome)) for change, outcome in changes
+        ]
+
+    async def all(
+        self,
+        request: Request,
+        fields: Any = None,
+        patience: float | None = PATIENCE,
+        on_line: OnLine | None = None,
+    ) -> list[WorkerAnswer]:
+        """Return the responses of all workers that respond, in the order of their ids.
+
+        Without ``patience`` a worker may take as long as it gives signs of life. ``on_line`` takes
+        the id of a worker and a line of its transfer. Raises ApiError.
+        """
+        self._link.check()
+        statuses = self._workers.statuses()
+        if not statuses:
+            raise unavailable("no worker of the fleet is running; try again later")
+        if request.path == PUSH:
+            statuses = _pushing(statuses, fields)
+        calls = (self._call(request, status.id, fields, patience, on_line) for status in statuses)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException) and not isinstance(one, LOST):
+                raise one
+        return [one for one in found if not isinstance(one, BaseException)]
+
+    async def _call(
+        self,
+        request: Request,
+        worker: str,
+        fields: Any,
+        patience: float | None,
+        on_line: OnLine | None,
+    ) -> WorkerAnswer:
+        job = FleetJob(
+            id=request["id"],
+            method=request.method if request.method != "HEAD" else "GET",
+            path=request.rel_url.raw_path_qs,
+            scope=request.get("scope") or INFER,
+            caller="",
+            asked="",
+            model="",
+            digest="",
+            headers={"Host": request.host},
+            fields=fields,
+        )
+        data, most = job.encode(), self._link.client.max_payload
+        if len(data) > most:
+            message = f"the request has {len(data)} bytes, and a message of NATS at most {most}: "
+            message += "raise max_payload in the configuration of the NATS server"
+            raise ApiError(413, message, code="too_large")
+        async with asyncio.timeout(patience):
+            return await self._ask(worker, data, on_line)
+
+    async def _ask(self, worker: str, data: bytes, on_line: OnLine | None) -> WorkerAnswer:
+        """Return the response of a worker. Raises NatsError, TimeoutError, FormatError."""
+        client = self._link.client
+        arrived: asyncio.Queue[Msg] = asyncio.Queue()
+        subscription = await client.subscribe(inbox := client.new_inbox(), cb=arrived.put)
+        try:
+            await client.publish(self._link.names.call(worker), data, reply=inbox)
+            return await self._collect(arrived, worker, on_line)
+        finally:
+            with contextlib.suppress(*LOST):
+                await subscription.unsubscribe()
+
+    async def _collect(
+        self, arrived: asyncio.Queue[Msg], worker: str, on_line: OnLine | None
+    ) -> WorkerAnswer:
+        """Return the response that the messages are, after lines of its transfer and a new status.
+
+        Raises TimeoutError after a long silence, in which the worker may have begun again.
+        """
+        body = bytearray()
+        while True:
+            async with asyncio.timeout(SILENCE):
+                message = await arrived.get()
+            known = message.headers or {}
+            if known.get("Status") == "503":
+                raise NoRespondersError
+            kind = known.get(PART)
+            if kind == STATUS:
+                with contextlib.suppress(FormatError):
+                    self._workers.put(WorkerStatus.decode(message.data))
+            elif kind == LINE and on_line is not None:
+                on_line(worker, read_json(message.data, "a line of a transfer"))
+            elif kind == BODY or ANSWER in known:
+                body += message.data
+            if ANSWER in known:
+                facts = read_json(known[ANSWER].encode(), "an answer")
+                if len(body) != facts["size"]:
+                    raise TimeoutError  # a part was lost
+                headers = [(name, text) for name, text in facts["headers"]]
+                return WorkerAnswer(facts["status"], headers, bytes(body))
+
+    async def _merged(self, field: str, key: str, request: web.Request) -> web.StreamResponse:
+        """Respond with the entries of all workers, each once, in the order of the first.
+
+        If all workers refuse the request, the response is the first refusal.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        answers = await self.all(request)
+        if (best := first(answers)).status != 200:
+            return best.response()
+        whole = read_json(best.body, "a list")
+        for answer in answers:
+            value = read_json(answer.body, "a list") if answer.status == 200 else {}
+            for entry in value.get(field, ()):
+                found.setdefault(str(entry.get(key)), entry)
+        return web.json_response({**whole, field: list(found.values())})
+
+    async def _first(self, request: web.Request) -> web.StreamResponse:
+        """Respond as the first worker that has what is asked for."""
+        fields = await _fields(request)
+        if request.path == PUSH:
+            return await self._in_time(request, fields, first)
+        return first(await self.all(request, fields)).response()
+
+    async def _change(
+        self, outcome: Callable[[list[WorkerAnswer]], WorkerAnswer], request: web.Request
+    ) -> web.StreamResponse:
+        """Respond when all workers have changed their stores."""
+        return await self._in_time(request, await _fields(request), outcome)
+
+    async def _in_time(
+        self,
+        request: web.Request,
+        fields: dict[str, Any] | None,
+        outcome: Callable[[list[WorkerAnswer]], WorkerAnswer],
+    ) -> web.StreamResponse:
+        """Respond with the outcome of a transfer; a stream has its progress."""
+        is_stream = request.path in _STREAMS and (fields or {}).get("stream", True) is True
+        progress, lines = TransferProgress(), NdjsonStream(request)
+        on_line = progress.take if is_stream else None
+        task = asyncio.create_task(self.all(request, fields, None, on_line))
+        try:
+            while not (await asyncio.wait([task], timeout=_WATCH))[0]:
+                if is_gone(request):
+                    raise ConnectionResetError("the client disconnected")
+                if is_stream:
+                    await lines.write(*(progress.lines() or [_WAITING]))
+            found = outcome(task.result())
+        finally:
+            task.cancel()
+        if (rest := progress.lines()) or lines.has_begun:
+            await lines.write(*rest, read_json(found.body, "an answer"))
+            return await lines.end()
+        return found.response()
+
+
+def _pushing(statuses: list[WorkerStatus], fields: Any) -> list[WorkerStatus]:
+    """Return a worker that has the model of a push; all of them if none has it."""
+    name = str(fields.get("model") or fields.get("name") or "")
+    with contextlib.suppress(UsageError):
+        name = str(Reference.parse(name))
+    return next(([status] for status in statuses if name in status.models), statuses)
+
+
+async def _not_here(request: web.Request) -> web.StreamResponse:
+    """Refuse a request for what each worker has of its own."""
+    message = f"a gateway has no {request.path}; ask a worker at its own address: see /v1/fleet"
+    raise ApiError(501, message, code="not_at_a_gateway")
+
+
+async def _fields(request: web.Request) -> dict[str, Any] | None:
+    raw = await request.read()
+    return read_object(raw) if raw or request.method == "POST" else None
+
+
+def first(answers: list[WorkerAnswer]) -> WorkerAnswer:
+    """Return the first response that is not an error, else the first one. Raises ApiError."""
+    if not answers:
+        raise ApiError(504, "no worker responded", code="deadline_exceeded")
+    return next((one for one in answers if one.status < 400), answers[0])
+
+
+def _worst(answers: list[WorkerAnswer]) -> WorkerAnswer:
+    """Return the first response that is an error, else the first one. Raises ApiError."""
+    return next((one for one in answers if one.status >= 400), None) or first(answers)

@@ -1,0 +1,1 @@
+"""A job of a fleet: its request, its frames, and its run."""

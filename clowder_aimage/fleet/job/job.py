@@ -1,0 +1,89 @@
+"""A job: a request of the HTTP interfaces, as a gateway puts it on the queue.
+
+The fields of the body were validated by the gateway with the code of the worker. The worker takes
+them from the queue, to which others may write, and validates them once more, as those of any
+client. Random choices have been made in them: so a second attempt gives the same picture.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.fleet.name import INTERACTIVE
+from clowder_aimage.oci import read_json
+
+MAX_JOB = 192 << 20  # bytes of a job's fields as JSON
+_BYTES = "base64"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetJob:
+    """One request. All workers may serve it that have, or may fetch, the manifest ``digest``.
+
+    ``asked`` is the model in the client's words, ``model`` the name that a gateway found for it.
+    ``scope`` is that of the client's token, ``caller`` an opaque name of the client. ``fields`` are
+    those of the body, as texts, files or lists of them if ``is_form``. ``timeout`` is in seconds.
+    ``size`` is the number of bytes from which the job was decoded.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    id: str
+    path: str
+    scope: str
+    caller: str
+    asked: str
+    model: str
+    digest: str
+    method: str = "POST"
+    priority: str = INTERACTIVE
+    headers: dict[str, str] = field(default_factory=dict)
+    fields: dict[str, Any] | None = None
+    is_form: bool = False
+    timeout: float | None = None
+    size: int = field(default=0, compare=False)
+
+    def encode(self) -> bytes:
+        """Return the job as JSON."""
+        known = asdict(self)
+        del known["size"]
+        if self.is_form and self.fields is not None:
+            known["fields"] = {name: _written(value) for name, value in self.fields.items()}
+        return json.dumps(known, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, raw: bytes) -> FleetJob:
+        """Return the job in JSON. Raises FormatError."""
+        known = read_json(raw, "the job", MAX_JOB)
+        try:
+            job = _JOB.validate_python({**known, "size": len(raw)})
+            if job.is_form and job.fields is not None:
+                job = replace(job, fields={key: _read(one) for key, one in job.fields.items()})
+        except (LookupError, TypeError, ValueError):
+            raise FormatError("the job was written by another version") from None
+        return job
+
+    def named(self, name: str) -> FleetJob:
+        """Return the job with another name of its model in the body."""
+        return replace(self, fields={**(self.fields or {}), "model": name})
+
+
+_JOB = TypeAdapter(FleetJob)
+
+
+def _written(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    return [_written(one) for one in value] if isinstance(value, list) else value
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, dict):
+        return base64.b64decode(value[_BYTES])
+    return [_read(one) for one in value] if isinstance(value, list) else value

@@ -1,0 +1,113 @@
+"""The frames of a job in order: as they are published, and from the stream if some were missed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from clowder_aimage.fleet.frame import BEGIN, LAST, Frame
+from clowder_aimage.fleet.link import LOST, FleetLink
+
+SILENCE = 2.0  # seconds without a frame after which the stream is read
+
+
+class FrameOrder:
+    """Puts frames into order: of the newest attempt, each once, by number.
+
+    A later attempt begins with its first frame; frames of earlier ones are dropped then. An attempt
+    with the same number is another one if its BEGIN is: the marks before it have expired.
+    """
+
+    def __init__(self) -> None:
+        self._attempt, self._next = 0, 0
+        self._begun = b""
+        self._early: dict[int, Frame] = {}
+
+    @property
+    def has_gap(self) -> bool:
+        """Return whether a frame is missing before one that has arrived."""
+        return bool(self._early)
+
+    def add(self, frame: Frame) -> list[Frame]:
+        """Take a frame, and return those whose turn has come."""
+        is_begin = frame.kind == BEGIN
+        is_other = is_begin and self._next > 0 and frame.data != self._begun
+        if frame.attempt > self._attempt or (is_other and frame.attempt == self._attempt):
+            self._attempt, self._next = frame.attempt, 0
+            self._early.clear()
+        if frame.attempt < self._attempt or frame.number < self._next or frame.attempt == 0:
+            return []
+        self._begun = frame.data if is_begin else self._begun
+        self._early[frame.number] = frame
+        found = []
+        while (known := self._early.pop(self._next, None)) is not None:
+            found.append(known)
+            self._next += 1
+        return found
+
+
+class JobReader:
+    """Reads the frames of one job."""
+
+    def __init__(self, link: FleetLink, job: str) -> None:
+        self._link, self._subject = link, link.names.log(job)
+        # the number in the stream of the last frame that was read from it, by subject
+        self._read_to = {link.names.mark(job): 0, self._subject: 0}
+        self._live: asyncio.Queue[Frame] = asyncio.Queue()
+        self._order = FrameOrder()
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[JobReader]:
+        """Listen for frames. Raises NatsError if there is no connection."""
+        subscription = await self._link.client.subscribe(self._subject, cb=self._take)
+        try:
+            yield self
+        finally:
+            await _end(subscription)
+
+    async def _take(self, message: Msg) -> None:
+        frame = Frame.parse(message.headers, message.data)
+        if frame is not None:
+            self._live.put_nowait(frame)
+
+    async def frames(self, *, from_start: bool = False) -> AsyncGenerator[Frame, None]:
+        """Yield the frames until the last one; ``from_start`` those that are stored first.
+
+        While there is no connection it waits. Raises ApiError (503): the fleet cannot be used.
+        """
+        must_read = from_start
+        while True:
+            found = await self._read() if must_read else await self._listen()
+            for frame in found:
+                yield frame
+                if frame.kind in LAST:
+                    return
+            must_read = not must_read and (not found or self._order.has_gap)
+
+    async def _listen(self) -> list[Frame]:
+        try:
+            async with asyncio.timeout(SILENCE):
+                return self._order.add(await self._live.get())
+        except TimeoutError:
+            self._link.check_lasting()
+            return []
+
+    async def _read(self) -> list[Frame]:
+        found: list[Frame] = []
+        with contextlib.suppress(*LOST):
+            for subject, after in self._read_to.items():
+                async for number, message in self._link.stored(subject, after):
+                    self._read_to[subject] = number
+                    frame = Frame.parse(message.headers, message.data)
+                    if frame is not None:
+                        found += self._order.add(frame)
+        return found
+
+
+async def _end(subscription: Subscription) -> None:
+    with contextlib.suppress(*LOST):
+        await subscription.unsubscribe()

@@ -1,0 +1,421 @@
+"""The connection of a gateway or a worker to a fleet on a NATS server.
+
+It is made in the background and made again when it is lost; until it is there, and the streams of
+the fleet are as they must be, ``check`` says why nothing can be done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nkeys  # type: ignore[import-untyped]
+import tenacity
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.js import JetStreamContext, api
+from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
+
+from clowder_aimage.errors import AImageError, NetworkError, UnauthorizedError, UsageError
+from clowder_aimage.fleet.frame import Frame
+from clowder_aimage.fleet.name import FleetNames
+from clowder_aimage.fleet.stream import FleetShape, differences
+from clowder_aimage.http.api_error import ApiError
+from clowder_aimage.http.background import end_tasks
+
+MIN_VERSION = (2, 9)  # of the server: direct reads of streams
+MIN_PAYLOAD = 1 << 20  # bytes of a message that the server must accept; its default
+CHECK = 5.0  # seconds between two looks whether the streams are still there
+LATER = 2  # seconds between two attempts, and in Retry-After
+PAUSE = 0.2  # seconds between two attempts of a call
+PATIENCE = 30.0  # seconds that a publication may take, over all attempts
+MESSAGE_ID = "Nats-Msg-Id"  # by which a stream recognises a repetition
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_SMALL = (10023, 10047)  # the disk of JetStream, or of an account, has no room for a stream
+FULL = (10077, 10122)  # error codes of JetStream
+_WRONG_LAST, _NO_LEADER, _FEW_SERVERS = 10071, 10008, 10005
+_UNSETTLED = (10004, _FEW_SERVERS, _NO_LEADER, 10009)  # a cluster that elects a leader
+_log = logging.getLogger("aimage.fleet")
+GATEWAY, WORKER, OPERATOR = "gateway", "worker", "operator"
+LOST = (NatsError, TimeoutError, OSError)
+_LASTING = (UsageError, UnauthorizedError)  # reasons that do not go away while one waits
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAccess:
+    """The servers of a fleet, and the credentials of this program.
+
+    ``creds`` is a file of NATS credentials (a JWT and a seed), ``nkey`` one with a seed alone.
+    ``ca_file`` has the certificates that are trusted, ``certificate`` and its key those of this
+    program.
+    """
+
+    servers: tuple[str, ...]
+    names: FleetNames = field(default_factory=FleetNames)
+    creds: Path | None = None
+    nkey: Path | None = None
+    ca_file: Path | None = None
+    certificate: tuple[Path, Path] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the client. Raises UsageError."""
+        found: dict[str, Any] = {"servers": list(self.servers)}
+        for path in filter(None, (self.creds, self.nkey, self.ca_file)):
+            if not path.is_file():
+                raise UsageError(f"file not found: {path}")
+        if self.creds is not None:
+            _check_creds(self.creds)
+            found["user_credentials"] = str(self.creds)
+        if self.nkey is not None:
+            _check_seed(self.nkey)
+            found["nkeys_seed"] = str(self.nkey)
+        if self.ca_file is not None or self.certificate is not None:
+            try:
+                context = ssl.create_default_context(cafile=self.ca_file)
+                if self.certificate is not None:
+                    context.load_cert_chain(*self.certificate)
+            except (OSError, ssl.SSLError) as error:
+                raise UsageError(f"cannot use the certificates for NATS: {error}") from None
+            found["tls"] = context
+        return found
+
+
+def _check_seed(path: Path) -> None:
+    """Raise UsageError unless a file has the seed of a user's nkey."""
+    try:
+        nkeys.from_seed(bytearray(path.read_bytes().strip()))
+    except (OSError, ValueError, TypeError, nkeys.NkeysError):
+        raise UsageError(f"{path} is not a file with the seed of an nkey (SU...)") from None
+
+
+def _check_creds(path: Path) -> None:
+    """Raise UsageError unless a file has credentials of NATS."""
+    try:
+        text = path.read_text("ascii")
+    except (OSError, ValueError):
+        text = ""
+    if "BEGIN NATS USER JWT" not in text or "BEGIN USER NKEY SEED" not in text:
+        raise UsageError(f"{path} is not a file of NATS credentials") from None
+
+
+class LastFrameError(AImageError):
+    """Another mark of a job was stored in the meantime."""
+
+
+class FullStoreError(AImageError):
+    """A stream of the fleet has no more room."""
+
+
+def unavailable(message: str, **advice: Any) -> ApiError:
+    """Return the response while the fleet cannot be used."""
+    headers = {"Retry-After": str(LATER)}
+    return ApiError(503, message, code="fleet_unavailable", headers=headers, **advice)
+
+
+class FleetLink:
+    """The connection to one fleet.
+
+    ``kind`` is GATEWAY, WORKER or OPERATOR, each of which has subjects of its own for replies, so
+    that permissions can separate them. ``name`` is shown by the server. ``on_ready`` are called
+    each time the fleet can be used.
+    """
+
+    def __init__(self, access: FleetAccess, kind: str, name: str = "") -> None:
+        self.names, self._access = access.names, access
+        self._kind, self._name = kind, f"aimage-{kind}-{name}"
+        self._options = access.options()
+        self._client = Client()
+        self._js = JetStreamContext(self._client)
+        self._reason: AImageError | None = None
+        self._ready = asyncio.Event()
+        self._due = 0.0  # when the streams are looked at again
+        self.on_ready: list[Callable[[], object]] = []
+
+    # -- the connection
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Connect in the background, also to a server that is not there yet; close at the end."""
+        self._reason = NetworkError(f"NATS at {self._places} does not answer")
+        task = asyncio.create_task(self._connect())
+        try:
+            yield
+        finally:
+            await end_tasks(task)
+            self._ready.clear()
+            with contextlib.suppress(*LOST):
+                await self._client.close()
+
+    async def connected(self, timeout: float) -> None:
+        """Wait until the fleet can be used. Raises the reason if it cannot in time."""
+        end = asyncio.get_running_loop().time() + timeout
+        while not self._ready.is_set():
+            is_late = asyncio.get_running_loop().time() >= end
+            if self._reason is not None and (is_late or isinstance(self._reason, _LASTING)):
+                raise self._reason
+            await asyncio.sleep(0.02)
+
+    async def make(self, shape: FleetShape, timeout: float) -> list[str]:
+        """Make or change the streams; return the names of those that were made.
+
+        Raises NetworkError, UsageError.
+        """
+        end = asyncio.get_running_loop().time() + timeout
+        try:
+            async with asyncio.timeout(timeout):
+                while not self._client.is_connected:
+                    if isinstance(self._reason, _LASTING):
+                        raise self._reason
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            raise self._reason or NetworkError(f"NATS at {self._places} does not answer") from None
+        self._check_server()
+        left = end - asyncio.get_running_loop().time()
+        retryer = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(_is_early),
+            wait=tenacity.wait_fixed(PAUSE),
+            stop=tenacity.stop_after_delay(left),
+            reraise=True,
+        )
+        try:
+            return await retryer(shape.make, self._js, self.names)
+        except (APIError, TimeoutError) as error:
+            raise self._refused_streams(error) from None
+
+    def _refused_streams(self, error: APIError | TimeoutError) -> AImageError:
+        if not isinstance(error, APIError) or error.err_code == _NO_LEADER:
+            return NetworkError(f"NATS at {self._places} is not ready")
+        if isinstance(error, ServiceUnavailableError):
+            message = f"NATS at {self._places} has no JetStream"
+            return UsageError(message, hint="enable it in the configuration of the server")
+        hint = "choose a smaller size, or raise max_file_store of the server"
+        message = f"NATS refuses the streams: {error.description}"
+        return UsageError(message, hint=hint if error.err_code in _SMALL else None)
+
+    @property
+    def _places(self) -> str:
+        return ", ".join(
+            one.rpartition("@")[2].removeprefix("nats://") for one in self._access.servers
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the fleet can be used."""
+        return self._ready.is_set() and self._client.is_connected
+
+    def check(self) -> None:
+        """Raise ApiError (503) with the reason if the fleet cannot be used."""
+        if self.is_ready:
+            return
+        reason = self._reason
+        if reason is None or isinstance(reason, NetworkError):
+            raise unavailable("the gateway has no connection to NATS; try again later")
+        raise unavailable(reason.message, remedy=reason.remedy, hint=reason.hint, **reason.facts)
+
+    def check_lasting(self) -> None:
+        """Raise ApiError (503) if the fleet cannot be used until somebody changes something."""
+        if isinstance(self._reason, _LASTING):
+            self.check()
+
+    async def _connect(self) -> None:
+        await self._client.connect(
+            **self._options,
+            name=self._name,
+            inbox_prefix=f"_INBOX_{self._kind}",
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.25,  # type: ignore[arg-type]
+            connect_timeout=2,
+            ping_interval=5,
+            max_outstanding_pings=2,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+        )
+        while True:
+            if self._client.is_connected and asyncio.get_running_loop().time() >= self._due:
+                await self._verify()
+            await asyncio.sleep(0.25 if self._reason is None else LATER / 4)
+
+    async def _verify(self) -> None:
+        try:
+            self._check_server()
+            await check_streams(self._js, self.names, is_gateway=self._kind == GATEWAY)
+        except AImageError as error:
+            if self._reason is None or self._reason.message != error.message:
+                _log.warning("cannot use the fleet", extra={"reason": error.message})
+            self._reason = error
+            self._ready.clear()
+            return
+        except LOST as error:
+            if not self._ready.is_set():
+                self._reason = NetworkError(f"NATS at {self._places} does not answer: {error!r}")
+            return
+        self._reason, self._due = None, asyncio.get_running_loop().time() + CHECK
+        if self._ready.is_set():
+            return
+        self._ready.set()
+        _log.info("connected to the fleet", extra={"fleet": self.names.fleet})
+        for each in self.on_ready:
+            each()
+
+    def _check_server(self) -> None:
+        """Raise UsageError if the server is too old, or accepts only short messages."""
+        version, most = self._client.connected_server_version, self._client.max_payload
+        if (version.major, version.minor) < MIN_VERSION:
+            needed = ".".join(map(str, MIN_VERSION))
+            raise UsageError(f"the NATS server has version {version}; {needed} is needed")
+        if most < MIN_PAYLOAD:
+            message = f"the NATS server accepts messages of {most} bytes; set max_payload in its "
+            raise UsageError(f"{message}configuration to {MIN_PAYLOAD} or more")
+
+    async def _on_error(self, error: Exception) -> None:
+        text = str(error) or type(error).__name__
+        if "authorization" in text.lower() or "authentication" in text.lower():
+            self._reason = UnauthorizedError(f"NATS at {self._places} refuses the credentials")
+        elif isinstance(self._reason, NetworkError):
+            self._reason = NetworkError(f"NATS at {self._places} does not answer: {text}")
+        _log.debug("NATS", extra={"reason": text})
+
+    async def _on_disconnected(self) -> None:
+        if self._ready.is_set():
+            _log.warning("the connection to NATS was lost")
+        self._ready.clear()
+        self._reason, self._due = NetworkError(f"NATS at {self._places} does not answer"), 0.0
+
+    # -- messages
+
+    @property
+    def client(self) -> Client:
+        """The client of NATS."""
+        return self._client
+
+    @property
+    def streams(self) -> JetStreamContext:
+        """The client of JetStream."""
+        return self._js
+
+    async def tell(
+        self, subject: str, data: bytes = b"", headers: dict[str, str] | None = None
+    ) -> None:
+        """Publish a message that may be lost."""
+        with contextlib.suppress(*LOST):
+            await self._client.publish(subject, data, headers=headers)
+
+    async def store(
+        self,
+        subject: str,
+        data: bytes,
+        headers: Mapping[str, str] | None = None,
+        *,
+        after: int | None = None,
+        patience: float = PATIENCE,
+    ) -> int:
+        """Publish a message into its stream, and return its number there.
+
+        It is published again until the server has acknowledged it: ``headers`` have the id by which
+        the stream recognises a repetition.
+
+        Raises:
+            LastFrameError: The last message of the subject has not the number ``after``. It may be
+                this one, which was stored though its acknowledgement was lost.
+            FullStoreError: The stream has no room.
+            NetworkError: The server did not acknowledge it in ``patience`` seconds.
+            ApiError: The fleet cannot be used until somebody changes something.
+        """
+        more = {} if after is None else {_EXPECTED: str(after)}
+        retryer = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(LOST),
+            wait=tenacity.wait_fixed(PAUSE),
+            stop=tenacity.stop_after_delay(patience),
+            reraise=True,
+        )
+        try:
+            return await retryer(self._publish, subject, data, {**(headers or {}), **more})
+        except LOST as error:
+            reason = str(error) or "no answer"
+            raise NetworkError(f"NATS did not store a message: {reason}") from None
+
+    async def _publish(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
+        try:
+            found = await self._js.publish(subject, data, timeout=2.0, headers=headers)
+        except APIError as error:
+            raise _refused(error) from None
+        except LOST:
+            self._due = 0.0  # the stream may be missing
+            self.check_lasting()
+            raise
+        return found.seq
+
+    async def store_later(self, subject: str, frame: Frame) -> asyncio.Future[api.PubAck]:
+        """Publish a frame without waiting; the future is the acknowledgement."""
+        return await self._js.publish_async(subject, frame.data, headers=frame.headers())
+
+    async def last(self, subject: str) -> tuple[Frame | None, int]:
+        """Return the last frame of a subject and its number in the stream, or None and 0.
+
+        Raises NatsError, TimeoutError.
+        """
+        try:
+            found = await self._js.get_msg(self.names.logs, subject=subject)
+        except NotFoundError:
+            return None, 0
+        return Frame.parse(found.headers, found.data), found.seq or 0
+
+    async def stored(
+        self, subject: str, after: int, stream: str = ""
+    ) -> AsyncIterator[tuple[int, Msg | Any]]:
+        """Yield the messages of a subject after a number of the stream, with their numbers.
+
+        Raises NatsError, TimeoutError.
+        """
+        while True:
+            try:
+                found = await self._js.get_msg(
+                    stream or self.names.logs, seq=after + 1, subject=subject, next=True
+                )
+            except NotFoundError:
+                return
+            after = found.seq or after + 1
+            yield after, found
+
+
+def _is_early(error: BaseException) -> bool:
+    """Return whether a cluster that was started just now has no leader yet, or too few servers."""
+    is_electing = isinstance(error, APIError) and error.err_code in (_NO_LEADER, _FEW_SERVERS)
+    return is_electing or isinstance(error, TimeoutError)
+
+
+def _refused(error: APIError) -> AImageError:
+    if error.err_code == _WRONG_LAST:
+        return LastFrameError("another mark of the job was stored")
+    if error.err_code in FULL:
+        return FullStoreError("the fleet's store on NATS is full")
+    return NetworkError(f"NATS refused a message: {error.description or error}")
+
+
+async def check_streams(
+    js: JetStreamContext, names: FleetNames, *, is_gateway: bool = False
+) -> None:
+    """Raise UsageError unless the streams of a fleet exist and are as they must be."""
+    advice = {"remedy": "fleet_init", "fleet": names.fleet}
+    own = (names.files, f"KV_{names.batches}") if is_gateway else ()
+    for name in (names.jobs, names.logs, names.dead, f"KV_{names.workers}", *own):
+        try:
+            found = await js.stream_info(name)
+        except NotFoundError:
+            message = f"the NATS server has no fleet {names.fleet!r}: no stream {name}"
+            raise UsageError(message, **advice) from None
+        except APIError as error:
+            if error.err_code in _UNSETTLED:
+                raise TimeoutError from None
+            message = f"the NATS server refuses access to the stream {name}: {error.description}"
+            raise UsageError(message) from None
+        wrong = differences(names, found.config)
+        if wrong:
+            raise UsageError(f"the stream {name} is configured otherwise: {wrong}", **advice)

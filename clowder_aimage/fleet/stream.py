@@ -1,0 +1,122 @@
+"""The streams and the bucket of a fleet: how they are made, and what must not differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nats.js import JetStreamContext, api
+from nats.js.errors import NotFoundError
+
+from clowder_aimage.fleet.name import FleetNames
+
+STATUS_TTL = 15.0  # seconds after its last report that a worker counts as gone
+REPEATED = 120.0  # seconds in which a frame that is published twice is one frame
+_HOUR, _DAY = 3600.0, 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetShape:
+    """The choices of an operator: copies of each message, bytes, seconds that results are kept."""
+
+    replicas: int = 1
+    keep: float = 3600.0
+    max_bytes: int = 8 << 30
+    keep_dead: float = 7 * _DAY
+    keep_files: float = 32 * _DAY  # somewhat longer than their records
+
+    def streams(self, names: FleetNames) -> list[api.StreamConfig]:
+        """Return the configurations of the streams.
+
+        A full stream refuses messages (``discard``): nothing is lost silently.
+        """
+
+        def stream(name: str, *subjects: str, **more: Any) -> api.StreamConfig:
+            return api.StreamConfig(
+                name=name,
+                subjects=list(subjects),
+                storage=api.StorageType.FILE,
+                discard=api.DiscardPolicy.NEW,
+                num_replicas=self.replicas,
+                **more,
+            )
+
+        fleet = names.fleet
+        jobs = stream(
+            names.jobs,
+            f"{fleet}.job.>",
+            retention=api.RetentionPolicy.WORK_QUEUE,
+            max_bytes=self.max_bytes // 4,
+            duplicate_window=min(_HOUR, self.keep),  # of jobs with an idempotency key
+        )
+        logs = stream(
+            names.logs,
+            f"{fleet}.log.*",
+            f"{fleet}.mark.*",
+            f"{fleet}.body.*",
+            retention=api.RetentionPolicy.LIMITS,
+            max_bytes=self.max_bytes,
+            max_age=self.keep,
+            duplicate_window=min(REPEATED, self.keep),
+        )
+        dead = stream(
+            names.dead,
+            f"{fleet}.dead.*",
+            retention=api.RetentionPolicy.LIMITS,
+            max_bytes=64 << 20,
+            max_age=self.keep_dead,
+        )
+        files = stream(
+            names.files,
+            f"{fleet}.file.*",
+            retention=api.RetentionPolicy.LIMITS,
+            max_bytes=self.max_bytes // 4,
+            max_age=self.keep_files,
+        )
+        return [jobs, logs, dead, files]
+
+    async def make(self, js: JetStreamContext, names: FleetNames) -> list[str]:
+        """Make or change the streams; return the names of those that were made."""
+        made = []
+        for config in self.streams(names):
+            assert config.name is not None  # noqa: S101
+            try:
+                await js.stream_info(config.name)
+            except NotFoundError:
+                await js.add_stream(config)
+                made.append(config.name)
+            else:
+                await js.update_stream(config)
+        for bucket, ttl in (names.workers, STATUS_TTL), (names.batches, None):
+            try:
+                await js.key_value(bucket)
+            except NotFoundError:
+                await js.create_key_value(
+                    bucket=bucket,
+                    history=1,
+                    ttl=ttl,
+                    storage=api.StorageType.FILE,
+                    replicas=self.replicas,
+                )
+                made.append(bucket)
+            else:
+                config = (await js.stream_info(f"KV_{bucket}")).config
+                if config.num_replicas != self.replicas:
+                    await js.update_stream(config.evolve(num_replicas=self.replicas))
+        return made
+
+
+def differences(names: FleetNames, found: api.StreamConfig) -> str:
+    """Return what is wrong with a stream of a fleet, or the empty text."""
+    wanted = {one.name: one for one in FleetShape().streams(names)}.get(found.name)
+    if wanted is None:  # a bucket
+        is_wrong = found.name == f"KV_{names.workers}" and not found.max_age
+        return "entries do not expire" if is_wrong else ""
+    wrong = []
+    if set(found.subjects or ()) != set(wanted.subjects or ()):
+        wrong.append(f"its subjects are {', '.join(found.subjects or ())}")
+    if found.retention != wanted.retention:
+        wrong.append(f"its retention is {found.retention}")
+    if found.discard != wanted.discard:
+        wrong.append("it drops old messages when it is full")
+    return "; ".join(wrong)

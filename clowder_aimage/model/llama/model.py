@@ -1,0 +1,349 @@
+"""A GGUF language model, run by llama.cpp."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+from clowder_aimage.content.store import BlobFiles
+from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.formats.gguf import quantization
+from clowder_aimage.model.llama.gguf_check import GgufFacts, check_adapter, check_model
+from clowder_aimage.model.llama.gguf_layers import GgufLayers, read_layers
+from clowder_aimage.model.llama.grammar import Grammars
+from clowder_aimage.model.llama.params import (
+    STEP,
+    fit_context,
+    gpus,
+    make_params,
+    usual_memory,
+)
+from clowder_aimage.model.llama.request import ModelParams, drawn_tokens, tokens_of
+from clowder_aimage.model.llama.server import LlamaServer
+from clowder_aimage.model.text.chat_template import ChatTemplate, check_request, require_template
+from clowder_aimage.model.text.language_model import (
+    CHAT,
+    COMPLETION,
+    EMBEDDING,
+    GRAMMAR,
+    LENGTH,
+    LOGPROBS,
+    THINKING,
+    TOOLS,
+    ContextError,
+    EmbeddingRequest,
+    Embeddings,
+    TextEnd,
+    TextEvent,
+    TextPiece,
+    TextRequest,
+    join_pieces,
+    require,
+    require_characters,
+)
+from clowder_aimage.model.text.stream import TextStream, is_in_thoughts
+from clowder_aimage.model.text.tool_call_format import call_format
+
+__all__ = ["LlamaModel", "load", "usual_memory"]
+_log = logging.getLogger("aimage.worker")
+_MEAN, _RANK = 1, 4  # enum llama_pooling_type
+_ENCODERS = ("bert", "t5encoder", "gemma-embedding", "llama-embed")  # parts of architectures
+_TEMPLATE = "tokenizer.chat_template"
+_ROLES = ("bos", "eos", "unknown", "seperator", "padding", "cls", "mask")  # the keys' spelling
+
+
+def load(
+    files: BlobFiles,
+    aimage: AImage,
+    *,
+    dtype: str | None = None,  # noqa: ARG001 - llama.cpp computes in the types of the weights
+    memory: int | None = None,
+    context: int | None = None,
+    parallel: int = 1,
+) -> LlamaModel:
+    """Load a model. Arguments and errors are those of ``load_language_model``."""
+    layers = read_layers(files, aimage)
+    if layers.left_out:
+        _log.warning("not used by llama.cpp here: %s", ", ".join(layers.left_out))
+    facts = check_model(layers.metadata, layers.tensors.values())
+    for file, _ in layers.adapters:
+        header = file.header
+        check_adapter(header.metadata, header.tensors, facts.architecture, layers.tensors)
+    pooling = _pooling(facts)
+    is_embedding = pooling is not None
+    template = None if is_embedding else _template(layers, facts)
+    params = ModelParams(layers.params)
+    tokens, count = fit_context(
+        facts,
+        layers.size,
+        is_embedding=is_embedding,
+        wanted=context or params.context,
+        parallel=parallel,
+        memory=memory,
+    )
+    server = _serve(layers, context=tokens, parallel=count, pooling=pooling)
+    bos = "" if is_embedding else _added_bos(server, facts.token(layers.metadata, "bos"))
+    return LlamaModel(server, layers, template, params, bos, tokens, count)
+
+
+def _serve(
+    layers: GgufLayers,
+    *,
+    context: int,
+    parallel: int = 1,
+    pooling: int | None = None,
+    begun: str = "",
+) -> LlamaServer:
+    """Return a server. begun: the text with which certain grammars begin. Raises ModelError."""
+    adapters = [(file.path, scale) for file, scale in layers.adapters]
+    with layers.linked() as path:
+        params = make_params(
+            path,
+            adapters,
+            weights=layers.size,
+            context=context,
+            parallel=parallel,
+            pooling=pooling,
+        )
+        params.sampling.generation_prompt = begun
+        return LlamaServer(params)
+
+
+class LlamaModel:
+    """A loaded model, see LanguageModel. The text of a request is computed ahead of its reader.
+
+    template: of chats; None if it only continues texts, or embeds them. bos: the token that
+    llama.cpp puts in front of each prompt.
+    """
+
+    def __init__(
+        self,
+        server: LlamaServer,
+        layers: GgufLayers,
+        template: ChatTemplate | None,
+        params: ModelParams,
+        bos: str,
+        context: int,
+        parallel: int,
+    ) -> None:
+        self._server, self._layers, self._template = server, layers, template
+        self._params, self._bos, self._grammars = params, bos, Grammars(server)
+        self.context, self.parallel = context, parallel
+        self.device = f"{next(iter(gpus()), 'cpu')}, llama.cpp"
+        self.dtype = quantization(layers.metadata, layers.tensors.values()) or "F32"
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        if self._server.is_embedding:
+            return frozenset({EMBEDDING})
+        found = {COMPLETION, GRAMMAR, LOGPROBS}
+        if self._template is not None:
+            found.add(CHAT)
+            found |= {TOOLS} if self._template.has_tools else set()
+            found |= {THINKING} if self._template.has_thinking else set()
+        return frozenset(found)
+
+    def embed(self, request: EmbeddingRequest) -> Embeddings:
+        """Return embeddings. Raises UsageError, ContextError."""
+        require(self.capabilities, EMBEDDING, "model")
+        require_characters("".join(request.texts))
+        try:
+            answer = self._server.embed(request.texts)
+        except ContextError as error:  # llama.cpp's own context is rounded up
+            raise ContextError(int(error.facts["tokens"]), self.context) from None
+        rows = sorted(answer["data"], key=lambda row: int(row["index"]))
+        vectors = tuple(_unit(row["embedding"]) for row in rows)
+        return Embeddings(vectors, int(answer["usage"]["prompt_tokens"]))
+
+    def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
+        """Yield pieces, calls and a TextEnd, see LanguageModel."""
+        require(self.capabilities, COMPLETION, "model")
+        check_request(request, self.capabilities)
+        prompt, stream = self._begin(request)
+        require_characters(prompt)
+        body = self._params.body(request, prompt.removeprefix(self._bos))
+        # only where this module ends the text: they take 3 % of the time
+        body["timings_per_token"] = bool(request.stop or self._params.stop or self.context % STEP)
+        body["preserved_tokens"] = sorted(stream.marks)  # special tokens are hidden otherwise
+        server, begun = self._server, request.begun
+        stream.go_on(begun, [begun.text.encode()])
+        if request.schema is not None:
+            body["grammar"] = self._grammars.of(request.schema)
+            if begun.text:  # grammars of this type begin with the text that the server has
+                body["grammar_type"] = "tool_calls"
+                server = _serve(self._layers, context=self.context, begun=begun.text)
+        text = self._text(server, body, stream, request)
+        next(text)  # raises at once
+        return text
+
+    def _begin(self, request: TextRequest) -> tuple[str, TextStream]:
+        """Return the prompt of a request, and the stream for its text."""
+        stop = (*request.stop, *self._params.stop)
+        if request.prompt is not None:
+            return request.prompt, TextStream(stop)
+        template = require_template(self._template)
+        has_schema = request.schema is not None
+        if has_schema and template.has_thinking and request.thinking is None:
+            request = replace(request, thinking=False)  # the schema has no room for thoughts
+        text = template.render(replace(request, messages=self._messages(request)))
+        return text, TextStream(
+            stop,
+            calls=call_format(template.source) if request.tools else None,
+            tools=request.tools,
+            is_thinking=is_in_thoughts(text) and not has_schema,
+            has_thinking=template.has_thinking,
+        )
+
+    def _messages(self, request: TextRequest) -> tuple[Mapping[str, Any], ...]:
+        """Return the messages, after those of the model itself."""
+        system, own = self._layers.system, request.messages
+        has_system = own[0].get("role") == "system" or system is None
+        first = () if has_system else ({"role": "system", "content": system},)
+        return (*first, *self._layers.messages, *own)
+
+    def _text(
+        self, server: LlamaServer, body: dict[str, Any], stream: TextStream, request: TextRequest
+    ) -> Generator[Any, None, None]:
+        """Yield None when the request is accepted, then its events. Close a server of its own."""
+        alternatives = request.alternatives
+        own = closing(server) if server is not self._server else nullcontext()
+        with own, closing(server.stream(body)) as parts:
+            total, rest = self._first_answers(parts, request)
+            yield None
+            if rest is None or not body["n_predict"]:  # it was complete
+                yield TextEnd(LENGTH, total, 0)
+                return
+            is_plain = alternatives is None and not body["timings_per_token"]
+            for answers in chain([rest], parts):
+                groups = [answers] if is_plain and answers else [[one] for one in answers]
+                events = [*self._events(groups, stream, total, alternatives)]
+                yield from join_pieces(events)
+                if events and isinstance(events[-1], TextEnd):
+                    return
+        raise ModelError("llama.cpp ended without a result")
+
+    def _first_answers(
+        self, parts: Iterator[list[dict[str, Any]]], request: TextRequest
+    ) -> tuple[int, list[dict[str, Any]] | None]:
+        """Return the number of tokens of the prompt, and the answers that came with it.
+
+        No answers come if a text goes on that has reached the end of the context. Raises
+        ContextError, UsageError.
+        """
+        try:
+            first, *rest = next(parts)
+            total = _prompt_tokens(first)
+            if total >= self.context:
+                raise ContextError(total, self.context)
+        except ContextError as error:
+            if not request.begun.count:
+                raise
+            return int(error.facts["tokens"]), None
+        return total, rest
+
+    def _events(
+        self,
+        groups: Iterable[Sequence[Mapping[str, Any]]],
+        stream: TextStream,
+        total: int,
+        alternatives: int | None,
+    ) -> Generator[TextEvent, None, None]:
+        """Yield the events of answers up to the end; the prompt has ``total`` tokens."""
+        for group in groups:
+            answer = _joined(group)
+            if "prompt_progress" in answer:
+                yield TextPiece("")  # the turn of other requests
+            shown, hidden = drawn_tokens(group, stream.count)
+            yield from stream.state_drawn(_feed(stream, answer, alternatives), shown)
+            yield from stream.state_drawn((), hidden)
+            reason = answer["choices"][0]["finish_reason"]
+            timings = answer.get("timings") or {}
+            is_full = total + int(timings.get("predicted_n", 0)) >= self.context
+            if reason or stream.is_stopped or is_full:
+                yield from stream.finish()
+                is_ended = reason == "stop" or stream.is_stopped
+                yield _end(stream.reason if is_ended else LENGTH, total, timings)
+                return
+
+
+def _template(layers: GgufLayers, facts: GgufFacts) -> ChatTemplate | None:
+    """Return the template of a layer, else those of the file. Raises ModelError."""
+    sources = {}
+    for name, key in (("tool_use", f"{_TEMPLATE}.tool_use"), ("default", _TEMPLATE)):
+        if isinstance(found := layers.metadata.get(key), str):
+            sources[name] = found
+    if layers.template is not None:
+        sources = {"default": layers.template}
+    if not sources:
+        return None
+    texts = {role: facts.token(layers.metadata, role) for role in _ROLES}
+    names = {"unknown": "unk", "seperator": "sep", "padding": "pad"}
+    tokens = {f"{names.get(role, role)}_token": text for role, text in texts.items() if text}
+    return ChatTemplate({"default": next(iter(sources.values())), **sources}, tokens)
+
+
+def _added_bos(server: LlamaServer, bos: str) -> str:
+    """Return the token if llama.cpp puts it in front of each prompt, else an empty text.
+
+    That depends on the kind of tokenizer. The first request also reads the weights.
+    """
+    body = {"prompt": bos or ".", "n_predict": 1, "stream": True, "return_progress": True}
+    with closing(server.stream(body)) as parts:
+        (first, *_), *_ = parts
+    return bos if _prompt_tokens(first) > 1 else ""
+
+
+def _pooling(facts: GgufFacts) -> int | None:
+    """Return the pooling of an embedding model, None for other models. Raises ModelError."""
+    if facts.pooling == _RANK:
+        raise ModelError("the model ranks documents; only text and embeddings are supported")
+    if any(part in facts.architecture for part in _ENCODERS):
+        return facts.pooling or _MEAN
+    return facts.pooling or None
+
+
+def _prompt_tokens(answer: Mapping[str, Any]) -> int:
+    if (progress := answer.get("prompt_progress")) is None:
+        raise UsageError("the prompt has no tokens", field="prompt")
+    return int(progress["total"])
+
+
+def _joined(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the last answer with the text of all."""
+    last, choices = answers[-1], [answer["choices"][0] for answer in answers]
+    text = "".join(choice["text"] for choice in choices)
+    return {**last, "choices": [{**choices[-1], "text": text}]}
+
+
+def _feed(
+    stream: TextStream, answer: Mapping[str, Any], alternatives: int | None
+) -> list[TextEvent]:
+    """Return what follows from an answer."""
+    choice = answer["choices"][0]
+    first, *others = tokens_of(choice, alternatives) or (None,)
+    events = stream.feed(choice["text"].encode(), first)
+    return events + [event for token in others for event in stream.feed(b"", token)]
+
+
+def _end(reason: str, total: int, timings: Mapping[str, Any]) -> TextEnd:
+    return TextEnd(
+        reason,
+        total,
+        int(timings.get("predicted_n", 0)),
+        int(timings.get("cache_n", 0)),
+        float(timings.get("prompt_ms", 0)) / 1000,
+        float(timings.get("predicted_ms", 0)) / 1000,
+    )
+
+
+def _unit(vector: list[float]) -> tuple[float, ...]:
+    length = math.sqrt(sum(one * one for one in vector))
+    if not length or not math.isfinite(length):
+        raise ModelError("the model computed an embedding with values that are not finite")
+    return tuple(one / length for one in vector)

@@ -1,0 +1,163 @@
+"""The tokens of a text: the prompt in parts, then one token after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from clowder_aimage.model.backend import mx
+from clowder_aimage.model.mlxlm.prompt_cache import Cache, KeptCaches
+from clowder_aimage.model.mlxlm.token_sampler import TokenSampler
+from clowder_aimage.model.text.language_model import (
+    LENGTH,
+    DrawnTokens,
+    TextEnd,
+    TextEvent,
+    TextPiece,
+    Token,
+)
+from clowder_aimage.model.text.stream import TextStream
+from clowder_aimage.model.text.token_table import TokenTable
+
+_PART = 512  # tokens of a prompt that are computed at once
+_CLEARED = 256  # tokens after which unused memory is returned
+_NOTHING = TextPiece("")  # gives way to other requests
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The tokens of a prompt, the number of tokens that follow, and of their alternatives.
+
+    The last ones are those of the text that was ``begun`` before.
+    """
+
+    tokens: list[int]
+    count: int
+    alternatives: int | None
+    begun: DrawnTokens
+
+
+@dataclass(slots=True)
+class _Progress:
+    fed: int  # tokens of prompt and text that are in the cache
+    drawn: list[int]
+    is_limited: bool = False
+
+
+class TextGeneration:
+    """Generates texts with a network; ``ends`` are the tokens that end one."""
+
+    def __init__(
+        self, network: Any, kept: KeptCaches, table: TokenTable, ends: frozenset[int]
+    ) -> None:
+        self._network, self._kept, self._table, self._ends = network, kept, table, ends
+
+    def run(
+        self, prompt: Prompt, sampler: TokenSampler, stream: TextStream
+    ) -> Generator[TextEvent, None, None]:
+        """Yield the events of a text. An empty piece gives way to other requests.
+
+        The next token is computed while the caller has the piece of the one before.
+        """
+        begun = time.perf_counter()
+        cache, cached = self._kept.take(prompt.tokens)
+        progress = _Progress(cached, [])
+        begun_tokens = prompt.tokens[len(prompt.tokens) - prompt.begun.count :]
+        known = (one for one in begun_tokens if not self._is_hidden(one, stream))
+        stream.go_on(prompt.begun, map(self._table.data, known))
+        is_sound = False
+        try:
+            for _ in self._read(prompt.tokens[cached:], cache, progress):
+                yield _NOTHING
+            first = begun
+            for token in self._draw(prompt, cache, sampler, progress):
+                if len(progress.drawn) == 1:
+                    first = time.perf_counter()
+                number = progress.drawn[-1]
+                is_hidden = self._is_hidden(number, stream)
+                events = [] if is_hidden else stream.feed(self._table.data(number), token)
+                yield from stream.state_drawn(events, DrawnTokens((number,), 1))
+                if not events:
+                    yield _NOTHING
+                if stream.is_stopped:
+                    break
+            yield from stream.finish()
+            is_sound = True
+            reason = LENGTH if progress.is_limited and not stream.is_stopped else stream.reason
+            now = time.perf_counter()
+            counts = len(prompt.tokens), len(progress.drawn), cached
+            yield TextEnd(reason, *counts, first - begun, now - first)
+        except GeneratorExit:
+            is_sound = True
+            raise
+        finally:
+            if is_sound:
+                self._kept.put([*prompt.tokens, *progress.drawn][: progress.fed], cache)
+
+    def _is_hidden(self, number: int, stream: TextStream) -> bool:
+        """Return True for special tokens that are not marks, and for those that end a text."""
+        if number in self._ends:
+            return True
+        text = self._table.data(number).decode("utf-8", "replace")
+        return self._table.is_special(number) and text not in stream.marks
+
+    def _read(self, tokens: Sequence[int], cache: Cache, progress: _Progress) -> Iterator[None]:
+        """Compute all tokens of a prompt but the last, in parts."""
+        for place in range(0, len(tokens) - 1, _PART):
+            part = tokens[place : min(place + _PART, len(tokens) - 1)]
+            self._network(mx.array([part]), cache=cache)
+            mx.eval([one.state for one in cache])
+            progress.fed += len(part)
+            mx.clear_cache()
+            yield
+
+    def _draw(
+        self, prompt: Prompt, cache: Cache, sampler: TokenSampler, progress: _Progress
+    ) -> Iterator[Token | None]:
+        """Yield each drawn token's log probabilities, until an end or the limit."""
+        drawn, logits = self._step(mx.array(prompt.tokens[-1:]), None, cache, sampler)
+        progress.fed += 1
+        for count in range(1, prompt.count + 1):
+            now, values = drawn, logits
+            if count < prompt.count:  # computed while the caller has this one
+                drawn, logits = self._step(now, now, cache, sampler)
+            number: int = now.item()  # type: ignore[assignment]
+            progress.drawn.append(number)
+            progress.fed += count < prompt.count
+            if number in self._ends:
+                return
+            yield self._token(number, values, prompt.alternatives)
+            if count % _CLEARED == 0:
+                mx.clear_cache()
+        progress.is_limited = True
+
+    def _step(
+        self, token: mx.array, previous: mx.array | None, cache: Cache, sampler: TokenSampler
+    ) -> tuple[mx.array, mx.array]:
+        """Begin to compute the token after ``token`` (1,); also returns its logits."""
+        logits: mx.array = self._network(token[None], cache=cache)[:, -1, :]
+        drawn = sampler.draw(logits, previous)
+        mx.async_eval(drawn, logits)  # type: ignore[no-untyped-call]
+        return drawn, logits
+
+    def _token(self, number: int, logits: mx.array, alternatives: int | None) -> Token | None:
+        """Return the token with its log probability, before penalties and sampling."""
+        if alternatives is None:
+            return None
+        row = logits[0].astype(mx.float32)
+        row = row - mx.logsumexp(row)
+        count = min(alternatives, row.size)
+        best: list[int] = []
+        if count:
+            found = mx.argpartition(-row, kth=count - 1)[:count]
+            best = found[mx.argsort(-row[found])].tolist()  # type: ignore[assignment]
+        others = tuple(self._described(one, row) for one in best)
+        return self._described(number, row, others)
+
+    def _described(self, number: int, row: mx.array, others: tuple[Token, ...] = ()) -> Token:
+        data = self._table.data(number)
+        text = data.decode("utf-8", "replace")
+        logprob: float = row[number].item()  # type: ignore[assignment]
+        return Token(text, tuple(data), logprob, others)

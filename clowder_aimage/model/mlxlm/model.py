@@ -1,0 +1,249 @@
+"""A language model of mlx-lm, read from the blobs of an AImage."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from clowder_aimage.content.store import BlobFiles
+from clowder_aimage.dialect.aimage import AImage
+from clowder_aimage.errors import ModelError, UsageError
+from clowder_aimage.formats.transformers import facts
+from clowder_aimage.model.backend import device_memory, mx
+from clowder_aimage.model.hardware import machine_memory
+from clowder_aimage.model.mlxlm import library
+from clowder_aimage.model.mlxlm.embedding import TextEmbedding
+from clowder_aimage.model.mlxlm.generation import Prompt, TextGeneration
+from clowder_aimage.model.mlxlm.network_weights import (
+    choose_form,
+    load_network,
+    parameter_bytes,
+    type_name,
+)
+from clowder_aimage.model.mlxlm.prompt_cache import KeptCaches, cache_size
+from clowder_aimage.model.mlxlm.token_sampler import TokenSampler
+from clowder_aimage.model.text.chat_template import ChatTemplate, check_request, require_template
+from clowder_aimage.model.text.language_model import (
+    CHAT,
+    COMPLETION,
+    EMBEDDING,
+    LOGPROBS,
+    THINKING,
+    TOOLS,
+    ContextError,
+    EmbeddingRequest,
+    Embeddings,
+    Sampling,
+    TextEvent,
+    TextRequest,
+    require,
+    require_characters,
+)
+from clowder_aimage.model.text.stream import TextStream, is_in_thoughts
+from clowder_aimage.model.text.token_table import TokenTable
+from clowder_aimage.model.text.tokenizer_file import TokenizerFiles
+from clowder_aimage.model.text.tool_call_format import call_format
+from clowder_aimage.model.tokenizer_backend import EncodingLimits, TokenizerBackend
+from clowder_aimage.model.weights import ModelWeights
+
+_ENCODING = EncodingLimits(text=4 << 20, seconds=10.0)
+_USUAL_CONTEXT = 8192  # tokens of a request, before several requests share the memory
+_DEFAULT_CONTEXT = 4096  # of a configuration without one
+_LEAST_CONTEXT = 16
+_SLOTS = 256  # tokens for which mlx-lm's caches allocate at once
+_RESERVE = 0.9  # of the memory; the rest is for activations
+_KEPT = 0.25  # of the memory for caches: those of earlier requests
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """Sizes of a request's context, of the number of requests, and of kept caches (bytes)."""
+
+    context: int
+    parallel: int
+    kept: int
+
+    @classmethod
+    def of(
+        cls, memory: int, each: int, native: int, wanted: int | None, parallel: int
+    ) -> CachePlan:
+        """Divide ``memory`` bytes for caches of ``each`` bytes per token.
+
+        A context of ``wanted`` tokens, else of 8,192, has precedence over parallel requests, and
+        these over a longer context.
+
+        Raises:
+            UsageError: The memory is insufficient for one request.
+        """
+        shared = int(memory * (1 - _KEPT))
+        most = shared // max(1, each)  # tokens of all requests
+        if most < min(native, wanted or _LEAST_CONTEXT):
+            raise UsageError(
+                f"the memory has room for {max(0, most)} tokens of the context, "
+                f"{wanted or _LEAST_CONTEXT} are required"
+            )
+        context = min(native, wanted or max(most // parallel, _USUAL_CONTEXT), most)
+        return cls(context, max(1, min(parallel, most // context)), memory - shared)
+
+
+class MlxModel:
+    """A loaded model, see the protocol ``LanguageModel``."""
+
+    def __init__(
+        self,
+        network: Any,
+        backend: TokenizerBackend,
+        template: ChatTemplate | None,
+        ends: frozenset[int],
+        defaults: Sampling,
+        plan: CachePlan,
+        dtype: str,
+    ) -> None:
+        self._network, self._backend, self._template = network, backend, template
+        self._table, self._ends, self._defaults = TokenTable(backend), ends, defaults
+        self._kept = KeptCaches(network, plan.kept)
+        self._embedding: TextEmbedding | None = None
+        self.context, self.parallel, self.dtype = plan.context, plan.parallel, dtype
+        self.device = library.describe()
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        found = {COMPLETION, LOGPROBS}
+        if self._template is not None:
+            found.add(CHAT)
+            found |= {TOOLS} if self._template.has_tools else set()
+            found |= {THINKING} if self._template.has_thinking else set()
+        return frozenset(found | ({EMBEDDING} if self._embedding else set()))
+
+    def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
+        check_request(request, self.capabilities)
+        prompt, stream = self._begin(request)
+        sampling = self._sampling(request.sampling)
+        sampler = TokenSampler(sampling, prompt.tokens, self.context, prompt.begun.count)
+        generation = TextGeneration(self._network, self._kept, self._table, self._ends)
+        return generation.run(prompt, sampler, stream)
+
+    def _begin(self, request: TextRequest) -> tuple[Prompt, TextStream]:
+        """Return the tokens of a request, and the stream for its text."""
+        if request.prompt is not None:
+            stream = TextStream(request.stop)
+            tokens = self._encode(request.prompt, has_special=True)
+        else:
+            template = require_template(self._template)
+            text = template.render(request)
+            stream = TextStream(
+                request.stop,
+                calls=call_format(template.source) if request.tools else None,
+                tools=request.tools,
+                is_thinking=is_in_thoughts(text),
+                has_thinking=template.has_thinking,
+                is_stripped=self._table.has_leading_space,
+            )
+            tokens = self._encode(text, has_special=False)
+        if not tokens:
+            raise UsageError("the prompt has no tokens", field="prompt")
+        if len(tokens) >= self.context:
+            raise ContextError(len(tokens), self.context)
+        room, begun = self.context - len(tokens), request.begun
+        count = min(room, request.max_tokens or room) - begun.count
+        numbers = [one for one in begun.numbers if isinstance(one, int)]  # all of this runtime's
+        return Prompt([*tokens, *numbers], count, request.alternatives, begun), stream
+
+    def _encode(self, text: str, *, has_special: bool) -> list[int]:
+        require_characters(text)
+        return self._backend.encode(text, limits=replace(_ENCODING, has_special=has_special))
+
+    def _sampling(self, wanted: Sampling) -> Sampling:
+        """Return the options of a request, with the model's defaults and a seed."""
+        found = {one.name: getattr(wanted, one.name) for one in fields(Sampling)}
+        usual = {name: getattr(self._defaults, name) for name in found}
+        chosen = {name: usual[name] if value is None else value for name, value in found.items()}
+        if chosen["seed"] is None:
+            chosen["seed"] = secrets.randbits(63)
+        return Sampling(**chosen)
+
+    def embed(self, request: EmbeddingRequest) -> Embeddings:
+        require(self.capabilities, EMBEDDING, "model")
+        assert self._embedding is not None  # noqa: S101 - a capability
+        texts = [self._encode(text, has_special=True) for text in request.texts]
+        for tokens in texts:
+            if len(tokens) > self.context:
+                raise ContextError(len(tokens), self.context)
+        vectors = tuple(self._embedding.vector(tokens) for tokens in texts)
+        return Embeddings(vectors, sum(map(len, texts)))
+
+
+def load(
+    files: BlobFiles,
+    aimage: AImage,
+    *,
+    dtype: str | None = None,
+    memory: int | None = None,
+    context: int | None = None,
+    parallel: int = 1,
+) -> MlxModel:
+    """Load a model on the calling thread, see ``load_language_model``."""
+    library.enter()
+    weights = ModelWeights.open(files, aimage)
+    tokenizer = TokenizerFiles(files, aimage)
+    config, generation = tokenizer.config(), tokenizer.read_object("generation_config.json")
+    backend, defaults = tokenizer.backend(config), _defaults(generation)
+    sources, special = tokenizer.templates(config), tokenizer.special_tokens(config)
+    template = ChatTemplate(sources, special) if sources else None
+    network = library.make_network(weights.config)
+    limit = int(_RESERVE * (memory or usual_memory()))
+    chosen, is_quantized = choose_form(weights, dtype, limit)
+    load_network(weights, network, chosen, keep_quantized=is_quantized)
+    rest = limit - parameter_bytes(network)
+    native = facts(weights.config).get("context", _DEFAULT_CONTEXT)
+    plan = CachePlan.of(rest, _token_size(network), native, context, parallel)
+    ends = _ends(generation, weights.config, backend, special)
+    model = MlxModel(network, backend, template, ends, defaults, plan, type_name(chosen))
+    model._embedding = TextEmbedding.find(tokenizer, network)  # noqa: SLF001
+    return model
+
+
+def usual_memory() -> int:
+    """Return the bytes of a model if no number is given."""
+    return device_memory() or machine_memory() or 1 << 40
+
+
+def _token_size(network: Any) -> int:
+    """Return the bytes of a cache per token, from a run with one token."""
+    cache = library.library_module("models.cache").make_prompt_cache(network)
+    mx.eval(network(mx.array([[0]]), cache=cache))
+    return -(-cache_size(cache) // _SLOTS)
+
+
+def _ends(
+    generation: Mapping[str, Any],
+    config: Mapping[str, Any],
+    backend: TokenizerBackend,
+    special: Mapping[str, str],
+) -> frozenset[int]:
+    """Return the tokens that end a text."""
+    inner = config.get("text_config")
+    found: set[int] = set()
+    for source in (generation, config, inner if isinstance(inner, dict) else {}):
+        value = source.get("eos_token_id")
+        found |= {
+            one for one in (value if isinstance(value, list) else [value]) if type(one) is int
+        }
+    if (token := backend.find(special.get("eos_token", ""))) is not None:
+        found.add(token)
+    return frozenset(found)
+
+
+def _defaults(generation: Mapping[str, Any]) -> Sampling:
+    """Return the options in generation_config.json. Raises ModelError: one is invalid."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: generation[name] for name in names if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        found["temperature"] = 0.0
+    usual = {"temperature": 1.0, "top_p": 1.0}
+    try:
+        return Sampling(**(usual | found))
+    except (UsageError, TypeError) as error:
+        raise ModelError(f"generation_config.json: {error}") from None

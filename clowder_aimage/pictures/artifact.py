@@ -1,0 +1,156 @@
+"""Pictures as artifacts: layers of picture files, their settings as config, the model as subject.
+
+docs/format.md, "Pictures". The same pictures give the same artifact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from clowder_aimage.attach import build
+from clowder_aimage.content import ContentStore, OnEvent, Overlay, Source, copy, read_all
+from clowder_aimage.content.copy_option import ignore
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError
+from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, read_json
+from clowder_aimage.oci.manifest import encode, parse_document
+from clowder_aimage.pictures.generated_picture import MadePicture
+from clowder_aimage.registry import ClientOptions, Repository
+
+MAX_CONFIG = 1 << 20  # bytes
+
+
+def check_target(target: Reference, connection: ClientOptions) -> None:
+    """Reject a name that pictures cannot be pushed to. Raises UsageError."""
+    if target.digest is not None:
+        raise UsageError(
+            f"{target} names a digest: pictures are pushed by tag", hint="omit the digest"
+        )
+    if connection.expand(target).registry is None:
+        raise UsageError(
+            f"{target} has no registry host, to which pictures could be pushed",
+            hint="use a name with one, such as registry.example.com/team/pictures:v1",
+        )
+
+
+def check_replaceable(target: Reference, connection: ClientOptions) -> None:
+    """Reject a tag that has other content than pictures, such as a model: it would be lost.
+
+    Raises:
+        UsageError: It has other content.
+        UnauthorizedError, NetworkError, RegistryError: The registry does not say, or accepts no
+            upload.
+    """
+    with Repository(target, connection) as repository:
+        _check_replaceable(target, repository)
+        repository.check_push()
+
+
+def _check_replaceable(target: Reference, repository: Repository) -> None:
+    try:
+        content = repository.resolve(target)
+    except NotFoundError:
+        return
+    document = parse_document(read_all(repository.open(content), content), content.media_type)
+    if document.artifact_type != mediatype.AIMAGE_PICTURE:
+        raise UsageError(
+            f"{target} is not an artifact of pictures, and is not replaced by one",
+            hint="push the pictures under another tag",
+        )
+
+
+def push_pictures(
+    pictures: Sequence[MadePicture],
+    target: Reference,
+    store: ContentStore,
+    connection: ClientOptions,
+    *,
+    on_event: OnEvent = ignore,
+) -> Descriptor:
+    """Push pictures of one model as one artifact; return the descriptor of its manifest.
+
+    Raises:
+        UsageError: The name has no registry host or a digest, or is that of other content; or the
+            pictures have no settings.
+        NotFoundError: The manifest of their model is in neither the store nor a registry.
+        UnauthorizedError, NetworkError, RegistryError: It cannot be sent.
+    """
+    check_target(target, connection)
+    subject = find_model(pictures[0].facts, store, connection)
+    layers = [picture.layer for picture in pictures]
+    config = picture_config(pictures)
+    described = Descriptor.of(mediatype.AIMAGE_PICTURE_CONFIG, config)
+    manifest = build(mediatype.AIMAGE_PICTURE, layers, subject, {}, described)
+    blobs = {layer.digest: one.data for layer, one in zip(layers, pictures, strict=True)}
+    documents = blobs | {manifest.digest: manifest.raw, described.digest: config}
+    source = Overlay(store, manifest.descriptor, documents)
+    with Repository(target, connection) as repository:
+        _check_replaceable(target, repository)
+        jobs = connection.jobs(target.registry)
+        copy(source, target, repository, concurrency=jobs, on_event=on_event)
+    return manifest.descriptor
+
+
+def picture_config(pictures: Sequence[MadePicture]) -> bytes:
+    """Return the config of an artifact of pictures."""
+    settings = {name: value for name, value in pictures[0].facts.items() if name != "seed"}
+    entries = [
+        {
+            "title": one.layer.annotations[mediatype.TITLE],
+            "digest": str(one.layer.digest),
+            "seed": one.seed,
+        }
+        for one in pictures
+    ]
+    return encode({"schemaVersion": 1, "settings": settings, "pictures": entries})
+
+
+def find_model(
+    facts: Mapping[str, Any], store: ContentStore, connection: ClientOptions
+) -> Descriptor:
+    """Return the descriptor of the manifest of the model in the facts. Raises as push_pictures."""
+    try:
+        digest = Digest.parse(str(facts["digest"]))
+        reference = Reference.parse(str(facts["reference"])).with_digest(digest)
+    except (KeyError, UsageError, FormatError):
+        raise UsageError("the pictures do not say by which model they were made") from None
+    try:
+        return store.resolve(reference)
+    except NotFoundError:
+        if connection.expand(reference).registry is None:
+            raise
+    with Repository(reference, connection) as repository:
+        return repository.describe(reference)
+
+
+def settings_of(source: Source, manifest: Manifest, layer: Descriptor) -> dict[str, Any]:
+    """Return how a picture of an artifact was made, by the config in a store; empty without.
+
+    Raises FormatError, VerificationError.
+    """
+    if not _has_settings(manifest):
+        return {}
+    raw = read_all(source.open(manifest.config), manifest.config, MAX_CONFIG)
+    return _parse(raw, str(layer.digest))
+
+
+def _parse(raw: bytes, digest: str) -> dict[str, Any]:
+    value = read_json(raw, "the config of the pictures", MAX_CONFIG)
+    if not isinstance(value, dict) or value.get("schemaVersion") != 1:
+        raise FormatError("the config of the pictures has another version")
+    settings, seeds = value.get("settings"), dict(_seeds(value.get("pictures")))
+    if not isinstance(settings, dict) or digest not in seeds:
+        raise FormatError(f"the config of the pictures has no settings for {digest}")
+    return settings | {"seed": seeds[digest]}
+
+
+def _has_settings(manifest: Manifest) -> bool:
+    """Return whether an artifact has a config with the settings of its pictures."""
+    config = manifest.config
+    return config.media_type == mediatype.AIMAGE_PICTURE_CONFIG and config.size <= MAX_CONFIG
+
+
+def _seeds(pictures: object) -> Iterator[tuple[str, object]]:
+    for one in pictures if isinstance(pictures, list) else ():
+        if isinstance(one, dict):
+            yield str(one.get("digest")), one.get("seed")

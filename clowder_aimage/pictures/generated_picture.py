@@ -1,0 +1,44 @@
+"""A picture that was generated, as a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from clowder_aimage.generation.encoding import PictureEncoding
+from clowder_aimage.oci import Descriptor, mediatype
+
+if TYPE_CHECKING:
+    from clowder_aimage.model.pipeline import Image
+
+_SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MadePicture:
+    """A picture file of a kind (png, jpeg, webp), its seed, and how it was made."""
+
+    data: bytes
+    seed: int
+    kind: str
+    facts: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def layer(self) -> Descriptor:
+        """Return its descriptor, titled with the seed."""
+        title = f"{self.seed}.{_SUFFIXES[self.kind]}"
+        found = Descriptor.of(f"image/{self.kind}", self.data)
+        return replace(found, annotations={mediatype.TITLE: title})
+
+
+def encode_image(image: Image, facts: Mapping[str, Any], encoding: PictureEncoding) -> MadePicture:
+    """Return the file of an image; ``facts`` are those of its request, without its own seed."""
+    from clowder_aimage.model.picture import encode_picture  # late: it imports numpy
+    from clowder_aimage.model.picture_metadata import stated_facts
+
+    kind, quality = encoding.kind, encoding.quality
+    stated = stated_facts({**facts, "seed": image.seed}, kind, quality)
+    shown = stated if encoding.has_facts else None
+    data = encode_picture(image.pixels, shown, kind, quality)
+    return MadePicture(data, image.seed, kind, stated)
