@@ -375,7 +375,7 @@ class GenerateRequest:
 
         Raises UsageError for a wrong value, or an unknown name.
         """
-        return cls._make(prompt, values, None)
+        return cls(prompt).change(**values)
 
     @classmethod
     def draft(cls, prompt: str = "", /, **values: Any) -> Self:
@@ -383,14 +383,7 @@ class GenerateRequest:
 
         Raises UsageError for what is wrong with every model.
         """
-        return cls._make(prompt, values, _stated(values))
-
-    @classmethod
-    def _make(cls, prompt: str, values: Mapping[str, Any], stated: frozenset[str] | None) -> Self:
-        groups = _grouped(values)
-        own = groups.pop("", {})
-        parts = {name: _GROUPS[name](**each) for name, each in groups.items()}
-        return cls(own.pop("prompt", prompt), **parts, **own, stated=stated)
+        return cls(prompt, stated=frozenset()).change(**values)
 
     def for_model(self, aimage: AImage) -> Self:
         """Return the complete request of a draft: an AImage has the defaults. Raises UsageError."""
@@ -433,13 +426,22 @@ class GenerateRequest:
         """Return a request with other values of some parameters; None is the default."""
         if self.stated is None:
             return self._with(values, None)
-        return self._with(values, (self.stated - values.keys()) | _stated(values))
+        stated = {name for name, value in values.items() if value is not None}
+        return self._with(values, (self.stated - values.keys()) | stated)
 
     def _with(self, values: Mapping[str, Any], stated: frozenset[str] | None) -> Self:
-        groups = _grouped(values)
-        own = groups.pop("", {})
+        groups: dict[str, dict[str, Any]] = {"": {"stated": stated}}
+        for name, value in values.items():
+            if (place := places().get(name)) is None:
+                raise wrong(name, "is not a parameter of pictures")
+            if name == "loras" and isinstance(value, list | tuple):
+                value = tuple(LoraUse.of(use) if isinstance(use, dict) else use for use in value)
+            parameter = place.parameter
+            value = parameter.default if value is None else value
+            groups.setdefault(place.group, {})[parameter.attribute] = value
+        own = groups.pop("")
         parts = {name: replace(getattr(self, name), **each) for name, each in groups.items()}
-        return replace(self, **parts, **own, stated=stated)
+        return replace(self, **parts, **own)
 
 
 _GROUPS: Mapping[str, type] = {
@@ -470,27 +472,6 @@ def places() -> Mapping[str, Place]:
     groups = {"": GenerateRequest, **_GROUPS}
     found = [Place(group, each) for group, owner in groups.items() for each in parameters(owner)]
     return {place.parameter.name: place for place in found}
-
-
-def _stated(values: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(name for name, value in values.items() if value is not None)
-
-
-def _grouped(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the values of parameters, None as the default, by group and attribute.
-
-    Raises UsageError for an unknown name.
-    """
-    groups: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        if (place := places().get(name)) is None:
-            raise wrong(name, "is not a parameter of pictures")
-        if name == "loras" and isinstance(value, list | tuple):
-            value = tuple(LoraUse.of(use) if isinstance(use, dict) else use for use in value)
-        parameter = place.parameter
-        value = parameter.default if value is None else value
-        groups.setdefault(place.group, {})[parameter.attribute] = value
-    return groups
 
 
 def check_area(name: str, width: int, height: int) -> None:
