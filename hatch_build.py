@@ -104,13 +104,6 @@ def commands(context: click.Context) -> list[tuple[str, str]]:
     return [(name, each.get_short_help_str(200)) for name, each in found if each is not None]
 
 
-def examples(context: click.Context) -> tuple[str, ...]:
-    """Return the examples in the help."""
-    from clowder_aimage.cli.console.example import EXAMPLES
-
-    return EXAMPLES.get(context.command_path.removeprefix("aimage "), ())
-
-
 def man_page(context: click.Context, version: str) -> str:
     """Return the man page of a command (man(7))."""
     path = context.command_path
@@ -124,7 +117,9 @@ def man_page(context: click.Context, version: str) -> str:
     ]
     for text, is_kept in paragraphs(context):
         lines += [".PP", *_kept(text)] if is_kept else [".PP", _roff(" ".join(text.split()))]
-    if shown := examples(context):
+    from clowder_aimage.cli.console.example import examples_of
+
+    if shown := examples_of(context.command):
         lines += [".SH EXAMPLES", *_kept("\n".join(shown))]
     for title, items in (("COMMANDS", commands(context)), ("OPTIONS", records(context))):
         if items:

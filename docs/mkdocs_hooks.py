@@ -215,6 +215,7 @@ def command_line() -> str:
     sys.path.insert(0, str(ROOT))
     try:
         import hatch_build as pages
+        from clowder_aimage.cli.console.example import examples_of
         from clowder_aimage.cli.main import cli
 
         contexts = list(pages.contexts(cli))
@@ -228,7 +229,7 @@ def command_line() -> str:
             lines += [f"## {context.command_path}", _literal(f"{context.command_path} {usage}")]
             for text, is_kept in pages.paragraphs(context):
                 lines.append(_literal(text) if is_kept else _prose(text))
-            if shown := pages.examples(context):
+            if shown := examples_of(context.command):
                 lines += ["Examples:", _literal("\n".join(shown))]
             if children := pages.commands(context):
                 lines.append(_records(("Verb", ""), children))

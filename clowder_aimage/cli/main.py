@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from clowder_aimage import __version__
+from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.interruption import interruption
 from clowder_aimage.cli.console.option import VerbGroup, common_options
 from clowder_aimage.cli.console.output import META, event, printable, wants_json
@@ -194,6 +195,12 @@ def _suggestion(name: str) -> str:
     return f"did you mean 'aimage {ALIASES.get(best, best)}'?"
 
 
+@examples(
+    "aimage create shapes examples/shapes/model",
+    "aimage run shapes two red circles",
+    f"aimage tag shapes {NAME}",
+    f"aimage push {NAME}",
+)
 @common_options
 @click.command(
     cls=_Verbs,

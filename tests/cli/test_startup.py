@@ -53,7 +53,7 @@ def test_version_imports_little_more_than_click() -> None:
     assert ours == {
         *("clowder_aimage", "clowder_aimage.errors", "clowder_aimage.cli"),
         *("clowder_aimage.cli.main", "clowder_aimage.cli.console"),
-        "clowder_aimage.cli.console.interruption",
+        *("clowder_aimage.cli.console.example", "clowder_aimage.cli.console.interruption"),
         *("clowder_aimage.cli.console.option", "clowder_aimage.cli.console.output"),
     }
     assert not more & {"dataclasses", "difflib", "json", "logging", "pathlib", "urllib.parse"}

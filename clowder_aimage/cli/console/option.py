@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 from click.core import ParameterSource
 
+from clowder_aimage.cli.console.example import examples_of
 from clowder_aimage.cli.console.output import META, note, report_waits
 from clowder_aimage.errors import AImageError, UsageError
 
@@ -177,10 +178,8 @@ class _Exemplified(click.Command):
             self.format_commands(ctx, formatter)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from clowder_aimage.cli.console.example import EXAMPLES
-
         super().format_help_text(ctx, formatter)
-        if lines := EXAMPLES.get(ctx.command_path.removeprefix("aimage ")):
+        if lines := examples_of(self):
             with formatter.section("Examples"):
                 formatter.write("".join(f"  {line}\n" for line in lines))
 

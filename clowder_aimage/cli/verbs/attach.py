@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from clowder_aimage.cli.console.example import NAME, REPOSITORY, examples
 from clowder_aimage.cli.console.option import (
     parse_annotation,
     reference_argument,
@@ -19,6 +20,10 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
+@examples(
+    f"aimage attach {NAME} sbom.json --type application/spdx+json",
+    f"aimage attach --get {REPOSITORY}@sha256:... -o sbom",
+)
 @verb
 @reference_argument
 @click.argument("file", nargs=-1, type=click.Path(path_type=Path))

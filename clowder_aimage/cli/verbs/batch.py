@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import verb, verbose_option
 from clowder_aimage.cli.console.output import note, plural, result
 from clowder_aimage.cli.console.progress import Progress
@@ -38,6 +39,11 @@ MAX_REPLY = 256 << 20  # bytes of a response
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
+@examples(
+    "aimage batch prompts.jsonl",
+    "AIMAGE_HOST=gateway:11434 aimage batch prompts.jsonl",
+    "aimage batch prompts.jsonl --retry-failed",
+)
 @verb
 @click.argument("file", type=_FILE)
 @click.option("-o", "--output", type=_FILE, help="File of results. [default: FILE.results.jsonl]")

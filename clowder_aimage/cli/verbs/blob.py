@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from clowder_aimage.cli.console.example import REPOSITORY, examples
 from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
@@ -28,6 +29,7 @@ def blob() -> None:
     """Fetch a blob from a registry."""
 
 
+@examples(f"aimage blob fetch {REPOSITORY}@sha256:... -o weights.bin")
 @common_options
 @blob.command(short_help="Fetch a blob by its digest.")
 @click.argument("name", metavar="REF@DIGEST|REPO", shell_complete=complete_name)

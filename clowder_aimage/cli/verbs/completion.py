@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import verb
 
 SHELLS = ("bash", "zsh", "fish")
@@ -12,6 +13,11 @@ SHELLS = ("bash", "zsh", "fish")
 _BASH = "COMP_WORDBREAKS=${COMP_WORDBREAKS//:/}\n"
 
 
+@examples(
+    "source <(aimage completion bash)        # in ~/.bashrc",
+    "source <(aimage completion zsh)         # in ~/.zshrc",
+    "aimage completion fish | source         # in ~/.config/fish/config.fish",
+)
 @verb
 @click.argument("shell", metavar="|".join(SHELLS), type=click.Choice(SHELLS))
 @click.pass_context

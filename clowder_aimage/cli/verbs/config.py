@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, settings
 from clowder_aimage.cli.console.output import META, note, result, table
 from clowder_aimage.cli.console.remedy import advice
@@ -63,6 +64,7 @@ def config() -> None:
     """Show the configuration of this machine."""
 
 
+@examples("aimage config show", "aimage config show --json")
 @common_options
 @config.command(short_help="Show every setting and its source.")
 def show() -> None:

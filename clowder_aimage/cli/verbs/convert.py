@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.lora_option import find_uses
 from clowder_aimage.cli.console.option import settings, tag_reference, verb
 from clowder_aimage.cli.console.output import remark
@@ -18,6 +19,10 @@ from clowder_aimage.importer.recipe import AUTO
 from clowder_aimage.oci import Reference
 
 
+@examples(
+    "aimage convert shapes shapes:int8 --quantize int8",
+    "aimage convert shapes shapes:bf16 --dtype bf16",
+)
 @verb
 @stored_argument()
 @click.argument("new", type=tag_reference)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     complete_name,
     parse_reference,
@@ -17,6 +18,10 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
+@examples(
+    f"aimage copy {NAME} registry.example.com/prod/shapes:v1",
+    f"aimage copy -r {NAME} mirror.example.com/team/shapes:v1",
+)
 @verb
 @click.argument("src", shell_complete=complete_name)
 @click.argument("dst")

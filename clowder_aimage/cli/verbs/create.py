@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import complete_path, tag_reference, verb
 from clowder_aimage.cli.create.adapted_model import pack_adapters
 from clowder_aimage.cli.create.enhancer import pack_enhancer
@@ -16,6 +17,12 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
+@examples(
+    "aimage create shapes examples/shapes/model",
+    "aimage create zimage Tongyi-MAI/Z-Image-Turbo --quantize int8",
+    f"aimage create {NAME} . --license MIT",
+    "aimage create sdxl sd_xl_base_1.0.safetensors",
+)
 @verb
 @click.argument("reference", metavar="NAME", type=tag_reference)
 @click.argument("path", metavar="[PATH]", default=".", shell_complete=complete_path)

@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from clowder_aimage.cli.console.example import NAME, REPOSITORY, examples
 from clowder_aimage.cli.console.option import (
     complete_name,
     connection_options,
@@ -17,6 +18,7 @@ from clowder_aimage.cli.console.output import note, plain, remark, result
 from clowder_aimage.errors import UsageError
 
 
+@examples(f"aimage delete {NAME}", f"aimage delete --force {REPOSITORY}@sha256:...")
 @verb
 @click.argument("name", metavar="REF", shell_complete=complete_name)
 @click.option("-f", "--force", is_flag=True, help="Do not ask.")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import settings, verb
 from clowder_aimage.cli.console.output import facts, plural, result, size
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.usage import DiskUsage, disk_usage
 
 
+@examples("aimage df")
 @verb
 def df() -> None:
     """Show the size of the store, the part that no name needs, and the free space.

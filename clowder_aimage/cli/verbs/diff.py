@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import connection_options, settings, verb
 from clowder_aimage.cli.console.output import plural, result, size
 from clowder_aimage.cli.console.stored_name import stored_argument
@@ -22,6 +23,7 @@ _WIDTH = 60  # characters of a value in a config that are shown
 _KINDS = ("shared", "changed", "added", "removed")
 
 
+@examples("aimage diff shapes shapes:int8", f"aimage diff --exit-code shapes {NAME}")
 @verb
 @stored_argument("a", None)
 @stored_argument("b", None)

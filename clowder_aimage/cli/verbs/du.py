@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import settings, verb
 from clowder_aimage.cli.console.output import plural, result, size, table
 from clowder_aimage.cli.console.stored_name import stored_arguments
@@ -11,6 +12,7 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.usage import NameUsage, UsageReport, usage
 
 
+@examples("aimage du", "aimage du shapes shapes:int8")
 @verb
 @stored_arguments(required=False)
 def du(references: tuple[Reference, ...]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import complete_path, needs, settings, verb
 from clowder_aimage.cli.console.output import plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
@@ -18,6 +19,7 @@ from clowder_aimage.family.image_family import LAYOUTS
 from clowder_aimage.oci import Reference
 
 
+@examples("aimage export shapes ./model")
 @verb
 @stored_argument()
 @click.argument("place", metavar="DIR|FILE", shell_complete=complete_path)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, options, parsed
 from clowder_aimage.cli.console.output import plural, result, size, table
 from clowder_aimage.errors import NetworkError, UsageError
@@ -124,6 +125,9 @@ def fleet() -> None:
     """Prepare and observe a fleet: workers that take jobs from a queue in NATS JetStream."""
 
 
+@examples(
+    "aimage fleet init --nats nats://nats.example.com", "aimage fleet init --replicas 3 --keep 24h"
+)
 @common_options
 @fleet.command(short_help="Make the streams of a fleet.")
 @nats_option
@@ -169,6 +173,7 @@ def init(nats: str | None, replicas: int, keep: float, max_bytes: int, **chosen:
     result({"fleet": name, "made": made}, text)
 
 
+@examples("aimage fleet status --nats nats://nats.example.com")
 @common_options
 @fleet.command(short_help="Show the workers and the queue of a fleet.")
 @nats_option
@@ -186,6 +191,7 @@ def status(nats: str | None, **chosen: Any) -> None:
     result(found, lines(found))
 
 
+@examples("aimage fleet drain gpu-3", "aimage fleet drain gpu-3 --undo")
 @common_options
 @fleet.command(short_help="Let a worker end its work and take no more.")
 @click.argument("worker")

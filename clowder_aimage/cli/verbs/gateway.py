@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
     needs,
@@ -24,6 +25,10 @@ from clowder_aimage.config.user_directory import config_file
 from clowder_aimage.oci import Digest, Reference
 
 
+@examples(
+    "aimage gateway --nats nats://nats.example.com",
+    "aimage gateway --nats tls://nats.example.com --nats-creds gateway.creds",
+)
 @verb
 @nats_option
 @listening_options("gateway", "127.0.0.1:11434")

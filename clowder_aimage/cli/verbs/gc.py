@@ -6,12 +6,14 @@ from typing import Any
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import parsed, settings, verb
 from clowder_aimage.cli.console.output import note, plural, result, size
 from clowder_aimage.content.unit import parse_size, parse_time
 from clowder_aimage.layout.gc import Collection, Collector
 
 
+@examples("aimage gc --dry-run", "aimage gc --max-size 200GB --keep 'team/*'")
 @verb
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
 @click.option(

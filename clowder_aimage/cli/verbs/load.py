@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import complete_path, settings, tag_reference, verb
 from clowder_aimage.cli.console.output import plain, plural, result, standard_stream
 from clowder_aimage.cli.console.progress import Progress
@@ -14,6 +15,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
+@examples("aimage load shapes.tar", "aimage load - --as shapes:copy < shapes.tar")
 @verb
 @click.argument("file", default="", shell_complete=complete_path)
 @click.option("-i", "--input", "given", metavar="FILE", help="The same as the argument FILE.")

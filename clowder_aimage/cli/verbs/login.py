@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import login_connection_options, settings, verb
 from clowder_aimage.cli.console.output import remark, result, wants_value
 from clowder_aimage.errors import UsageError
@@ -29,6 +30,10 @@ def _ask(what: str, option: str, *, hide: bool) -> str:
     return str(click.prompt(what, hide_input=hide, err=True))
 
 
+@examples(
+    "aimage login registry.example.com",
+    "aimage login registry.example.com -u alice --password-stdin < password.txt",
+)
 @verb
 @click.argument("registry", metavar="HOST")
 @click.option("-u", "--username", help="The username.")
@@ -50,6 +55,7 @@ def login(registry: str, username: str | None, password: str | None, password_st
         result({"registry": host, "username": username, "kept": place}, "")
 
 
+@examples("aimage logout registry.example.com")
 @verb
 @click.argument("registry", metavar="HOST")
 def logout(registry: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     complete_name,
     parsed,
@@ -51,6 +52,7 @@ def _filters(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
+@examples("aimage ls", "aimage ls --filter family=z-image", "aimage ls --remote")
 @verb
 @click.argument("patterns", metavar="[PATTERN...]", nargs=-1, shell_complete=complete_name)
 @click.option(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
@@ -30,6 +31,7 @@ def manifest() -> None:
     """Fetch a manifest from a registry, or push one."""
 
 
+@examples(f"aimage manifest fetch --pretty {NAME}", f"aimage manifest fetch --config {NAME}")
 @common_options
 @manifest.command(short_help="Print a manifest, or the config that it names.")
 @reference_argument
@@ -62,6 +64,7 @@ def fetch(reference: Reference, file: str, pretty: bool, wants_config: bool) -> 
         result({"reference": str(reference), "file": file, **plain(content)}, file)
 
 
+@examples(f"aimage manifest push {NAME} manifest.json")
 @common_options
 @manifest.command(short_help="Push a manifest from a file.")
 @reference_argument

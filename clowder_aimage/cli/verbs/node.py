@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
@@ -33,6 +34,10 @@ _SPANS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _Json = Mapping[str, Any]
 
 
+@examples(
+    "aimage node --desired ./desired",
+    "aimage node --desired ./desired --neighbour dns:nodes.example.com:8050",
+)
 @common_options
 @click.group(cls=VerbGroup, invoke_without_command=True, short_help="Keep models on this machine.")
 @listening_options("node", "127.0.0.1:8050")
@@ -60,6 +65,7 @@ def node(context: click.Context, /, **options: Any) -> None:
     run_server(config, config)
 
 
+@examples("aimage node status", "aimage node status --addr 127.0.0.1:8050 --json")
 @common_options
 @node.command(short_help="Show the models of a node and their states.")
 @click.option(

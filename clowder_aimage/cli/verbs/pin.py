@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import settings, verb
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.console.stored_name import only_name, stored_arguments
@@ -12,6 +13,7 @@ from clowder_aimage.layout.layout import index_name
 from clowder_aimage.oci import Reference
 
 
+@examples("aimage pin shapes")
 @verb
 @stored_arguments(required=False, parse=only_name)
 def pin(references: tuple[Reference, ...]) -> None:
@@ -44,6 +46,7 @@ def _names(layout: ImageLayout, reference: Reference) -> list[str]:
     return ours
 
 
+@examples("aimage unpin shapes")
 @verb
 @stored_arguments(required=True, parse=only_name)
 def unpin(references: tuple[Reference, ...]) -> None:

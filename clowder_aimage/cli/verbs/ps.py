@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import verb, verbose_option
 from clowder_aimage.cli.console.output import duration, left_out, result, size, table_of
 from clowder_aimage.cli.console.worker_connection import detail_of, models, refuse_options, worker
@@ -13,6 +14,7 @@ from clowder_aimage.errors import describe_each
 _FOR_EVER = 100 * 365 * 24 * 3600  # seconds; ollama sends a later time for ever
 
 
+@examples("aimage ps")
 @verb
 @verbose_option
 def ps() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     parsed,
     references_argument,
@@ -43,6 +44,11 @@ def _parse_rate(text: str) -> int:
     return parse_rate(text)
 
 
+@examples(
+    f"aimage pull {NAME}",
+    f"aimage pull {NAME} --component vae --limit-rate 20M",
+    f"aimage pull {NAME} --dry-run",
+)
 @verb
 @references_argument(required=True)
 @click.option(

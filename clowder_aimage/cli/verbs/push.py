@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     settings,
     transfer_options,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions
 
 
+@examples(f"aimage push {NAME}", f"aimage push {NAME} --dialect container")
 @verb
 @stored_arguments(required=True, parse=only_name)
 @click.option(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import click
 
+from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     connection_options,
     reference_argument,
@@ -17,6 +18,7 @@ from clowder_aimage.content.platform import one_line
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 
+@examples(f"aimage referrers {NAME} --type application/spdx+json")
 @verb
 @reference_argument
 @click.option(

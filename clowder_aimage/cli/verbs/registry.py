@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
@@ -35,6 +36,10 @@ def registry() -> None:
     """Serve the store as an OCI registry."""
 
 
+@examples(
+    "aimage registry serve --addr 127.0.0.1:5050",
+    "aimage registry serve --upstream registry.example.com",
+)
 @common_options
 @registry.command(short_help="Serve the store over the OCI distribution API.")
 @_option(

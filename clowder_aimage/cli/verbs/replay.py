@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.lora_option import adapter_finder, is_file, lora_options, read_uses
 from clowder_aimage.cli.console.named_picture import check_stdin, input_source, named_pictures
 from clowder_aimage.cli.console.option import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from clowder_aimage.model.picture import StoredPicture
 
 
+@examples("aimage replay circles.png")
 @verb
 @click.argument("picture")
 @click.option(

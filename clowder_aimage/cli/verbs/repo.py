@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
@@ -20,6 +21,7 @@ def repo() -> None:
     """List the repositories of a registry."""
 
 
+@examples("aimage repo ls registry.example.com", "aimage repo ls registry.example.com/team")
 @common_options
 @repo.command(short_help="List the repositories of a registry.")
 @click.argument("place", metavar="HOST[/PREFIX]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     connection_options,
     reference_argument,
@@ -12,6 +13,7 @@ from clowder_aimage.cli.console.output import plain, result
 from clowder_aimage.oci import Reference
 
 
+@examples(f"aimage resolve {NAME}")
 @verb
 @reference_argument
 @connection_options

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import remote_option, settings, verb
 from clowder_aimage.cli.console.output import is_quiet, plural, remark, result, size
 from clowder_aimage.cli.console.stored_name import only_name, stored_arguments
@@ -18,6 +19,7 @@ from clowder_aimage.oci import Reference
 _MANY = 200  # names whose manifests are read in less than about a second
 
 
+@examples("aimage rm shapes:int8")
 @verb
 @stored_arguments(required=True, parse=only_name)
 @click.option("--gc", "is_freed", is_flag=True, help="Also remove content that no name needs.")

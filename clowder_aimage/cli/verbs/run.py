@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.lora_option import is_file, lora_options
 from clowder_aimage.cli.console.named_picture import check_stdin
 from clowder_aimage.cli.console.option import (
@@ -71,6 +72,15 @@ def _sides(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+@examples(
+    "aimage run shapes two red circles",
+    "aimage run shapes 'two red circles' --seed 42 --size 128x128 -o circles.png",
+    "aimage run shapes two azure circles --lora examples/shapes/azure.safetensors:0.8",
+    "aimage run shapes a blue square --image circles.png --mask mask.png --paste",
+    "echo two red circles | aimage run shapes - -o - > circles.png",
+    "aimage run shapes 'red ball, top' --enhancer enhancer",
+    "aimage run qwen3 'why is the sky blue?' --max-tokens 100",
+)
 @verb
 @stored_argument("model", parse=model_or_path)
 @click.argument("words", metavar="[PROMPT...]", nargs=-1)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import output_option, settings, verb
 from clowder_aimage.cli.console.output import (
     event,
@@ -21,6 +22,10 @@ from clowder_aimage.cli.console.stored_name import stored_arguments
 from clowder_aimage.oci import Reference
 
 
+@examples(
+    "aimage save shapes shapes:int8 -o shapes.tar",
+    "aimage save shapes -o - | ssh host aimage load -",
+)
 @verb
 @stored_arguments(required=True)
 @output_option

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
     needs,
@@ -166,6 +167,11 @@ allow_origin_option = click.option(
 )
 
 
+@examples(
+    "aimage serve --default-model shapes",
+    "aimage serve --addr 127.0.0.1:11435 --keep-alive 1h",
+    "aimage serve --node --desired ./desired",
+)
 @verb
 @listening_options("worker", "127.0.0.1:11434")
 @allow_origin_option

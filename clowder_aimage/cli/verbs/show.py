@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     connection_options,
     settings,
@@ -34,6 +35,7 @@ _KIND = ("family", "pipeline", "format", "name", "architecture")
 _MORE = (*("quantization", "context", "formatVersion"), *("license", "source", "created"))
 
 
+@examples("aimage show shapes", f"aimage show --remote {NAME}")
 @verb
 @stored_argument()
 @click.option("--layers", is_flag=True, help="List every layer.")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import reference_argument, verb, verbose_option
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.console.worker_connection import refuse_options, worker
 from clowder_aimage.oci import Reference
 
 
+@examples("aimage stop shapes")
 @verb
 @reference_argument
 @verbose_option

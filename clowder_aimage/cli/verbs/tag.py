@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import click
 
+from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     connection_options,
     settings,
@@ -20,6 +21,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference, mediatype
 
 
+@examples(f"aimage tag shapes {NAME}")
 @verb
 @stored_argument("src", None)
 @click.argument("names", metavar="DST...", nargs=-1, required=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from clowder_aimage.cli.console.example import REPOSITORY, examples
 from clowder_aimage.cli.console.option import connection_options, settings, verb
 from clowder_aimage.cli.console.output import note, plain, result, table, wants_value
 from clowder_aimage.content.parallel import in_parallel
@@ -14,6 +15,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Descriptor, Reference
 
 
+@examples(f"aimage tags {REPOSITORY}", f"aimage tags --long {REPOSITORY}")
 @verb
 @click.argument("repo")
 @click.option("--long", "-l", "is_long", is_flag=True, help="Show digests and types.")

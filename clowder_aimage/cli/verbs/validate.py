@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from clowder_aimage import validate as validation
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import complete_path, settings, verb
 from clowder_aimage.cli.console.output import result
 from clowder_aimage.cli.console.stored_name import stored_reference
@@ -17,6 +18,7 @@ from clowder_aimage.errors import AImageError, FormatError, NotFoundError, Usage
 from clowder_aimage.validate import CheckedDocument
 
 
+@examples("aimage validate manifest.json", "aimage validate shapes")
 @verb
 @click.argument("what", metavar="FILE|REF", shell_complete=complete_path)
 @click.option(

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import click
 
+from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
     settings,
@@ -19,6 +20,7 @@ from clowder_aimage.layout.fsck import FsckProblem, FsckReport
 from clowder_aimage.oci import Reference
 
 
+@examples("aimage verify", "aimage verify shapes --repair")
 @verb
 @stored_arguments(required=False)
 @click.option("--repair", is_flag=True, help="Fetch damaged and missing blobs again.")
