@@ -1,6 +1,6 @@
 """Tensors for other runtimes: numpy and torch arrays over the blobs, without MLX.
 
-Arrays are views of the file's pages, which processes share. Only types that the library does not
+Arrays are views of the file's pages, which processes share; safetensors makes those of torch. Only types that the library does not
 support are copied: BF16 and 8-bit floats to float32 in numpy, quantized tensors in both.
 """
 
@@ -29,21 +29,6 @@ _FAILED = ctypes.c_void_p(-1).value
 _NUMPY = {"BOOL": "?", "U8": "u1", "I8": "i1", "C64": "<c8"}
 _NUMPY |= {f"{kind}{8 * size}": f"<{kind.lower()}{size}" for kind in "UIF" for size in (2, 4, 8)}
 _DECODED = {"F8_E4M3": e4m3, "F8_E5M2": e5m2, "F8_E8M0": e8m0}
-_TORCH = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-_TORCH |= {
-    f"{kind}{bits}": f"{name}{bits}"
-    for kind, name in {"U": "uint", "I": "int", "F": "float"}.items()
-    for bits in (16, 32, 64)
-}
 
 
 def numpy_tensor(tensor: StoredTensor) -> Array:
@@ -93,6 +78,7 @@ def torch_tensor(tensor: StoredTensor) -> Any:
     """
     try:
         torch = importlib.import_module("torch")
+        safetensors = importlib.import_module("safetensors")
     except ImportError:
         raise ModelError(
             "PyTorch is not installed", hint="install torch, or read the tensors as numpy arrays"
@@ -100,17 +86,15 @@ def torch_tensor(tensor: StoredTensor) -> Any:
     if tensor.quantization is not None:
         return torch.from_numpy(_dequantized(tensor, tensor.quantization))
     span = tensor.values
-    dtype = getattr(torch, _TORCH.get(span.dtype, ""), None)
-    if dtype is None:
-        raise ModelError(f"{span.key}: this version of PyTorch does not support {span.dtype}")
-    if not span.nbytes:
-        return torch.empty(span.shape, dtype=dtype)
-    buffer = _mapped(span)
-    start = span.start
-    if start % dtype.itemsize:  # a header without padding: torch requires alignment
-        buffer, start = bytearray(buffer[start : start + span.nbytes]), 0
-    count = span.nbytes // dtype.itemsize
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).reshape(span.shape)
+    try:
+        with safetensors.safe_open(span.path, framework="pt") as file:
+            values = file.get_tensor(span.key)
+    except OSError as error:
+        raise StoreError(f"{span.path} cannot be mapped: {error.strerror or error}") from None
+    except (AttributeError, safetensors.SafetensorError) as error:  # also of a truncated file
+        raise ModelError(f"{span.key}: PyTorch cannot read {span.dtype}: {error}") from None
+    is_aligned = values.data_ptr() % values.element_size() == 0  # a header may have no padding
+    return values if is_aligned else values.clone()
 
 
 def _view(span: TensorSpan, dtype: str) -> Array:
