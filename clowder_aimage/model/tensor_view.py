@@ -1,7 +1,8 @@
 """Tensors for other runtimes: numpy and torch arrays over the blobs, without MLX.
 
-Arrays are views of the file's pages, which processes share; safetensors makes those of torch. Only types that the library does not
-support are copied: BF16 and 8-bit floats to float32 in numpy, quantized tensors in both.
+Arrays are views of the file's pages, which processes share; safetensors makes those of torch. Only
+types that the library does not support are copied: BF16 and 8-bit floats to float32 in numpy,
+quantized tensors in both.
 """
 
 from __future__ import annotations

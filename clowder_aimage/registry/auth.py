@@ -1,27 +1,23 @@
 """Authentication challenges of registries.
 
 Tokens are cached until they expire, and only trusted hosts receive credentials (CVE-2025-51471,
-CVE-2026-48978, CVE-2026-33990). The exchange of oras-py is not used: it sends credentials to any
-realm, reads responses without bounds, and knows neither identity tokens nor lifetimes.
+CVE-2026-48978, CVE-2026-33990). Neither is true of oras-py, whose parser of challenges reads one of
+several, and no unquoted parameters; it only makes the exchange (``registry/token_exchange.py``).
 
-Sources: distribution, "Token Authentication Specification" and "OAuth2 Token Authentication".
+Source: distribution, "Token Authentication Specification".
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import re
 import threading
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import requests
-
-from clowder_aimage.errors import FormatError, UnauthorizedError
-from clowder_aimage.oci import Reference, read_json
+from clowder_aimage.errors import UnauthorizedError
+from clowder_aimage.oci import Reference
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.docker_config import (
     DOCKER_HUB,
@@ -30,17 +26,13 @@ from clowder_aimage.registry.docker_config import (
     read_config,
 )
 from clowder_aimage.registry.reach import Boundary, OutsideError
-from clowder_aimage.registry.response import RegistryResponse, failure
-from clowder_aimage.registry.retry import TRANSIENT_STATUS
+from clowder_aimage.registry.token_exchange import SendOnce, TokenExchange
 
-_MAX_TOKEN_RESPONSE = 1024 * 1024
 _LIFE = 60.0  # seconds, of a token without expires_in
 _MARGIN = 30.0  # a token is renewed this long before it expires, or a fifth of its life
 _KNOWN_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {"registry.gitlab.com": "gitlab.com"}
 _SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z]+)(?=\s+[A-Za-z_]+\s*=|\s*$|\s*,)")
 _PARAMETER = re.compile(r'(?<![A-Za-z_])([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
-# method, URL, headers, body -> the response, without redirects
-SendOnce = Callable[[str, str, Mapping[str, str], Any], RegistryResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,52 +150,19 @@ class Authenticator:
             raise self._refused("the WWW-Authenticate challenge has no realm")
         # credentials only to a trusted service
         credential = self._find_credential() if self._check_realm(challenge.realm) else Credential()
-        began = self._connection.clock()
-        if credential.identity_token:
-            status, fields = self._refresh(challenge, scopes, credential.identity_token)
-            token = fields.get("access_token") or fields.get("token")
-        else:
-            basic = credential.basic
-            headers = {"Authorization": f"Basic {basic}"} if basic else {}
-            query = {"service": challenge.service or None, "scope": scopes}
-            status, fields = self._request("GET", challenge.realm, params=query, headers=headers)
-            token = fields.get("token") or fields.get("access_token")
-        if not isinstance(token, str) or not re.fullmatch(r"[!-~]+", token):
-            raise self._refused(f"the token service returned no token ({status})")
-        life = _life(fields, began)
-        return _Header(f"Bearer {token}", challenge, began + life - min(_MARGIN, life / 5))
-
-    def _refresh(
-        self, challenge: _Challenge, scopes: list[str], identity_token: str
-    ) -> tuple[int, dict[str, Any]]:
-        """Request a token for an identity token, by POST, which keeps it out of URLs."""
-        form = {
-            "grant_type": "refresh_token",
-            "service": challenge.service or "",
-            "client_id": "aimage",
-            "scope": " ".join(scopes),
-            "refresh_token": identity_token,
-        }
-        status, fields = self._request("POST", challenge.realm, data=form)
-        rotated = fields.get("refresh_token")
-        if isinstance(rotated, str) and rotated:
-            self._credential = Credential(identity_token=rotated)
-        return status, fields
-
-    def _request(self, method: str, realm: str, **options: Any) -> tuple[int, dict[str, Any]]:
-        """Send a request to a token service; return the status and the JSON object of a 200.
-
-        The object is empty for another status or response. Raises an error for a transient status.
-        """
+        began, exchange = self._connection.clock(), TokenExchange(self._send)
         try:
-            request = requests.Request(method, realm, **options).prepare()
+            token = exchange.token(challenge.realm, challenge.service, scopes, credential)
         except ValueError:
-            raise self._refused(f"its token service {realm[:100]!r} is not an address") from None
-        response = self._send(method, request.url or realm, request.headers, request.body)
-        if response.status_code in TRANSIENT_STATUS:
-            raise failure(response, "a request for a token")
-        raw = response.read(_MAX_TOKEN_RESPONSE)
-        return response.status_code, _object(raw) if response.status_code == 200 else {}
+            what = f"its token service {challenge.realm[:100]!r} is not an address"
+            raise self._refused(what) from None
+        rotated = exchange.fields.get("refresh_token")
+        if credential.identity_token and isinstance(rotated, str) and rotated:
+            self._credential = Credential(identity_token=rotated)
+        if not isinstance(token, str) or not re.fullmatch(r"[!-~]+", token):
+            raise self._refused(f"the token service returned no token ({exchange.status})")
+        life = _life(exchange.fields, began)
+        return _Header(f"Bearer {token}", challenge, began + life - min(_MARGIN, life / 5))
 
     def _check_realm(self, realm: str) -> bool:
         """Return whether ``realm`` may receive credentials. Raises UnauthorizedError."""
@@ -230,15 +189,6 @@ class Authenticator:
             registry=self._reference.registry,
             reason=why,
         )
-
-
-def _object(raw: bytes) -> dict[str, Any]:
-    """Return a JSON object, an empty one for anything else."""
-    with contextlib.suppress(FormatError):
-        value = read_json(raw, "it")
-        if isinstance(value, dict):
-            return value
-    return {}
 
 
 def _life(fields: dict[str, Any], now: float) -> float:

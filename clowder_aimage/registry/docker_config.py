@@ -40,6 +40,12 @@ class Credential:
     identity_token: str | None = field(default=None, repr=False)
     registry_token: str | None = field(default=None, repr=False)
 
+    @property
+    def pair(self) -> tuple[str, str]:
+        """The name and the password of ``basic``."""
+        user, _, password = base64.b64decode(self.basic or "").decode().partition(":")
+        return user, password
+
     @classmethod
     def of_basic(cls, basic: str) -> Credential | None:
         """Parse base64 of ``user:password``; return None for anything else."""

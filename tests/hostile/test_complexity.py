@@ -560,7 +560,7 @@ COVERED = {
         "frames of this program",
     ),
     **dict.fromkeys(
-        ("engine/worker_client.py", "registry/response.py"),
+        ("engine/worker_client.py", "registry/response.py", "registry/token_exchange.py"),
         "one bounded answer of read_json",
     ),
     **dict.fromkeys(

@@ -410,3 +410,14 @@ def test_oras_logging_is_disabled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     for name in ("oras", "oras.logger"):
         assert not logging.getLogger(name).isEnabledFor(logging.CRITICAL)
+
+
+def test_the_exchange_does_not_read_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login operator password secret\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    guarded = Guarded(entry={})
+    with guarded.session(tmp_path) as session:
+        assert get(session) == 200
+    (seen,) = guarded.asked
+    assert set(seen.headers) <= {"Host", "User-Agent", "Accept", "Accept-Encoding", "Connection"}

@@ -1,0 +1,91 @@
+"""The exchange of credentials for tokens, by oras-py's backend over the connections of a session.
+
+oras-py makes the request and reads the token. ``registry/auth.py`` decides which credentials it
+gets, as oras-py sends them to any realm; requests are sent once, without redirects, with deadlines,
+and responses have a bound. Identity tokens, which oras-py does not have, are exchanged here.
+
+Sources: distribution, "Token Authentication Specification" and "OAuth2 Token Authentication".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import requests
+from oras.auth import get_auth_backend
+from oras.auth.utils import authHeader
+
+from clowder_aimage.errors import FormatError
+from clowder_aimage.oci import read_json
+from clowder_aimage.registry.docker_config import Credential
+from clowder_aimage.registry.response import RegistryResponse, failure
+from clowder_aimage.registry.retry import TRANSIENT_STATUS
+
+_MAX_TOKEN_RESPONSE = 1024 * 1024
+_OWN_HEADERS = ("Service", "User-Agent")  # of oras-py; no service needs them
+# method, URL, headers, body -> the response, without redirects
+SendOnce = Callable[[str, str, Mapping[str, str], Any], RegistryResponse]
+
+
+class TokenExchange(requests.Session):
+    """One exchange. ``status`` and ``fields`` are of the response; without a 200 it has none."""
+
+    def __init__(self, send: SendOnce) -> None:
+        super().__init__()
+        self.headers.clear()
+        self.trust_env = False  # netrc has credentials of other programs
+        self.status, self.fields = 0, dict[str, Any]()
+        self._send = send
+
+    def send(self, request: requests.PreparedRequest, **_: Any) -> requests.Response:
+        """Send a request. Raises AImageError, also for a transient status."""
+        headers = {key: text for key, text in request.headers.items() if key not in _OWN_HEADERS}
+        sent = self._send(request.method or "GET", request.url or "", headers, request.body)
+        if sent.status_code in TRANSIENT_STATUS:
+            raise failure(sent, "a request for a token")
+        raw = sent.read(_MAX_TOKEN_RESPONSE)
+        self.status, self.fields = sent.status_code, _object(raw) if sent.status_code == 200 else {}
+        response = requests.Response()
+        response.status_code = self.status
+        response.raw = io.BytesIO(json.dumps(self.fields).encode())
+        return response
+
+    def token(
+        self, realm: str, service: str | None, scopes: Sequence[str], credential: Credential
+    ) -> object:
+        """Return the token that a service returned. Raises ValueError if ``realm`` is no URL."""
+        if credential.identity_token:
+            return self._refresh(realm, service, scopes, credential.identity_token)
+        backend = get_auth_backend(session=self)
+        if credential.basic:
+            backend.set_basic_auth(*credential.pair)
+        return backend.request_token(
+            authHeader({"realm": realm, "service": service or None, "scope": list(scopes)})
+        )
+
+    def _refresh(
+        self, realm: str, service: str | None, scopes: Sequence[str], identity_token: str
+    ) -> object:
+        """Request a token for an identity token, by POST, which keeps it out of URLs."""
+        form = {
+            "grant_type": "refresh_token",
+            "service": service or "",
+            "client_id": "aimage",
+            "scope": " ".join(scopes),
+            "refresh_token": identity_token,
+        }
+        self.post(realm, data=form)
+        return self.fields.get("access_token") or self.fields.get("token")
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    """Return a JSON object, an empty one for anything else."""
+    with contextlib.suppress(FormatError):
+        value = read_json(raw, "it")
+        if isinstance(value, dict):
+            return value
+    return {}
