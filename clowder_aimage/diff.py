@@ -102,7 +102,7 @@ class Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether only the dialects may differ."""
+        """Return True if only the dialects may differ."""
         layers = (*self.changed, *self.added, *self.removed)
         return not (layers or self.config or self.annotations)
 
@@ -212,5 +212,5 @@ def _fields(
 
 
 def _has_fields(value: tuple[Any, ...]) -> bool:
-    """Return whether a value is a non-empty object, or missing."""
+    """Return True if a value is a non-empty object, or missing."""
     return not value or (isinstance(value[0], dict) and bool(value[0]))

@@ -116,7 +116,7 @@ def _planner(
 
 
 def is_adapter(store: ContentStore, reference: Reference) -> bool:
-    """Return whether an AImage in the store is an adapter. Raises NotFoundError, FormatError."""
+    """Return True if an AImage in the store is an adapter. Raises NotFoundError, FormatError."""
     return read_aimage(store, reference).aimage.properties.get("format") == "lora"
 
 

@@ -150,7 +150,7 @@ def validate_reference(layout: ImageLayout, reference: Reference) -> list[Checke
 
 
 def is_layout(path: pathlib.Path) -> bool:
-    """Return whether a directory is an OCI image layout, even a broken one."""
+    """Return True if a directory is an OCI image layout, even a broken one."""
     return any((path / name).is_file() for name, _ in _LAYOUT)
 
 

@@ -43,10 +43,10 @@ def server_variables(section: str) -> dict[str, str]:
 
 def check_variables(section: str) -> None:
     """Raise UsageError for an environment variable of a server that is not a setting."""
-    prefix, known = _SECTIONS[section], set(server_variables(section).values())
+    prefix, names = _SECTIONS[section], set(server_variables(section).values())
     for name in os.environ:
-        if name.startswith(prefix) and name not in known and not _SERVICE_LINK.search(name):
-            close = _nearest(name, known, prefix)
+        if name.startswith(prefix) and name not in names and not _SERVICE_LINK.search(name):
+            close = _nearest(name, names, prefix)
             raise UsageError(
                 f"unknown environment variable {name}",
                 hint=f"did you mean {close}?" if close else None,
@@ -54,27 +54,32 @@ def check_variables(section: str) -> None:
 
 
 def misspelt_variables() -> Iterator[tuple[str, str]]:
-    """Yield environment variables that are none of ours, with the one that they resemble.
+    """Yield unknown environment variables that resemble a known one, with the known one.
 
-    Others are not ours to refuse: scripts have variables such as AIMAGE_DIGEST.
+    Unlike unknown settings of a server they are no errors: scripts have variables such as
+    AIMAGE_DIGEST.
     """
     prefixes = tuple(_SECTIONS.values())
-    found = (name for name in os.environ if name.startswith("AIMAGE_"))
-    for name in found:
+    names = (name for name in os.environ if name.startswith("AIMAGE_"))
+    for name in names:
         is_server = name.startswith(prefixes) or _SERVICE_LINK.search(name)
         if name not in SHARED_VARIABLES and not is_server:
             servers = (server_variables(section).values() for section in _SECTIONS)
-            known = {*SHARED_VARIABLES, *(one for many in servers for one in many)}
-            if close := _nearest(name, known, "AIMAGE_"):
+            variables = {
+                *SHARED_VARIABLES,
+                *(variable for section_variables in servers for variable in section_variables),
+            }
+            if close := _nearest(name, variables, "AIMAGE_"):
                 yield name, close
 
 
-def _nearest(name: str, known: set[str], prefix: str) -> str | None:
+def _nearest(name: str, variables: set[str], prefix: str) -> str | None:
     import difflib
 
-    rests = {one.removeprefix(prefix): one for one in known}
-    close = difflib.get_close_matches(name.removeprefix(prefix), rests, n=1, cutoff=0.78)
-    return rests[close[0]] if close else None
+    # Without the common prefix, which would make all names similar.
+    by_suffix = {variable.removeprefix(prefix): variable for variable in variables}
+    close = difflib.get_close_matches(name.removeprefix(prefix), by_suffix, n=1, cutoff=0.78)
+    return by_suffix[close[0]] if close else None
 
 
 def default_stores() -> tuple[Path, ...]:
@@ -82,8 +87,10 @@ def default_stores() -> tuple[Path, ...]:
 
     The first is written, all are read (XDG Base Directory; macOS Library).
     """
-    if named := [name for name in os.environ.get("AIMAGE_STORE", "").split(os.pathsep) if name]:
-        return tuple(Path(name) for name in named)
+    if directories := [
+        name for name in os.environ.get("AIMAGE_STORE", "").split(os.pathsep) if name
+    ]:
+        return tuple(Path(name) for name in directories)
     return (_platform_directory("XDG_DATA_HOME", ".local/share", "aimage"),)
 
 
@@ -100,34 +107,35 @@ def history_file() -> Path:
 
 
 def _state_directory() -> Path:
-    name = "aimage-state" if sys.platform == "darwin" else "aimage"  # a sibling of the store
+    # On macOS both are in one directory: the state must be beside the store, not in it.
+    name = "aimage-state" if sys.platform == "darwin" else "aimage"
     return _platform_directory("XDG_STATE_HOME", ".local/state", name)
 
 
 def config_file() -> Path:
     """Return the path of the configuration: config.json, or config.yaml beside it.
 
-    Raises UsageError: there are both, or AIMAGE_CONFIG names no file.
+    Raises UsageError: both exist, or the file in AIMAGE_CONFIG does not exist.
     """
-    named = _named("AIMAGE_CONFIG")
-    if named is not None and not named.is_file():
-        raise UsageError(f"file in AIMAGE_CONFIG not found: {named}")
-    if named is not None:
-        return named
+    explicit = _path_from("AIMAGE_CONFIG")
+    if explicit is not None and not explicit.is_file():
+        raise UsageError(f"file in AIMAGE_CONFIG not found: {explicit}")
+    if explicit is not None:
+        return explicit
     path = _xdg_directory("XDG_CONFIG_HOME", ".config") / "aimage" / "config.json"
-    other = path.with_suffix(".yaml")
-    if not other.is_file():
+    yaml_path = path.with_suffix(".yaml")
+    if not yaml_path.is_file():
         return path
     if path.is_file():
-        raise UsageError(f"there are two configurations: {path} and {other}", hint="remove one")
-    return other
+        raise UsageError(f"there are two configurations: {path} and {yaml_path}", hint="remove one")
+    return yaml_path
 
 
 def client_options(*, ca_file: str | Path | None = None, **options: Any) -> ClientOptions:
     """Return the options of a connection, with the credentials and settings of this user.
 
     Raises:
-        UsageError: AIMAGE_CONFIG names no file, or the configuration is not valid.
+        UsageError: the file in AIMAGE_CONFIG does not exist, or the configuration is not valid.
     """
     from clowder_aimage.registry import ClientOptions
     from clowder_aimage.registry.host_settings import read_settings
@@ -135,7 +143,7 @@ def client_options(*, ca_file: str | Path | None = None, **options: Any) -> Clie
     realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "").lower().split(",")
     registries, default = read_settings(config_file())
     return ClientOptions(
-        **{**_places(), "user_agent": f"aimage/{__version__}", **options},
+        **{**_credential_paths(), "user_agent": f"aimage/{__version__}", **options},
         ca_file=None if ca_file is None else Path(ca_file),
         trusted_realms=frozenset(realm.strip() for realm in realms if realm.strip()),
         registries=registries,
@@ -150,29 +158,29 @@ def _platform_directory(variable: str, usual: str, name: str) -> Path:
 
 
 def _xdg_directory(variable: str, usual: str) -> Path:
-    """Return the directory in a variable; a relative path is ignored."""
-    named = _named(variable)
-    return named if named and named.is_absolute() else Path.home() / usual
+    """Return the directory in a variable. A relative path is ignored, as XDG requires."""
+    directory = _path_from(variable)
+    return directory if directory and directory.is_absolute() else Path.home() / usual
 
 
-def _named(variable: str) -> Path | None:
+def _path_from(variable: str) -> Path | None:
     value = os.environ.get(variable)
     return Path(value) if value else None
 
 
-def _places() -> dict[str, Any]:
+def _credential_paths() -> dict[str, Any]:
     """Return the paths of credentials and certificates of docker, containers and OpenSSL."""
-    home, runtime = Path.home(), _named("XDG_RUNTIME_DIR")
+    home, runtime = Path.home(), _path_from("XDG_RUNTIME_DIR")
     user = home / ".config" / "containers"
     certificates = os.environ.get("SSL_CERT_DIR", "").split(os.pathsep)
     return {
-        "auth_file": _named("REGISTRY_AUTH_FILE"),
-        "docker_config": _named("DOCKER_CONFIG") or home / ".docker",
+        "auth_file": _path_from("REGISTRY_AUTH_FILE"),
+        "docker_config": _path_from("DOCKER_CONFIG") or home / ".docker",
         "container_auth": (
             *((runtime / "containers" / "auth.json",) if runtime else ()),
             user / "auth.json",
         ),
-        "ca_bundle": _named("SSL_CERT_FILE")
+        "ca_bundle": _path_from("SSL_CERT_FILE")
         or next((Path(name) for name in certificates if name and Path(name).is_dir()), None),
         "cert_dirs": (
             user / "certs.d",

@@ -29,7 +29,7 @@ class ArrivingFiles(BlobFiles):
         self._store, self._is_over = store, is_over
 
     def exists(self, content: Descriptor) -> bool:
-        """Return whether the blob has arrived."""
+        """Return True if the blob has arrived."""
         return self._store.is_durable(content)
 
     def open(self, content: Descriptor, /) -> Reader:

@@ -106,7 +106,7 @@ def temporary_prefix(path: Path, infix: str = "") -> str:
 
 
 def is_temporary(name: str, prefix: str) -> bool:
-    """Return whether ``name`` is the name of a temporary file with ``prefix``."""
+    """Return True if ``name`` is the name of a temporary file with ``prefix``."""
     return re.fullmatch(re.escape(prefix) + "[0-9a-f]{16}", name) is not None
 
 
@@ -150,7 +150,7 @@ def flock(fd: int, operation: int) -> None:
 
 
 def is_locked(path: str | Path) -> bool:
-    """Return whether a file is locked by any process, this one included. Raises OSError."""
+    """Return True if a file is locked by any process, this one included. Raises OSError."""
     return _is_locked(os.open(path, READ))
 
 

@@ -26,7 +26,7 @@ _Span = tuple[int, int]
 
 
 def is_large(content: Descriptor) -> bool:
-    """Return whether several connections may fetch a blob together."""
+    """Return True if several connections may fetch a blob together."""
     return content.size > SMALL
 
 
@@ -48,7 +48,7 @@ class Chunk:
 
     @property
     def is_worth_sharing(self) -> bool:
-        """Return whether the rest takes long enough to justify a second connection."""
+        """Return True if the rest takes long enough to justify a second connection."""
         elapsed = time.monotonic() - self._began
         if self.left < 2 * SMALLEST_PART or elapsed < WORTH_SHARING:
             return False
@@ -106,7 +106,7 @@ class BlobTransfer:
 
     @property
     def is_fast(self) -> bool:
-        """Return whether the connections are faster than the hash.
+        """Return True if the connections are faster than the hash.
 
         More connections would only fetch chunks that must be read again for the hash.
         """

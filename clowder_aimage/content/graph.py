@@ -38,7 +38,7 @@ class GraphNode:
 
 
 def is_document(content: Descriptor) -> bool:
-    """Return whether the descriptor is of a manifest or an index."""
+    """Return True if the descriptor is of a manifest or an index."""
     return content.media_type in mediatype.DOCUMENTS
 
 

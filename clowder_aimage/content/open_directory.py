@@ -193,12 +193,12 @@ def _replaced(name: str) -> OSError:
 
 
 def is_trusted(owner: int) -> bool:
-    """Return whether a user may change what this process uses: it is this one or root."""
+    """Return True if a user may change what this process uses: it is this one or root."""
     return owner in (0, os.geteuid())
 
 
 def is_protected(file: io.FileIO, directory: Path) -> bool:
-    """Return whether an open file and its directory can be written by trusted users alone."""
+    """Return True if an open file and its directory can be written by trusted users alone."""
     found = os.fstat(file.fileno())
     is_private = is_trusted(found.st_uid) and not found.st_mode & _OTHERS
     return is_private and is_trusted(directory.stat().st_uid)

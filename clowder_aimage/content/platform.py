@@ -72,7 +72,7 @@ class Platform:
         return None
 
     def takes(self, other: Platform) -> bool:
-        """Return whether content for ``other`` runs on this platform; no variant accepts any."""
+        """Return True if content for ``other`` runs on this platform; no variant accepts any."""
         same = (self.os, self.architecture) == (other.os, other.architecture)
         return same and self.variant in ("", other.variant)
 

@@ -53,7 +53,7 @@ class Source(Protocol):
         """
 
     def exists(self, content: Descriptor, /) -> bool:
-        """Return whether the content is stored in full. Raises AccessError if that is unknown."""
+        """Return True if the content is stored in full. Raises AccessError if that is unknown."""
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         """Open ``length`` bytes at ``offset``, not yet verified. Raises NotFoundError."""
@@ -212,7 +212,7 @@ class ContentStore(Target, BlobFiles, Protocol):
         """Make small content durable together at the end of the block, or raise AccessError."""
 
     def is_durable(self, content: Descriptor, /) -> bool:
-        """Return whether the content is stored in full, and a read waits for no batch."""
+        """Return True if the content is stored in full, and a read waits for no batch."""
 
     def use(self, content: Descriptor) -> None:
         """Record the use of a manifest."""

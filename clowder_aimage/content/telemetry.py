@@ -22,7 +22,7 @@ _provider: Any = None
 
 
 def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the environment names a collector (OpenTelemetry, "OTLP Exporter")."""
+    """Return True if the environment names a collector (OpenTelemetry, "OTLP Exporter")."""
     is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     is_off = is_off or environment.get("OTEL_TRACES_EXPORTER") == "none"
     return not is_off and any(environment.get(name) for name in _ENDPOINTS)

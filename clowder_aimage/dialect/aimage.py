@@ -12,10 +12,12 @@ from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.oci import Descriptor, Digest, mediatype, read_json
 from clowder_aimage.oci.descriptor import MAX_SIZE
 
-_SHORT = 64  # characters of a shape that is remembered
-_MAX_PARTS = 32  # of a name: directories in directories
+# Characters of a cached shape: a stranger's text must not fill the cache.
+_SHORT = 64
+# Segments of a name: extracting it makes as many directories.
+_MAX_SEGMENTS = 32
 _T = TypeVar("_T")
-_WHOLE = (mediatype.AIMAGE_FILE, mediatype.AIMAGE_TRANSFORMERS)
+_FILE_TYPES = (mediatype.AIMAGE_FILE, mediatype.AIMAGE_TRANSFORMERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Layer:
     @property
     def is_shard(self) -> bool:
         """True for a complete file of tensors, as other tools pack them."""
-        return self.name.endswith(".safetensors") and self.descriptor.media_type in _WHOLE
+        return self.name.endswith(".safetensors") and self.descriptor.media_type in _FILE_TYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,24 +71,27 @@ class AImage:
 
     def layer(self, name: str) -> Layer:
         """Return the layer called ``name``. Raises NotFoundError."""
-        if (found := self.find(name)) is None:
+        match = self.find(name)
+        if match is None:
             raise NotFoundError(f"{name} not found in the AImage")
-        return found
+        return match
 
     def find(self, name: str) -> Layer | None:
         """Return the layer called ``name``, or None."""
-        named = self._once("names", lambda: {layer.name: layer for layer in reversed(self.layers)})
-        return named.get(name)
+        by_name = self._once(
+            "names", lambda: {layer.name: layer for layer in reversed(self.layers)}
+        )
+        return by_name.get(name)
 
     def component(self, name: str) -> tuple[Layer, ...]:
         """Return the layers of a component, in the manifest's order."""
-        return tuple(self._once("components", self._components).get(name, ()))
+        return tuple(self._once("components", self._group_by_component).get(name, ()))
 
-    def _components(self) -> dict[str, list[Layer]]:
-        found: dict[str, list[Layer]] = {}
+    def _group_by_component(self) -> dict[str, list[Layer]]:
+        components: dict[str, list[Layer]] = {}
         for layer in self.layers:
-            found.setdefault(layer.component, []).append(layer)
-        return found
+            components.setdefault(layer.component, []).append(layer)
+        return components
 
     @property
     def config_text(self) -> str:
@@ -124,12 +129,12 @@ def check_name(name: str) -> str:
     A safe name is relative, not empty, printable (no control characters or marks that change the
     direction of text), has no ``..``, and has at most 1024 characters in 32 parts.
     """
-    parts = name.split("/")
+    segments = name.split("/")
     if (
         not name
         or len(name) > 1024
-        or len(parts) > _MAX_PARTS
-        or any(part in ("", ".", "..") for part in parts)
+        or len(segments) > _MAX_SEGMENTS
+        or any(segment in ("", ".", "..") for segment in segments)
         or "\\" in name
         or not name.isprintable()
     ):
@@ -139,11 +144,11 @@ def check_name(name: str) -> str:
 
 def check_names(layers: tuple[Layer, ...]) -> tuple[Layer, ...]:
     """Return the layers, if all names are valid and different. Raises FormatError."""
-    seen: set[str] = set()
+    names: set[str] = set()
     for layer in layers:
-        if check_name(layer.name) in seen:
+        if check_name(layer.name) in names:
             raise FormatError(f"duplicate layer name: {layer.name[:100]!r}")
-        seen.add(layer.name)
+        names.add(layer.name)
     return layers
 
 
@@ -152,21 +157,22 @@ def parse_shape(value: object) -> tuple[int, ...] | None:
     if value is None:
         return None
     if isinstance(value, str):
-        return (_written_shape if len(value) <= _SHORT else _read_shape)(value)
-    return _checked_shape(value)
+        return (_cached_shape if len(value) <= _SHORT else _read_shape)(value)
+    return _check_shape(value)
 
 
 def _read_shape(text: str) -> tuple[int, ...]:
     try:
-        return _checked_shape(read_json(text.encode(), "the shape"))
+        return _check_shape(read_json(text.encode(), "the shape"))
     except (FormatError, UnicodeEncodeError):
         raise FormatError(f"invalid shape: {text[:100]!r}") from None
 
 
-_written_shape = lru_cache(256)(_read_shape)  # the layers of a model repeat a few shapes
+# The layers of a model repeat a few shapes.
+_cached_shape = lru_cache(256)(_read_shape)
 
 
-def _checked_shape(shape: object) -> tuple[int, ...]:
+def _check_shape(shape: object) -> tuple[int, ...]:
     if isinstance(shape, list) and all(type(n) is int and 0 <= n <= MAX_SIZE for n in shape):
         return tuple(shape)
     raise FormatError(f"invalid shape: {shape!r:.100}")
@@ -194,7 +200,7 @@ def to_named(layer: Layer, media_type: str) -> dict[str, Any]:
 
 
 def from_named(descriptor: Descriptor, media_type: str) -> Layer:
-    """Return the layer of such a descriptor. Raises FormatError."""
+    """Return the layer of a descriptor with the fields of ``to_named``. Raises FormatError."""
     extra = descriptor.extra
     name = extra.get("name")
     if not isinstance(name, str):

@@ -12,7 +12,7 @@ from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
 
 class ClowderDialect(Dialect):
-    """The default dialect, and ``custom``, in which the manifest has Clowder's media type, too.
+    """The default dialect, and ``custom``, whose manifest has Clowder's media type, too.
 
     Clowder's storage document prefers ``custom``; registries refuse it, image layouts do not.
     Layers without a name are also read (the samples in that document have none, and its EP layers
@@ -55,25 +55,25 @@ def manifest_annotations(aimage: AImage) -> dict[str, str]:
     properties = aimage.properties
     keys = [("created", mediatype.CREATED), ("license", mediatype.LICENSES)]
     keys += [("variant", mediatype.VARIANT)]
-    return given_annotations(aimage) | {
+    return config_annotations(aimage) | {
         annotation: value
         for key, annotation in keys
         if isinstance(value := properties.get(key), str) and value
     }
 
 
-def given_annotations(aimage: AImage) -> dict[str, str]:
+def config_annotations(aimage: AImage) -> dict[str, str]:
     """Return the annotations in the config that may be written to a manifest."""
-    found = aimage.properties.get("annotations")
+    annotations = aimage.properties.get("annotations")
     return {
         key: value
-        for key, value in sorted(found.items() if isinstance(found, dict) else ())
+        for key, value in sorted(annotations.items() if isinstance(annotations, dict) else ())
         if isinstance(value, str) and not mediatype.is_own_key(key)
     }
 
 
 def _title(layer: Layer, has_titles: bool) -> dict[str, str]:
-    """Return the annotation by which other clients write a layer to a file (docs/adr/0018)."""
+    """Return the title, by which other clients write a layer to a file (docs/adr/0018)."""
     return {mediatype.TITLE: layer.name} if has_titles and layer.content is None else {}
 
 

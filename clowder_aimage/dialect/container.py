@@ -12,7 +12,7 @@ import contextlib
 from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
-from clowder_aimage.dialect.clowder import annotated_layer, given_annotations, layer_annotations
+from clowder_aimage.dialect.clowder import annotated_layer, config_annotations, layer_annotations
 from clowder_aimage.dialect.dialect import Dialect, build_manifest
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_config, foreign_config
 from clowder_aimage.errors import FormatError
@@ -45,8 +45,8 @@ class ContainerDialect(Dialect):
             layers = _read_table(table)
         if [layer.descriptor.digest for layer in layers] != diff_ids:
             raise FormatError("the layers do not match the diff_ids of the image config")
-        known = carried_config(config) or foreign_config(layers)
-        return AImage(known, check_names(layers), manifest.subject)
+        aimage_config = carried_config(config) or foreign_config(layers)
+        return AImage(aimage_config, check_names(layers), manifest.subject)
 
     def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
         config = encode(
@@ -66,8 +66,9 @@ class ContainerDialect(Dialect):
         )
         layers = [_write(layer) for layer in aimage.layers]
         annotations: dict[str, str] = {}
-        with contextlib.suppress(FormatError):  # a config that is carried unread
-            annotations = given_annotations(aimage)
+        # A config that is not valid is carried unread.
+        with contextlib.suppress(FormatError):
+            annotations = config_annotations(aimage)
         return build_manifest(aimage, mediatype.OCI_CONFIG, config, layers, annotations=annotations)
 
 

@@ -15,18 +15,19 @@ class Dialect(ABC):
     """A form of an AImage; ``write(read(m, c))`` keeps every blob's digest."""
 
     name: str
-    product: str  # for dialects that are only read
+    # The vendor's name, for dialects that are only read.
+    product: str
 
     @abstractmethod
     def matches(self, manifest: Manifest) -> bool:
-        """Return whether ``manifest`` is in this dialect."""
+        """Return True if ``manifest`` is in this dialect."""
 
     @abstractmethod
     def read(self, manifest: Manifest, config: bytes) -> AImage:
         """Return the AImage of a manifest and the bytes of its config. Raises FormatError."""
 
     def write(self, _: AImage, /) -> tuple[Manifest, bytes]:
-        """Return the manifest and the config bytes of an AImage, which are deterministic.
+        """Return the manifest and the config bytes of an AImage, the same for each call.
 
         Raises:
             UsageError: this dialect is only read.
@@ -67,5 +68,6 @@ def build_manifest(
         "subject": aimage.subject and aimage.subject.to_json(),
         "annotations": annotations,
     }
-    known = {key: value for key, value in document.items() if value or key == "layers"}
-    return Manifest.build(known), config
+    # Strict readers reject empty strings and null. An empty list of layers is required, though.
+    fields = {key: value for key, value in document.items() if value or key == "layers"}
+    return Manifest.build(fields), config

@@ -7,30 +7,32 @@ config v0.2, each file a layer with its path). The two configs differ: model-spe
 and count under the format's name, model-runner beside it.
 
 Files without a path get the names of pkg/distribution/internal/bundle/unpack.go (199337214db0),
-except the template and the projector, which get their usual names.
+except that the template and the projector get their usual names.
 """
 
 from __future__ import annotations
 
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.dialect.dialect import Dialect
-from clowder_aimage.dialect.layer_name import UsedNames, clean_path, name_layers, numbered
+from clowder_aimage.dialect.layer_name import UsedNames, clean_path, name_layers, number_names
 from clowder_aimage.dialect.vendor import (
     FILEPATH,
     VendorFile,
     at,
-    part_names,
+    file_names,
     read_object,
     type_of_file,
     vendor_config,
 )
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
-_CONFIG = "application/vnd.docker.ai.model.config."  # v0.1+json, v0.2+json
+# v0.1+json, v0.2+json
+_CONFIG = "application/vnd.docker.ai.model.config."
 _AI = "application/vnd.docker.ai."
-_FILE = _AI + "model.file"  # a config, a tokenizer ...: only its path identifies it
+# A config, a tokenizer ...: only its path identifies it.
+_FILE = _AI + "model.file"
 _PROJECTOR = VendorFile("mmproj", ".gguf", mediatype.AIMAGE_GGUF)
-_PARTS = {
+_VENDOR_FILES = {
     _AI + "gguf.v3": VendorFile("model", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
     _AI + "gguf.v3.lora": VendorFile("adapter", ".gguf", mediatype.AIMAGE_LORA),
     _AI + "gguf.v3.mmproj": _PROJECTOR,
@@ -58,16 +60,16 @@ class DockerDialect(Dialect):
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
         paths = [_path(layer) for layer in manifest.layers]
-        parts = [
-            None if path else _PARTS.get(layer.media_type)
+        files = [
+            None if path else _VENDOR_FILES.get(layer.media_type)
             for path, layer in zip(paths, manifest.layers, strict=True)
         ]
-        taken = UsedNames(path for path in paths if path)
-        known = [
-            path or (name and taken.add(numbered(name)))
-            for path, name in zip(paths, part_names(parts), strict=True)
+        used = UsedNames(path for path in paths if path)
+        names = [
+            path or (name and used.add(number_names(name)))
+            for path, name in zip(paths, file_names(files), strict=True)
         ]
-        layers = name_layers(manifest.layers, known, _read)
+        layers = name_layers(manifest.layers, names, _read)
         return AImage(_config_of(layers, config), layers, manifest.subject)
 
 
@@ -79,34 +81,35 @@ def _path(layer: Descriptor) -> str:
 
 
 def _read(layer: Descriptor, name: str) -> Layer:
-    part = _PARTS.get(layer.media_type)
-    media_type = (part and part.media_type) or layer.media_type
+    file = _VENDOR_FILES.get(layer.media_type)
+    media_type = (file and file.media_type) or layer.media_type
     if media_type == _FILE:
         media_type = type_of_file(name) or mediatype.AIMAGE_FILE
     elif media_type == mediatype.AIMAGE_TRANSFORMERS:
-        media_type = type_of_file(name) or media_type  # an adapter's weights are safetensors, too
+        # An adapter's weights are safetensors, too.
+        media_type = type_of_file(name) or media_type
     return Layer(Descriptor(media_type, layer.digest, layer.size), name)
 
 
 def _config_of(layers: tuple[Layer, ...], config: bytes) -> bytes:
     value = read_object(config)
     fields = at(value, "config")
-    below = [at(fields, word) for word in _FORMATS]
+    sections = [at(fields, word) for word in _FORMATS]
 
-    def everywhere(*keys: str) -> list[object]:
-        return [at(place, key) for place in (fields, *below) for key in keys]
+    def list_values(*keys: str) -> list[object]:
+        return [at(section, key) for section in (fields, *sections) for key in keys]
 
     return vendor_config(
         layers,
         {
-            "name": [at(place, "general.name") for place in below],
+            "name": [at(section, "general.name") for section in sections],
             "format": (at(fields, "format"),),
             "formatVersion": (at(fields, "format_version"),),
-            "architecture": everywhere("architecture", "general.architecture"),
-            "parameters": everywhere("parameters", "parameter_count"),
-            "quantization": everywhere("quantization"),
+            "architecture": list_values("architecture", "general.architecture"),
+            "parameters": list_values("parameters", "parameter_count"),
+            "quantization": list_values("quantization"),
             "context": (at(fields, "context_size"),),
-            "license": [at(place, "general.license") for place in below],
+            "license": [at(section, "general.license") for section in sections],
             "created": (at(value, "descriptor", "created"), at(value, "descriptor", "createdAt")),
         },
     )

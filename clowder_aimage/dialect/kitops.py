@@ -25,7 +25,8 @@ from clowder_aimage.oci import Descriptor, Manifest
 
 _MANIFEST = "application/vnd.kitops.modelkit.manifest.v1+json"
 _CONFIG = "application/vnd.kitops.modelkit.config.v1+json"
-_SUBTYPE = "ml.kitops.modelkit.layer-subtype"  # pkg/lib/constants/consts.go
+# pkg/lib/constants/consts.go
+_SUBTYPE = "ml.kitops.modelkit.layer-subtype"
 _LAYER = re.compile(
     r"application/vnd\.kitops\.modelkit\.(model|modelpart|dataset|code|docs|prompt)\.v1\."
     r"(tar|raw)(?:\+(?:gzip|zstd))?"
@@ -45,15 +46,15 @@ class _Elements:
     """The entries of a Kitfile that no layer has taken, by kind and digest, in its order."""
 
     def __init__(self, elements: Iterable[_Element]) -> None:
-        self._left: dict[tuple[str, str], deque[_Element]] = {}
+        self._unclaimed: dict[tuple[str, str], deque[_Element]] = {}
         for element in elements:
-            self._left.setdefault((element.kind, element.digest), deque()).append(element)
+            self._unclaimed.setdefault((element.kind, element.digest), deque()).append(element)
 
     def take(self, kind: str, digest: str) -> _Element | None:
         """Remove and return the next entry with the digest, or without one."""
         for key in ((kind, digest), (kind, "")):
-            if found := self._left.get(key):
-                return found.popleft()
+            if queue := self._unclaimed.get(key):
+                return queue.popleft()
         return None
 
 
@@ -77,10 +78,13 @@ class KitOpsDialect(Dialect):
 def _elements(kitfile: Mapping[str, Any]) -> Iterator[_Element]:
     """Yield the entries with a layer, in the Kitfile's order; remote data sets have none."""
     model = at(kitfile, "model")
-    found = [("model", model), *(("modelpart", part) for part in _list(at(model, "parts")))]
+    entries = [
+        ("model", model),
+        *(("modelpart", model_part) for model_part in _list(at(model, "parts"))),
+    ]
     for kind, key in _LISTS.items():
-        found += [(kind, element) for element in _list(at(kitfile, key))]
-    for kind, element in found:
+        entries += [(kind, element) for element in _list(at(kitfile, key))]
+    for kind, element in entries:
         path, digest = at(element, "path"), at(element, "digest")
         if isinstance(element, dict) and "://" not in str(path):
             yield _Element(
@@ -95,7 +99,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _name(layer: Descriptor, elements: _Elements) -> str | None:
-    """Return the path of the layer's entry, which is taken. Raises FormatError."""
+    """Take the layer's entry and return its path. Raises FormatError."""
     match = _LAYER.fullmatch(layer.media_type)
     if match is None:
         return None

@@ -21,27 +21,27 @@ def clean_path(path: str) -> str:
 
     It is empty for the root directory. Raises FormatError.
     """
-    parts = [part for part in path.split("/") if part not in ("", ".")]
+    segments = [segment for segment in path.split("/") if segment not in ("", ".")]
     if path.startswith("/"):
         raise FormatError(f"invalid layer name: {path[:100]!r}")
-    return check_name("/".join(parts)) if parts else ""
+    return check_name("/".join(segments)) if segments else ""
 
 
 def name_layers(
     layers: Sequence[Descriptor],
-    known: Sequence[str | None],
+    names: Sequence[str | None],
     read: Callable[[Descriptor, str], Layer],
 ) -> tuple[Layer, ...]:
     """Call ``read`` with each of ``layers`` and its unique name, and return the results.
 
-    The name is that in ``known``, else the layer's title, else the most specific word of its media
+    The name is that in ``names``, else the layer's title, else the most specific word of its media
     type with its position. Raises FormatError for invalid or duplicate names.
     """
-    taken = UsedNames(name for name in known if name is not None)
+    used = UsedNames(name for name in names if name is not None)
     return check_names(
         tuple(
-            read(layer, taken.add(_proposals(layer, position)) if name is None else name)
-            for position, (layer, name) in enumerate(zip(layers, known, strict=True))
+            read(layer, used.add(_proposals(layer, position)) if name is None else name)
+            for position, (layer, name) in enumerate(zip(layers, names, strict=True))
         )
     )
 
@@ -51,27 +51,28 @@ class UsedNames:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._files = set(names)
-        self._directories = {above for name in self._files for above in _above(name)}
+        self._directories = {parent for name in self._files for parent in _parents(name)}
 
     def add(self, proposals: Iterable[str]) -> str:
-        """Add and return the first free name of ``proposals``, which must be infinite."""
-        name = next(one for one in proposals if self._is_free(one))
+        """Add and return the first free name of ``proposals``, an infinite sequence."""
+        name = next(proposal for proposal in proposals if self._is_free(proposal))
         self._files.add(name)
-        self._directories.update(_above(name))
+        self._directories.update(_parents(name))
         return name
 
     def _is_free(self, name: str) -> bool:
-        is_there = name in self._files or name in self._directories
-        return not is_there and self._files.isdisjoint(_above(name))
+        # A file system has no file and directory of one name.
+        is_used = name in self._files or name in self._directories
+        return not is_used and self._files.isdisjoint(_parents(name))
 
 
-def _above(name: str) -> Iterator[str]:
+def _parents(name: str) -> Iterator[str]:
     """Yield the parent directories of a file."""
     parts = name.split("/")[:-1]
     yield from ("/".join(parts[:count]) for count in range(1, len(parts) + 1))
 
 
-def numbered(name: str) -> Iterator[str]:
+def number_names(name: str) -> Iterator[str]:
     """Yield ``model.gguf``, ``model-2.gguf``, ``model-3.gguf`` ..."""
     yield name
     stem, dot, suffix = name.rpartition(".")
@@ -79,7 +80,8 @@ def numbered(name: str) -> Iterator[str]:
 
 
 def _proposals(layer: Descriptor, position: int) -> Iterator[str]:
-    with contextlib.suppress(FormatError):  # a title need not be a valid name
+    # A title need not be a valid name.
+    with contextlib.suppress(FormatError):
         yield check_name(layer.annotations.get(mediatype.TITLE, ""))
     plain = f"{_word(layer.media_type)}.{position}"
     yield plain

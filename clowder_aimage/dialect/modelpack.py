@@ -71,8 +71,8 @@ class ModelPackDialect(Dialect):
     def read(self, manifest: Manifest, config: bytes) -> AImage:
         layers = name_layers(manifest.layers, list(map(_name, manifest.layers)), _read)
         carried = manifest.annotations.get(CARRIED_CONFIG)
-        known = _config(layers, config) if carried is None else carried_text(carried)
-        return AImage(known, layers, manifest.subject)
+        aimage_config = _config(layers, config) if carried is None else carried_text(carried)
+        return AImage(aimage_config, layers, manifest.subject)
 
     def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
         if not aimage.layers:
@@ -99,10 +99,10 @@ def _form(media_type: str) -> str:
 
 
 def _read(layer: Descriptor, name: str) -> Layer:
-    own = layer.annotations.get(mediatype.MEDIATYPE)
-    media_type = _media_type(layer, name) if own is None else own
+    annotated = layer.annotations.get(mediatype.MEDIATYPE)
+    media_type = _media_type(layer, name) if annotated is None else annotated
     plain = Descriptor(media_type, layer.digest, layer.size)
-    return Layer(plain, name) if own is None else annotated_layer(layer, plain, name)
+    return Layer(plain, name) if annotated is None else annotated_layer(layer, plain, name)
 
 
 def _media_type(layer: Descriptor, name: str) -> str:
@@ -110,8 +110,8 @@ def _media_type(layer: Descriptor, name: str) -> str:
     match = _LAYER.fullmatch(layer.media_type)
     if match is None or match[2] == "tar" or match[3]:
         return layer.media_type
-    other = layer.media_type if match[1] == "weight" else mediatype.AIMAGE_FILE
-    return _FORMS.get(match[2] or "") or type_of_file(name) or other
+    default = layer.media_type if match[1] == "weight" else mediatype.AIMAGE_FILE
+    return _FORMS.get(match[2] or "") or type_of_file(name) or default
 
 
 def _config(layers: tuple[Layer, ...], config: bytes) -> bytes:
@@ -191,7 +191,7 @@ def _param_size(count: object) -> str | None:
 def _write(layer: Layer) -> dict[str, Any]:
     plain = layer.descriptor
     annotations = {FILEPATH: _path(layer)} | layer_annotations(layer)
-    value = Descriptor(_written_type(layer), plain.digest, plain.size).to_json()
+    value = Descriptor(_type_to_write(layer), plain.digest, plain.size).to_json()
     return value | {"annotations": annotations | {mediatype.MEDIATYPE: plain.media_type}}
 
 
@@ -205,16 +205,16 @@ def _path(layer: Layer) -> str:
     return layer.name + ending + _ENDINGS[compression]
 
 
-def _written_type(layer: Layer) -> str:
+def _type_to_write(layer: Layer) -> str:
     media_type = layer.descriptor.media_type
     if _form(media_type):
         return media_type
     base, _ = mediatype.split_compression(media_type)
-    last = layer.name.rpartition("/")[2].lower()
-    if base in _WEIGHTS and not last.endswith(_TEXTS):
+    file_name = layer.name.rpartition("/")[2].lower()
+    if base in _WEIGHTS and not file_name.endswith(_TEXTS):
         kind = "weight"
-    elif last.startswith(_DOCS) or last.endswith(".md"):
+    elif file_name.startswith(_DOCS) or file_name.endswith(".md"):
         kind = "doc"
     else:
-        kind = "code" if last.endswith(_CODE) else "weight.config"
+        kind = "code" if file_name.endswith(_CODE) else "weight.config"
     return f"application/vnd.cncf.model.{kind}.v1.raw"

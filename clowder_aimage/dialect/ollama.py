@@ -17,7 +17,7 @@ from dataclasses import replace
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
 from clowder_aimage.dialect.dialect import Dialect, build_manifest
 from clowder_aimage.dialect.layer_name import name_layers
-from clowder_aimage.dialect.vendor import VendorFile, part_names, read_object, vendor_config
+from clowder_aimage.dialect.vendor import VendorFile, file_names, read_object, vendor_config
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
 from clowder_aimage.oci.manifest import encode
@@ -33,13 +33,13 @@ _WRITE = {
     mediatype.AIMAGE_SAFETENSORS: mediatype.OLLAMA_TENSOR,
     mediatype.AIMAGE_FILE: mediatype.OLLAMA_JSON,
 }
-_PARTS = {
+_VENDOR_FILES = {
     _OLLAMA + "model": VendorFile("model", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
     _OLLAMA + "draft": VendorFile("draft", ".gguf", mediatype.AIMAGE_GGUF, is_split=True),
     _OLLAMA + "projector": VendorFile("projector", ".gguf", mediatype.AIMAGE_GGUF),
     _OLLAMA + "adapter": VendorFile("adapter", ".gguf", mediatype.AIMAGE_LORA),
     _OLLAMA + "template": VendorFile("template", "", mediatype.AIMAGE_FILE),
-    # a former name of the template
+    # A former name of the template.
     _OLLAMA + "prompt": VendorFile("prompt", "", mediatype.AIMAGE_FILE),
     _OLLAMA + "license": VendorFile("license", "", mediatype.AIMAGE_FILE),
     _OLLAMA + "params": VendorFile("params", ".json", mediatype.AIMAGE_FILE),
@@ -59,14 +59,16 @@ class OllamaDialect(Dialect):
 
     def matches(self, manifest: Manifest) -> bool:
         kinds = {layer.media_type for layer in manifest.layers}
-        return not kinds.isdisjoint(_READ.keys() | _PARTS.keys()) or _is_ours(manifest)
+        return not kinds.isdisjoint(_READ.keys() | _VENDOR_FILES.keys()) or _is_ours(manifest)
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
         is_tensors = any(layer.media_type in _READ for layer in manifest.layers)
         if not is_tensors and not _is_ours(manifest):
-            return _read_parts(manifest, config)
-        named = [_named(layer, i) for i, layer in enumerate(manifest.layers)]
-        layers = check_names(tuple(from_named(layer, _media_type(_READ, layer)) for layer in named))
+            return _read_gguf(manifest, config)
+        named_layers = [_name_text(layer, i) for i, layer in enumerate(manifest.layers)]
+        layers = check_names(
+            tuple(from_named(layer, _media_type(_READ, layer)) for layer in named_layers)
+        )
         return AImage(carried_config(config) or foreign_config(layers), layers, manifest.subject)
 
     def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
@@ -74,25 +76,26 @@ class OllamaDialect(Dialect):
             "model_format": "safetensors",
             "model_family": aimage.properties.get("pipeline", ""),
             "capabilities": ["image"],
-            CARRIED_CONFIG: aimage.config_text,  # byte for byte, as text
+            # The config's bytes as text: its digest must not change.
+            CARRIED_CONFIG: aimage.config_text,
         }
-        layers = [to_named(one, _media_type(_WRITE, one.descriptor)) for one in aimage.layers]
+        layers = [to_named(layer, _media_type(_WRITE, layer.descriptor)) for layer in aimage.layers]
         kind, raw = mediatype.DOCKER_MANIFEST, encode(config)
         return build_manifest(aimage, mediatype.DOCKER_CONFIG, raw, layers, media_type=kind)
 
 
 def _is_ours(manifest: Manifest) -> bool:
-    """Return whether aimage wrote it: Docker's media type, and a name in each layer."""
+    """Return True if aimage wrote it: Docker's media type, and a name in each layer."""
     is_docker = manifest.media_type == mediatype.DOCKER_MANIFEST
     return is_docker and {"name" in layer.extra for layer in manifest.layers} == {True}
 
 
-def _read_parts(manifest: Manifest, config: bytes) -> AImage:
+def _read_gguf(manifest: Manifest, config: bytes) -> AImage:
     """Read a GGUF model. Raises FormatError."""
-    parts = [_PARTS.get(layer.media_type) for layer in manifest.layers]
-    layers = name_layers(manifest.layers, part_names(parts), _read_part)
+    files = [_VENDOR_FILES.get(layer.media_type) for layer in manifest.layers]
+    layers = name_layers(manifest.layers, file_names(files), _read_file)
     fields = read_object(config)
-    known = vendor_config(
+    vendor = vendor_config(
         layers,
         {
             "name": (fields.get("base_name"),),
@@ -103,17 +106,17 @@ def _read_parts(manifest: Manifest, config: bytes) -> AImage:
             "context": (fields.get("context_length"),),
         },
     )
-    return AImage(carried_config(config) or known, layers, manifest.subject)
+    return AImage(carried_config(config) or vendor, layers, manifest.subject)
 
 
-def _read_part(layer: Descriptor, name: str) -> Layer:
-    part = _PARTS.get(layer.media_type)
-    media_type = part.media_type if part else layer.media_type
+def _read_file(layer: Descriptor, name: str) -> Layer:
+    file = _VENDOR_FILES.get(layer.media_type)
+    media_type = file.media_type if file else layer.media_type
     return Layer(Descriptor(media_type, layer.digest, layer.size), name)
 
 
-def _named(layer: Descriptor, position: int) -> Descriptor:
-    """Name the texts of a Modelfile (license, template, system ...), which have no names."""
+def _name_text(layer: Descriptor, position: int) -> Descriptor:
+    """Name a text of a Modelfile (license, template, system ...): ollama gives it no name."""
     kind = layer.media_type.removeprefix(_OLLAMA)
     if "name" in layer.extra or layer.media_type in _READ or kind == layer.media_type:
         return layer

@@ -32,18 +32,18 @@ class LayerSelection:
             NotFoundError: a component or pattern selects nothing; the error lists the layers.
         """
         chosen: set[str] = set()
-        missed: list[str] = []
+        unmatched: list[str] = []
         for component in self.components:
             start = f"{component.rstrip('/')}/"
-            found = {layer.name for layer in aimage.layers if layer.name.startswith(start)}
-            chosen.update(found)
-            missed += [] if found else [f"no component {component!r:.100}"]
+            matches = {layer.name for layer in aimage.layers if layer.name.startswith(start)}
+            chosen.update(matches)
+            unmatched += [] if matches else [f"no component {component!r:.100}"]
         for pattern in self.patterns:
-            found = {layer.name for layer in aimage.layers if fnmatchcase(layer.name, pattern)}
-            chosen.update(found)
-            missed += [] if found else [f"no layer matching {pattern!r:.100}"]
-        if missed:
-            raise _not_found(aimage, reference, missed)
+            matches = {layer.name for layer in aimage.layers if fnmatchcase(layer.name, pattern)}
+            chosen.update(matches)
+            unmatched += [] if matches else [f"no layer matching {pattern!r:.100}"]
+        if unmatched:
+            raise _not_found(aimage, reference, unmatched)
         if self.components:
             chosen.update(layer.name for layer in aimage.layers if _is_top_file(layer))
         return frozenset(chosen)
@@ -57,8 +57,8 @@ def _is_top_file(layer: Layer) -> bool:
 def _not_found(aimage: AImage, reference: Reference, missed: Sequence[str]) -> NotFoundError:
     components = dict.fromkeys(layer.component for layer in aimage.layers if layer.component)
     top = [layer.name for layer in aimage.layers if not layer.component]
-    available = [f"the components {listed(components)}"] if components else []
-    available += [f"the top-level layers {listed(top)}"] if top else []
+    available = [f"the components {join_names(components)}"] if components else []
+    available += [f"the top-level layers {join_names(top)}"] if top else []
     example = f", such as {aimage.layers[-1].name}" if aimage.layers else ""
     return NotFoundError(
         f"{reference} has {' and '.join(missed)}; it has {' and '.join(available) or 'no layers'}",
@@ -66,8 +66,8 @@ def _not_found(aimage: AImage, reference: Reference, missed: Sequence[str]) -> N
     )
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Return the names in one line, at most twenty."""
-    known = list(names)
-    shown = ", ".join(known[:_MAX_LISTED])
-    return f"{shown} and {len(known) - _MAX_LISTED} more" if len(known) > _MAX_LISTED else shown
+    ordered = list(names)
+    shown = ", ".join(ordered[:_MAX_LISTED])
+    return f"{shown} and {len(ordered) - _MAX_LISTED} more" if len(ordered) > _MAX_LISTED else shown

@@ -25,14 +25,16 @@ _SUFFIXES = {
     ".safetensors": mediatype.AIMAGE_TRANSFORMERS,
     ".safetensors.index.json": mediatype.AIMAGE_TRANSFORMERS,
 }
-_ADAPTERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")  # PEFT, diffusers
+# The names of PEFT and diffusers.
+_ADAPTERS = ("adapter_model.safetensors", "pytorch_lora_weights.safetensors")
 FORMATS = {
     mediatype.AIMAGE_GGUF: "gguf",
     mediatype.AIMAGE_TRANSFORMERS: "transformers",
     mediatype.AIMAGE_ONNX: "onnx",
     mediatype.AIMAGE_LORA: "lora",
 }
-_MAX_COUNT = (1 << 53) - 1  # the largest integer that all JSON readers agree on (RFC 7493)
+# The largest integer that all JSON readers agree on (RFC 7493).
+_MAX_COUNT = (1 << 53) - 1
 _COUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmbtq]?)", re.IGNORECASE)
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12, "q": 10**15}
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", re.ASCII)
@@ -56,31 +58,33 @@ class VendorFile(NamedTuple):
     is_split: bool = False
 
 
-def part_names(parts: Sequence[VendorFile | None]) -> list[str | None]:
+def file_names(files: Sequence[VendorFile | None]) -> list[str | None]:
     """Return names for layers of these kinds, in order: ``license``, ``license-2``.
 
     Parts are named ``model-00001-of-00003.gguf``, as in llama.cpp and Hugging Face.
     """
-    total, seen = Counter(parts), Counter[VendorFile | None]()
+    total, counts = Counter(files), Counter[VendorFile | None]()
     names: list[str | None] = []
-    for part in parts:
-        seen[part] += 1
-        number = seen[part]
-        if part is None:
+    for file in files:
+        counts[file] += 1
+        number = counts[file]
+        if file is None:
             names.append(None)
-        elif part.is_split and total[part] > 1:
-            names.append(f"{part.stem}-{number:05}-of-{total[part]:05}{part.suffix}")
+        elif file.is_split and total[file] > 1:
+            names.append(f"{file.stem}-{number:05}-of-{total[file]:05}{file.suffix}")
         else:
-            names.append(f"{part.stem}{f'-{number}' if number > 1 else ''}{part.suffix}")
+            names.append(f"{file.stem}{f'-{number}' if number > 1 else ''}{file.suffix}")
     return names
 
 
 def type_of_file(name: str) -> str | None:
     """Return Clowder's media type for a file of a known format, by its name."""
-    last = name.rpartition("/")[2].lower()
-    if last in _ADAPTERS:
+    file_name = name.rpartition("/")[2].lower()
+    if file_name in _ADAPTERS:
         return mediatype.AIMAGE_LORA
-    return next((found for suffix, found in _SUFFIXES.items() if last.endswith(suffix)), None)
+    return next(
+        (media_type for suffix, media_type in _SUFFIXES.items() if file_name.endswith(suffix)), None
+    )
 
 
 def read_object(config: bytes) -> Mapping[str, Any]:
@@ -102,12 +106,12 @@ def at(value: object, *keys: str) -> Any:
 def vendor_config(layers: Sequence[Layer], facts: Mapping[str, Sequence[object]]) -> bytes:
     """Return an AImage config (schemas/aimage-config.schema.json) from layers and ``facts``.
 
-    ``facts`` has candidates for each property, of which the first valid one is used.
+    ``facts`` has candidates for each property. The first valid one is used.
     """
     value: dict[str, Any] = {"schemaVersion": 1}
     for key, parse in _PROPERTIES.items():
-        found = (parse(fact) for fact in facts.get(key, ()))
-        fact = next((fact for fact in found if fact is not None), None)
+        values = (parse(fact) for fact in facts.get(key, ()))
+        fact = next((fact for fact in values if fact is not None), None)
         if key == "format":
             fact = _format(layers) or fact
         if fact is not None:
@@ -123,16 +127,17 @@ def read_count(fact: object) -> int | None:
     match = _COUNT.fullmatch(fact.strip()) if isinstance(fact, str) else None
     if match is None or ("." in match[1] and not match[2]):
         return None
-    from decimal import Decimal  # a tenth of the time of 'ls' without it
+    # Imported late: it takes a tenth of the time of a listing.
+    from decimal import Decimal
 
     count = int(Decimal(match[1]) * _SCALES[match[2].lower()])
     return count if count <= _MAX_COUNT else None
 
 
 def _format(layers: Sequence[Layer]) -> str | None:
-    """Return the format of the layers, for which vendors use different names."""
-    found = {FORMATS.get(layer.descriptor.media_type) for layer in layers}
-    return next((word for word in FORMATS.values() if word in found), None)
+    """Return the format of the layers in Clowder's words: vendors use different names."""
+    formats = {FORMATS.get(layer.descriptor.media_type) for layer in layers}
+    return next((word for word in FORMATS.values() if word in formats), None)
 
 
 def _text(fact: object) -> str | None:

@@ -26,9 +26,11 @@ _HERE = Path(__file__).parents[1]
 _SUFFIX = ".schema.json"
 JSONPath = tuple[str | int, ...]
 """The keys and positions that lead to a value; empty for the whole document."""
-MAX_POSITIONED_SIZE = 2 * 1024 * 1024  # bytes of a document with located lines, at about 1 MiB/s
+# Bytes of a document with located lines, at about 1 MiB/s
+MAX_POSITIONED_SIZE = 2 * 1024 * 1024
 _MAX_MESSAGE = 300  # characters
-_MAX_MATCHED = 100  # violations, of which the most relevant is stated
+# Violations that are compared for relevance: a large document may have millions.
+_MAX_MATCHED = 100
 _T = TypeVar("_T")
 
 
@@ -49,7 +51,7 @@ class Violation:
 
 def pointer(path: JSONPath) -> str:
     """Return a path as a JSON pointer (RFC 6901)."""
-    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
+    return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
 @functools.cache
@@ -69,9 +71,9 @@ def names() -> list[str]:
 
 @functools.cache
 def _paths() -> dict[str, Path]:
-    places = (_HERE.parent / "schemas", _HERE / "schemas")
-    found = (path for place in places for path in place.glob(f"*{_SUFFIX}"))
-    return {path.name.removesuffix(_SUFFIX): path for path in found}
+    directories = (_HERE.parent / "schemas", _HERE / "schemas")
+    paths = (path for directory in directories for path in directory.glob(f"*{_SUFFIX}"))
+    return {path.name.removesuffix(_SUFFIX): path for path in paths}
 
 
 def validate(name: str, document: object) -> None:
@@ -80,8 +82,8 @@ def validate(name: str, document: object) -> None:
 
     error = best_match(islice(_validator(name).iter_errors(document), _MAX_MATCHED))
     if error is not None:
-        where = "/".join(str(part) for part in error.absolute_path) or "the top"
-        raise FormatError(f"invalid {name} document: {_message(error)} (at {where})")
+        location = "/".join(str(key) for key in error.absolute_path) or "the top"
+        raise FormatError(f"invalid {name} document: {_message(error)} (at {location})")
 
 
 def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:
@@ -108,49 +110,55 @@ def _configuration(path: Path) -> Any:
     raw = path.read_bytes()
     if not is_yaml(path):
         return read_json(raw, "it")
-    from clowder_aimage.document.yaml import read_yaml  # late, because it takes 15 ms
+    # Imported late: it takes 15 ms.
+    from clowder_aimage.document.yaml import read_yaml
 
-    found = read_yaml(raw.decode("utf-8-sig"), path.name)[0]
-    return {} if found is None else found  # only comments
+    document = read_yaml(raw.decode("utf-8-sig"), path.name)[0]
+    # A document of comments only is empty.
+    return {} if document is None else document
 
 
 def is_yaml(path: Path) -> bool:
-    """Return whether the name of a file is that of a YAML document."""
+    """Return True if the name of a file is that of a YAML document."""
     return path.suffix in (".yaml", ".yml")
 
 
 def violations(name: str, document: object) -> Iterator[Violation]:
     """Yield all violations of a schema, each once."""
-    seen: set[Violation] = set()
+    reported: set[Violation] = set()
     for error in _validator(name).iter_errors(document):
         path = tuple(error.absolute_path)
         if "propertyNames" in error.absolute_schema_path:
             path = (*path, str(error.instance))
         violation = Violation(path, _message(error))
-        if violation not in seen:  # two schemas may have the same rule for one place
-            seen.add(violation)
+        # Two schemas may have the same rule for one value.
+        if violation not in reported:
+            reported.add(violation)
             yield violation
 
 
 @functools.cache
 def _validator(name: str) -> Any:
     """Return a validator that resolves references to the project's other schemas only."""
-    import jsonschema  # late, because it takes 40 ms
+    # Imported late: it takes 40 ms.
+    import jsonschema
     from referencing import Registry
     from referencing.jsonschema import DRAFT202012
 
-    found = [DRAFT202012.create_resource(_undeclared(one)) for one in names()]
-    registry: Registry[Any] = Registry().with_resources((one.id() or "", one) for one in found)
+    resources = [DRAFT202012.create_resource(_drop_dialect(schema)) for schema in names()]
+    registry: Registry[Any] = Registry().with_resources(
+        (resource.id() or "", resource) for resource in resources
+    )
     types = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
         "integer", lambda _, value: type(value) is int
     )
     kind = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
         jsonschema.Draft202012Validator, {"pattern": _pattern}, type_checker=types
     )
-    return kind(_undeclared(name), registry=registry.crawl())
+    return kind(_drop_dialect(name), registry=registry.crawl())
 
 
-def _undeclared(name: str) -> dict[str, Any]:
+def _drop_dialect(name: str) -> dict[str, Any]:
     """Return a schema without ``$schema``, so that jsonschema uses the given validator."""
     return {key: value for key, value in load(name).items() if key != "$schema"}
 
@@ -160,14 +168,14 @@ def _pattern(
 ) -> Iterator[ValidationError]:
     from jsonschema import ValidationError
 
-    if isinstance(instance, str) and not _compiled(pattern).search(instance):
+    if isinstance(instance, str) and not _compile(pattern).search(instance):
         yield ValidationError(f"{instance!r} does not match {pattern!r}")
 
 
 @functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    # in a character class, $ is literal
-    shielded = re.sub(r"\[[^]]*\]", lambda found: found[0].replace("$", r"\$"), pattern)
+def _compile(pattern: str) -> re.Pattern[str]:
+    # In a character class, $ is literal.
+    shielded = re.sub(r"\[[^]]*\]", lambda match: match[0].replace("$", r"\$"), pattern)
     return re.compile(re.sub(r"(?<!\\)\$", r"\\Z", shielded))
 
 
@@ -177,39 +185,40 @@ def _message(error: ValidationError) -> str:
     if error.validator == "pattern" and isinstance(schema, dict) and "description" in schema:
         text = f"{error.instance!r} is not valid: {schema['description']}"
     if error.validator == "additionalProperties" and error.validator_value is False:
-        known = schema.get("properties", {}) if isinstance(schema, dict) else {}
+        declared = schema.get("properties", {}) if isinstance(schema, dict) else {}
         keys: Any = error.instance
-        text = ", ".join(unknown(str(key), known) for key in keys if key not in known)
+        text = ", ".join(unknown(str(key), declared) for key in keys if key not in declared)
     if len(text) <= _MAX_MESSAGE:
         return text
     return f"{text[: _MAX_MESSAGE // 2]} ... {text[-_MAX_MESSAGE // 2 :]}"
 
 
-def unknown(key: str, known: Iterable[str]) -> str:
-    """Return the message for a key that is not ``known``, with the nearest that is."""
+def unknown(key: str, names: Iterable[str]) -> str:
+    """Return the message for a key that is not in ``names``, with the nearest that is."""
     import difflib
 
-    close = difflib.get_close_matches(key, known, n=1)
+    close = difflib.get_close_matches(key, names, n=1)
     return f"unknown key {key!r}" + (f"; did you mean {close[0]!r}?" if close else "")
 
 
-def locate(text: str, found: list[Violation]) -> list[Violation]:
+def locate(text: str, violations: list[Violation]) -> list[Violation]:
     """Return the violations with the nearest lines, in text order."""
     positions = json_positions(text)
     if not positions:
-        return found
-    placed = []
-    for one in found:
-        path = one.path
+        return violations
+    located = []
+    for violation in violations:
+        path = violation.path
         while path not in positions:
             path = path[:-1]
-        line, column = line_column(text, positions[path][-1])  # the second of duplicate keys
-        placed.append(replace(one, line=line, column=column))
-    return sorted(placed, key=lambda one: (one.line, one.column))
+        # Of duplicate keys the last one counts.
+        line, column = line_column(text, positions[path][-1])
+        located.append(replace(violation, line=line, column=column))
+    return sorted(located, key=lambda violation: (violation.line, violation.column))
 
 
 def json_positions(text: str) -> dict[JSONPath, list[int]]:
-    """Return where the values of a JSON text begin: the value in a list, the key in an object.
+    """Return the offsets of the values of a JSON text; in an object, of the keys.
 
     PyYAML parses the text after characters that YAML does not allow are replaced at the same
     length: tabs, control characters, escaped surrogates.
@@ -221,7 +230,8 @@ def json_positions(text: str) -> dict[JSONPath, list[int]]:
     plain = re.sub("[^ -~]", " ", text).replace("\\ud", "\\u0").replace("\\uD", "\\u0")
     try:
         root = yaml.compose(plain, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, RecursionError):  # such as a key of more than 1,024 characters
+    except (yaml.YAMLError, RecursionError):
+        # JSON may be invalid as YAML, such as a key of more than 1,024 characters.
         return {}
     positions: dict[JSONPath, list[int]] = {(): [root.start_mark.index]}
     nodes: list[tuple[JSONPath, Any]] = [((), root)]

@@ -1,6 +1,6 @@
-"""Strict JSON, which all parsers read alike (RFC 8259, RFC 7493).
+"""Strict JSON: the texts that all parsers read alike (RFC 8259, RFC 7493).
 
-It is the only reader of JSON from outside: what it returns is bounded in bytes and depth, and has
+This is the only reader of JSON from outside. Its values are bounded in bytes and depth, and have
 only numbers that fit a double, so that no later arithmetic meets an integer of 400 digits.
 """
 
@@ -19,25 +19,29 @@ from clowder_aimage.errors import FormatError
 
 _T = TypeVar("_T")
 _NESTS = {dict, list}
-MAX_NESTING = 100  # levels of lists and objects, also safe for recursive encoders
-MAX_DOCUMENT_SIZE = 4 * 1024 * 1024  # distribution-spec: registries should accept 4 MB
-MAX_VALUES = 4_000_000  # about; the smallest ones, {} and [], take 72 bytes in memory and 3 as text
+# Levels of lists and objects. Recursive encoders are safe at this depth, too.
+MAX_NESTING = 100
+# The distribution-spec asks registries to accept 4 MB.
+MAX_DOCUMENT_SIZE = 4 * 1024 * 1024
+# Approximate. The smallest values, {} and [], take 72 bytes in memory and 3 as text.
+MAX_VALUES = 4_000_000
 _SEPARATORS = (b",", b"[", b"{")
-_MAX_DIGITS = 308  # of an integer that is finite as a double
+# Digits of an integer that is finite as a double.
+_MAX_DIGITS = 308
 
 
-def read_json(raw: bytes, what: str, limit: int = MAX_DOCUMENT_SIZE) -> Any:
-    """Return the value of a JSON text of up to ``limit`` bytes; ``what`` names it in messages.
+def read_json(raw: bytes, label: str, limit: int = MAX_DOCUMENT_SIZE) -> Any:
+    """Return the value of a JSON text of up to ``limit`` bytes; ``label`` names it in messages.
 
     Raises:
-        FormatError: it is too large, not UTF-8, not JSON (which has no NaN or infinity), nested too
-            deeply, has a number that is not finite as a double, or a duplicate key in an object,
-            which parsers resolve differently.
+        FormatError: it is too large, not UTF-8, not JSON (no NaN, no infinity), nested too deeply,
+            has a number that is not finite as a double, or a duplicate key in an object (parsers
+            resolve these differently).
     """
     if len(raw) > limit:
-        raise FormatError(f"{what} is too large: {len(raw)} bytes, the limit is {limit}")
+        raise FormatError(f"{label} is too large: {len(raw)} bytes, the limit is {limit}")
     if len(raw) > 2 * MAX_VALUES and sum(map(raw.count, _SEPARATORS)) > MAX_VALUES:
-        raise FormatError(f"{what} is too large: more than {MAX_VALUES} values")
+        raise FormatError(f"{label} is too large: more than {MAX_VALUES} values")
     try:
         value = _DECODER.decode(raw.decode("utf-8"))
         if not is_too_deep(value):
@@ -45,8 +49,8 @@ def read_json(raw: bytes, what: str, limit: int = MAX_DOCUMENT_SIZE) -> Any:
     except RecursionError:
         pass
     except ValueError as error:
-        raise FormatError(f"{what} is not valid JSON: {error}") from None
-    raise FormatError(f"{what} is nested more than {MAX_NESTING} levels deep")
+        raise FormatError(f"{label} is not valid JSON: {error}") from None
+    raise FormatError(f"{label} is nested more than {MAX_NESTING} levels deep")
 
 
 @dataclass(slots=True)
@@ -69,22 +73,24 @@ class ParseCache:
     def __init__(self, limit: int = 2 * MAX_DOCUMENT_SIZE) -> None:
         self._left = limit
         self._lock = Lock()
-        self._known: dict[Hashable, _Parsed] = {}
+        self._documents: dict[Hashable, _Parsed] = {}
 
     def get(self, key: Hashable, size: int, parse: Callable[[], _T]) -> _T:
         """Return the value of a document of ``size`` bytes. Raises the FormatError of ``parse``."""
         with self._lock:
-            found = self._known[key] = self._known.pop(key, _Parsed())
-        with found.lock:
-            if found.size < 0:
+            # The entry becomes the last one: a dict keeps the order of insertion.
+            document = self._documents[key] = self._documents.pop(key, _Parsed())
+        with document.lock:
+            if document.size < 0:
                 try:
-                    found.value = parse()
+                    document.value = parse()
                 except FormatError as error:
-                    found.error = error.with_traceback(None)
-                self._keep(found, size)
-        if found.error is not None:
-            raise copy(found.error) from None
-        value: _T = found.value
+                    document.error = error.with_traceback(None)
+                self._keep(document, size)
+        # A copy, because raising an error changes its traceback, and threads share this one.
+        if document.error is not None:
+            raise copy(document.error) from None
+        value: _T = document.value
         return value
 
     def _keep(self, parsed: _Parsed, size: int) -> None:
@@ -92,12 +98,15 @@ class ParseCache:
             parsed.size = size
             self._left -= size
             while self._left < 0:
-                oldest = next(key for key, one in self._known.items() if one.size >= 0)
-                self._left += self._known.pop(oldest).size
+                oldest = next(
+                    key for key, document in self._documents.items() if document.size >= 0
+                )
+                self._left += self._documents.pop(oldest).size
 
 
 def is_too_deep(value: Any) -> bool:
-    """Return whether lists and objects are nested more than ``MAX_NESTING`` levels deep."""
+    """Return True if lists and objects are nested more than ``MAX_NESTING`` levels deep."""
+    # By level instead of by recursion, which would overflow the stack on the input it looks for.
     level = [value]
     for _ in range(MAX_NESTING):
         level = [

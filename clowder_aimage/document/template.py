@@ -37,10 +37,13 @@ from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
 _MAX_SOURCE = 48 << 10  # characters of a template
-_MAX_BITS = 1024  # of a number
-_MAX_ARGUMENT = 1 << 16  # numbers that are widths, counts, digits
+# Bits of a number: its text takes quadratic time.
+_MAX_BITS = 1024
+# The largest width, count or number of digits: these determine the size of a result.
+_MAX_ARGUMENT = 1 << 16
 _LARGE = 1 << 14  # characters or elements
-_MAX_STRIPPED = 100  # characters that are stripped from a text
+# Characters to strip: each character at the ends of a text is compared with all of them.
+_MAX_STRIPPED = 100
 _FILTERS = frozenset(
     "abs batch capitalize center count d default dictsort filesizeformat first float groupby int"
     " items last length list lower map max min reject rejectattr reverse round select selectattr"
@@ -129,14 +132,16 @@ class SandboxedTemplate:
         **options: Any,
     ) -> None:
         self._limits = limits
-        self._lock = threading.Lock()  # the environment has the budget of one rendering
+        # The environment has the meter of one rendering at a time.
+        self._lock = threading.Lock()
         self._environment = _Environment(limits, finalize, **options)
         self._environment.globals.update(names or {})
         try:
             if len(source) > _MAX_SOURCE:
                 raise _LimitError(f"it exceeds {_MAX_SOURCE} characters")
             self._template = self._environment.from_string(source)
-        except Exception as error:  # among others of Python's compiler
+        except Exception as error:
+            # Python's compiler raises errors of its own, such as RecursionError.
             raise _render_error(error) from None
 
     def render(self, values: Mapping[str, Any]) -> str:
@@ -145,7 +150,8 @@ class SandboxedTemplate:
             self._environment.meter = _Meter(self._limits)
             try:
                 return self._template.render(values)
-            except Exception as error:  # an expression may raise anything
+            except Exception as error:
+                # An expression may raise any exception.
                 raise _render_error(error) from None
 
 
@@ -160,10 +166,11 @@ def _render_error(error: Exception) -> RenderError:
 
 
 class _Meter:
-    """The rest of the budgets of a rendering."""
+    """The remaining budgets of a rendering."""
 
     def __init__(self, limits: TemplateLimits) -> None:
         self._limits, self._steps, self._size = limits, limits.steps, limits.size
+        # The time of this thread: other requests must not use up the budget.
         self._end = time.thread_time() + limits.seconds
         self._calls = 0
 
@@ -172,16 +179,17 @@ class _Meter:
         self._steps -= count
         if self._steps < 0:
             raise _LimitError(f"it exceeds {self._limits.steps} steps")
-        self._calls += 1  # reading the clock takes longer than most steps
+        # Reading the clock takes longer than most steps.
+        self._calls += 1
         if self._calls % 64 == 1:
-            self._look()
+            self._check_time()
 
     def weigh(self, operands: Iterable[Any]) -> None:
         """Look at the clock before an operation that may take long by itself."""
-        if any(isinstance(each, Sized) and len(each) > _LARGE for each in operands):
-            self._look()
+        if any(isinstance(operand, Sized) and len(operand) > _LARGE for operand in operands):
+            self._check_time()
 
-    def _look(self) -> None:
+    def _check_time(self) -> None:
         if time.thread_time() > self._end:
             raise _LimitError(f"it takes longer than {self._limits.seconds:g} seconds")
 
@@ -190,38 +198,39 @@ class _Meter:
         if length > self._limits.text:
             raise _LimitError(f"the operands of {name} are too large")
 
+    # With a stack instead of recursion: the depth of a value is the template's choice.
     def admit(self, value: Any) -> Any:
-        """Charge for a value with everything in it; return it, an iterator as a list."""
+        """Charge for a value and its elements; return it, an iterator as a list."""
         self.step()
         if value is None or value is True or value is False:
             return value
         if isinstance(value, _DRAWN) and not isinstance(value, LoopContext):
-            value = self._drawn(value)
+            value = self._draw(value)
         stack = [value]
         while stack:
-            one = stack.pop()
-            self._size -= sys.getsizeof(one)
-            if isinstance(one, str):
-                self._admit_text(len(one))
-            elif isinstance(one, int) and one.bit_length() > _MAX_BITS:
+            element = stack.pop()
+            self._size -= sys.getsizeof(element)
+            if isinstance(element, str):
+                self._admit_text(len(element))
+            elif isinstance(element, int) and element.bit_length() > _MAX_BITS:
                 raise _LimitError("a number is too large")
-            elif isinstance(one, dict | list | tuple | set | frozenset):
-                self.step(1 + len(one))
-                stack.extend(one)
-                if isinstance(one, dict):
-                    stack.extend(one.values())
+            elif isinstance(element, dict | list | tuple | set | frozenset):
+                self.step(1 + len(element))
+                stack.extend(element)
+                if isinstance(element, dict):
+                    stack.extend(element.values())
             if self._size < 0:
                 raise _LimitError(f"its values exceed {self._limits.size} bytes")
         return value
 
-    def joined(self, separator: str, parts: Iterable[str]) -> str:
-        """Return the parts as one text."""
-        kept, length = [], -len(separator)
-        for part in parts:
-            length += len(part) + len(separator)
+    def join(self, separator: str, parts: Iterable[str]) -> str:
+        """Join the parts, charging for the text before it is made."""
+        texts, length = [], -len(separator)
+        for fragment in parts:
+            length += len(fragment) + len(separator)
             self._admit_text(length)
-            kept.append(part)
-        text: str = self.admit(separator.join(kept))
+            texts.append(fragment)
+        text: str = self.admit(separator.join(texts))
         return text
 
     def text(self, value: Any) -> str:
@@ -233,7 +242,7 @@ class _Meter:
         if length > self._limits.text:
             raise _LimitError(f"its text exceeds {self._limits.text} characters")
 
-    def _drawn(self, values: Iterable[Any]) -> list[Any]:
+    def _draw(self, values: Iterable[Any]) -> list[Any]:
         drawn = []
         for value in values:
             self.step()
@@ -249,14 +258,15 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(
         self, limits: TemplateLimits, finalize: Callable[[Any], Any] | None, **options: Any
     ) -> None:
-        @pass_context  # so that the compiler does not call it
-        def printed(_: Context, value: Any) -> str:
+        # Jinja's compiler calls a finalizer of constants unless it needs the context.
+        @pass_context
+        def print_value(_: Context, value: Any) -> str:
             return self.meter.text(value if finalize is None else finalize(value))
 
-        super().__init__(finalize=printed, optimized=False, **options)
+        super().__init__(finalize=print_value, optimized=False, **options)
         self.meter = _Meter(limits)
         self.globals = {"dict": dict, "namespace": _Namespace, "range": self.globals["range"]}
-        own: dict[str, Any] = {
+        replaced: dict[str, Any] = {
             "_admit": _identity,
             "_concat": self._concat,
             "e": self._escape,
@@ -270,19 +280,19 @@ class _Environment(ImmutableSandboxedEnvironment):
             "tojson": _tojson,
             "trim": self._trim,
         }
-        known = {name: self.filters[name] for name in _FILTERS} | own
-        self.filters = {name: self._charged(name, each) for name, each in known.items()}
-        self.tests = {name: self._charged(name, each) for name, each in self.tests.items()}
+        available = {name: self.filters[name] for name in _FILTERS} | replaced
+        self.filters = {name: self._charge(name, function) for name, function in available.items()}
+        self.tests = {name: self._charge(name, function) for name, function in self.tests.items()}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        if (found := next(tree.find_all(_REFUSED), None)) is not None:
-            raise jinja2.TemplateSyntaxError("no other templates or blocks", found.lineno)
-        charged: nodes.Template = _Charges().visit(tree)
-        return charged
+        if (refused := next(tree.find_all(_REFUSED), None)) is not None:
+            raise jinja2.TemplateSyntaxError("no other templates or blocks", refused.lineno)
+        charged_tree: nodes.Template = _Charges().visit(tree)
+        return charged_tree
 
     def concat(self, parts: Iterable[str]) -> str:
-        return self.meter.joined("", parts)
+        return self.meter.join("", parts)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         for kind, names in _METHODS:
@@ -291,7 +301,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Return nothing: ``str.format`` is not in the table of methods."""
+        """Return None: ``str.format`` is not in the table of methods."""
 
     def getitem(self, obj: Any, argument: Any) -> Any:
         self.meter.step()
@@ -307,7 +317,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif operator == "%" and isinstance(left, str):
             return self.meter.admit(self._format(left, right))
         elif operator == "*" and (isinstance(left, Sized) or isinstance(right, Sized)):
-            sizes = [len(each) if isinstance(each, Sized) else each for each in (left, right)]
+            sizes = [
+                len(operand) if isinstance(operand, Sized) else operand for operand in (left, right)
+            ]
             self.meter.require(abs(sizes[0] * sizes[1]), "*")
         elif operator == "+" and isinstance(left, Sized) and isinstance(right, Sized):
             self.meter.require(len(left) + len(right), "+")
@@ -327,35 +339,37 @@ class _Environment(ImmutableSandboxedEnvironment):
                 __self._check_stripped(*args)
         return __self.meter.admit(super().call(__context, __obj, *args, **kwargs))
 
-    def _charged(self, name: str, function: Any) -> Callable[..., Any]:
+    def _charge(self, name: str, function: Any) -> Callable[..., Any]:
         kind = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
 
         @pass_context
-        def charged(context: Context, *args: Any, **kwargs: Any) -> Any:
+        def call_and_charge(context: Context, *args: Any, **kwargs: Any) -> Any:
             if name not in ("d", "default", "_admit", "_concat"):
                 _check_numbers(name, (*args[1:], *kwargs.values()))
             self.meter.weigh(args)
-            first = {"context": context, "environment": self, "eval_context": context.eval_ctx}
-            passed = (first[kind], *args) if kind else args
+            contexts = {"context": context, "environment": self, "eval_context": context.eval_ctx}
+            passed = (contexts[kind], *args) if kind else args
             return self.meter.admit(function(*passed, **kwargs))
 
-        return charged
+        return call_and_charge
 
     def _escape(self, value: Any) -> str:
         return html.escape(self.meter.text(value))
 
     def _concat(self, values: list[Any]) -> str:
-        return self.meter.joined("", map(self.meter.text, values))
+        return self.meter.join("", map(self.meter.text, values))
 
-    def _format(self, text: str, *given: Any, **named: Any) -> str:
+    def _format(self, text: str, *args: Any, **kwargs: Any) -> str:
         """Format with ``%``, after a bound of the length of the result."""
-        values = named or (given[0] if len(given) == 1 else given)
-        each: Any = values.values() if isinstance(values, dict) else given
-        parts = each[0] if len(given) == 1 and isinstance(given[0], tuple) else each
+        values = kwargs or (args[0] if len(args) == 1 else args)
+        operands: Any = values.values() if isinstance(values, dict) else args
+        parts = operands[0] if len(args) == 1 and isinstance(args[0], tuple) else operands
         longest = max((len(self.meter.text(value)) for value in parts), default=0)
         width = max(map(int, re.findall(r"\d+", text)), default=0)
-        is_open = re.search(r"%[^a-zA-Z%]*\*", text) is not None  # the width is an argument
-        length = text.count("%") * (longest + width + 400) + len(text)  # 1e308 has 309 digits
+        # With "*" the width is an argument, and not bounded by the text.
+        is_open = re.search(r"%[^a-zA-Z%]*\*", text) is not None
+        # A number takes 400 characters at most: 1e308 has 309 digits.
+        length = text.count("%") * (longest + width + 400) + len(text)
         self.meter.require(sys.maxsize if is_open else length, "%")
         return text % values
 
@@ -373,7 +387,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     ) -> str:
         if attribute is not None:
             values = filters.sync_do_map(context, values, attribute=attribute)
-        return self.meter.joined(self.meter.text(d), map(self.meter.text, values))
+        return self.meter.join(self.meter.text(d), map(self.meter.text, values))
 
     def _replace(self, text: Any, old: str, new: str, count: int | None = None) -> str:
         text = self.meter.text(text)
@@ -390,7 +404,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Charges(NodeTransformer):
-    """Insert filters that charge for what Jinja compiles to plain Python."""
+    """Insert filters that charge for the nodes that Jinja compiles to plain Python."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
@@ -409,13 +423,13 @@ class _Charges(NodeTransformer):
         return _filter(node, "_admit") if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
-        return node if node.ctx != "load" else self._admitted(node)
+        return node if node.ctx != "load" else self._admit_node(node)
 
-    def _admitted(self, node: nodes.Expr) -> nodes.Node:
+    def _admit_node(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         return _filter(node, "_admit")
 
-    visit_Compare = visit_Dict = visit_List = _admitted  # noqa: N815
+    visit_Compare = visit_Dict = visit_List = _admit_node  # noqa: N815
 
 
 class _Namespace(Namespace):
@@ -454,7 +468,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    if (indent or 0) > 16 or len("".join(separators or ())) > 16:  # a text fails to compare
+    # A text as indentation fails to compare, as it should.
+    if (indent or 0) > 16 or len("".join(separators or ())) > 16:
         raise _LimitError("the indentation of tojson is too large")
     return json.dumps(
         value,

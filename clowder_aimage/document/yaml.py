@@ -1,9 +1,9 @@
 """Parse YAML and JSON texts into values with their line numbers.
 
-The accepted YAML 1.2.2 is what JSON can express: no aliases (a few lines can expand to gigabytes),
-no tags (some readers construct arbitrary Python objects from them), no duplicate keys, one
-document. Plain scalars are resolved by the core schema (10.3.2 "Tag Resolution"), so that ``no``,
-``012`` and ``2026-01-31`` keep their meaning. Octal and hexadecimal numbers are strings.
+The accepted YAML 1.2.2 expresses JSON's values only: no aliases (a few lines can expand to
+gigabytes), no tags (some readers construct arbitrary Python objects from them), no duplicate keys,
+one document. Plain scalars are resolved by the core schema (10.3.2 "Tag Resolution"), so that
+``no``, ``012`` and ``2026-01-31`` keep their meaning. Octal and hexadecimal numbers are strings.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import yaml  # type: ignore[import-untyped]
 
 from clowder_aimage.errors import FormatError
 
-MAX_DEPTH = 20  # of lists and objects
+# Levels of lists and objects.
+MAX_DEPTH = 20
 Path = tuple[str | int, ...]
 """The keys and positions that lead to a value; empty for the whole document."""
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, if PyYAML was built with it
+# libyaml is faster, but PyYAML may be built without it.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _WORDS = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -28,7 +30,8 @@ _WORDS = {
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]{1,3})?")
 _FORBIDDEN = re.compile(
-    "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"  # YAML 1.2.2, 5.1
+    # YAML 1.2.2, 5.1
+    "[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 )
 Lines = dict[Path, int]
 """The line of each value by its path; for a value in an object, the line of its key."""
@@ -67,19 +70,20 @@ def _check(text: str) -> None:
 
     libyaml's composer recurses in C: without a limit, deep nesting overflows the stack.
     """
+    # Events need no memory for the document, so that a bad one is refused before it is built.
     depth = documents = 0
     for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, yaml.AliasEvent):
-            raise _refused("aliases (*name) are not supported: repeat the value", event)
+            raise _refuse("aliases (*name) are not supported: repeat the value", event)
         if (tag := getattr(event, "tag", None)) is not None:
-            raise _refused(f"the tag {tag[:60]!a} is not supported: remove it", event)
+            raise _refuse(f"the tag {tag[:60]!a} is not supported: remove it", event)
         documents += isinstance(event, yaml.DocumentStartEvent)
         if documents > 1:
-            raise _refused("multiple documents are not supported: merge them", event)
+            raise _refuse("multiple documents are not supported: merge them", event)
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise _refused(f"nested more than {MAX_DEPTH} levels deep", event)
+            raise _refuse(f"nested more than {MAX_DEPTH} levels deep", event)
 
 
 def _value(node: Any, path: Path, lines: Lines) -> Any:
@@ -87,17 +91,17 @@ def _value(node: Any, path: Path, lines: Lines) -> Any:
     if isinstance(node, yaml.ScalarNode):
         return node.value if node.style else _plain(node.value)
     if isinstance(node, yaml.SequenceNode):
-        return [_value(item, (*path, at), lines) for at, item in enumerate(node.value)]
-    found: dict[str, Any] = {}
+        return [_value(item, (*path, index), lines) for index, item in enumerate(node.value)]
+    mapping: dict[str, Any] = {}
     for key_node, value in node.value:
         key = _value(key_node, (), lines) if isinstance(key_node, yaml.ScalarNode) else None
         if not isinstance(key, str):
-            raise _refused("a key must be a string: put it in quotes", key_node)
-        if key in found:
-            raise _refused(f"duplicate key {key[:60]!a}", key_node)
+            raise _refuse("a key must be a string: put it in quotes", key_node)
+        if key in mapping:
+            raise _refuse(f"duplicate key {key[:60]!a}", key_node)
         lines[(*path, key)] = key_node.start_mark.line + 1
-        found[key] = _value(value, (*path, key), lines)
-    return found
+        mapping[key] = _value(value, (*path, key), lines)
+    return mapping
 
 
 def _plain(text: str) -> Any:
@@ -122,5 +126,5 @@ def _syntax_error(error: Any, text: str) -> tuple[int, str]:
     return line, f"invalid character in YAML: {forbidden[0]!a}"
 
 
-def _refused(message: str, part: Any) -> Exception:
-    return yaml.MarkedYAMLError(problem=message, problem_mark=part.start_mark)  # type: ignore[no-any-return]
+def _refuse(message: str, node: Any) -> Exception:
+    return yaml.MarkedYAMLError(problem=message, problem_mark=node.start_mark)  # type: ignore[no-any-return]

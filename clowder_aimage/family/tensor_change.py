@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from clowder_aimage.errors import FormatError
 from clowder_aimage.family.name_table import TensorChange, TensorPlace
 from clowder_aimage.tensor import DTYPE_BITS
-from clowder_aimage.tensor.weight import DecodedRows, FileSpan, SourceTensor
+from clowder_aimage.tensor.weight import DecodedRows, FileRange, SourceTensor
 
 _CODES = {8: "B", 16: "H", 32: "I", 64: "Q"}
 _PART = 4 * 1024 * 1024  # bytes that are read at a time
@@ -58,17 +58,17 @@ def _restored(tensor: SourceTensor, name: str, change: TensorChange) -> SourceTe
     shape = tensor.shape
     match change:
         case TensorChange.UNIT_KERNEL if shape[2:] == (1, 1):
-            return tensor.called(name, shape[:2])
+            return tensor.rename(name, shape[:2])
         case TensorChange.CHANNELS_LAST if len(shape) == 4:
             shape = (shape[0], shape[3], *shape[1:3])
-            decoder = _ChannelsFirst(tensor.span, tensor.dtype, shape)
-            return tensor.called(name, shape).decoding(decoder, tensor.dtype, shape)
+            decoder = _ChannelsFirst(tensor.file_range, tensor.dtype, shape)
+            return tensor.rename(name, shape).decoding(decoder, tensor.dtype, shape)
         case TensorChange.HALVES:
             if not shape or shape[0] % 2:
                 raise _unfit(tensor, "must have an even number of rows")
             halves = _Halves(tensor)
-            return tensor.called(name, shape).decoding(halves, tensor.dtype, shape)
-    return tensor.called(name, shape)
+            return tensor.rename(name, shape).decoding(halves, tensor.dtype, shape)
+    return tensor.rename(name, shape)
 
 
 def _unfit(tensor: SourceTensor, why: str) -> FormatError:
@@ -79,7 +79,7 @@ def _unfit(tensor: SourceTensor, why: str) -> FormatError:
 class _ChannelsFirst:
     """A convolution of ``shape`` [out, in, height, width] whose channels are last in the file."""
 
-    span: FileSpan
+    span: FileRange
     dtype: str
     shape: tuple[int, ...]
 
@@ -105,11 +105,11 @@ class _Halves:
         while start < stop:
             place = (start + count // 2) % count
             size = min(step, stop - start, count - place)
-            yield read_rows(self.tensor.span, row, place, place + size)
+            yield read_rows(self.tensor.file_range, row, place, place + size)
             start += size
 
 
-def read_rows(span: FileSpan, row: int, start: int, stop: int) -> bytes:
+def read_rows(span: FileRange, row: int, start: int, stop: int) -> bytes:
     """Return rows of ``row`` bytes; fewer if the file became shorter. Raises OSError."""
     if span.decoded is not None:
         rows = DecodedRows(

@@ -187,7 +187,7 @@ def _found(
     for weight in members:
         name = weight.name.removeprefix(named.prefix)
         if name not in places:
-            extras.append(weight.tensor.called(name, weight.shape))
+            extras.append(weight.tensor.rename(name, weight.shape))
         else:
             made += [_weight(weight, own, place) for own, place in places[name]]
     return FamilyWeights(named.component, by_name(made), tuple(extras), tuple(group))

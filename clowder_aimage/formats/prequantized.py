@@ -30,7 +30,7 @@ from clowder_aimage.tensor.quantization import CONVERTED
 from clowder_aimage.tensor.weight import (
     FLOATS,
     SourceTensor,
-    TensorPart,
+    TensorChunk,
     Weight,
     WeightReader,
     by_name,
@@ -110,7 +110,7 @@ def _mlx(
     found = {"": codes, SCALE: scales, **({BIAS: biases} if biases else {})}
     if quantization.type.has_bias != (biases is not None):
         raise _unfit(codes, quantization)
-    parts = [TensorPart(part, own.dtype, own.shape, own) for part, own in found.items()]
+    parts = [TensorChunk(part, own.dtype, own.shape, own) for part, own in found.items()]
     return _weight(codes.name, quantization, parts)
 
 
@@ -165,20 +165,20 @@ def _nvfp4(
         raise _unfit(codes, _NVFP4)
     words = (*codes.shape[:-1], codes.shape[-1] // 4)
     parts = [
-        TensorPart("", CODES, words, codes),
-        TensorPart(SCALE, "U8", scale.shape, scale),
-        TensorPart(GLOBAL_SCALE, "F32", factor.shape, factor, reading),
+        TensorChunk("", CODES, words, codes),
+        TensorChunk(SCALE, "U8", scale.shape, scale),
+        TensorChunk(GLOBAL_SCALE, "F32", factor.shape, factor, reading),
     ]
     return _weight(name, _NVFP4, parts)
 
 
-def _weight(name: str, quantization: Quantization, parts: list[TensorPart]) -> Weight:
+def _weight(name: str, quantization: Quantization, parts: list[TensorChunk]) -> Weight:
     words = parts[0].shape
     shape = quantization.shape(words) if words else ()
     return Weight(name, quantization.type.name, shape, tuple(parts), quantization)
 
 
-def factors(part: TensorPart, data: bytes | bytearray) -> bytes:
+def factors(part: TensorChunk, data: bytes | bytearray) -> bytes:
     """Return float values as float32 factors; divisors become their reciprocals.
 
     Raises:

@@ -12,8 +12,8 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import Header, Quantization, read_header
 from clowder_aimage.tensor import blob as tensor_blob
 from clowder_aimage.tensor.blob import BIAS, CODES, LEGACY_KEY, SCALE, BlobTensor
-from clowder_aimage.tensor.quantization_config import StatedType, complete, group_size, own_layers
-from clowder_aimage.tensor.weight import SourceTensor, TensorPart, Weight
+from clowder_aimage.tensor.quantization_config import StatedType, complete, group_size, part_layers
+from clowder_aimage.tensor.weight import SourceTensor, TensorChunk, Weight
 
 EXPERTS = ("experts", "shared_experts")
 
@@ -95,7 +95,7 @@ def tensors_of(layer: Layer, own: str, tensors: Mapping[str, BlobTensor]) -> dic
 def _weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight:
     keys = {"": tensor.key, **tensor.parts}
     parts = tuple(
-        TensorPart(suffix, found.dtype, found.shape, found)
+        TensorChunk(suffix, found.dtype, found.shape, found)
         for suffix, found in zip(keys, SourceTensor.of(path, header, keys.values()), strict=True)
     )
     return Weight(name, tensor.dtype, tensor.shape, parts, tensor.quantization)
@@ -148,7 +148,7 @@ def _parts(
 ) -> Iterator[tuple[str, StoredLayer]]:
     if stored.is_group or [weight.dtype for weight in stored.weights] != [CODES]:
         return
-    for part, name in own_layers(stored.layer.name, named).items():
+    for part, name in part_layers(stored.layer.name, named).items():
         own = named[name]
         if len(own.weights) == 1 and not own.is_group:
             yield part, own

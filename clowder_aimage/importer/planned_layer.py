@@ -13,7 +13,7 @@ from clowder_aimage.importer.decision import WeightDecision, entries, values_of
 from clowder_aimage.importer.recipe import expert_group
 from clowder_aimage.oci import Descriptor, Digest, mediatype
 from clowder_aimage.tensor import Quantization, encode_header, nbytes
-from clowder_aimage.tensor.weight import FileSpan, TensorPart, Weight, WeightReader
+from clowder_aimage.tensor.weight import FileRange, TensorChunk, Weight, WeightReader
 
 if TYPE_CHECKING:  # packing needs no numpy
     import numpy as np
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # packing needs no numpy
 class CopyPiece:
     """Bytes that are copied unchanged."""
 
-    span: FileSpan
+    span: FileRange
 
     @property
     def nbytes(self) -> int:
@@ -35,7 +35,7 @@ class CopyPiece:
 class CastPiece:
     """Values of ``source`` stored as ``target``; ``name`` is for errors."""
 
-    span: FileSpan
+    span: FileRange
     name: str
     source: str
     target: str
@@ -46,7 +46,7 @@ class CastPiece:
 class QuantizePiece:
     """A matrix of ``source`` values, cast to ``target``, then quantized: codes, scales, biases."""
 
-    span: FileSpan
+    span: FileRange
     name: str
     source: str
     target: str
@@ -58,11 +58,11 @@ class QuantizePiece:
 class FactorPiece:
     """The float32 factors of a part, or the reciprocals of its divisors."""
 
-    part: TensorPart
+    part: TensorChunk
 
     @property
-    def span(self) -> FileSpan:
-        return self.part.tensor.span
+    def span(self) -> FileRange:
+        return self.part.tensor.file_range
 
     @property
     def nbytes(self) -> int:
@@ -144,14 +144,16 @@ class PlannedLayer:
 def _pieces(component: str, decision: WeightDecision) -> list[Piece]:
     weight = decision.weight
     name = layer_name(component, weight.name)
-    span, source, size = weight.tensor.span, weight.dtype, decision.nbytes
+    span, source, size = weight.tensor.file_range, weight.dtype, decision.nbytes
     if decision.quantization is not None:
         target = values_of(decision)
         return [QuantizePiece(span, name, source, target, decision.quantization, size)]
     if decision.is_cast:
         return [CastPiece(span, name, source, decision.dtype, size)]
     return [
-        CopyPiece(part.tensor.span) if part.reading is WeightReader.AS_IS else FactorPiece(part)
+        CopyPiece(part.tensor.file_range)
+        if part.reading is WeightReader.AS_IS
+        else FactorPiece(part)
         for part in weight.parts
     ]
 
@@ -165,7 +167,7 @@ def file_layer(file: SourceFile, compression: str = "") -> PlannedLayer:
     """Return the layer of a file, optionally compressed (one of mediatype.COMPRESSIONS)."""
     if file.data is not None:
         return PlannedLayer(file.name, file.media_type, file.data, (), compression=compression)
-    piece = CopyPiece(FileSpan(file.path, 0, file.size, file.modified))
+    piece = CopyPiece(FileRange(file.path, 0, file.size, file.modified))
     return PlannedLayer(file.name, file.media_type, b"", (piece,), compression=compression)
 
 

@@ -60,7 +60,7 @@ def survey_weights(
 
 
 def _chunks(weight: Weight, stopped: threading.Event, size: int) -> Iterator[memoryview]:
-    with SpanReader(weight.tensor.span, stopped) as reader:
+    with SpanReader(weight.tensor.file_range, stopped) as reader:
         yield from reader.chunks(size)
         reader.check_unchanged()
 
@@ -83,5 +83,5 @@ def _check_fits(component: str, weight: Weight, chunks: Iterator[memoryview]) ->
 def _check_factors(weight: Weight) -> None:
     for part in weight.parts:
         if part.reading is not WeightReader.AS_IS:
-            with SpanReader(part.tensor.span, threading.Event()) as reader:
+            with SpanReader(part.tensor.file_range, threading.Event()) as reader:
                 factors(part, reader.read())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.errors import ModelError
-from clowder_aimage.tensor.weight import FileSpan
+from clowder_aimage.tensor.weight import FileRange
 
 JOBS = 8  # threads that read, hash and write
 
@@ -18,7 +18,7 @@ JOBS = 8  # threads that read, hash and write
 class SpanReader:
     """A reader of the bytes of ``span``, until ``stopped`` is set."""
 
-    def __init__(self, span: FileSpan, stopped: threading.Event) -> None:
+    def __init__(self, span: FileRange, stopped: threading.Event) -> None:
         self._span = span
         self._stopped = stopped
         self._left = span.nbytes

@@ -141,7 +141,7 @@ def describe_missing(stored: StoredAImage, found: Completeness) -> str:
 
     Files at the top are named, components counted, in the manifest's order.
     """
-    from clowder_aimage.dialect.selection import listed
+    from clowder_aimage.dialect.selection import join_names
 
     missing = {blob.digest for blob in found.missing}
     parts = ["its config"] if stored.manifest.config.digest in missing else []
@@ -156,11 +156,11 @@ def describe_missing(stored: StoredAImage, found: Completeness) -> str:
     for component, (count, total) in counts.items():
         share = f"{count} of {total}" if count < total else str(total)
         parts += [f"{component} ({share} layer{'' if total == 1 else 's'})"] if count else []
-    return listed(parts) if parts else ""
+    return join_names(parts) if parts else ""
 
 
 def is_partial(layout: ImageLayout, descriptor: Descriptor) -> bool:
-    """Return whether an entry is marked as partial, and no later pull has completed it."""
+    """Return True if an entry is marked as partial, and no later pull has completed it."""
     if descriptor.annotations.get(mediatype.PARTIAL) != "true":
         return False
     with contextlib.suppress(AImageError):

@@ -55,7 +55,7 @@ class GroupCommit:
 
     @property
     def is_pending(self) -> bool:
-        """Return whether any blob is pending."""
+        """Return True if any blob is pending."""
         with self._lock:
             return bool(self._waiting or self._settling)
 

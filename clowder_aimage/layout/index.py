@@ -147,7 +147,7 @@ def name_of(entry: Any) -> str:
 
 
 def same_name(name: str, reference: Reference) -> bool:
-    """Return whether an entry's name means ``reference`` (``model`` is ``model:latest``)."""
+    """Return True if an entry's name means ``reference`` (``model`` is ``model:latest``)."""
     return bool(name) and _meaning(name) == reference
 
 
@@ -159,7 +159,7 @@ def _meaning(name: str) -> Reference | None:
 
 
 def is_named(entry: Any, name: str) -> bool:
-    """Return whether an entry has a name, in aimage's form or that of another tool."""
+    """Return True if an entry has a name, in aimage's form or that of another tool."""
     found, meant = name_of(entry), _meaning(name)
     return found == name or (meant is not None and same_name(found, meant))
 

@@ -112,7 +112,7 @@ class FileIngest:
                 return self._open_alone()
 
     def _try_lock(self, fd: int) -> bool | None:
-        """Return whether the file is locked and may be written; None without lock support."""
+        """Return True if the file is locked and may be written; None without lock support."""
         try:
             flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -406,7 +406,7 @@ def blob_path(root: Path, content: Descriptor) -> str:
 
 
 def is_file(path: str) -> bool:
-    """Return whether a path is a regular file, and not a link."""
+    """Return True if a path is a regular file, and not a link."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except OSError:

@@ -88,7 +88,7 @@ def _store_error(error: OSError, root: Path) -> AImageError:
 
 
 def locks_work(root: Path) -> bool:
-    """Return whether the store's file system has locks; True if that cannot be tested."""
+    """Return True if the store's file system has locks; True if that cannot be tested."""
     try:
         with held(root, "lock", shared=True):
             return is_locked(root / PRIVATE / "lock")

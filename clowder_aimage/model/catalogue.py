@@ -35,7 +35,7 @@ from clowder_aimage.tensor.quantization_config import (
     QuantizationConfig,
     StatedType,
     complete,
-    own_layers,
+    part_layers,
 )
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # always values, whatever layers exist beside them
@@ -61,7 +61,7 @@ class Catalogue:
         return {
             name: parts
             for name in self._all
-            if (parts := own_layers(name, self._all)) and self._is_codes(name)
+            if (parts := part_layers(name, self._all)) and self._is_codes(name)
         }
 
     @cached_property

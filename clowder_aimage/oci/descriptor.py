@@ -11,7 +11,8 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.oci.digest import Digest
 
 _KNOWN = frozenset({"mediaType", "digest", "size", "annotations"})
-MAX_SIZE = 1 << 50  # one pebibyte: a larger size is a mistake or an attack
+# One pebibyte: a larger size is a mistake or an attack.
+MAX_SIZE = 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Descriptor:
         size = value.get("size")
         if not isinstance(media_type, str):
             raise FormatError(f"{where}: mediaType must be a string")
+        # JSON's true is an int in Python.
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_SIZE:
             raise FormatError(f"{where}: size must be a number of bytes, not {size!r:.60}")
         annotations = read_annotations(value, where)
@@ -68,20 +70,20 @@ class Descriptor:
         return value
 
 
-def check_spelling(value: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-    """Refuse keys that differ from ``known`` ones only in case.
+def check_spelling(value: Mapping[str, Any], keys: frozenset[str], where: str) -> None:
+    """Reject keys that differ from ``keys`` only in case.
 
     Tools written in Go read ``Layers`` as ``layers``, so that one document could have two meanings
     (CVE-2021-41190). Raises FormatError.
     """
     for key in value:
-        if key not in known and key.casefold() in _folded(known):
+        if key not in keys and key.casefold() in _fold(keys):
             raise FormatError(f"{where}: invalid key {key!r}: keys are case-sensitive")
 
 
 @functools.cache
-def _folded(known: frozenset[str]) -> frozenset[str]:
-    return frozenset(key.casefold() for key in known)
+def _fold(keys: frozenset[str]) -> frozenset[str]:
+    return frozenset(key.casefold() for key in keys)
 
 
 def read_annotations(value: Mapping[str, Any], where: str) -> Mapping[str, str]:

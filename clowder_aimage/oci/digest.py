@@ -31,6 +31,7 @@ class Digest:
     encoded: str
 
     def __post_init__(self) -> None:
+        # A digest becomes a path and a URL. Checking it here covers each way to make one.
         pattern = _ENCODED.get(self.algorithm)
         if pattern is None:
             raise FormatError(

@@ -125,6 +125,8 @@ def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
 def _parse(raw: bytes, media_type: str, digest: Digest) -> Manifest | Index:
     value = _load(raw)
     media_type = _media_type(value, media_type.partition(";")[0].strip())
+    # A document that is a manifest to one client and an index to another is refused
+    # (CVE-2021-41190).
     has_layers = "layers" in value or "config" in value
     if has_layers and "manifests" in value:
         raise FormatError("a document with both layers and manifests is ambiguous")
@@ -160,20 +162,22 @@ def _load(raw: bytes) -> dict[str, Any]:
             hint="push it again with a newer tool, in OCI format",
             remedy="convert_schema_1",
         )
-    if type(version) is not int or version != 2:  # Go does not read 2.0 as an integer
+    # Go does not read 2.0 as an integer.
+    if type(version) is not int or version != 2:
         raise FormatError(f"schemaVersion must be 2, not {version!r:.40}")
     return value
 
 
 def _media_type(value: Mapping[str, Any], transport: str) -> str:
-    """Return the document's media type; its own and the transport's must agree."""
-    own = _string(value, "mediaType")
+    """Return the document's media type. The stated one and the transport's must agree."""
+    stated = _string(value, "mediaType")
+    # Static file servers send these types for every document.
     if transport in ("application/json", "application/octet-stream", "text/plain"):
         transport = ""
-    if own and transport and own != transport:
-        raise FormatError(f"its media type is {own[:100]}, expected {transport[:100]}")
+    if stated and transport and stated != transport:
+        raise FormatError(f"its media type is {stated[:100]}, expected {transport[:100]}")
     guess = mediatype.OCI_INDEX if "manifests" in value else mediatype.OCI_MANIFEST
-    media_type = own or transport or guess
+    media_type = stated or transport or guess
     if media_type not in mediatype.MANIFESTS | mediatype.INDEXES:
         raise FormatError(f"unsupported manifest media type {media_type[:100]!r}")
     return media_type
@@ -182,7 +186,8 @@ def _media_type(value: Mapping[str, Any], transport: str) -> str:
 def _descriptors(value: Mapping[str, Any], key: str) -> tuple[Descriptor, ...]:
     items = value.get(key)
     if items is None and key in value:
-        return ()  # how Go writes an empty list
+        # Go writes an empty list as null.
+        return ()
     if not isinstance(items, list):
         raise FormatError(f"{key} must be a list")
     return tuple(Descriptor.from_json(item, f"{key}[{i}]") for i, item in enumerate(items))

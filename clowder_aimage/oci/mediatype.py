@@ -28,14 +28,17 @@ AIMAGE_TORCHSCRIPT = "application/vnd.clowder.aimage.model.torchscript.layer.v1"
 AIMAGE_SAVEDMODEL = "application/vnd.clowder.aimage.model.savedmodel.layer.v1"
 AIMAGE_TRANSFORMERS = "application/vnd.clowder.aimage.model.transformers.layer.v1"
 AIMAGE_LORA = "application/vnd.clowder.aimage.adapter.lora.layer.v1"
-AIMAGE_PICTURE = "application/vnd.clowder.aimage.picture.v1"  # an artifact of pictures
+# The config and the artifact type of generated pictures.
+AIMAGE_PICTURE = "application/vnd.clowder.aimage.picture.v1"
 AIMAGE_PICTURE_CONFIG = "application/vnd.clowder.aimage.picture.config.v1+json"
-COMPRESSIONS = ("gzip", "zstd")  # suffixes of the media type of a compressed layer
+# Suffixes of the media type of a compressed layer.
+COMPRESSIONS = ("gzip", "zstd")
 
 # ollama's tensor models
 OLLAMA_TENSOR = "application/vnd.ollama.image.tensor"
 OLLAMA_JSON = "application/vnd.ollama.image.json"
-OLLAMA_CONFIG = "application/vnd.ollama.image.config"  # first generation, read only
+# The first generation, which is never written.
+OLLAMA_CONFIG = "application/vnd.ollama.image.config"
 
 MANIFESTS = frozenset({OCI_MANIFEST, DOCKER_MANIFEST, AIMAGE_MANIFEST})
 INDEXES = frozenset({OCI_INDEX, DOCKER_MANIFEST_LIST})
@@ -43,11 +46,13 @@ DOCUMENTS = MANIFESTS | INDEXES
 
 # Annotations of a layer of an AImage
 NAME = "vnd.clowder.aimage.name"
-PARTIAL = "vnd.clowder.aimage.partial"  # of an entry in index.json: blobs may be missing
+# Marks an entry of index.json whose blobs may be missing.
+PARTIAL = "vnd.clowder.aimage.partial"
 DTYPE = "vnd.clowder.aimage.dtype"
 SHAPE = "vnd.clowder.aimage.shape"
 MEDIATYPE = "vnd.clowder.aimage.mediatype"
-CONTENT_DIGEST = "vnd.clowder.aimage.content.digest"  # the digest of a compressed layer's content
+# The digest and size of a compressed layer's content.
+CONTENT_DIGEST = "vnd.clowder.aimage.content.digest"
 CONTENT_SIZE = "vnd.clowder.aimage.content.size"
 
 # Annotation of a manifest in an index, or of the manifest itself
@@ -56,19 +61,20 @@ VARIANT = "vnd.clowder.aimage.variant"
 # Annotations of an entry of index.json
 REF_NAME = "org.opencontainers.image.ref.name"
 CONTAINERD_NAME = "io.containerd.image.name"
-CONTAINERD_NAME_MISSPELT = "io.containerd.image.namename"  # in Clowder's first documents; read only
+# The key in Clowder's first documents. It is never written.
+CONTAINERD_NAME_MISSPELT = "io.containerd.image.namename"
 CREATED = "org.opencontainers.image.created"
 LICENSES = "org.opencontainers.image.licenses"
 TITLE = "org.opencontainers.image.title"
 
 
 def is_ours(media_type: str) -> bool:
-    """Return whether a media type is one of Clowder's."""
+    """Return True if a media type is one of Clowder's."""
     return media_type.startswith("application/vnd.clowder.aimage.")
 
 
 def is_own_key(key: str) -> bool:
-    """Return whether the key of an annotation is one of Clowder's."""
+    """Return True if the key of an annotation is one of Clowder's."""
     return key.startswith("vnd.clowder.aimage.")
 
 

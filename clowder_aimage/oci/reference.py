@@ -23,7 +23,8 @@ _HUB = re.compile(r"hf://|(?:https?://)?(?:hf\.co|huggingface\.co)/")
 _MAX_PORT = 65535
 DEFAULT_TAG = "latest"
 _MAX_REPOSITORY = 255
-_MAX_TEXT = 1024  # longer than any valid reference
+# Longer than any valid reference.
+_MAX_TEXT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,9 @@ class Reference:
         """
         if len(text) > _MAX_TEXT:
             raise UsageError(f"invalid reference {text[:60]!r}...: it has {len(text)} characters")
-        rest, at, encoded = text.partition("@")
+        location, at, encoded = text.partition("@")
         digest = _digest(text, encoded) if at else None
-        registry, path = _split_registry(rest)
+        registry, path = _split_registry(location)
         repository, colon, tag = path.partition(":")
         _check(text, registry, repository)
         if colon and _TAG.fullmatch(tag) is None:
@@ -61,7 +62,7 @@ class Reference:
 
     @property
     def is_loopback(self) -> bool:
-        """True if the registry is on this machine, where plain HTTP is the default."""
+        """True if the registry is on this machine: there plain HTTP is the default."""
         if self.registry is None:
             return False
         host = re.sub(r":[0-9]+$", "", self.registry)
@@ -94,11 +95,12 @@ def _digest(text: str, encoded: str) -> Digest:
         raise UsageError(f"invalid reference {text!r}: {error}", hint=error.hint) from None
 
 
-def _split_registry(rest: str) -> tuple[str | None, str]:
-    first, slash, path = rest.partition("/")
-    if slash and ("." in first.strip(".") or ":" in first or first == "localhost"):
-        return first, path
-    return None, rest
+def _split_registry(location: str) -> tuple[str | None, str]:
+    # The rule of Docker and distribution/reference: "a/b" is a path, "a.b/c" has a host.
+    host, slash, path = location.partition("/")
+    if slash and ("." in host.strip(".") or ":" in host or host == "localhost"):
+        return host, path
+    return None, location
 
 
 def _is_host(registry: str) -> bool:
@@ -117,8 +119,8 @@ def _check(text: str, registry: str | None, repository: str) -> None:
             model=text[hub.end() :],
         )
     if registry is not None and not _is_host(registry):
-        scheme, separator, rest = text.partition("://")
-        hint = f"omit {scheme}://, as in {rest}" if separator else None
+        scheme, separator, location = text.partition("://")
+        hint = f"omit {scheme}://, as in {location}" if separator else None
         raise UsageError(f"invalid reference {text!r}: invalid host {registry!r}", hint=hint)
     if _REPOSITORY.fullmatch(repository) and len(repository) <= _MAX_REPOSITORY:
         return
@@ -128,9 +130,9 @@ def _check(text: str, registry: str | None, repository: str) -> None:
     if _REPOSITORY.fullmatch(repository.lower()):
         hint = f"use lower case: {lower}"
         is_hub_name = registry is None and repository.count("/") == 1
-    part = "" if repository == text else f": invalid repository {repository!r}"
+    detail = "" if repository == text else f": invalid repository {repository!r}"
     raise UsageError(
-        f"invalid reference {text!r}{part}",
+        f"invalid reference {text!r}{detail}",
         hint=hint,
         remedy="lower_case_or_hub" if is_hub_name else "",
         name=lower,

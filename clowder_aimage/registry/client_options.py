@@ -115,7 +115,7 @@ class ClientOptions:
         )
 
     def uses_http(self, host: str) -> bool:
-        """Return whether a host is reached by HTTP.
+        """Return True if a host is reached by HTTP.
 
         By default it is a loopback one without a CA or a client certificate.
         """

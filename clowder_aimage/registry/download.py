@@ -138,6 +138,6 @@ class BlobReader(RawReader):
 
 
 def _starts_at(response: RegistryResponse, offset: int) -> bool:
-    """Return whether a 206 has the requested range (RFC 9110, 14.4)."""
+    """Return True if a 206 has the requested range (RFC 9110, 14.4)."""
     text = response.headers.get("Content-Range", "")
     return text.removeprefix("bytes ").partition("-")[0].strip() == str(offset)

@@ -131,7 +131,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         return Descriptor(document.media_type, digest, len(raw))
 
     def exists(self, content: Descriptor, /) -> bool:
-        """Return whether a blob or manifest exists, by HEAD (end-2, end-3)."""
+        """Return True if a blob or manifest exists, by HEAD (end-2, end-3)."""
         key = (content.digest, content.size)
         if key not in self._present and retrying(partial(self._exists, content)):
             self._present.add(key)
@@ -186,7 +186,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         return self._session.mirrors.invalidate(content.digest)
 
     def was_mirrored(self, content: Descriptor) -> bool:
-        """Return whether a blob came from a mirror."""
+        """Return True if a blob came from a mirror."""
         return self._session.mirrors.have_sent(content.digest)
 
     def _manifest(self, content: Descriptor) -> bytes:

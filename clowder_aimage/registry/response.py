@@ -147,7 +147,7 @@ def _ending(error: Exception) -> str:
 
 
 def is_overdue(error: BaseException) -> bool:
-    """Return whether ``error`` was caused by the deadline of a response."""
+    """Return True if ``error`` was caused by the deadline of a response."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OverdueError):
         cause = cause.__cause__ or cause.__context__

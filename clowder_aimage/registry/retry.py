@@ -29,7 +29,7 @@ class BrokenOffError(NetworkError):
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same request may succeed if it is repeated soon.
+    """Return True if the same request may succeed if it is repeated soon.
 
     A refused connection, an unknown host, 401, 403, 404 and a wrong digest are not transient, and
     are raised at once. The caller handles a registry that requests a longer pause.

@@ -243,7 +243,7 @@ class Mirrors:
         return bool(senders)
 
     def have_sent(self, digest: Digest) -> bool:
-        """Return whether the content of ``digest`` came from a mirror."""
+        """Return True if the content of ``digest`` came from a mirror."""
         return bool(self._sent.get(str(digest)))
 
     def request(

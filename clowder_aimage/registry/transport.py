@@ -345,7 +345,7 @@ class Transport:
 
 
 def _is_broken(error: SSLError) -> bool:
-    """Return whether TLS ended or was garbled, as opposed to a certificate error."""
+    """Return True if TLS ended or was garbled, as opposed to a certificate error."""
     inner = error.args[0] if error.args else None
     return isinstance(inner, _TLS_ENDED) or "BAD_RECORD_MAC" in str(getattr(inner, "reason", ""))
 

@@ -127,7 +127,7 @@ class _Upload:
         self.furthest = max(self.furthest, at)
 
     def _is_there(self) -> bool:
-        """Return whether the whole blob arrived, and only the response was lost."""
+        """Return True if the whole blob arrived, and only the response was lost."""
         if not self._gone and not self._at:
             return False
         self._gone = False

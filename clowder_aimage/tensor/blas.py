@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     Matrix = npt.NDArray[np.float32]
 
-_ROWS, _KEEP, _TRANSPOSE = 101, 111, 112  # CBLAS: row order, a matrix as it is, transposed
+# Constants of CBLAS: row-major order, no transposition, transposition.
+_ROWS, _KEEP, _TRANSPOSE = 101, 111, 112
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +39,13 @@ class Library:
             library = ctypes.CDLL(self.path, mode=os.RTLD_GLOBAL | os.RTLD_NOW)
             product = getattr(library, f"{self.prefix}cblas_sgemm")
             cores = getattr(library, f"{self.prefix}openblas_set_num_threads")
-            most = getattr(library, f"{self.prefix}openblas_get_num_threads")()
+            limit = getattr(library, f"{self.prefix}openblas_get_num_threads")()
         except (OSError, AttributeError):
             return None
         size, real, address = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
         product.argtypes = [*[size] * 6, real, *[address, size] * 2, real, address, size]
         product.restype = None
-        return _Loaded(product, cores, most)
+        return _Loaded(product, cores, limit)
 
 
 class _Loaded:
@@ -53,39 +54,40 @@ class _Loaded:
     Two threads that wait for each other on a busy machine multiply four times as slowly as one.
     """
 
-    def __init__(self, product: Any, cores: Any, most: int) -> None:
+    def __init__(self, product: Any, cores: Any, limit: int) -> None:
         self.product = product
-        self._set_cores, self._cores, self._most = cores, 0, most
+        self._set_cores, self._cores, self._limit = cores, 0, limit
 
     def use(self, cores: int) -> None:
-        cores = min(cores, self._most)
+        cores = min(cores, self._limit)
         if cores != self._cores:
             self._set_cores(cores)
             self._cores = cores
 
 
-_chosen: _Loaded | None = None
+_library: _Loaded | None = None
 
 
 def preload() -> str | None:
     """Load the best library and return its name, openblas, or None without one.
 
-    It must run before ``import mlx.core``. It has no effect on macOS, where MLX uses Accelerate and
+    It must run before ``import mlx.core``. It has no effect on macOS: there MLX uses Accelerate and
     Metal, or when no library can be found or loaded.
     """
-    global _chosen
+    # The choice is one for the process: a BLAS loaded globally cannot be replaced.
+    global _library
     if sys.platform != "linux":
         return None
-    # its idle threads leave their cores to others after 2^16 cycles
+    # Idle threads of OpenBLAS spin: they leave their cores to other threads after 2^16 cycles.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "16")
-    if _chosen is None:
-        found = (library.load() for library in candidates())
-        _chosen = next((each for each in found if each is not None), None)
-    return None if _chosen is None else "openblas"
+    if _library is None:
+        loaded = (library.load() for library in candidates())
+        _library = next((library for library in loaded if library is not None), None)
+    return None if _library is None else "openblas"
 
 
 def candidates() -> Iterator[Library]:
-    """Yield OpenBLAS of the package, which is newer, then the system's."""
+    """Yield the OpenBLAS of the package, then the system's, an older one."""
     package = importlib.util.find_spec("scipy_openblas32")
     for folder in (package and package.submodule_search_locations) or ():
         yield Library(f"{folder}/lib/libscipy_openblas.so", "scipy_")
@@ -93,14 +95,14 @@ def candidates() -> Iterator[Library]:
 
 
 def is_fast() -> bool:
-    """Return True if a library was found, which ``multiply`` needs."""
-    return _chosen is not None
+    """Return True if a library is loaded. ``multiply`` needs one."""
+    return _library is not None
 
 
 def use_cores(cores: int) -> None:
-    """Set the number of cores for each product from now on; one, if several threads multiply."""
-    assert _chosen is not None  # noqa: S101 - checked by is_fast
-    _chosen.use(cores)
+    """Set the number of cores of each later product: one, if several threads multiply."""
+    assert _library is not None  # noqa: S101 - checked by is_fast
+    _library.use(cores)
 
 
 def multiply(
@@ -111,9 +113,10 @@ def multiply(
     Rows of ``left`` and ``result`` are adjacent numbers, of ``right`` rows or columns. Rows may
     overlap, so that a slice of a picture is a matrix.
     """
-    assert _chosen is not None  # noqa: S101 - checked by is_fast
+    assert _library is not None  # noqa: S101 - checked by is_fast
+    # BLAS takes the distance between rows as a number of elements: no slice has to be copied.
     is_transposed = right.strides[1] != right.itemsize
-    _chosen.product(
+    _library.product(
         *(_ROWS, _KEEP, _TRANSPOSE if is_transposed else _KEEP),
         *(len(result), result.shape[1], left.shape[1], factor),
         *(left.ctypes.data, left.strides[0] // left.itemsize),

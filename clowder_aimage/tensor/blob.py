@@ -1,8 +1,8 @@
 """Contents of a tensor blob: the logical tensors that its header describes.
 
 A quantized tensor ``n`` is stored as ``n`` (the codes), ``n.scale``, and for affine types
-``n.bias``; nvfp4 from other tools may add ``n.global_scale``, and scales of activations
-(``n.input_scale``, ``n.input_global_scale``), which no runtime here uses. ``__metadata__`` has the
+``n.bias``. nvfp4 from other tools may add ``n.global_scale``, and scales of activations
+(``n.input_scale``, ``n.input_global_scale``), unused by the runtimes here. ``__metadata__`` has the
 type and group size, for the blob (``quant_type``, ``group_size``) or, if tensors of several types
 share it, for each tensor (``n.quant_type``, ``n.group_size``). Files of MLX have ``x.scales`` and
 ``x.biases`` beside ``x.weight``. Format: ollama, "Tensor Blob Format", and its x/create.
@@ -19,11 +19,15 @@ from clowder_aimage.tensor.header import Header, TensorInfo
 from clowder_aimage.tensor.quantization import GROUP_SIZE, QUANT_TYPE, Quantization
 
 SCALE, BIAS, GLOBAL_SCALE = ".scale", ".bias", ".global_scale"
-LEGACY_KEY = "data"  # the only name in blobs of ollama's first generation
-CODES = "U32"  # the dtype of codes
+# The only name in blobs of ollama's first generation.
+LEGACY_KEY = "data"
+# Codes are packed into words of this dtype.
+CODES = "U32"
 WEIGHT = ".weight"
-MLX_PARTS = {SCALE: ".scales", BIAS: ".biases"}  # appended to the name without WEIGHT
-INPUTS = (".input_scale", ".input_global_scale")  # of activations
+# MLX appends these to the name without WEIGHT.
+MLX_PARTS = {SCALE: ".scales", BIAS: ".biases"}
+# Scales of activations, which are ignored.
+INPUTS = (".input_scale", ".input_global_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +55,24 @@ def read_tensors(header: Header) -> dict[str, BlobTensor]:
             quantization that does not exist.
     """
     tensors = header.tensors
-    found: dict[str, dict[str, str]] = {}  # the key of codes to the keys of their parts
-    taken: set[str] = set()
+    # The keys of parts, by the key of their codes.
+    groups: dict[str, dict[str, str]] = {}
+    part_keys: set[str] = set()
     for key, info in tensors.items():
         if info.dtype == CODES and (parts := _parts(key, tensors)):
-            found[key] = parts
-            taken.update(parts.values())
-            taken.update(key + word for word in INPUTS)
-    if both := sorted(taken & found.keys()):
-        raise FormatError(f"{both[0][:200]} has scales, but belongs to another tensor")
+            groups[key] = parts
+            part_keys.update(parts.values())
+            part_keys.update(key + word for word in INPUTS)
+    if shared := sorted(part_keys & groups.keys()):
+        raise FormatError(f"{shared[0][:200]} has scales, but belongs to another tensor")
     if header.metadata:
-        _check_claims(header, found, taken)
+        _check_claims(header, groups, part_keys)
     return {
-        key: _quantized(key, header, found[key])
-        if key in found
+        key: _read_quantized(key, header, groups[key])
+        if key in groups
         else BlobTensor(key, info.dtype, info.shape, None, {})
         for key, info in tensors.items()
-        if key not in taken
+        if key not in part_keys
     }
 
 
@@ -82,9 +87,11 @@ def find_tensor(tensors: Mapping[str, BlobTensor], name: str, component: str) ->
     for key in (name, f"{component}/{name}", LEGACY_KEY):
         if key in tensors:
             if len(tensors) > 1:
-                raise _crowded(tensors, key, name, component)
+                raise _ambiguity_error(tensors, key, name, component)
             return tensors[key]
-    raise FormatError(f"{_whole(component, name)}: the blob contains {_some(tensors)} instead")
+    raise FormatError(
+        f"{_full_name(component, name)}: the blob contains {_join_names(tensors)} instead"
+    )
 
 
 def find_group(
@@ -96,20 +103,20 @@ def find_group(
     named beside it (``model.layers.1.mlp.switch_mlp.up_proj.weight``), but nowhere else.
 
     Raises:
-        FormatError: The blob is empty, a tensor is outside of the group, two have one name, or one
-            has the name of the group, which is then not a group.
+        FormatError: The blob is empty, a tensor is outside of the group or has its name, or two
+            tensors have the same name.
     """
-    place, whole = prefix.rpartition(".")[0], _whole(component, prefix)
+    parent, layer_name = prefix.rpartition(".")[0], _full_name(component, prefix)
     group: dict[str, BlobTensor] = {}
     for key, tensor in tensors.items():
         name = key.removeprefix(f"{component}/")
         if name == prefix:
-            raise _crowded(tensors, key, prefix, component)
-        if (place and not name.startswith(f"{place}.")) or name in group:
-            raise FormatError(f"{whole}: the blob contains {key[:200]} of another group")
+            raise _ambiguity_error(tensors, key, prefix, component)
+        if (parent and not name.startswith(f"{parent}.")) or name in group:
+            raise FormatError(f"{layer_name}: the blob contains {key[:200]} of another group")
         group[name] = tensor
     if not group:
-        raise FormatError(f"{whole}: the blob contains no tensors")
+        raise FormatError(f"{layer_name}: the blob contains no tensors")
     return group
 
 
@@ -124,11 +131,15 @@ def check_layer(
     Raises FormatError if the dtype or shape differs.
     """
     if (dtype, shape) == (tensor.dtype, tensor.shape):
-        return  # the common case
-    true = [(tensor.dtype, tensor.shape)]
+        # The common case.
+        return
+    valid = [(tensor.dtype, tensor.shape)]
     if tensor.quantization is not None:
-        true.append((CODES, tensor.quantization.codes_shape(tensor.shape)))
-    if not any(dtype in (None, own) and shape in (None, dims) for own, dims in true):
+        valid.append((CODES, tensor.quantization.codes_shape(tensor.shape)))
+    if not any(
+        dtype in (None, expected_dtype) and shape in (None, expected_shape)
+        for expected_dtype, expected_shape in valid
+    ):
         expected = [dtype or "", str(list(shape)) if shape is not None else ""]
         raise FormatError(
             f"{name[:200]}: the blob contains {tensor.dtype} {list(tensor.shape)}, "
@@ -137,10 +148,12 @@ def check_layer(
 
 
 def _parts(key: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    parts = {part: key + part for part in (SCALE, BIAS, GLOBAL_SCALE) if key + part in tensors}
+    parts = {
+        suffix: key + suffix for suffix in (SCALE, BIAS, GLOBAL_SCALE) if key + suffix in tensors
+    }
     if key.endswith(WEIGHT):
         stem = key.removesuffix(WEIGHT)
-        mlx = {part: stem + word for part, word in MLX_PARTS.items() if stem + word in tensors}
+        mlx = {suffix: stem + word for suffix, word in MLX_PARTS.items() if stem + word in tensors}
         if mlx and (parts or stem + GLOBAL_SCALE in tensors):
             raise FormatError(f"{key[:200]} has two sets of scales")
         parts = parts or mlx
@@ -150,27 +163,28 @@ def _parts(key: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
 
 
 def _check_claims(
-    header: Header, found: Mapping[str, Mapping[str, str]], taken: AbstractSet[str]
+    header: Header, groups: Mapping[str, Mapping[str, str]], part_keys: AbstractSet[str]
 ) -> None:
     tensors, metadata = header.tensors, header.metadata
     for claim in metadata:
         key, _, word = claim.rpartition(".")
-        if word in (QUANT_TYPE, GROUP_SIZE) and key in tensors and key not in found:
+        if word in (QUANT_TYPE, GROUP_SIZE) and key in tensors and key not in groups:
             raise FormatError(f"{key[:200]} is marked as quantized, but has no scales")
     if QUANT_TYPE not in metadata:
         return
     for key, info in tensors.items():
-        if key in found or key in taken:
+        # Codes and their parts are checked against the shapes of their type instead.
+        if key in groups or key in part_keys:
             continue
         if info.dtype == CODES:
             raise FormatError(f"{key[:200]} is marked as quantized, but has no scales")
         if key + SCALE in tensors:
             raise FormatError(f"{key[:200]} has scales, but dtype {info.dtype} instead of {CODES}")
-    if not found:
+    if not groups:
         raise FormatError(f"{QUANT_TYPE} is {metadata[QUANT_TYPE]!r:.40}, but nothing is quantized")
 
 
-def _quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor:
+def _read_quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor:
     codes, scales = header.tensors[key].shape, header.tensors[parts[SCALE]].shape
     quantization = _quantization(key, header.metadata, codes, scales)
     shape = quantization.shape(codes) if codes else ()
@@ -183,13 +197,14 @@ def _quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor
         has = "requires biases" if quantization.type.has_bias else "does not support biases"
         raise FormatError(f"{key[:200]}: {quantization.type.name} {has}")
     expected = quantization.scales_shape(shape)
-    for own in (parts[part] for part in (SCALE, BIAS) if part in parts):
-        info = header.tensors[own]
+    for part_key in (parts[suffix] for suffix in (SCALE, BIAS) if suffix in parts):
+        info = header.tensors[part_key]
         if info.shape != expected or info.dtype not in quantization.type.scale_dtypes:
             kinds = " or ".join(quantization.type.scale_dtypes)
             raise FormatError(
-                f"{own[:200]}: {info.dtype} {list(info.shape)}, but {quantization.type.name} in "
-                f"groups of {quantization.group_size} requires {kinds} {list(expected)}"
+                f"{part_key[:200]}: {info.dtype} {list(info.shape)}, but "
+                f"{quantization.type.name} in groups of {quantization.group_size} "
+                f"requires {kinds} {list(expected)}"
             )
     if GLOBAL_SCALE in parts:
         _check_global(parts[GLOBAL_SCALE], header.tensors[parts[GLOBAL_SCALE]], shape, quantization)
@@ -199,7 +214,7 @@ def _quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor
 def _quantization(
     key: str, metadata: Mapping[str, str], codes: tuple[int, ...], scales: tuple[int, ...]
 ) -> Quantization:
-    # a missing group size follows from the shapes, because the defaults of two tools differ
+    # A missing group size follows from the shapes, because the defaults of two tools differ.
     name = metadata.get(f"{key}.{QUANT_TYPE}", metadata.get(QUANT_TYPE))
     if name is None:
         raise FormatError(f"{key[:200]} has scales, but no {QUANT_TYPE}")
@@ -219,6 +234,7 @@ def _check_global(
 
     Trailing ones are allowed. Only nvfp4 has a global scale.
     """
+    # Tools write one factor per matrix of a stack as (n, 1, 1) or as (n,).
     factors = info.shape
     while factors and factors[-1] == 1 and factors != shape[: len(factors)]:
         factors = factors[:-1]
@@ -232,17 +248,19 @@ def _check_global(
         raise FormatError(f"{key[:200]}: {info.dtype} {list(info.shape)} is not an nvfp4 scale")
 
 
-def _crowded(tensors: Mapping[str, BlobTensor], key: str, name: str, component: str) -> FormatError:
-    others = _some(tensors.keys() - {key})
-    return FormatError(f"{_whole(component, name)}: the blob also contains {others}")
+def _ambiguity_error(
+    tensors: Mapping[str, BlobTensor], key: str, name: str, component: str
+) -> FormatError:
+    names = _join_names(tensors.keys() - {key})
+    return FormatError(f"{_full_name(component, name)}: the blob also contains {names}")
 
 
-def _whole(component: str, name: str) -> str:
+def _full_name(component: str, name: str) -> str:
     """Return the name of the layer. Language models have no components: theirs is ""."""
     return f"{component}/{name}" if component else name
 
 
-def _some(names: Iterable[str], limit: int = 8) -> str:
+def _join_names(names: Iterable[str], limit: int = 8) -> str:
     names = sorted(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return (", ".join(name[:120] for name in names[:limit]) or "nothing") + more
+    remainder = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return (", ".join(name[:120] for name in names[:limit]) or "nothing") + remainder

@@ -11,8 +11,10 @@ from clowder_aimage.tensor.quantization_config import KEYS, unknown_key
 
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 24
-MAX_NUMBER = 1e30  # its square is a finite double, and its product with a size a finite float32
-_LEAST = 1e-30  # above 0
+# Its square is a finite double, and its product with a size a finite float32.
+MAX_NUMBER = 1e30
+# The least number that counts as positive.
+_LEAST = 1e-30
 
 
 def parse_object(name: str, data: bytes, limit: int = MAX_DOCUMENT_SIZE) -> dict[str, Any]:
@@ -38,7 +40,7 @@ class ConfigFields:
         self._read: set[str] = set()
 
     def accept_quantization(self) -> None:
-        """Accept a quantization that blobs support; raise ModelError for any other."""
+        """Accept a quantization that blobs support. Raises ModelError for others."""
         if key := unknown_key({key: self.raw(key) for key in KEYS}):
             raise self.refuse(key, "unsupported quantization")
 
@@ -75,7 +77,8 @@ class ConfigFields:
     ) -> float:
         """Return a number from ``minimum`` to ``maximum``."""
         value = self._value(key, default)
-        if type(value) not in (int, float) or not minimum <= value <= maximum:  # false for NaN
+        # The comparison is false for NaN.
+        if type(value) not in (int, float) or not minimum <= value <= maximum:
             raise self.refuse(key, f"must be a number from {minimum:g} to {maximum:g}")
         return float(value)
 
@@ -114,7 +117,8 @@ class ConfigFields:
             raise self.refuse(key, f"unsupported, expected {allowed!r}")
 
     def finish(self, *ignored: str) -> None:
-        """Reject fields that were neither read nor named here, unless null or ``_private``."""
+        """Reject fields that were neither read nor ``ignored``, unless null or ``_private``."""
+        # A field that this version does not know may change the network: guessing is worse.
         unknown = sorted(
             key
             for key, value in self.values.items()

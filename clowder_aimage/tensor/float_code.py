@@ -32,6 +32,7 @@ def _e4m3_table() -> Floats:
     exponent, mantissa = code >> 3 & 15, code & 7
     normal = np.ldexp(1 + mantissa / 8, exponent - 7)
     value = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    # S.1111.111 is the only NaN: E4M3 has no infinity, and its other top codes are numbers.
     value = np.where(code & 127 == 127, np.nan, value)
     return np.where(code & 128, -value, value).astype(np.float32)
 

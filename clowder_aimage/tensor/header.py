@@ -1,7 +1,7 @@
 """Dtypes and headers of the safetensors format: strict reading, byte-stable writing.
 
 Format: https://github.com/huggingface/safetensors, "Format". Eight bytes hold the length of a
-JSON object (unsigned, little-endian), which maps names to dtype, shape and byte range
+JSON object (unsigned, little-endian). The object maps names to dtype, shape and byte range
 in the data that follows it. Input that the reference reader (its tensor.rs, release 0.8) rejects
 is rejected here, and so is anything that two readers could interpret differently. Dtypes are its
 ``Dtype``; sub-byte types are packed: a tensor must end on a byte boundary, its rows need not.
@@ -42,15 +42,17 @@ MAX_NAME = 1024
 METADATA = "__metadata__"
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 _LENGTH = struct.Struct("<Q")
-_LONG = 1 << 20  # bytes: a shorter header has fewer than MAX_VALUES
-_DIGITS = 20  # of the largest 64-bit number
+# Bytes: a shorter header has fewer than MAX_VALUES
+_LONG = 1 << 20
+# Digits of the largest 64-bit number.
+_DIGITS = 20
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of a file: dtype, shape (in elements), span (in bytes from the data)."""
+    """A tensor of a file: dtype, shape (in elements), range (in bytes from the data)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -94,8 +96,8 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
             elements *= dimension
             if elements > MAX_ELEMENTS:
                 raise FormatError(f"shape {list(shape)!r:.100} is too large")
-    size, rest = divmod(elements * factor * bits, 8)
-    if rest:
+    size, remainder = divmod(elements * factor * bits, 8)
+    if remainder:
         raise FormatError(f"{dtype} {list(shape)!r:.100} does not fill whole bytes")
     return size
 
@@ -103,7 +105,7 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
 def encode_header(
     tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the length and header of a file of ``tensors``: names, dtypes and shapes, in order.
+    """Encode the length and header of a file of ``tensors``: names, dtypes and shapes, in order.
 
     The bytes are the same for the same tensors: compact JSON, keys in the order dtype, shape,
     data_offsets, padded with spaces to a multiple of 8.
@@ -121,6 +123,7 @@ def encode_header(
         end = offset + nbytes(dtype, shape)
         value[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
+    # The data begins at a multiple of 8, so that a mapped file has aligned values.
     text = _ENCODER.encode(value).encode()
     text += b" " * (-len(text) % 8)
     _check_size(text)
@@ -163,7 +166,8 @@ def parse_header(text: bytes, data_size: int | None) -> Header:
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the header is not valid JSON: {error}") from None
     metadata = value.pop(METADATA, None)
-    metadata = {} if metadata is None else _texts(metadata)  # MLX writes null
+    # MLX writes null if there are none.
+    metadata = {} if metadata is None else _texts(metadata)
     _check_count(value)
     tensors = {name: _tensor(name, item) for name, item in value.items()}
     _check_cover(tensors, data_size)
@@ -178,7 +182,8 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    # the reference reader parses -0 as a float, Python as the integer 0
+    # The reference reader parses -0 as a float, Python as the integer 0. The conversion of many
+    # digits takes quadratic time.
     if len(digits) > _DIGITS or digits == "-0":
         raise FormatError(f"the header has an invalid number: {digits:.40}")
     return int(digits)
@@ -201,7 +206,7 @@ def _check_size(text: bytes) -> None:
 
 
 def _texts(metadata: object) -> dict[str, str]:
-    # JSON can encode lone surrogates, which are not valid text
+    # JSON can encode lone surrogates. They are not valid text.
     if not isinstance(metadata, dict) or not all(
         isinstance(text, str) and _SURROGATE.search(text) is None
         for pair in metadata.items()
@@ -216,16 +221,16 @@ def _tensor(name: str, item: object) -> TensorInfo:
         raise FormatError(f"invalid tensor name: {name!r:.100}")
     if not isinstance(item, dict) or item.keys() != _FIELDS:
         raise FormatError(f"{name[:200]}: expected only dtype, shape and data_offsets")
-    dtype, shape, span = item["dtype"], item["shape"], item["data_offsets"]
+    dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str) or not isinstance(shape, list):
         raise FormatError(f"{name[:200]}: dtype must be a string and shape a list")
-    if not _is_span(span):
+    if not _is_range(offsets):
         raise FormatError(f"{name[:200]}: data_offsets must be two ascending numbers")
     try:
         size = nbytes(dtype, shape)
     except FormatError as error:
         raise FormatError(f"{name[:200]}: {error}") from None
-    start, end = span
+    start, end = offsets
     if size != end - start:
         raise FormatError(f"{name[:200]}: {dtype} {shape} requires {size} bytes, not {end - start}")
     return TensorInfo(dtype, tuple(shape), start, end)
@@ -235,15 +240,16 @@ def _is_name(name: str) -> bool:
     return 0 < len(name) <= MAX_NAME and name != METADATA and _CONTROL.search(name) is None
 
 
-def _is_span(span: object) -> bool:
+def _is_range(offsets: object) -> bool:
     return (
-        isinstance(span, list)
-        and [type(end) for end in span] == [int, int]
-        and 0 <= span[0] <= span[1]
+        isinstance(offsets, list)
+        and [type(end) for end in offsets] == [int, int]
+        and 0 <= offsets[0] <= offsets[1]
     )
 
 
 def _check_cover(tensors: Mapping[str, TensorInfo], data_size: int | None) -> None:
+    # A gap could hide data from scanners, and an overlap would make one tensor change another.
     offset = 0
     for name, info in sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].end)):
         if info.start != offset:

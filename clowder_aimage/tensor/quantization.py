@@ -14,7 +14,8 @@ from clowder_aimage.errors import FormatError
 
 QUANT_TYPE = "quant_type"
 GROUP_SIZE = "group_size"
-_CODES = 32  # bits in a word of codes
+# Bits in a word of codes.
+_CODES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,10 @@ class QuantType:
     name: str
     mode: str
     bits: int
-    group_size: int  # the default
-    group_sizes: tuple[int, ...]  # all supported sizes
+    # The default, if metadata state none.
+    group_size: int
+    # All supported sizes.
+    group_sizes: tuple[int, ...]
     scale_dtypes: tuple[str, ...]
     has_bias: bool
 
@@ -61,11 +64,11 @@ class Quantization:
         Raises:
             FormatError: The type is unknown, or does not support the group size.
         """
-        wanted = name.lower()
-        kind = QUANT_TYPES.get(ALIASES.get(wanted, wanted))
+        lower = name.lower()
+        kind = QUANT_TYPES.get(ALIASES.get(lower, lower))
         if kind is None:
-            known = ", ".join((*QUANT_TYPES, *ALIASES))
-            raise FormatError(f"unknown quantization {name!r:.40}: expected one of {known}")
+            names = ", ".join((*QUANT_TYPES, *ALIASES))
+            raise FormatError(f"unknown quantization {name!r:.40}: expected one of {names}")
         size = kind.group_size if group_size is None else _number(group_size)
         if size not in kind.group_sizes:
             allowed = " or ".join(map(str, kind.group_sizes))
@@ -78,7 +81,7 @@ class Quantization:
         return _CODES // self.type.bits
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return whether a tensor of ``shape`` can be quantized: its rows are whole groups."""
+        """Return True if a tensor of ``shape`` can be quantized: its rows are whole groups."""
         return len(shape) >= 2 and shape[-1] > 0 and shape[-1] % self.group_size == 0
 
     def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -101,8 +104,8 @@ class Quantization:
 def parse_precision(text: str) -> str:
     """Return the name of a precision: a type of quantization, bf16 or f16. Raises ValueError."""
     name = ALIASES.get(text.lower(), text.lower())
-    if name not in (known := (*QUANT_TYPES, "bf16", "f16")):
-        raise ValueError(f"unknown precision {text!r:.40}: expected one of {', '.join(known)}")
+    if name not in (precisions := (*QUANT_TYPES, "bf16", "f16")):
+        raise ValueError(f"unknown precision {text!r:.40}: expected one of {', '.join(precisions)}")
     return name
 
 

@@ -24,16 +24,19 @@ from clowder_aimage.tensor.quantization import (
 
 KEYS = ("quantization", "quantization_config")
 METHOD = "quant_method"
-StatedType = tuple[str | None, int | None]  # the name of a quantization and its group size
-_OWN_LAYERS = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: "_global_scale"}
+# The name of a quantization and its group size.
+StatedType = tuple[str | None, int | None]
+_PART_SUFFIXES = {SCALE: "_scale", BIAS: "_qbias", GLOBAL_SCALE: "_global_scale"}
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
     """The configurations that state the quantization of a component's tensors."""
 
-    config: Mapping[str, Any]  # of the component
-    index: Mapping[str, Any]  # model_index.json
+    # The component's config.json.
+    config: Mapping[str, Any]
+    # model_index.json
+    index: Mapping[str, Any]
 
     def of(self, name: str) -> StatedType:
         """Return the name and group size of the quantization of tensor ``name``, if stated."""
@@ -53,9 +56,9 @@ def mlx_entry(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | Non
     for key in KEYS:
         table = config.get(key)
         if isinstance(table, dict):
-            own = table.get(module)
-            if isinstance(own, dict) or "bits" in table:
-                return own if isinstance(own, dict) else table
+            entry = table.get(module)
+            if isinstance(entry, dict) or "bits" in table:
+                return entry if isinstance(entry, dict) else table
     return None
 
 
@@ -78,10 +81,10 @@ def unknown_key(config: Mapping[str, Any]) -> str | None:
 
 
 def _is_known(value: Mapping[str, Any]) -> bool:
-    """Return whether tensors of this method are converted, or this is MLX's table."""
+    """Return True if tensors of this method are converted, or this is MLX's table."""
     method = value.get(METHOD)
     if method in CONVERTED:
-        # rotations and other transforms would have to be computed at run time
+        # Rotations and other transforms would have to be computed at run time.
         return not value.get("transform_config")
     entries = [entry for entry in value.values() if isinstance(entry, dict)]
     if "bits" in value or "group_size" in value:
@@ -96,16 +99,16 @@ def _is_mlx(entry: Mapping[str, Any]) -> bool:
     return name is not None and ("group_size" not in entry or size in QUANT_TYPES[name].group_sizes)
 
 
-def own_layers(name: str, layers: Container[str]) -> dict[str, str]:
+def part_layers(name: str, layers: Container[str]) -> dict[str, str]:
     """Return the layers with the scales and biases of the codes in the layer ``name``.
 
     The keys are SCALE, BIAS and GLOBAL_SCALE; the result is empty if there are no scales.
     """
     if name.endswith(WEIGHT):
-        for stem, words in ((name, _OWN_LAYERS), (name.removesuffix(WEIGHT), MLX_PARTS)):
+        for stem, words in ((name, _PART_SUFFIXES), (name.removesuffix(WEIGHT), MLX_PARTS)):
             if stem + words[SCALE] in layers:
-                parts = {part: stem + word for part, word in words.items()}
-                return {part: own for part, own in parts.items() if own in layers}
+                parts = {suffix: stem + word for suffix, word in words.items()}
+                return {suffix: layer for suffix, layer in parts.items() if layer in layers}
     return {}
 
 
@@ -142,8 +145,8 @@ def group_size(kind: str, codes: tuple[int, ...], scales: tuple[int, ...]) -> in
     quantization = Quantization.parse(kind)
     if not codes or not scales or not scales[-1]:
         return None
-    size, rest = divmod(quantization.shape(codes)[-1], scales[-1])
-    return size if not rest and size in quantization.type.group_sizes else None
+    size, remainder = divmod(quantization.shape(codes)[-1], scales[-1])
+    return size if not remainder and size in quantization.type.group_sizes else None
 
 
 def _scales(key: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:

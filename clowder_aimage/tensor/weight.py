@@ -11,16 +11,17 @@ from typing import Protocol
 
 from clowder_aimage.tensor import Header, Quantization, nbytes
 
-FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes that can be cast and quantized
+# Dtypes that can be cast and quantized.
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class TensorDecoder(Protocol):
-    """A tensor whose bytes are computed from those of a file, such as a dequantized one."""
+    """A tensor that is computed from the bytes of a file, such as a dequantized one."""
 
     def decode(self, start: int, stop: int, /) -> Iterator[bytes | memoryview]:
         """Yield the bytes of rows ``start`` to ``stop`` (of the first dimension), in order.
 
-        They are little-endian values of the tensor's dtype, in parts of a few MiB at most.
+        They are little-endian values of the tensor's dtype, in chunks of a few MiB at most.
         """
         ...
 
@@ -39,8 +40,8 @@ class DecodedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class FileSpan:
-    """``nbytes`` bytes at ``offset`` of a file with the modification time ``modified`` (ns).
+class FileRange:
+    """A range of ``nbytes`` bytes at ``offset`` of a file modified at ``modified`` (ns).
 
     With ``decoded``, the bytes are computed from the file instead.
     """
@@ -75,15 +76,23 @@ class SourceTensor:
     ) -> list[SourceTensor]:
         """Return the tensors named in ``names``, or all, of the file at ``path``, in order."""
         modified = path.stat().st_mtime_ns
-        found = [(name, header.tensors[name]) for name in names or header.tensors]
+        entries = [(name, header.tensors[name]) for name in names or header.tensors]
         return [
-            cls(name, i.dtype, i.shape, path, header.data_offset + i.start, i.nbytes, modified)
-            for name, i in found
+            cls(
+                name,
+                info.dtype,
+                info.shape,
+                path,
+                header.data_offset + info.start,
+                info.nbytes,
+                modified,
+            )
+            for name, info in entries
         ]
 
     @property
-    def span(self) -> FileSpan:
-        return FileSpan(self.path, self.offset, self.nbytes, self.modified, self.decoded)
+    def file_range(self) -> FileRange:
+        return FileRange(self.path, self.offset, self.nbytes, self.modified, self.decoded)
 
     def decoding(self, decoder: TensorDecoder, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
         """Return the tensor of this name that ``decoder`` computes."""
@@ -91,14 +100,14 @@ class SourceTensor:
         size = nbytes(dtype, shape)
         return replace(self, dtype=dtype, shape=shape, nbytes=size, decoded=rows)
 
-    def called(self, name: str, shape: tuple[int, ...]) -> SourceTensor:
-        """Return the same values under another name, in a shape of as many elements."""
+    def rename(self, name: str, shape: tuple[int, ...]) -> SourceTensor:
+        """Return the same values with another name, in a shape of as many elements."""
         return replace(self, name=name, shape=shape)
 
     def rows(self, name: str, start: int, stop: int) -> SourceTensor:
         """Return rows of the first dimension as a tensor called ``name``."""
         row = self.nbytes // self.shape[0]
-        found = replace(
+        tensor = replace(
             self,
             name=name,
             shape=(stop - start, *self.shape[1:]),
@@ -106,13 +115,13 @@ class SourceTensor:
             nbytes=(stop - start) * row,
         )
         if self.decoded is None:
-            return found
-        first = self.decoded.start
-        return replace(found, decoded=replace(self.decoded, start=first + start, stop=first + stop))
+            return tensor
+        base = self.decoded.start
+        return replace(tensor, decoded=replace(self.decoded, start=base + start, stop=base + stop))
 
 
 class WeightReader(Enum):
-    """The conversion of a part's bytes to those of the blob."""
+    """The conversion of a chunk's bytes to those of the blob."""
 
     AS_IS = "as they are"
     FACTOR = "as a float32 factor"
@@ -120,8 +129,8 @@ class WeightReader(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPart:
-    """A part of a weight: its suffix in the blob ("", ".scale", ...), dtype and shape."""
+class TensorChunk:
+    """A stored tensor of a weight: its suffix in the blob ("", ".scale", ...), dtype and shape."""
 
     suffix: str
     dtype: str
@@ -137,7 +146,7 @@ class Weight:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[TensorPart, ...]
+    parts: tuple[TensorChunk, ...]
     quantization: Quantization | None = None
 
     @property
@@ -152,13 +161,13 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Return the size in the source, in bytes."""
-        return sum(part.tensor.nbytes for part in self.parts)
+        return sum(chunk.tensor.nbytes for chunk in self.parts)
 
 
 def plain(tensor: SourceTensor) -> Weight:
     """Return a tensor as an unquantized weight."""
-    part = TensorPart("", tensor.dtype, tensor.shape, tensor)
-    return Weight(tensor.name, tensor.dtype, tensor.shape, (part,))
+    chunk = TensorChunk("", tensor.dtype, tensor.shape, tensor)
+    return Weight(tensor.name, tensor.dtype, tensor.shape, (chunk,))
 
 
 def by_name(weights: Iterable[Weight]) -> tuple[Weight, ...]:

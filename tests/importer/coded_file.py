@@ -71,7 +71,7 @@ def swizzled(scales: Array) -> Array:
 
 def values_of(tensor: SourceTensor) -> Array:
     """Return the values as float32, read like those of any tensor."""
-    with SpanReader(tensor.span, threading.Event()) as reader:
+    with SpanReader(tensor.file_range, threading.Event()) as reader:
         raw = bytes(reader.read())
         reader.check_unchanged()
     if tensor.dtype == "BF16":

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from clowder_aimage.importer.planned_layer import PlannedLayer
-    from clowder_aimage.tensor.weight import FileSpan
+    from clowder_aimage.tensor.weight import FileRange
 
 
 NAME = Reference.parse("m")
@@ -60,7 +60,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     counted: Counter[object] = Counter()
     begin = SpanReader.__init__
 
-    def counting(self: SpanReader, span: FileSpan, stopped: threading.Event) -> None:
+    def counting(self: SpanReader, span: FileRange, stopped: threading.Event) -> None:
         counted[span] += 1
         begin(self, span, stopped)
 
@@ -316,9 +316,9 @@ def test_rows_of_a_decoded_tensor_are_read_in_any_pieces(tmp_path: Path) -> None
     codes = SourceTensor("w", "U8", (1,), path, 0, 1, path.stat().st_mtime_ns)
     whole = codes.decoding(_Halves(), "U8", (8, 2))
     part = whole.rows("v", 2, 7).rows("u", 1, 4)
-    with SpanReader(part.span, threading.Event()) as reader:
+    with SpanReader(part.file_range, threading.Event()) as reader:
         assert b"".join(map(bytes, reader.chunks(4))) == bytes(range(6, 12))
         reader.check_unchanged()
     short = replace(whole, nbytes=17)
-    with SpanReader(short.span, threading.Event()) as reader, pytest.raises(ModelError):
+    with SpanReader(short.file_range, threading.Event()) as reader, pytest.raises(ModelError):
         reader.read()

@@ -8,7 +8,7 @@ import pytest
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import Quantization
-from clowder_aimage.tensor.weight import SourceTensor, TensorPart, Weight, by_name, plain
+from clowder_aimage.tensor.weight import SourceTensor, TensorChunk, Weight, by_name, plain
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,12 @@ def test_weight_counts_the_bytes_of_its_parts() -> None:
     codes = SourceTensor("x", "U32", (8, 16), Path("file"), 100, 512, 1)
     scales = SourceTensor("x.scales", "BF16", (8, 2), Path("file"), 612, 32, 1)
     parts = (
-        TensorPart("", codes.dtype, codes.shape, codes),
-        TensorPart(".scale", scales.dtype, scales.shape, scales),
+        TensorChunk("", codes.dtype, codes.shape, codes),
+        TensorChunk(".scale", scales.dtype, scales.shape, scales),
     )
     weight = Weight("x", "int4", (8, 128), parts, Quantization.parse("int4"))
     assert (weight.elements, weight.nbytes, weight.tensor) == (1024, 544, codes)
-    assert (codes.span.offset, codes.span.nbytes) == (100, 512)
+    assert (codes.file_range.offset, codes.file_range.nbytes) == (100, 512)
     one = plain(scales)
     assert (one.name, one.dtype, one.shape, one.nbytes) == ("x.scales", "BF16", (8, 2), 32)
     assert by_name([one, weight]) == (weight, one)

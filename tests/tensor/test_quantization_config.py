@@ -15,7 +15,7 @@ from clowder_aimage.tensor.quantization_config import (
     group_size,
     mlx_entry,
     mlx_type,
-    own_layers,
+    part_layers,
     unknown_key,
 )
 
@@ -114,13 +114,13 @@ def test_unknown_quantizations_are_named_by_their_key(value: object) -> None:
 
 def test_layers_of_codes_are_found_by_both_conventions() -> None:
     ours = {"x.weight", "x.weight_scale", "x.weight_qbias"}
-    assert own_layers("x.weight", ours) == {
+    assert part_layers("x.weight", ours) == {
         ".scale": "x.weight_scale",
         ".bias": "x.weight_qbias",
     }
-    assert own_layers("x.weight", {"x.scales", "x.weight"}) == {".scale": "x.scales"}
-    assert own_layers("x.weight", {"x.weight", "x.weight_qbias"}) == {}
-    assert own_layers("x.bias", {"x.bias", "x.bias_scale"}) == {}
+    assert part_layers("x.weight", {"x.scales", "x.weight"}) == {".scale": "x.scales"}
+    assert part_layers("x.weight", {"x.weight", "x.weight_qbias"}) == {}
+    assert part_layers("x.bias", {"x.bias", "x.bias_scale"}) == {}
 
 
 @pytest.mark.parametrize(
