@@ -111,7 +111,7 @@ def pull(
         limit = connection.limit(reference.registry)
         with store.lease(*plan.digests), span("blobs", count=len(plan.digests)):
             if options.begin is not None and early is not None:
-                plan = plan.ordered(_in_order(early.aimage, options.begin(early)))
+                plan = plan.order_blobs(_in_order(early.aimage, options.begin(early)))
             copy(
                 source,
                 reference,
@@ -166,7 +166,7 @@ def _select_layers(
         for blob, layer in zip(found.manifest.layers, found.aimage.layers, strict=True)
         if layer.name in names
     }
-    return known, plan.part(selected | {found.manifest.config.digest})
+    return known, plan.select(selected | {found.manifest.config.digest})
 
 
 def _read_aimage(source: Source, plan: CopyPlan, store: Source) -> tuple[Source, StoredAImage]:

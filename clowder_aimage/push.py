@@ -270,7 +270,7 @@ def _missing_first(
         f"missing {words or f'{len(absent)} of its blobs'}",
         **completion(store, reference, stored.descriptor, prefer_other=True),
     )
-    return _PartialSource(source, absent, error), plan.beginning(absent)
+    return _PartialSource(source, absent, error), plan.put_first(absent)
 
 
 class _UnfitError(ModelError):

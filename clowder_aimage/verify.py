@@ -126,7 +126,7 @@ def _fetch(
             concurrency=connection.jobs(reference.registry),
             rate=Rate(limit) if limit else None,
             is_named=False,
-            plan=plan_copy(source, source.resolve(meant)).part(wanted),  # of the whole index
+            plan=plan_copy(source, source.resolve(meant)).select(wanted),  # of the whole index
         )
 
 

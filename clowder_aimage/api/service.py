@@ -188,7 +188,7 @@ def make_service(
     metrics, events = Metrics(), EventLog()
     if not isinstance(settings, Settings):
         settings = Settings()
-    selector = ManifestSelector(last=settings.first)
+    selector = ManifestSelector(fallback_variant=settings.first)
     transfers = TransferQueue(store, connection, metrics, events, selector=selector)
     return Service(
         engine=Engine(store, transfers, settings.limits, metrics, events=events),

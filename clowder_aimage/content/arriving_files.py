@@ -14,15 +14,17 @@ from clowder_aimage.errors import NotFoundError
 from clowder_aimage.oci import Descriptor
 
 _T = TypeVar("_T")
-_INTERVAL = 0.01  # seconds between two looks for a blob
-_LOOKS = 25  # before a read ends a group commit, which may cost as much as all of its blobs
+# Seconds between two checks for a blob.
+_INTERVAL = 0.01
+# Checks before a read ends a group commit. A sync may cost as much as all of its blobs.
+_ATTEMPTS = 25
 
 
 class ArrivingFiles(BlobFiles):
     """The blobs of ``store``; a read waits until its blob is verified and stored.
 
-    ``is_over`` returns whether no more blobs will arrive, or raises the error of their fetch, which
-    the reads then raise. Another process may fetch them.
+    ``is_over`` returns True if no more blobs will arrive, or raises the error of their fetch. The
+    reads then raise it, too. Another process may fetch them.
     """
 
     def __init__(self, store: ContentStore, is_over: Callable[[], bool]) -> None:
@@ -33,17 +35,20 @@ class ArrivingFiles(BlobFiles):
         return self._store.is_durable(content)
 
     def open(self, content: Descriptor, /) -> Reader:
-        return self._stored(content, self._store.open)
+        return self._read_when_stored(content, self._store.open)
 
     def path(self, content: Descriptor, /) -> Path:
-        return self._stored(content, self._store.path)
+        return self._read_when_stored(content, self._store.path)
 
-    def _stored(self, content: Descriptor, read: Callable[[Descriptor], _T]) -> _T:
-        for looks in itertools.count():
-            is_last = self._is_over()  # before the look, so that no blob is missed
-            is_here = self.exists(content) or (looks >= _LOOKS and self._store.exists(content))
+    def _read_when_stored(self, content: Descriptor, read: Callable[[Descriptor], _T]) -> _T:
+        for attempts in itertools.count():
+            # Read before the check: a blob that arrives in between is not missed.
+            is_last = self._is_over()
+            has_arrived = self.exists(content) or (
+                attempts >= _ATTEMPTS and self._store.exists(content)
+            )
             with contextlib.suppress(*(() if is_last else (NotFoundError,))):
-                if is_last or is_here:
+                if is_last or has_arrived:
                     return read(content)
             time.sleep(_INTERVAL)
         raise AssertionError

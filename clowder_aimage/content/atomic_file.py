@@ -1,7 +1,7 @@
 """Atomic file writes.
 
-Data is written to a temporary file beside the final one, which is synced and renamed. It is locked
-(flock) while it is open, which distinguishes it from leftovers of killed processes.
+Data is written to a temporary file beside the final one. Then it is synced and renamed. It is
+locked (flock) while it is open: leftovers of killed processes are not locked.
 """
 
 from __future__ import annotations
@@ -47,34 +47,37 @@ def atomic_file(
     """
     with contextlib.ExitStack() as stack:
         final = stack.enter_context(OpenDirectory(path.parent))
-        place = stack.enter_context(OpenDirectory(directory)) if directory else final
-        temporary, fd = _create(place, path, mode)
+        temporary_directory = stack.enter_context(OpenDirectory(directory)) if directory else final
+        temporary, fd = _create(temporary_directory, path, mode)
         with os.fdopen(fd, "wb", buffering=0) as file:
             try:
                 if removes_leftovers:
-                    remove_leftovers(place, temporary, temporary_prefix(path))
+                    remove_leftovers(temporary_directory, temporary, temporary_prefix(path))
                 if prepare is not None:
                     prepare(fd)
                 yield file
                 if durable:
                     os.fsync(fd)
-                place.rename(os.fstat(fd), temporary, path.name, final)  # while it is locked
+                # Renamed while it is locked: other processes remove unlocked temporary files.
+                temporary_directory.rename(os.fstat(fd), temporary, path.name, final)
             except BaseException:
-                place.remove(temporary)
+                temporary_directory.remove(temporary)
                 raise
+        # Without a sync of the directory, the rename itself may be lost in a crash.
         if durable:
             final.sync()
 
 
-def _create(place: OpenDirectory, path: Path, mode: int) -> tuple[str, int]:
+def _create(directory: OpenDirectory, path: Path, mode: int) -> tuple[str, int]:
     """Return the name of a new temporary file, and its descriptor, locked while it is open."""
     while True:
         temporary = temporary_name(path)
-        fd = place.create(temporary, mode)
+        fd = directory.create(temporary, mode)
         flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
             return temporary, fd
-        os.close(fd)  # removed as a leftover before it was locked
+        # Another process removed the file as a leftover before it was locked.
+        os.close(fd)
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
@@ -111,7 +114,7 @@ def is_temporary(name: str, prefix: str) -> bool:
 
 
 def remove_leftovers(
-    place: OpenDirectory,
+    directory: OpenDirectory,
     temporary: str,
     prefix: str,
     remove: Callable[[OpenDirectory, str], None] = OpenDirectory.remove,
@@ -121,21 +124,21 @@ def remove_leftovers(
     Do nothing on file systems without locks, and ignore errors.
     """
     with contextlib.suppress(OSError):
-        if not _is_locked(place.open(temporary)):
+        if not _is_locked(directory.open(temporary)):
             return
-        for name in place.names():
+        for name in directory.names():
             if is_temporary(name, prefix):
                 with contextlib.suppress(OSError):
-                    _remove_unlocked(place, name, remove)
+                    _remove_unlocked(directory, name, remove)
 
 
 def _remove_unlocked(
-    place: OpenDirectory, name: str, remove: Callable[[OpenDirectory, str], None]
+    directory: OpenDirectory, name: str, remove: Callable[[OpenDirectory, str], None]
 ) -> None:
-    fd = place.open(name)
+    fd = directory.open(name)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove(place, name)
+        remove(directory, name)
     finally:
         os.close(fd)
 
@@ -165,7 +168,7 @@ def _is_locked(fd: int) -> bool:
 
 
 def sync_file_system(fd: int) -> bool:
-    """Make everything on the file system of ``fd`` durable; return False where no call does that.
+    """Make everything on the file system of ``fd`` durable; return False without such a call.
 
     A disk takes as long to synchronise one small file as a hundred. Raises OSError.
     """
@@ -179,7 +182,8 @@ def sync_file_system(fd: int) -> bool:
 
 
 def _syncfs() -> Callable[[int], int] | None:
-    import ctypes  # many verbs write no files
+    # Imported late: many verbs write no files.
+    import ctypes
 
     try:
         return ctypes.CDLL(None, use_errno=True).syncfs

@@ -49,8 +49,8 @@ class CopyPlan:
     @property
     def digests(self) -> set[Digest]:
         """The digests of all documents and blobs, including left-out blobs."""
-        contents = [content for content, _ in self.documents]
-        return {each.digest for each in (*contents, *self.blobs, *self.left_out)}
+        contents = [descriptor for descriptor, _ in self.documents]
+        return {content.digest for content in (*contents, *self.blobs, *self.left_out)}
 
     def missing(self, target: Source) -> list[Descriptor]:
         """Return the blobs that ``target`` does not have in full."""
@@ -60,21 +60,21 @@ class CopyPlan:
         """Return the left-out blobs that ``target`` does not have."""
         return [blob for blob in self.left_out if not target.exists(blob)]
 
-    def part(self, digests: Collection[Digest]) -> CopyPlan:
+    def select(self, digests: Collection[Digest]) -> CopyPlan:
         """Return a plan for these blobs only; the others are left out."""
         chosen = tuple(blob for blob in self.blobs if blob.digest in digests)
-        others = tuple(blob for blob in self.blobs if blob.digest not in digests)
-        return replace(self, blobs=chosen, left_out=self.left_out + others)
+        excluded = tuple(blob for blob in self.blobs if blob.digest not in digests)
+        return replace(self, blobs=chosen, left_out=self.left_out + excluded)
 
-    def beginning(self, digests: Collection[Digest]) -> CopyPlan:
+    def put_first(self, digests: Collection[Digest]) -> CopyPlan:
         """Return the same plan with these blobs before the others."""
         blobs = sorted(self.blobs, key=lambda blob: blob.digest not in digests)
         return replace(self, blobs=tuple(blobs))
 
-    def ordered(self, digests: Sequence[Digest]) -> CopyPlan:
+    def order_blobs(self, digests: Sequence[Digest]) -> CopyPlan:
         """Return the same plan with the blobs in this order, the others before them."""
-        places = {digest: place for place, digest in reversed([*enumerate(digests)])}
-        blobs = sorted(self.blobs, key=lambda blob: places.get(blob.digest, -1))
+        positions = {digest: index for index, digest in reversed([*enumerate(digests)])}
+        blobs = sorted(self.blobs, key=lambda blob: positions.get(blob.digest, -1))
         return replace(self, blobs=tuple(blobs), is_ordered=True)
 
 
@@ -125,7 +125,7 @@ def copy(
     is_named: bool = True,
     plan: CopyPlan | None = None,
 ) -> Descriptor:
-    """Copy what ``reference`` names, children before parents, and tag it in ``target``.
+    """Copy the artifact ``reference``, children before parents, and tag it in ``target``.
 
     Blobs that the target has are skipped, the others are copied ``concurrency`` at a time. The
     first failure stops the copy. The root is pushed and tagged last, so that no tag in the target
@@ -142,8 +142,8 @@ def copy(
     with target.lease(*plan.digests):
         options = CopyOptions(concurrency, on_event, rate, plan.is_ordered)
         target.receive(source, plan.blobs, options)
-        *below, (root, document) = plan.documents
-        for descriptor, child in below:
+        *children, (root, document) = plan.documents
+        for descriptor, child in children:
             if not target.exists(descriptor):
                 target.push(descriptor, bytes_body(child.raw))
         name = (target_reference or reference) if is_named and not plan.left_out else None
@@ -171,7 +171,7 @@ def push_blobs(
 
 
 class _WatchedBody:
-    """The body of a blob, which reports its progress and ends when the copy stops."""
+    """A body of a blob that reports its progress and ends when the copy stops."""
 
     def __init__(
         self, source: Source, blob: Descriptor, stopped: threading.Event, on_event: OnEvent
@@ -181,7 +181,8 @@ class _WatchedBody:
         self._count = 0
 
     def __call__(self, offset: int = 0, /) -> Reader:
-        self._progress(offset - self._count)  # a retry returns to an earlier offset
+        # A retry returns to an earlier offset: the progress is taken back.
+        self._progress(offset - self._count)
         source = self._source.open(self._blob, offset)
         kind = _WatchedFile if isinstance(source, io.FileIO) else _WatchedReader
         return kind(source, self)
@@ -191,7 +192,7 @@ class _WatchedBody:
             self._count += count
             self._on_event(CopyEvent("progress", self._blob, count))
 
-    def passed(self, count: int) -> None:
+    def advance(self, count: int) -> None:
         if self._stopped.is_set():
             raise ParallelStoppedError
         self._progress(count)
@@ -204,7 +205,7 @@ class _WatchedReader(SourceReader):
 
     def _fill(self, view: memoryview) -> int:
         count = self._source.readinto(view)
-        self._body.passed(count)
+        self._body.advance(count)
         return count
 
 
@@ -217,4 +218,4 @@ class _WatchedFile(_WatchedReader):
         return self._source.fileno()
 
     def sent(self, count: int) -> None:
-        self._body.passed(count)
+        self._body.advance(count)

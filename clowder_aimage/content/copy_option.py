@@ -18,9 +18,9 @@ class CopyEvent:
 
     ``kind`` is ``plan`` (the total of blobs and bytes), ``skip`` (already in the target),
     ``start``, ``progress`` (``count`` more bytes; negative when a retry starts over), ``wait`` (for
-    the process ``count``, or an unknown one if 0, which writes the blob) or ``done``. A
-    mounted blob has the events ``start``, ``skip`` and ``done``. A ``progress`` of more than a
-    chunk counts bytes from an earlier run.
+    the process ``count`` that writes the blob, 0 if unknown) or ``done``. A mounted blob has the
+    events ``start``, ``skip`` and ``done``. A ``progress`` of more than a chunk counts bytes from
+    an earlier run.
     """
 
     kind: str
@@ -57,12 +57,13 @@ class Rate:
         """Return the bytes of one read, so that the wait after it is short."""
         return max(4096, int(self._limit / 8))
 
-    def passed(self, count: int) -> None:
+    def consume(self, count: int) -> None:
         """Account for ``count`` bytes, and wait as the limit requires."""
         with self._lock:
-            now = self._clock()
-            self._free_at = max(self._free_at, now) + count / self._limit
-            wait = self._free_at - now
+            timestamp = self._clock()
+            # Connections share the schedule: each waits until its own bytes are due.
+            self._free_at = max(self._free_at, timestamp) + count / self._limit
+            wait = self._free_at - timestamp
         if wait > 0:
             self._sleep(wait)
 

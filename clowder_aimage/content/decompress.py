@@ -19,12 +19,17 @@ from clowder_aimage.content.verified_reader import SourceReader, VerifyingReader
 from clowder_aimage.errors import AImageError, FormatError, UsageError, VerificationError
 from clowder_aimage.oci import Descriptor, mediatype
 
-MAX_PLAIN = 1 << 40  # bytes that a layer of unknown content may unpack to
+# Bytes that a layer of unknown content may unpack to
+MAX_PLAIN = 1 << 40
 MAX_RATIO = 200
-_ROOM = 64 * 1024 * 1024  # bytes that a layer may unpack to before its ratio is checked
-_GZIP_READ = 16 * 1024  # bytes in one read, which may decompress to 1,032 times as many
-_ZSTD_READ = 4096  # bytes in one read, which may decompress to 32,768 times as many
-_WINDOW = 1 << 27  # maximum bytes of a zstd window, as in the zstd tool
+# Bytes that a layer may unpack to before its ratio is checked
+_MIN_UNPACKED = 64 * 1024 * 1024
+# Bytes in one read, which may decompress to 1,032 times as many
+_GZIP_READ = 16 * 1024
+# Bytes in one read, which may decompress to 32,768 times as many
+_ZSTD_READ = 4096
+# Maximum bytes of a zstd window, as in the zstd tool
+_WINDOW = 1 << 27
 _DOCKER = "application/vnd.docker.image.rootfs."
 _DOTTED = (".tar.gzip", ".tar.zstd")
 
@@ -86,7 +91,8 @@ class _Decoder:
     ) -> None:
         self._name, self._begin, self._failure = name, begin, failure
         self._size, self._padding = size, padding
-        self._frame = begin()  # at least one frame, which must be complete
+        # At least one frame, which must be complete
+        self._frame = begin()
         self._rest = b""
 
     def decode(self, read: Callable[[int], bytes]) -> bytes:
@@ -150,13 +156,13 @@ class _PlainReader(SourceReader):
         super().__init__(source)
         self._layer, self._decoder, self._content = layer, decoder, content
         self._limit = limit if content is None else content.size
-        self._taken = self._given = 0
+        self._packed_count = self._plain_count = 0
         self._rest = memoryview(b"")
 
     def _fill(self, view: memoryview) -> int:
         if not self._rest:
             self._rest = memoryview(self._decode())
-            self._given += len(self._rest)
+            self._plain_count += len(self._rest)
             self._check()
         count = min(len(view), len(self._rest))
         view[:count], self._rest = self._rest[:count], self._rest[count:]
@@ -171,11 +177,11 @@ class _PlainReader(SourceReader):
 
     def _read(self, count: int) -> bytes:
         data = self._source.read(count)
-        self._taken += len(data)
+        self._packed_count += len(data)
         return data
 
     def _drain(self) -> None:
-        """Raise VerificationError if the blob is damaged, which then caused the decoding error."""
+        """Raise VerificationError if the blob is damaged: damage explains the decoding error."""
         try:
             while self._source.read(CHUNK_SIZE):
                 pass
@@ -185,14 +191,15 @@ class _PlainReader(SourceReader):
             return
 
     def _check(self) -> None:
-        most = self._limit
-        if self._content is None:  # otherwise the size is known
-            most = min(most, max(_ROOM, MAX_RATIO * self._taken))
-        if self._given <= most:
+        limit = self._limit
+        # If the manifest states the content, its size is the limit.
+        if self._content is None:
+            limit = min(limit, max(_MIN_UNPACKED, MAX_RATIO * self._packed_count))
+        if self._plain_count <= limit:
             return
         if self._content is not None:
             raise VerificationError(
-                f"layer {self._layer.digest} decompresses to more than the {most} bytes "
+                f"layer {self._layer.digest} decompresses to more than the {limit} bytes "
                 f"of {self._content.digest}"
             )
-        raise too_large(self._layer, most)
+        raise too_large(self._layer, limit)

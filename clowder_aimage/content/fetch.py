@@ -16,17 +16,27 @@ from collections import deque
 from collections.abc import Sequence
 
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.chunk import LOOK, BlobTransfer, Chunk, ConcurrencyProbe, is_large
+from clowder_aimage.content.chunk import (
+    MEASURING_TIME,
+    BlobTransfer,
+    Chunk,
+    ConcurrencyProbe,
+    is_large,
+)
 from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
 from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
 from clowder_aimage.content.store import ContentStore, IngestBusyError, Source
 from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest
 
-RESERVE = 16 * 1024 * 1024  # bytes that a copy leaves free
-NOTED = 16 * 1024 * 1024  # bytes of a large blob between two checkpoints
-_NOTICE = 2.0  # seconds after which a process that is waited for is reported
-_POLL = 0.1  # seconds between checks of a blob that another process fetches
+# Bytes that a copy leaves free
+RESERVE = 16 * 1024 * 1024
+# Bytes of a large blob between two checkpoints
+NOTED = 16 * 1024 * 1024
+# Seconds after which a process that is waited for is reported
+_NOTICE = 2.0
+# Seconds between checks of a blob that another process fetches
+_POLL = 0.1
 
 
 def fetch_blobs(
@@ -56,7 +66,7 @@ def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
 
 
 class BlobDownload:
-    """One run of the engine over ``blobs``, the largest first, or in the order of their use."""
+    """A run of the engine over ``blobs``, the largest first, or in the order of their use."""
 
     def __init__(
         self,
@@ -71,16 +81,19 @@ class BlobDownload:
         self._on_event, self._rate = options.on_event, options.rate
         self._is_ordered = options.is_ordered
         self._pending = deque(blobs)
-        # blobs that another process fetches, and when to check them again
+        # Blobs that another process fetches, with the times of their next check.
         self._elsewhere: deque[tuple[float, Descriptor]] = deque()
-        self._seen: dict[Digest, int] = {}  # bytes of them that have arrived
-        self._busy: dict[Digest, float] = {}  # since when another process fetches them
+        # The reported bytes of each of them.
+        self._reported: dict[Digest, int] = {}
+        # The time since which another process fetches them.
+        self._busy: dict[Digest, float] = {}
         self._active: list[BlobTransfer] = []
         self._opening = 0
         self._changed = threading.Condition()
         self._stopped = False
         self._probe = ConcurrencyProbe(self._connections)
-        self._large = 0  # connections that fetch large blobs
+        # Connections that fetch large blobs
+        self._large = 0
 
     def run(self) -> None:
         """Fetch all blobs. Raises the error of the first connection that fails."""
@@ -109,7 +122,7 @@ class BlobDownload:
         except ParallelStoppedError:
             return
 
-    def _next(self, last: BlobTransfer | None) -> BlobTransfer | None:
+    def _next(self, current: BlobTransfer | None) -> BlobTransfer | None:
         """Return a blob to fetch a chunk of, or None at the end.
 
         A blob that only this connection fetches comes first, so that its bytes arrive in order;
@@ -117,8 +130,8 @@ class BlobDownload:
         """
         while True:
             with self._changed:
-                alone = last is not None and last.unclaimed and not last.readers
-                content = last if alone and not self._stopped else self._choose()
+                alone = current is not None and current.unclaimed and not current.readers
+                content = current if alone and not self._stopped else self._choose()
                 if isinstance(content, BlobTransfer):
                     content.readers += 1
                     self._large += content.is_large
@@ -149,15 +162,19 @@ class BlobDownload:
         while True:
             if self._stopped:
                 raise ParallelStoppedError
-            # more connections would not speed up large blobs
-            wide = self._large >= self._probe.value
-            if self._pending and not (wide and is_large(self._pending[0])):
+            # More connections would not speed up large blobs
+            is_saturated = self._large >= self._probe.value
+            if self._pending and not (is_saturated and is_large(self._pending[0])):
                 return self._pending.popleft()
             if (small := self._pop_small()) is not None:
                 return small
-            if not wide or any(not blob.is_large for blob in self._active):
-                able = (each for each in self._active if not (wide and each.is_large))
-                if joinable := [blob for blob in able if blob.may_be_joined]:
+            if not is_saturated or any(not blob.is_large for blob in self._active):
+                joinable = [
+                    blob
+                    for blob in self._active
+                    if not (is_saturated and blob.is_large) and blob.may_be_joined
+                ]
+                if joinable:
                     return max(joinable, key=lambda blob: 0 if self._is_ordered else blob.left)
             if self._elsewhere:
                 due, content = self._elsewhere[0]
@@ -168,14 +185,15 @@ class BlobDownload:
                 continue
             if not self._active and not self._opening and not self._pending:
                 return None
-            self._changed.wait(LOOK)  # a chunk may turn out to be slow
+            # Wake up without a signal: a chunk may have become slow enough to be shared.
+            self._changed.wait(MEASURING_TIME)
 
     def _pop_small(self) -> Descriptor | None:
         """Remove and return a blob that is not large, if any: the smallest, or the first."""
         if not self._is_ordered:
             is_small = self._pending and not is_large(self._pending[-1])
             return self._pending.pop() if is_small else None
-        small = next((each for each in self._pending if not is_large(each)), None)
+        small = next((blob for blob in self._pending if not is_large(blob)), None)
         if small is not None:
             self._pending.remove(small)
         return small
@@ -186,29 +204,34 @@ class BlobDownload:
             ingest = self._target.ingest(content.digest.encoded, content)
         except IngestBusyError as error:
             self._watch(content)
-            now = time.monotonic()
-            if now - self._busy.setdefault(content.digest, now) > _NOTICE:
-                self._busy[content.digest] = math.inf  # once
+            timestamp = time.monotonic()
+            if timestamp - self._busy.setdefault(content.digest, timestamp) > _NOTICE:
+                # Report it once.
+                self._busy[content.digest] = math.inf
                 pid = int(error.facts.get("pid") or 0)
                 self._on_event(CopyEvent("wait", content, pid))
             with self._changed:
                 self._elsewhere.append((time.monotonic() + _POLL, content))
             return None
-        if self._target.exists(content):  # another process has finished it meanwhile
+        # Another process has finished it meanwhile
+        if self._target.exists(content):
             ingest.abort()
             self._on_event(CopyEvent("skip", content, content.size))
             return None
         try:
-            if seen := self._seen.pop(content.digest, 0):  # that process ended early
-                self._on_event(CopyEvent("progress", content, -seen))
+            # The other process ended early: its progress is taken back.
+            if reported := self._reported.pop(content.digest, 0):
+                self._on_event(CopyEvent("progress", content, -reported))
             blob = BlobTransfer(content, ingest, self._alignment)
             self._on_event(CopyEvent("start", content, content.size))
             if content.size - blob.left:
                 self._on_event(CopyEvent("progress", content, content.size - blob.left))
-        except BaseException:  # a listener raised: other processes must not wait for this one
+        except BaseException:
+            # A listener raised: other processes must not wait for this one
             ingest.suspend()
             raise
-        if not blob.unclaimed:  # all bytes are stored: only the digest must be verified
+        # All bytes are stored: only the digest must be verified
+        if not blob.unclaimed:
             self._finish(blob)
             return None
         with self._changed:
@@ -219,74 +242,76 @@ class BlobDownload:
 
     def _watch(self, content: Descriptor) -> None:
         """Report the progress of another process. Each blob is watched by one thread at a time."""
-        if content.digest not in self._seen:
-            self._seen[content.digest] = 0
+        if content.digest not in self._reported:
+            self._reported[content.digest] = 0
             self._on_event(CopyEvent("start", content, content.size))
-        come = content.size - self._target.missing_size(content)
-        if (count := come - self._seen[content.digest]) > 0:
-            self._seen[content.digest] = come
+        arrived = content.size - self._target.missing_size(content)
+        if (count := arrived - self._reported[content.digest]) > 0:
+            self._reported[content.digest] = arrived
             self._on_event(CopyEvent("progress", content, count))
 
     def _fetch_chunk(self, blob: BlobTransfer, buffer: memoryview) -> None:
         """Fetch one chunk of a blob, and commit the blob after the last one."""
         with self._changed:
             alone = self._pending or blob.is_fast
-            part = blob.claim(1 if alone else self._probe.value)
-        if part is not None:  # otherwise other connections have the rest
-            self._read(blob, part, buffer)
+            chunk = blob.claim(1 if alone else self._probe.value)
+        # Without a chunk, other connections fetch all that is left.
+        if chunk is not None:
+            self._read(blob, chunk, buffer)
         with self._changed:
             blob.readers -= 1
-            if part is not None:
-                blob.release(part)
-            last = not blob.readers and not blob.unclaimed
-            if last:
+            if chunk is not None:
+                blob.release(chunk)
+            is_last = not blob.readers and not blob.unclaimed
+            if is_last:
                 self._active.remove(blob)
                 self._opening += 1
             self._changed.notify_all()
-        if last:
+        if is_last:
             try:
                 self._finish(blob)
             finally:
                 with self._changed:
                     self._opening -= 1
                     self._changed.notify_all()
-        elif part is not None:
+        elif chunk is not None:
             blob.ingest.checkpoint()
 
-    def _read(self, blob: BlobTransfer, part: Chunk, buffer: memoryview) -> None:
-        """Stream a chunk into the ingest, up to its end, which another connection may reduce."""
-        content, noted = blob.content, part.at
-        with self._source.open(content, part.at, part.left) as reader:
+    def _read(self, blob: BlobTransfer, chunk: Chunk, buffer: memoryview) -> None:
+        """Stream a chunk into the ingest, up to its end. Another connection may reduce the end."""
+        content, noted = blob.content, chunk.at
+        with self._source.open(content, chunk.at, chunk.left) as reader:
             ranges = self._source.supports_ranges(content)
             with self._changed:
-                if ranges and not blob.ranges:  # other connections may join
+                # Other connections may join
+                if ranges and not blob.ranges:
                     self._changed.notify_all()
-                blob.began(ranges=ranges)
-            while part.left > 0:
+                blob.record_start(ranges=ranges)
+            while chunk.left > 0:
                 if self._stopped:
                     raise ParallelStoppedError
-                size = min(part.left, len(buffer), self._rate.burst if self._rate else part.left)
+                size = min(chunk.left, len(buffer), self._rate.burst if self._rate else chunk.left)
                 count = reader.readinto(buffer[:size])
                 if not count:
-                    raise VerificationError(f"{content.digest} ended after {part.at} bytes")
-                blob.ingest.write_at(part.at, buffer[:count])
-                part.at += count
-                self._passed(blob, count)
-                if part.at - noted >= NOTED and part.left:
+                    raise VerificationError(f"{content.digest} ended after {chunk.at} bytes")
+                blob.ingest.write_at(chunk.at, buffer[:count])
+                chunk.at += count
+                self._record(blob, count)
+                if chunk.at - noted >= NOTED and chunk.left:
                     blob.ingest.checkpoint()
-                    noted = part.at
+                    noted = chunk.at
 
-    def _passed(self, blob: BlobTransfer, count: int) -> None:
+    def _record(self, blob: BlobTransfer, count: int) -> None:
         """Account for received bytes of a blob."""
         self._on_event(CopyEvent("progress", blob.content, count))
         if blob.is_large and not self._probe.settled:
             with self._changed:
                 before = self._probe.value
-                self._probe.passed(count, time.monotonic())
+                self._probe.record(count, time.monotonic())
                 if self._probe.value > before:
                     self._changed.notify_all()
         if self._rate is not None:
-            self._rate.passed(count)
+            self._rate.consume(count)
 
     def _finish(self, blob: BlobTransfer) -> None:
         """Verify a blob.

@@ -1,7 +1,7 @@
 """The graph of manifests: an index lists manifests, a manifest its config and layers.
 
-Every traversal of documents is ``walk``, and every depth is bounded by ``MAX_DEPTH``; what scans
-documents for digests instead is in docs/adr/0010.
+Every traversal of documents is ``walk``, and every depth is bounded by ``MAX_DEPTH``. The scan of
+documents for digests is another mechanism (docs/adr/0010).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, parse_document
 
-MAX_DEPTH = 4  # levels of indexes below the root
-UNKNOWN = "application/octet-stream"  # the media type of a blob without a descriptor
+# Levels of indexes below the root
+MAX_DEPTH = 4
+# The media type of a blob without a descriptor
+UNKNOWN = "application/octet-stream"
 
 ReadDocument = Callable[[Descriptor], Manifest | Index | None]
 
@@ -52,7 +54,7 @@ def read_document(source: Source, content: Descriptor) -> Manifest | Index:
 
 
 def document_of(raw: bytes, content: Descriptor) -> Manifest | Index:
-    """Parse the bytes of a manifest or an index. Raises FormatError, which names its digest."""
+    """Parse the bytes of a manifest or an index. Raises FormatError with its digest."""
     try:
         return parse_document(raw, content.media_type)
     except FormatError as error:
@@ -62,7 +64,7 @@ def document_of(raw: bytes, content: Descriptor) -> Manifest | Index:
 def successors(document: Manifest | Index) -> tuple[Descriptor, ...]:
     """Return the descriptors that a document refers to, in its order.
 
-    A config or a layer is a blob whatever its media type; the ``subject`` is not included.
+    A config or a layer is a blob of any media type; the ``subject`` is not included.
     """
     if isinstance(document, Index):
         return document.manifests
@@ -76,7 +78,8 @@ def referrer_entry(content: Descriptor, document: Manifest | Index) -> Descripto
     """Return the descriptor of a referrer in a list, with its type and annotations."""
     kind = document.artifact_type
     if not kind and isinstance(document, Manifest):
-        kind = document.config.media_type  # image-spec, manifest.md: if there is no artifactType
+        # Without an artifactType it is the config's media type (image-spec, manifest.md).
+        kind = document.config.media_type
     extra = {"artifactType": kind} if kind else {}
     return replace(content, annotations=document.annotations, extra=extra)
 

@@ -1,9 +1,9 @@
-"""Directories held by their descriptors, in which files are created, linked and renamed.
+"""Directories held by their descriptors: their files are created, linked and renamed.
 
-Whoever may write a directory can replace a path in it between two calls. A descriptor remains the
-file or the directory that was opened. Names are therefore relative to an open directory, links are
-not followed, and what is renamed is compared with what is open. Only this module and the modules
-named in ``tests/test_writes.py`` create files or change names.
+Other users with write access can replace a path in a directory between two calls. A descriptor
+remains the file or the directory that was opened. Names are therefore relative to an open
+directory, links are not followed, and a file is compared with the open one before it is renamed.
+Only this module and the modules named in ``tests/test_writes.py`` create files or change names.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import BinaryIO
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_TRIES = 4  # a thread that is being stopped may still create a file
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+# Attempts to empty a directory: a thread that is being stopped may still create a file.
+_TRIES = 4
 
 
 class OpenDirectory:
@@ -33,7 +34,7 @@ class OpenDirectory:
     """
 
     def __init__(self, path: str | Path, fd: int | None = None) -> None:
-        """Open ``path``, whose links are followed, or take over the descriptor of a directory."""
+        """Open ``path``, following links, or take over the descriptor of a directory."""
         self.path = Path(path)
         self.fd = os.open(path, _DIRECTORY) if fd is None else fd
 
@@ -48,9 +49,9 @@ class OpenDirectory:
     def below(self, name: str) -> OpenDirectory:
         """Open a directory below this one."""
         fd = self.fd
-        for part in name.split("/"):
+        for segment in name.split("/"):
             try:
-                inner = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+                inner = os.open(segment, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
             finally:
                 if fd != self.fd:
                     os.close(fd)
@@ -60,62 +61,64 @@ class OpenDirectory:
     @contextmanager
     def _at(self, name: str) -> Iterator[tuple[int, str]]:
         """Yield the descriptor of the directory of ``name``, and the last component."""
-        head, _, last = name.rpartition("/")
+        head, _, base = name.rpartition("/")
         if not head:
-            yield self.fd, last
+            yield self.fd, base
             return
         with self.below(head) as directory:
-            yield directory.fd, last
+            yield directory.fd, base
 
     def create(self, name: str, mode: int = 0o666) -> int:
         """Create a file, and return its descriptor for writing."""
-        with self._at(name) as (fd, last):
-            return os.open(last, _NEW, mode, dir_fd=fd)
+        with self._at(name) as (fd, base):
+            return os.open(base, _NEW, mode, dir_fd=fd)
 
     def open(self, name: str, flags: int = READ) -> int:
         """Open an existing file, and return its descriptor."""
-        with self._at(name) as (fd, last):
-            return os.open(last, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+        with self._at(name) as (fd, base):
+            return os.open(base, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
 
     def stat(self, name: str) -> os.stat_result:
-        """Return the status of a name, which may be a link."""
-        with self._at(name) as (fd, last):
-            return os.stat(last, dir_fd=fd, follow_symlinks=False)
+        """Return the status of a name, or of a link itself."""
+        with self._at(name) as (fd, base):
+            return os.stat(base, dir_fd=fd, follow_symlinks=False)
 
     def make(self, name: str, mode: int = 0o777) -> None:
         """Create a directory and its parents, as far as they are missing."""
-        made = ""
-        for part in filter(None, name.split("/")):
-            made = f"{made}/{part}" if made else part
-            with contextlib.suppress(FileExistsError), self._at(made) as (fd, last):
-                os.mkdir(last, mode, dir_fd=fd)
+        path = ""
+        for segment in filter(None, name.split("/")):
+            path = f"{path}/{segment}" if path else segment
+            with contextlib.suppress(FileExistsError), self._at(path) as (fd, base):
+                os.mkdir(base, mode, dir_fd=fd)
 
     def make_new(self, name: str, mode: int = 0o777) -> OpenDirectory:
         """Create a directory and open it."""
         os.mkdir(name, mode, dir_fd=self.fd)
-        made = self.below(name)
-        if made.names():
-            os.close(made.fd)
-            raise _replaced(name)
-        return made
+        directory = self.below(name)
+        if directory.names():
+            os.close(directory.fd)
+            raise _replacement_error(name)
+        return directory
 
     def symlink(self, target: str, name: str) -> None:
         """Create a symbolic link."""
-        with self._at(name) as (fd, last):
-            os.symlink(target, last, dir_fd=fd)
+        with self._at(name) as (fd, base):
+            os.symlink(target, base, dir_fd=fd)
 
     def link(self, source: str, name: str) -> None:
         """Create a hard link to a file below this directory."""
-        with self._at(source) as (old, first), self._at(name) as (new, last):
-            os.link(first, last, src_dir_fd=old, dst_dir_fd=new, follow_symlinks=False)
+        with self._at(source) as (old_dir, old_base), self._at(name) as (new_dir, new_base):
+            os.link(
+                old_base, new_base, src_dir_fd=old_dir, dst_dir_fd=new_dir, follow_symlinks=False
+            )
 
     def link_from(self, source: str | Path, name: str) -> io.FileIO:
         """Create a hard link to a file elsewhere, and open the link.
 
-        ``source`` may become another file at any time; the open one is the one that was linked.
+        ``source`` may become another file at any time. The returned file is the linked one.
         """
-        with self._at(name) as (fd, last):
-            os.link(source, last, dst_dir_fd=fd, follow_symlinks=False)
+        with self._at(name) as (fd, base):
+            os.link(source, base, dst_dir_fd=fd, follow_symlinks=False)
         try:
             linked = self.open(name)
             if stat.S_ISREG(os.fstat(linked).st_mode):
@@ -129,17 +132,17 @@ class OpenDirectory:
     def rename(
         self, opened: os.stat_result, name: str, new: str, into: OpenDirectory | None = None
     ) -> None:
-        """Rename the file ``opened`` from ``name`` to ``new``, which is replaced."""
+        """Rename the file ``opened`` from ``name`` to ``new``, replacing that."""
         rename_opened(opened, name, new, self.fd, (into or self).fd)
 
     def move(self, name: str, new: str, into: OpenDirectory) -> None:
-        """Rename what is not open."""
+        """Rename an unopened entry."""
         os.replace(name, new, src_dir_fd=self.fd, dst_dir_fd=into.fd)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists; ignore errors."""
-        with contextlib.suppress(OSError), self._at(name) as (fd, last):
-            os.unlink(last, dir_fd=fd)
+        with contextlib.suppress(OSError), self._at(name) as (fd, base):
+            os.unlink(base, dir_fd=fd)
 
     def remove_tree(self, name: str) -> None:
         """Remove a directory with its contents; ignore errors."""
@@ -155,7 +158,8 @@ class OpenDirectory:
                 self.remove(name)
                 import shutil
 
-                shutil.rmtree(name, ignore_errors=True, dir_fd=self.fd)  # if it is a directory
+                # The name may be a directory.
+                shutil.rmtree(name, ignore_errors=True, dir_fd=self.fd)
             if not names:
                 return
 
@@ -176,39 +180,39 @@ def rename_opened(
     new_dir: int | None = None,
 ) -> None:
     """Rename ``path`` to ``new`` if it is the file ``opened``, see fstat. Raises OSError else."""
-    found = os.stat(path, dir_fd=old_dir, follow_symlinks=False)
-    if not os.path.samestat(found, opened):
-        raise _replaced(path)
+    status = os.stat(path, dir_fd=old_dir, follow_symlinks=False)
+    if not os.path.samestat(status, opened):
+        raise _replacement_error(path)
     os.replace(path, new, src_dir_fd=old_dir, dst_dir_fd=new_dir)
 
 
 def move(path: Path, new: Path) -> None:
-    """Rename a file of a store to ``new``, which is replaced. Raises OSError."""
+    """Rename a file of a store to ``new``, replacing that. Raises OSError."""
     with OpenDirectory(path.parent) as directory, OpenDirectory(new.parent) as into:
         directory.move(path.name, new.name, into)
 
 
-def _replaced(name: str) -> OSError:
+def _replacement_error(name: str) -> OSError:
     return OSError(errno.ESTALE, "another program has replaced it meanwhile", name)
 
 
 def is_trusted(owner: int) -> bool:
-    """Return True if a user may change what this process uses: it is this one or root."""
+    """Return True if a user may change files of this process: this user or root."""
     return owner in (0, os.geteuid())
 
 
 def is_protected(file: io.FileIO, directory: Path) -> bool:
     """Return True if an open file and its directory can be written by trusted users alone."""
-    found = os.fstat(file.fileno())
-    is_private = is_trusted(found.st_uid) and not found.st_mode & _OTHERS
+    status = os.fstat(file.fileno())
+    is_private = is_trusted(status.st_uid) and not status.st_mode & _WRITABLE_BY_OTHERS
     return is_private and is_trusted(directory.stat().st_uid)
 
 
 def resolve(path: Path) -> Path:
     """Return a path without links. Raises PermissionError if it is another user's link."""
     with contextlib.suppress(FileNotFoundError):
-        found = path.lstat()
-        if stat.S_ISLNK(found.st_mode) and not is_trusted(found.st_uid):
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode) and not is_trusted(status.st_uid):
             raise PermissionError(errno.EACCES, "it is another user's link", str(path))
     return Path(os.path.realpath(path))
 
@@ -218,5 +222,5 @@ def open_special(path: Path) -> BinaryIO:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise _replaced(str(path))
+        raise _replacement_error(str(path))
     return os.fdopen(fd, "wb", buffering=0)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from clowder_aimage.content.telemetry import bound
+from clowder_aimage.content.telemetry import bind_context
 from clowder_aimage.errors import AImageError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-_GRACE = 1.0  # seconds that running calls get to end after a failure
+# Seconds that running calls get to end after a failure
+_GRACE = 1.0
 
 
 class ParallelStoppedError(AImageError):
@@ -27,7 +28,7 @@ def in_parallel(
     """Run ``calls``, ``threads`` at a time.
 
     If a call raises, or on an interrupt, ``stop`` is called, the other calls get a short time to
-    end, and the first error is raised. A thread that still waits for the network is left running.
+    end, and the first error is raised. A thread that still waits for the network keeps running.
     """
     from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
@@ -37,14 +38,15 @@ def in_parallel(
         try:
             call()
         except BaseException as error:
-            errors.append(error)  # the first is the cause: others fail because they are stopped
+            # The first is the cause: others fail because they are stopped
+            errors.append(error)
             stop()
             raise
 
     pool = ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="aimage")
     futures: list[Future[None]] = []
     try:
-        futures += [pool.submit(run, bound(call)) for call in calls]
+        futures += [pool.submit(run, bind_context(call)) for call in calls]
         wait(futures, return_when=FIRST_EXCEPTION)
         if errors:
             raise errors[0]

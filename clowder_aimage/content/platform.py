@@ -12,11 +12,13 @@ from clowder_aimage.content.store import Source
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
 
-_MAX_INDEXES = 64  # maximum number of indexes read to find one manifest
+# Maximum number of indexes read to find one manifest
+_MAX_INDEXES = 64
 _MAX_LISTED = 40
 _MAX_WIDTH = 60
 _SYSTEMS = {"macos": "darwin"}
-_ARCHITECTURES = {  # names of uname and other tools, and Go's names
+# Go's names by those of uname and other tools.
+_ARCHITECTURES = {
     "x86_64": "amd64",
     "x86-64": "amd64",
     "aarch64": "arm64",
@@ -25,8 +27,10 @@ _ARCHITECTURES = {  # names of uname and other tools, and Go's names
     "armv6l": "arm/v6",
     "armv7l": "arm/v7",
 }
-_BASE = {("amd64", "v1"), ("arm64", "v8")}  # variants that are equivalent to none
-_ATTESTED = "vnd.docker.reference.type"  # BuildKit: marks an attestation about another child
+# These variants mean the same as none.
+_BASE = {("amd64", "v1"), ("arm64", "v8")}
+# BuildKit marks an attestation about another child with this annotation.
+_ATTESTED = "vnd.docker.reference.type"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Platform:
     @classmethod
     def of(cls, os: str, architecture: str, variant: str = "") -> Platform:
         """Return a platform, normalized: ``x86_64`` is ``amd64``, ``arm64/v8`` is ``arm64``."""
-        os, architecture, variant = (part.strip().lower() for part in (os, architecture, variant))
+        os, architecture, variant = (field.strip().lower() for field in (os, architecture, variant))
         architecture, _, implied = _ARCHITECTURES.get(architecture, architecture).partition("/")
         variant = variant or implied
         variant = "" if (architecture, variant) in _BASE else variant
@@ -55,12 +59,12 @@ class Platform:
     @classmethod
     def parse(cls, text: str) -> Platform:
         """Parse ``os/architecture[/variant]``. Raises UsageError."""
-        parts = text.split("/")
-        if not 2 <= len(parts) <= 3 or not all(part.strip() for part in parts):
+        fields = text.split("/")
+        if not 2 <= len(fields) <= 3 or not all(field.strip() for field in fields):
             raise UsageError(
                 f"invalid platform {text!r}", hint="use OS/ARCH[/VARIANT], such as linux/arm64"
             )
-        return cls.of(*parts)
+        return cls.of(*fields)
 
     @classmethod
     def in_descriptor(cls, descriptor: Descriptor) -> Platform | None:
@@ -71,10 +75,10 @@ class Platform:
                 return cls.of(os, architecture, variant if isinstance(variant, str) else "")
         return None
 
-    def takes(self, other: Platform) -> bool:
-        """Return True if content for ``other`` runs on this platform; no variant accepts any."""
-        same = (self.os, self.architecture) == (other.os, other.architecture)
-        return same and self.variant in ("", other.variant)
+    def takes(self, platform: Platform) -> bool:
+        """Return True if content for ``platform`` runs on this platform; no variant accepts any."""
+        is_compatible = (self.os, self.architecture) == (platform.os, platform.architecture)
+        return is_compatible and self.variant in ("", platform.variant)
 
     def __str__(self) -> str:
         return "/".join(filter(None, (self.os, self.architecture, self.variant)))
@@ -84,12 +88,12 @@ class Platform:
 class ManifestSelector:
     """The variant and the platform to select; None for any.
 
-    Manifests of the variant ``last`` are selected only if there are no others.
+    Manifests of ``fallback_variant`` are selected only if there are no others.
     """
 
     variant: str | None = None
     platform: Platform | None = None
-    last: str | None = None
+    fallback_variant: str | None = None
 
 
 ANY = ManifestSelector()
@@ -107,7 +111,7 @@ class Candidate:
 def select(
     source: Source, root: Descriptor, reference: Reference, selector: ManifestSelector | None
 ) -> tuple[Descriptor, Manifest | Index]:
-    """Return the selected manifest below ``root``, which ``reference`` names, with its document.
+    """Return the selected manifest below ``root``, the manifest of ``reference``, and its document.
 
     If several match, the one for this machine's platform is selected. Without a selector ``root``
     itself is returned, even if it is an index.
@@ -121,8 +125,8 @@ def select(
     if selector is None:
         return root, document
     if isinstance(document, Index):
-        here, candidates = Platform.here(), candidates_in(source, document)
-        chosen = choose(candidates, selector, here, reference).descriptor
+        machine, candidates = Platform.here(), candidates_in(source, document)
+        chosen = choose(candidates, selector, machine, reference).descriptor
         return chosen, read_document(source, chosen)
     if selector.variant not in (None, document.annotations.get(mediatype.VARIANT)):
         raise UsageError(
@@ -158,15 +162,16 @@ def candidates_in(source: Source, index: Index) -> list[Candidate]:
 def _candidate(node: GraphNode) -> Candidate:
     """Return the candidate at ``node``, with missing fields taken from its parent indexes."""
     content, variant, platform = node.content, "", None
-    at: GraphNode | None = node
-    while at is not None:
-        variant = variant or at.content.annotations.get(mediatype.VARIANT, "")
-        platform = platform or Platform.in_descriptor(at.content)
-        at = at.parent
+    ancestor: GraphNode | None = node
+    while ancestor is not None:
+        variant = variant or ancestor.content.annotations.get(mediatype.VARIANT, "")
+        platform = platform or Platform.in_descriptor(ancestor.content)
+        ancestor = ancestor.parent
     return Candidate(content, variant, platform)
 
 
 def _is_attestation(child: Descriptor) -> bool:
+    # BuildKit gives attestations the platform unknown/unknown, so that no client selects them.
     unknown = Platform.in_descriptor(child) == Platform("unknown", "unknown")
     return unknown or _ATTESTED in child.annotations
 
@@ -174,48 +179,56 @@ def _is_attestation(child: Descriptor) -> bool:
 def choose(
     candidates: Sequence[Candidate],
     selector: ManifestSelector,
-    here: Platform,
+    machine: Platform,
     reference: Reference,
 ) -> Candidate:
     """Return the selected candidate, the only one, or the only match for this machine.
 
     Raises NotFoundError if none matches, UsageError if several do. Both list them.
     """
-    left = [one for one in candidates if selector.variant in (None, one.variant)]
-    left = [one for one in left if one.variant != selector.last] or left
+    matches = [
+        candidate for candidate in candidates if selector.variant in (None, candidate.variant)
+    ]
+    matches = [
+        candidate for candidate in matches if candidate.variant != selector.fallback_variant
+    ] or matches
     if selector.platform is not None:
-        unspecified = [one for one in left if one.platform is None]
-        left = _fitting(left, selector.platform) or unspecified
-    elif len(_digests(left)) > 1:
-        left = _fitting(left, here, unspecified=True)
-    if not left:
-        raise _none(candidates, selector, here, reference)
-    if len(_digests(left)) > 1:
-        raise _several(left, reference)
-    return left[0]
+        unspecified = [candidate for candidate in matches if candidate.platform is None]
+        matches = _filter_compatible(matches, selector.platform) or unspecified
+    elif len(_digests(matches)) > 1:
+        matches = _filter_compatible(matches, machine, unspecified=True)
+    if not matches:
+        raise _no_match_error(candidates, selector, machine, reference)
+    if len(_digests(matches)) > 1:
+        raise _ambiguity_error(matches, reference)
+    return matches[0]
 
 
-def _fitting(
+def _filter_compatible(
     candidates: Sequence[Candidate], platform: Platform, *, unspecified: bool = False
 ) -> list[Candidate]:
     """Return the candidates for exactly that platform, or else all compatible ones.
 
     With ``unspecified``, candidates without a platform are included.
     """
-    exact = any(one.platform == platform for one in candidates)
+    exact = any(candidate.platform == platform for candidate in candidates)
     fits = platform.__eq__ if exact else platform.takes
-    return [one for one in candidates if (fits(one.platform) if one.platform else unspecified)]
+    return [
+        candidate
+        for candidate in candidates
+        if (fits(candidate.platform) if candidate.platform else unspecified)
+    ]
 
 
 def _digests(candidates: Sequence[Candidate]) -> set[Digest]:
     """Return the distinct digests: an index may list a manifest twice."""
-    return {one.descriptor.digest for one in candidates}
+    return {candidate.descriptor.digest for candidate in candidates}
 
 
-def _none(
+def _no_match_error(
     candidates: Sequence[Candidate],
     selector: ManifestSelector,
-    here: Platform,
+    machine: Platform,
     reference: Reference,
 ) -> NotFoundError:
     if not candidates:
@@ -224,22 +237,22 @@ def _none(
             remedy="pull_index",
             reference=reference,
         )
-    wanted = [f"with variant {selector.variant!r}"] if selector.variant is not None else []
+    criteria = [f"with variant {selector.variant!r}"] if selector.variant is not None else []
     if selector.platform or selector.variant is None:
-        wanted.append(f"for {selector.platform or f'this machine, {here}'}")
+        criteria.append(f"for {selector.platform or f'this machine, {machine}'}")
     return NotFoundError(
-        f"{reference} is an index without a manifest {' '.join(wanted)}; it has:\n"
-        + _listed(candidates),
+        f"{reference} is an index without a manifest {' '.join(criteria)}; it has:\n"
+        + _format_table(candidates),
         remedy="choose_other_manifest",
         reference=reference,
     )
 
 
-def _several(left: Sequence[Candidate], reference: Reference) -> UsageError:
-    has_variants = len({one.variant for one in left}) > 1
-    has_platforms = len({one.platform for one in left}) > 1
+def _ambiguity_error(matches: Sequence[Candidate], reference: Reference) -> UsageError:
+    has_variants = len({candidate.variant for candidate in matches}) > 1
+    has_platforms = len({candidate.platform for candidate in matches}) > 1
     return UsageError(
-        f"{reference} is an index, and several of its manifests match:\n{_listed(left)}",
+        f"{reference} is an index, and several of its manifests match:\n{_format_table(matches)}",
         remedy="choose_variant_or_platform"
         if has_variants and has_platforms
         else "choose_variant"
@@ -252,16 +265,20 @@ def _several(left: Sequence[Candidate], reference: Reference) -> UsageError:
     )
 
 
-def _listed(candidates: Sequence[Candidate]) -> str:
+def _format_table(candidates: Sequence[Candidate]) -> str:
     """Return a line for each: variant, platform and digest."""
     rows = [
-        (one_line(one.variant), one_line(str(one.platform or "")), str(one.descriptor.digest))
-        for one in candidates[:_MAX_LISTED]
+        (
+            one_line(candidate.variant),
+            one_line(str(candidate.platform or "")),
+            str(candidate.descriptor.digest),
+        )
+        for candidate in candidates[:_MAX_LISTED]
     ]
     variant, platform = (max(len(row[i]) for row in rows) for i in (0, 1))
     lines = [f"  {row[0]:{variant}}  {row[1]:{platform}}  {row[2]}" for row in rows]
-    more = len(candidates) - len(rows)
-    return "\n".join([*lines, f"  and {more} more"] if more else lines)
+    remainder = len(candidates) - len(rows)
+    return "\n".join([*lines, f"  and {remainder} more"] if remainder else lines)
 
 
 def one_line(text: str) -> str:

@@ -17,7 +17,8 @@ from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.errors import AccessError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'  # oci-layout (OCI image-spec, image-layout.md)
+# The content of the file oci-layout (OCI image-spec, image-layout.md).
+LAYOUT_FILE = b'{"imageLayoutVersion":"1.0.0"}'
 
 
 class Reader(AbstractContextManager["Reader"], Protocol):
@@ -37,7 +38,7 @@ class FileStream(Protocol):
 
 
 class Body(Protocol):
-    """The bytes of a blob, which can be reopened at any offset for a retry or a resume."""
+    """The bytes of a blob. They can be reopened at any offset for a retry or a resume."""
 
     def __call__(self, offset: int = 0, /) -> Reader: ...
 
@@ -68,12 +69,12 @@ class Source(Protocol):
         return True
 
     def invalidate(self, content: Descriptor, /) -> bool:  # noqa: ARG002 - a default
-        """Record that ``content`` was wrong; return whether another origin can supply it."""
+        """Record that ``content`` was wrong; return True if another origin can supply it."""
         return False
 
 
 class WrappedSource(Source):
-    """A source over another one. Subclasses override what differs."""
+    """A source over another one. Subclasses override methods."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -120,10 +121,10 @@ class Overlay(WrappedSource):
 
 
 class Lease(AbstractContextManager["Lease"], Protocol):
-    """A lease, which protects content from garbage collection while it is held."""
+    """Protection of content from garbage collection, while it is held."""
 
     def add(self, *digests: Digest) -> None:
-        """Add digests; check only afterwards whether they exist. Raises AccessError."""
+        """Add digests. Check their existence only afterwards. Raises AccessError."""
 
 
 class NullLease(Lease):
@@ -150,7 +151,7 @@ class Target(Source, Protocol):
         """Tag a stored manifest as ``reference``."""
 
     def lease(self, *digests: Digest) -> Lease:  # noqa: ARG002 - a default
-        """Lease content, whether it exists or not. Raises AccessError."""
+        """Lease content, existing or not. Raises AccessError."""
         return NullLease()
 
     def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
@@ -165,7 +166,7 @@ class Ingest(Protocol):
     """A blob being written. Ranges may arrive in any order; nothing is visible until commit."""
 
     def missing(self) -> list[tuple[int, int]]:
-        """Return the spans [start, end) of the expected size that have not been written yet."""
+        """Return the ranges [start, end) of the expected size that have not been written yet."""
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
         """Write ``data`` at ``offset``."""

@@ -15,8 +15,10 @@ from typing import IO, cast
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.errors import FormatError, StoreError
 
-MAX_MEMBERS = 100_000  # with directories
-_MAX_HEADER = 64 * 1024  # bytes of a member's header with all its extensions
+# Members of an archive, directories included.
+MAX_MEMBERS = 100_000
+# Bytes of a member's header with all its extensions
+_MAX_HEADER = 64 * 1024
 _ERRORS = (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
@@ -32,10 +34,10 @@ def tar_header(name: str, **fields: object) -> bytes:
 
 
 def check_members(file: io.FileIO, name: str) -> None:
-    """Count the members from where ``file`` is, and return there, so that nothing is begun in vain.
+    """Count the members from the position of ``file``, and return to it.
 
-    Damaged ones are left to the reader that reaches them. Raises FormatError if there are too many,
-    StoreError.
+    A load thus fails before its first write. Damaged members are reported by the reader that
+    reaches them. Raises FormatError if there are too many, StoreError.
     """
     count = 0
 
@@ -74,9 +76,11 @@ class TarReader:
     ) -> None:
         self._source, self._skip = read, skip
         self._name, self._hint = name, hint
-        self.position = 0  # the offset of the next byte
+        # The offset of the next byte
+        self.position = 0
         self._budget = _MAX_HEADER
-        self._last = b""  # what tarfile read last: the end, or a block that is not a header
+        # The last block that tarfile read: the end, or a block that is not a header.
+        self._last = b""
 
     def members(self) -> Iterator[tarfile.TarInfo]:
         """Yield all entries; data after the end of the archive is not read.
@@ -92,23 +96,23 @@ class TarReader:
         while True:
             self._budget = _MAX_HEADER
             with self._errors(f"is damaged at byte {self.position}"):
-                found = tar.next()
-            if found is None:
+                header = tar.next()
+            if header is None:
                 break
             tar.members.clear()  # type: ignore[attr-defined]  # or it would keep all of them
             count += 1
             if count > MAX_MEMBERS:
                 raise FormatError(f"{self._name} has more than {MAX_MEMBERS} members")
-            yield found
+            yield header
         if len(self._last) < tarfile.BLOCKSIZE:
-            raise self._broken()
+            raise self._truncation_error()
         if self._last.strip(b"\0"):
             raise FormatError(f"{self._name} is damaged: no header at byte {self.position}")
 
     def read_exactly(self, view: memoryview) -> None:
         """Fill ``view`` from a member. Raises FormatError if the archive is truncated."""
         if self._fill(view) < len(view):
-            raise self._broken()
+            raise self._truncation_error()
 
     def _fill(self, view: memoryview) -> int:
         done = 0
@@ -124,10 +128,10 @@ class TarReader:
         except _ERRORS as error:
             raise FormatError(f"{self._name} {message}: {error}") from None
 
-    def _broken(self) -> FormatError:
+    def _truncation_error(self) -> FormatError:
         return FormatError(f"{self._name} is truncated at byte {self.position}", hint=self._hint)
 
-    # tell, read and seek form the file object of tarfile, for headers only
+    # tell, read and seek form the file object of tarfile, for headers only.
 
     def tell(self) -> int:
         return self.position
@@ -153,5 +157,5 @@ class TarReader:
             self.position += count
             return
         buffer = new_buffer(min(CHUNK_SIZE, count))
-        while count and (passed := self._fill(buffer[: min(len(buffer), count)])):
-            count -= passed
+        while count and (skipped := self._fill(buffer[: min(len(buffer), count)])):
+            count -= skipped

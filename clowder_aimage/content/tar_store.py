@@ -35,10 +35,14 @@ from clowder_aimage.errors import (
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 _BLOCK = tarfile.BLOCKSIZE
-_END = bytes(2 * _BLOCK)  # POSIX pax, "ustar Interchange Format": two blocks of zeros
-_MIN_UNPACKED = 64 * 1024 * 1024  # bytes that gzip may unpack to before its ratio is checked
-_MAX_RATIO = 200  # weights compress by less than a hundred; the limit of deflate is 1032
-_TRAILER = 1024 * 1024  # bytes that are read after the end, as tar pads its last record
+# POSIX pax, "ustar Interchange Format": two blocks of zeros
+_END = bytes(2 * _BLOCK)
+# Bytes that gzip may unpack to before its ratio is checked
+_MIN_UNPACKED = 64 * 1024 * 1024
+# Weights compress by less than a hundred; the limit of deflate is 1032
+_MAX_RATIO = 200
+# Bytes that are read after the end, as tar pads its last record
+_TRAILER = 1024 * 1024
 _GZIP = b"\x1f\x8b"
 _GZIP_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 _COMPRESSIONS = {b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2"}
@@ -104,7 +108,7 @@ class TarTarget(Target):
     @property
     def size(self) -> int:
         """The size of the archive in bytes."""
-        sizes = (len(_header(each)) + each.size + -each.size % _BLOCK for each in self._blobs)
+        sizes = (len(_header(blob)) + blob.size + -blob.size % _BLOCK for blob in self._blobs)
         return len(self._head) + sum(sizes) + len(_END)
 
     @property
@@ -194,7 +198,8 @@ class _Input(RawReader):
         self._front = b""
         self.count = 0
         status = os.fstat(file.fileno())
-        self.size = status.st_size if stat.S_ISREG(status.st_mode) else 0  # 0: unknown
+        # 0 if unknown, as for a pipe.
+        self.size = status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def peek(self, count: int) -> bytes:
         """Return the first ``count`` bytes, or all of a shorter file."""
@@ -215,7 +220,7 @@ class _Input(RawReader):
             view[:count], self._front = self._front[:count], self._front[count:]
         else:
             count = self._read(view)
-        self._passed(count)
+        self._advance(count)
         return count
 
     def skip(self, count: int) -> bool:
@@ -225,10 +230,10 @@ class _Input(RawReader):
         front = min(count, len(self._front))
         self._front = self._front[front:]
         self._file.seek(count - front, os.SEEK_CUR)
-        self._passed(count)
+        self._advance(count)
         return True
 
-    def _passed(self, count: int) -> None:
+    def _advance(self, count: int) -> None:
         self.count += count
         self._on_read(count)
 
@@ -238,7 +243,7 @@ class TarStream:
 
     ``file`` is unbuffered; ``on_read`` is called with the number of bytes read. Raises FormatError
     for another compression, StoreError if the archive cannot be read; if it is a plain file, also
-    FormatError for too many members, before any is used. In others they are counted as they come.
+    FormatError for too many members, before any is used. In pipes they are counted as they arrive.
     """
 
     def __init__(
@@ -279,32 +284,33 @@ class TarStream:
                 links, devices, names outside the archive.
             StoreError: it cannot be read.
         """
-        for found in self._tar.members():
-            if (member := self._member(found)) is not None:
+        for header in self._tar.members():
+            if (member := self._member(header)) is not None:
                 yield member
-        buffer, left = new_buffer(), _TRAILER  # a writer into a pipe must not fail at the end
+        # The padding after the end is read, so that a writer into a pipe does not fail.
+        buffer, left = new_buffer(), _TRAILER
         while left > 0 and (count := self._input.readinto(buffer)):
             left -= count
 
-    def _member(self, found: tarfile.TarInfo) -> TarMember | None:
+    def _member(self, header: tarfile.TarInfo) -> TarMember | None:
         """Return the member of a header; None for a directory. Raises FormatError."""
-        parts = tuple(part for part in found.name.split("/") if part not in ("", "."))
-        where = f"{self.name} contains {found.name[:200]!r}"
-        if found.name.startswith("/") or ".." in parts:
-            raise FormatError(f"{where}, a path outside the archive")
-        if found.isdir():
+        segments = tuple(segment for segment in header.name.split("/") if segment not in ("", "."))
+        description = f"{self.name} contains {header.name[:200]!r}"
+        if header.name.startswith("/") or ".." in segments:
+            raise FormatError(f"{description}, a path outside the archive")
+        if header.isdir():
             return None
-        if found.issparse():
-            raise FormatError(f"{where}, a sparse file, which is unsupported")
-        if not found.isreg():
-            kind = _KINDS.get(found.type, f"an entry of type {found.type!r}")
-            raise FormatError(f"{where}, {kind}, which is invalid in an OCI image layout")
-        end = self._tar.position + found.size
-        if found.size < 0 or (self.size and not self._is_packed and end > self.size):
+        if header.issparse():
+            raise FormatError(f"{description}, a sparse file, which is unsupported")
+        if not header.isreg():
+            kind = _KINDS.get(header.type, f"an entry of type {header.type!r}")
+            raise FormatError(f"{description}, {kind}, which is invalid in an OCI image layout")
+        end = self._tar.position + header.size
+        if header.size < 0 or (self.size and not self._is_packed and end > self.size):
             raise FormatError(
-                f"{where} with {found.size} bytes, past its end: it is damaged or truncated"
+                f"{description} with {header.size} bytes, past its end: it is damaged or truncated"
             )
-        return TarMember(parts, found.size, lambda: _Section(self._tar, found.size))
+        return TarMember(segments, header.size, lambda: _Section(self._tar, header.size))
 
     def _read(self, view: memoryview) -> int:
         """Read some unpacked bytes; return 0 at the end."""

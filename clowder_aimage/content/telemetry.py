@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _TIMEOUTS = ("OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT")
-_trace: Any = None  # opentelemetry.trace and its provider, once traces are recorded
+# opentelemetry.trace and its provider, once traces are recorded
+_trace: Any = None
 _provider: Any = None
 
 
-def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
+def is_enabled(environment: Mapping[str, str] = os.environ) -> bool:
     """Return True if the environment names a collector (OpenTelemetry, "OTLP Exporter")."""
     is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
     is_off = is_off or environment.get("OTEL_TRACES_EXPORTER") == "none"
@@ -71,7 +72,7 @@ def stop() -> None:
 def span(
     name: str, *, headers: Mapping[str, str] | None = None, **facts: object
 ) -> AbstractContextManager[Any]:
-    """Return the context of a span, which is None while nothing is recorded.
+    """Return the context of a span, None while nothing is recorded.
 
     Args:
         name: Its name, with few different values.
@@ -97,11 +98,11 @@ def _span(
         {f"aimage.{key}": value for key, value in facts.items()},
         record_exception=False,
         set_status_on_exception=False,
-    ) as found:
+    ) as current:
         try:
-            yield found
+            yield current
         except BaseException as error:
-            found.set_status(_trace.StatusCode.ERROR, type(error).__name__)
+            current.set_status(_trace.StatusCode.ERROR, type(error).__name__)
             raise
 
 
@@ -120,6 +121,6 @@ def inject(headers: MutableMapping[str, str]) -> None:
         propagate.inject(headers)
 
 
-def bound(call: Callable[[], _T]) -> Callable[[], _T]:
-    """Return ``call`` for another thread, where the current span stays the parent."""
+def bind_context(call: Callable[[], _T]) -> Callable[[], _T]:
+    """Return ``call`` for another thread, with the current span as the parent."""
     return call if _trace is None else partial(contextvars.copy_context().run, call)

@@ -18,16 +18,17 @@ class OverdueError(TimeoutError):
 
 
 class TimedReader(io.RawIOBase):
-    """The bytes of a socket until a deadline, which begins with the timeout of the socket."""
+    """The bytes of a socket until a deadline. The first deadline is the timeout of the socket."""
 
     def __init__(self, raw: io.RawIOBase, sock: Any) -> None:
         self._raw, self._sock = raw, sock
         timeout: float | None = sock.gettimeout()
-        self.timeout = math.inf if timeout is None else timeout  # of each read
+        # Seconds of each read.
+        self.timeout = math.inf if timeout is None else timeout
         self.allow(self.timeout)
 
     def allow(self, seconds: float, *, is_partial: bool = False) -> None:
-        """Set the deadline; with ``is_partial``, a read ends there with what has arrived."""
+        """Set the deadline; with ``is_partial``, a read then returns the bytes that arrived."""
         self._until, self._is_partial = time.monotonic() + seconds, is_partial
         self._count = 0
 
@@ -35,7 +36,8 @@ class TimedReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read, as RawIOBase: None ends a read of the buffer before it with what has arrived."""
+        """Read, as RawIOBase; return None at a partial deadline."""
+        # None makes io.BufferedReader return the bytes that it has.
         left = self._until - time.monotonic()
         has_part = self._is_partial and self._count > 0
         if left <= 0 and not self._is_partial:
@@ -48,7 +50,8 @@ class TimedReader(io.RawIOBase):
             count = self._raw.readinto(buffer)
         except TimeoutError:
             if has_part:
-                return None  # the next read fails
+                # The next read fails
+                return None
             if self._is_partial or left >= self.timeout:
                 raise
             raise OverdueError("timed out") from None
@@ -63,7 +66,7 @@ class TimedReader(io.RawIOBase):
 class TimedResponse(http.client.HTTPResponse):
     """A response whose status line and headers arrive within the timeout of the socket.
 
-    Whoever reads its body sets the time for that by ``allow``: without that it is short.
+    The reader of its body sets the time for that by ``allow``: without that it is short.
     """
 
     def __init__(self, sock: Any, *args: Any, **kwargs: Any) -> None:

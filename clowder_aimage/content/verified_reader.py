@@ -27,7 +27,7 @@ class RawReader(io.RawIOBase):
 
 
 class SourceReader(RawReader):
-    """A stream over ``source``, which is closed with it."""
+    """A stream over ``source`` that closes it."""
 
     def __init__(self, source: Reader) -> None:
         self._source = source
@@ -54,6 +54,7 @@ class VerifyingReader(SourceReader):
         if not view:
             return 0
         count = self._source.readinto(view)
+        # Only the end of the source proves that no byte is missing.
         if count == 0:
             check(self._expected, self._count, self._hasher.hexdigest())
             return 0

@@ -14,7 +14,7 @@ from clowder_aimage.content import ContentStore, Lease, OnEvent
 from clowder_aimage.content.arriving_files import ArrivingFiles
 from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.store import BlobFiles
-from clowder_aimage.content.telemetry import bound
+from clowder_aimage.content.telemetry import bind_context
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.formats.diffusers import MAIN_PIPELINES
@@ -66,7 +66,9 @@ class BackgroundPull:
         self.result: Future[Descriptor] = Future()
         self._work, self._lease, self._on_event = work, lease, on_event
         self._is_stopped = False
-        self._thread = threading.Thread(target=bound(self._run), daemon=True, name="aimage-pull")
+        self._thread = threading.Thread(
+            target=bind_context(self._run), daemon=True, name="aimage-pull"
+        )
 
     def __enter__(self) -> BackgroundPull:
         self._thread.start()

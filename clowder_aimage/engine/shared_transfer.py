@@ -187,7 +187,7 @@ class SharedTransfer:
 
 def run_in_thread(call: Callable[[], T], result: asyncio.Future[T], name: str) -> None:
     """Run ``call`` in a daemon thread; set ``result`` to its result or exception."""
-    loop, call = asyncio.get_running_loop(), telemetry.bound(call)
+    loop, call = asyncio.get_running_loop(), telemetry.bind_context(call)
 
     def settle(set_it: Callable[[Any], None], value: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -255,7 +255,7 @@ class _CountedReader(SourceReader):
         count = self._source.readinto(view[: self._rate.burst] if self._rate else view)
         self._count += count
         if self._rate is not None:
-            self._rate.passed(count)
+            self._rate.consume(count)
         return count
 
     def close(self) -> None:

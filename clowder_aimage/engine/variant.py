@@ -37,7 +37,9 @@ def find_variant(
     """
     with Repository(reference, connection) as repository:
         root = repository.resolve(reference)
-        base, manifest = select(repository, root, reference, ManifestSelector(last=precision))
+        base, manifest = select(
+            repository, root, reference, ManifestSelector(fallback_variant=precision)
+        )
         found = _in_index(repository, root, reference, precision)
         if found is None:
             found = _referrer(repository, base, precision)

@@ -206,7 +206,7 @@ class RangeExchange:
                 os.pwrite(fd, buffer[:count], at)
                 at += count
                 if rate is not None and arrival.is_of_registry:
-                    rate.passed(count)
+                    rate.consume(count)
 
     def _count(self, repository: Repository, content: Descriptor, name: str, count: int) -> None:
         if name == "neighbour":

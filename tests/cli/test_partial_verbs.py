@@ -170,7 +170,7 @@ def test_a_partial_plan_does_not_tag(aimage: Callable[..., Aimage]) -> None:
     source.tag(MANIFEST.descriptor, NAME)
     whole = plan_copy(source, MANIFEST.descriptor)
     wanted = {layer("net/a").descriptor.digest, layer("top.json").descriptor.digest}
-    plan = whole.part(wanted)
+    plan = whole.select(wanted)
     assert {blob.digest for blob in plan.blobs} == wanted
     assert len(plan.left_out) == len(whole.blobs) - 2
     assert plan.digests == whole.digests
@@ -196,7 +196,7 @@ def test_an_aimage_completed_by_another_pull_is_not_marked(aimage: Callable[...,
     source = MemoryStore()
     put(source, *DATA)
     source.tag(MANIFEST.descriptor, NAME)
-    plan = plan_copy(source, MANIFEST.descriptor).part({layer("net/a").descriptor.digest})
+    plan = plan_copy(source, MANIFEST.descriptor).select({layer("net/a").descriptor.digest})
     assert name_part(layout, plan, stored_name(NAME, plan.root)) == []
     assert mediatype.PARTIAL not in layout.resolve(NAME).annotations
 

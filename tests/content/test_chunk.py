@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from clowder_aimage.content.chunk import (
-    LARGEST_PART,
-    LOOK,
+    LARGEST_CHUNK,
+    MEASURING_TIME,
     PLENTY,
     SMALL,
-    SMALLEST_PART,
+    SMALLEST_CHUNK,
     BlobTransfer,
     Chunk,
 )
@@ -49,16 +49,16 @@ def test_no_connection_joins_before_the_speed_is_known(
     assert taken is not None
     clock[0] += 5  # the registry was slow to respond
     assert not blob.may_be_joined
-    blob.began(ranges=True)
+    blob.record_start(ranges=True)
     assert not blob.may_be_joined
-    clock[0] += LOOK
-    taken.at += int(PLENTY * LOOK / 2)
+    clock[0] += MEASURING_TIME
+    taken.at += int(PLENTY * MEASURING_TIME / 2)
     assert blob.may_be_joined
 
 
 def test_an_unthrottled_connection_is_not_joined(blob: Any, clock: list[float]) -> None:
     taken = blob.claim(3)
-    blob.began(ranges=True)
+    blob.record_start(ranges=True)
     clock[0] += 1
     taken.at += int(1.1 * PLENTY)
     assert blob.is_fast
@@ -74,7 +74,7 @@ def test_a_third_connection_does_not_join_a_fast_link(
     first, second = blob.claim(3), blob.claim(3)
     assert first is not None and second is not None
     blob.readers = 2
-    blob.began(ranges=True)
+    blob.record_start(ranges=True)
     clock[0] += 1
     first.at += PLENTY
     second.at += PLENTY // 2
@@ -85,7 +85,7 @@ def test_a_third_connection_does_not_join_a_fast_link(
 
 def test_a_blob_without_ranges_is_never_joined(blob: BlobTransfer, clock: list[float]) -> None:
     blob.claim(3)
-    blob.began(ranges=False)
+    blob.record_start(ranges=False)
     clock[0] += 60
     assert not blob.may_be_joined
 
@@ -93,13 +93,13 @@ def test_a_blob_without_ranges_is_never_joined(blob: BlobTransfer, clock: list[f
 @pytest.mark.parametrize(
     ("left", "seconds", "come", "is_worth"),
     [
-        (2 * SMALLEST_PART, 1.0, 0, True),
-        (2 * SMALLEST_PART - 1, 1.0, 0, False),  # one of the halves would be too small
-        (2 * SMALLEST_PART, 0.5, 0, True),
-        (2 * SMALLEST_PART, 0.49, 0, False),  # the speed is not known yet
-        (8 * SMALLEST_PART, 1.0, 15 * SMALLEST_PART, True),
-        (8 * SMALLEST_PART, 1.0, 16 * SMALLEST_PART, False),  # it arrives in half a second
-        (8 * SMALLEST_PART, 2.0, 16 * SMALLEST_PART, True),
+        (2 * SMALLEST_CHUNK, 1.0, 0, True),
+        (2 * SMALLEST_CHUNK - 1, 1.0, 0, False),  # one of the halves would be too small
+        (2 * SMALLEST_CHUNK, 0.5, 0, True),
+        (2 * SMALLEST_CHUNK, 0.49, 0, False),  # the speed is not known yet
+        (8 * SMALLEST_CHUNK, 1.0, 15 * SMALLEST_CHUNK, True),
+        (8 * SMALLEST_CHUNK, 1.0, 16 * SMALLEST_CHUNK, False),  # it arrives in half a second
+        (8 * SMALLEST_CHUNK, 2.0, 16 * SMALLEST_CHUNK, True),
     ],
 )
 def test_a_part_is_shared_if_its_rest_takes_long(
@@ -114,10 +114,10 @@ def test_a_part_is_shared_if_its_rest_takes_long(
 @pytest.mark.parametrize(
     ("size", "alignment", "middle"),
     [
-        (10 * SMALLEST_PART, 1, 5 * SMALLEST_PART),
-        (9 * SMALLEST_PART + 3, 1, 5 * SMALLEST_PART + 3),  # whole parts from the end
-        (9 * SMALLEST_PART + 3, SMALLEST_PART, 6 * SMALLEST_PART),
-        (3 * SMALLEST_PART, 1, 2 * SMALLEST_PART),
+        (10 * SMALLEST_CHUNK, 1, 5 * SMALLEST_CHUNK),
+        (9 * SMALLEST_CHUNK + 3, 1, 5 * SMALLEST_CHUNK + 3),  # whole parts from the end
+        (9 * SMALLEST_CHUNK + 3, SMALLEST_CHUNK, 6 * SMALLEST_CHUNK),
+        (3 * SMALLEST_CHUNK, 1, 2 * SMALLEST_CHUNK),
     ],
 )
 def test_a_part_is_split_in_halves(size: int, alignment: int, middle: int) -> None:
@@ -132,13 +132,13 @@ def test_a_part_is_split_in_halves(size: int, alignment: int, middle: int) -> No
 @pytest.mark.parametrize(
     ("size", "sharing", "serial", "first"),
     [
-        (SIZE, 3, False, LARGEST_PART),
+        (SIZE, 3, False, LARGEST_CHUNK),
         (SIZE, 1, False, SIZE),
         (SIZE, 3, True, SIZE),  # the server ignores ranges
         (SMALL, 3, False, SMALL),
-        (SMALL + 1, 3, False, SMALLEST_PART),
-        (64 * SMALLEST_PART, 4, False, 8 * SMALLEST_PART),  # half of a fair share
-        (71 * SMALLEST_PART, 4, False, 8 * SMALLEST_PART),
+        (SMALL + 1, 3, False, SMALLEST_CHUNK),
+        (64 * SMALLEST_CHUNK, 4, False, 8 * SMALLEST_CHUNK),  # half of a fair share
+        (71 * SMALLEST_CHUNK, 4, False, 8 * SMALLEST_CHUNK),
     ],
 )
 def test_the_first_part_is_half_a_fair_share(

@@ -20,7 +20,7 @@ def run(
     seen = [width.value]
     while now < seconds and not width.settled:
         now += MIB / rate_of(width.value)
-        width.passed(MIB, now)
+        width.record(MIB, now)
         seen.append(width.value)
     return width, seen, now
 

@@ -18,7 +18,7 @@ import pytest
 
 from clowder_aimage.content import chunk as parts
 from clowder_aimage.content import fetch as fetch_module
-from clowder_aimage.content.chunk import SMALL, SMALLEST_PART
+from clowder_aimage.content.chunk import SMALL, SMALLEST_CHUNK
 from clowder_aimage.content.copy_option import CopyOptions, Rate
 from clowder_aimage.content.fetch import NOTED, BlobDownload
 from clowder_aimage.content.store import Source
@@ -194,8 +194,8 @@ def test_parts_shrink_towards_the_end(store: ImageLayout, slow_network: None) ->
     lengths = source.lengths(CONTENT)
     assert max(lengths) <= CONTENT.size // 2
     assert min(lengths) < lengths[0]
-    assert max(lengths[-4:]) <= SMALLEST_PART
-    assert len(lengths) <= CONTENT.size // SMALLEST_PART + 1
+    assert max(lengths[-4:]) <= SMALLEST_CHUNK
+    assert len(lengths) <= CONTENT.size // SMALLEST_CHUNK + 1
 
 
 def test_half_of_a_slow_connection_s_rest_is_taken_over(
@@ -693,7 +693,7 @@ def test_a_rate_holds_on_average() -> None:
     clock = Clock()
     rate = Rate(1000, clock=clock, sleep=clock.sleep)
     for _ in range(50):
-        rate.passed(100)
+        rate.consume(100)
     assert clock.now == pytest.approx(105)
     assert max(clock.waits) == pytest.approx(0.1)  # short fair delays
 
@@ -701,9 +701,9 @@ def test_a_rate_holds_on_average() -> None:
 def test_idle_time_gives_no_credit() -> None:
     clock = Clock()
     rate = Rate(1000, clock=clock, sleep=clock.sleep)
-    rate.passed(1000)
+    rate.consume(1000)
     clock.now += 60
-    rate.passed(1000)
+    rate.consume(1000)
     assert clock.now == pytest.approx(162)
 
 

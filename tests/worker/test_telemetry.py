@@ -150,7 +150,7 @@ def test_nothing_is_imported_without_a_collector() -> None:
         "from clowder_aimage.content import telemetry\n"
         "with telemetry.span('x') as span: assert span is None\n"
         "telemetry.record('x', 1); headers = {}; telemetry.inject(headers); telemetry.stop()\n"
-        "assert not headers and telemetry.bound(print) is print\n"
+        "assert not headers and telemetry.bind_context(print) is print\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     assert run([sys.executable, "-c", program]).returncode == 0
@@ -169,7 +169,7 @@ def test_nothing_is_imported_without_a_collector() -> None:
 def test_traces_are_on_if_the_environment_names_a_collector(
     environment: dict[str, str], is_wanted: bool
 ) -> None:
-    assert telemetry.is_wanted(environment) is is_wanted
+    assert telemetry.is_enabled(environment) is is_wanted
 
 
 def test_the_command_line_sends_its_spans_before_it_ends(

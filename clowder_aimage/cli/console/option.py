@@ -441,7 +441,7 @@ def start_traces(seconds: float | None = None) -> None:
     from clowder_aimage.cli.console.remedy import advice
     from clowder_aimage.content import telemetry
 
-    if telemetry.is_wanted():
+    if telemetry.is_enabled():
         try:
             with needs("OpenTelemetry", "otel"):
                 telemetry.start(version=__version__, seconds=seconds)

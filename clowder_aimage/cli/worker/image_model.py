@@ -206,7 +206,7 @@ def pull_later(reference: Reference, variant: str, connect: Connect) -> Backgrou
     layout, connection = settings().layout, connect()
 
     def work(options: PullOptions) -> Descriptor:
-        whole = replace(options, selector=ManifestSelector(last=variant))
+        whole = replace(options, selector=ManifestSelector(fallback_variant=variant))
         return pull(reference, layout, connection, whole).root
 
     context = click.get_current_context()
