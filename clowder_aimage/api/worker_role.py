@@ -19,7 +19,7 @@ from clowder_aimage.api.store import storage
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.model_fetch import preload
 from clowder_aimage.errors import AImageError
-from clowder_aimage.http.background import beside
+from clowder_aimage.http.background import background_tasks
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Exchange, Role, Route
 
@@ -86,10 +86,10 @@ class WorkerRole(Role):
         service = self._service
         fetching = preload(service.store, service.transfers, service.wanted)
         if not self._makes_pictures:
-            async with beside(self._expire(), fetching):
+            async with background_tasks(self._expire(), fetching):
                 yield
             return
-        async with beside(self._expire(), fetching, self._batches.run()):
+        async with background_tasks(self._expire(), fetching, self._batches.run()):
             yield
 
     async def ready(self) -> None:

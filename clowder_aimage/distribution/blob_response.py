@@ -11,7 +11,7 @@ from aiohttp import web
 from clowder_aimage.distribution.arrival import Arrival
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE
 from clowder_aimage.errors import AImageError
-from clowder_aimage.http.body_stream import PIECE, SEND_TIMEOUT, send_file, send_growing_file
+from clowder_aimage.http.body_stream import SEND_CHUNK, SEND_TIMEOUT, send_file, send_growing_file
 from clowder_aimage.oci import Digest
 
 
@@ -43,7 +43,7 @@ async def send_body(
     arrival: Arrival | None,
     *,
     origin: int = 0,
-    piece: int = PIECE,
+    chunk_size: int = SEND_CHUNK,
     timeout: float = SEND_TIMEOUT,
 ) -> None:
     """Send the bytes [start, end) of a file, of which ``arrival`` begins at ``origin``.
@@ -51,10 +51,12 @@ async def send_body(
     Raises ConnectionError, also if the arrival fails, or if nothing arrives for ``timeout``.
     """
     if arrival is None:
-        await send_file(request, file, start, end - start, piece=piece, timeout=timeout)
+        await send_file(request, file, start, end - start, chunk_size=chunk_size, timeout=timeout)
     else:
         wait = partial(_wait, arrival, origin, timeout)
-        await send_growing_file(request, file, start, end, wait, piece=piece, timeout=timeout)
+        await send_growing_file(
+            request, file, start, end, wait, chunk_size=chunk_size, timeout=timeout
+        )
 
 
 async def _wait(arrival: Arrival, origin: int, timeout: float, offset: int) -> int:

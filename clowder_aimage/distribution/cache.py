@@ -25,7 +25,7 @@ from clowder_aimage.errors import (
     StoreError,
     UnauthorizedError,
 )
-from clowder_aimage.http.background import aside
+from clowder_aimage.http.background import run_in_daemon_thread
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
@@ -83,7 +83,7 @@ class PullThroughCache:
         def ended(_: object) -> None:
             self._asking -= 1
 
-        request = asyncio.ensure_future(aside(call))
+        request = asyncio.ensure_future(run_in_daemon_thread(call))
         request.add_done_callback(ended)
         request.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(request)
@@ -173,7 +173,7 @@ class PullThroughCache:
 
         try:
             async with self._places:
-                await aside(work)
+                await run_in_daemon_thread(work)
         finally:
             del self._fetches[fetch.content.digest]
 

@@ -17,7 +17,7 @@ from clowder_aimage.distribution.repository_name import is_of_peer, parse_refere
 from clowder_aimage.distribution.served_blobs import ServedBlobs
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import FormatError, NotFoundError
-from clowder_aimage.http.body_stream import pieces
+from clowder_aimage.http.body_stream import read_chunks
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.oci import (
@@ -206,7 +206,7 @@ def _digest(raw: bytes, reference: Reference) -> Digest:
 async def _read_body(request: web.Request) -> bytes:
     """Return the body, of at most 4 MiB ("Pushing Manifests": 413 for a larger one)."""
     body = bytearray()
-    async for piece in pieces(request):
+    async for piece in read_chunks(request):
         body += piece
         if len(body) > MAX_MANIFEST_SIZE:
             raise _invalid(f"the manifest exceeds {MAX_MANIFEST_SIZE} bytes", status=413)

@@ -17,7 +17,7 @@ from clowder_aimage.distribution.repository_name import (
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
 from clowder_aimage.distribution.upload_session import UploadSession, UploadSessions
 from clowder_aimage.engine.executor import run_io, run_locking
-from clowder_aimage.http.body_stream import pieces
+from clowder_aimage.http.body_stream import read_chunks
 from clowder_aimage.oci import Digest
 
 PIECE = 1024 * 1024  # bytes written and hashed at a time
@@ -113,7 +113,7 @@ class PushRoutes:
             await self._uploads.check_space(upload, size)
         buffer = bytearray()
         try:
-            async for piece in pieces(request):
+            async for piece in read_chunks(request):
                 if end is not None and upload.offset + len(buffer) + len(piece) > end:
                     raise _wrong_size("the body is longer than Content-Range")
                 buffer += piece

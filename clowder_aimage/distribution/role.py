@@ -26,8 +26,8 @@ from clowder_aimage.engine.executor import run_locking
 from clowder_aimage.errors import StoreBusyError, UsageError
 from clowder_aimage.http.access import check_site
 from clowder_aimage.http.api_error import OCI
-from clowder_aimage.http.background import beside
-from clowder_aimage.http.listening_socket import listen, listen_apart
+from clowder_aimage.http.background import background_tasks
+from clowder_aimage.http.listening_socket import listen, listen_tcp_only
 from clowder_aimage.http.metrics_role import MetricsRole
 from clowder_aimage.http.route import ADMIN, NODE, Exchange, Handler, Role, Route
 from clowder_aimage.http.server import serve as serve_roles
@@ -104,7 +104,7 @@ class RegistryRole(Role):
     async def running(self) -> AsyncIterator[None]:
         """Expire idle uploads and old leases while running, and end all of them on exit."""
         try:
-            async with beside(self._expire()):
+            async with background_tasks(self._expire()):
                 yield
         finally:
             if self._cache is not None:
@@ -181,7 +181,7 @@ def serve(
             None,
         )
         if metrics_address:
-            other = stack.enter_context(contextlib.closing(listen_apart(metrics_address)))
+            other = stack.enter_context(contextlib.closing(listen_tcp_only(metrics_address)))
             apart = other, MetricsRole(role.metrics.text)
         serve_roles(
             listeners,

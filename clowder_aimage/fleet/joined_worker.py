@@ -42,7 +42,7 @@ from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink, LastFrameErro
 from clowder_aimage.fleet.placement import Placement, SlotCounter
 from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.worker_registry import WorkerStatus, WorkerWatch
-from clowder_aimage.http.background import beside
+from clowder_aimage.http.background import background_tasks
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Role
 from clowder_aimage.oci import read_json
@@ -101,7 +101,7 @@ class JoinedWorker(Role):
         self._link.on_ready.append(self._wake.set)
         async with (
             self._link.open(),
-            beside(
+            background_tasks(
                 self._watch.run(),
                 _for_ever(self._report, LOOK),
                 _for_ever(self._sweep, LOOK),

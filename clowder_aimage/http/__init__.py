@@ -1,3 +1,4 @@
 """The HTTP server shell (aiohttp) shared by the registry, the worker and the node."""
 
-PRODUCT = "aimage"  # in headers (RFC 9110, "Server")
+# In headers (RFC 9110, "Server")
+PRODUCT = "aimage"

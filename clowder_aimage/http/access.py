@@ -20,7 +20,8 @@ from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import OCI, ApiError, interface_of
 from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN
 
-ANY_ADDRESS = "*"  # among allowed hosts: IP addresses, which need no resolution
+# Among allowed hosts: IP addresses, which need no resolution
+ANY_ADDRESS = "*"
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 MIN_TOKEN = 16  # characters
 _ALLOWED = {
@@ -32,7 +33,8 @@ _REGISTRY_CHALLENGE = f'Basic realm="{PRODUCT} registry", charset="UTF-8"'
 _CHALLENGE = f'Bearer realm="{PRODUCT}"'
 _log = logging.getLogger("aimage.http")
 _METHODS = "GET, HEAD, POST, PUT, PATCH, DELETE"
-_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")  # of headers
+# Names in Access-Control-Request-Headers: they are echoed, so their characters are limited
+_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")
 
 
 def read_token(path: Path) -> str:
@@ -53,7 +55,7 @@ def read_tokens(path: Path) -> dict[str, str]:
     A line is ``admin TOKEN``, ``infer TOKEN`` or ``node TOKEN``; the scope defaults to admin. Empty
     lines and lines that begin with ``#`` are skipped. Raises UsageError.
     """
-    found: dict[str, str] = {}
+    scopes: dict[str, str] = {}
     for number, line in enumerate(_lines(path), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -65,11 +67,11 @@ def read_tokens(path: Path) -> dict[str, str]:
                 hint="expected 'admin TOKEN', 'infer TOKEN' or 'node TOKEN', with a token of "
                 f"{MIN_TOKEN} or more letters and digits, for example from: openssl rand -hex 32",
             )
-        if found.setdefault(token, scope) != scope:
+        if scopes.setdefault(token, scope) != scope:
             raise UsageError(f"the token in line {number} of {path} has two scopes")
-    if not found:
+    if not scopes:
         raise UsageError(f"no token in {path}", hint="add a line 'admin TOKEN' or 'infer TOKEN'")
-    return found
+    return scopes
 
 
 def _lines(path: Path) -> list[str]:
@@ -89,7 +91,7 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
     """Refuse requests that a malicious web page may have caused.
 
     DNS rebinding (CVE-2024-28224): the ``Host`` must be in ``allowed``; None allows any host.
-    Cross-site requests: an ``Origin``, which only browsers send, must be the same host, a loopback
+    Cross-site requests: only browsers send an ``Origin``. It must be the same host, a loopback
     host, or in ``origins``; None allows the same host only. A request that changes state must not
     be cross-site without an allowed origin (Fetch Metadata, ``Sec-Fetch-Site``).
 
@@ -126,8 +128,8 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
                 origin=origin[:300],
             )
         request["origin"] = origin
-        wanted = request.headers.get("Access-Control-Request-Method")
-        if wanted and request.method == "OPTIONS":
+        requested_method = request.headers.get("Access-Control-Request-Method")
+        if requested_method and request.method == "OPTIONS":
             return _preflight(request)
         return await handler(request)
 
@@ -135,9 +137,9 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
 
 
 def check_site(request: web.Request) -> None:
-    """Refuse a request that another site's page caused, without ``Origin`` as for an image.
+    """Refuse a cross-site request without ``Origin``, such as that of an image of a page.
 
-    For requests that change state, also GET requests of a cache. Raises ApiError.
+    Applies to requests that change state, also to GET requests of a cache. Raises ApiError.
     """
     if request.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
         raise ApiError(403, "cross-site request denied", code="origin_not_allowed")
@@ -157,7 +159,7 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
 
     Without ``tokens`` all are admins, but requests of other origins have the scope infer.
 
-    An unknown path requires a token too, so that a response does not reveal which paths exist.
+    An unknown path requires a token too, so that responses do not reveal the existing paths.
     """
 
     @web.middleware
@@ -171,6 +173,7 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
             is_registry = interface_of(request) == OCI
             headers = {"WWW-Authenticate": _REGISTRY_CHALLENGE if is_registry else _CHALLENGE}
             has_token = bearer_token(request.headers.get("Authorization", "")) != ""
+            # advice
             message = "unknown token" if has_token else "this worker requires a token"
             message = "authentication required" if is_registry else message
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
@@ -194,11 +197,11 @@ def _scope(request: web.Request, tokens: Mapping[str, str]) -> str | None:
     """Return the scope of the request's token. All tokens are compared, each in constant time."""
     text = bearer_token(request.headers.get("Authorization", ""))
     token = text.encode("utf-8", "surrogateescape")
-    found = None
-    for known, scope in tokens.items():
-        if hmac.compare_digest(token, known.encode()):
-            found = scope
-    return found
+    matched = None
+    for candidate, scope in tokens.items():
+        if hmac.compare_digest(token, candidate.encode()):
+            matched = scope
+    return matched
 
 
 def bearer_token(authorization: str) -> str:
@@ -226,7 +229,7 @@ def host_name(host: str) -> str | None:
 
 
 def is_ip(host: str | None) -> bool:
-    """Return whether a host is an IP address."""
+    """Return True if a host is an IP address."""
     try:
         return ipaddress.ip_address(host or "") is not None
     except ValueError:

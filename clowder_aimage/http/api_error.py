@@ -25,9 +25,11 @@ from clowder_aimage.errors import (
 if TYPE_CHECKING:
     from clowder_aimage.http.local_request import Request
 
-RETRY_AFTER = 5  # seconds, unless a better value is known
+# Seconds, unless a better value is known
+RETRY_AFTER = 5
 OPENAI, OLLAMA, OCI = "openai", "ollama", "oci"
-INTERFACE = web.AppKey("interface", str)  # the form of errors outside of the interfaces
+# The form of errors outside of the interfaces
+INTERFACE = web.AppKey("interface", str)
 # Return the advice on an error in terms of the options of this server
 ADVICE: web.AppKey[Callable[[AImageError], str | None]] = web.AppKey("advice")
 # The first matching class determines the status and the code (OpenAI, "Error codes")
@@ -67,8 +69,8 @@ class ApiError(AImageError):
         status: The HTTP status.
         code: The code of the interface.
         param: The name of the invalid field.
-        details: Facts for the distribution API, which lists one error for each of them.
-        advice: Hint, remedy and facts, as for AImageError.
+        details: Facts for the distribution API: one listed error for each of them.
+        advice: The hint, the remedy and the facts of AImageError.
     """
 
     def __init__(
@@ -104,7 +106,8 @@ def api_error(error: AImageError, interface: str = OPENAI) -> ApiError:
         return error
     if interface == OCI and not isinstance(error, BusyError | StoppedError):
         return _distribution_error(error)
-    status, code = _known(error)
+    status, code = _find_status(error)
+    # Hints of internal errors are for the operator, not for clients
     is_shown = error.hint and (status < 500 or status == 502)
     message = f"{error.message}; {error.hint}" if is_shown else error.message
     if isinstance(error, StoreError):
@@ -121,12 +124,12 @@ def registry_error(error: AImageError) -> AImageError:
 
     The status is 502 if the registry or its content is at fault.
     """
-    own = (ApiError, BusyError, DeadlineError, StoppedError, UsageError, NotFoundError)
-    if isinstance(error, (*own, StoreError, NoSpaceError)):
+    worker_errors = (ApiError, BusyError, DeadlineError, StoppedError, UsageError, NotFoundError)
+    if isinstance(error, (*worker_errors, StoreError, NoSpaceError)):
         return error
     if isinstance(error, errors.AccessError | errors.ContentError):
         message = f"{error.message}; {error.hint}" if error.hint else error.message
-        status, code = _known(error)
+        status, code = _find_status(error)
         return ApiError(502, message, code="registry_failed" if (status, code) == _OTHER else code)
     return error
 
@@ -173,9 +176,9 @@ def _distribution_error(error: AImageError) -> ApiError:
     return ApiError(500, message, code="UNKNOWN")
 
 
-def _known(error: AImageError) -> tuple[int, str]:
-    found = ((status, code) for kind, status, code in _STATUS if isinstance(error, kind))
-    return next(found, _OTHER)
+def _find_status(error: AImageError) -> tuple[int, str]:
+    matches = ((status, code) for kind, status, code in _STATUS if isinstance(error, kind))
+    return next(matches, _OTHER)
 
 
 def _kind(status: int) -> str:

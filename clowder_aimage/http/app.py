@@ -40,8 +40,10 @@ _EXPOSED = (
     "X-Aimage-Ignored, X-Aimage-Warning, Retry-After"
 )
 MAX_BODY = 16 * BODY
-BODY_TIMEOUT = 30.0  # seconds for a request's body to arrive
-CLIENT_CLOSED_REQUEST = 499  # nginx
+# Seconds for a request's body to arrive
+BODY_TIMEOUT = 30.0
+# nginx's status for the log; it is never sent
+CLIENT_CLOSED_REQUEST = 499
 # Routes of OpenAI's and ollama's APIs that no role has
 _UNSUPPORTED = re.compile(
     r"/v1/(chat/completions|completions|responses|embeddings|audio"
@@ -77,6 +79,7 @@ def build_app(
     bodies: dict[web.AbstractRoute, int | None] = {}
     app = web.Application(
         middlewares=[
+            # Outermost first: all below is measured, counted, and answered in the interface's form
             watch_requests,
             _account(roles),
             answer_errors,
@@ -118,25 +121,26 @@ async def account(
     handle: Callable[[], Awaitable[web.StreamResponse]],
 ) -> web.StreamResponse:
     """Handle a request to ``route``, count it for the roles, and log one line about it."""
-    given, named = request.headers.get("X-Request-Id", ""), route or "unknown"
-    request["id"] = given if _ID.fullmatch(given) else secrets.token_hex(8)
-    begun, status, sent = time.perf_counter(), CLIENT_CLOSED_REQUEST, 0
+    stated_id, route_name = request.headers.get("X-Request-Id", ""), route or "unknown"
+    request["id"] = stated_id if _ID.fullmatch(stated_id) else secrets.token_hex(8)
+    started, status, sent = time.perf_counter(), CLIENT_CLOSED_REQUEST, 0
     try:
-        response = await _traced(request, route, handle)
+        response = await _trace(request, route, handle)
         status = response.status
         sent = 0 if request.method == "HEAD" else response.content_length or 0
         return response
-    except asyncio.CancelledError:  # a client may leave at the end, before the handler does
+    except asyncio.CancelledError:
+        # The client may disconnect after the last byte, before the handler returns
         status = request.get("ended", status)
         raise
     finally:
-        seconds, received = time.perf_counter() - begun, _received(request)
+        seconds, received = time.perf_counter() - started, _count_received(request)
         sent = request.get("sent", sent)
         for role in roles:
-            role.count(Exchange(request.method, named, status, seconds, received, sent))
+            role.count(Exchange(request.method, route_name, status, seconds, received, sent))
         facts = {
             "method": request.method[:20],
-            "route": named,
+            "route": route_name,
             "status": status,
             "seconds": round(seconds, 4),
             "id": request["id"],
@@ -152,11 +156,11 @@ async def account(
         _log.log(level, "request", extra=facts)
 
 
-def _received(request: Request) -> int:
+def _count_received(request: Request) -> int:
     return request.content.total_bytes if isinstance(request, web.Request) else 0
 
 
-async def _traced(
+async def _trace(
     request: Request, route: str | None, handle: Callable[[], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Handle a request in a span (OpenTelemetry, "Semantic Conventions for HTTP Spans")."""
@@ -188,15 +192,17 @@ async def convert_errors(
     try:
         return await handle()
     except ConnectionError:
-        raise  # the client has disconnected
+        # The client has disconnected
+        raise
     except Exception as error:
-        found = _api_error(request, error)
+        api_error = _api_error(request, error)
         if request.get("answered"):
             abort(request)
             raise ConnectionResetError("the response was aborted") from None
-        answer = errors.response(request, found)
-        if found.status in (408, 413):
-            answer.force_close()  # do not wait for the rest of the body
+        answer = errors.response(request, api_error)
+        if api_error.status in (408, 413):
+            # Do not wait for the rest of the body
+            answer.force_close()
         return answer
 
 
@@ -204,34 +210,36 @@ def _api_error(request: Request, error: Exception) -> ApiError:
     """Return the response to an exception; log exceptions that the client did not cause."""
     interface = interface_of(request)
     if isinstance(error, AImageError):
-        found = errors.api_error(error, interface)
-        if found.status >= 500:
-            _log_failure(request, error, found.status)
-        return found
+        api_error = errors.api_error(error, interface)
+        if api_error.status >= 500:
+            _log_failure(request, error, api_error.status)
+        return api_error
     if isinstance(error, web.HTTPException):
         return _framework_error(request, error)
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
         return ApiError(400, "the request body is not JSON", code="invalid_json")
-    if isinstance(error, ClientError):  # from aiohttp, for a body that is not valid HTTP
+    # aiohttp raises it for a body with invalid chunks or fewer bytes than announced
+    if isinstance(error, ClientError):
         return ApiError(400, "the request body is incomplete", code="invalid_body")
     if interface == OCI:
         _log.error("%s %s", request.method, request.path, exc_info=error)
         return ApiError(500, "unknown error", code="UNKNOWN")
-    facts = {"id": request["id"], "kind": type(error).__name__, "at": _places(error)}
+    facts = {"id": request["id"], "kind": type(error).__name__, "at": _list_frames(error)}
     _log.error("internal error", extra=facts)
     return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
 def _log_failure(request: Request, error: AImageError, status: int) -> None:
-    if interface_of(request) == OCI:  # for logs without fields too
+    # The registry's log may have no fields: the message names the request
+    if interface_of(request) == OCI:
         _log.error("%s %s: %s", request.method, request.path, error)
     else:
         facts = {"id": request["id"], "status": status, "reason": error.message}
         _log.warning("request failed", extra=facts)
 
 
-def _places(error: Exception) -> list[str]:
-    """Return where an error was raised. Its text and variables may contain a prompt."""
+def _list_frames(error: Exception) -> list[str]:
+    """Return the last frames of a traceback, without text and variables: they may hold a prompt."""
     frames = traceback.extract_tb(error.__traceback__)
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-5:]]
 
@@ -286,12 +294,13 @@ def check_running(roles: Sequence[Role], method: str) -> None:
 
 
 def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
-    """Read the body, which is JSON, before the handler runs; reject large, slow and coded ones."""
+    """Read the JSON body before the handler runs; reject large, slow and encoded bodies."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         limit = bodies.get(request.match_info.route, BODY)
-        if limit is None:  # a blob or a manifest, which is its bytes
+        # A blob or a manifest: the route streams the bytes
+        if limit is None:
             return await handler(request)
         check_coding(request)
         if (request.content_length or 0) > limit:
@@ -313,13 +322,15 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
 async def _common_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Set the headers of every response, and disable content type sniffing."""
     request["answered"] = True
-    response.headers["Server"] = PRODUCT  # without versions
+    # Versions would help attackers (RFC 9110, 10.2.4)
+    response.headers["Server"] = PRODUCT
     response.headers.setdefault("X-Content-Type-Options", "nosniff")
     if interface_of(request) == OCI:
         response.headers["Docker-Distribution-API-Version"] = "registry/2.0"
     else:
         response.headers.setdefault("Cache-Control", "no-store")
-    if "origin" in request:  # never "*"; no credentials mode
+    # Never "*", and no Allow-Credentials: cookies are not used
+    if "origin" in request:
         response.headers["Access-Control-Allow-Origin"] = request["origin"]
         response.headers["Access-Control-Expose-Headers"] = _EXPOSED
         response.headers["Vary"] = "Origin"

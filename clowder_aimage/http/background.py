@@ -13,15 +13,16 @@ from clowder_aimage.engine.shared_transfer import run_in_thread
 from clowder_aimage.http.loop_watch import WatchedCoroutine
 from clowder_aimage.layout.lock import PATIENCE
 
-AGAIN = 5.0  # seconds before a task is cancelled again, longer than one needs to end
+# Seconds before a task is cancelled again: ample for a task to end
+AGAIN = 5.0
 _T = TypeVar("_T")
 _log = logging.getLogger("aimage.http")
 
 
 @contextlib.asynccontextmanager
-async def beside(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+async def background_tasks(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
     """Run coroutines in the background; cancel them on exit. A failure is logged."""
-    tasks = [asyncio.create_task(_watched(each)) for each in coroutines]
+    tasks = [asyncio.create_task(_watch(coroutine)) for coroutine in coroutines]
     for task in tasks:
         task.add_done_callback(_log_failure)
     try:
@@ -31,9 +32,10 @@ async def beside(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None
 
 
 async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks, and again until they end: ``wait_for`` of Python 3.11 may lose a cancellation.
+    """Cancel tasks until they end.
 
-    It does if what it waits for ends at the same time.
+    In Python 3.11 a race loses the cancellation if the awaited future of ``wait_for`` ends at the
+    same time, so it is repeated.
     """
     pending = set(tasks)
     while pending:
@@ -42,7 +44,7 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
         _, pending = await asyncio.wait(pending, timeout=AGAIN)
 
 
-def _watched(coroutine: Coroutine[Any, Any, object]) -> WatchedCoroutine[object]:
+def _watch(coroutine: Coroutine[Any, Any, object]) -> WatchedCoroutine[object]:
     return WatchedCoroutine(coroutine, getattr(coroutine, "__qualname__", "background"))
 
 
@@ -52,8 +54,8 @@ def _log_failure(task: asyncio.Task[object]) -> None:
         _log.error("background task failed", extra={"work": work}, exc_info=error)
 
 
-async def aside(call: Callable[[], _T]) -> _T:
-    """Return the result of ``call()``, run in a separate daemon thread; it waits briefly for locks.
+async def run_in_daemon_thread(call: Callable[[], _T]) -> _T:
+    """Return the result of ``call()``, run in a daemon thread with a short wait for locks.
 
     The event loop's executor has few threads, and the process does not exit before they end. An
     unresponsive upstream must block neither disk access nor the exit.

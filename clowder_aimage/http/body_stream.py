@@ -10,10 +10,14 @@ from aiohttp import web
 
 from clowder_aimage.http.api_error import ApiError
 
-READ_TIMEOUT = 60.0  # seconds to wait for the next byte, and over which the speed is measured
-MIN_SPEED = 1024  # minimum average of bytes received per second
-PIECE = 4 * 1024 * 1024  # bytes that the client must take within SEND_TIMEOUT
-SEND_TIMEOUT = 300.0  # seconds: a slower client would occupy a file and a connection indefinitely
+# Seconds to wait for the next byte, and over which the speed is measured
+READ_TIMEOUT = 60.0
+# Minimum average of bytes received per second
+MIN_SPEED = 1024
+# Bytes that the client must take within SEND_TIMEOUT
+SEND_CHUNK = 4 * 1024 * 1024
+# seconds: a slower client would occupy a file and a connection indefinitely
+SEND_TIMEOUT = 300.0
 _TYPES = ("", "application/json", "application/x-www-form-urlencoded", "multipart/form-data")
 
 
@@ -26,17 +30,17 @@ def check_coding(request: web.Request) -> None:
         raise ApiError(415, message, code="unsupported_media_type", headers=headers)
 
 
-def check_type(request: web.Request, *others: str) -> None:
-    """Refuse a body that is not declared as JSON; ``others`` are named too. Raises ApiError (415).
+def check_type(request: web.Request, *alternatives: str) -> None:
+    """Refuse a body that is not declared as JSON. Raises ApiError (415).
 
-    Programs that are led here by others, such as clients that upload blobs, declare bytes. curl
-    declares a form, and some clients declare nothing: both are accepted. A multipart body is not
-    JSON, which its route says.
+    The message names ``alternatives`` too. Clients that upload blobs to a wrong URL declare bytes.
+    curl declares a form, and some clients declare nothing: both are accepted. Routes refuse
+    multipart bodies themselves, with a better message.
     """
-    found = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if found not in _TYPES:
-        expected = " or ".join(("application/json", *others))
-        message = f"unsupported Content-Type {found[:60]!r}: expected {expected}"
+    media_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if media_type not in _TYPES:
+        expected = " or ".join(("application/json", *alternatives))
+        message = f"unsupported Content-Type {media_type[:60]!r}: expected {expected}"
         raise ApiError(415, message, code="unsupported_media_type")
 
 
@@ -45,7 +49,7 @@ def too_large() -> ApiError:
     return ApiError(413, "the request body is too large", code="too_large")
 
 
-async def pieces(request: web.Request) -> AsyncIterator[bytes]:
+async def read_chunks(request: web.Request) -> AsyncIterator[bytes]:
     """Yield the body as it arrives. Raises ApiError (408) if nothing arrives or it is too slow."""
     clock = asyncio.get_running_loop().time
     waited, count = 0.0, 0
@@ -53,18 +57,19 @@ async def pieces(request: web.Request) -> AsyncIterator[bytes]:
         began = clock()
         try:
             async with asyncio.timeout(READ_TIMEOUT):
-                piece = await request.content.readany()
+                chunk = await request.content.readany()
         except TimeoutError:
             raise _too_slow(f"no data received for {READ_TIMEOUT:.0f} seconds") from None
-        if not piece:
+        if not chunk:
             return
-        waited += clock() - began  # time spent on the client, not on the local disk
-        count += len(piece)
+        # Time spent on the client, not on the local disk
+        waited += clock() - began
+        count += len(chunk)
         if waited > READ_TIMEOUT:
             if count < MIN_SPEED * READ_TIMEOUT:
                 raise _too_slow(f"received less than {MIN_SPEED} bytes per second")
             waited, count = 0.0, 0
-        yield piece
+        yield chunk
 
 
 def _too_slow(message: str) -> ApiError:
@@ -77,10 +82,10 @@ async def send_file(
     offset: int,
     count: int,
     *,
-    piece: int = PIECE,
+    chunk_size: int = SEND_CHUNK,
     timeout: float = SEND_TIMEOUT,
 ) -> None:
-    """Send ``count`` bytes of ``file`` by sendfile(2), each ``piece`` within ``timeout`` seconds.
+    """Send ``count`` bytes of ``file`` by sendfile(2), each chunk within ``timeout`` seconds.
 
     The headers have been sent already, so a failure closes the connection. Raises
     ConnectionError if the client disconnects or stalls, or if the file is too short.
@@ -92,12 +97,13 @@ async def send_file(
     try:
         while count:
             async with asyncio.timeout(timeout):
-                sent = await loop.sendfile(transport, file, offset, min(count, piece))
+                sent = await loop.sendfile(transport, file, offset, min(count, chunk_size))
             if not sent:
                 raise ConnectionResetError("the blob was truncated while it was sent")
             offset, count = offset + sent, count - sent
             request["sent"] = request.get("sent", 0) + sent
-    except (OSError, RuntimeError) as error:  # RuntimeError: the transport is closing
+    except (OSError, RuntimeError) as error:
+        # RuntimeError: the transport is closing
         transport.abort()
         raise ConnectionResetError(str(error)) from error
 
@@ -109,7 +115,7 @@ async def send_growing_file(
     end: int,
     wait: Callable[[int], Awaitable[int]],
     *,
-    piece: int = PIECE,
+    chunk_size: int = SEND_CHUNK,
     timeout: float = SEND_TIMEOUT,
 ) -> None:
     """Send the bytes [start, end) of a file that is still growing, as ``send_file`` does.
@@ -122,7 +128,8 @@ async def send_growing_file(
             front = min(end, await wait(start))
         except ConnectionError:
             if request.transport is not None:
-                request.transport.abort()  # the response must not appear complete
+                # The response must not appear complete
+                request.transport.abort()
             raise
-        await send_file(request, file, start, front - start, piece=piece, timeout=timeout)
+        await send_file(request, file, start, front - start, chunk_size=chunk_size, timeout=timeout)
         start = front

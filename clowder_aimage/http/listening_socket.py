@@ -31,8 +31,8 @@ class Listeners:
 
     def close(self) -> None:
         """Close the sockets and remove the unix socket's file."""
-        for each in self.sockets:
-            each.close()
+        for listening in self.sockets:
+            listening.close()
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
@@ -66,38 +66,39 @@ def listen(
     ``allow_remote`` is False. Without tokens, clients may use addresses and the machine's name as
     the host, so that the page of another site cannot (DNS rebinding).
     """
-    found = Listeners()
+    listeners = Listeners()
     try:
-        for each in systemd.passed_sockets():
-            found.add(each)
-        if not found.sockets and path:
-            found.sockets.append(listen_unix(path))
-            found.urls.append(f"unix://{path}")
-            found.path = path
-        if address and not (found.sockets and is_default):
+        for listening in systemd.passed_sockets():
+            listeners.add(listening)
+        if not listeners.sockets and path:
+            listeners.sockets.append(listen_unix(path))
+            listeners.urls.append(f"unix://{path}")
+            listeners.path = path
+        if address and not (listeners.sockets and is_default):
             endpoint = Endpoint.parse_listen(address)
             check_access(endpoint, is_allowed=has_tokens or allow_remote)
-            found.add(listen_tcp(endpoint, remedy="listen_elsewhere"))
-        for each in found.sockets:  # including systemd's
-            if each.family != socket.AF_UNIX:
-                endpoint = Endpoint("http", *each.getsockname()[:2])
+            listeners.add(listen_tcp(endpoint, remedy="listen_elsewhere"))
+        # systemd's sockets are checked too: a unit may make the server public by mistake
+        for listening in listeners.sockets:
+            if listening.family != socket.AF_UNIX:
+                endpoint = Endpoint("http", *listening.getsockname()[:2])
                 check_access(endpoint, is_allowed=has_tokens or allow_remote)
     except BaseException:
-        found.close()
+        listeners.close()
         raise
-    if found.hosts is None and not has_tokens:
+    if listeners.hosts is None and not has_tokens:
         name = socket.gethostname().lower()
-        found.hosts = {*LOOPBACK_HOSTS, ANY_ADDRESS, name, f"{name}.local"}
+        listeners.hosts = {*LOOPBACK_HOSTS, ANY_ADDRESS, name, f"{name}.local"}
     if allow_hosts:
-        found.hosts = (found.hosts or set(LOOPBACK_HOSTS)) | set(allow_hosts)
-    return found
+        listeners.hosts = (listeners.hosts or set(LOOPBACK_HOSTS)) | set(allow_hosts)
+    return listeners
 
 
-def listen_apart(address: str) -> Listeners:
-    """Listen on one TCP address, whatever systemd passed. Raises AccessError, UsageError."""
-    found = Listeners()
-    found.add(listen_tcp(Endpoint.parse_listen(address)))
-    return found
+def listen_tcp_only(address: str) -> Listeners:
+    """Listen on one TCP address, without systemd's sockets. Raises AccessError, UsageError."""
+    listeners = Listeners()
+    listeners.add(listen_tcp(Endpoint.parse_listen(address)))
+    return listeners
 
 
 def check_access(endpoint: Endpoint, *, is_allowed: bool) -> None:
@@ -119,7 +120,8 @@ def listen_tcp(endpoint: Endpoint, remedy: str = "") -> socket.socket:
         )[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        is_taken = error.errno == errno.EADDRINUSE  # its text from Python repeats the address
+        # Python's text of this error repeats the address
+        is_taken = error.errno == errno.EADDRINUSE
         reason = os.strerror(errno.EADDRINUSE) if is_taken else error.strerror or error
         message = f"cannot listen on {endpoint.authority}: {reason}"
         if is_taken and (program := _program(endpoint)):
@@ -150,11 +152,12 @@ def listen_unix(path: Path) -> socket.socket:
         _remove_stale(path)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            before = os.umask(0o777 & ~_SOCKET_MODE)  # the socket is never accessible to others
+            # By umask, not by chmod: the socket is never accessible to others, not even briefly
+            old_umask = os.umask(0o777 & ~_SOCKET_MODE)
             try:
                 listening.bind(str(path))
             finally:
-                os.umask(before)
+                os.umask(old_umask)
             listening.listen(_BACKLOG)
         except BaseException:
             listening.close()
@@ -172,6 +175,7 @@ def _remove_stale(path: Path) -> None:
     if not stat.S_ISSOCK(mode):
         raise UsageError(f"{path} exists and is not a socket")
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        # A socket that refuses connections was left by a killed process
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))

@@ -23,7 +23,7 @@ from clowder_aimage.http.local_request import LocalRequest
 from clowder_aimage.http.loop_watch import WatchedCoroutine
 from clowder_aimage.http.route import Role, SharedRoute
 
-_PART = re.compile(r"\{(\w+)(?::([^}]+))?\}")
+_PARAMETER = re.compile(r"\{(\w+)(?::([^}]+))?\}")
 
 
 class LocalCalls:
@@ -54,8 +54,11 @@ class LocalCalls:
 
     @cached_property
     def _routes(self) -> list[tuple[SharedRoute, re.Pattern[str]]]:
-        routes = (one for one in self._role.routes() if isinstance(one, SharedRoute))
-        return [(route, _pattern(route.path)) for route in routes]
+        return [
+            (route, _pattern(route.path))
+            for route in self._role.routes()
+            if isinstance(route, SharedRoute)
+        ]
 
     def _find(self, request: LocalRequest) -> SharedRoute | None:
         for route, pattern in self._routes:
@@ -78,9 +81,12 @@ class LocalCalls:
 def _pattern(path: str) -> re.Pattern[str]:
     """Return the pattern of the paths of a route, such as ``/v1/models/{id:.+}``."""
     pattern, end = "", 0
-    for part in _PART.finditer(path):
-        pattern += re.escape(path[end : part.start()]) + f"(?P<{part[1]}>{part[2] or '[^/]+'})"
-        end = part.end()
+    for parameter in _PARAMETER.finditer(path):
+        pattern += (
+            re.escape(path[end : parameter.start()])
+            + f"(?P<{parameter[1]}>{parameter[2] or '[^/]+'})"
+        )
+        end = parameter.end()
     return re.compile(pattern + re.escape(path[end:]))
 
 

@@ -33,7 +33,7 @@ class LocalRequest(dict[str, Any]):
         target: The path with the query, encoded.
         scope: The scope of the client for whom it is sent.
         caller: An opaque name of that client.
-        headers: Those of that client, which may determine the response.
+        headers: The headers of that client; they may determine the response.
         fields: The fields of the body, unless there is none.
         is_form: The fields are those of a form: texts, files as bytes, and lists of them.
         size: The bytes of the body as JSON, at most.
@@ -60,8 +60,10 @@ class LocalRequest(dict[str, Any]):
         self.fields, self.is_form, self.size = fields, is_form, size
         self.sink = sink
         self.match_info: Mapping[str, str] = {}
-        self.app: Mapping[Any, Any] = {}  # the settings of the server
-        self.failure: Exception | None = None  # of the sink
+        # The settings of the server
+        self.app: Mapping[Any, Any] = {}
+        # An error of the sink, for the caller
+        self.failure: Exception | None = None
 
     scheme = "http"
 
@@ -77,13 +79,14 @@ class LocalRequest(dict[str, Any]):
 
     @property
     def host(self) -> str:
-        """The name under which the client knows this server."""
+        """The name of this server in the client's request."""
         return self.headers.get("Host", "localhost")
 
     def exceeds(self, limit: int) -> bool:
-        """Return whether the body is larger than ``limit`` bytes as JSON."""
+        """Return True if the body is larger than ``limit`` bytes as JSON."""
         if self.size <= limit:
             return False
+        # Files of a form are not counted: their lengths are written in their place
         text = json.dumps(self.fields, ensure_ascii=False, separators=(",", ":"), default=len)
         return len(text.encode("utf-8", "replace")) > limit
 

@@ -28,7 +28,8 @@ _CREDENTIALS = re.compile(
     r"|(://)[^\s@/]+(?=@)"
 )
 _MAX_TEXT = 2000  # characters
-_INTERVAL = 10.0  # seconds between two equal messages of a library
+# Seconds between two equal messages of a library
+_INTERVAL = 10.0
 
 
 def redact(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -40,9 +41,9 @@ def redact(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[s
 
 def _clean(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {_clean(key): _clean(each) for key, each in value.items()}
+        return {_clean(key): _clean(nested) for key, nested in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(each) for each in value]
+        return [_clean(nested) for nested in value]
     if not isinstance(value, str):
         return value
     text = value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]}..."
@@ -55,33 +56,36 @@ def _clean(value: Any) -> Any:
 class LogFilter:
     """A filter that all records pass.
 
-    An error is its kind and the places where it was raised: its text may contain a prompt or a
-    header, unless it is one of ours or the system's. What is not HTTP is not logged. A message of a
-    library is repeated after some seconds, with the number of those that were left out.
+    Errors are logged as their type and the last frames: texts may contain a prompt or a header.
+    Only the texts of AImageError and OSError are logged. Requests that are not valid HTTP are not
+    logged. An equal message of a library is logged once in some seconds, with the number of
+    suppressed messages.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: dict[tuple[str, str], tuple[float, int]] = {}  # when logged, and then left out
+        # The time of the last logged message, and the number suppressed since then
+        self._logged: dict[tuple[str, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError):
             return False
         if not record.name.startswith("aimage"):
-            key, now = (record.name, str(record.msg).partition("\n")[0][:100]), self._clock()
-            since, count = self._seen.get(key, (now - _INTERVAL, 0))
-            if now - since < _INTERVAL:
-                self._seen[key] = (since, count + 1)
+            key, timestamp = (record.name, str(record.msg).partition("\n")[0][:100]), self._clock()
+            since, count = self._logged.get(key, (timestamp - _INTERVAL, 0))
+            if timestamp - since < _INTERVAL:
+                self._logged[key] = (since, count + 1)
                 return False
             if count:
                 record.suppressed = count
-            if len(self._seen) >= _MAX_TEXT:
-                self._seen.clear()
-            self._seen[key] = (now, 0)
+            # Clients can cause any number of different messages
+            if len(self._logged) >= _MAX_TEXT:
+                self._logged.clear()
+            self._logged[key] = (timestamp, 0)
         if error is not None:
             frames = traceback.extract_tb(error.__traceback__)
-            record.at = [f"{each.filename}:{each.lineno} {each.name}" for each in frames[-5:]]
+            record.at = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-5:]]
             text = error.strerror if isinstance(error, OSError) else None
             text = error.message if isinstance(error, AImageError) else text
             record.error = f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""A watch over the event loop: what computes in it for too long is logged."""
+"""A watch over the event loop: log work that blocks it for too long."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-BLOCKED = 0.05  # seconds of the processor between two points at which other tasks run
+# Seconds of CPU time between two points at which other tasks run
+BLOCKED = 0.05
 _T = TypeVar("_T")
 
 _log = logging.getLogger("aimage.loop")
@@ -37,24 +38,24 @@ class WatchedCoroutine(Coroutine[Any, Any, _T]):
 
     def __await__(self) -> Generator[Any, Any, _T]:
         step: Callable[[Any], Any] = self.send
-        given: Any = None
+        sent: Any = None
         while True:
             try:
-                waits_for = step(given)
+                waits_for = step(sent)
             except StopIteration as end:
                 return end.value  # type: ignore[no-any-return]
             try:
-                step, given = self.send, (yield waits_for)
+                step, sent = self.send, (yield waits_for)
             except GeneratorExit:
                 self.close()
                 raise
             except BaseException as error:
-                step, given = self.throw, error
+                step, sent = self.throw, error
 
-    def _step(self, step: Callable[..., Any], *given: Any) -> Any:
+    def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
         began = time.thread_time()
         try:
-            return step(*given)
+            return step(*arguments)
         finally:
             if (seconds := time.thread_time() - began) > BLOCKED:
                 facts = {"work": self._work, "seconds": round(seconds, 3), "limit": BLOCKED}
@@ -66,8 +67,8 @@ async def watch_requests(request: web.Request, handler: Handler) -> web.StreamRe
     """Measure the steps of each request."""
     resource = request.match_info.route.resource
     route = resource.canonical if resource is not None else "unknown"
-    return await WatchedCoroutine(_handled(handler, request), f"{request.method[:20]} {route}")
+    return await WatchedCoroutine(_handle(handler, request), f"{request.method[:20]} {route}")
 
 
-async def _handled(handler: Handler, request: web.Request) -> web.StreamResponse:
+async def _handle(handler: Handler, request: web.Request) -> web.StreamResponse:
     return await handler(request)

@@ -23,7 +23,7 @@ METRICS = Operation(
 
 
 class MetricsRole(Role):
-    """The route ``/metrics``, which answers with ``text()``."""
+    """The route ``/metrics``. The body is that of ``text()``."""
 
     def __init__(self, text: Callable[[], bytes], scope: str = OPEN) -> None:
         self._text, self._scope = text, scope

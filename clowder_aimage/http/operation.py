@@ -1,6 +1,6 @@
-"""Operations: what a route does for its clients, from which the OpenAPI document is made.
+"""Operations: the descriptions of routes for clients. They make up the OpenAPI document.
 
-An operation is a constant beside its handlers. A worker and a gateway serve the same one by
+An operation is a constant beside its handlers. A worker and a gateway serve the same operation by
 different handlers.
 """
 
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-BODY = 1 << 20  # bytes: ample for a prompt and its parameters
+# bytes: ample for a prompt and its parameters
+BODY = 1 << 20
 JSON = "application/json"
-COMPUTES = (404, 502, 503, 504, 507)  # refusals of what needs a model, which may be pulled
+# Errors of operations that need a model, and may pull it first
+COMPUTES = (404, 502, 503, 504, 507)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A method and a path, and what clients must know.
+    """A method and a path with their description for clients.
 
     ``name`` identifies it, as a function in generated clients. ``limit`` is that of the body, as of
     ``Route``. ``body`` is the type of the JSON body, ``form`` of a multipart one. ``places``,

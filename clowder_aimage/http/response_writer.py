@@ -26,7 +26,7 @@ class ResponseWriter:
             raise ApiError(400, "stream is not supported here", param="stream")
         else:
             self._request["answered"] = True
-            with _kept(self._request):
+            with _record_failure(self._request):
                 await self._request.sink.begin(self.response)
         self.has_begun = True
 
@@ -35,7 +35,7 @@ class ResponseWriter:
         if isinstance(self._request, web.Request):
             await self.response.write(data)
         elif self._request.sink is not None:
-            with _kept(self._request):
+            with _record_failure(self._request):
                 await self._request.sink.write(data)
 
     async def end(self) -> web.StreamResponse:
@@ -47,8 +47,8 @@ class ResponseWriter:
 
 
 @contextlib.contextmanager
-def _kept(request: LocalRequest) -> Iterator[None]:
-    """Keep an error of the sink for the caller: for a handler it is a client that has left."""
+def _record_failure(request: LocalRequest) -> Iterator[None]:
+    """Record an error of the sink for the caller; the handler sees a disconnected client."""
     try:
         yield
     except Exception as error:
@@ -57,7 +57,7 @@ def _kept(request: LocalRequest) -> Iterator[None]:
 
 
 def is_gone(request: Request) -> bool:
-    """Return whether the client has disconnected. A caller in this process cancels the request."""
+    """Return True if the client has disconnected. A caller in this process cancels the request."""
     if not isinstance(request, web.Request):
         return False
     return request.transport is None or request.transport.is_closing()

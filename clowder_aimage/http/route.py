@@ -56,28 +56,40 @@ class SharedRoute(Route):
 
 def serve(operation: Operation, handler: Handler) -> Route:
     """Return the route of an operation."""
-    one = operation
-    body, has_head = one.limit, one.has_head
-    return Route(one.method, one.path, handler, one.scope, body, has_head, operation=one)
+    return Route(
+        operation.method,
+        operation.path,
+        handler,
+        operation.scope,
+        operation.limit,
+        operation.has_head,
+        operation=operation,
+    )
 
 
 def share(operation: Operation, handler: SharedHandler) -> SharedRoute:
     """Return the route of an operation that requests of this process reach too."""
-    one = operation
-    body, has_head = one.limit, one.has_head
-    return SharedRoute(one.method, one.path, handler, one.scope, body, has_head, operation=one)
+    return SharedRoute(
+        operation.method,
+        operation.path,
+        handler,
+        operation.scope,
+        operation.limit,
+        operation.has_head,
+        operation=operation,
+    )
 
 
 def with_head(routes: Iterable[Route]) -> list[Route]:
     """Return the routes, with a HEAD route for each GET route without one (RFC 9110, 9.3.2)."""
-    every = list(routes)
-    known = {(route.method, route.path) for route in every}
+    all_routes = list(routes)
+    paths = {(route.method, route.path) for route in all_routes}
     heads = [
         Route("HEAD", route.path, route.handler, route.scope)
-        for route in every
-        if route.method == "GET" and route.has_head and ("HEAD", route.path) not in known
+        for route in all_routes
+        if route.method == "GET" and route.has_head and ("HEAD", route.path) not in paths
     ]
-    return every + heads
+    return all_routes + heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +109,7 @@ class Role:
 
     @property
     def is_draining(self) -> bool:
-        """Return whether the role refuses new work."""
+        """Return True while the role refuses new work."""
         return False
 
     def routes(self) -> list[Route]:

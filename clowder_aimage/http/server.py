@@ -16,18 +16,24 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.http import systemd
 from clowder_aimage.http.api_error import OPENAI
 from clowder_aimage.http.app import build_app
-from clowder_aimage.http.background import beside
+from clowder_aimage.http.background import background_tasks
 from clowder_aimage.http.listening_socket import Listeners
 from clowder_aimage.http.route import Role
 from clowder_aimage.layout.lock import ON_WAIT
 
-MAX_HEADER = 16 * 1024  # bytes of a request line and of each header field
-LINGER = 1.0  # seconds for connections to close after all work is done
-IDLE = 60.0  # seconds that a connection may be idle
-CROWD = 512  # number of idle connections above which IDLE_IN_CROWD applies
+# Bytes of a request line and of each header field
+MAX_HEADER = 16 * 1024
+# Seconds for connections to close after all work is done
+LINGER = 1.0
+# Seconds that a connection may be idle
+IDLE = 60.0
+# Number of idle connections above which IDLE_IN_CROWD applies
+CROWD = 512
 IDLE_IN_CROWD = 2.0  # seconds
-WRITE = 60.0  # seconds within which the client must receive a byte
-INTERVAL = 1.0  # seconds between two checks
+# Seconds within which the client must receive a byte
+WRITE = 60.0
+# Seconds between two checks
+INTERVAL = 1.0
 
 _log = logging.getLogger("aimage.http")
 
@@ -58,13 +64,15 @@ class IdleTimeout:
 
     def check(self, connections: list[web.RequestHandler]) -> None:
         """Close the ``connections`` that have been idle for too long."""
-        now = self._clock()
+        timestamp = self._clock()
         self._since = {
-            each: self._since.get(each, now) for each in connections if each not in self._busy
+            connection: self._since.get(connection, timestamp)
+            for connection in connections
+            if connection not in self._busy
         }
         timeout = IDLE_IN_CROWD if len(self._since) > CROWD else IDLE
         for connection, since in self._since.items():
-            if now - since > timeout and connection.transport is not None:
+            if timestamp - since > timeout and connection.transport is not None:
                 connection.transport.abort()
 
 
@@ -77,16 +85,16 @@ class WriteTimeout:
 
     def check(self, connections: list[web.RequestHandler]) -> None:
         """Close stalled ``connections``; this ends their requests."""
-        now, seen = self._clock(), {}
+        timestamp, unsent_since = self._clock(), {}
         for connection in connections:
             transport = connection.transport
             unsent = transport.get_write_buffer_size() if transport is not None else 0
             if unsent:
-                known, since = self._since.get(connection, (unsent, now))
-                seen[connection] = (unsent, since if known == unsent else now)
-        self._since = seen
-        for connection, (_, since) in seen.items():
-            if now - since > WRITE and connection.transport is not None:
+                previous, since = self._since.get(connection, (unsent, timestamp))
+                unsent_since[connection] = (unsent, since if previous == unsent else timestamp)
+        self._since = unsent_since
+        for connection, (_, since) in unsent_since.items():
+            if timestamp - since > WRITE and connection.transport is not None:
                 connection.transport.abort()
 
 
@@ -115,7 +123,7 @@ def serve(
     grace: float = 0.0,
     interface: str = OPENAI,
     origins: Collection[str] | None = None,
-    apart: tuple[Listeners, Role] | None = None,
+    separate: tuple[Listeners, Role] | None = None,
     advice: Callable[[AImageError], str | None] | None = None,
     on_ready: Callable[[list[str]], object],
     **options: Any,
@@ -133,7 +141,7 @@ def serve(
         interface: The form of errors outside of the interfaces.
         origins: Allowed origins besides loopback ones; None: only that of the server.
         advice: Return the advice on an error that is sent with it; None: its hint.
-        apart: Further sockets, with a role of their own that requires no tokens.
+        separate: Further sockets, with a role of their own that requires no tokens.
         on_ready: Called with the URLs once connections are accepted (``unix://PATH`` for a socket).
         options: Further arguments of aiohttp's AppRunner.
     """
@@ -147,7 +155,7 @@ def serve(
             origins=origins,
             advice=advice,
         )
-        work = _run(app, listeners, roles, apart, grace, on_ready, options)
+        work = _run(app, listeners, roles, separate, grace, on_ready, options)
         loop.run_until_complete(work)
         loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
@@ -162,24 +170,31 @@ async def _run(
     app: web.Application,
     listeners: Listeners,
     roles: tuple[Role, ...],
-    apart: tuple[Listeners, Role] | None,
+    separate: tuple[Listeners, Role] | None,
     grace: float,
     on_ready: Callable[[list[str]], object],
     options: Mapping[str, Any],
 ) -> None:
     signals = Signals()
     signals.watch()
-    ON_WAIT.clear()  # waits are logged
+    # In a server, waits for locks are logged, not printed for a person
+    ON_WAIT.clear()
     async with contextlib.AsyncExitStack() as stack:
-        for role in roles:  # roles end after the last request
+        # Entered before the listeners: roles end after the last request
+        for role in roles:
             await stack.enter_async_context(role.running())
         facts = {"urls": listeners.urls}
-        if apart is not None:
-            other, role = apart
-            await stack.enter_async_context(accepting(build_app(role, hosts=_names(other)), other))
-            facts["apart"] = other.urls
+        if separate is not None:
+            separate_listeners, role = separate
+            await stack.enter_async_context(
+                accepting(build_app(role, hosts=_names(separate_listeners)), separate_listeners)
+            )
+            facts["apart"] = separate_listeners.urls
+        # The other address first: its URL is logged with those of the server
         await stack.enter_async_context(accepting(app, listeners, **options))
-        await stack.enter_async_context(beside(_notify_watchdog(), _reload(signals, roles)))
+        await stack.enter_async_context(
+            background_tasks(_notify_watchdog(), _reload(signals, roles))
+        )
         on_ready(listeners.urls)
         systemd.notify("READY=1")
         for role in roles:
@@ -201,10 +216,13 @@ async def accepting(
     idle, stalled = IdleTimeout(clock), WriteTimeout(clock)
     app.middlewares.insert(0, idle.middleware)
     defaults: dict[str, Any] = {
-        "auto_decompress": False,  # bodies with a Content-Encoding are refused
-        "handler_cancellation": True,  # a disconnected client cancels its request
+        # Bodies with a Content-Encoding are refused
+        "auto_decompress": False,
+        # A disconnected client cancels its request
+        "handler_cancellation": True,
         "shutdown_timeout": LINGER,
-        "lingering_time": LINGER,  # for the rest of a rejected body
+        # For the rest of a rejected body
+        "lingering_time": LINGER,
         "max_line_size": MAX_HEADER,
         "max_field_size": MAX_HEADER,
     }
@@ -212,10 +230,10 @@ async def accepting(
     runner = web.AppRunner(app, access_log=None, **(defaults | options))
     await runner.setup()
     try:
-        for each in listeners.sockets:
-            await web.SockSite(runner, each).start()
+        for listening in listeners.sockets:
+            await web.SockSite(runner, listening).start()
         assert runner.server is not None  # noqa: S101
-        async with beside(_check_connections(runner.server, idle, stalled)):
+        async with background_tasks(_check_connections(runner.server, idle, stalled)):
             yield
     finally:
         await runner.cleanup()

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from clowder_aimage.errors import UsageError
 
-FIRST = 3  # SD_LISTEN_FDS_START
+# SD_LISTEN_FDS_START
+FIRST = 3
 
 
 def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -42,18 +43,18 @@ def passed_sockets(environment: Mapping[str, str] = os.environ) -> list[socket.s
         count = int(environment["LISTEN_FDS"])
     except (KeyError, ValueError):
         return []
-    found: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     for number in range(FIRST, FIRST + count):
         try:
-            found.append(socket.socket(fileno=number))
-            if not found[-1].getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            sockets.append(socket.socket(fileno=number))
+            if not sockets[-1].getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 raise OSError("it is not listening")
         except OSError as error:
-            for each in found:
-                each.close()
+            for passed in sockets:
+                passed.close()
             raise UsageError(
                 f"LISTEN_FDS is {count}, but descriptor {number} is not a listening socket: "
                 f"{error.strerror or error}",
                 hint="check the socket unit, or unset LISTEN_FDS and LISTEN_PID",
             ) from None
-    return found
+    return sockets

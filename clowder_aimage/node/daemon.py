@@ -16,7 +16,7 @@ from clowder_aimage.api.request_body import RequestBody, read_body
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_io, run_locking, run_probe
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.background import beside
+from clowder_aimage.http.background import background_tasks
 from clowder_aimage.http.route import ADMIN, INFER, NODE, Role, Route
 from clowder_aimage.node.node import Node
 from clowder_aimage.node.peer_sharing import PeerSharing
@@ -113,7 +113,7 @@ class Daemon(Role):
         self._sharing.peers.start()
         await self.node.begin()
         try:
-            async with beside(self.node.run(), self._measure()):
+            async with background_tasks(self.node.run(), self._measure()):
                 yield
         finally:
             await run_locking(self._sharing.close)

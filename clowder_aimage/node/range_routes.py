@@ -253,7 +253,7 @@ class RangeRoutes:
             async with asyncio.timeout(_SEND_TIMEOUT):
                 await send_body(
                     request, found, at, at + count, found.arrival,
-                    origin=origin, piece=_BLOCK, timeout=_STALL_TIMEOUT,
+                    origin=origin, chunk_size=_BLOCK, timeout=_STALL_TIMEOUT,
                 )  # fmt: skip
         except TimeoutError:
             if request.transport is not None:

@@ -19,7 +19,7 @@ from clowder_aimage.engine.backoff import TIME, again
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
-from clowder_aimage.http.background import aside
+from clowder_aimage.http.background import run_in_daemon_thread
 from clowder_aimage.layout.completeness import CompletenessCache
 from clowder_aimage.node import model_transition as after
 from clowder_aimage.node.model_state import (
@@ -66,7 +66,9 @@ class RegistryLimiter:
 
         async def resolve() -> tuple[Descriptor, Descriptor] | None:
             try:
-                return await aside(lambda: resolve_changed(reference, self._connection, known))
+                return await run_in_daemon_thread(
+                    lambda: resolve_changed(reference, self._connection, known)
+                )
             finally:
                 self._all.release()
                 each.release()

@@ -23,7 +23,7 @@ from clowder_aimage.engine import batch_client
 from clowder_aimage.engine.batch_client import RemoteBatch
 from clowder_aimage.engine.batch_line import BatchRequest
 from clowder_aimage.http.app import build_app
-from clowder_aimage.http.background import beside
+from clowder_aimage.http.background import background_tasks
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.local_request import LocalRequest
 from clowder_aimage.http.route import Role, Route
@@ -85,7 +85,7 @@ class BatchServer(Role):
             self._runner = BatchRunner(self._store, self, lambda: 1)  # type: ignore[arg-type]
             listening = listen("127.0.0.1:0", has_tokens=False)
             self.host = listening.urls[0].removeprefix("http://")
-            async with accepting(build_app(self), listening), beside(self._runner.run()):
+            async with accepting(build_app(self), listening), background_tasks(self._runner.run()):
                 ready.set()
                 while not over.is_set():
                     await asyncio.sleep(0.01)

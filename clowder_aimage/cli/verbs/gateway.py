@@ -59,7 +59,7 @@ def gateway(**options: Any) -> None:
         from clowder_aimage.fleet.link import GATEWAY, FleetLink
         from clowder_aimage.http import log, server
         from clowder_aimage.http.access import read_tokens
-        from clowder_aimage.http.listening_socket import listen, listen_apart
+        from clowder_aimage.http.listening_socket import listen, listen_tcp_only
         from clowder_aimage.http.metrics_role import MetricsRole
 
     own = {name: options.pop(name) for name in tuple(options) if name in ACCESS}
@@ -91,7 +91,7 @@ def gateway(**options: Any) -> None:
         listeners = stack.enter_context(contextlib.closing(opened))
         apart = None
         if config.metrics_addr:
-            other = stack.enter_context(contextlib.closing(listen_apart(config.metrics_addr)))
+            other = stack.enter_context(contextlib.closing(listen_tcp_only(config.metrics_addr)))
             apart = other, MetricsRole(metrics.text)
         link = FleetLink(access, GATEWAY, f"{os.getpid()}-{secrets.token_hex(2)}")
         role = GatewayRole(
@@ -105,7 +105,7 @@ def gateway(**options: Any) -> None:
         server.serve(
             listeners,
             role,
-            apart=apart,
+            separate=apart,
             advice=advice,
             tokens=tokens,
             grace=config.grace,

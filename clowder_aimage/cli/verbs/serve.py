@@ -388,7 +388,7 @@ def run_server(
     from clowder_aimage.engine.settings import Settings as WorkerSettings
     from clowder_aimage.http import log, server
     from clowder_aimage.http.access import read_tokens
-    from clowder_aimage.http.listening_socket import listen, listen_apart
+    from clowder_aimage.http.listening_socket import listen, listen_tcp_only
     from clowder_aimage.http.metrics_role import MetricsRole
     from clowder_aimage.node.daemon import Daemon
 
@@ -424,12 +424,12 @@ def run_server(
             roles.insert(0, Daemon(service, node, tokens, ca_file=connection.ca_file))
         apart = None
         if config.metrics_addr:
-            other = stack.enter_context(contextlib.closing(listen_apart(config.metrics_addr)))
+            other = stack.enter_context(contextlib.closing(listen_tcp_only(config.metrics_addr)))
             apart = other, MetricsRole(service.metrics.text)
         server.serve(
             listeners,
             *roles,
-            apart=apart,
+            separate=apart,
             advice=advice,
             tokens=tokens,
             grace=config.grace,

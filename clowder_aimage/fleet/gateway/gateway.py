@@ -46,7 +46,7 @@ from clowder_aimage.fleet.name import BATCH
 from clowder_aimage.fleet.worker_registry import FoundModel, WorkerWatch
 from clowder_aimage.http.access import bearer_token
 from clowder_aimage.http.api_error import OLLAMA, ApiError, api_error, interface_of, registry_error
-from clowder_aimage.http.background import aside, beside
+from clowder_aimage.http.background import background_tasks, run_in_daemon_thread
 from clowder_aimage.http.local_request import LocalRequest, Request
 from clowder_aimage.oci import Digest, Reference
 
@@ -107,7 +107,7 @@ class JobGateway:
             job = replace(job, id=_keyed(job.caller, key))
         with self._metrics.job(job.priority) as statuses:
             relay = ResponseRelay(request)
-            async with beside(*([relay.keep_alive()] if parsed.is_events else [])):
+            async with background_tasks(*([relay.keep_alive()] if parsed.is_events else [])):
                 answered = await self._serve(relay, job, parsed, is_keyed=bool(key))
             statuses.append(relay.status)
         return answered
@@ -183,7 +183,7 @@ class JobGateway:
             return found
         if may_pull:
             try:
-                digest = await aside(partial(self._resolve, reference))
+                digest = await run_in_daemon_thread(partial(self._resolve, reference))
             except AImageError as error:
                 raise registry_error(error) from None
             return FoundModel(str(reference), str(digest))

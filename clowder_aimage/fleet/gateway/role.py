@@ -27,7 +27,7 @@ from clowder_aimage.fleet.gateway.worker_call import WorkerCalls, first
 from clowder_aimage.fleet.link import FleetLink
 from clowder_aimage.fleet.worker_registry import WorkerWatch
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
-from clowder_aimage.http.background import beside
+from clowder_aimage.http.background import background_tasks
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.metrics_role import MetricsRole
@@ -83,7 +83,7 @@ class GatewayRole(Role):
     async def running(self) -> AsyncIterator[None]:
         async with (
             self._link.open(),
-            beside(
+            background_tasks(
                 self._watch.run(),
                 self._status.observe(self._metrics, self._gateway.queue),
                 self._batches.run(),

@@ -19,7 +19,7 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet.frame import PIECE
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.link import FleetLink
-from clowder_aimage.http.background import beside
+from clowder_aimage.http.background import background_tasks
 from clowder_aimage.http.local_call import LocalCalls, body_of
 from clowder_aimage.http.local_request import LocalRequest, Sink
 from clowder_aimage.oci import read_json
@@ -58,7 +58,7 @@ async def answer_call(
     change of the store ``renew`` returns the status of this worker, which is sent before it.
     """
     facts: dict[str, Any] = {"status": 500, "headers": []}
-    async with beside(_show_life(link, message.reply)):
+    async with background_tasks(_show_life(link, message.reply)):
         try:
             job, lines = FleetJob.decode(message.data), _TransferLines(link, message.reply)
             response = await calls.send(request_of(job, lines))
