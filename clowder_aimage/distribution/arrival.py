@@ -20,7 +20,8 @@ class Arrival:
 
     def __init__(self, size: int) -> None:
         self.front = 0
-        self.moved = time.monotonic()  # when the last byte arrived
+        # The time at which the last byte arrived
+        self.moved = time.monotonic()
         self._size = size
         self._error: AImageError | None = None
         self._lock = threading.Lock()
@@ -33,7 +34,8 @@ class Arrival:
             self.front, self.moved = max(self.front, front), time.monotonic()
             wakers, self._wakers = self._wakers, []
         for wake in wakers:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            # The loop of a client that disconnected has ended
+            with contextlib.suppress(RuntimeError):
                 wake()
 
     def end(self, error: AImageError | None = None) -> None:
@@ -43,7 +45,7 @@ class Arrival:
         self.advance(0 if error else self._size)
 
     async def wait(self, offset: int) -> int:
-        """Wait until over ``offset`` bytes may be read; return how many. Raises its error."""
+        """Wait until over ``offset`` bytes may be read; return their number. Raises its error."""
         loop = asyncio.get_running_loop()
         while True:
             moved = asyncio.Event()

@@ -14,8 +14,10 @@ from clowder_aimage.errors import AImageError, NoSpaceError, VerificationError
 from clowder_aimage.layout import FileIngest, ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
 
-PIECE = 64 * 1024  # bytes read at a time: with a slow upstream the cache must keep responding
-KEEP = 256 * 1024 * 1024  # bytes between checkpoints, which survive a crash
+# Bytes read at a time. Small: clients of a slow upstream receive bytes at once
+READ_SIZE = 64 * 1024
+# Bytes between two checkpoints, up to which bytes survive a crash
+CHECKPOINT_SIZE = 256 * 1024 * 1024
 
 _log = logging.getLogger(__name__)
 
@@ -67,14 +69,16 @@ class CachedFetch(Arrival):
         else:
             try:
                 arrived(self.content.digest)
-            except Exception:  # the blob is stored and verified
+            except Exception:
+                # The blob is stored and verified: its clients need no error
                 _log.exception("cannot tag the manifests that %s completes", self.content.digest)
             self.end()
 
     def _fetch(self, source: Source) -> None:
         ingest, missing = self._begin()
         self._ingest = ingest
-        if self._layout.exists(self.content):  # another process was faster
+        # Another process stored it in the meantime
+        if self._layout.exists(self.content):
             ingest.abort()
             return
         try:
@@ -85,13 +89,14 @@ class CachedFetch(Arrival):
         ingest.commit(self.content)
 
     def _begin(self) -> tuple[_GrowingIngest, list[tuple[int, int]]]:
-        """Return an ingest, and the spans to fetch."""
+        """Return an ingest, and the ranges to fetch."""
         digest = self.content.digest
         if self._layout.missing_size(self.content) > self._layout.free():
             raise NoSpaceError(f"no space left for {digest} ({self.content.size} bytes)")
         try:
             ingest = _GrowingIngest(self._layout.root, digest.encoded, self.content)
-        except IngestBusyError:  # another process fetches it, with unknown progress
+        except IngestBusyError:
+            # Another process fetches it, with unknown progress: fetch it into a separate ingest
             ingest = _GrowingIngest(self._layout.root, f"cache-{digest.encoded}")
             return ingest, [(0, self.content.size)]
         return ingest, ingest.missing()
@@ -99,16 +104,17 @@ class CachedFetch(Arrival):
     def _receive(
         self, source: Source, ingest: _GrowingIngest, missing: list[tuple[int, int]]
     ) -> None:
-        buffer = memoryview(bytearray(PIECE))
-        kept = 0
+        buffer = memoryview(bytearray(READ_SIZE))
+        unsaved = 0
         for start, end in missing:
             with source.open(self.content, start, end - start) as stream:
                 while count := stream.readinto(buffer[: end - start]):
                     ingest.write_at(start, buffer[:count])
-                    start, kept = start + count, kept + count
+                    start, unsaved = start + count, unsaved + count
+                    # The last byte is held back until the blob is verified
                     self.advance(min(start, self.content.size - 1))
-                    if kept >= KEEP:
+                    if unsaved >= CHECKPOINT_SIZE:
                         ingest.checkpoint()
-                        kept = 0
+                        unsaved = 0
                     if self.stopped:
                         raise AImageError("the server is shutting down")

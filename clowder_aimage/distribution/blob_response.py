@@ -21,14 +21,14 @@ def content_headers(digest: Digest) -> dict[str, str]:
 
 
 async def begin_response(
-    request: web.Request, digest: Digest, size: int, span: tuple[int, int] | None
+    request: web.Request, digest: Digest, size: int, byte_range: tuple[int, int] | None
 ) -> web.StreamResponse:
-    """Send the head of a response with the bytes of ``span``, or all of them."""
+    """Send the head of a response with the bytes of ``byte_range``, or all of them."""
     headers = content_headers(digest) | {"Accept-Ranges": "bytes"}
-    start, end = span or (0, size)
-    if span is not None:
+    start, end = byte_range or (0, size)
+    if byte_range is not None:
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
-    response = web.StreamResponse(status=200 if span is None else 206, headers=headers)
+    response = web.StreamResponse(status=200 if byte_range is None else 206, headers=headers)
     response.content_type = MEDIA_TYPE
     response.content_length = end - start
     await response.prepare(request)
@@ -46,7 +46,7 @@ async def send_body(
     chunk_size: int = SEND_CHUNK,
     timeout: float = SEND_TIMEOUT,
 ) -> None:
-    """Send the bytes [start, end) of a file, of which ``arrival`` begins at ``origin``.
+    """Send the bytes [start, end) of a file; the content of ``arrival`` begins at ``origin``.
 
     Raises ConnectionError, also if the arrival fails, or if nothing arrives for ``timeout``.
     """

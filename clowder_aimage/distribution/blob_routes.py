@@ -53,8 +53,8 @@ class BlobRoutes:
 
 def is_current(request: web.Request, digest: Digest) -> bool:
     """Return True if the client has the content: a digest is a strong ETag (RFC 9110, 13.1.2)."""
-    known = request.headers.get("If-None-Match", "")
-    return f'"{digest}"' in known or known.strip() == "*"
+    etags = request.headers.get("If-None-Match", "")
+    return f'"{digest}"' in etags or etags.strip() == "*"
 
 
 async def _head(request: web.Request, digest: Digest, size: int) -> web.StreamResponse:
@@ -76,26 +76,26 @@ async def _send(
 ) -> web.StreamResponse:
     """Send a blob, possibly while it is being fetched from the upstream.
 
-    In that case a Range is honoured if its bytes have arrived; otherwise the whole is sent (RFC
-    9110, 14.2): bytes arrive in order, and a client that waits for later ones would time out.
+    In that case a Range is honoured if its bytes have arrived; otherwise the whole blob is sent
+    (RFC 9110, 14.2): bytes arrive in order, and a client that waits for later ones would time out.
     """
     if is_current(request, digest):
         return await _head(request, digest, size)
-    span = _wanted_range(request, size, f'"{digest}"')
-    if fetch is not None and span is not None and span[1] > fetch.front:
-        span = None
-    response = await begin_response(request, digest, size, span)
-    start, end = span or (0, size)
+    byte_range = _parse_range(request, size, f'"{digest}"')
+    if fetch is not None and byte_range is not None and byte_range[1] > fetch.front:
+        byte_range = None
+    response = await begin_response(request, digest, size, byte_range)
+    start, end = byte_range or (0, size)
     await send_body(request, file, start, end, fetch)
     await response.write_eof()
     return response
 
 
-def _wanted_range(request: web.Request, size: int, etag: str) -> tuple[int, int] | None:
-    """Return the span [start, end) that a GET requests, or None for the whole.
+def _parse_range(request: web.Request, size: int, etag: str) -> tuple[int, int] | None:
+    """Return the range [start, end) that a GET requests, or None for the whole blob.
 
-    Several ranges, other units, a malformed Range and an outdated If-Range select the whole. Raises
-    416 if the span begins past the end, or after its own end (RFC 9110).
+    Several ranges, other units, a malformed Range and an outdated If-Range select the whole blob.
+    Raises 416 if the range begins past the end, or after its own end (RFC 9110).
     """
     match = _RANGE.fullmatch(request.headers.get("Range", "").replace(" ", ""))
     if match is None or not any(match.groups()):
@@ -104,6 +104,7 @@ def _wanted_range(request: web.Request, size: int, etag: str) -> tuple[int, int]
         return None
     first, last = match.groups()
     if not first:
+        # A suffix range: the last bytes of the blob (RFC 9110, 14.1.2)
         start, end = max(0, size - int(last)), size
     else:
         start, end = int(first), min(size, int(last) + 1) if last else size

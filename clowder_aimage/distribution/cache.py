@@ -1,7 +1,8 @@
 """A pull-through cache: missing content is fetched from the upstream and stored.
 
-A tag is resolved at the upstream each time; if that does not respond, the stored one is served.
-Content with a digest is fetched once. Methods run in the event loop, blocking calls in threads.
+A tag is resolved at the upstream each time; if that does not respond, the stored manifest is
+served. Content with a digest is fetched once. Methods run in the event loop, blocking calls in
+threads.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ if TYPE_CHECKING:
     from clowder_aimage.distribution.upstream import UpstreamRegistry
     from clowder_aimage.registry import Repository
 
-CONCURRENCY = 16  # blobs fetched at a time
-MAX_FETCHES = 256  # running or queued fetches
-MAX_REQUESTS = 128  # other requests to the upstream, each with a thread
-CLOSE_TIMEOUT = 2.0  # seconds in which fetches save received bytes
+# Blobs fetched at a time
+CONCURRENCY = 16
+# Running or queued fetches
+MAX_FETCHES = 256
+# Other requests to the upstream, each with a thread
+MAX_REQUESTS = 128
+# Seconds in which fetches save received bytes
+CLOSE_TIMEOUT = 2.0
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
@@ -50,11 +55,11 @@ class PullThroughCache:
     ) -> None:
         self._layout, self._catalog = layout, catalog
         self._blobs, self._upstream = blobs, upstream
-        self._waiting = PendingManifests(layout, catalog, blobs)
+        self._pending = PendingManifests(layout, catalog, blobs)
         self._resolving: dict[Reference, asyncio.Task[tuple[Descriptor, bytes]]] = {}
         self._fetches: dict[Digest, CachedFetch] = {}
-        self._places = asyncio.Semaphore(CONCURRENCY)
-        self._asking = 0
+        self._fetch_slots = asyncio.Semaphore(CONCURRENCY)
+        self._upstream_requests = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
@@ -64,32 +69,32 @@ class PullThroughCache:
         """
         task = self._resolving.get(reference)
         if task is None:
-            task = asyncio.create_task(self._ask(lambda: self._manifest(reference)))
+            task = asyncio.create_task(self._request(lambda: self._manifest(reference)))
             self._resolving[reference] = task
             task.add_done_callback(lambda _: self._resolving.pop(reference))
-            # retrieved, even if all clients have left
+            # asyncio logs exceptions that nothing retrieves, as after all clients disconnect
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(task)
 
-    async def _ask(self, call: Callable[[], _T]) -> _T:
+    async def _request(self, call: Callable[[], _T]) -> _T:
         """Return ``call()``, a request to the upstream. Raises TOOMANYREQUESTS beyond MAX_REQUESTS.
 
-        The thread continues if its client leaves, and is counted until it ends.
+        If the client disconnects, the thread continues, and is counted until it ends.
         """
-        if self._asking >= MAX_REQUESTS:
+        if self._upstream_requests >= MAX_REQUESTS:
             raise DistributionError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
-        self._asking += 1
+        self._upstream_requests += 1
 
-        def ended(_: object) -> None:
-            self._asking -= 1
+        def decrement(_: object) -> None:
+            self._upstream_requests -= 1
 
         request = asyncio.ensure_future(run_in_daemon_thread(call))
-        request.add_done_callback(ended)
+        request.add_done_callback(decrement)
         request.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(request)
 
     def _manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
-        stored = self._stored(reference) if reference.digest else None
+        stored = self._read_stored(reference) if reference.digest else None
         if stored is not None:
             return stored
         try:
@@ -97,26 +102,27 @@ class PullThroughCache:
         except NotFoundError:
             raise manifest_unknown(reference) from None
         except AImageError as error:
-            stored = self._stored(reference)
+            stored = self._read_stored(reference)
             if stored is None:
                 raise self._refusal(error) from error
-            _log.warning("serving the stored %s: %s", self._catalog.stored(reference), error)
+            _log.warning("serving the stored %s: %s", self._catalog.qualify(reference), error)
             return stored
-        named = self._catalog.find(reference)
-        if named is None or named.digest != descriptor.digest:
+        cataloged = self._catalog.find(reference)
+        if cataloged is None or cataloged.digest != descriptor.digest:
             self._layout.push(descriptor, bytes_body(raw))
-            self._waiting.add(reference, descriptor, raw)
+            self._pending.add(reference, descriptor, raw)
         return descriptor, raw
 
-    def _stored(self, reference: Reference) -> tuple[Descriptor, bytes] | None:
-        descriptor = self._catalog.find(reference) or self._waiting.find(reference)
+    def _read_stored(self, reference: Reference) -> tuple[Descriptor, bytes] | None:
+        descriptor = self._catalog.find(reference) or self._pending.find(reference)
         if descriptor is None:
             return None
         try:
             raw = self._catalog.read(descriptor)
             self._layout.use(descriptor)
             return descriptor, raw
-        except AImageError as error:  # damaged or removed: the upstream has it
+        except AImageError as error:
+            # Damaged or removed: the upstream has it
             _log.warning("cannot read %s: %s", descriptor, error)
             return None
 
@@ -125,7 +131,7 @@ class PullThroughCache:
         try:
             return await run_io(self._blobs.size, digest)
         except DistributionError:
-            return await self._size_there(repository, digest)
+            return await self._size_at_upstream(repository, digest)
 
     async def blob(self, repository: str, digest: Digest) -> CachedFetch | None:
         """Return the fetch of a blob, None if it is stored. Raises as ``size``; TOOMANYREQUESTS."""
@@ -133,9 +139,10 @@ class PullThroughCache:
         if fetch is None and await run_locking(self._has, digest):
             return None
         if fetch is None:
-            size = self._waiting.size(digest)
+            size = self._pending.size(digest)
             if size is None:
-                size = await self._size_there(repository, digest)
+                size = await self._size_at_upstream(repository, digest)
+            # Another request may have started it while the size was awaited
             fetch = self._fetches.get(digest) or self._start(repository, digest, size)
         try:
             await fetch.wait(0)
@@ -144,11 +151,11 @@ class PullThroughCache:
         return fetch
 
     def _has(self, digest: Digest) -> bool:
-        """Return True if a blob is stored, and name the manifests that it completes."""
-        here = self._blobs.has(digest)
-        if here and self._waiting.size(digest) is not None:
-            self._waiting.arrived(digest)
-        return here
+        """Return True if a blob is stored, and tag the manifests that it completes."""
+        is_stored = self._blobs.has(digest)
+        if is_stored and self._pending.size(digest) is not None:
+            self._pending.tag_completed(digest)
+        return is_stored
 
     def _start(self, repository: str, digest: Digest, size: int) -> CachedFetch:
         if len(self._fetches) >= MAX_FETCHES:
@@ -167,29 +174,30 @@ class PullThroughCache:
         def work() -> None:
             try:
                 with self._upstream.source(repository) as source:
-                    fetch.run(source, self._waiting.arrived)
-            except AImageError as error:  # no connection to the upstream
+                    fetch.run(source, self._pending.tag_completed)
+            except AImageError as error:
+                # No connection to the upstream
                 fetch.end(error)
 
         try:
-            async with self._places:
+            async with self._fetch_slots:
                 await run_in_daemon_thread(work)
         finally:
             del self._fetches[fetch.content.digest]
 
     async def tags(self, repository: str) -> list[str] | None:
         """Return the tags at the upstream, None if it does not respond. Raises NAME_UNKNOWN."""
-        return await self._list(repository, lambda there: there.tag_names())
+        return await self._list(repository, lambda upstream: upstream.tag_names())
 
     async def referrers(self, repository: str, subject: Digest) -> list[Descriptor] | None:
         """Return the referrers of a manifest at the upstream, None if it does not respond."""
-        return await self._list(repository, lambda there: there.referrers(subject))
+        return await self._list(repository, lambda upstream: upstream.referrers(subject))
 
     async def _list(
         self, repository: str, call: Callable[[Repository], list[_T]]
     ) -> list[_T] | None:
         try:
-            return await self._ask(lambda: self._upstream.call(repository, call))
+            return await self._request(lambda: self._upstream.call(repository, call))
         except NotFoundError:
             raise DistributionError("NAME_UNKNOWN") from None
         except DistributionError:
@@ -198,10 +206,11 @@ class PullThroughCache:
             _log.warning("listing stored content: %s", error)
             return None
 
-    async def _size_there(self, repository: str, digest: Digest) -> int:
+    async def _size_at_upstream(self, repository: str, digest: Digest) -> int:
         try:
-            upstream = self._upstream
-            return await self._ask(lambda: upstream.call(repository, lambda it: it.size(digest)))
+            return await self._request(
+                lambda: self._upstream.call(repository, lambda upstream: upstream.size(digest))
+            )
         except AImageError as error:
             raise self._blob_error(error, digest) from error
 

@@ -1,4 +1,4 @@
-"""The names of the layout, as repositories. Nothing here depends on HTTP.
+"""The names of the layout, as repositories. Independent of HTTP.
 
 A manifest belongs to a repository if a name of that repository (a tag, or the digest itself) refers
 to it, directly or through an index. Other manifests are not served even if their bytes are in the
@@ -30,13 +30,18 @@ from clowder_aimage.oci import (
 )
 
 Version = tuple[tuple[int, int, int] | None, ...]
-MAX_SUMMARIES = 20_000  # manifests remembered
-MAX_KEPT_SIZE = 64 * 1024  # bytes of an index whose summary is kept
+# Manifests in the cache of summaries
+MAX_SUMMARIES = 20_000
+# Bytes of an index whose summary is cached: summaries hold the whole index
+MAX_CACHED_SIZE = 64 * 1024
 MAX_ANNOTATION = (
-    4096  # characters of an annotation in a list of referrers; larger ones are left out
+    # Characters of an annotation in a list of referrers; larger ones are left out
+    4096
 )
-MAX_ANNOTATIONS = 64 * 1024  # characters of all annotations of an entry
-_FRESH = 100_000_000  # nanoseconds
+# Characters of all annotations of an entry
+MAX_ANNOTATIONS = 64 * 1024
+# Nanoseconds: longer than a tick of the clock of any usual file system
+_FRESH = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +70,21 @@ def _summary(document: Manifest | Index, digest: Digest) -> ManifestSummary:
     if document.subject is None:
         return ManifestSummary(listed, None, index)
     entry = referrer_entry(listed, document)
-    left, kept = MAX_ANNOTATIONS, {}
+    left, annotations = MAX_ANNOTATIONS, {}
     for key, value in entry.annotations.items():
         left -= len(key) + len(value)
         if len(key) + len(value) <= MAX_ANNOTATION and left >= 0:
-            kept[key] = value
-    entry = replace(entry, annotations=kept)
+            annotations[key] = value
+    entry = replace(entry, annotations=annotations)
     return ManifestSummary(entry, document.subject.digest, index)
 
 
 def _version(index: Path) -> tuple[int, int, int] | None:
     try:
-        found = index.stat()
+        status = index.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 class Catalog:
@@ -94,7 +99,7 @@ class Catalog:
         self._base = f"{base}/" if base else ""
         self._summaries: dict[Digest, ManifestSummary] = {}
         self._searching = threading.Lock()
-        self._known: tuple[Version, dict[str, list[CatalogEntry]]] | None = None
+        self._cached_names: tuple[Version, dict[str, list[CatalogEntry]]] | None = None
 
     def version(self) -> Version:
         """Return a value that changes when the names do."""
@@ -109,28 +114,34 @@ class Catalog:
         return self._names().get(repository, [])
 
     def _names(self) -> dict[str, list[CatalogEntry]]:
-        version = self.version()  # before reading: later changes are read again
-        if self._known is None or self._known[0] != version:
+        # Taken before reading: later changes are read again
+        version = self.version()
+        if self._cached_names is None or self._cached_names[0] != version:
             names: dict[str, list[CatalogEntry]] = {}
             for entry in self._read_names():
                 names.setdefault(entry.repository, []).append(entry)
-            if any(each is None or abs(time.time_ns() - each[1]) < _FRESH for each in version):
-                return names  # it may be replaced again within one tick of the file system's clock
-            self._known = version, names
-        return self._known[1]
+            if any(
+                root_version is None or abs(time.time_ns() - root_version[1]) < _FRESH
+                for root_version in version
+            ):
+                # It may be replaced again within one tick of the file system's clock, unnoticed
+                return names
+            self._cached_names = version, names
+        return self._cached_names[1]
 
     def _read_names(self) -> Iterator[CatalogEntry]:
         for name, descriptor in self._layout.tags():
             try:
                 reference = Reference.parse(name)
             except UsageError:
-                continue  # a foreign name, which no API path can contain
+                # A foreign name, which no API path can contain
+                continue
             if reference.name.startswith(self._base):
                 repository = reference.name.removeprefix(self._base)
                 yield CatalogEntry(name, repository, reference.tag, descriptor)
 
-    def stored(self, reference: Reference) -> Reference:
-        """Return the name in the layout."""
+    def qualify(self, reference: Reference) -> Reference:
+        """Return the reference in the layout: with the base."""
         name = self._base + reference.repository
         return Reference(None, name, reference.tag, reference.digest)
 
@@ -165,12 +176,12 @@ class Catalog:
 
     def _summary(self, descriptor: Descriptor) -> ManifestSummary:
         """Return the summary of a manifest. Raises NotFoundError, ContentError."""
-        known = self._summaries.get(descriptor.digest)
-        if known is not None:
-            return known
+        cached = self._summaries.get(descriptor.digest)
+        if cached is not None:
+            return cached
         raw = self.read(descriptor)
         summary = _summary(parse_document(raw, descriptor.media_type), descriptor.digest)
-        if len(raw) <= MAX_KEPT_SIZE or summary.index is None:
+        if len(raw) <= MAX_CACHED_SIZE or summary.index is None:
             if len(self._summaries) >= MAX_SUMMARIES:
                 self._summaries.clear()
             self._summaries[descriptor.digest] = summary
@@ -187,11 +198,11 @@ class Catalog:
 
     def needs(self, digest: Digest) -> bool:
         """Return True if any name of the layout needs a blob. Not thread-safe."""
-        wanted, scanner = str(digest), DigestScanner()
+        text, scanner = str(digest), DigestScanner()
         with self._searching:
             roots = {str(descriptor.digest) for _, descriptor in self._layout.tags()}
-            return wanted in roots or any(
-                document is not None and wanted in document.mentioned
+            return text in roots or any(
+                document is not None and text in document.mentioned
                 for root in roots
                 for _, document in scanner.walk(root, self._document)
             )

@@ -16,7 +16,8 @@ from clowder_aimage.distribution.repository_name import digest_of, parse_reposit
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.oci import Descriptor, Digest, mediatype
 
-MAX_PAGE = 4 * 1024 * 1024 - 64 * 1024  # bytes of a page's entries; clients accept 4 MiB
+# Bytes of a page's entries; clients accept 4 MiB
+MAX_PAGE = 4 * 1024 * 1024 - 64 * 1024
 
 
 class CatalogRoutes:
@@ -48,54 +49,54 @@ class CatalogRoutes:
     async def referrers(self, request: web.Request) -> web.StreamResponse:
         """Answer GET /v2/<name>/referrers/<digest>?artifactType=<type> with an index."""
         repository, subject = repository_of(request), digest_of(request)
-        found = None
+        descriptors = None
         if self._cache is not None:
-            found = await self._cache.referrers(repository, subject)
+            descriptors = await self._cache.referrers(repository, subject)
         query = request.query
         body, following = await run_io(
             lambda: _index(
-                self._find(repository, subject) if found is None else found,
+                self._find(repository, subject) if descriptors is None else descriptors,
                 query.get("artifactType"),
                 query.get("last", ""),
             )
         )
         headers = {"OCI-Filters-Applied": "artifactType"} if "artifactType" in query else {}
         if following:
-            wanted = {key: query[key] for key in ("artifactType",) if key in query}
-            link = urlencode({**wanted, "last": following})
+            filters = {key: query[key] for key in ("artifactType",) if key in query}
+            link = urlencode({**filters, "last": following})
             headers["Link"] = f'<{request.path}?{link}>; rel="next"'
-        # not json_response, which would add a charset
+        # json_response would add a charset to the media type
         return web.Response(body=body, content_type=mediatype.OCI_INDEX, headers=headers)
 
     def _find(self, repository: str, subject: Digest) -> list[Descriptor]:
         summaries = self._catalog.summaries(repository)
-        return [each.listed for each in summaries if each.subject == subject]
+        return [summary.listed for summary in summaries if summary.subject == subject]
 
 
-def _index(found: list[Descriptor], wanted: str | None, last: str) -> tuple[bytes, str]:
+def _index(referrers: list[Descriptor], artifact_type: str | None, last: str) -> tuple[bytes, str]:
     """Return a page of an index of referrers by digest, and its last digest if there are more."""
     entries: list[bytes] = []
     size, following = 0, ""
-    for each in sorted(found, key=lambda one: str(one.digest)):
-        if str(each.digest) <= last or (
-            wanted is not None and each.extra.get("artifactType", "") != wanted
+    for referrer in sorted(referrers, key=lambda descriptor: str(descriptor.digest)):
+        if str(referrer.digest) <= last or (
+            artifact_type is not None and referrer.extra.get("artifactType", "") != artifact_type
         ):
             continue
-        entry = json.dumps(each.to_json(), ensure_ascii=False).encode("utf-8", "replace")
+        entry = json.dumps(referrer.to_json(), ensure_ascii=False).encode("utf-8", "replace")
         if entries and size + len(entry) > MAX_PAGE:
-            return _written(entries), following
+            return _encode_index(entries), following
         entries.append(entry)
-        size, following = size + len(entry) + 1, str(each.digest)
-    return _written(entries), ""
+        size, following = size + len(entry) + 1, str(referrer.digest)
+    return _encode_index(entries), ""
 
 
-def _written(entries: list[bytes]) -> bytes:
+def _encode_index(entries: list[bytes]) -> bytes:
     head = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX}
     return json.dumps(head).encode()[:-1] + b', "manifests": [' + b",".join(entries) + b"]}"
 
 
 def _is_servable(repository: str) -> bool:
-    """Return False for a name with a host and a port, which no path of the API can have."""
+    """Return False for a name with a host and a port: paths of the API cannot have it."""
     try:
         return bool(parse_repository(repository))
     except DistributionError:
@@ -106,17 +107,18 @@ def _page(
     request: web.Request, names: Iterable[str], document: dict[str, object], key: str
 ) -> web.Response:
     last = request.query.get("last", "")
-    rest = sorted(name for name in names if name > last)
+    remaining = sorted(name for name in names if name > last)
     count = request.query.get("n")
     if count is not None and (not count.isascii() or not count.isdigit() or len(count) > 9):
         raise DistributionError(
             "UNSUPPORTED", {"n": count[:100]}, message="n must be a whole number", status=400
         )
-    most = len(rest) if count is None else int(count)
-    sizes = accumulate(len(name) + 4 for name in rest[:most])  # names are ASCII
-    page = [name for name, size in zip(rest, sizes, strict=False) if size <= MAX_PAGE]
+    limit = len(remaining) if count is None else int(count)
+    # Names are ASCII
+    sizes = accumulate(len(name) + 4 for name in remaining[:limit])
+    page = [name for name, size in zip(remaining, sizes, strict=False) if size <= MAX_PAGE]
     headers = {}
-    if page and len(page) < len(rest):
+    if page and len(page) < len(remaining):
         following = urlencode({"n": count or len(page), "last": page[-1]})
         headers["Link"] = f'<{request.path}?{following}>; rel="next"'
     return web.json_response(document | {key: page}, headers=headers)

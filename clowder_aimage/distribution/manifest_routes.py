@@ -39,8 +39,10 @@ _ELSEWHERE = (
     "application/vnd.oci.image.layer.nondistributable.",
     "application/vnd.docker.image.rootfs.foreign.",
 )
-MAX_LISTED = 100  # missing blobs listed in one response
-MAX_TAGS = 100  # set by one PUT
+# Missing blobs listed in one response
+MAX_LISTED = 100
+# Set by one PUT
+MAX_TAGS = 100
 
 
 class ManifestRoutes:
@@ -55,7 +57,8 @@ class ManifestRoutes:
     ) -> None:
         self._layout, self._catalog = layout, catalog
         self._blobs, self._cache = blobs, cache
-        self._names_lock = threading.Lock()  # held from reading names until they are changed
+        # Held from reading names until they are changed
+        self._names_lock = threading.Lock()
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         """Answer HEAD and GET /v2/<name>/manifests/<reference>."""
@@ -72,7 +75,8 @@ class ManifestRoutes:
     def _read(self, reference: Reference) -> tuple[Descriptor, bytes]:
         descriptor = self._catalog.find(reference)
         if descriptor is not None:
-            with contextlib.suppress(NotFoundError):  # named, but not stored
+            # A name may refer to a manifest that is not stored
+            with contextlib.suppress(NotFoundError):
                 raw = self._catalog.read(descriptor)
                 self._layout.use(descriptor)
                 return descriptor, raw
@@ -98,18 +102,19 @@ class ManifestRoutes:
     def _store(
         self, raw: bytes, media_type: str, names: list[Reference]
     ) -> tuple[Digest, Descriptor | None]:
-        """Verify and store a manifest; return its digest, and its subject, which may be absent."""
+        """Verify and store a manifest; return its digest, and its subject if it has one."""
         digest = _digest(raw, names[0])
         try:
             document = parse_document(raw, media_type)
         except FormatError as error:
             raise _invalid(error.message) from None
         descriptor = Descriptor(document.media_type, digest, len(raw))
+        # The children are leased until the manifest has its names
         with self._layout.keep(), self._names_lock:
             self._check_children(document)
             self._layout.push(descriptor, bytes_body(raw))
             for name in names:
-                self._layout.tag(descriptor, self._catalog.stored(name))
+                self._layout.tag(descriptor, self._catalog.qualify(name))
         return digest, document.subject
 
     def _check_children(self, document: Manifest | Index) -> None:
@@ -125,7 +130,7 @@ class ManifestRoutes:
             raise DistributionError("MANIFEST_BLOB_UNKNOWN", *details)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
-        """Answer DELETE of a tag, which leaves the manifest, or of a digest and all its tags."""
+        """Answer DELETE of a tag, but not its manifest, or of a digest and all its tags."""
         reference = reference_of(request)
         await run_locking(self._delete, reference)
         return web.Response(status=202)
@@ -134,37 +139,39 @@ class ManifestRoutes:
         with self._names_lock:
             entries = self._catalog.entries(reference.repository)
             removed = [entry for entry in entries if _matches(reference, entry)]
-            others = [entry for entry in entries if not _matches(reference, entry)]
+            remaining = [entry for entry in entries if not _matches(reference, entry)]
             self._check_names({entry.name for entry in removed})
             if reference.digest is None:
-                self._keep_by_digest(removed, others, reference)
-            elif self._catalog.reach(others, reference.digest):
-                raise _unsupported("an index of this repository refers to it: delete the index")
-            meant = {entry.name: entry.descriptor.digest for entry in removed}
-            if not self._layout.remove_names(meant):
-                raise manifest_unknown(reference)  # or another process removed it
+                self._keep_by_digest(removed, remaining, reference)
+            elif self._catalog.reach(remaining, reference.digest):
+                raise _refusal("an index of this repository refers to it: delete the index")
+            digests = {entry.name: entry.descriptor.digest for entry in removed}
+            if not self._layout.remove_names(digests):
+                # Unknown, or removed by another process
+                raise manifest_unknown(reference)
 
     def _check_names(self, names: set[str]) -> None:
         """Raise DistributionError if one of the names may not be removed."""
         if names & self._layout.borrowed().keys():
-            raise _unsupported("it is in a read-only store")
+            raise _refusal("it is in a read-only store")
         written = {index_name(Reference.parse(name)) for name in names}
         if any(name in names | written for name, _ in self._layout.pins.items()):
             raise DistributionError("DENIED", message="the name is pinned in this store")
 
     def _keep_by_digest(
-        self, removed: list[CatalogEntry], others: list[CatalogEntry], reference: Reference
+        self, removed: list[CatalogEntry], remaining: list[CatalogEntry], reference: Reference
     ) -> None:
         """Name a manifest by its digest if only the tag refers to it."""
         for entry in removed:
             digest = entry.descriptor.digest
-            if self._catalog.reach(others, digest) is None:
-                name = self._catalog.stored(reference.with_digest(digest))
-                with contextlib.suppress(NotFoundError):  # it is not stored
+            if self._catalog.reach(remaining, digest) is None:
+                name = self._catalog.qualify(reference.with_digest(digest))
+                # It is not stored
+                with contextlib.suppress(NotFoundError):
                     self._layout.tag(entry.descriptor, name)
 
 
-def _unsupported(message: str) -> DistributionError:
+def _refusal(message: str) -> DistributionError:
     return DistributionError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD, PUT"})
 
 
@@ -206,8 +213,8 @@ def _digest(raw: bytes, reference: Reference) -> Digest:
 async def _read_body(request: web.Request) -> bytes:
     """Return the body, of at most 4 MiB ("Pushing Manifests": 413 for a larger one)."""
     body = bytearray()
-    async for piece in read_chunks(request):
-        body += piece
+    async for chunk in read_chunks(request):
+        body += chunk
         if len(body) > MAX_MANIFEST_SIZE:
             raise _invalid(f"the manifest exceeds {MAX_MANIFEST_SIZE} bytes", status=413)
     return bytes(body)

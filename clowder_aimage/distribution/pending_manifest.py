@@ -16,7 +16,8 @@ from clowder_aimage.errors import ContentError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, parse_document
 
-MAX_PENDING = 64  # manifests; the oldest is dropped
+# Manifests; the oldest is dropped
+MAX_PENDING = 64
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class PendingManifests:
         self._waiters: OrderedDict[Reference, _Waiter] = OrderedDict()
 
     def add(self, reference: Reference, descriptor: Descriptor, raw: bytes) -> None:
-        """Name a manifest by a reference of the API, as soon as it is complete."""
+        """Tag a manifest with a reference of the API, as soon as it is complete."""
         document = parse_document(raw, descriptor.media_type)
         self._blobs.expect(descriptor.digest, *(child.digest for child in document.children))
         with self._layout.keep():
@@ -57,19 +58,19 @@ class PendingManifests:
                         self._waiters.popitem(last=False)
                     return
             if reference.digest is None or self._catalog.find(reference) is None:
-                self._layout.tag(descriptor, self._catalog.stored(reference))
+                self._layout.tag(descriptor, self._catalog.qualify(reference))
 
     def _waiter(
         self, reference: Reference, descriptor: Descriptor, document: Manifest | Index
     ) -> _Waiter | None:
         """Return the missing blobs, or None if it is complete."""
         is_index = isinstance(document, Index)
-        is_here = self._is_whole if is_index else self._layout.exists
-        missing = {each.digest: each.size for each in document.children if not is_here(each)}
+        is_stored = self._is_complete if is_index else self._layout.exists
+        missing = {child.digest: child.size for child in document.children if not is_stored(child)}
         complete = not missing or (is_index and len(missing) < len(document.children))
         return None if complete else _Waiter(reference, descriptor, missing, is_index)
 
-    def _is_whole(self, descriptor: Descriptor) -> bool:
+    def _is_complete(self, descriptor: Descriptor) -> bool:
         """Return True if a manifest of an index is stored with all of its blobs."""
         if not self._layout.exists(descriptor):
             return False
@@ -84,26 +85,30 @@ class PendingManifests:
         """Return the manifest without a name that a reference of the API names."""
         digest = reference.digest
         with self._lock:
-            for known, waiter in self._waiters.items():
-                same = known.repository == reference.repository and digest is not None
-                if known == reference or (same and waiter.descriptor.digest == digest):
+            for pending, waiter in self._waiters.items():
+                is_in_repository = pending.repository == reference.repository and digest is not None
+                if pending == reference or (
+                    is_in_repository and waiter.descriptor.digest == digest
+                ):
                     return waiter.descriptor
         return None
 
     def size(self, digest: Digest) -> int | None:
         """Return the size of a missing blob, as stated in its manifest."""
         with self._lock:
-            found = (waiter.missing.get(digest) for waiter in self._waiters.values())
-            return next((size for size in found if size is not None), None)
+            sizes = (waiter.missing.get(digest) for waiter in self._waiters.values())
+            return next((size for size in sizes if size is not None), None)
 
-    def arrived(self, digest: Digest) -> None:
-        """Name the manifests that a blob completes. Raises AccessError, ContentError."""
+    def tag_completed(self, digest: Digest) -> None:
+        """Tag the manifests that a blob completes. Raises AccessError, ContentError."""
         with self._lock:
             complete = [waiter for waiter in self._waiters.values() if waiter.take(digest)]
             for waiter in complete:
                 del self._waiters[waiter.reference]
-        # tags before digests: a manifest with a tag needs no name by digest
-        for waiter in sorted(complete, key=lambda one: one.reference.digest is not None):
-            self.arrived(waiter.descriptor.digest)  # an index may wait for it
+        # Tags before digests: a manifest with a tag needs no name by digest
+        for waiter in sorted(complete, key=lambda pending: pending.reference.digest is not None):
+            # An index may wait for it
+            self.tag_completed(waiter.descriptor.digest)
             raw = read_all(self._layout.open(waiter.descriptor), waiter.descriptor)
-            self.add(waiter.reference, waiter.descriptor, raw)  # checks all of it again
+            # Checks all of it again
+            self.add(waiter.reference, waiter.descriptor, raw)

@@ -20,8 +20,10 @@ from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.http.body_stream import read_chunks
 from clowder_aimage.oci import Digest
 
-PIECE = 1024 * 1024  # bytes written and hashed at a time
-SETTLE = 0.1  # seconds that a status request waits for the upload's writer
+# Bytes written and hashed at a time
+WRITE_SIZE = 1024 * 1024
+# Seconds that a status request waits for the upload's writer
+SETTLE = 0.1
 ALGORITHMS = ("sha256", "sha512")
 _CONTENT_RANGE = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
 
@@ -40,37 +42,37 @@ class PushRoutes:
             if "from" in request.query:
                 parse_repository(request.query["from"])
             if await run_io(self._blobs.has, digest):
-                return _created(repository, digest)
+                return _respond_created(repository, digest)
         announced = request.query.get("digest-algorithm", "sha256")
         if announced not in ALGORITHMS:
             message = (
                 f"unsupported algorithm {announced[:40]!r}: expected {' or '.join(ALGORITHMS)}"
             )
             raise DistributionError("DIGEST_INVALID", message=message)
-        wanted = request.query.get("digest")
-        single = parse_digest(wanted) if wanted is not None else None
+        stated_digest = request.query.get("digest")
+        single = parse_digest(stated_digest) if stated_digest is not None else None
         # ollama first sends an empty body (server/upload.go, "Prepare")
         is_announced = request.headers.get("X-Content-Length", "0") != "0"
         if single is not None and is_announced and not request.content_length:
             if await run_io(self._blobs.has, single):
-                return _created(repository, single)
+                return _respond_created(repository, single)
             single = None
         upload = await self._uploads.begin(repository)
         if single is None:
-            return _accepted(upload)
+            return _accept(upload)
         try:
             await self._receive(request, upload)
             await self._keep(upload, single)
         finally:
             await self._uploads.abort(upload)
-        return _created(repository, single)
+        return _respond_created(repository, single)
 
     async def append(self, request: web.Request) -> web.StreamResponse:
         """Answer PATCH <location>: one more chunk, in order ("Pushing a blob in chunks")."""
         upload = self._upload(request)
         async with upload.lock:
             await self._receive(request, upload)
-        return _accepted(upload)
+        return _accept(upload)
 
     async def finish(self, request: web.Request) -> web.StreamResponse:
         """Answer PUT <location>?digest=<digest>: the last chunk, if any, and the end."""
@@ -81,12 +83,13 @@ class PushRoutes:
         async with upload.lock:
             await self._receive(request, upload)
             await self._keep(upload, digest)
-        return _created(upload.repository, digest)
+        return _respond_created(upload.repository, digest)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
-        """Answer GET <location>: the received bytes, after which a broken upload resumes."""
+        """Answer GET <location>: the range of received bytes; a broken upload resumes after it."""
         upload = self._upload(request)
-        with contextlib.suppress(TimeoutError):  # bytes of a broken request may still be written
+        # Bytes of a broken request may still be written
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE), upload.lock:
                 pass
         return web.Response(status=204, headers=_headers(upload))
@@ -109,15 +112,15 @@ class PushRoutes:
     async def _receive(self, request: web.Request, upload: UploadSession) -> None:
         """Write the body to the upload; received bytes survive a broken connection."""
         end = _declared_end(request, upload)
-        if (size := request.content_length or 0) > PIECE:
+        if (size := request.content_length or 0) > WRITE_SIZE:
             await self._uploads.check_space(upload, size)
         buffer = bytearray()
         try:
-            async for piece in read_chunks(request):
-                if end is not None and upload.offset + len(buffer) + len(piece) > end:
+            async for chunk in read_chunks(request):
+                if end is not None and upload.offset + len(buffer) + len(chunk) > end:
                     raise _wrong_size("the body is longer than Content-Range")
-                buffer += piece
-                if len(buffer) >= PIECE:
+                buffer += chunk
+                if len(buffer) >= WRITE_SIZE:
                     full, buffer = buffer, bytearray()
                     await self._uploads.write(upload, full)
         finally:
@@ -130,7 +133,7 @@ class PushRoutes:
 def _declared_end(request: web.Request, upload: UploadSession) -> int | None:
     """Return the offset of the upload after this chunk, if its Content-Range has one.
 
-    Raises 416 if the chunk does not begin where the last one ended.
+    Raises 416 if the chunk does not begin at the end of the last one.
     """
     text = request.headers.get("Content-Range")
     if text is None:
@@ -159,11 +162,11 @@ def _headers(upload: UploadSession) -> dict[str, str]:
     return {"Location": upload.location, "Range": upload.range, "Docker-Upload-UUID": upload.id}
 
 
-def _accepted(upload: UploadSession) -> web.Response:
+def _accept(upload: UploadSession) -> web.Response:
     return web.Response(status=202, headers=_headers(upload))
 
 
-def _created(repository: str, digest: Digest) -> web.Response:
+def _respond_created(repository: str, digest: Digest) -> web.Response:
     location = f"/v2/{repository}/blobs/{digest}"
     headers = {"Location": location, "Docker-Content-Digest": str(digest)}
     return web.Response(status=201, headers=headers)

@@ -9,7 +9,8 @@ from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.oci import Digest, Reference
 
-PEER = f"({PRODUCT} cache)"  # in the User-Agent of a cache that tries others before its upstream
+# In the User-Agent of a cache that tries others before its upstream
+PEER = f"({PRODUCT} cache)"
 
 
 def parse_repository(name: str) -> str:
@@ -64,5 +65,5 @@ def reference_of(request: web.Request) -> Reference:
 
 
 def is_of_peer(request: web.Request) -> bool:
-    """Return True for the request of another cache, which has its own upstream."""
+    """Return True for the request of another cache: it has an upstream itself."""
     return PEER in request.headers.get("User-Agent", "")

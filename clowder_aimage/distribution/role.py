@@ -36,8 +36,10 @@ from clowder_aimage.layout import ImageLayout
 if TYPE_CHECKING:
     from clowder_aimage.distribution.upstream import UpstreamRegistry
 
-GRACE = 5.0  # seconds that running requests get to end
-READ_BUFFER = 256 * 1024  # bytes of a request's body that may wait for the disk
+# Seconds in which running requests may end
+GRACE = 5.0
+# Bytes of a request's body that may wait for the disk
+READ_BUFFER = 256 * 1024
 # Any name matches, and the routes parse it strictly, so that an invalid one gets its own error
 _NAME = "/v2/{name:.+}"
 _UPLOAD = _NAME + "/blobs/uploads/{upload}"
@@ -70,7 +72,7 @@ class RegistryRole(Role):
     def routes(self) -> list[Route]:
         """Return all endpoints. The first match wins, so uploads precede blobs."""
         names, push, blob, manifest = self._catalog, self._push, self._blobs, self._manifests
-        found = [
+        routes = [
             Route("GET", "/v2/", names.version, ADMIN),
             Route("GET", "/v2/_catalog", names.repositories, ADMIN),
             Route("GET", _NAME + "/tags/list", names.tags, ADMIN),
@@ -88,10 +90,13 @@ class RegistryRole(Role):
             *MetricsRole(self.metrics.text, ADMIN).routes(),
         ]
         if self._cache is not None:
-            found = [replace(one, handler=_of_no_other_site(one.handler)) for one in found]
+            routes = [replace(route, handler=_refuse_cross_site(route.handler)) for route in routes]
         if not self._refusal:
-            return found
-        return [one if one.method == "GET" else replace(one, handler=self._refuse) for one in found]
+            return routes
+        return [
+            route if route.method == "GET" else replace(route, handler=self._refuse)
+            for route in routes
+        ]
 
     def count(self, exchange: Exchange) -> None:
         self.metrics.count(exchange)
@@ -116,18 +121,19 @@ class RegistryRole(Role):
         while True:
             await asyncio.sleep(self._uploads.expiry / 10)
             await self._uploads.expire()
-            with contextlib.suppress(StoreBusyError):  # until the next time
+            # Until the next time
+            with contextlib.suppress(StoreBusyError):
                 await run_locking(self._leases.rotate)
 
 
-def _of_no_other_site(handler: Handler) -> Handler:
-    """Return a handler that refuses requests of other sites, which would fill the cache."""
+def _refuse_cross_site(handler: Handler) -> Handler:
+    """Return a handler that refuses requests of other sites: pages could fill the cache."""
 
-    async def guarded(request: web.Request) -> web.StreamResponse:
+    async def check_and_handle(request: web.Request) -> web.StreamResponse:
         check_site(request)
         return await handler(request)
 
-    return guarded
+    return check_and_handle
 
 
 def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:
@@ -176,23 +182,27 @@ def serve(
         )
     with contextlib.ExitStack() as stack:
         listeners = stack.enter_context(contextlib.closing(listen(address, has_tokens=True)))
-        role, apart = (
+        role, metrics = (
             RegistryRole(layout, readonly=readonly, upload_quota=upload_quota, upstream=upstream),
             None,
         )
         if metrics_address:
-            other = stack.enter_context(contextlib.closing(listen_tcp_only(metrics_address)))
-            apart = other, MetricsRole(role.metrics.text)
+            metrics_listeners = stack.enter_context(
+                contextlib.closing(listen_tcp_only(metrics_address))
+            )
+            metrics = metrics_listeners, MetricsRole(role.metrics.text)
         serve_roles(
             listeners,
             role,
-            apart=apart,
+            separate=metrics,
             tokens={token: ADMIN} if token is not None else {},
             interface=OCI,
             on_ready=lambda urls: on_ready(urls[0]),
             # A body is stored as it was sent: content codings are not decoded
             auto_decompress=False,
-            handler_cancellation=False,  # bytes of a broken upload are still written
+            # Bytes of a broken upload are still written
+            handler_cancellation=False,
             read_bufsize=READ_BUFFER,
-            shutdown_timeout=GRACE / 2,  # applied twice: before and after requests are cancelled
+            # Applied twice: before and after requests are cancelled
+            shutdown_timeout=GRACE / 2,
         )

@@ -1,6 +1,6 @@
 """The blobs of the layout that are served: all except deleted ones.
 
-Other processes share the layout, and may be about to name a blob that has no name yet. Deleting a
+Other processes share the layout, and may be about to tag a manifest that needs a blob. Deleting a
 blob therefore only stops serving it, and leaves its bytes to garbage collection. A blob that a
 manifest needs is always served.
 """
@@ -20,7 +20,8 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
 
 MEDIA_TYPE = "application/octet-stream"
-PERIOD = 3600.0  # seconds that a digest is leased; up to twice that
+# Seconds that a digest is leased at least; twice that at most
+PERIOD = 3600.0
 
 
 class ServedLeases:
@@ -33,7 +34,7 @@ class ServedLeases:
         self._lease, self._older = layout.lease(), layout.lease()
 
     def add(self, *digests: Digest) -> None:
-        """Lease content; check only afterwards whether it exists. Raises StoreError."""
+        """Lease content; check its existence only afterwards. Raises StoreError."""
         with self._lock:
             if self._clock() - self._since > PERIOD:
                 self._since = self._clock()
@@ -60,10 +61,11 @@ class ServedBlobs:
 
     def __init__(self, layout: ImageLayout, catalog: Catalog, leases: ServedLeases) -> None:
         self._layout, self._catalog, self._leases = layout, catalog, leases
-        self._deleted: dict[Digest, Version] = {}  # with the version whose names did not need it
+        # With the version whose names did not need it
+        self._deleted: dict[Digest, Version] = {}
 
     def open(self, digest: Digest) -> BinaryIO:
-        """Open a blob, which stays readable if its name is removed. Raises BLOB_UNKNOWN."""
+        """Open a blob. It stays readable if it is removed. Raises BLOB_UNKNOWN."""
         with contextlib.suppress(NotFoundError):
             if not self._is_deleted(digest):
                 return self._layout.open(Descriptor(MEDIA_TYPE, digest, 0))
@@ -71,7 +73,8 @@ class ServedBlobs:
 
     def size(self, digest: Digest) -> int:
         """Return the size of a blob, and lease it for the client. Raises BLOB_UNKNOWN."""
-        self.open(digest).close()  # only stored blobs are leased: clients may request any digest
+        # Only stored blobs are leased: clients may request any digest
+        self.open(digest).close()
         self._leases.add(digest)
         with self.open(digest) as file:
             return os.fstat(file.fileno()).st_size
@@ -109,7 +112,8 @@ class ServedBlobs:
         if digest not in self._deleted:
             return False
         version = self._catalog.version()
-        if self._deleted[digest] != version:  # new names may need it
+        # The names have changed: they may need the blob again
+        if self._deleted[digest] != version:
             if self._catalog.needs(digest):
                 self._deleted.pop(digest, None)
                 return False

@@ -14,10 +14,14 @@ from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest
 
-EXPIRY = 3600.0  # seconds without a byte after which an upload is aborted
-MAX_UPLOADS = 256  # each holds a file open
-IDLE = 60.0  # seconds without a byte after which a new upload may replace one
-SLOWEST = 1024  # bytes per second, below which an upload that is older than its expiry is aborted
+# Seconds without a byte after which an upload is aborted
+EXPIRY = 3600.0
+# Each holds a file open
+MAX_UPLOADS = 256
+# Seconds without a byte after which a new upload may replace one
+IDLE = 60.0
+# Bytes per second, below which an upload that is older than its expiry is aborted
+SLOWEST = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -32,14 +36,15 @@ class UploadSession:
     repository: str
     ingest: Ingest
     touched: float
-    begun: float
+    started: float
     offset: int = 0
-    writing: int = 0  # bytes, which count for the quota before they are awaited
+    # Bytes being written, which count for the quota already
+    writing: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def location(self) -> str:
-        """The path at which the upload continues."""
+        """The path for the next chunk of the upload."""
         return f"/v2/{self.repository}/blobs/uploads/{self.id}"
 
     @property
@@ -54,7 +59,7 @@ class UploadSessions:
     Args:
         layout: The store.
         clock: Monotonic time in seconds.
-        expiry: The seconds without a byte after which an upload is aborted.
+        expiry: The seconds without a byte until an upload is aborted.
         quota: The bytes that all unfinished uploads may have together; 0 for any.
     """
 
@@ -70,24 +75,25 @@ class UploadSessions:
 
     async def begin(self, repository: str) -> UploadSession:
         """Begin an upload. Raises DistributionError: TOOMANYREQUESTS."""
-        self._beginning += 1  # counted before anything is awaited
+        # Counted before anything is awaited: concurrent requests must not exceed the limit
+        self._beginning += 1
         try:
-            if len(self) > MAX_UPLOADS and not await self._make_room():
+            if len(self) > MAX_UPLOADS and not await self._abort_idle():
                 raise DistributionError("TOOMANYREQUESTS", headers={"Retry-After": "10"})
             return await self._begin(repository)
         finally:
             self._beginning -= 1
 
     async def _begin(self, repository: str) -> UploadSession:
-        key, now = secrets.token_hex(16), self._clock()
+        key, timestamp = secrets.token_hex(16), self._clock()
         ingest = await run_locking(self._layout.ingest, f"upload-{key}")
-        upload = self._uploads[key] = UploadSession(key, repository, ingest, now, now)
+        upload = self._uploads[key] = UploadSession(key, repository, ingest, timestamp, timestamp)
         return upload
 
-    async def _make_room(self) -> bool:
+    async def _abort_idle(self) -> bool:
         """Abort the upload that has been idle for longest, if that is at least IDLE seconds."""
-        idle = [one for one in self._uploads.values() if not one.lock.locked()]
-        oldest = min(idle, key=lambda one: one.touched, default=None)
+        idle = [upload for upload in self._uploads.values() if not upload.lock.locked()]
+        oldest = min(idle, key=lambda upload: upload.touched, default=None)
         if oldest is None or oldest.touched > self._clock() - IDLE:
             return False
         await self.abort(oldest)
@@ -101,7 +107,7 @@ class UploadSessions:
         return upload
 
     async def write(self, upload: UploadSession, data: bytes | bytearray) -> None:
-        """Append ``data``; give up the upload if there is no space for it.
+        """Append ``data``; abort the upload if there is no space for it.
 
         Raises NoSpaceError, and DistributionError: TOOMANYREQUESTS beyond the quota.
         """
@@ -119,21 +125,24 @@ class UploadSessions:
         upload.touched = self._clock()
 
     async def _check_quota(self, upload: UploadSession) -> None:
-        all_of_them = self._uploads.values()
-        while self._quota and sum(one.offset + one.writing for one in all_of_them) > self._quota:
-            if not await self._make_room():
+        sessions = self._uploads.values()
+        while (
+            self._quota
+            and sum(session.offset + session.writing for session in sessions) > self._quota
+        ):
+            if not await self._abort_idle():
                 await self.abort(upload)
                 message = f"unfinished uploads may have {self._quota} bytes together"
                 headers = {"Retry-After": str(int(IDLE))}
                 raise DistributionError("TOOMANYREQUESTS", message=message, headers=headers)
 
     async def check_space(self, upload: UploadSession, size: int) -> None:
-        """Check whether an announced body fits on the disk; if not, give up the upload.
+        """Check the free space for an announced body; abort the upload if it is too small.
 
         Uploads that have been idle for IDLE seconds are aborted first. Raises NoSpaceError.
         """
         while size > await run_io(self._layout.free):
-            if not await self._make_room():
+            if not await self._abort_idle():
                 await self.abort(upload)
                 raise NoSpaceError(f"a body of {size} bytes is announced, and the disk is too full")
 
@@ -155,11 +164,11 @@ class UploadSessions:
 
     async def expire(self) -> None:
         """Abort the uploads that have been idle for too long, or are too slow for their age."""
-        now = self._clock()
+        timestamp = self._clock()
         for upload in list(self._uploads.values()):
-            age = now - upload.begun
+            age = timestamp - upload.started
             is_slow = age > self.expiry and upload.offset < age * SLOWEST
-            is_idle = upload.touched <= now - self.expiry
+            is_idle = upload.touched <= timestamp - self.expiry
             if (is_idle or is_slow) and not upload.lock.locked():
                 await self.abort(upload)
 

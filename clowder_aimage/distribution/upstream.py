@@ -18,9 +18,12 @@ from clowder_aimage.errors import NetworkError, UsageError
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 
-DOWN_PAUSE = 10.0  # seconds without requests to a registry that did not respond
-MAX_USES = 256  # of one repository
-MAX_REPOSITORIES = 32  # whose connections are kept
+# Seconds without requests to a registry that did not respond
+DOWN_PAUSE = 10.0
+# Uses of a repository until it is reopened
+MAX_USES = 256
+# Repositories with open connections
+MAX_REPOSITORIES = 32
 _T = TypeVar("_T")
 
 
@@ -31,8 +34,8 @@ class _CacheOptions(ClientOptions):
     """
 
     def to_mirror(self, host: str) -> ClientOptions:
-        found = super().to_mirror(host)
-        return replace(found, user_agent=f"{found.user_agent} {PEER}")
+        options = super().to_mirror(host)
+        return replace(options, user_agent=f"{options.user_agent} {PEER}")
 
 
 @dataclass(eq=False)
@@ -84,8 +87,8 @@ class ClientPool:
         """Close all connections; running requests fail."""
         with self._lock:
             shared, self._open = self._open, OrderedDict()
-        for each in shared.values():
-            each.repository.__exit__(None, None, None)
+        for entry in shared.values():
+            entry.repository.__exit__(None, None, None)
 
     def _retire(self, name: str) -> None:
         shared = self._open.pop(name)
@@ -100,8 +103,8 @@ class UpstreamRegistry:
     def __init__(self, host: str, prefix: str, connection: ClientOptions) -> None:
         self.host = host
         self._prefix = f"{prefix}/" if prefix else ""
-        known = {each.name: getattr(connection, each.name) for each in fields(connection)}
-        self._pool = ClientPool(_CacheOptions(**known), uses=MAX_USES)
+        options = {option.name: getattr(connection, option.name) for option in fields(connection)}
+        self._pool = ClientPool(_CacheOptions(**options), uses=MAX_USES)
         self._down: tuple[float, NetworkError] | None = None
 
     @classmethod
@@ -123,32 +126,33 @@ class UpstreamRegistry:
         """The prefix of its repositories in the names of the layout."""
         return f"{self.host}/{self._prefix}".rstrip("/")
 
-    # These raise NotFoundError, UnauthorizedError, NetworkError, RegistryError, ContentError.
+    # The methods below raise NotFoundError, UnauthorizedError, NetworkError, RegistryError and
+    # ContentError.
 
     def manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
         """Return a manifest by its name in the API, verified."""
         name = self._prefix + reference.repository
-        named = Reference(self.host, name, reference.tag, reference.digest)
+        upstream_reference = Reference(self.host, name, reference.tag, reference.digest)
         with self._connect(reference.repository) as repository:
-            descriptor = self._guarded(lambda: repository.resolve(named))
+            descriptor = self._guard(lambda: repository.resolve(upstream_reference))
             return descriptor, read_all(repository.open(descriptor), descriptor)
 
     @contextlib.contextmanager
     def source(self, repository: str) -> Iterator[Source]:
         """Yield a repository as a source of blobs."""
         with self._connect(repository) as shared:
-            yield _GuardedSource(shared, self._guarded)
+            yield _GuardedSource(shared, self._guard)
 
     def call(self, repository: str, call: Callable[[Repository], _T]) -> _T:
         """Return the result of ``call`` with a repository."""
         with self._connect(repository) as shared:
-            return self._guarded(lambda: call(shared))
+            return self._guard(lambda: call(shared))
 
     def close(self) -> None:
         """Close all connections; running requests fail."""
         self._pool.close()
 
-    def _guarded(self, call: Callable[[], _T]) -> _T:
+    def _guard(self, call: Callable[[], _T]) -> _T:
         """Return ``call()``. Raises NetworkError at once shortly after the registry was down."""
         down = self._down
         if down is not None and time.monotonic() < down[0]:
@@ -170,7 +174,7 @@ class _GuardedSource(WrappedSource):
 
     def __init__(self, source: Source, guard: Callable[[Callable[[], Reader]], Reader]) -> None:
         super().__init__(source)
-        self._guarded = guard
+        self._guard = guard
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
-        return self._guarded(lambda: self._source.open(content, offset, length))
+        return self._guard(lambda: self._source.open(content, offset, length))

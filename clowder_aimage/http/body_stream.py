@@ -16,7 +16,7 @@ READ_TIMEOUT = 60.0
 MIN_SPEED = 1024
 # Bytes that the client must take within SEND_TIMEOUT
 SEND_CHUNK = 4 * 1024 * 1024
-# seconds: a slower client would occupy a file and a connection indefinitely
+# Seconds: a slower client would occupy a file and a connection indefinitely
 SEND_TIMEOUT = 300.0
 _TYPES = ("", "application/json", "application/x-www-form-urlencoded", "multipart/form-data")
 

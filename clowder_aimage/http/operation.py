@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-# bytes: ample for a prompt and its parameters
+# Bytes: ample for a prompt and its parameters
 BODY = 1 << 20
 JSON = "application/json"
 # Errors of operations that need a model, and may pull it first

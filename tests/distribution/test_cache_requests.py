@@ -48,7 +48,7 @@ def test_requests_beyond_the_limit_are_refused(
 
     async def main() -> tuple[list[str], list[str]]:
         asked = [asyncio.create_task(cached.manifest(each)) for each in references[:3]]
-        while cached._asking < 3:
+        while cached._upstream_requests < 3:
             await asyncio.sleep(0)
         for each in asked:
             each.cancel()
@@ -56,7 +56,7 @@ def test_requests_beyond_the_limit_are_refused(
         for request in (
             cached.manifest(references[3]),
             cached.tags("x"),
-            cached._size_there("x", Digest.of(b"x")),
+            cached._size_at_upstream("x", Digest.of(b"x")),
         ):
             with pytest.raises(DistributionError) as raised:
                 await request

@@ -89,10 +89,10 @@ def gateway(**options: Any) -> None:
     metrics = GatewayMetrics()
     with contextlib.ExitStack() as stack:
         listeners = stack.enter_context(contextlib.closing(opened))
-        apart = None
+        metrics_endpoint = None
         if config.metrics_addr:
             other = stack.enter_context(contextlib.closing(listen_tcp_only(config.metrics_addr)))
-            apart = other, MetricsRole(metrics.text)
+            metrics_endpoint = other, MetricsRole(metrics.text)
         link = FleetLink(access, GATEWAY, f"{os.getpid()}-{secrets.token_hex(2)}")
         role = GatewayRole(
             link,
@@ -105,7 +105,7 @@ def gateway(**options: Any) -> None:
         server.serve(
             listeners,
             role,
-            separate=apart,
+            separate=metrics_endpoint,
             advice=advice,
             tokens=tokens,
             grace=config.grace,

@@ -422,14 +422,14 @@ def run_server(
             roles.insert(0, _joined(service, own.calls, fleet, listeners.urls))
         if node is not None:
             roles.insert(0, Daemon(service, node, tokens, ca_file=connection.ca_file))
-        apart = None
+        metrics_endpoint = None
         if config.metrics_addr:
             other = stack.enter_context(contextlib.closing(listen_tcp_only(config.metrics_addr)))
-            apart = other, MetricsRole(service.metrics.text)
+            metrics_endpoint = other, MetricsRole(service.metrics.text)
         server.serve(
             listeners,
             *roles,
-            separate=apart,
+            separate=metrics_endpoint,
             advice=advice,
             tokens=tokens,
             grace=config.grace,
