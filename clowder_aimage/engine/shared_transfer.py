@@ -216,7 +216,7 @@ class TransferGate(Rate):
     def burst(self) -> int:
         return CHUNK_SIZE
 
-    def passed(self, _: int) -> None:
+    def consume(self, _: int) -> None:
         self._transfer.check()
 
 

@@ -258,7 +258,7 @@ def test_the_rate_limit_applies_to_registry_traffic(
     passed: list[int] = []
 
     class Said(Rate):
-        def passed(self, count: int) -> None:
+        def consume(self, count: int) -> None:
             passed.append(count)
 
     async def play(it: Played) -> None:
