@@ -156,7 +156,7 @@ class _Needs:
         missing: dict[str, int] = {}
         documents = self._scanner.walk(key, self._read) if len(here) < len(needed) else ()
         for digest, document in documents:
-            if document and not self._sizes.keys() >= set(document.mentioned):
+            if document and not self._sizes.keys() >= set(document.digests):
                 with contextlib.suppress(FormatError):  # a document of another kind
                     children = Manifest.parse(self._read(digest) or b"").children
                     sizes = {str(child.digest): child.size for child in children}

@@ -348,7 +348,7 @@ class _Walk:
         self._documents.append(checked)
         value, checked.value = checked.value, None
         for path, found in _children(value):
-            name = self._layout.place(found) if self._shows_paths else str(found.digest)
+            name = self._layout.locate(found) if self._shows_paths else str(found.digest)
             self._steps.append(_Step(found, name, checked, raw, path))
 
     def _check(self, step: _Step) -> None:

@@ -202,7 +202,7 @@ class Catalog:
         with self._searching:
             roots = {str(descriptor.digest) for _, descriptor in self._layout.tags()}
             return text in roots or any(
-                document is not None and text in document.mentioned
+                document is not None and text in document.digests
                 for root in roots
                 for _, document in scanner.walk(root, self._document)
             )

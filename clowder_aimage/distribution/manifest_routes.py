@@ -152,7 +152,7 @@ class ManifestRoutes:
 
     def _check_names(self, names: set[str]) -> None:
         """Raise DistributionError if one of the names may not be removed."""
-        if names & self._layout.borrowed().keys():
+        if names & self._layout.read_only_names().keys():
             raise _refusal("it is in a read-only store")
         written = {index_name(Reference.parse(name)) for name in names}
         if any(name in names | written for name, _ in self._layout.pins.items()):

@@ -18,7 +18,8 @@ from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype, parse_d
 if TYPE_CHECKING:
     from clowder_aimage.layout.stored_aimage import StoredAImage
 
-MAX_AGE = 300.0  # seconds that a result is cached: the fingerprint does not reveal a damaged blob
+# Seconds that a result is cached. The fingerprint does not reveal a damaged blob.
+MAX_AGE = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +48,18 @@ class Completeness:
 
 def check_completeness(layout: ImageLayout, root: Descriptor) -> Completeness:
     """Return the missing content below ``root``. Raises ContentError if damaged, StoreError."""
-    first, *below = walk(  # nothing is known below a missing document
-        lambda one: (
-            parse_document(layout.read(one), one.media_type) if layout.exists(one) else None
+    # The content below a missing document is unknown.
+    root_node, *nodes = walk(
+        lambda content: (
+            parse_document(layout.read(content), content.media_type)
+            if layout.exists(content)
+            else None
         ),
         root,
     )
-    if first.document is None:
+    if root_node.document is None:
         return Completeness(root, root.size, (root,))
-    return check_blobs(layout, root, (node.content for node in below))
+    return check_blobs(layout, root, (node.content for node in nodes))
 
 
 def check_stored(store: ContentStore, stored: StoredAImage) -> Completeness:
@@ -64,17 +68,17 @@ def check_stored(store: ContentStore, stored: StoredAImage) -> Completeness:
 
 
 def check_blobs(store: ContentStore, root: Descriptor, blobs: Iterable[Descriptor]) -> Completeness:
-    """Return which of ``blobs``, which ``root`` needs, are missing. Raises StoreError."""
-    found = {blob.digest: blob for blob in blobs}
-    missing = tuple(blob for blob in found.values() if not store.exists(blob))
-    return Completeness(root, sum(blob.size for blob in found.values()), missing)
+    """Return the missing blobs among ``blobs``, the needs of ``root``. Raises StoreError."""
+    by_digest = {blob.digest: blob for blob in blobs}
+    missing = tuple(blob for blob in by_digest.values() if not store.exists(blob))
+    return Completeness(root, sum(blob.size for blob in by_digest.values()), missing)
 
 
 def require_complete(store: ContentStore, reference: Reference, stored: StoredAImage) -> None:
     """Raise IncompleteError, with the missing parts, if a blob of an AImage is missing."""
-    found = check_stored(store, stored)
-    if found.missing:
-        words = describe_missing(stored, found)
+    completeness = check_stored(store, stored)
+    if completeness.missing:
+        words = describe_missing(stored, completeness)
         raise IncompleteError(
             f"{reference} is incomplete in the store: missing {words}",
             stored.descriptor.digest,
@@ -107,7 +111,8 @@ def lease_aimage(stored: StoredAImage, lease: Lease) -> None:
     lease.add(
         stored.descriptor.digest,
         *(blob.digest for blob in stored.manifest.children),
-        *(layer.descriptor.digest for layer in stored.aimage.layers),  # decompressed ones
+        # Compressed layers are also leased as decompressed.
+        *(layer.descriptor.digest for layer in stored.aimage.layers),
     )
 
 
@@ -124,26 +129,29 @@ def completion(
 ) -> dict[str, Any]:
     """Return advice with ``reference`` or, preferably with ``prefer_other``, another name.
 
-    The name has a registry from which ``root`` can be completed.
+    The name has a registry: ``root`` can be completed from there.
     """
     names = []
     for name, descriptor in store.tags():
-        with contextlib.suppress(UsageError):  # another tool's name
+        # Another tool's name need not be a reference.
+        with contextlib.suppress(UsageError):
             names += [Reference.parse(name)] if descriptor.digest == root.digest else []
-    for known in sorted([reference, *names], key=lambda one: (one == reference) == prefer_other):
-        if known.registry is not None:
-            return {"remedy": "complete", "reference": known}
+    for candidate in sorted(
+        [reference, *names], key=lambda name: (name == reference) == prefer_other
+    ):
+        if candidate.registry is not None:
+            return {"remedy": "complete", "reference": candidate}
     return {"hint": "pull or create it again"}
 
 
-def describe_missing(stored: StoredAImage, found: Completeness) -> str:
+def describe_missing(stored: StoredAImage, completeness: Completeness) -> str:
     """Return the missing parts in words: ``its config, vae (2 of 9 layers)``.
 
     Files at the top are named, components counted, in the manifest's order.
     """
     from clowder_aimage.dialect.selection import join_names
 
-    missing = {blob.digest for blob in found.missing}
+    missing = {blob.digest for blob in completeness.missing}
     parts = ["its config"] if stored.manifest.config.digest in missing else []
     counts: dict[str, tuple[int, int]] = {}
     for blob, layer in zip(stored.manifest.layers, stored.aimage.layers, strict=True):
@@ -186,24 +194,25 @@ class CompletenessCache:
         self._store, self._clock, self._chance = store, clock, chance
         self._lock = threading.Lock()
         self._fingerprint: Hashable = None
-        self._known: dict[Hashable, tuple[Hashable, float, Completeness]] = {}
+        self._results: dict[Hashable, tuple[Hashable, float, Completeness]] = {}
 
     def find(
         self, key: Hashable, check: Callable[[], Completeness], version: Hashable = None
     ) -> Completeness:
         """Return the cached result for ``key`` and ``version``, or that of ``check``."""
-        now, before = self._clock(), self._store.fingerprint()
+        # A result counts only if the store was unchanged from before the check to its end.
+        timestamp, before = self._clock(), self._store.fingerprint()
         with self._lock:
             if before is None or before != self._fingerprint:
-                self._fingerprint, self._known = before, {}
-            known = self._known.get(key)
-        if known is not None and known[0] == version and now < known[1]:
-            return known[2]
-        found = check()
-        end = now + MAX_AGE * (1.0 - self._chance() / 2.0)
+                self._fingerprint, self._results = before, {}
+            cached = self._results.get(key)
+        if cached is not None and cached[0] == version and timestamp < cached[1]:
+            return cached[2]
+        result = check()
+        end = timestamp + MAX_AGE * (1.0 - self._chance() / 2.0)
         is_settled = before is not None and before == self._store.fingerprint()
         with self._lock:
-            self._known.pop(key, None)
-            if found.is_complete and is_settled and before == self._fingerprint:
-                self._known[key] = version, end, found
-        return found
+            self._results.pop(key, None)
+            if result.is_complete and is_settled and before == self._fingerprint:
+                self._results[key] = version, end, result
+        return result

@@ -1,7 +1,7 @@
 """Scan documents for the digests that they mention.
 
 A pattern may match too much but misses nothing, works for documents of any kind and depth, and is
-twice as fast as a parser. Collections thus keep what other tools need (docs/adr/0010).
+twice as fast as a parser. Collections thus keep the content that other tools need (docs/adr/0010).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.lock import store_errors
 from clowder_aimage.oci import Digest
 
-LARGEST = 64 * 1024 * 1024  # maximum bytes of a scanned document
+# Maximum bytes of a scanned document
+LARGEST = 64 * 1024 * 1024
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128}")
 _CONFIG = re.compile(rb'"config"\s*:\s*\{[^{}]*\}')
 
@@ -27,9 +28,9 @@ Read = Callable[[str], bytes | None]
 
 @dataclass(frozen=True, slots=True)
 class ScannedDocument:
-    """The digests that a document mentions, and which of them are manifests or configs."""
+    """The digests in a document, and those of manifests and of configs among them."""
 
-    mentioned: tuple[str, ...] = ()
+    digests: tuple[str, ...] = ()
     documents: tuple[str, ...] = ()
     configs: tuple[str, ...] = ()
 
@@ -38,11 +39,11 @@ class DigestScanner:
     """A cache of scanned documents. Equal digests share one string, to save memory."""
 
     def __init__(self) -> None:
-        self._known: dict[str, ScannedDocument] = {}
+        self._documents: dict[str, ScannedDocument] = {}
         self._interned: dict[bytes, str] = {}
 
     def walk(self, root: str, read: Read) -> Iterator[tuple[str, ScannedDocument | None]]:
-        """Yield a document and all below it, each once; None if ``read`` does not find it."""
+        """Yield a document and all below it, each once; None for one that ``read`` lacks."""
         pending, visited = [root], set()
         while pending:
             digest = pending.pop()
@@ -54,46 +55,47 @@ class DigestScanner:
 
     def scan(self, digest: str, read: Read) -> ScannedDocument | None:
         """Return the digests in one document, or None if ``read`` does not find it."""
-        if digest not in self._known:
+        if digest not in self._documents:
             if (raw := read(digest)) is None:
                 return None
-            raw = normalized(raw)
-            self._known[digest] = ScannedDocument(
+            raw = normalize(raw)
+            self._documents[digest] = ScannedDocument(
                 tuple(self._intern(_DIGEST.findall(raw))),
                 tuple(str(child) for child in documents(raw)),
                 tuple(self._intern(_configs(raw))),
             )
-        return self._known[digest]
+        return self._documents[digest]
 
     def needs(self, root: str, read: Read, read_config: Read) -> set[str]:
         """Return the root and all digests in it, in the documents below it and in their configs.
 
         The configs contain the digests of unpacked layers.
         """
-        found = {root}
+        digests = {root}
         for digest, document in self.walk(root, read):
-            found.add(digest)
+            digests.add(digest)
             if document is not None:
-                found.update(document.mentioned)
+                digests.update(document.digests)
                 for config in document.configs:
                     if (scanned := self.scan(config, read_config)) is not None:
-                        found.update(scanned.mentioned)
-        return found
+                        digests.update(scanned.digests)
+        return digests
 
     def _intern(self, digests: list[bytes]) -> Iterable[str]:
-        known = self._interned
-        for digest in set(digests).difference(known):
-            known[digest] = digest.decode()
-        return map(known.__getitem__, digests)
+        interned = self._interned
+        for digest in set(digests).difference(interned):
+            interned[digest] = digest.decode()
+        return map(interned.__getitem__, digests)
 
 
-def mentioned(raw: bytes) -> set[str]:
+def find_digests(raw: bytes) -> set[str]:
     """Return the digests in a plain document."""
     return {digest.decode() for digest in _DIGEST.findall(raw)}
 
 
-def normalized(raw: bytes) -> bytes:
+def normalize(raw: bytes) -> bytes:
     """Return a document with JSON's escapes of code points replaced by plain letters."""
+    # A digest may be written as "sha256\u003a...".
     if b"\\u" in raw:
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(json.loads(raw)).encode()
@@ -114,11 +116,12 @@ def documents(raw: bytes) -> Iterator[Digest]:
 
 
 def _configs(raw: bytes) -> list[bytes]:
-    found = _CONFIG.findall(raw)
-    if not found and b'"config"' in raw:  # the descriptor has annotations or similar fields
+    configs = _CONFIG.findall(raw)
+    # The pattern fails if the descriptor has objects, such as annotations.
+    if not configs and b'"config"' in raw:
         with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
-            found = [json.dumps(json.loads(raw)["config"]).encode()]
-    return [digest for config in found for digest in _DIGEST.findall(config)]
+            configs = [json.dumps(json.loads(raw)["config"]).encode()]
+    return [digest for config in configs for digest in _DIGEST.findall(config)]
 
 
 def blobs(root: Path) -> Iterator[tuple[str, os.stat_result]]:

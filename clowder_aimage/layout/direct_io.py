@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-_DIRECT = getattr(os, "O_DIRECT", 0)  # macOS has none
-_MIN_SIZE = 64 * 1024  # bytes; the page cache is faster for smaller writes
-_THREADS = 64  # maximum connections of a download
+# macOS has no O_DIRECT.
+_DIRECT = getattr(os, "O_DIRECT", 0)
+# Bytes. The page cache is faster for smaller writes.
+_MIN_SIZE = 64 * 1024
+# Maximum connections of a download
+_THREADS = 64
 
 
 class DirectFile:
@@ -31,12 +34,13 @@ class DirectFile:
         self._lock = threading.Lock()
         self._fd = -1
         self._is_usable = bool(_DIRECT)
-        self._under_way: set[Future[int]] = set()
+        self._pending: set[Future[int]] = set()
 
     def begin(self, offset: int, view: memoryview) -> Future[int] | None:
-        """Begin to write the aligned part of ``view``, which must not change before the write ends.
+        """Begin to write the aligned part of ``view``.
 
-        Return a future of the byte count, or None if direct I/O is not possible or too slow.
+        Return a future of the byte count, or None if direct I/O is not possible or too slow. The
+        view must not change before the write ends.
         """
         size = len(view) & -PAGE
         if size < _MIN_SIZE or offset % PAGE or not self._is_usable or not _is_aligned(view):
@@ -45,15 +49,16 @@ class DirectFile:
             if not self._open():
                 return None
             future = _writers().submit(self._write, view[:size], offset)
-            self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
+            self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
         return future
 
     def _open(self) -> bool:
         if self._fd < 0 and self._is_usable:
             try:
                 self._fd = os.open(self._path, _FLAGS | _DIRECT)
-            except OSError:  # the write through the cache reports the error, if any
+            except OSError:
+                # The write through the cache will report the error, if any.
                 self._is_usable = False
         return self._is_usable
 
@@ -63,18 +68,19 @@ class DirectFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._is_usable = False  # the disk needs another alignment
+            # The disk needs another alignment: the cache is used from now on.
+            self._is_usable = False
             return 0
 
     def close(self) -> None:
         """Wait for pending writes and close the file."""
         with self._lock:
             self._is_usable = False
-            if not self._under_way and self._fd < 0:
+            if not self._pending and self._fd < 0:
                 return
             from concurrent.futures import wait
 
-            wait(list(self._under_way))
+            wait(list(self._pending))
             fd, self._fd = self._fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
@@ -93,5 +99,6 @@ def _is_aligned(view: memoryview) -> bool:
 
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0
-    except TypeError:  # read-only: not an aligned buffer
+    except TypeError:
+        # A read-only buffer is not one of new_buffer, which is aligned.
         return False

@@ -1,9 +1,10 @@
 """Garbage collection: remove unneeded content, in two phases, and leftovers of killed processes.
 
 Marking reads every manifest that is named, leased or listed, without a lock. Sweeping holds the
-collection lock, which blocks new leases, reads names and leases again, and removes what was
-unneeded both times and is older than the grace period, for tools without leases. There is no grace
-for a blob of a manifest that lost its name in this store after the blob was stored.
+collection lock, so that there are no new leases, and reads names and leases again. It removes the
+content that was unneeded both times and is older than the grace period, for tools without leases.
+There is no grace for a blob of a manifest that lost its name in this store after the blob was
+stored.
 """
 
 from __future__ import annotations
@@ -25,23 +26,25 @@ from pathlib import Path
 
 from clowder_aimage.content.atomic_file import flock
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
-from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, blobs, mentioned
+from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, blobs, find_digests
 from clowder_aimage.layout.index import read_index
 from clowder_aimage.layout.layout import UNNAMED, ImageLayout, index_name
-from clowder_aimage.layout.lease import COLLECTION, leased
+from clowder_aimage.layout.lease import COLLECTION, read_leases
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
     held,
-    known_time,
     locks_work,
+    plausible_time,
     store_errors,
 )
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-GRACE = 3600.0  # seconds that an unnamed blob is kept: another tool may be about to tag it
+# Seconds that an unnamed blob is kept: another tool may be about to tag it.
+GRACE = 3600.0
 _TEMPORARY = re.compile(r".*\.[0-9a-f]{16}")
-STALE = 7 * 86400.0  # seconds after which an interrupted download is removed
+# Seconds after which an interrupted download is removed
+STALE = 7 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Collection:
 class Collector:
     """One collection; ``grace`` and ``stale`` are seconds, as GRACE and STALE are.
 
-    With ``keeps_unnamed`` the grace also applies to what only removed names needed.
+    With ``keeps_unnamed`` the grace also applies to the content of removed names.
     """
 
     layout: ImageLayout
@@ -78,10 +81,10 @@ class Collector:
     keeps_unnamed: bool = False
     stale: float = STALE
     dry_run: bool = False
-    now: Callable[[], float] = time.time
+    clock: Callable[[], float] = time.time
     _scanner: DigestScanner = field(init=False, default_factory=DigestScanner)
-    _done: Collection = field(init=False, default_factory=Collection)
-    _held: set[str] = field(init=False, default_factory=set)
+    _result: Collection = field(init=False, default_factory=Collection)
+    _leased: set[str] = field(init=False, default_factory=set)
     _sizes: dict[str, int] = field(init=False, default_factory=dict)
     _unnamed: dict[str, float] = field(init=False, default_factory=dict)
 
@@ -92,19 +95,20 @@ class Collector:
 
         Args:
             max_age: Remove names that were not used for this many seconds.
-            max_size: Remove the least recently used names until the rest fits, in bytes.
+            max_size: Remove the least recently used names until the others fit, in bytes.
             keep: Patterns of names to keep; pinned and leased names are always kept.
 
         Raises VerificationError if a manifest is damaged or missing, so that its needs are unknown;
         StoreError if the store cannot be read or written.
         """
-        root, roots, done = self.layout.root, self._roots(), self._done
-        self._held = {str(digest) for digest in leased(root, remove=False)}
-        self._sizes = {name: found.st_size for name, found in blobs(root)}
-        live = self._live(roots)  # raises for a damaged manifest before any name is removed
+        root, roots, result = self.layout.root, self._roots(), self._result
+        self._leased = {str(digest) for digest in read_leases(root, remove=False)}
+        self._sizes = {name: status.st_size for name, status in blobs(root)}
+        # Raises for a damaged manifest before any name is removed.
+        live = self._find_live(roots)
         if max_age is not None or max_size is not None:
             gone = self._evict(max_age, max_size, keep)
-            live = self._live([(name, digest) for name, digest in roots if name not in gone])
+            live = self._find_live([(name, digest) for name, digest in roots if name not in gone])
         unneeded = self._sizes.keys() - live
         if self.keeps_unnamed:
             self._unnamed.clear()
@@ -114,51 +118,54 @@ class Collector:
             self._sweep(unneeded)
         elif root.is_dir():
             with held(root, COLLECTION):
-                self._held = {str(digest) for digest in leased(root, remove=True)}
-                self._sweep(unneeded - self._live(self._roots()))
-            tidy(root, self.now() - max(self.grace, 60.0))
-        stale = remove_partials(root, self.now() - self.stale, dry_run=self.dry_run)
-        done.partials, done.partial_size = len(stale), sum(stale)
-        done.left_size = sum(self._sizes.values()) - done.size
-        return done
+                self._leased = {str(digest) for digest in read_leases(root, remove=True)}
+                self._sweep(unneeded - self._find_live(self._roots()))
+            tidy(root, self.clock() - max(self.grace, 60.0))
+        stale = remove_partials(root, self.clock() - self.stale, dry_run=self.dry_run)
+        result.partials, result.partial_size = len(stale), sum(stale)
+        result.left_size = sum(self._sizes.values()) - result.size
+        return result
 
     def remove(self, contents: Sequence[Descriptor]) -> Collection:
         """Remove these blobs if no document and no lease needs them. Raises as ``run``."""
         self._sizes = {str(content.digest): content.size for content in contents}
-        self._live(self._roots())  # reads the documents before the lock is held
+        # Reads and caches the documents before the lock is held: writers wait for the lock.
+        self._find_live(self._roots())
         with held(self.layout.root, COLLECTION):
-            self._held = {str(digest) for digest in leased(self.layout.root, remove=False)}
-            self._sweep(self._sizes.keys() - self._live(self._roots()))
-        return self._done
+            self._leased = {str(digest) for digest in read_leases(self.layout.root, remove=False)}
+            self._sweep(self._sizes.keys() - self._find_live(self._roots()))
+        return self._result
 
     def _roots(self) -> list[tuple[str, Digest]]:
         """Return the digests in index.json with their names, including malformed entries."""
         roots = [(name, descriptor.digest) for name, descriptor in self.layout.entries()]
-        known = {str(digest) for _, digest in roots}
-        others = mentioned(json.dumps(read_index(self.layout.root)).encode()) - known
-        return [*roots, *(("", Digest.parse(found)) for found in sorted(others))]
+        listed = {str(digest) for _, digest in roots}
+        unparsed = find_digests(json.dumps(read_index(self.layout.root)).encode()) - listed
+        return [*roots, *(("", Digest.parse(digest_text)) for digest_text in sorted(unparsed))]
 
     def _find_unnamed(self, unneeded: set[str]) -> None:
-        """Find the blobs of manifests that lost a name, and the last time that one did."""
+        """Find the blobs of manifests that lost a name, with the time of the latest loss."""
         directory = Path(check_own(self.layout.root, UNNAMED))
         with store_errors(self.layout.root), contextlib.suppress(FileNotFoundError):
             lost = {path.name: path.lstat().st_mtime for path in directory.glob("*")}
-        if not lost or not locks_work(self.layout.root):  # without locks, leases need the grace
+        # Without locks, only the grace protects content of running processes.
+        if not lost or not locks_work(self.layout.root):
             return
         for digest in unneeded:
-            if (at := lost.get(digest.partition(":")[2])) is not None:
-                for needed in self._needs_of_held(Digest.parse(digest)):
-                    self._unnamed[needed] = max(at, self._unnamed.get(needed, 0.0))
+            if (lost_at := lost.get(digest.partition(":")[2])) is not None:
+                for needed in self._leased_needs(Digest.parse(digest)):
+                    self._unnamed[needed] = max(lost_at, self._unnamed.get(needed, 0.0))
 
-    def _live(self, roots: Iterable[tuple[str, Digest]]) -> set[str]:
+    def _find_live(self, roots: Iterable[tuple[str, Digest]]) -> set[str]:
         live: set[str] = set()
         for name, digest in roots:
             live |= self._needs(digest, name)
-        for held_alone in self._held - live:  # a process still reads what a tag has moved from
-            live |= self._needs_of_held(Digest.parse(held_alone))
-        return live | self._held
+        # A process may still read a manifest after its tag has moved.
+        for unreachable in self._leased - live:
+            live |= self._leased_needs(Digest.parse(unreachable))
+        return live | self._leased
 
-    def _needs_of_held(self, digest: Digest) -> set[str]:
+    def _leased_needs(self, digest: Digest) -> set[str]:
         """Return the digests that a leased document needs; none if it is a blob or unreadable."""
         with contextlib.suppress(AImageError, OSError):
             with self.layout.open(_content(str(digest))) as file:
@@ -167,7 +174,7 @@ class Collector:
         return set()
 
     def _needs(self, digest: Digest, name: str) -> set[str]:
-        """Return the digest of a document and of everything that it needs.
+        """Return the digest of a document and all digests that it needs.
 
         Raises VerificationError if it is damaged or, with a name, missing: nothing is collected.
         """
@@ -190,7 +197,8 @@ class Collector:
         except NotFoundError:
             return None
         if len(raw) > LARGEST:
-            return b""  # larger than any manifest: the entry names a blob
+            # Larger than any manifest: the entry names a blob
+            return b""
         if Digest.of(raw, digest.algorithm) != digest:
             raise VerificationError(
                 f"{digest} in {name or 'index.json'} is damaged: nothing was removed",
@@ -209,41 +217,47 @@ class Collector:
         """Remove names from the first store, and return the removed names."""
         entries = [(name, root) for name, root in ImageLayout.entries(self.layout) if name]
         pinned = {name for name, _ in self.layout.pins.items()}
-        free = [
-            (self.layout.used(descriptor), name, descriptor)
+        candidates = [
+            (self.layout.use_time(descriptor), name, descriptor)
             for name, descriptor in entries
-            if _whole(name) is not None
-            and not pinned & {name, _whole(name)}
-            and str(descriptor.digest) not in self._held
+            if _canonical_name(name) is not None
+            and not pinned & {name, _canonical_name(name)}
+            and str(descriptor.digest) not in self._leased
             and not any(fnmatchcase(name, pattern) for pattern in keep)
         ]
-        gone = {
-            name: RemovedName(name, f"not used for {_long(self.now() - used)}")
-            for used, name, _ in free
-            if max_age is not None and self.now() - used > max_age
+        evicted = {
+            name: RemovedName(name, f"not used for {_format_duration(self.clock() - last_use)}")
+            for last_use, name, _ in candidates
+            if max_age is not None and self.clock() - last_use > max_age
         }
         if max_size is not None:
-            free = sorted((one for one in free if one[1] not in gone), key=lambda one: one[:2])
-            for name in self._surplus(free, gone.keys(), max_size):
-                gone[name] = RemovedName(name, "least recently used")
-        meant = {name: root.digest for name, root in entries if name in gone}
-        done = set(meant) if self.dry_run else self.layout.remove_names(meant)
+            candidates = sorted(
+                (candidate for candidate in candidates if candidate[1] not in evicted),
+                key=lambda candidate: candidate[:2],
+            )
+            for name in self._select_surplus(candidates, evicted.keys(), max_size):
+                evicted[name] = RemovedName(name, "least recently used")
+        targets = {name: root.digest for name, root in entries if name in evicted}
+        removed = set(targets) if self.dry_run else self.layout.remove_names(targets)
         if self.dry_run:
-            needed = (self._needs(digest, name) for name, digest in meant.items())
-            self._unnamed = dict.fromkeys(chain.from_iterable(needed), self.now())
-        self._done.forgotten = [gone[name] for name in gone if name in done]
-        return done
+            needed = (self._needs(digest, name) for name, digest in targets.items())
+            self._unnamed = dict.fromkeys(chain.from_iterable(needed), self.clock())
+        self._result.forgotten = [evicted[name] for name in evicted if name in removed]
+        return removed
 
-    def _surplus(
-        self, free: Iterable[tuple[float, str, Descriptor]], gone: Container[str], max_size: int
+    def _select_surplus(
+        self,
+        candidates: Iterable[tuple[float, str, Descriptor]],
+        evicted: Container[str],
+        max_size: int,
     ) -> Iterator[str]:
-        """Yield names of ``free``, in order, until the content of the others fits."""
-        needs = Counter(self._held)
+        """Yield names of ``candidates``, in order, until the content of the others fits."""
+        needs = Counter(self._leased)
         for name, digest in self._roots():
-            if not name or name not in gone:
+            if not name or name not in evicted:
                 needs.update(self._needs(digest, name))
         total = sum(self._sizes.get(digest, 0) for digest in needs)
-        for _, name, descriptor in free:
+        for _, name, descriptor in candidates:
             if total <= max_size:
                 break
             yield name
@@ -253,35 +267,35 @@ class Collector:
 
     def _sweep(self, unneeded: set[str]) -> None:
         """Remove blobs older than the grace period. The lock is held, except in a dry run."""
-        now = self.now()
-        latest = now - self.grace
+        timestamp = self.clock()
+        latest = timestamp - self.grace
         for digest in sorted(unneeded):
             algorithm, _, encoded = digest.partition(":")
             path = os.path.join(self.layout.root, "blobs", algorithm, encoded)
             with store_errors(self.layout.root), contextlib.suppress(FileNotFoundError):
-                stored = known_time(os.stat(path).st_ctime, now)
+                stored = plausible_time(os.stat(path).st_ctime, timestamp)
                 if self.grace and stored > max(latest, self._unnamed.get(digest, 0.0)):
-                    self._done.young += 1
-                    self._done.young_size += self._sizes[digest]
+                    self._result.young += 1
+                    self._result.young_size += self._sizes[digest]
                     continue
                 if not self.dry_run:
                     os.unlink(path)
-                self._done.blobs += 1
-                self._done.size += self._sizes[digest]
+                self._result.blobs += 1
+                self._result.size += self._sizes[digest]
 
 
 def _content(digest: str) -> Descriptor:
     return Descriptor("application/octet-stream", Digest.parse(digest), 0)
 
 
-def _whole(name: str) -> str | None:
+def _canonical_name(name: str) -> str | None:
     """Return a name with its tag in canonical form, or None if it is not a reference."""
     with contextlib.suppress(AImageError):
         return index_name(Reference.parse(name))
     return None
 
 
-def _long(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
         if seconds >= 2 * size:
             return f"{int(seconds // size)} {unit}"
@@ -299,12 +313,13 @@ def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
         return removed
     can_lock = locks_work(root)
     for path in sorted(directory.glob("*")):
-        is_anonymous = path.suffix != "" and can_lock  # no later ingest continues it
+        # Its name is random: no later ingest continues it.
+        is_anonymous = path.suffix != "" and can_lock
         with store_errors(root), contextlib.suppress(FileNotFoundError):
             status = path.lstat()
             if path.suffix == ".journal" or not stat.S_ISREG(status.st_mode):
                 continue
-            is_old = is_anonymous or known_time(status.st_mtime, time.time()) <= latest
+            is_old = is_anonymous or plausible_time(status.st_mtime, time.time()) <= latest
             if is_old and _remove_idle(path, dry_run=dry_run):
                 removed.append(status.st_blocks * 512)
     for journal in () if dry_run else sorted(directory.glob("*.journal")):
@@ -314,18 +329,20 @@ def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
 
 
 def _remove_idle(path: Path, *, dry_run: bool) -> bool:
-    """Remove an ingest if no process has it open; return whether it was idle."""
+    """Remove an ingest if no process has it open; return True if it was idle."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except PermissionError:
-        return False  # another user's file
+        # Another user's file
+        return False
     try:
         flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     else:
         if os.fstat(fd).st_ino != os.stat(path).st_ino:
-            return False  # it was finished and started again
+            # The ingest was committed, and another one was started.
+            return False
         if not dry_run:
             os.unlink(path)
         return True
@@ -342,10 +359,12 @@ def tidy(root: Path, latest: float) -> None:
                 with contextlib.suppress(OSError):
                     path.unlink()
     private = root / PRIVATE
-    ours = [one for one in private.glob("[!i]*") if not one.is_symlink()]  # except ingests
-    for path in chain(private.glob("*.*"), *(one.glob("*.*") for one in ours)):
+    # All directories except ingest, whose files are removed by remove_partials.
+    directories = [directory for directory in private.glob("[!i]*") if not directory.is_symlink()]
+    for path in chain(private.glob("*.*"), *(directory.glob("*.*") for directory in directories)):
         if _TEMPORARY.fullmatch(path.name) or path.name.startswith("damaged."):
             with contextlib.suppress(OSError):
-                changed = path.lstat().st_ctime  # a damaged blob keeps its old mtime
-                if known_time(changed, time.time()) < latest:
+                # A damaged blob keeps its old mtime
+                changed = path.lstat().st_ctime
+                if plausible_time(changed, time.time()) < latest:
                     path.unlink()

@@ -17,9 +17,11 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.lock import PRIVATE, store_errors
 from clowder_aimage.oci import Digest
 
-_MAX_BLOBS = 128  # open files
+# Each pending blob is an open file.
+_MAX_BLOBS = 128
 _MAX_AGE = 1.0  # seconds
-_MAX_SIZE = 32 * 1024 * 1024  # bytes that a crash may lose
+# Bytes that a crash may lose
+_MAX_SIZE = 32 * 1024 * 1024
 
 
 class PendingCommit(Protocol):
@@ -46,7 +48,8 @@ class GroupCommit:
         self._lock = threading.Lock()
         self._waiting: dict[Digest, PendingCommit] = {}
         self._settling: dict[Digest, PendingCommit] = {}
-        self._size, self._since = 0, 0.0  # of pending blobs: bytes, and the time of the oldest
+        # The bytes of the pending blobs, and the time of the oldest.
+        self._size, self._since = 0, 0.0
         self._settle_lock = threading.Lock()
 
     def __contains__(self, digest: Digest) -> bool:
@@ -66,7 +69,8 @@ class GroupCommit:
                 self._size, self._since = 0, time.monotonic()
             self._waiting[digest] = blob
             self._size += size
-            is_old = time.monotonic() - self._since > _MAX_AGE  # a user may be waiting for it
+            # A process may be waiting for the blob.
+            is_old = time.monotonic() - self._since > _MAX_AGE
             is_full = len(self._waiting) >= _MAX_BLOBS or self._size >= _MAX_SIZE or is_old
         if is_full or self._is_closed:
             self.settle()
@@ -87,6 +91,7 @@ class GroupCommit:
         with self._settle_lock:
             with self._lock:
                 self._settling, self._waiting = self._waiting, {}
+            # Blobs are visible only once their bytes are on disk: sync first, then rename.
             blobs = list(self._settling.values())
             try:
                 with store_errors(self._root):
@@ -98,7 +103,8 @@ class GroupCommit:
                 self.failure = error
                 raise
             finally:
-                for blob in blobs:  # those that failed
+                # The blobs that were not renamed.
+                for blob in blobs:
                     blob.give_up()
                 with self._lock:
                     self._settling = {}

@@ -33,7 +33,8 @@ from clowder_aimage.layout.metadata import MetadataFiles, file_name, write_share
 from clowder_aimage.oci import Digest, Reference, mediatype, read_json
 
 MAX_INDEX_SIZE = 64 * 1024 * 1024
-_NAMES = (  # in order: containerd's exports have only the tag as ref.name
+# In order of preference: containerd's exports have only the tag as ref.name.
+_NAMES = (
     mediatype.CONTAINERD_NAME,
     mediatype.CONTAINERD_NAME_MISSPELT,
     mediatype.REF_NAME,
@@ -50,7 +51,7 @@ def read_index(root: Path) -> dict[str, Any]:
 
     Raises StoreError: it cannot be read, is not an index, or too large.
     """
-    return _restored(root, _read(root)[0])
+    return _restore_names(root, _read(root)[0])
 
 
 def _read(root: Path) -> tuple[dict[str, Any], _Stamp | None]:
@@ -60,7 +61,8 @@ def _read(root: Path) -> tuple[dict[str, Any], _Stamp | None]:
     with store_errors(root):
         try:
             return read_settled(lambda: _read_file(path), path, FormatError)
-        except FormatError as error:  # a fault of the store, not of the content that is asked for
+        except FormatError as error:
+            # The store is at fault, not the requested content.
             raise StoreError(error.message, **error.advice) from None
         except FileNotFoundError:
             if root.exists() and not root.is_dir():
@@ -90,13 +92,14 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
     except FormatError as error:
         raise FormatError(f"{broken}: {error.message}", hint=_HINT) from None
     if isinstance(value, dict) and value.get("manifests", 0) is None:
-        value["manifests"] = []  # how Go writes an empty list
+        # Go writes an empty list as null.
+        value["manifests"] = []
     if not isinstance(value, dict) or not isinstance(value.get("manifests"), list):
         raise FormatError(broken, hint=_HINT)
     return value
 
 
-def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
+def _restore_names(root: Path, value: dict[str, Any]) -> dict[str, Any]:
     """Restore recorded names that another tool has dropped, and return ``value``."""
     records = MetadataFiles(root, "names")
     ours = records.names()
@@ -106,7 +109,8 @@ def _restored(root: Path, value: dict[str, Any]) -> dict[str, Any]:
         record = records.read(name)
         if record is None or not isinstance(entry := record.get("entry"), dict):
             continue
-        if record.get("elsewhere") or _is_here(root, entry):  # in another store, or here
+        # An entry of a read-only store, or one whose manifest is still stored.
+        if record.get("elsewhere") or _is_here(root, entry):
             value["manifests"].append(entry)
     return value
 
@@ -119,9 +123,10 @@ def _record_moves(root: Path, entries: list[Any]) -> None:
         name = name_of(entry)
         if file_name(name) not in ours:
             continue
-        ours.discard(file_name(name))  # the first of two entries counts
-        known = (records.get(name) or {}).get("entry")
-        if isinstance(known, dict) and known.get("digest") != entry.get("digest"):
+        # Of two entries with one name, the first counts.
+        ours.discard(file_name(name))
+        recorded = (records.get(name) or {}).get("entry")
+        if isinstance(recorded, dict) and recorded.get("digest") != entry.get("digest"):
             records.put(name, {"entry": entry}, durable=True)
 
 
@@ -148,11 +153,11 @@ def name_of(entry: Any) -> str:
 
 def same_name(name: str, reference: Reference) -> bool:
     """Return True if an entry's name means ``reference`` (``model`` is ``model:latest``)."""
-    return bool(name) and _meaning(name) == reference
+    return bool(name) and _parse_name(name) == reference
 
 
 @functools.lru_cache(maxsize=4096)
-def _meaning(name: str) -> Reference | None:
+def _parse_name(name: str) -> Reference | None:
     with contextlib.suppress(UsageError):
         return Reference.parse(name)
     return None
@@ -160,8 +165,10 @@ def _meaning(name: str) -> Reference | None:
 
 def is_named(entry: Any, name: str) -> bool:
     """Return True if an entry has a name, in aimage's form or that of another tool."""
-    found, meant = name_of(entry), _meaning(name)
-    return found == name or (meant is not None and same_name(found, meant))
+    entry_reference, reference = name_of(entry), _parse_name(name)
+    return entry_reference == name or (
+        reference is not None and same_name(entry_reference, reference)
+    )
 
 
 @contextlib.contextmanager
@@ -178,31 +185,33 @@ def edit_index(root: Path) -> Iterator[dict[str, Any]]:
         value, stamp = _read(root)
         before = copy.deepcopy(value)
         _record_moves(root, value["manifests"])
-        value = _restored(root, value)
+        value = _restore_names(root, value)
         yield value
         while value != before or stamp is None:
-            now, seen = _read(root)
-            if seen == stamp:
+            current, current_stamp = _read(root)
+            if current_stamp == stamp:
                 data = json.dumps(value, indent=1).encode() + b"\n"
-                if _stamp_of(root) == stamp:  # otherwise another tool's write would be lost
+                # Checked as late as possible: another tool's write would be lost.
+                if _stamp_of(root) == stamp:
                     _replace(root, "index.json", data)
                     return
             else:
-                _merge(value["manifests"], before["manifests"], now["manifests"])
-                before, stamp = now, seen
+                _merge(value["manifests"], before["manifests"], current["manifests"])
+                before, stamp = current, current_stamp
 
 
-def _merge(ours: list[Any], known: list[Any], theirs: list[Any]) -> None:
-    """Add to ``ours`` entries that another tool added or renamed after ``known`` was read."""
+def _merge(ours: list[Any], base: list[Any], theirs: list[Any]) -> None:
+    """Add to ``ours`` entries that another tool added or renamed after ``base`` was read."""
     for entry in theirs:
-        if entry in known:
+        if entry in base:
             continue
         name = name_of(entry)
-        same = [i for i, old in enumerate(ours) if name and is_named(old, name)]
-        if not same:
+        indexes = [i for i, old in enumerate(ours) if name and is_named(old, name)]
+        if not indexes:
             ours.append(entry)
-        elif ours[same[0]] in known:  # otherwise this process changed it, too
-            ours[same[0]] = entry
+        elif ours[indexes[0]] in base:
+            # If this process changed the entry, too, its change wins.
+            ours[indexes[0]] = entry
 
 
 def _stamp_of(root: Path) -> _Stamp | None:
@@ -213,8 +222,8 @@ def _stamp_of(root: Path) -> _Stamp | None:
 
 def _replace(root: Path, name: str, data: bytes) -> None:
     with store_errors(root):
-        room = make_directory(root, PRIVATE)
-        write_shared(root / name, data, directory=room)
+        private = make_directory(root, PRIVATE)
+        write_shared(root / name, data, directory=private)
 
 
 def fingerprint(roots: Iterable[Path]) -> Hashable:
@@ -224,23 +233,23 @@ def fingerprint(roots: Iterable[Path]) -> Hashable:
     in place is not detected.
     """
     try:
-        stamps = [(path, _change_of(path)) for root in roots for path in _watched(root)]
+        stamps = [(path, _read_change(path)) for root in roots for path in _list_watched(root)]
     except OSError:
         return None
     newest = max((max(stamp[3:]) for _, stamp in stamps if stamp is not None), default=0)
     return tuple(stamps) if time.time_ns() - newest > _SETTLED else None
 
 
-def _watched(root: Path) -> list[str]:
+def _list_watched(root: Path) -> list[str]:
     blobs = os.path.join(root, "blobs")
     algorithms = sorted(os.listdir(blobs)) if os.path.isdir(blobs) else []
     names = (os.path.join(root, "index.json"), os.path.join(root, PRIVATE, "names"), blobs)
     return [*names, *(os.path.join(blobs, name) for name in algorithms)]
 
 
-def _change_of(path: str) -> tuple[int, int, int, int, int] | None:
+def _read_change(path: str) -> tuple[int, int, int, int, int] | None:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

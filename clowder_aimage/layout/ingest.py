@@ -1,7 +1,7 @@
 """Ingests: blobs that are being written into the layout.
 
 An ingest of known content is a file named after it under ``.aimage/ingest``, locked by its writer
-and resumed by the next one. A journal beside it lists the durable spans: data is synchronised
+and resumed by the next one. A journal beside it lists the durable ranges: data is synchronised
 before its entry.
 """
 
@@ -35,14 +35,17 @@ from clowder_aimage.layout.lock import (
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.digest import new_hasher
 
-BLOB_MODE = 0o444  # blobs never change
-JOURNALED = 16 * 1024 * 1024  # bytes; smaller blobs have no journal and are fetched again
+# Blobs never change.
+BLOB_MODE = 0o444
+# Bytes. Smaller blobs have no journal, and are fetched again.
+JOURNALED = 16 * 1024 * 1024
 _JOURNAL_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.path.join(".aimage", "ingest")
-# another file system, one without links, another user's file (protected_hardlinks)
+# Another file system, one without links, another user's file (protected_hardlinks).
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)
-_Span = tuple[int, int]
-_MAX_ATTEMPTS = 8  # to open a file that others may be about to commit or abort
+_Range = tuple[int, int]
+# Attempts to open a file that other processes may be about to commit or abort.
+_MAX_ATTEMPTS = 8
 
 
 class FileIngest:
@@ -73,18 +76,20 @@ class FileIngest:
         self._syncing = threading.Lock()
         check_own(root, "ingest")
         name = key if expected else f"{key[:80]}.{os.urandom(8).hex()}"
-        self._path = os.path.join(root, _DIRECTORY, name)  # a str: thousands of Paths are slow
+        # A str, because thousands of Paths are slow.
+        self._path = os.path.join(root, _DIRECTORY, name)
         self._journal = Path(f"{self._path}.journal")
         self._direct = DirectFile(self._path)
         self._is_journaled = expected is not None and expected.size > JOURNALED
         with store_errors(root):
             self._fd = self._open()
             size = os.fstat(self._fd).st_size
-        self._spans = self._journaled(size) if self._is_journaled else []
-        self._noted = _total(self._spans)  # bytes in the journal
+        self._ranges = self._read_journal(size) if self._is_journaled else []
+        self._journal_size = _total(self._ranges)  # bytes in the journal
         self._reset_hash()
-        if not self._spans and (size or self._is_journaled):
-            self.restart()  # a journal that is malformed now must not be used later
+        if not self._ranges and (size or self._is_journaled):
+            # A malformed journal must not be used later, either.
+            self.restart()
 
     def _open(self) -> int:
         attempts = 0
@@ -94,10 +99,12 @@ class FileIngest:
             except FileNotFoundError:
                 make_directory(self._root, PRIVATE, "ingest")
                 continue
-            except PermissionError:  # its process was killed just before the commit
+            except PermissionError:
+                # Its process made it read-only, and was killed before the rename.
                 attempts += 1
                 if attempts > _MAX_ATTEMPTS:
-                    raise  # the file does not exist, and cannot be created
+                    # The file does not exist, and cannot be created.
+                    raise
                 self._reopen()
                 continue
             try:
@@ -122,17 +129,20 @@ class FileIngest:
         with contextlib.suppress(FileNotFoundError):
             status = os.fstat(fd)
             if status.st_ino != os.stat(self._path).st_ino:
-                return False  # it was committed or aborted meanwhile: try again
-            is_linked = status.st_nlink > 1  # has another hard link: must not be written
+                # It was committed or aborted in the meantime: try again.
+                return False
+            # A file with another hard link must not be written.
+            is_linked = status.st_nlink > 1
             has_locks = is_linked or is_locked(self._path)
             if has_locks and not is_linked and os.geteuid() in (0, status.st_uid):
                 return True
-            os.unlink(self._path)  # also another user's file, which cannot be committed
+            # Another user's file is removed, too: its mode cannot be set.
+            os.unlink(self._path)
             return False if has_locks else None
         return False
 
     def _open_alone(self) -> int:
-        """Open a file that no other process can find: without locks, two could write into one."""
+        """Open a file with a random name: without locks, two processes could write into one."""
         self._path += f".{os.urandom(8).hex()}"
         self._direct = DirectFile(self._path)
         self._is_journaled = False
@@ -148,36 +158,38 @@ class FileIngest:
                     raise IngestBusyError("another user is writing the blob") from None
                 os.unlink(self._path)
 
-    def _journaled(self, size: int) -> list[_Span]:
-        """Return the durable spans of a file of ``size`` bytes, as the journal lists them."""
+    def _read_journal(self, size: int) -> list[_Range]:
+        """Return the durable ranges of a file of ``size`` bytes, as the journal lists them."""
         with contextlib.suppress(OSError, ValueError):
-            lines = self._journal.read_text("ascii").split("\n")[:-1]  # the last may be torn
+            # A crash may have torn the last line.
+            lines = self._journal.read_text("ascii").split("\n")[:-1]
             for line in filter(None, reversed(lines)):
-                spans = _parse_spans(line)
-                return spans if all(0 <= start < end <= size for start, end in spans) else []
+                ranges = _parse_ranges(line)
+                return ranges if all(0 <= start < end <= size for start, end in ranges) else []
         return []
 
     def _reset_hash(self) -> None:
-        self._rewritten = False  # whether bytes may have changed after they were hashed
+        # True if bytes may have changed after they were hashed.
+        self._rewritten = False
         self._hashed = 0
         self._hasher = new_hasher(self._algorithm)
 
-    def missing(self) -> list[_Span]:
-        """Return the spans [start, end) of the expected size that are not written yet."""
+    def missing(self) -> list[_Range]:
+        """Return the ranges [start, end) of the expected size that are not written yet."""
         with self._lock:
-            edges = [0, *chain.from_iterable(self._spans)]
+            edges = [0, *chain.from_iterable(self._ranges)]
         edges.append(self._expected.size if self._expected else edges[-1])
         return [
             (start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end
         ]
 
     def restart(self) -> None:
-        """Discard what an earlier process has written."""
+        """Discard the bytes of an earlier process."""
         with store_errors(self._root):
             self._remove_journal()
             os.ftruncate(self._fd, 0)
-        self._spans = []
-        self._noted = 0
+        self._ranges = []
+        self._journal_size = 0
         self._reset_hash()
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
@@ -189,8 +201,8 @@ class FileIngest:
                 written += os.pwrite(self._fd, view[written:], offset + written)
         with self._lock:
             end = offset + len(view)
-            self._rewritten |= any(low < end and offset < high for low, high in self._spans)
-            self._spans = _merge(self._spans, offset, end)
+            self._rewritten |= any(low < end and offset < high for low, high in self._ranges)
+            self._ranges = _merge(self._ranges, offset, end)
         self._hash(offset, view)
 
     def _write_past_cache(self, offset: int, view: memoryview) -> int:
@@ -206,7 +218,8 @@ class FileIngest:
         try:
             return writing.result()
         except OSError:
-            self._rewritten = True  # the hash is ahead of the file
+            # The hash is ahead of the file.
+            self._rewritten = True
             raise
 
     def _hash_view(self, offset: int, view: memoryview) -> None:
@@ -223,57 +236,65 @@ class FileIngest:
                 self._catch_up()
             finally:
                 self._hashing.release()
-            behind = self._hashed < self._front()  # a span may have been added before the release
+            # Another writer may have added a range before the release.
+            behind = self._hashed < self._contiguous_end()
 
     def _catch_up(self) -> None:
         """Hash from the file up to the first missing byte."""
         scratch: memoryview | None = None
-        while (left := self._front() - self._hashed) > 0:
+        while (left := self._contiguous_end() - self._hashed) > 0:
             scratch = scratch or new_buffer()
             with store_errors(self._root):
                 count = os.preadv(self._fd, [scratch[:left]], self._hashed)
             if not count:
-                return  # the file is too short: commit raises
+                # The file is too short: commit raises.
+                return
             self._hasher.update(scratch[:count])
             self._hashed += count
 
-    def _front(self) -> int:
+    def _contiguous_end(self) -> int:
         with self._lock:
-            return self._spans[0][1] if self._spans and self._spans[0][0] == 0 else 0
+            return self._ranges[0][1] if self._ranges and self._ranges[0][0] == 0 else 0
 
     def checkpoint(self) -> None:
         """Make the written data durable, and add it to the journal; one thread at a time."""
         if self._batch is not None:
-            self._batch.settle_old()  # another process may be waiting for these
+            # Another process may be waiting for the pending blobs.
+            self._batch.settle_old()
         if not self._is_journaled:
             return
         while self._syncing.acquire(blocking=False):
             try:
                 if self._fd < 0:
-                    return  # the ingest has ended
+                    # The ingest has ended
+                    return
                 self._synchronise()
                 with self._lock:
-                    left = _total(self._spans) - self._noted
+                    left = _total(self._ranges) - self._journal_size
             finally:
                 self._syncing.release()
-            if left < JOURNALED:  # otherwise another writer skipped its checkpoint meanwhile
+            # More bytes than that mean that another writer skipped its checkpoint.
+            if left < JOURNALED:
                 return
 
     def _synchronise(self) -> None:
         with self._lock:
-            spans = list(self._spans)
-        line = ",".join(f"{start}-{end}" for start, end in spans)
+            ranges = list(self._ranges)
+        line = ",".join(f"{start}-{end}" for start, end in ranges)
         with store_errors(self._root):
             os.fsync(self._fd)
             fd = open_shared(self._journal, _JOURNAL_FLAGS)
             try:
-                os.write(fd, f"\n{line}\n".encode())  # the line before may be torn
-                getattr(os, "fdatasync", os.fsync)(fd)  # macOS has none
+                # The line feed at the front ends a line that a crash has torn.
+                os.write(fd, f"\n{line}\n".encode())
+                # macOS has no fdatasync.
+                getattr(os, "fdatasync", os.fsync)(fd)
             finally:
                 os.close(fd)
-            if not self._noted:  # both files may be new
+            # Both files may be new in the directory.
+            if not self._journal_size:
                 sync_directory(self._journal.parent)
-        self._noted = _total(spans)
+        self._journal_size = _total(ranges)
 
     def commit(self, expected: Descriptor, /) -> None:
         """Verify, make durable and rename; in a batch, together with others.
@@ -283,12 +304,12 @@ class FileIngest:
         """
         try:
             if self.missing():
-                written = _total(self._spans)
+                written = _total(self._ranges)
                 raise VerificationError(
                     f"{expected.digest} is incomplete: {written} of {expected.size} bytes"
                 )
-            found = self.digest(expected.digest.algorithm)
-            check(expected, os.fstat(self._fd).st_size, found.encoded)
+            digest = self.digest(expected.digest.algorithm)
+            check(expected, os.fstat(self._fd).st_size, digest.encoded)
             self._final = blob_path(self._root, expected)
             with store_errors(self._root):
                 os.fchmod(self._fd, BLOB_MODE)
@@ -302,7 +323,8 @@ class FileIngest:
         except VerificationError:
             self.abort()
             raise
-        except BaseException:  # the disk failed: the bytes are kept
+        except BaseException:
+            # The disk failed: the bytes are kept for the next attempt.
             self.give_up()
             raise
 
@@ -338,25 +360,28 @@ class FileIngest:
 
     def suspend(self) -> None:
         """Close the ingest; with a journal, keep the written bytes for the next process."""
-        with contextlib.suppress(OSError, AImageError):  # the original error is raised
+        # The first error is raised.
+        with contextlib.suppress(OSError, AImageError):
             self.checkpoint()
         self.give_up()
 
     def give_up(self) -> None:
-        """Close the ingest, and keep the spans in the journal."""
+        """Close the ingest, and keep the ranges in the journal."""
         with self._syncing:
-            kept = self._is_journaled and self._journal.exists()
-            if kept:
+            is_resumable = self._is_journaled and self._journal.exists()
+            if is_resumable:
                 self._close()
-        if not kept:
+        if not is_resumable:
             self.abort()
 
     def abort(self) -> None:
         """Discard everything written so far."""
         with self._syncing:
             if self._fd < 0:
-                return  # the ingest has ended, and the file may be another process's
-            with contextlib.suppress(OSError):  # the original error is raised
+                # The ingest has ended, and the file may be another process's
+                return
+            # The first error is raised.
+            with contextlib.suppress(OSError):
                 Path(self._path).unlink(missing_ok=True)
                 self._remove_journal()
             self._close()
@@ -370,22 +395,22 @@ class FileIngest:
                 os.close(fd)
 
 
-def _parse_spans(line: str) -> list[_Span]:
-    spans: list[_Span] = []
+def _parse_ranges(line: str) -> list[_Range]:
+    ranges: list[_Range] = []
     for text in line.split(","):
         start, _, end = text.partition("-")
-        spans = _merge(spans, int(start), int(end))
-    return spans
+        ranges = _merge(ranges, int(start), int(end))
+    return ranges
 
 
-def _total(spans: list[_Span]) -> int:
-    return sum(end - start for start, end in spans)
+def _total(ranges: list[_Range]) -> int:
+    return sum(end - start for start, end in ranges)
 
 
-def _merge(spans: list[_Span], start: int, end: int) -> list[_Span]:
-    """Add a span to sorted, disjoint spans."""
-    merged: list[_Span] = []
-    for low, high in sorted([*spans, (start, end)]):
+def _merge(ranges: list[_Range], start: int, end: int) -> list[_Range]:
+    """Add a range to sorted, disjoint ranges."""
+    merged: list[_Range] = []
+    for low, high in sorted([*ranges, (start, end)]):
         if merged and low <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
         else:
@@ -393,7 +418,7 @@ def _merge(spans: list[_Span], start: int, end: int) -> list[_Span]:
     return merged
 
 
-def ingested(root: Path, content: Descriptor) -> int:
+def ingest_size(root: Path, content: Descriptor) -> int:
     """Return the size on disk of a blob's ingest."""
     with contextlib.suppress(OSError):
         return os.stat(os.path.join(root, _DIRECTORY, content.digest.encoded)).st_blocks * 512
@@ -401,7 +426,7 @@ def ingested(root: Path, content: Descriptor) -> int:
 
 
 def blob_path(root: Path, content: Descriptor) -> str:
-    """Return the path of a blob, which a valid digest keeps inside the store."""
+    """Return the path of a blob. A valid digest keeps it inside the store."""
     return os.path.join(root, "blobs", content.digest.algorithm, content.digest.encoded)
 
 
@@ -428,7 +453,8 @@ class LinkedBlob:
                 if not is_protected(file, path.parent):
                     raise PermissionError(errno.EPERM, "another user may write it", str(path))
                 self._status = os.fstat(file.fileno())
-                os.fsync(file.fileno())  # the other program may not have synchronised it
+                # The other program may not have synchronised it
+                os.fsync(file.fileno())
                 verify(file, content)
             except BaseException:
                 directory.remove(self._name)

@@ -17,41 +17,41 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 class LayeredStore(ImageLayout):
     """The store in ``roots[0]``, together with read-only stores in the other directories.
 
-    A name is resolved by the first store that has it. Content of another store is neither fetched
-    again nor copied: the first store then depends on it.
+    A name is resolved by the first store that has it. Content of a read-only store is neither
+    fetched again nor copied: the first store then depends on it.
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         super().__init__(roots[0])
-        self._others = [ImageLayout(root) for root in roots[1:]]
+        self._read_only = [ImageLayout(root) for root in roots[1:]]
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        return (self.root, *(other.root for other in self._others))
+        return (self.root, *(layout.root for layout in self._read_only))
 
-    def borrowed(self) -> dict[str, Path]:
-        own = {name for name, _ in super().entries()}
-        later = [(name, other.root) for other in self._others for name, _ in other.tags()]
-        return {name: root for name, root in reversed(later) if name not in own}
+    def read_only_names(self) -> dict[str, Path]:
+        local_names = {name for name, _ in super().entries()}
+        entries = [(name, layout.root) for layout in self._read_only for name, _ in layout.tags()]
+        return {name: root for name, root in reversed(entries) if name not in local_names}
 
     def entries(self) -> Iterator[tuple[str, Descriptor]]:
-        seen: set[str] = set()
-        listed = [super().entries(), *(other.entries() for other in self._others)]
+        names: set[str] = set()
+        listed = [super().entries(), *(layout.entries() for layout in self._read_only)]
         for name, descriptor in chain.from_iterable(listed):
-            if not name or name not in seen:
+            if not name or name not in names:
                 yield name, descriptor
-            seen.add(name)
+            names.add(name)
 
-    def place(self, content: Descriptor) -> str:
-        own = super().place(content)
-        places = [own, *(blob_path(other.root, content) for other in self._others)]
-        return next((path for path in places if is_file(path)), own)
+    def locate(self, content: Descriptor) -> str:
+        local_path = super().locate(content)
+        paths = [local_path, *(blob_path(layout.root, content) for layout in self._read_only)]
+        return next((path for path in paths if is_file(path)), local_path)
 
     def untag(self, reference: Reference, /) -> None:
         try:
             super().untag(reference)
         except NotFoundError:
-            for name, root in self.borrowed().items():
+            for name, root in self.read_only_names().items():
                 if name == index_name(reference) or same_name(name, reference):
                     raise read_only_error(reference, root, "rm") from None
             raise

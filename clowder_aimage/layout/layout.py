@@ -39,7 +39,7 @@ from clowder_aimage.layout.ingest import (
     FileIngest,
     LinkedBlob,
     blob_path,
-    ingested,
+    ingest_size,
     is_file,
     link_blob,
 )
@@ -48,20 +48,24 @@ from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
     held,
-    known_time,
     make_directory,
     open_regular,
     open_shared,
+    plausible_time,
     read_settled,
     store_errors,
 )
 from clowder_aimage.layout.metadata import MetadataFiles, remember
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 
-UNNAMED = "unnamed"  # private directory: manifests that lost a name, and when
-_USE_INTERVAL = 60.0  # seconds between two records of a manifest's use
-_INTERVAL = 0.02  # seconds between two attempts
-_WRITE_TIMEOUT, _WRITE_SPEED = 2.0, 50e6  # seconds, bytes per second: the wait for another ingest
+# The private directory of manifests that lost a name, with the time.
+UNNAMED = "unnamed"
+# Seconds between two records of a manifest's use
+_USE_INTERVAL = 60.0
+# Seconds between two attempts
+_INTERVAL = 0.02
+# Seconds, and bytes per second: the longest wait for another ingest.
+_WRITE_TIMEOUT, _WRITE_SPEED = 2.0, 50e6
 
 
 class ImageLayout(ContentStore):
@@ -74,7 +78,7 @@ class ImageLayout(ContentStore):
     def __init__(self, root: Path) -> None:
         self.root = root
         self._names = MetadataFiles(root, "names")
-        self._was_there = False
+        self._existed = False
         self._batch: GroupCommit | None = None
         self._joining = threading.Lock()
 
@@ -83,16 +87,17 @@ class ImageLayout(ContentStore):
         """The directories of the stores that are read; only the first is written."""
         return (self.root,)
 
-    def borrowed(self) -> dict[str, Path]:
+    def read_only_names(self) -> dict[str, Path]:
         """Return the names that only a read-only store has, and the root of that store."""
         return {}
 
-    def _check_there(self) -> None:
+    def _check_exists(self) -> None:
         """Raise StoreError if the directory existed before and is gone: it is not created again."""
-        was_there = self._was_there  # before the look: another thread may create it after
+        # Read before the check: another thread may create the directory after it.
+        existed = self._existed
         if self.root.is_dir():
-            self._was_there = True
-        elif was_there:
+            self._existed = True
+        elif existed:
             raise StoreError(f"the store {self.root} is gone", hint="mount it again, or restore it")
 
     def check(self) -> None:
@@ -107,44 +112,45 @@ class ImageLayout(ContentStore):
 
     def resolve(self, reference: Reference, /) -> Descriptor:
         """Return the manifest with that name or, for a digest, any entry. Raises NotFoundError."""
-        wanted = str(reference)
+        text = str(reference)
         for name, descriptor in self.entries():
             if reference.digest is not None:
                 if descriptor.digest == reference.digest:
                     return descriptor
-            elif name == wanted or same_name(name, reference):
+            elif name == text or same_name(name, reference):
                 return descriptor
         raise NotFoundError(
             f"{reference} not found in the store {self.root}", remedy="not_in_store_pull"
         )
 
     def exists(self, content: Descriptor, /) -> bool:
-        batch = self._batch  # read once: another thread may end the batch
+        # Read once: another thread may end the batch.
+        batch = self._batch
         if batch is not None and content.digest in batch:
             return True
         return self.is_durable(content)
 
     def is_durable(self, content: Descriptor, /) -> bool:
         with store_errors(self.root), contextlib.suppress(FileNotFoundError):
-            status = os.lstat(self.place(content))
+            status = os.lstat(self.locate(content))
             return stat.S_ISREG(status.st_mode) and status.st_size == content.size
         return False
 
-    def place(self, content: Descriptor) -> str:
-        """Return the path that the content has, or would have."""
+    def locate(self, content: Descriptor) -> str:
+        """Return the path of the content, stored or not."""
         return blob_path(self.root, content)
 
     def path(self, content: Descriptor, /) -> Path:
         batch = self._batch
         if batch is not None and content.digest in batch:
             batch.settle()
-        path = self.place(content)
+        path = self.locate(content)
         if not is_file(path):
             raise self._missing(content)
         return Path(path)
 
     def _missing(self, content: Descriptor) -> NotFoundError:
-        self._check_there()
+        self._check_exists()
         return NotFoundError(
             f"{content.digest} not found in the store {self.root}",
             hint="pull the AImage again to complete it",
@@ -173,9 +179,10 @@ class ImageLayout(ContentStore):
 
     def entries(self) -> Iterator[tuple[str, Descriptor]]:
         """Yield all entries of index.json; the name is empty for an entry without one."""
-        self._check_there()
+        self._check_exists()
         for entry in read_index(self.root)["manifests"]:
-            with contextlib.suppress(FormatError):  # another tool's entry: see unreadable()
+            # Malformed entries of other tools are reported by unreadable().
+            with contextlib.suppress(FormatError):
                 descriptor = Descriptor.from_json(entry, "index.json")
                 yield name_of(entry), descriptor
 
@@ -190,20 +197,20 @@ class ImageLayout(ContentStore):
     def lease(self, *digests: Digest) -> FileLease:
         """Protect content from collection until the lease is closed, or this process ends.
 
-        Check whether it exists only once the lease is held. Raises StoreError.
+        Check its existence only once the lease is held. Raises StoreError.
         """
-        self._check_there()
+        self._check_exists()
         return FileLease(self.root, digests)
 
     def keep(self) -> contextlib.AbstractContextManager[None]:
         """Block collections until the returned context ends. Raises StoreError."""
-        self._check_there()
+        self._check_exists()
         return held(self.root, COLLECTION, shared=True)
 
     def use(self, content: Descriptor) -> None:
         """Record the use of a manifest, if the store is writable."""
         try:
-            self._check_there()
+            self._check_exists()
             path = os.path.join(check_own(self.root, "used"), content.digest.encoded)
             if abs(time.time() - os.lstat(path).st_mtime) > _USE_INTERVAL:
                 os.utime(path, follow_symlinks=False)
@@ -214,17 +221,18 @@ class ImageLayout(ContentStore):
         except (OSError, AImageError):
             pass
 
-    def used(self, content: Descriptor) -> float:
-        """Return when a manifest was last used, or written; seconds since the epoch."""
+    def use_time(self, content: Descriptor) -> float:
+        """Return the time of a manifest's last use, or of its write, in seconds since the epoch."""
         encoded = content.digest.encoded
-        for path in (os.path.join(self.root, PRIVATE, "used", encoded), self.place(content)):
+        for path in (os.path.join(self.root, PRIVATE, "used", encoded), self.locate(content)):
             with contextlib.suppress(OSError):
-                return known_time(os.lstat(path).st_mtime, time.time())
+                return plausible_time(os.lstat(path).st_mtime, time.time())
         return 0.0
 
     def _record_unnamed(self, digests: Iterable[Digest]) -> None:
         """Record that manifests lost a name: collections need no grace for their older blobs."""
-        with contextlib.suppress(OSError, AImageError):  # then they keep the grace
+        # If that fails, the blobs keep their grace.
+        with contextlib.suppress(OSError, AImageError):
             for digest in digests:
                 path = make_directory(self.root, PRIVATE, UNNAMED) / digest.encoded
                 os.close(open_shared(path))
@@ -232,17 +240,18 @@ class ImageLayout(ContentStore):
 
     @property
     def pins(self) -> MetadataFiles:
-        """Return the pinned names, which no collection removes."""
+        """Return the pinned names. No collection removes them."""
         return MetadataFiles(self.root, "pins")
 
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
         """Begin or continue an ingest. Raises IngestBusyError, StoreError or NoSpaceError."""
-        self._check_there()
+        self._check_exists()
         try:
             return FileIngest(self.root, key, expected, batch=self._batch)
         except IngestBusyError:
             if (batch := self._batch) is not None:
-                batch.settle()  # the other writer may be waiting for what is pending here
+                # The other writer may be waiting for a blob that is pending here.
+                batch.settle()
             raise
 
     @contextlib.contextmanager
@@ -278,31 +287,33 @@ class ImageLayout(ContentStore):
 
     def missing_size(self, content: Descriptor, /) -> int:
         """Return the bytes that must still be allocated; those in an ingest already are."""
-        return max(0, content.size - ingested(self.root, content))
+        return max(0, content.size - ingest_size(self.root, content))
 
     def free(self) -> int:
         """Return the bytes available to unprivileged users on the store's file system."""
-        found = self._file_system()
-        return found.f_bavail * found.f_frsize
+        status = self._file_system()
+        return status.f_bavail * status.f_frsize
 
     def total(self) -> int:
         """Return the bytes of the store's file system."""
-        found = self._file_system()
-        return found.f_blocks * found.f_frsize
+        status = self._file_system()
+        return status.f_blocks * status.f_frsize
 
     def _file_system(self) -> os.statvfs_result:
-        place = next(one for one in (self.root, *self.root.parents) if one.exists())
+        existing = next(
+            directory for directory in (self.root, *self.root.parents) if directory.exists()
+        )
         with store_errors(self.root):
-            return os.statvfs(place)
+            return os.statvfs(existing)
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
         if not self.exists(content):
-            self._take_in(content, body)
+            self._store(content, body)
         if reference is not None:
             self.tag(content, reference)
 
     def adopt(self, path: Path, content: Descriptor) -> LinkedBlob | None:
-        """Hard-link another program's file, which must be committed, or else copy it.
+        """Hard-link another program's file, or else copy it. The caller commits the link.
 
         Raises VerificationError if it differs from ``content``; StoreError, NoSpaceError.
         """
@@ -315,11 +326,12 @@ class ImageLayout(ContentStore):
             raise StoreError(f"cannot read {path}: {error.strerror or error}") from error
         return linked
 
-    def _take_in(self, content: Descriptor, body: Body) -> None:
-        ingest = self._ingest_or_own(content)
+    def _store(self, content: Descriptor, body: Body) -> None:
+        ingest = self._begin_ingest(content)
         if ingest is None:
             return
-        if self.exists(content):  # another process has stored it
+        # Another process has stored it
+        if self.exists(content):
             ingest.abort()
             return
         try:
@@ -334,7 +346,7 @@ class ImageLayout(ContentStore):
             raise
         ingest.commit(content)
 
-    def _ingest_or_own(self, content: Descriptor) -> FileIngest | None:
+    def _begin_ingest(self, content: Descriptor) -> FileIngest | None:
         """Return an ingest for local content, or None if another thread has committed it.
 
         Wait for another process's ingest for the expected time, then write a second copy.
@@ -344,7 +356,8 @@ class ImageLayout(ContentStore):
             try:
                 return self.ingest(content.digest.encoded, content)
             except IngestBusyError:
-                if self.exists(content):  # another thread has it in the batch
+                # Another thread has it in the batch
+                if self.exists(content):
                     return None
                 raise
 
@@ -369,6 +382,8 @@ class ImageLayout(ContentStore):
         The blobs' directories are synchronised first, so that the index never names content that a
         power failure could undo.
         """
+        # The order survives a crash at any point: blobs, record of the name, index. A name whose
+        # record exists is restored.
         document = parse_document(self.read(content), content.media_type)
         self._sync_blobs()
         entry = document.descriptor.to_json() | {"digest": str(content.digest)}
@@ -383,17 +398,19 @@ class ImageLayout(ContentStore):
             with edit_index(self.root) as index:
                 moved = [old for old in index["manifests"] if is_named(old, name)]
                 entry = _replace(index["manifests"], entry, name)
-                is_elsewhere = self.place(content) != blob_path(self.root, content)
+                is_elsewhere = self.locate(content) != blob_path(self.root, content)
                 record = {"entry": entry} | ({"elsewhere": True} if is_elsewhere else {})
                 self._names.put(name, record, durable=True)
         except BaseException:
-            with contextlib.suppress(AImageError):  # the first error is raised
+            # The first error is raised
+            with contextlib.suppress(AImageError):
                 self._names.restore(name, before)
             raise
         self._record_unnamed(_digests(moved) - {content.digest})
         self.use(content)
         if isinstance(document, Manifest):
-            with contextlib.suppress(FormatError):  # not an AImage
+            # Other artifacts have no summary.
+            with contextlib.suppress(FormatError):
                 remember(self.root, self, content, document)
 
     def read(self, content: Descriptor) -> bytes:
@@ -404,7 +421,7 @@ class ImageLayout(ContentStore):
         with store_errors(self.root):
             return read_settled(
                 lambda: read_all(self.open(content), content),
-                self.place(content),
+                self.locate(content),
                 VerificationError,
             )
 
@@ -416,18 +433,18 @@ class ImageLayout(ContentStore):
 
     def untag(self, reference: Reference, /) -> None:
         """Remove a name; the blobs stay until they are collected. Raises NotFoundError."""
-        if not self.remove_names(self.named(reference)):
+        if not self.remove_names(self.find_names(reference)):
             raise NotFoundError(
                 f"{reference} not found in the store {self.root}", remedy="not_in_store"
             )
 
-    def named(self, reference: Reference) -> dict[str, Digest]:
+    def find_names(self, reference: Reference) -> dict[str, Digest]:
         """Return the names in the writable store, as in index.json, that ``reference`` means."""
-        wanted, digest = index_name(reference), reference.digest
+        index_entry_name, digest = index_name(reference), reference.digest
         return {
             name: descriptor.digest
             for name, descriptor in ImageLayout.entries(self)
-            if name == wanted or same_name(name, Reference.parse(wanted))
+            if name == index_entry_name or same_name(name, Reference.parse(index_entry_name))
             if digest in (None, descriptor.digest)
         }
 
@@ -441,15 +458,17 @@ class ImageLayout(ContentStore):
         removed: dict[str, dict[str, Any]] = {}
         try:
             with edit_index(self.root) as index:
-                gone = [entry for entry in index["manifests"] if _means(entry, names)]
+                gone = [entry for entry in index["manifests"] if _is_entry_of(entry, names)]
                 for entry in gone:
                     name = name_of(entry)
                     if (record := self._names.get(name)) is not None:
                         removed[name] = record
-                        self._names.remove(name)  # first, otherwise the name would be restored
+                        # Removed before the entry: a recorded name would be restored.
+                        self._names.remove(name)
                 index["manifests"] = [entry for entry in index["manifests"] if entry not in gone]
         except BaseException:
-            with contextlib.suppress(AImageError):  # the first error is raised
+            # The first error is raised
+            with contextlib.suppress(AImageError):
                 for name, record in removed.items():
                     self._names.restore(name, record)
             raise
@@ -459,14 +478,14 @@ class ImageLayout(ContentStore):
 
 def _digests(entries: Iterable[Any]) -> set[Digest]:
     """Return the valid digests of entries."""
-    found = set()
+    digests = set()
     for entry in entries:
         with contextlib.suppress(AImageError):
-            found.add(Digest.parse(entry.get("digest")))
-    return found
+            digests.add(Digest.parse(entry.get("digest")))
+    return digests
 
 
-def _means(entry: Any, names: Mapping[str, Digest]) -> bool:
+def _is_entry_of(entry: Any, names: Mapping[str, Digest]) -> bool:
     digest = names.get(name_of(entry))
     return digest is not None and entry.get("digest") == str(digest)
 
@@ -483,8 +502,10 @@ def _replace(entries: list[Any], entry: dict[str, Any], name: str) -> dict[str, 
     for i, old in enumerate(entries):
         if is_named(old, name):
             if old.get("digest") == entry["digest"]:
-                kept = {k: v for k, v in old["annotations"].items() if k != mediatype.PARTIAL}
-                entry["annotations"] = kept | entry["annotations"]
+                annotations = {
+                    k: v for k, v in old["annotations"].items() if k != mediatype.PARTIAL
+                }
+                entry["annotations"] = annotations | entry["annotations"]
                 entry = old | entry
             entries[i] = entry
             return entry

@@ -32,7 +32,8 @@ from clowder_aimage.oci import Digest
 
 COLLECTION = "gc.lock"
 _DIRECTORY = "lease"
-_MAX_AGE = 7 * 86400.0  # seconds that a lease is valid on file systems without locks
+# Seconds that a lease is valid on file systems without locks
+_MAX_AGE = 7 * 86400.0
 _MAX_SIZE = 256 * 1024 * 1024
 
 
@@ -48,7 +49,7 @@ class FileLease(Lease):
         self.add(*digests)
 
     def add(self, *digests: Digest) -> None:
-        """Add digests; check only afterwards whether they exist. Raises StoreError."""
+        """Add digests. Check their existence only afterwards. Raises StoreError."""
         with self._lock:
             self._add(set(digests) - self._held)
 
@@ -66,7 +67,8 @@ class FileLease(Lease):
                     data = data[os.write(self._fd, data) :]
             self._held |= new
         except NoSpaceError:
-            pass  # writes will fail later, and reads may continue
+            # A full disk fails later writes, but reads may continue.
+            pass
         except StoreError as error:
             if getattr(error.__cause__, "errno", None) not in READ_ONLY:
                 raise
@@ -83,7 +85,7 @@ class FileLease(Lease):
         self.close()
 
 
-def leased(root: Path, *, remove: bool) -> set[Digest]:
+def read_leases(root: Path, *, remove: bool) -> set[Digest]:
     """Return the digests leased by running processes; ``remove`` the leases of ended ones.
 
     Raises StoreError: a lease cannot be read, so that no content may be collected.
@@ -97,7 +99,7 @@ def leased(root: Path, *, remove: bool) -> set[Digest]:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             with os.fdopen(fd, "rb", buffering=0) as file:
                 is_old = time.time() - os.fstat(fd).st_mtime > _MAX_AGE
-                # without locks, it is unknown whether a process has ended
+                # Without locks, the end of a process is not visible.
                 if not (_is_dead(fd) if can_lock else is_old):
                     digests |= set(_digests(file.read(_MAX_SIZE) or b""))
                 elif remove:
@@ -108,7 +110,8 @@ def leased(root: Path, *, remove: bool) -> set[Digest]:
 def _is_dead(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it is held, or there are no locks
+    except OSError:
+        # The lock is held, or the file system has none.
         return False
     return True
 

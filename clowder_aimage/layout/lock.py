@@ -1,7 +1,7 @@
 """Interprocess locks, files shared by a group, and the errors of a store.
 
 Locks use ``flock`` and end with the process. On network file systems without locks processes
-continue without them; what they publish is still verified (docs/operations.md).
+continue without them; published content is still verified (docs/operations.md).
 """
 
 from __future__ import annotations
@@ -22,21 +22,29 @@ from typing import TypeVar
 from clowder_aimage.content.atomic_file import DISK_FULL, flock, is_locked, sync_directory
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreBusyError, StoreError
 
-PRIVATE = ".aimage"  # directory of aimage in a store
-VERSION = 1  # of the private files: docs/upgrade.md
+# The directory of aimage in a store.
+PRIVATE = ".aimage"
+# The version of the private files (docs/upgrade.md).
+VERSION = 1
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_SKEW = 300.0  # seconds by which a file server's clock may be ahead
+# Seconds by which a file server's clock may be ahead
+_SKEW = 300.0
 _MOMENT = 0.01  # seconds
-_SETTLED = 5.0  # seconds without changes after which a file counts as complete
-_MAX_READS = 20  # of a file that another tool is writing in place
-_INTERVAL = 0.02  # seconds between two of them
-_NOTICE = 2.0  # seconds after which a process that is waited for is named
-_LONGEST_WAIT = 0.05  # seconds between two attempts to take a lock
-# seconds to wait for a lock in this context; servers set it for their threads
+# Seconds without changes after which a file counts as complete
+_SETTLED = 5.0
+# Reads of a file that another tool is writing in place.
+_MAX_READS = 20
+# Seconds between two reads.
+_INTERVAL = 0.02
+# Seconds after which a process that is waited for is named
+_NOTICE = 2.0
+# Seconds between two attempts to take a lock
+_LONGEST_WAIT = 0.05
+# Seconds to wait for a lock in this context. Servers set it for their threads.
 PATIENCE: ContextVar[float] = ContextVar("PATIENCE", default=math.inf)
-# called in any thread with what is in use, and the id of the process that uses it if it is known;
-# without listeners this is logged
+# Called in any thread with the resource in use, and the id of the process that uses it, if known.
+# Without listeners the wait is logged.
 ON_WAIT: list[Callable[[str, int | None], object]] = []
 T = TypeVar("T")
 
@@ -49,7 +57,8 @@ def read_settled(read: Callable[[], T], path: str | Path, malformed: type[AImage
         return is_malformed and abs(time.time() - os.stat(path).st_mtime) <= _SETTLED
 
     try:
-        return read()  # nearly always succeeds; importing tenacity takes longer
+        # This nearly always succeeds, and importing tenacity takes longer.
+        return read()
     except malformed as error:
         if not is_unsettled(error):
             raise
@@ -140,15 +149,15 @@ def _acquire(fd: int, operation: int, root: Path) -> None:
         notice.cancel()
 
 
-def report_wait(what: str, file: int | str | Path) -> None:
-    """Report that the process which locks ``file``, and so uses ``what``, is waited for."""
+def report_wait(resource: str, file: int | str | Path) -> None:
+    """Report a wait for the process that locks ``file`` and thus uses ``resource``."""
     pid = holder_pid(file)
     for listener in ON_WAIT:
-        listener(what, pid)
+        listener(resource, pid)
     if not ON_WAIT:
         import logging
 
-        facts = {"pid": pid, "what": what}
+        facts = {"pid": pid, "what": resource}
         logging.getLogger("aimage.store").warning("waiting for another process", extra=facts)
 
 
@@ -157,14 +166,15 @@ def holder_pid(file: int | str | Path) -> int | None:
     with contextlib.suppress(OSError, ValueError):
         inode = str(os.stat(file).st_ino)
         for line in Path("/proc/locks").read_text("ascii").splitlines():
-            fields = line.split()  # 1: FLOCK ADVISORY WRITE 1234 fe:00:5678 0 EOF
+            # A line is "1: FLOCK ADVISORY WRITE 1234 fe:00:5678 0 EOF".
+            fields = line.split()
             if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == inode:
                 return int(fields[4]) or None
     return None
 
 
 def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
-    """Open or create a file for all users who may write its directory. Raises OSError."""
+    """Open or create a file for all users with write access to its directory. Raises OSError."""
     try:
         return os.open(path, flags & ~os.O_CREAT)
     except FileNotFoundError:
@@ -172,16 +182,17 @@ def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
             raise
     try:
         fd = os.open(path, flags | os.O_EXCL, 0o600)
-    except FileExistsError:  # another process has just created it, and is about to share it
+    except FileExistsError:
+        # Another process has just created the file, and is about to share it.
         time.sleep(_MOMENT)
         return os.open(path, flags & ~os.O_CREAT)
     share(fd, os.path.dirname(path))
     return fd
 
 
-def known_time(at: float, now: float) -> float:
+def plausible_time(timestamp: float, current: float) -> float:
     """Return a file's time, or 0, the oldest, for one in the future: a clock was wrong."""
-    return at if at <= now + _SKEW else 0.0
+    return timestamp if timestamp <= current + _SKEW else 0.0
 
 
 def open_regular(path: str | Path) -> int:
@@ -204,7 +215,7 @@ def check_version(root: Path) -> None:
     """Raise StoreError if a newer version of aimage wrote private files in another form.
 
     Such a version records its form in ``.aimage/version``; the first form has no such file. A
-    linked directory is not read; whatever would write there is refused by ``check_own``.
+    linked directory is not read; ``check_own`` refuses writes there.
     """
     private = os.path.join(root, PRIVATE)
     if os.path.islink(private):
@@ -217,15 +228,15 @@ def check_version(root: Path) -> None:
     except (OSError, ValueError):
         text = ""
     if text != str(VERSION):
-        found = text if text.isalnum() else "unknown"
+        version = text if text.isalnum() else "unknown"
         raise StoreError(
-            f"the store {root} has version {found}, of a newer release; this one uses {VERSION}",
+            f"the store {root} has version {version}, of a newer release; this one uses {VERSION}",
             hint="use the newer release, or another store",
         )
 
 
 def check_own(root: Path, *kind: str) -> str:
-    """Return the path of a private directory of the store, which may not exist.
+    """Return the path of a private directory of the store, existing or not.
 
     Raises StoreError if it is a link: files are removed and written there; also if the store is of
     a newer version.
@@ -243,9 +254,10 @@ def check_own(root: Path, *kind: str) -> str:
 
 def share(fd: int, directory: str | Path, mode: int = 0o660) -> None:
     """Share a new file with the group of a group's directory (setgid, writable)."""
-    found = os.stat(directory).st_mode
-    if found & stat.S_ISGID and found & stat.S_IWGRP:
-        with contextlib.suppress(PermissionError):  # another process has created it, and does this
+    mode_bits = os.stat(directory).st_mode
+    if mode_bits & stat.S_ISGID and mode_bits & stat.S_IWGRP:
+        # Another user's process has created it, and shares it itself.
+        with contextlib.suppress(PermissionError):
             os.fchmod(fd, mode)
 
 
@@ -257,17 +269,17 @@ def make_directory(root: Path, *names: str) -> Path:
     if path.is_dir():
         return path
     if not root.is_dir():
-        new = [place for place in (root, *root.parents) if not place.exists()]
+        new = [directory for directory in (root, *root.parents) if not directory.exists()]
         root.mkdir(parents=True, exist_ok=True)
-        for place in new:
-            sync_directory(place.parent)
-    wanted = stat.S_IMODE(root.stat().st_mode)
-    part = root
+        for directory in new:
+            sync_directory(directory.parent)
+    mode = stat.S_IMODE(root.stat().st_mode)
+    subdirectory = root
     for name in names:
-        part = part / name
+        subdirectory = subdirectory / name
         with contextlib.suppress(FileExistsError):
-            part.mkdir()
-            if wanted & stat.S_ISGID and wanted & stat.S_IWGRP:
-                part.chmod(wanted)
-            sync_directory(part.parent)
+            subdirectory.mkdir()
+            if mode & stat.S_ISGID and mode & stat.S_IWGRP:
+                subdirectory.chmod(mode)
+            sync_directory(subdirectory.parent)
     return path

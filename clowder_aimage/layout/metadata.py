@@ -32,7 +32,8 @@ from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
 _MAX_SIZE = 1024 * 1024
 _LISTING = "listing"
 _UNKNOWN = {"size": None, "kind": "?", "family": None, "type": None, "created": None}
-_MAX_TEXT = 60  # characters of a value from a config
+# Characters of a value from a config
+_MAX_TEXT = 60
 
 
 class MetadataFiles:
@@ -87,7 +88,7 @@ class MetadataFiles:
             write_shared(os.path.join(self._directory, file_name(key)), data, durable=durable)
 
     def restore(self, key: str, value: dict[str, Any] | None) -> None:
-        """Write back what ``get`` returned. Raises StoreError or NoSpaceError."""
+        """Write back the result of ``get``. Raises StoreError or NoSpaceError."""
         if value is None:
             self.remove(key)
         elif self.get(key) != value:
@@ -110,7 +111,7 @@ def file_name(key: str) -> str:
 def write_shared(
     path: str | Path, data: bytes, *, durable: bool = True, directory: Path | None = None
 ) -> None:
-    """Replace a file of the store, which a group may share. Raises OSError."""
+    """Replace a file of the store, shared with the directory's group. Raises OSError."""
     final = Path(path)
     prepare = functools.partial(share, directory=final.parent, mode=0o664)
     with atomic_file(
@@ -138,7 +139,8 @@ def summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str
         manifest = Manifest.parse(read_all(store.open(descriptor), descriptor))
         return remember(root, store, descriptor, manifest)
     except AImageError:
-        return _UNKNOWN  # the other names are still listed
+        # A listing shows the other names.
+        return _UNKNOWN
 
 
 def remember(
@@ -150,11 +152,18 @@ def remember(
 
     size = sum(blob.size for blob in manifest.children)
     value = _UNKNOWN | {"size": size, "kind": detect(manifest).name}
-    with contextlib.suppress(AImageError, OSError):  # the config is missing or malformed
-        known = interpret(store, descriptor, manifest).aimage.properties
-        family = known.get("family") or known.get("architecture") or known.get("format")
-        found = {"family": family, "type": weight_type(known), "created": known.get("created")}
-        value |= {key: _short(text) for key, text in found.items()}
+    # The config may be missing or malformed.
+    with contextlib.suppress(AImageError, OSError):
+        properties = interpret(store, descriptor, manifest).aimage.properties
+        family = (
+            properties.get("family") or properties.get("architecture") or properties.get("format")
+        )
+        fields = {
+            "family": family,
+            "type": weight_type(properties),
+            "created": properties.get("created"),
+        }
+        value |= {key: _short(text) for key, text in fields.items()}
     with contextlib.suppress(OSError, AImageError):
         directory = make_directory(root, PRIVATE, _LISTING)
         path = os.path.join(directory, descriptor.digest.encoded)
@@ -162,16 +171,16 @@ def remember(
     return value
 
 
-def weight_type(known: Mapping[str, Any]) -> object:
+def weight_type(properties: Mapping[str, Any]) -> object:
     """Return the quantization of the weights in a config, else their dtype."""
-    if isinstance(name := known.get("quantization"), str):
+    if isinstance(name := properties.get("quantization"), str):
         return name
-    parts = known.get("components")
-    for part in parts.values() if isinstance(parts, dict) else ():
-        facts = part.get("quantization") if isinstance(part, dict) else None
+    components = properties.get("components")
+    for component in components.values() if isinstance(components, dict) else ():
+        facts = component.get("quantization") if isinstance(component, dict) else None
         if isinstance(facts, dict) and isinstance(facts.get("type"), str):
             return facts["type"]
-    return known.get("dtype")
+    return properties.get("dtype")
 
 
 def _short(text: object) -> str | None:

@@ -43,11 +43,11 @@ def hold(store: ContentStore, reference: Reference, lease: Lease) -> Descriptor:
     A manifest may be collected between the move of its name and the lease.
     Raises NotFoundError.
     """
-    found = None
-    while (meant := store.resolve(reference)) != found:
-        found = meant
-        lease.add(found.digest)
-    return meant
+    leased = None
+    while (descriptor := store.resolve(reference)) != leased:
+        leased = descriptor
+        lease.add(leased.digest)
+    return descriptor
 
 
 def read_aimage(store: ContentStore, reference: Reference) -> StoredAImage:
@@ -80,9 +80,10 @@ def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descr
 
     Raises FormatError: an unsupported compression.
     """
-    packed: dict[Descriptor, Descriptor] = {}  # by plain blob: two layers may share one
-    for layer, wanted in zip(stored.manifest.layers, stored.aimage.layers, strict=True):
-        plain = wanted.descriptor
+    # Keyed by the plain blob: two layers may share one.
+    packed: dict[Descriptor, Descriptor] = {}
+    for layer, aimage_layer in zip(stored.manifest.layers, stored.aimage.layers, strict=True):
+        plain = aimage_layer.descriptor
         if layer.digest == plain.digest or store.exists(plain) or not store.exists(layer):
             continue
         if not compression_of(layer.media_type):
@@ -91,7 +92,7 @@ def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descr
                 hint="copy the AImage again without compression, or with gzip or zstd",
             )
         packed[plain] = layer
-    return [(came, plain) for plain, came in packed.items()]
+    return [(blob, plain) for plain, blob in packed.items()]
 
 
 def inflate(store: ContentStore, stored: StoredAImage) -> None:
@@ -117,8 +118,8 @@ def inflate_copied(store: ContentStore, root: Descriptor, document: Manifest | I
 def _plain_body(store: ContentStore, layer: Descriptor, plain: Descriptor) -> Body:
     def body(offset: int = 0, /) -> Reader:
         reader = open_decompressed(store, layer, plain)
-        while offset and (passed := len(reader.read(min(offset, CHUNK_SIZE)))):
-            offset -= passed
+        while offset and (skipped := len(reader.read(min(offset, CHUNK_SIZE)))):
+            offset -= skipped
         return reader
 
     return body

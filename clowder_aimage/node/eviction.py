@@ -27,7 +27,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.digest_scan import blobs
 from clowder_aimage.layout.gc import Collection, Collector
 from clowder_aimage.layout.layout import index_name
-from clowder_aimage.layout.lease import leased
+from clowder_aimage.layout.lease import read_leases
 from clowder_aimage.layout.lock import PRIVATE
 from clowder_aimage.node.metric import NodeMetrics
 from clowder_aimage.node.pinner import SpecStore, is_own_pin, unpin
@@ -110,7 +110,7 @@ def relieve(
         return plain
     limit = max(0, plain.left_size - left)
     latest = time.time() - age
-    young = (name for name, manifest in store.tags() if store.used(manifest) > latest)
+    young = (name for name, manifest in store.tags() if store.use_time(manifest) > latest)
     patterns = [glob.escape(name) for name in (*keep, *(young if age else ()))]
     if is_all:
         would = collector(dry_run=True).run(max_size=limit, keep=patterns)
@@ -224,7 +224,9 @@ class Evictor:
         here = {name: descriptor.digest for name, descriptor in self._store.tags()}
         for name in former - (set(here) - set(others)):
             records.forget(known[name])  # already removed, or now listed by another node only
-        held = leased(self._store.root, remove=False) - {here[name] for name in wanted & set(here)}
+        held = read_leases(self._store.root, remove=False) - {
+            here[name] for name in wanted & set(here)
+        }
         pins = self._store.pins.items()
         kept = set(others) | {name for name, pin in pins if not is_own_pin(pin, records.owner)}
         gone = sorted(former & set(here) - kept)

@@ -118,7 +118,7 @@ class RangeCache:
             return arrival.file.copy(arrival) if arrival and arrival.file else None
 
     def _in_blob(self, part: BlobRange) -> RangeFile | None:
-        found = _opened(self._layout.place(part.content), part)
+        found = _opened(self._layout.locate(part.content), part)
         if found is None or os.fstat(found.fileno()).st_size == part.size:
             return found
         found.close()

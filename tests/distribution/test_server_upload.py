@@ -21,7 +21,7 @@ from clowder_aimage.distribution.upload_session import UploadSessions
 from clowder_aimage.errors import NoSpaceError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
-from clowder_aimage.layout.lease import leased
+from clowder_aimage.layout.lease import read_leases
 from clowder_aimage.oci import Descriptor, Digest
 from tests.distribution.served import Server, digest_of, error_of
 from tests.wait import until
@@ -511,9 +511,9 @@ def test_leases_expire(tmp_path: Path) -> None:
     kept.add(digests[0])
     now[0] = kept_module.PERIOD + 1
     kept.add(digests[1])
-    assert leased(tmp_path, remove=False) == set(digests)
+    assert read_leases(tmp_path, remove=False) == set(digests)
     now[0] = 2 * kept_module.PERIOD + 2
     kept.rotate()
-    assert leased(tmp_path, remove=False) == {digests[1]}
+    assert read_leases(tmp_path, remove=False) == {digests[1]}
     kept.close()
-    assert leased(tmp_path, remove=False) == set()
+    assert read_leases(tmp_path, remove=False) == set()

@@ -465,9 +465,9 @@ def test_index_of_several_manifests_is_refused(artifact: Artifact) -> None:
 
 
 def test_blobs_are_leased_during_an_export(full: Artifact) -> None:
-    from clowder_aimage.layout.lease import leased
+    from clowder_aimage.layout.lease import read_leases
 
     held: list[Any] = []
-    full.export(on_plan=lambda _: held.extend(leased(full.store.root, remove=False)))
+    full.export(on_plan=lambda _: held.extend(read_leases(full.store.root, remove=False)))
     assert {layer.descriptor.digest for layer in full.layers} <= set(held)
-    assert leased(full.store.root, remove=False) == set()
+    assert read_leases(full.store.root, remove=False) == set()

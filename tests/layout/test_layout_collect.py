@@ -36,7 +36,7 @@ def collected(
 ) -> gc.Collection:
     """Collect as if ``later`` seconds had passed."""
     collector = Collector(
-        store, grace=grace, dry_run=dry_run, stale=stale, now=lambda: time.time() + later
+        store, grace=grace, dry_run=dry_run, stale=stale, clock=lambda: time.time() + later
     )
     return collector.run(**wishes)
 
@@ -342,9 +342,9 @@ def test_times_in_the_future_count_as_old(store: ImageLayout) -> None:
     named = put_artifact(store, "a")
     record = store.root / ".aimage" / "used" / named.digest.encoded
     os.utime(record, (time.time() + DAY,) * 2)
-    assert store.used(named.descriptor) == 0.0
+    assert store.use_time(named.descriptor) == 0.0
     store.use(named.descriptor)
-    assert abs(store.used(named.descriptor) - time.time()) < 60
+    assert abs(store.use_time(named.descriptor) - time.time()) < 60
     assert collected(store, grace=GRACE, later=-60).young == 1
     assert collected(store, grace=GRACE, later=-DAY).blobs == 1
     (begun := store.root / ".aimage" / "ingest" / "b").touch()

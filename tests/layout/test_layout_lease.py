@@ -26,7 +26,7 @@ from clowder_aimage.layout import ImageLayout, gc, lock
 from clowder_aimage.layout import lease as lease_module
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.layered_store import LayeredStore
-from clowder_aimage.layout.lease import COLLECTION, FileLease, leased
+from clowder_aimage.layout.lease import COLLECTION, FileLease, read_leases
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.pull import pull
 from clowder_aimage.push import push
@@ -118,7 +118,7 @@ def test_a_lease_ends_with_its_process(store: ImageLayout, stray: Descriptor, ho
     holder.send_signal(signal.SIGKILL)
     holder.communicate()
     assert len(leases(store)) == 1
-    assert leased(store.root, remove=False) == set()
+    assert read_leases(store.root, remove=False) == set()
     assert len(leases(store)) == 1
     assert collected(store).blobs == 1
     assert not store.exists(stray)
@@ -132,7 +132,7 @@ def test_added_digests_are_kept_until_the_lease_closes(
     with store.lease(stray.digest) as lease:
         lease.add(later.digest)
         lease.add(later.digest, stray.digest)
-        assert leased(store.root, remove=True) == {stray.digest, later.digest}
+        assert read_leases(store.root, remove=True) == {stray.digest, later.digest}
         (path,) = leases(store)
         assert sorted(path.read_text().split()) == sorted([str(stray.digest), str(later.digest)])
         assert collected(store).blobs == 0
@@ -162,7 +162,7 @@ def test_threads_add_to_one_lease(store: ImageLayout, stray: Descriptor) -> None
         thread.start()
     for thread in threads:
         thread.join()
-    assert leased(store.root, remove=True) == {
+    assert read_leases(store.root, remove=True) == {
         stray.digest,
         *(digest for mine in digests for digest in mine),
     }
@@ -177,7 +177,7 @@ def test_torn_lease_keeps_its_readable_digests(store: ImageLayout, stray: Descri
         (path,) = leases(store)
         with path.open("ab") as file:
             file.write(b"sha256:abc\n\xff\xff\n" + str(Digest.of(b"torn")).encode()[:-3])
-        assert leased(store.root, remove=True) == {stray.digest}
+        assert read_leases(store.root, remove=True) == {stray.digest}
 
 
 def test_many_digests_are_written_in_full(
@@ -188,7 +188,7 @@ def test_many_digests_are_written_in_full(
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:1000]))
     digests = {Digest.of(str(n).encode()) for n in range(100)}
     with store.lease(*digests):
-        assert leased(store.root, remove=True) == digests
+        assert read_leases(store.root, remove=True) == digests
 
 
 def test_empty_lease_creates_no_store(store: ImageLayout) -> None:

@@ -145,7 +145,7 @@ def test_symbolic_links_are_not_followed(
     store: ImageLayout, cache: RangeCache, tmp_path: Path
 ) -> None:
     (tmp_path / "secret").write_bytes(BLOB)
-    for place in (store.place(CONTENT), store.root / ".aimage/ingest" / CONTENT.digest.encoded):
+    for place in (store.locate(CONTENT), store.root / ".aimage/ingest" / CONTENT.digest.encoded):
         os.makedirs(os.path.dirname(place))  # noqa: PTH103, PTH120
         os.symlink(tmp_path / "secret", place)  # noqa: PTH211
     cache.wrote(PARTS[0])

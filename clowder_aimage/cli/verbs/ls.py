@@ -146,7 +146,7 @@ def _rows(layout: ImageLayout, patterns: tuple[str, ...]) -> Iterator[dict[str, 
         if _matches(name, patterns):
             row |= summary(layout.root, layout, descriptor) | {"added": None}
             with contextlib.suppress(OSError):
-                at = int(Path(layout.place(descriptor)).stat().st_mtime)
+                at = int(Path(layout.locate(descriptor)).stat().st_mtime)
                 row["added"] = datetime.fromtimestamp(at, UTC).isoformat()
             yield row | {"partial": True} if is_partial(layout, descriptor) else row
 

@@ -39,7 +39,7 @@ def _names(layout: ImageLayout, reference: Reference) -> list[str]:
     names = [name for name, root in layout.tags() if root.digest == digest]
     if reference.tag is not None:
         names = [index_name(reference)]
-    borrowed = layout.borrowed()
+    borrowed = layout.read_only_names()
     ours = [name for name in names if name not in borrowed]
     if names and not ours:
         raise read_only_error(reference, borrowed[names[0]], "pin")

@@ -48,7 +48,7 @@ def _remove(layout: ImageLayout, references: Sequence[Reference]) -> None:
     for reference in references:
         if layout.pins.get(index_name(reference)) is not None:
             raise UsageError(f"{reference} is pinned", hint=f"unpin it: aimage unpin {reference}")
-    found = {reference: layout.named(reference) for reference in references}
+    found = {reference: layout.find_names(reference) for reference in references}
     missing = [reference for reference in references if not found[reference]]
     if len(missing) > 1:
         raise NotFoundError(
