@@ -244,7 +244,7 @@ def test_blas_that_cannot_be_loaded_is_passed_over(
     assert other is not None
     assert blas.Library(str(broken)).load() is None
     assert blas.Library(other).load() is None  # without the functions of a BLAS
-    monkeypatch.setattr(blas, "_chosen", None)
+    monkeypatch.setattr(blas, "_library", None)
     monkeypatch.setattr(blas, "candidates", lambda: iter([blas.Library(str(broken))]))
     assert blas.preload() is None
     assert not blas.is_fast()
@@ -272,7 +272,7 @@ def test_blas_of_the_package_is_preferred(monkeypatch: pytest.MonkeyPatch) -> No
     package, system = blas.candidates()
     assert package.prefix == "scipy_"
     assert system.path == "libopenblas.so.0"
-    monkeypatch.setattr(blas, "_chosen", None)
+    monkeypatch.setattr(blas, "_library", None)
     assert blas.preload() == "openblas"
     assert blas.is_fast()
     monkeypatch.setattr(sys, "platform", "darwin")
