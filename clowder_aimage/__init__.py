@@ -30,7 +30,7 @@ __all__ = [
     "pull",
     "push",
 ]
-_PLACES = {
+_MODULES = {
     **dict.fromkeys(__all__, "client"),
     **dict.fromkeys(("Model", "Picture", "load"), "loaded_model"),
     "AImageError": "errors",
@@ -39,10 +39,12 @@ _PLACES = {
 
 
 class _Package(ModuleType):
-    """This package, in which functions take precedence over the modules of their names."""
+    """This package. Its functions take precedence over the modules of the same names."""
 
+    # The import system sets a submodule as an attribute of its package. That would replace the
+    # function of the same name.
     def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _PLACES and isinstance(value, ModuleType)):
+        if not (name in _MODULES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
 
@@ -50,9 +52,9 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

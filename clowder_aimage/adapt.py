@@ -34,7 +34,8 @@ from clowder_aimage.tensor.weight import FLOATS, Weight
 if TYPE_CHECKING:
     from clowder_aimage.adapter.adapter import Adapter, Change, Floats
 
-ADAPTED = ("text_encoder", "transformer")  # the components that adapters change
+# The components that adapters change.
+ADAPTED = ("text_encoder", "transformer")
 FUSION_FILE = "lora_fusion_info.json"
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _ODD = re.compile(r"[^A-Za-z0-9._-]+")
@@ -44,7 +45,7 @@ OnPlan = Callable[[CreatePlan], None]
 
 @dataclass(frozen=True, slots=True)
 class FusedModel:
-    """The new AImage; ``remark`` says what was done with quantized weights, if there were any."""
+    """The new AImage, and a remark about quantized weights, if there were any."""
 
     packed: PackedModel
     remark: str = ""
@@ -60,7 +61,7 @@ def combine(
     on_plan: OnPlan = lambda _: None,
     on_written: OnWritten = lambda _: None,
 ) -> PackedModel:
-    """Name ``target`` the AImage ``base`` with adapters, which are used by default.
+    """Name ``target`` the AImage ``base`` with adapters that are used by default.
 
     The layers of ``base`` stay the same blobs; each adapter is ``adapters/NAME/`` beside them. The
     config has the properties of the adapters, and their strengths.
@@ -71,24 +72,24 @@ def combine(
         StoreError, NoSpaceError: The store cannot be written; complete blobs stay.
     """
     with store.lease() as lease:
-        stored = _held(store, base, lease)
+        stored = _open_base(store, base, lease)
         shapes = _shapes(stored)
-        for found, _ in uses:
-            _read(found, shapes, str(base))
+        for adapter, _ in uses:
+            _read(adapter, shapes, str(base))
         plan = _unchanged_plan(stored)
         config = dict(stored.aimage.properties)
-        known, used = dict(config.get("adapters", {})), list(config.get("loras", []))
+        adapters, defaults = dict(config.get("adapters", {})), list(config.get("loras", []))
         layers = list(plan.layers)
-        for found, strength in uses:
-            name = _free_name(found.name, known)
-            known[name] = {
-                key: value for key, value in found.facts.items() if value not in (None, [])
+        for adapter, strength in uses:
+            name = _free_name(adapter.name, adapters)
+            adapters[name] = {
+                key: value for key, value in adapter.facts.items() if value not in (None, [])
             }
-            used.append({"adapter": name, "strength": strength})
-            layers += _files(found, f"adapters/{name}")
+            defaults.append({"adapter": name, "strength": strength})
+            layers += _files(adapter, f"adapters/{name}")
         layers.sort(key=lambda layer: layer.name)
-        config |= {"adapters": dict(sorted(known.items())), "loras": used}
-        plan = _replanned(plan, layers, config)
+        config |= {"adapters": dict(sorted(adapters.items())), "loras": defaults}
+        plan = _replan(plan, layers, config)
         on_plan(plan)
         dialect = stored.dialect
         return pack(plan, store, lease, target, dialect, jobs=jobs, on_written=on_written)
@@ -109,7 +110,7 @@ def fuse(
     The changes of all adapters are summed in float32, added once and rounded once to the type of
     each tensor. A quantized tensor is computed from the full-precision AImage that ``base`` is a
     variant of, if the store has it, else from its dequantized values, and quantized in the same
-    way. The result has the file FUSION_FILE, which names the adapters.
+    way. The result has the file FUSION_FILE with the names of the adapters.
 
     Raises:
         NotFoundError: ``base`` is not in the store, or not all of it.
@@ -119,20 +120,23 @@ def fuse(
     """
     Recipe(dtype="f32").check_tools()
     with store.lease() as lease:
-        stored = _held(store, base, lease)
+        stored = _open_base(store, base, lease)
         shapes = _shapes(stored)
-        adapters = [(_read(found, shapes, str(base)), strength) for found, strength in uses]
+        adapters = [
+            (_read(adapter_source, shapes, str(base)), strength)
+            for adapter_source, strength in uses
+        ]
         parent = _parent(store, stored, lease)
         plan = _unchanged_plan(stored)
         weights = _values(store, stored)
-        whole = _values(store, parent) if parent else weights
+        parent_weights = _values(store, parent) if parent else weights
         changed: dict[str, PlannedLayer] = {}
         are_quantized = False
-        for name, one in _single_weights(store, stored).items():
+        for name, weight in _single_weights(store, stored).items():
             if changes := _changes(adapters, name):
-                are_quantized |= one.quantization is not None
-                source = weights if one.quantization is None else whole
-                changed[name] = _fused_layer(name, one, partial(_sum, source, name, changes))
+                are_quantized |= weight.quantization is not None
+                source = weights if weight.quantization is None else parent_weights
+                changed[name] = _fuse_layer(name, weight, partial(_sum, source, name, changes))
         missing = {name for adapter, _ in adapters for name in adapter.changes} - changed.keys()
         if missing:
             raise ModelError(
@@ -141,22 +145,26 @@ def fuse(
             )
         config = dict(stored.aimage.properties)
         added = [
-            {"name": found.name, "digest": str(found.digest), "strength": strength}
-            for found, strength in uses
+            {
+                "name": adapter_source.name,
+                "digest": str(adapter_source.digest),
+                "strength": strength,
+            }
+            for adapter_source, strength in uses
         ]
         config["fused"] = [*config.get("fused", []), *added]
         layers = [changed.get(layer.name, layer) for layer in plan.layers]
         layers = [layer for layer in layers if layer.name != FUSION_FILE]
         layers.append(_fusion_file(stored, config["fused"]))
         layers.sort(key=lambda layer: layer.name)
-        plan = _replanned(plan, layers, config)
+        plan = _replan(plan, layers, config)
         on_plan(plan)
-        made = pack(plan, store, lease, target, stored.dialect, jobs=jobs, on_written=on_written)
-        return FusedModel(made, _remark(base, parent) if are_quantized else "")
+        packed = pack(plan, store, lease, target, stored.dialect, jobs=jobs, on_written=on_written)
+        return FusedModel(packed, _remark(base, parent) if are_quantized else "")
 
 
-def _held(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
-    """Return the complete AImage, and lease it."""
+def _open_base(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
+    """Open the complete base AImage, and lease it."""
     stored = open_complete(store, reference, lease)
     if stored.dialect.name not in DIALECTS:
         raise UsageError(f"{reference} is packed by another tool, whose format has no adapters")
@@ -171,10 +179,10 @@ def _shapes(stored: StoredAImage) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _read(found: FoundAdapter, shapes: Mapping[str, tuple[int, ...]], base: str) -> Adapter:
+def _read(adapter: FoundAdapter, shapes: Mapping[str, tuple[int, ...]], base: str) -> Adapter:
     from clowder_aimage.adapter.reader import read_adapter
 
-    return read_adapter(found.path, shapes, what=found.name, base=base, config=found.config)
+    return read_adapter(adapter.path, shapes, what=adapter.name, base=base, config=adapter.config)
 
 
 def _unchanged_plan(stored: StoredAImage) -> CreatePlan:
@@ -185,44 +193,44 @@ def _unchanged_plan(stored: StoredAImage) -> CreatePlan:
     return replace(plan, config=stored.aimage.config, subject=None, report=summary)
 
 
-def _replanned(
-    plan: CreatePlan, layers: Sequence[PlannedLayer], config: dict[str, Any]
-) -> CreatePlan:
+def _replan(plan: CreatePlan, layers: Sequence[PlannedLayer], config: dict[str, Any]) -> CreatePlan:
     config["size"] = sum(layer.size for layer in layers)
     config.pop("variant", None)
-    made = replace(plan, layers=tuple(layers), config=encode(config))
-    check_config(made)
-    return made
+    replanned = replace(plan, layers=tuple(layers), config=encode(config))
+    check_config(replanned)
+    return replanned
 
 
-def _free_name(name: str, taken: Mapping[str, Any]) -> str:
-    """Return a name for an adapter in a model: the last part of its own, without a tag."""
-    last = name.rpartition("/")[2].partition("@")[0].partition(":")[0]
-    stem = _ODD.sub("-", last.removesuffix(".safetensors")).strip(".-") or "adapter"
-    found, count = stem, 1
-    while found in taken:
+def _free_name(name: str, names: Mapping[str, Any]) -> str:
+    """Return a name for an adapter in a model: the last component of its name, without a tag."""
+    base_name = name.rpartition("/")[2].partition("@")[0].partition(":")[0]
+    stem = _ODD.sub("-", base_name.removesuffix(".safetensors")).strip(".-") or "adapter"
+    free_name, count = stem, 1
+    while free_name in names:
         count += 1
-        found = f"{stem}-{count}"
-    return found
+        free_name = f"{stem}-{count}"
+    return free_name
 
 
-def _files(found: FoundAdapter, folder: str) -> list[PlannedLayer]:
+def _files(adapter: FoundAdapter, folder: str) -> list[PlannedLayer]:
     name = f"{folder}/{_WEIGHTS}"
-    source = model_tree.source_file(None, found.path, name, mediatype.AIMAGE_LORA)
+    source = model_tree.source_file(None, adapter.path, name, mediatype.AIMAGE_LORA)
     layers = [file_layer(source)]
-    if found.config:
-        data = json.dumps(found.config, indent=2, sort_keys=True).encode()
+    if adapter.config:
+        data = json.dumps(adapter.config, indent=2, sort_keys=True).encode()
         layers.append(PlannedLayer(f"{folder}/{_CONFIG}", mediatype.AIMAGE_FILE, data, ()))
     return layers
 
 
 def _single_weights(store: ContentStore, stored: StoredAImage) -> dict[str, Weight]:
-    """Return the weights that have a layer of their own, by its name."""
+    """Return the weights that are alone in their layer, by its name."""
     layers = read_stored(store, stored.aimage)
     return {
-        one.layer.name: one.weights[0]
-        for one in layers
-        if len(one.weights) == 1 and not one.is_group and one.layer.component in ADAPTED
+        stored_layer.layer.name: stored_layer.weights[0]
+        for stored_layer in layers
+        if len(stored_layer.weights) == 1
+        and not stored_layer.is_group
+        and stored_layer.layer.component in ADAPTED
     }
 
 
@@ -237,8 +245,8 @@ def _values(store: ContentStore, stored: StoredAImage) -> Callable[[str], Floats
     def values(name: str) -> Floats:
         import numpy as np
 
-        owner, _, own = name.partition("/")
-        return np.asarray(component(owner).numpy(own), np.float32)
+        owner, _, tensor_name = name.partition("/")
+        return np.asarray(component(owner).numpy(tensor_name), np.float32)
 
     return values
 
@@ -264,11 +272,11 @@ def _sum(
     return total
 
 
-def _fused_layer(name: str, weight: Weight, compute: Callable[[], Floats]) -> PlannedLayer:
+def _fuse_layer(name: str, weight: Weight, compute: Callable[[], Floats]) -> PlannedLayer:
     """Return the layer of a changed weight, of the same type as the unchanged one."""
     target = weight.dtype
     if weight.quantization is not None:
-        scales = next((part.dtype for part in weight.parts if part.suffix == SCALE), "F32")
+        scales = next((chunk.dtype for chunk in weight.parts if chunk.suffix == SCALE), "F32")
         target = scales if weight.quantization.type.has_bias and scales in FLOATS else "F32"
     elif target not in FLOATS:
         raise ModelError(f"{name[:200]} is {target[:40]}, to which no adapter can be added")

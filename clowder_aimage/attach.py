@@ -35,7 +35,8 @@ from clowder_aimage.registry import ClientOptions, Repository
 EMPTY = b"{}"
 _EMPTY = Descriptor.of(mediatype.OCI_EMPTY, EMPTY)
 _LAYER = "application/octet-stream"
-_NAME = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}"  # RFC 6838, 4.2
+# The grammar of a media type's parts: RFC 6838, 4.2.
+_NAME = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]{0,126}"
 _MEDIA_TYPE = re.compile(rf"{_NAME}/{_NAME}")
 
 
@@ -84,8 +85,8 @@ def fetch_files(
 ) -> list[Path]:
     """Write the files of the artifact ``reference``, under their titles, to ``directory``.
 
-    Layers without a title are left out. No file is replaced; after an error those that were
-    written are removed.
+    Layers without a title are left out. No file is replaced. After an error the written files are
+    removed.
 
     Raises:
         UsageError: the artifact has no files, or one of them exists already.
@@ -98,8 +99,8 @@ def fetch_files(
         content = repository.resolve(reference)
         raw = read_all(repository.open(content), content)
         layers = Manifest.parse(raw, content.media_type).layers
-        titled = [one for one in layers if mediatype.TITLE in one.annotations]
-        files = [(directory / _title(one), one) for one in titled]
+        titled = [layer for layer in layers if mediatype.TITLE in layer.annotations]
+        files = [(directory / _title(layer), layer) for layer in titled]
         paths = [path for path, _ in files]
         if not paths:
             raise UsageError(f"{reference} has no files with names", remedy="list_attached")
@@ -108,7 +109,7 @@ def fetch_files(
         for path in paths:
             if path.exists() or path.is_symlink():
                 raise UsageError(f"{path} exists", hint="choose another directory, or move it away")
-        on_event(CopyEvent("plan", content, sum(one.size for _, one in files), len(files)))
+        on_event(CopyEvent("plan", content, sum(layer.size for layer in titled), len(files)))
         with contextlib.ExitStack() as stack:
             for path, layer in files:
                 _write(repository, layer, path, on_event)

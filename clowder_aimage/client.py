@@ -33,14 +33,14 @@ class Store:
     """A store of AImages: an OCI image layout in the directory ``path``.
 
     Args:
-        path: The directory, which is made when something is added. By default the store of the
-            command line: the directories in AIMAGE_STORE, else that of the platform.
+        path: The directory. The first write creates it. By default the store of the command line:
+            the directories in AIMAGE_STORE, else that of the platform.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        first, *others = roots = default_stores() if path is None else (Path(path),)
-        self.path = first
-        self.layout = LayeredStore(roots) if others else ImageLayout(first)
+        path_to_write, *read_only = roots = default_stores() if path is None else (Path(path),)
+        self.path = path_to_write
+        self.layout = LayeredStore(roots) if read_only else ImageLayout(path_to_write)
 
     def __contains__(self, name: Name) -> bool:
         return str(to_reference(name)) in self.names()
@@ -63,16 +63,16 @@ class Store:
         if target.digest is not None:
             raise UsageError(f"{target} names a digest: a tag is needed")
         with self.layout.keep():
-            found = self.layout.resolve(to_reference(name))
-            is_partial = found.annotations.get(mediatype.PARTIAL) == "true"
-            self.layout.tag(found, target, is_partial=is_partial)
+            manifest = self.layout.resolve(to_reference(name))
+            is_partial = manifest.annotations.get(mediatype.PARTIAL) == "true"
+            self.layout.tag(manifest, target, is_partial=is_partial)
 
     def remove(self, name: Name) -> None:
         """Remove a name; its blobs stay until the next garbage collection. Raises NotFoundError."""
         self.layout.untag(to_reference(name))
 
     def export(self, name: Name, directory: str | os.PathLike[str]) -> Path:
-        """Write an AImage as the directory that it was made from; return that directory.
+        """Write an AImage as the directory that it was created from; return that directory.
 
         Raises:
             UsageError: The directory exists and is not empty.
@@ -84,7 +84,7 @@ class Store:
 
 
 class Registry:
-    """A registry, and the account and the certificates with which it is reached.
+    """A registry, and the account and the certificates for it.
 
     Args:
         host: The host, with a port if it has one.
@@ -179,7 +179,7 @@ def push(
     dialect: str | None = None,
     progress: OnProgress | None = None,
 ) -> str:
-    """Push an AImage to the registry in its name; return the digest that it has there.
+    """Push an AImage to the registry in its name; return its digest in the registry.
 
     If the registry refuses this kind of manifest it is rewritten; ``dialect`` chooses the kind.
     ``progress`` is called as ``pull`` does.
@@ -217,7 +217,7 @@ def create(
     guidance: float | None = None,
     progress: OnProgress | None = None,
 ) -> str:
-    """Pack a model as an AImage; return its digest, which depends on the model alone.
+    """Pack a model as an AImage; return its digest. The digest depends on the model alone.
 
     ``path`` is a directory or file, or ORG/REPO or hf://ORG/REPO of the Hugging Face hub. ``dtype``
     is f32, f16, bf16 or auto; ``quantize`` is int8, int4 and so on, for the transformer or for each
@@ -234,17 +234,17 @@ def create(
     from clowder_aimage.create import create as create_aimage
 
     reference, counter = to_reference(name), ProgressCounter(progress)
-    found = HubName.parse(os.fspath(path))
-    if found is not None:
+    hub_name = HubName.parse(os.fspath(path))
+    if hub_name is not None:
         fetched = find_model(
-            found,
+            hub_name,
             ModelForm(),
             __version__,
             lambda plan: counter.begin(plan.size),
             counter.advance,
         )
         path, source = fetched.path, source or fetched.source
-    made = create_aimage(
+    packed = create_aimage(
         (store or Store()).layout,
         reference,
         Path(path),
@@ -255,7 +255,7 @@ def create(
         on_plan=lambda plan: counter.begin(plan.size),
         on_written=lambda written: counter.advance(written.layer.descriptor.size),
     )
-    return str(made.descriptor.digest)
+    return str(packed.descriptor.digest)
 
 
 class ProgressCounter:
@@ -265,7 +265,8 @@ class ProgressCounter:
         self._report = progress or (lambda _, __: None)
         self._lock = threading.Lock()
         self._done = self._total = 0
-        self._active: dict[Digest, int] = {}  # bytes of each unfinished blob
+        # The bytes of each unfinished blob.
+        self._active: dict[Digest, int] = {}
 
     def begin(self, total: int) -> None:
         """Start over with a total."""
@@ -290,12 +291,13 @@ class ProgressCounter:
         elif event.kind == "progress":
             self._active[digest] = self._active.get(digest, 0) + event.count
             self.advance(event.count)
-        elif event.kind == "skip" or digest in self._active:  # done, but not after a mount
+        elif event.kind == "skip" or digest in self._active:
+            # A blob is done. After a mount it was counted as skipped.
             self.advance(event.content.size - self._active.pop(digest, 0))
 
 
 def to_reference(name: Name) -> Reference:
-    """Return a name that is given as text or as a reference. Raises UsageError."""
+    """Parse a name unless it is a reference already. Raises UsageError."""
     return name if isinstance(name, Reference) else Reference.parse(name)
 
 

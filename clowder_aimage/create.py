@@ -48,7 +48,7 @@ from clowder_aimage.oci.reference import DEFAULT_TAG
 from clowder_aimage.tensor.config_fields import parse_object
 from clowder_aimage.tensor.quantization_config import QuantizationConfig
 
-AS_FOUND = ModelForm()
+DETECTED = ModelForm()
 
 
 def create(
@@ -56,7 +56,7 @@ def create(
     reference: Reference,
     path: Path,
     *,
-    form: ModelForm = AS_FOUND,
+    form: ModelForm = DETECTED,
     base: Reference | None = None,
     like: Reference | None = None,
     dialect: str = DEFAULT,
@@ -73,8 +73,8 @@ def create(
 
     The same model, ``form`` and ``recipe`` give the same manifest digest on every machine.
     ``algorithm`` hashes the layers and the config; the manifest always uses sha256, for registries.
-    ``base`` is the model of an adapter or a ControlNet: an AImage in the store, which becomes its
-    subject. ``like`` is one that has what an image model in another layout lacks. If the recipe
+    ``base`` is the model of an adapter or a ControlNet: an AImage in the store, its subject.
+    ``like`` is one with the files that an image model in another layout lacks. If the recipe
     depends on values, ``on_survey`` is called with the number of bytes to scan before planning, and
     ``on_surveyed`` with the bytes of each tensor.
 
@@ -95,7 +95,9 @@ def create(
             form = replace(form, like=_like(store, like, lease))
         inventory = take(path, form)
         weights = {component.name: component.weights for component in inventory.components}
-        shapes = {layer_name(n, one.name): one.shape for n in weights for one in weights[n]}
+        shapes = {
+            layer_name(n, weight.name): weight.shape for n in weights for weight in weights[n]
+        }
         _check(inventory, shapes, "the model")
         exact = survey_weights(weights, recipe, jobs, on_survey, on_surveyed)
         plan = make_plan(
@@ -113,23 +115,26 @@ def create(
         return pack(plan, store, lease, reference, chosen, jobs=jobs, on_written=on_written)
 
 
-def create_by_stem(store: ImageLayout, path: Path, **how: Any) -> Reference:
-    """Pack the model at ``path`` as ``create``, and return its name, which is that of its file.
+def create_by_stem(store: ImageLayout, path: Path, **options: Any) -> Reference:
+    """Pack the model at ``path`` as ``create``, and return its name, the name of its file.
 
     If another model has the name, digits of the digest follow it.
     """
-    kept = Reference(None, "unnamed", secrets.token_hex(8))  # until the digest is known
-    found = create(store, kept, path, **how).descriptor
+    # The name until the digest is known.
+    temporary = Reference(None, "unnamed", secrets.token_hex(8))
+    descriptor = create(store, temporary, path, **options).descriptor
     try:
         stem = path.resolve().name if path.is_dir() else path.stem
         words = re.findall(r"[a-z0-9]+(?:[._][a-z0-9]+)*", stem.lower()[:100]) or ["model"]
         name = Reference(None, "-".join(words), DEFAULT_TAG)
         with contextlib.suppress(NotFoundError):
-            if store.resolve(name).digest != found.digest:
-                name = Reference(None, f"{name.repository}-{found.digest.encoded[:8]}", DEFAULT_TAG)
-        store.tag(found, name)
+            if store.resolve(name).digest != descriptor.digest:
+                name = Reference(
+                    None, f"{name.repository}-{descriptor.digest.encoded[:8]}", DEFAULT_TAG
+                )
+        store.tag(descriptor, name)
     finally:
-        store.untag(kept)
+        store.untag(temporary)
     return name
 
 
@@ -137,7 +142,7 @@ def _like(store: ContentStore, reference: Reference, lease: Lease) -> LikeModel:
     """Return the model in the store that completes another one."""
     stored = open_complete(store, reference, lease)
     aimage = stored.aimage
-    layers = read_stored(store, aimage, _configured(store, aimage))
+    layers = read_stored(store, aimage, _read_quantization(store, aimage))
 
     def read(name: str) -> bytes:
         layer = aimage.layer(name)
@@ -184,10 +189,10 @@ def convert(
         stored = open_complete(store, reference, lease)
         if is_attached and stored.dialect.name != DEFAULT:
             raise UsageError(f"the dialect {stored.dialect.name} has no variants")
-        layers = read_stored(store, stored.aimage, _configured(store, stored.aimage))
+        layers = read_stored(store, stored.aimage, _read_quantization(store, stored.aimage))
         exact = survey_weights(weights_of(layers), recipe, jobs, on_survey, on_surveyed)
-        found = stored.descriptor if is_attached else None
-        base = found and Descriptor(found.media_type, found.digest, found.size)
+        subject = stored.descriptor if is_attached else None
+        base = subject and Descriptor(subject.media_type, subject.digest, subject.size)
         plan = plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact, base)
         check_config(plan)
         on_plan(plan)
@@ -217,17 +222,22 @@ def create_enhancer(
     """
     with store.lease() as lease:
         image_model = open_complete(store, base, lease).aimage
-        whole = None if weights is None else open_complete(store, weights, lease).aimage
-        made = plan_enhancer(store, image_model, str(base), whole, str(weights))
-        _check_whole(store, whole or image_model, str(weights or base), has_weights=bool(whole))
-        check_config(made.plan)
-        on_plan(made.plan)
+        language_model = None if weights is None else open_complete(store, weights, lease).aimage
+        enhancer = plan_enhancer(store, image_model, str(base), language_model, str(weights))
+        _check_last_layer(
+            store,
+            language_model or image_model,
+            str(weights or base),
+            has_weights=bool(language_model),
+        )
+        check_config(enhancer.plan)
+        on_plan(enhancer.plan)
         chosen = DIALECTS[DEFAULT]
-        packed = pack(made.plan, store, lease, target, chosen, jobs=jobs, on_written=on_written)
-        return packed, made.replaced
+        packed = pack(enhancer.plan, store, lease, target, chosen, jobs=jobs, on_written=on_written)
+        return packed, enhancer.replaced
 
 
-def _check_whole(store: ContentStore, aimage: AImage, name: str, *, has_weights: bool) -> None:
+def _check_last_layer(store: ContentStore, aimage: AImage, name: str, *, has_weights: bool) -> None:
     """Raise UsageError if the last layer of a language model is damaged."""
     from clowder_aimage.model.text.last_layer import has_whole_last_layer
 
@@ -246,33 +256,41 @@ def _subject(
     """Return the manifest of the model of an adapter or ControlNet, if they fit."""
     if "adapter" not in inventory.facts and inventory.facts.get("format") != controlnet.FORMAT:
         raise UsageError("only an adapter or a ControlNet can have a base model", remedy="base")
-    found = store.resolve(base)
-    lease.add(found.digest)
-    subject = Descriptor(found.media_type, found.digest, found.size)
-    if found.media_type in mediatype.INDEXES:
+    descriptor = store.resolve(base)
+    lease.add(descriptor.digest)
+    subject = Descriptor(descriptor.media_type, descriptor.digest, descriptor.size)
+    if descriptor.media_type in mediatype.INDEXES:
         return subject
     try:
         aimage = read_aimage(store, base).aimage
-    except FormatError:  # another kind of artifact, which cannot be checked
-        read_manifest(store, found)
+    except FormatError:
+        # Another kind of artifact cannot be checked.
+        read_manifest(store, descriptor)
         return subject
-    shapes = {one.name: one.shape for one in aimage.layers if one.shape}
+    shapes = {layer.name: layer.shape for layer in aimage.layers if layer.shape}
     _check(inventory, shapes, str(base))
     if inventory.facts.get("format") == controlnet.FORMAT:
-        own = {one.name: one.shape for part in inventory.components for one in part.weights}
-        controlnet.check_fit(own, shapes, "the ControlNet", str(base))
+        control_shapes = {
+            layer.name: layer.shape
+            for component in inventory.components
+            for layer in component.weights
+        }
+        controlnet.check_fit(control_shapes, shapes, "the ControlNet", str(base))
     return subject
 
 
 def _check(inventory: Inventory, shapes: Shapes, base: str) -> None:
     """Check that the adapters fit the tensors of ``base``. Raises FormatError."""
-    configs = {one.path.parent: one.path for one in inventory.files if one.path.name == lora.CONFIG}
-    for file in inventory.files if shapes else ():  # whole files are not inspected
+    configs = {
+        file.path.parent: file.path for file in inventory.files if file.path.name == lora.CONFIG
+    }
+    # A model without shapes is of whole files, which are not inspected.
+    for file in inventory.files if shapes else ():
         if file.media_type == mediatype.AIMAGE_LORA and is_safetensors(file.path):
             lora.check_fit(file.path, shapes, base, configs.get(file.path.parent))
 
 
-def _configured(
+def _read_quantization(
     store: ContentStore, aimage: AImage
 ) -> Callable[[str, str], tuple[str | None, int | None]]:
     """Return a function of (component, tensor) to the quantization in the configurations."""

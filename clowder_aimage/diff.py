@@ -23,13 +23,15 @@ from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.registry import ClientOptions, Repository
 
-FOREIGN = "foreign"  # the dialect of an artifact that is not an AImage
-_MAX_DEPTH = 16  # levels of a config; deeper values are compared as a whole
+# The dialect of an artifact that is not an AImage.
+FOREIGN = "foreign"
+# Levels of a config. Deeper values are compared as a whole.
+_MAX_DEPTH = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of the comparison, and where it was found (``store`` or ``registry``)."""
+    """A side of the comparison, and its origin (``store`` or ``registry``)."""
 
     reference: Reference
     where: str
@@ -115,33 +117,37 @@ def diff(
     *,
     remote: bool = False,
 ) -> Difference:
-    """Return how ``b`` differs from ``a``.
+    """Return the differences of ``b`` from ``a``.
 
-    Each is read from ``layout``, or from its registry if it is missing there, or with ``remote``.
+    Each is read from ``layout``, or from its registry if ``layout`` lacks it, or with ``remote``.
     No layer is fetched. Of an index, the manifest for this machine's platform is compared.
 
     Raises:
-        UsageError: with ``remote``, a name without a registry; or an index in which more than one
-            manifest matches.
+        UsageError: with ``remote``, a name without a registry; or several manifests of an index
+            match.
         NotFoundError: one of them is not found, or its config is missing in the store.
         UnauthorizedError, NetworkError, RegistryError, StoreError: it cannot be read.
         FormatError, VerificationError: it is malformed or damaged.
     """
-    old, new = (_read(one, layout, connection, remote) for one in (a, b))
+    old, new = (_read(change, layout, connection, remote) for change in (a, b))
     names = sorted(old.layers.keys() | new.layers.keys())
-    all_ = [Change(name, old.layers.get(name), new.layers.get(name)) for name in names]
-    both = [(one, one.a.descriptor, one.b.descriptor) for one in all_ if one.a and one.b]
-    here = {layer.descriptor.digest for layer in old.layers.values()} | old.blobs.keys()
+    changes = [Change(name, old.layers.get(name), new.layers.get(name)) for name in names]
+    pairs = [
+        (change, change.a.descriptor, change.b.descriptor)
+        for change in changes
+        if change.a and change.b
+    ]
+    present = {layer.descriptor.digest for layer in old.layers.values()} | old.blobs.keys()
     return Difference(
         old,
         new,
-        shared=tuple(one for one, before, after in both if before.digest == after.digest),
-        changed=tuple(one for one, before, after in both if before.digest != after.digest),
-        added=tuple(one for one in all_ if one.a is None),
-        removed=tuple(one for one in all_ if one.b is None),
+        shared=tuple(change for change, before, after in pairs if before.digest == after.digest),
+        changed=tuple(change for change, before, after in pairs if before.digest != after.digest),
+        added=tuple(change for change in changes if change.a is None),
+        removed=tuple(change for change in changes if change.b is None),
         config=tuple(_fields(old.properties, new.properties)),
         annotations=tuple(_fields(old.annotations, new.annotations)),
-        fetch={digest: size for digest, size in new.blobs.items() if digest not in here},
+        fetch={digest: size for digest, size in new.blobs.items() if digest not in present},
     )
 
 
@@ -160,12 +166,12 @@ def _read(
         except NotFoundError:
             remote = has_registry
     if not remote:
-        return _side(layout, reference, "store")
+        return _read_side(layout, reference, "store")
     with Repository(reference, connection) as repository:
-        return _side(repository, reference, "registry")
+        return _read_side(repository, reference, "registry")
 
 
-def _side(source: Source, reference: Reference, where: str) -> Side:
+def _read_side(source: Source, reference: Reference, where: str) -> Side:
     try:
         _, manifest = select(source, source.resolve(reference), reference, ANY)
     except UsageError as error:
@@ -177,14 +183,15 @@ def _side(source: Source, reference: Reference, where: str) -> Side:
     raw = read_all(source.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
     dialect, aimage = FOREIGN, AImage(raw, tuple(_foreign(manifest)))
     with suppress(FormatError):
-        found = detect(manifest)
-        dialect, aimage = found.name, found.read(manifest, raw)
+        detected = detect(manifest)
+        dialect, aimage = detected.name, detected.read(manifest, raw)
     try:
         properties = aimage.properties
     except FormatError:
         if dialect != FOREIGN:
             raise
-        properties = {"digest": str(Digest.of(raw))}  # another tool's config may have any format
+        # Another tool's config may have any format: it is compared by its digest.
+        properties = {"digest": str(Digest.of(raw))}
     layers = {layer.name: layer for layer in aimage.layers}
     return Side(reference, where, manifest, dialect, layers, properties)
 
@@ -207,7 +214,7 @@ def _fields(
         if len(path) < _MAX_DEPTH and _has_fields(old) and _has_fields(new):
             yield from _fields(old[0] if old else {}, new[0] if new else {}, (*path, key))
         elif json.dumps(old, sort_keys=True) != json.dumps(new, sort_keys=True):
-            # as JSON: unlike in Python, 1 equals neither true nor 1.0
+            # Compared as JSON: unlike in Python, 1 equals neither true nor 1.0.
             yield FieldChange((*path, key), old, new)
 
 

@@ -55,7 +55,7 @@ class AImageError(Exception):
 
     @property
     def advice(self) -> dict[str, Any]:
-        """Return hint, remedy and facts, as arguments for an error that is raised in its place."""
+        """Return hint, remedy and facts, as arguments for an error that replaces this one."""
         return {"hint": self.hint, "remedy": self.remedy, **self.facts}
 
     def __str__(self) -> str:
@@ -69,13 +69,14 @@ _V = TypeVar("_V")
 def describe_each(
     items: Iterable[_T], describe: Callable[[_T], _V], on_error: Callable[[_T, Exception], object]
 ) -> Iterator[_V]:
-    """Yield the description of each item of a list; pass those that have none to ``on_error``.
+    """Yield the description of each item of a list; pass malformed items to ``on_error``.
 
-    One item, which may come from anyone, must not hide the others.
+    An item may come from a stranger: it must not hide the others.
     """
     for item in items:
         try:
             yield describe(item)
+        # Any exception: a parser's unforeseen error counts as a malformed item, too.
         except Exception as error:
             on_error(item, error)
 
@@ -186,7 +187,7 @@ class StoreBusyError(StoreError):
 
 
 class NoSpaceError(AccessError):
-    """The disk is full. ``missing_size`` is how many more free bytes are needed; 0 if unknown."""
+    """The disk is full. ``missing_size`` is the number of missing free bytes; 0 if unknown."""
 
     exit_code = 6
 

@@ -1,4 +1,4 @@
-"""export: write an AImage in a store as the directory it was made from."""
+"""export: write an AImage in a store as the directory that it was created from."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def export(
     on_plan: Callable[[ExportPlan], None] = lambda _: None,
     on_written: Callable[[int], None] = lambda _: None,
 ) -> ExportSummary:
-    """Write the AImage ``reference`` to ``directory``, which must not exist, or be empty.
+    """Write the AImage ``reference`` to ``directory``.
 
-    The directory is complete or not created. An image model may be written in another ``layout``,
-    one of LAYOUTS. With ``links``, whole files share their bytes with the
-    store if the file system can. ``on_plan`` is called before a byte is written, ``on_written``
-    with the number of bytes that were read and written.
+    The directory must not exist, or be empty. It is complete or not created. An image model may be
+    written in another ``layout``, one of LAYOUTS. With ``links``, whole files share their bytes
+    with the store if the file system can. ``on_plan`` is called before a byte is written,
+    ``on_written`` with the number of bytes that were read and written.
 
     Raises:
         UsageError: the directory is not a valid target; zstd is needed and not installed; the
@@ -83,8 +83,11 @@ def export(
         stored = read_aimage(store, reference)
         lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
         pairs = zip(stored.aimage.layers, stored.manifest.layers, strict=True)
-        # a blob may be stored in its compressed form only
-        if not all(store.exists(layer.descriptor) or store.exists(came) for layer, came in pairs):
+        # A blob may be stored in its compressed form only.
+        if not all(
+            store.exists(layer.descriptor) or store.exists(compressed)
+            for layer, compressed in pairs
+        ):
             require_complete(store, reference, stored)
         blobs = LayerStore(store, packed_layers(store, stored))
         with whole_directory(directory) as root:
@@ -137,8 +140,8 @@ def export_adapter(
 ) -> ExportedAdapter:
     """Write the adapter ``reference`` in the names of another tool, one of ADAPTER_DIALECTS.
 
-    It is a safetensors file, which must not exist, or for peft a directory. The layers are those of
-    its base, if the store has it, else those of Z-Image.
+    It is a new safetensors file, or for peft a new directory. The layers are those of its base, if
+    the store has it, else those of Z-Image.
 
     Raises:
         UsageError: it is not an adapter, the dialect cannot express it, or ``path`` exists.
@@ -150,18 +153,18 @@ def export_adapter(
 
     with store.lease() as lease:
         stored = open_complete(store, reference, lease)
-        weights = [one for one in stored.aimage.layers if one.name.endswith(".safetensors")]
+        weights = [layer for layer in stored.aimage.layers if layer.name.endswith(".safetensors")]
         if stored.aimage.properties.get("format") != "lora" or len(weights) != 1:
             raise UsageError(f"{reference} is not an adapter", remedy="export_model")
-        made = convert_adapter(
+        converted = convert_adapter(
             Path(store.path(weights[0].descriptor)),
             dialect,
             what=str(reference),
             shapes=_base_shapes(store, stored),
             config=_adapter_config(store, stored),
         )
-    size = _write_adapter(path, made.encode(), made.config)
-    return ExportedAdapter(stored.descriptor, len(made.tensors), size)
+    size = _write_adapter(path, converted.encode(), converted.config)
+    return ExportedAdapter(stored.descriptor, len(converted.tensors), size)
 
 
 def _base_shapes(store: ContentStore, stored: StoredAImage) -> dict[str, tuple[int, ...]] | None:
@@ -189,9 +192,9 @@ def _write_adapter(path: Path, data: Iterator[bytes], config: Mapping[str, Any] 
 
     def write(fd: int) -> None:
         nonlocal size
-        for part in data:
-            write_all(fd, part)
-            size += len(part)
+        for chunk in data:
+            write_all(fd, chunk)
+            size += len(chunk)
 
     if config is not None:
         text = json.dumps(config, indent=2).encode() + b"\n"

@@ -37,14 +37,15 @@ from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Index, Ref
 from clowder_aimage.oci.descriptor import MAX_SIZE
 
 _MAX_LAYOUT_FILE = 4096  # bytes of oci-layout
-_MAX_ENTRIES = 4096  # each name is a separate durable write
+# Each name is a separate durable write.
+_MAX_ENTRIES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """The names that were set, and the counts of newly stored and existing blobs.
 
-    ``unnamed`` are entries without a name, as text; ``problem`` is why names were not set.
+    ``unnamed`` are entries without a name, as text; ``problem`` is the reason for missing names.
     """
 
     names: tuple[tuple[Reference, Descriptor], ...]
@@ -64,8 +65,8 @@ def load(
 ) -> LoadResult:
     """Store the content of an archive, and set its names if their content is complete.
 
-    ``archive`` is a path or an unbuffered stream, which is read once. ``name`` replaces the names
-    in the archive. ``on_plan`` is called with the number of bytes to read, once it is known,
+    ``archive`` is a path or an unbuffered stream. It is read once. ``name`` replaces the names in
+    the archive. ``on_plan`` is called with the number of bytes to read, once it is known,
     ``on_read`` with the number of bytes read.
 
     Raises:
@@ -112,12 +113,14 @@ class _Loader:
     tar: TarStream
     name: Reference | None
     on_plan: Callable[[int], None] | None
-    files: dict[str, bytes] = field(default_factory=dict)  # other than blobs
+    # The files of the archive that are not blobs.
+    files: dict[str, bytes] = field(default_factory=dict)
     roots: list[Descriptor] = field(default_factory=list)
     names: dict[Reference, Descriptor] = field(default_factory=dict)
-    expected: dict[Digest, Descriptor] = field(default_factory=dict)  # from the documents read
+    # The content that the documents list.
+    expected: dict[Digest, Descriptor] = field(default_factory=dict)
     documents: set[Digest] = field(default_factory=set)
-    seen: set[Digest] = field(default_factory=set)
+    visited: set[Digest] = field(default_factory=set)
     stored: set[Digest] = field(default_factory=set)
     is_planned: bool = False
 
@@ -135,9 +138,9 @@ class _Loader:
             hint="the blobs that were read are kept; complete artifacts are named",
         )
         stored = self.stored - self.documents
-        skipped = self.seen - self.documents - stored
-        named = set(self.names.values())
-        unnamed = [_describe(root) for root in self.roots if root not in named]
+        skipped = self.visited - self.documents - stored
+        named_roots = set(self.names.values())
+        unnamed = [_describe(root) for root in self.roots if root not in named_roots]
         return LoadResult(
             tuple(names), tuple(unnamed), len(stored), len(skipped), problem if problems else None
         )
@@ -145,7 +148,8 @@ class _Loader:
     def _read_member(self, member: TarMember) -> None:
         """Store a member that belongs to a layout; skip other files."""
         if not member.name or member.name[-1].startswith("._"):
-            return  # files that tar on macOS adds
+            # tar on macOS adds such files for extended attributes.
+            return
         if member.name == ("oci-layout",):
             _check_version(self._read_small(member, _MAX_LAYOUT_FILE), self.tar.name)
         elif member.name == ("index.json",):
@@ -202,16 +206,18 @@ class _Loader:
 
         Raises VerificationError.
         """
-        if content.digest in self.seen:
+        if content.digest in self.visited:
             verify(member.open(), content)
             return None
-        self.seen.add(content.digest)
-        self.lease.add(content.digest)  # until it is named
+        self.visited.add(content.digest)
+        # The lease protects the blob until a name needs it.
+        self.lease.add(content.digest)
         if self.layout.exists(content):
             return None
         self._check_space(content)
         self.stored.add(content.digest)
-        if is_document(content):  # reading it from the layout would commit it alone
+        # Read from the archive: a read from the layout would end the group commit.
+        if is_document(content):
             raw = read_all(member.open(), content)
             self.layout.push(content, bytes_body(raw))
             return raw
@@ -220,33 +226,33 @@ class _Loader:
 
     def _check_space(self, content: Descriptor) -> None:
         """Raise NoSpaceError if the remaining content, as far as it is known, does not fit."""
-        coming = [content]
+        incoming = [content]
         if content.digest in self.expected and not is_document(content) and not self.is_planned:
             self.is_planned = True
             expected = self.expected.values()
-            coming = [each for each in expected if not self.layout.exists(each)]
+            incoming = [blob for blob in expected if not self.layout.exists(blob)]
             if self.on_plan is not None:
-                self.on_plan(sum(each.size for each in expected))
-        check_space(coming, self.layout)
+                self.on_plan(sum(blob.size for blob in expected))
+        check_space(incoming, self.layout)
 
     def _set_names(self) -> tuple[list[tuple[Reference, Descriptor]], list[str]]:
-        """Set the names whose content is complete; return them, and why others were not set."""
-        named, problems = [], []
+        """Set the names whose content is complete; return them, and the problems of others."""
+        set_names, problems = [], []
         for reference, root in self.names.items():
             try:
                 self.lease.add(root.digest)
                 missing, plan = self._plan(root)
                 if plan is None or missing:
-                    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                    problems.append(f"{reference} is missing {missing[0].digest}{more}")
+                    remainder = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                    problems.append(f"{reference} is missing {missing[0].digest}{remainder}")
                     continue
                 copy(self.layout, reference, self.layout, plan=plan)
                 inflate_copied(self.layout, *plan.documents[-1])
             except ContentError as error:
                 problems.append(f"{reference}: {error.message}")
             else:
-                named.append((reference, root))
-        return named, problems
+                set_names.append((reference, root))
+        return set_names, problems
 
     def _plan(self, root: Descriptor) -> tuple[list[Descriptor], CopyPlan | None]:
         """Plan the naming of ``root``, and return its missing content."""
@@ -256,7 +262,8 @@ class _Loader:
         self.documents |= {content.digest for content, _ in plan.documents}
         self.lease.add(*plan.digests)
         if plan.absent and all(isinstance(document, Index) for _, document in plan.documents):
-            return list(plan.absent), plan  # an index may lack manifests, but not all of them
+            # An index may lack manifests, but not all of them.
+            return list(plan.absent), plan
         return plan.missing(self.layout), plan
 
 

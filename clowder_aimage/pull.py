@@ -44,7 +44,7 @@ class PullOptions:
     with ``layers`` the config. ``rate`` limits the speed, overriding the client's options for the
     registry. ``wrap`` adds a source of nearer blobs in front of the registry.
 
-    ``begin`` is for a user who does not wait for the end. It is called with the leased AImage
+    ``begin`` lets a caller use the AImage before the end. It is called with the leased AImage
     before its blobs are fetched, unless they must be inflated first, and returns the components in
     the order of their use. The blobs are then fetched in that order, after the files.
     """
@@ -107,11 +107,12 @@ def pull(
         name = stored_name(reference, plan.root)
         if options.is_dry_run:
             return PullResult(name, plan, tuple(plan.missing_left_out(store)))
-        check_space(plan.missing(store), store)  # before the lease writes into an empty store
+        # Checked before the lease: that would write into an empty store.
+        check_space(plan.missing(store), store)
         limit = connection.limit(reference.registry)
         with store.lease(*plan.digests), span("blobs", count=len(plan.digests)):
             if options.begin is not None and early is not None:
-                plan = plan.order_blobs(_in_order(early.aimage, options.begin(early)))
+                plan = plan.order_blobs(_order_of_use(early.aimage, options.begin(early)))
             copy(
                 source,
                 reference,
@@ -122,21 +123,21 @@ def pull(
                 rate=options.rate or (Rate(limit) if limit else None),
                 plan=plan,
             )
-            missing = _tag_part(store, plan, name) if plan.left_out else []
+            missing = _tag_partial(store, plan, name) if plan.left_out else []
             inflate_copied(store, *plan.documents[-1])
     return PullResult(name, plan, tuple(missing))
 
 
 def resolve_changed(
-    reference: Reference, connection: ClientOptions, known: Digest | None
+    reference: Reference, connection: ClientOptions, previous: Digest | None
 ) -> tuple[Descriptor, Descriptor] | None:
     """Return the manifest or index of ``reference``, and the manifest that a pull would fetch.
 
-    Return None if ``reference`` still refers to ``known``. No blob is fetched. Raises as resolving
-    does in ``pull``.
+    Return None if ``reference`` still refers to ``previous``. No blob is fetched. Raises as the
+    resolution in ``pull``.
     """
     with Repository(reference, connection) as repository:
-        root = repository.resolve_changed(reference, known)
+        root = repository.resolve_changed(reference, previous)
         return (root, select(repository, root, reference, ANY)[0]) if root else None
 
 
@@ -154,19 +155,19 @@ def _select_layers(
 ) -> tuple[Source, CopyPlan]:
     """Return the plan for the selected layers, and a source that has the config in memory."""
     try:
-        known, found = _read_aimage(source, plan, store)
+        overlay, stored = _read_aimage(source, plan, store)
     except FormatError as error:
         raise UsageError(
             f"cannot select components or layers of {reference}: {error.message}",
             remedy="no_layers",
         ) from None
-    names = layers.names(found.aimage, reference)
+    names = layers.names(stored.aimage, reference)
     selected = {
         blob.digest
-        for blob, layer in zip(found.manifest.layers, found.aimage.layers, strict=True)
+        for blob, layer in zip(stored.manifest.layers, stored.aimage.layers, strict=True)
         if layer.name in names
     }
-    return known, plan.select(selected | {found.manifest.config.digest})
+    return overlay, plan.select(selected | {stored.manifest.config.digest})
 
 
 def _read_aimage(source: Source, plan: CopyPlan, store: Source) -> tuple[Source, StoredAImage]:
@@ -177,11 +178,12 @@ def _read_aimage(source: Source, plan: CopyPlan, store: Source) -> tuple[Source,
     root, manifest = plan.documents[-1]
     if not isinstance(manifest, Manifest):
         raise FormatError("it is an index")
-    detect(manifest)  # before its config is fetched
-    near = store if store.exists(manifest.config) else source
-    config = read_all(near.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
-    known = Overlay(source, root, {manifest.config.digest: config})
-    return known, interpret(known, root, manifest)
+    # Other artifacts are refused before a config is fetched.
+    detect(manifest)
+    config_source = store if store.exists(manifest.config) else source
+    config = read_all(config_source.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
+    overlay = Overlay(source, root, {manifest.config.digest: config})
+    return overlay, interpret(overlay, root, manifest)
 
 
 def _read_early(
@@ -189,29 +191,32 @@ def _read_early(
 ) -> tuple[Source, StoredAImage | None]:
     """Return the AImage if its blobs can be used as they arrive, and the source for its pull."""
     try:
-        known, found = _read_aimage(source, plan, store)
+        overlay, stored = _read_aimage(source, plan, store)
     except AImageError:
-        return source, None  # the pull reports errors, after other origins were tried
-    layers = zip(found.manifest.layers, found.aimage.layers, strict=True)
+        # The pull reports errors, after other origins were tried.
+        return source, None
+    layers = zip(stored.manifest.layers, stored.aimage.layers, strict=True)
     is_packed = any(blob.digest != layer.descriptor.digest for blob, layer in layers)
-    return known, None if is_packed else found
+    return overlay, None if is_packed else stored
 
 
-def _in_order(aimage: AImage, components: Sequence[str]) -> list[Digest]:
+def _order_of_use(aimage: AImage, components: Sequence[str]) -> list[Digest]:
     """Return the digests of the layers in the order of use: files, then the components."""
     order = ["", *components]
 
-    def place(layer: Layer) -> int:
+    def rank(layer: Layer) -> int:
         owner = layer.component if layer.is_tensor or layer.is_shard else ""
         return order.index(owner) if owner in order else len(order)
 
-    return [layer.descriptor.digest for layer in sorted(aimage.layers, key=place)]
+    return [layer.descriptor.digest for layer in sorted(aimage.layers, key=rank)]
 
 
-def _tag_part(store: ContentStore, plan: CopyPlan, name: Reference) -> list[Descriptor]:
+def _tag_partial(store: ContentStore, plan: CopyPlan, name: Reference) -> list[Descriptor]:
     """Tag the fetched content, marked as partial if blobs are missing, and return those."""
+    # The check is repeated after the tag: two pulls of different layers may end together.
     missing = plan.missing_left_out(store)
     store.tag(plan.root, name, is_partial=bool(missing))
     if missing and not (missing := plan.missing_left_out(store)):
-        store.tag(plan.root, name)  # another process has completed it meanwhile
+        # Another process has completed it in the meantime.
+        store.tag(plan.root, name)
     return missing

@@ -84,7 +84,7 @@ def push(
         UsageError: the reference has no registry host, or asks for a rewrite by digest.
         ModelError: the manifest of each dialect exceeds registries' limit; nothing was sent.
         ManifestRefusedError: no dialect is left to try.
-        NotFoundError: it is not in the store; or only in part, and the registry lacks the rest.
+        NotFoundError: it is not in the store, or neither the store nor the registry has a blob.
         UnauthorizedError, NetworkError, RegistryError: it cannot be sent.
         VerificationError: the copy in the store is damaged.
     """
@@ -93,10 +93,10 @@ def push(
             f"cannot push {reference} in another dialect, which would change its digest",
             hint="push by tag to rewrite it",
         )
-    there = connection.expand(reference)
-    host = there.registry or ""
+    target = connection.expand(reference)
+    host = target.registry or ""
     memory = ladder or DialectCache(None)
-    origins = MountOrigins(MountHolders(store, there), on_event)
+    origins = MountOrigins(MountHolders(store, target), on_event)
     with (
         span("push", reference=str(reference)),
         store.lease() as lease,
@@ -116,11 +116,11 @@ def push(
             return send(store)
         names = [dialect or stored.dialect.name]
         if fallback and reference.digest is None:
-            known = memory.refused(host) if dialect is None else frozenset()
-            names = _dialects(names[0], known, on_remembered)
+            refused = memory.refused(host) if dialect is None else frozenset()
+            names = _order_dialects(names[0], refused, on_remembered)
 
         def send_in(name: str) -> Descriptor:
-            return send(_rewritten(store, stored, READABLE[name]))
+            return send(_rewrite(store, stored, READABLE[name]))
 
         return _descend(names, send_in, on_fallback, memory, host)
 
@@ -145,16 +145,21 @@ def transfer(
         VerificationError, FormatError: the bytes differ from their descriptors.
     """
     source, target = connection.expand(source), connection.expand(target)
-    with _repositories(source, target, connection, on_event) as (there, here):
+    with _repositories(source, target, connection, on_event) as (
+        source_repository,
+        target_repository,
+    ):
         if target.digest is not None:
-            digest = source.digest or there.resolve(source).digest
+            digest = source.digest or source_repository.resolve(source).digest
             if target.digest != digest:
                 raise UsageError(
                     f"the source has the digest {digest}, but the target is {target}",
                     hint="omit the digest of the target",
                 )
         jobs = connection.jobs(source.registry, target.registry)
-        return _transfer(there, here, [(source, target)], recursive, jobs, on_event)[0]
+        return _transfer(
+            source_repository, target_repository, [(source, target)], recursive, jobs, on_event
+        )[0]
 
 
 def transfer_tags(
@@ -170,17 +175,20 @@ def transfer_tags(
     The tags are in order; those of lists of referrers are not copied. Raises as ``transfer`` does.
     """
     source, target = connection.expand(source), connection.expand(target)
-    with _repositories(source, target, connection, on_event) as (there, here):
-        tags = sorted(tag for tag in there.tag_names() if not is_generated(tag))
+    with _repositories(source, target, connection, on_event) as (
+        source_repository,
+        target_repository,
+    ):
+        tags = sorted(tag for tag in source_repository.tag_names() if not is_generated(tag))
         pairs = [(replace(source, tag=tag), replace(target, tag=tag)) for tag in tags]
         jobs = connection.jobs(source.registry, target.registry)
-        found = _transfer(there, here, pairs, recursive, jobs, on_event)
-        return dict(zip(tags, found, strict=True))
+        roots = _transfer(source_repository, target_repository, pairs, recursive, jobs, on_event)
+        return dict(zip(tags, roots, strict=True))
 
 
 def _transfer(
-    there: Repository,
-    here: Repository,
+    source_repository: Repository,
+    target_repository: Repository,
     pairs: Sequence[tuple[Reference, Reference]],
     recursive: bool,
     jobs: int,
@@ -189,25 +197,36 @@ def _transfer(
     """Copy each source to its target, with one plan for the events; return the roots."""
     plans: dict[Digest | Reference, tuple[CopyPlan, Reference]] = {}
     for source, target in pairs:
-        plan = plan_copy(there, there.resolve(source))
+        plan = plan_copy(source_repository, source_repository.resolve(source))
         for subject, _ in plan.documents if recursive else ():
-            for _, _, entry in there.all_referrers(subject.digest):
-                with contextlib.suppress(NotFoundError):  # deleted, but still in the list
-                    root = there.resolve(source.with_digest(entry.digest))
-                    plans[root.digest] = plan_copy(there, root), target.with_digest(root.digest)
+            for _, _, entry in source_repository.all_referrers(subject.digest):
+                # Registries may list referrers that were deleted.
+                with contextlib.suppress(NotFoundError):
+                    root = source_repository.resolve(source.with_digest(entry.digest))
+                    plans[root.digest] = (
+                        plan_copy(source_repository, root),
+                        target.with_digest(root.digest),
+                    )
         plans[target] = plan, target
     size = sum(plan.size for plan, _ in plans.values())
     count = sum(len(plan.blobs) for plan, _ in plans.values())
     if plans:
         on_event(CopyEvent("plan", plans[pairs[-1][1]][0].root, size, count))
 
-    def on_other(event: CopyEvent) -> None:
+    def on_copy_event(event: CopyEvent) -> None:
         if event.kind != "plan":
             on_event(event)
 
     try:
         for plan, name in plans.values():
-            copy(there, name, here, concurrency=jobs, on_event=on_other, plan=plan)
+            copy(
+                source_repository,
+                name,
+                target_repository,
+                concurrency=jobs,
+                on_event=on_copy_event,
+                plan=plan,
+            )
     except ManifestRefusedError as error:
         error.remedy = ""
         error.hint = "a copy does not rewrite manifests: pull, tag and push it instead"
@@ -232,16 +251,16 @@ def _repositories(
     origins = MountOrigins(lambda _: [source.repository] if is_near else [], on_event)
     with (
         span("copy", source=str(source), reference=str(target)),
-        Repository(source, connection) as there,
-        Repository(target, connection, origins) as here,
+        Repository(source, connection) as source_repository,
+        Repository(target, connection, origins) as target_repository,
     ):
-        yield there, here
+        yield source_repository, target_repository
 
 
 def _read(
     store: ContentStore, reference: Reference, dialect: str | None, lease: Lease
 ) -> StoredAImage | None:
-    """Read and lease the AImage; return None for another artifact, which is pushed unchanged."""
+    """Read and lease the AImage; return None for another artifact: it is pushed unchanged."""
     root = hold(store, reference, lease)
     _check_sizes(store, root, reference)
     lease.add(*plan_copy(store, root).digests)
@@ -278,7 +297,7 @@ class _UnfitError(ModelError):
 
 
 class _PartialSource(WrappedSource):
-    """A source without some blobs, which raises ``error`` when they are read."""
+    """A source without some blobs. Reads of these raise ``error``."""
 
     def __init__(self, source: Source, missing: Collection[Digest], error: NotFoundError) -> None:
         super().__init__(source)
@@ -305,13 +324,16 @@ def _check_sizes(store: ContentStore, root: Descriptor, reference: Reference) ->
     deque(walk(read, root), maxlen=0)
 
 
-def _dialects(first: str, refused: Collection[str], on_remembered: OnRemembered) -> list[str]:
-    """Return the ladder from ``first`` down, with the dialects that were ``refused`` last."""
-    if first not in LADDER:  # another vendor's dialect, which has no fallback
-        return [first]
-    names = sorted(LADDER[LADDER.index(first) :], key=lambda name: name in refused)
-    if names[0] != first:
-        on_remembered(names[0], first)
+def _order_dialects(
+    preferred: str, refused: Collection[str], on_remembered: OnRemembered
+) -> list[str]:
+    """Return the ladder from ``preferred`` down, with the ``refused`` dialects at the end."""
+    # Another vendor's dialect has no fallback.
+    if preferred not in LADDER:
+        return [preferred]
+    names = sorted(LADDER[LADDER.index(preferred) :], key=lambda name: name in refused)
+    if names[0] != preferred:
+        on_remembered(names[0], preferred)
     return names
 
 
@@ -352,8 +374,8 @@ def _final_error(reasons: list[AImageError]) -> AImageError:
     return refusals[-1]
 
 
-def _rewritten(store: ContentStore, stored: StoredAImage, dialect: Dialect) -> Source:
-    """Return a view of the store in which ``stored`` is written in ``dialect``."""
+def _rewrite(store: ContentStore, stored: StoredAImage, dialect: Dialect) -> Source:
+    """Return a view of the store with ``stored`` in ``dialect``."""
     if dialect.name == stored.dialect.name:
         return store
     try:

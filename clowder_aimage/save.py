@@ -1,4 +1,4 @@
-"""save: write artifacts of a layout to one tar, which is the same for the same content."""
+"""save: write artifacts of a layout to one tar, with the same bytes for the same content."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def save(
     Each blob is written once, and verified as it is read. Manifests of an index that are not in the
     layout are left out.
 
-    Names are sorted. ``target`` is a path, which is created when the archive is complete, or an
-    unbuffered stream. With ``is_hashed`` the digest of the archive is also returned.
+    Names are sorted. ``target`` is an unbuffered stream, or the path of a file that is created when
+    the archive is complete. With ``is_hashed`` the digest of the archive is also returned.
 
     Raises:
         UsageError: two manifests would have one name.
@@ -93,7 +93,7 @@ def _resolve(
         root = hold(layout, reference, lease)
         if names.setdefault(name, root).digest != root.digest:
             raise UsageError(f"{name} refers to two manifests: {names[name].digest}, {root.digest}")
-    return sorted(names.items(), key=lambda named: str(named[0]))
+    return sorted(names.items(), key=lambda entry: str(entry[0]))
 
 
 def _plan(layout: ImageLayout, reference: Reference, root: Descriptor, lease: Lease) -> CopyPlan:
@@ -119,7 +119,8 @@ def _check_aimage(layout: ImageLayout, reference: Reference) -> None:
     """Raise NotFoundError with the missing components, if it is an AImage."""
     try:
         stored = read_aimage(layout, reference)
-    except AImageError:  # another kind of artifact, or an index
+    except AImageError:
+        # Other artifacts and indexes have no components.
         return
     require_complete(layout, reference, stored)
 

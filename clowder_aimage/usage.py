@@ -19,7 +19,8 @@ from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, blobs
 from clowder_aimage.layout.lock import check_own, store_errors
 from clowder_aimage.oci import Descriptor, Digest, Manifest
 
-_BLOCK = 512  # bytes that st_blocks counts in
+# st_blocks counts units of this many bytes (stat(2)).
+_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class NameUsage:
 class UsageReport:
     """The manifests, the largest ``unique`` first, and their total size in bytes.
 
-    ``size`` counts every blob once; ``freed`` is what removing all manifests would free.
+    ``size`` counts every blob once; ``freed`` is the size of the blobs that only they need.
     """
 
     shares: tuple[NameUsage, ...]
@@ -85,7 +86,7 @@ def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = (
 
     ``roots`` are the directories of the stores in ``layout``. Raises StoreError.
     """
-    sizes = {name: found.st_size for root in roots for name, found in blobs(root)}
+    sizes = {name: status.st_size for root in roots for name, status in blobs(root)}
     needs = _Needs(layout, sizes)
     names: dict[Digest, list[str]] = {}
     needed: dict[Digest, tuple[tuple[str, ...], dict[str, int]]] = {}
@@ -93,35 +94,35 @@ def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = (
         names.setdefault(descriptor.digest, []).append(name)
         if descriptor.digest not in needed:
             needed[descriptor.digest] = needs.of(descriptor)
-    users = Counter(chain.from_iterable(here for here, _ in needed.values()))
-    own = {blob for blob, count in users.items() if count == 1}
-    wanted = set(only) or needed.keys()
-    chosen = {digest: found for digest, found in needed.items() if digest in wanted}
+    users = Counter(chain.from_iterable(stored for stored, _ in needed.values()))
+    exclusive = {blob for blob, count in users.items() if count == 1}
+    selected = set(only) or needed.keys()
+    chosen = {digest: status for digest, status in needed.items() if digest in selected}
     shares = [
         NameUsage(
             names=tuple(sorted(set(names[digest]), key=lambda name: (not name, name))),
             digest=digest,
-            size=sum(map(sizes.__getitem__, here)),
-            unique=sum(map(sizes.__getitem__, own.intersection(here))),
+            size=sum(map(sizes.__getitem__, stored)),
+            unique=sum(map(sizes.__getitem__, exclusive.intersection(stored))),
             missing=len(missing),
             missing_size=sum(missing.values()),
         )
-        for digest, (here, missing) in chosen.items()
+        for digest, (stored, missing) in chosen.items()
     ]
-    mine = Counter(chain.from_iterable(here for here, _ in chosen.values()))
+    selected_users = Counter(chain.from_iterable(stored for stored, _ in chosen.values()))
     return UsageReport(
-        shares=tuple(sorted(shares, key=lambda one: (-one.unique, -one.size, one.names))),
-        blobs=len(mine),
-        size=sum(sizes[blob] for blob in mine),
-        freed=sum(sizes[blob] for blob, count in mine.items() if count == users[blob]),
+        shares=tuple(sorted(shares, key=lambda share: (-share.unique, -share.size, share.names))),
+        blobs=len(selected_users),
+        size=sum(sizes[blob] for blob in selected_users),
+        freed=sum(sizes[blob] for blob, count in selected_users.items() if count == users[blob]),
     )
 
 
 def disk_usage(layout: ImageLayout) -> DiskUsage:
     """Return the disk usage of the single store ``layout``. Raises StoreError."""
     entries = list(layout.entries())
-    found = dict(blobs(layout.root))
-    sizes = {name: status.st_size for name, status in found.items()}
+    statuses = dict(blobs(layout.root))
+    sizes = {name: status.st_size for name, status in statuses.items()}
     needs = _Needs(layout, sizes)
     needed = {blob for _, descriptor in entries for blob in needs.of(descriptor)[0]}
     partials = [status.st_blocks * _BLOCK for status in _partials(layout.root)]
@@ -130,7 +131,7 @@ def disk_usage(layout: ImageLayout) -> DiskUsage:
         names=sum(1 for name, _ in entries if name),
         blobs=len(sizes),
         size=sum(sizes.values()),
-        allocated=sum(status.st_blocks * _BLOCK for status in found.values()),
+        allocated=sum(status.st_blocks * _BLOCK for status in statuses.values()),
         unneeded=len(sizes) - len(needed),
         unneeded_size=sum(sizes.values()) - sum(sizes[blob] for blob in needed),
         partials=len(partials),
@@ -152,16 +153,20 @@ class _Needs:
         if key not in self._sizes:
             return (), {key: descriptor.size}
         needed = self._scanner.needs(key, self._read, self._read)
-        here = tuple(filter(self._sizes.__contains__, needed))
+        stored = tuple(filter(self._sizes.__contains__, needed))
         missing: dict[str, int] = {}
-        documents = self._scanner.walk(key, self._read) if len(here) < len(needed) else ()
+        documents = self._scanner.walk(key, self._read) if len(stored) < len(needed) else ()
         for digest, document in documents:
             if document and not self._sizes.keys() >= set(document.digests):
-                with contextlib.suppress(FormatError):  # a document of another kind
+                # A document of another kind states no sizes.
+                with contextlib.suppress(FormatError):
                     children = Manifest.parse(self._read(digest) or b"").children
                     sizes = {str(child.digest): child.size for child in children}
-                    missing |= {one: sizes[one] for one in sizes.keys() - self._sizes.keys()}
-        return here, missing
+                    missing |= {
+                        digest_text: sizes[digest_text]
+                        for digest_text in sizes.keys() - self._sizes.keys()
+                    }
+        return stored, missing
 
     def _read(self, key: str) -> bytes | None:
         """Return a document; None if it is missing, no bytes if it is too large for one."""
@@ -172,7 +177,8 @@ class _Needs:
         try:
             with store_errors(self._layout.root), self._layout.open(content) as file:
                 return file.read(LARGEST) or b""
-        except NotFoundError:  # it was just removed
+        except NotFoundError:
+            # It was removed in the meantime.
             return None
 
 

@@ -37,7 +37,8 @@ from clowder_aimage.oci import (
 
 MAX_SIZE = 64 * 1024 * 1024  # bytes of a document
 PICTURE_CONFIG = "picture-config"
-SAFETENSORS = "safetensors"  # shown instead of a schema's name
+# Shown instead of a schema's name.
+SAFETENSORS = "safetensors"
 AIMAGE_MANIFEST, AIMAGE_CONFIG, OCI_INDEX = "aimage-manifest", "aimage-config", "oci-index"
 _MANIFESTS = {
     mediatype.OCI_MANIFEST: "oci-manifest",
@@ -50,7 +51,8 @@ _CONFIGS = {
     mediatype.AIMAGE_PICTURE_CONFIG: PICTURE_CONFIG,
 }
 _SCHEMAS = _MANIFESTS | _INDEXES | _CONFIGS
-_GRAPH = {*_MANIFESTS.values(), *_INDEXES.values()}  # schemas of documents with descriptors
+# The schemas of documents with descriptors.
+_GRAPH = {*_MANIFESTS.values(), *_INDEXES.values()}
 _LAYOUT = (("oci-layout", "oci-layout"), ("index.json", OCI_INDEX))
 _KEYS = (
     ("imageLayoutVersion", "oci-layout"),
@@ -58,7 +60,8 @@ _KEYS = (
     ("components", AIMAGE_CONFIG),
     ("pictures", PICTURE_CONFIG),
 )
-_LENGTH = 8  # bytes before a safetensors header
+# Bytes of the length before a safetensors header.
+_LENGTH = 8
 # Dialects that name the layers without the config
 _SELF_CONTAINED = ("clowder", "custom", "ollama", "modelpack")
 
@@ -91,8 +94,8 @@ def validate_file(path: pathlib.Path, schema: str = "") -> CheckedDocument:
                 from clowder_aimage.tensor.header import MAX_HEADER_SIZE, read_header
 
                 raw = start + file.read(min(length, MAX_HEADER_SIZE + 1))
-                found = _refused(read_header, io.BytesIO(raw), size)
-                return CheckedDocument(str(path), SAFETENSORS, found)
+                violations = _call_reader(read_header, io.BytesIO(raw), size)
+                return CheckedDocument(str(path), SAFETENSORS, violations)
             if schemas.is_yaml(path):
                 return _validate_yaml(start + file.read(MAX_SIZE), str(path), schema)
             return validate_stream(file, str(path), schema, start)
@@ -111,17 +114,20 @@ def _validate_yaml(raw: bytes, name: str, schema: str) -> CheckedDocument:
     except (UnicodeDecodeError, FormatError) as error:
         wrong = Violation((), str(error).removeprefix(f"{name}, "))
         return CheckedDocument(name, schema or "config", [wrong])
-    value = {} if value is None else value  # only comments
+    # A document of comments only is empty.
+    value = {} if value is None else value
     schema = schema or ("desired" if isinstance(value, list) else "config")
-    found = schemas.violations(schema, value)
-    placed = [replace(one, line=lines.get(one.path, 0), column=1) for one in found]
-    return CheckedDocument(name, schema, sorted(placed, key=lambda one: one.line))
+    violations = schemas.violations(schema, value)
+    located = [
+        replace(violation, line=lines.get(violation.path, 0), column=1) for violation in violations
+    ]
+    return CheckedDocument(name, schema, sorted(located, key=lambda violation: violation.line))
 
 
 def validate_stream(
     file: BinaryIO, name: str, schema: str = "", start: bytes = b""
 ) -> CheckedDocument:
-    """Check the JSON document that consists of ``start`` and the rest of ``file``.
+    """Check the JSON document that consists of ``start`` and the remaining bytes of ``file``.
 
     Raises UsageError: the schema or the kind of document is unknown.
     """
@@ -170,24 +176,24 @@ def validate_layout(path: pathlib.Path) -> list[CheckedDocument]:
 def check(
     name: str, raw: bytes, schema: str = "", *, media_type: str = "", has_lines: bool = True
 ) -> CheckedDocument:
-    """Check one JSON document, which is called ``name`` in the report.
+    """Check a JSON document, called ``name`` in the report.
 
     Without a ``schema`` the kind is detected, or taken from ``media_type``, that of the document's
     descriptor. With ``has_lines`` violations have their line and column.
     """
-    value, found = _read(raw)
+    value, violations = _read(raw)
     schema = schema or kind_of(value) or _SCHEMAS.get(media_type, "")
-    if value is None and found:
-        return CheckedDocument(name, schema, found)
+    if value is None and violations:
+        return CheckedDocument(name, schema, violations)
     if schema:
-        found += schemas.violations(schema, value)
+        violations += schemas.violations(schema, value)
     if schema in _GRAPH and isinstance(value, dict):
-        found += _check_graph(schema, value, raw, {one.path for one in found})
-        found = found or _check_reader(raw, media_type)
-    if found and has_lines:
-        found = locate(raw.decode(), found)
+        violations += _check_graph(schema, value, raw, {violation.path for violation in violations})
+        violations = violations or _check_reader(raw, media_type)
+    if violations and has_lines:
+        violations = locate(raw.decode(), violations)
     note = "" if schema else f"no schema for {media_type or 'it'}"
-    return CheckedDocument(name, schema, found, note, value)
+    return CheckedDocument(name, schema, violations, note, value)
 
 
 def kind_of(value: object) -> str:
@@ -213,7 +219,7 @@ def kind_of(value: object) -> str:
 
 
 def _read(raw: bytes) -> tuple[Any, list[Violation]]:
-    """Return the value of a JSON text, and its duplicate keys, of which the last one counts."""
+    """Return the value of a JSON text, and its duplicate keys. The last one of these counts."""
     try:
         return read_json(raw, "it", MAX_SIZE), []
     except FormatError as error:
@@ -231,32 +237,36 @@ def _read(raw: bytes) -> tuple[Any, list[Violation]]:
         return None, [Violation((), f"not valid JSON: {error.msg}", error.lineno, error.colno)]
     except (ValueError, RecursionError):
         return None, [Violation((), reason)]
-    twice = []
-    if not is_too_deep(value):  # libyaml recurses without a limit
-        twice = [path for path, places in json_positions(text).items() if len(places) > 1]
-    if not twice:
+    duplicates = []
+    # libyaml recurses without a limit.
+    if not is_too_deep(value):
+        duplicates = [
+            path for path, positions in json_positions(text).items() if len(positions) > 1
+        ]
+    if not duplicates:
         return None, [Violation((), reason)]
-    return value, [Violation(path, "duplicate key") for path in twice]
+    return value, [Violation(path, "duplicate key") for path in duplicates]
 
 
 def _check_graph(
-    schema: str, value: dict[str, Any], raw: bytes, known: set[JSONPath]
+    schema: str, value: dict[str, Any], raw: bytes, wrong_paths: set[JSONPath]
 ) -> Iterator[Violation]:
-    """Yield violations that a schema cannot express, except at ``known`` wrong paths."""
-    if schema != OCI_INDEX and len(raw) > MAX_MANIFEST_SIZE:  # an index.json may be larger
+    """Yield violations that a schema cannot express, except at ``wrong_paths`` wrong paths."""
+    # An index.json may be larger than a manifest.
+    if schema != OCI_INDEX and len(raw) > MAX_MANIFEST_SIZE:
         yield Violation((), f"{len(raw)} bytes, and registries accept at most {MAX_MANIFEST_SIZE}")
     names: dict[str, JSONPath] = {}
     for path, descriptor in _descriptors(value):
-        if (*path, "data") not in known:
+        if (*path, "data") not in wrong_paths:
             yield from _check_data(path, descriptor)
-        if path[0] != "layers" or not (found := _layer_name(descriptor)):
+        if path[0] != "layers" or not (layer_name := _layer_name(descriptor)):
             continue
-        path, name = (*path, *found[0]), found[1]
-        if path in known:
+        path, name = (*path, *layer_name[0]), layer_name[1]
+        if path in wrong_paths:
             continue
         if name in names:
-            other = schemas.pointer(names[name])
-            yield Violation(path, f"duplicate layer name {name[:100]!r}, also at {other}")
+            pointer = schemas.pointer(names[name])
+            yield Violation(path, f"duplicate layer name {name[:100]!r}, also at {pointer}")
         names.setdefault(name, path)
         try:
             check_name(name)
@@ -278,14 +288,15 @@ def _descriptors(value: dict[str, Any]) -> Iterator[tuple[JSONPath, dict[str, An
 def _layer_name(layer: dict[str, Any]) -> tuple[JSONPath, str] | None:
     """Return the name of a layer and its path in the descriptor, in either form."""
     annotations = layer.get("annotations")
-    own = annotations.get(mediatype.NAME) if isinstance(annotations, dict) else None
-    names = ((("annotations", mediatype.NAME), own), (("name",), layer.get("name")))
+    annotated = annotations.get(mediatype.NAME) if isinstance(annotations, dict) else None
+    names = ((("annotations", mediatype.NAME), annotated), (("name",), layer.get("name")))
     return next(((path, name) for path, name in names if isinstance(name, str)), None)
 
 
 def _check_data(path: JSONPath, descriptor: dict[str, Any]) -> Iterator[Violation]:
     """Compare embedded content with its descriptor (OCI image-spec, descriptor.md, "data")."""
-    with suppress(KeyError, TypeError, ValueError, FormatError):  # violations of the schema
+    # These errors are violations of the schema, which are reported there.
+    with suppress(KeyError, TypeError, ValueError, FormatError):
         content = base64.b64decode(descriptor["data"], validate=True)
         for name, message in _differences(content, Descriptor.from_json(descriptor)):
             yield Violation((*path, "data"), f"{name} differs from the descriptor: {message}")
@@ -300,11 +311,11 @@ def _check_reader(raw: bytes, media_type: str) -> list[Violation]:
         return [Violation((), error.message)]
     with suppress(FormatError):
         if isinstance(document, Manifest) and detect(document).name in _SELF_CONTAINED:
-            return _refused(detect(document).read, document, b"")
+            return _call_reader(detect(document).read, document, b"")
     return []
 
 
-def _refused(read: Callable[..., object], *arguments: object) -> list[Violation]:
+def _call_reader(read: Callable[..., object], *arguments: object) -> list[Violation]:
     """Return the error of a reader, if there is one."""
     try:
         read(*arguments)
@@ -325,21 +336,22 @@ class _Step:
 
 
 class _Walk:
-    """A walk over the documents of a layout, which reads each once and skips broken ones."""
+    """A walk over the documents of a layout. Each is read once, malformed ones are skipped."""
 
     def __init__(self, layout: ImageLayout, *, shows_paths: bool = False) -> None:
         self._layout, self._shows_paths = layout, shows_paths
         self._documents: list[CheckedDocument] = []
         self._steps: list[_Step] = []
 
-    def run(self, *first: _Step) -> list[CheckedDocument]:
-        """Check the blobs of ``first``, and all below these and below the added documents."""
-        self._steps += first
-        seen: set[tuple[Digest, int]] = set()
-        for step in self._steps:  # which grows
+    def run(self, *steps: _Step) -> list[CheckedDocument]:
+        """Check the blobs of ``steps``, and all below these and below the added documents."""
+        self._steps += steps
+        visited: set[tuple[Digest, int]] = set()
+        # Steps are added to the list during the loop.
+        for step in self._steps:
             key = step.descriptor.digest, step.descriptor.size
-            if key not in seen:
-                seen.add(key)
+            if key not in visited:
+                visited.add(key)
                 self._check(step)
         return self._documents
 
@@ -347,9 +359,9 @@ class _Walk:
         """Add a document to the report, and the documents that it lists to the walk."""
         self._documents.append(checked)
         value, checked.value = checked.value, None
-        for path, found in _children(value):
-            name = self._layout.locate(found) if self._shows_paths else str(found.digest)
-            self._steps.append(_Step(found, name, checked, raw, path))
+        for path, descriptor in _children(value):
+            name = self._layout.locate(descriptor) if self._shows_paths else str(descriptor.digest)
+            self._steps.append(_Step(descriptor, name, checked, raw, path))
 
     def _check(self, step: _Step) -> None:
         media_type = step.descriptor.media_type
@@ -377,9 +389,11 @@ class _Walk:
                 name = f"{CARRIED_CONFIG} in {step.name}"
                 self.add(check(name, inner, AIMAGE_CONFIG, has_lines=False))
                 if step.parent and not step.parent.violations:
-                    # in these dialects the config names the layers
+                    # In these dialects the config names the layers.
                     manifest = Manifest.parse(step.raw)
-                    step.parent.violations += _refused(lambda: detect(manifest).read(manifest, raw))
+                    step.parent.violations += _call_reader(
+                        lambda: detect(manifest).read(manifest, raw)
+                    )
                 return
         kind = step.descriptor.media_type or "a config without a media type"
         self.add(CheckedDocument(step.name, "", note=f"no schema for {kind}"))
@@ -393,15 +407,15 @@ def _children(value: Any) -> Iterator[tuple[JSONPath, Descriptor]]:
     for path, item in _descriptors(value):
         if path[0] == ("manifests" if is_index else "config"):
             with suppress(FormatError):
-                found = Descriptor.from_json(item)
-                if not is_index or found.media_type in _MANIFESTS | _INDEXES:
-                    yield path, found
+                descriptor = Descriptor.from_json(item)
+                if not is_index or descriptor.media_type in _MANIFESTS | _INDEXES:
+                    yield path, descriptor
 
 
 def _differences(raw: bytes, descriptor: Descriptor) -> Iterator[tuple[str, str]]:
-    """Yield the fields in which a descriptor differs from that of ``raw``."""
+    """Yield the different fields of a descriptor and that of ``raw``."""
     if len(raw) != descriptor.size:
         yield "size", f"size mismatch: expected {descriptor.size} bytes, got {len(raw)}"
-    found = Digest.of(raw, descriptor.digest.algorithm)
-    if found != descriptor.digest:
-        yield "digest", f"digest mismatch: expected {descriptor.digest}, got {found}"
+    digest = Digest.of(raw, descriptor.digest.algorithm)
+    if digest != descriptor.digest:
+        yield "digest", f"digest mismatch: expected {descriptor.digest}, got {digest}"

@@ -50,8 +50,8 @@ def _drop_removed(
     """Drop problems of names that were removed during the check."""
     if not any(problem.kind == "missing" for problem in problems):
         return problems
-    now = {(name or str(root.digest), root.digest) for name, root in layout.entries()}
-    gone = {name for name, root in roots if (name, root.digest) not in now}
+    current = {(name or str(root.digest), root.digest) for name, root in layout.entries()}
+    gone = {name for name, root in roots if (name, root.digest) not in current}
     return [p for p in problems if p.kind != "missing" or not set(p.names) <= gone]
 
 
@@ -60,15 +60,16 @@ def repair(
 ) -> list[tuple[FsckProblem, AImageError | None]]:
     """Fetch damaged and missing blobs again, from the registries in the names that need them.
 
-    Write permissions of blobs are removed. A damaged blob is moved aside, and restored if the right
-    one cannot be fetched; one that no name needs is removed.
+    Write permissions of blobs are removed. A damaged blob is moved aside, and restored if an intact
+    one cannot be fetched. A blob that no name needs is removed.
 
     Returns:
         Each such problem, and the error if it could not be repaired, else None.
     """
     problems = [problem for problem in report.problems if problem.kind in _REPAIRED]
     for path in report.writable:
-        with contextlib.suppress(OSError):  # another user's file
+        # The mode of another user's file cannot be set.
+        with contextlib.suppress(OSError):
             path.chmod(path.stat().st_mode & 0o444)
     aside: dict[FsckProblem, Path] = {}
     failed: dict[str, AImageError] = {}
@@ -77,16 +78,16 @@ def repair(
             if problem.kind == "damaged":
                 aside[problem] = _move_aside(layout, problem)
         for name in sorted({name for problem in problems for name in problem.names}):
-            wanted = {Digest.parse(one.what) for one in problems if name in one.names}
+            digests = {Digest.parse(problem.what) for problem in problems if name in problem.names}
             try:
-                _fetch(layout, name, connection, wanted)
+                _fetch(layout, name, connection, digests)
             except AImageError as error:
                 failed[name] = error
     finally:
         outcome = [(problem, _outcome(layout, problem, failed)) for problem in problems]
-        for problem, why in outcome:
+        for problem, failure in outcome:
             with store_errors(layout.root):
-                if problem in aside and why is None:
+                if problem in aside and failure is None:
                     aside[problem].unlink(missing_ok=True)
                 elif problem in aside and aside[problem].exists():
                     move(aside[problem], _path(layout, problem))
@@ -103,30 +104,32 @@ def _move_aside(layout: ImageLayout, problem: FsckProblem) -> Path:
     aside = layout.root / ".aimage" / f"damaged.{path.name}.{secrets.token_hex(8)}"
     with store_errors(layout.root):
         aside.parent.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # it is in a read-only store
+        # The blob of a read-only store is not moved.
+        with contextlib.suppress(FileNotFoundError):
             move(path, aside)
     return aside
 
 
 def _fetch(
-    layout: ImageLayout, name: str, connection: ClientOptions, wanted: Collection[Digest]
+    layout: ImageLayout, name: str, connection: ClientOptions, digests: Collection[Digest]
 ) -> None:
     """Fetch blobs of the stored manifest of a name; a partial AImage stays partial."""
     reference = Reference.parse(name)
     if reference.registry is None:
         message = f"{name} has no registry host to fetch it from"
         raise NotFoundError(message, hint="create or pull it again")
-    meant = replace(reference, digest=layout.resolve(reference).digest)
+    pinned = replace(reference, digest=layout.resolve(reference).digest)
     limit = connection.limit(reference.registry)
-    with Repository(meant, connection) as source:
+    with Repository(pinned, connection) as source:
         copy(
             source,
-            meant,
+            pinned,
             layout,
             concurrency=connection.jobs(reference.registry),
             rate=Rate(limit) if limit else None,
             is_named=False,
-            plan=plan_copy(source, source.resolve(meant)).select(wanted),  # of the whole index
+            # The plan is of the whole index: the blob may belong to any of its manifests.
+            plan=plan_copy(source, source.resolve(pinned)).select(digests),
         )
 
 
@@ -134,6 +137,7 @@ def _outcome(
     layout: ImageLayout, problem: FsckProblem, failed: dict[str, AImageError]
 ) -> AImageError | None:
     if _path(layout, problem).is_file() or not problem.names:
-        return None  # no name needs it, and the damaged file is removed
+        # Repaired, or not needed by a name: then the damaged file is removed.
+        return None
     errors = (failed[name] for name in problem.names if name in failed)
     return next(errors, NotFoundError(f"cannot fetch {problem.what}"))

@@ -15,7 +15,7 @@ from clowder_aimage.errors import ModelError
 def test_a_weight_of_integers_is_refused() -> None:
     weight: Any = SimpleNamespace(dtype="I32", quantization=None, shape=(1,))
     with pytest.raises(ModelError, match="layer is I32, to which no adapter can be added"):
-        adapt._fused_layer("layer", weight, lambda: np.zeros(1, np.float32))
+        adapt._fuse_layer("layer", weight, lambda: np.zeros(1, np.float32))
 
 
 def test_a_sum_that_is_not_finite_is_refused() -> None:

@@ -15,7 +15,7 @@ from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
-from clowder_aimage.pull import _tag_part as name_part
+from clowder_aimage.pull import _tag_partial as name_part
 from clowder_aimage.pull import stored_name
 from tests.memory_store import MemoryStore
 from tests.process import Aimage
