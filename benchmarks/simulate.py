@@ -37,7 +37,7 @@ from clowder_aimage.node.range_routes import (
     MAX_REQUESTS,
     TURN_TIMEOUT,
 )
-from clowder_aimage.node.range_source import MAX_HOPS, OTHERS, RANGE, ranked
+from clowder_aimage.node.range_source import MAX_HOPS, OTHERS, RANGE, rank_nodes
 from clowder_aimage.oci import Digest
 
 CONNECTIONS, WIDTH = 8, 3  # as in content/
@@ -166,7 +166,7 @@ class Node:
     def get(self, part: tuple[int, int]) -> Process:
         if part in self.have:
             return
-        owner = self.fleet.ranked(part)[0]
+        owner = self.fleet.rank_nodes(part)[0]
         if owner != self.number and (yield from self.ask_owner(self.fleet.nodes[owner], part)):
             self.have.add(part)
         elif part not in self.have:
@@ -298,7 +298,7 @@ class Node:
         landed = self.flights[part] = Event()
 
         def fly() -> Process:
-            others = [one for one in fleet.ranked(part) if one != self.number]
+            others = [one for one in fleet.rank_nodes(part) if one != self.number]
             for number in others[:OTHERS]:
                 self.requests += 1
                 yield fleet.rules.overhead
@@ -350,11 +350,11 @@ class Fleet:
         blob, number = part
         return min(RANGE, self.rules.sizes[blob] - number * RANGE)
 
-    def ranked(self, part: tuple[int, int]) -> list[int]:
+    def rank_nodes(self, part: tuple[int, int]) -> list[int]:
         """Return the first nodes that own a range; the others are never asked."""
         if part not in self._ranked:
             digest = Digest.of(f"{self.rules.seed} {part[0]}".encode())
-            found = ranked(map(str, range(self.rules.nodes)), digest, part[1])
+            found = rank_nodes(map(str, range(self.rules.nodes)), digest, part[1])
             self._ranked[part] = list(map(int, found[: OTHERS + 1]))
         return self._ranked[part]
 

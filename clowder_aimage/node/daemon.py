@@ -22,7 +22,8 @@ from clowder_aimage.node.node import Node
 from clowder_aimage.node.peer_sharing import PeerSharing
 from clowder_aimage.node.settings import NodeSettings
 
-EVERY = 5.0  # seconds between two measurements
+# Seconds between two measurements.
+EVERY = 5.0
 _log = logging.getLogger("aimage.node")
 
 
@@ -48,7 +49,8 @@ class Daemon(Role):
         self._service = service
         service.on_removed, service.node = self.node.look_again, self.node
         metrics = self.node.metrics
-        self._sharing = PeerSharing(  # always needed: other nodes may list this one as a peer
+        # Always needed: other nodes may list this one as a peer.
+        self._sharing = PeerSharing(
             service.store,
             service.connection,
             node=self.node.id,
@@ -82,7 +84,7 @@ class Daemon(Role):
             "ready": not reasons and not self._service.engine.is_draining,
             "reasons": reasons,
             "warnings": node.warnings(),
-            "desired": node.desired(),
+            "desired": node.describe_desired(),
             "disk": await run_io(node.disk),
             "neighbours": self._sharing.peers.states(),
             "models": node.models(),
@@ -101,10 +103,10 @@ class Daemon(Role):
     async def _against(self) -> list[dict[str, str]]:
         readiness, missing = self._service.readiness, self.node.missing()
         try:
-            found = await run_probe(readiness.against, (), missing)
+            reasons = await run_probe(readiness.against, (), missing)
         except TimeoutError:
-            found = [{"reason": "store not readable"}]
-        return self.node.against() + found
+            reasons = [{"reason": "store not readable"}]
+        return self.node.against() + reasons
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -130,21 +132,22 @@ class Daemon(Role):
 
     async def _measure(self) -> None:
         """Measure until cancelled; log a repeated error only once."""
-        metrics, known = self.node.metrics, set[tuple[object, ...]]()
+        metrics, logged = self.node.metrics, set[tuple[object, ...]]()
         while True:
             try:
                 metrics.ready.set(
                     not await self._against() and not self._service.engine.is_draining
                 )
-                states = Counter(one["state"] for one in self._sharing.peers.states())
+                states = Counter(peer["state"] for peer in self._sharing.peers.states())
                 for state in ("live", "silent"):
                     metrics.neighbours.labels(state).set(states[state])
                 self._sharing.registry.leases.rotate()
-                known.clear()
+                logged.clear()
             except Exception as error:
-                metrics.ready.set(0)  # the state is unknown
+                # The state is unknown.
+                metrics.ready.set(0)
                 kind = (type(error), getattr(error, "errno", None))
-                if kind not in known:
+                if kind not in logged:
                     _log.exception("cannot update the metrics")
-                known.add(kind)
+                logged.add(kind)
             await asyncio.sleep(EVERY)

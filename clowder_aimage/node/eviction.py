@@ -33,11 +33,16 @@ from clowder_aimage.node.metric import NodeMetrics
 from clowder_aimage.node.pinner import SpecStore, is_own_pin, unpin
 from clowder_aimage.oci import Reference
 
-EVERY = 10.0  # seconds between two measurements of the disk
-OFTEN = 1.0  # seconds between two searches for names to prune
-GRACE = 60.0  # seconds before an unreferenced blob is removed under disk pressure
-STALE = 600.0  # seconds before an interrupted download is removed under disk pressure
-AGE = 120.0  # seconds since its last use before a model can be evicted, as in kubelet
+# Seconds between two measurements of the disk.
+EVERY = 10.0
+# Seconds between two searches for names to prune.
+OFTEN = 1.0
+# Seconds before an unreferenced blob is removed under disk pressure.
+GRACE = 60.0
+# Seconds before an interrupted download is removed under disk pressure.
+STALE = 600.0
+# Seconds since its last use before a model can be evicted, as in kubelet.
+AGE = 120.0
 _log = logging.getLogger("aimage.node")
 
 
@@ -49,28 +54,28 @@ class DiskReading(NamedTuple):
     free: int
 
     @property
-    def part(self) -> float:
+    def used_fraction(self) -> float:
         """The fraction used for an unprivileged user, computed as in df."""
         return self.used / max(1, self.used + self.free)
 
 
 def usage(root: Path) -> DiskReading:
-    """Measure the file system of the store, which need not exist yet."""
-    place = root
-    while not os.path.exists(place) and place != place.parent:  # noqa: PTH110 - never raises
-        place = place.parent
-    found = shutil.disk_usage(place)
-    return DiskReading(found.total, found.used, found.free)
+    """Measure the file system of a store, even before the store is created."""
+    path = root
+    while not os.path.exists(path) and path != path.parent:  # noqa: PTH110 - never raises
+        path = path.parent
+    disk = shutil.disk_usage(path)
+    return DiskReading(disk.total, disk.used, disk.free)
 
 
-def stored(root: Path) -> tuple[int, int]:
+def measure_blobs(root: Path) -> tuple[int, int]:
     """Return the bytes of blobs and of interrupted downloads in a store."""
     partial = 0
     with contextlib.suppress(OSError), os.scandir(root / PRIVATE / "ingest") as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
                 partial += entry.stat(follow_symlinks=False).st_blocks * 512
-    return sum(found.st_size for _, found in blobs(root)), partial
+    return sum(status.st_size for _, status in blobs(root)), partial
 
 
 @dataclass(slots=True)
@@ -87,10 +92,10 @@ class Watermarks:
 
     def excess(self, root: Path) -> int:
         """Return the number of bytes to evict; 0 below the upper watermark."""
-        found = self.measure(root)
-        if found.part <= self.high:
+        disk = self.measure(root)
+        if disk.used_fraction <= self.high:
             return 0
-        return max(0, found.used - int(self.low * (found.used + found.free)))
+        return max(0, disk.used - int(self.low * (disk.used + disk.free)))
 
 
 def relieve(
@@ -131,9 +136,11 @@ class Evictor:
         self._service, self._store = service, service.store
         self.marks, self._metrics = marks, metrics
         self._measured_at, self._pruned_at = -EVERY, -EVERY
-        self._seen: object = None  # the desired state and the records at the last pruning
+        # The desired state and the records at the last pruning.
+        self._pruned_inputs: object = None
         self._is_full = False
-        self.spare: Callable[[], object] = lambda: None  # frees the space of ranges kept for peers
+        # Frees the space of ranges kept for peers.
+        self.spare: Callable[[], object] = lambda: None
 
     def check_disk(self, keep: Callable[[], Iterable[str]]) -> None:
         """Measure the disk and evict above the upper watermark. Raises as ``relieve``."""
@@ -173,70 +180,82 @@ class Evictor:
     def _note(self, done: Collection, reason: str) -> None:
         self._metrics.collections.labels(reason).inc()
         self._metrics.reclaimed.inc(done.size + done.partial_size)
-        for one in done.forgotten:
-            self._service.events.record_from_thread("evict", model=one.name, reason=one.reason)
+        for removal in done.forgotten:
+            self._service.events.record_from_thread(
+                "evict", model=removal.name, reason=removal.reason
+            )
         if done.blobs or done.partials:
             facts = {"blobs": done.blobs, "bytes": done.size + done.partial_size}
             self._service.events.record_from_thread("gc", reason=reason, **facts)
 
     def _measure(self) -> None:
-        found, (kept, partial) = self.marks.measure(self._store.root), stored(self._store.root)
-        self._metrics.free.set(found.free)
-        self._metrics.size.set(found.total)
-        self._metrics.bytes.labels("blob").set(kept)
-        self._metrics.bytes.labels("partial").set(partial)
+        disk, (blob_size, partial_size) = (
+            self.marks.measure(self._store.root),
+            measure_blobs(self._store.root),
+        )
+        self._metrics.free.set(disk.free)
+        self._metrics.size.set(disk.total)
+        self._metrics.bytes.labels("blob").set(blob_size)
+        self._metrics.bytes.labels("partial").set(partial_size)
         self._metrics.images.set(sum(1 for _ in self._store.tags()))
 
-    async def prune(self, wanted: Set[str], records: SpecStore) -> list[str]:
+    async def prune(self, specified: Set[str], records: SpecStore) -> list[str]:
         """Remove the names that were once listed in the files and are not any more; return them.
 
         Raises StoreError if the records cannot be read.
         """
-        now, seen = time.monotonic(), (records.stamp(), wanted)
-        if now - self._pruned_at < (EVERY if seen == self._seen else OFTEN):
+        timestamp, inputs = time.monotonic(), (records.stamp(), specified)
+        if timestamp - self._pruned_at < (EVERY if inputs == self._pruned_inputs else OFTEN):
             return []
-        self._pruned_at, self._seen = now, seen
-        gone = await run_io(self._unwanted, wanted, records)
-        for name, known in gone.items():
+        self._pruned_at, self._pruned_inputs = timestamp, inputs
+        gone = await run_io(self._find_prunable, specified, records)
+        for name, listed in gone.items():
             reference = Reference.parse(name)
             try:
                 await run_locking(unpin, self._store, name, records.owner)
                 await model_list.delete(self._service, reference)
             except NotFoundError:
-                pass  # removed by another process
+                # Removed by another process.
+                pass
             except AImageError as error:
                 _log.warning("cannot remove a name", extra={"model": name, "reason": error.message})
                 continue
-            await run_locking(records.forget, known)
+            await run_locking(records.forget, listed)
             self._service.events.record("evict", model=name, reason="not desired")
         return list(gone)
 
-    def _unwanted(self, wanted: Set[str], records: SpecStore) -> dict[str, str]:
+    def _find_prunable(self, specified: Set[str], records: SpecStore) -> dict[str, str]:
         """Return the names to prune, each with its listed form.
 
         A name is pruned if only this node's files ever listed it and do not list it now, if it has
         no pin but the node's own, and if no running process leases its digest.
         """
-        known, others = indexed(records.ours()), indexed(records.others())
-        former = set(known) - set(wanted)
+        listed, listed_elsewhere = (
+            map_index_names(records.ours()),
+            map_index_names(records.others()),
+        )
+        former = set(listed) - set(specified)
         if not former or records.is_damaged():
             return {}
-        here = {name: descriptor.digest for name, descriptor in self._store.tags()}
-        for name in former - (set(here) - set(others)):
-            records.forget(known[name])  # already removed, or now listed by another node only
-        held = read_leases(self._store.root, remove=False) - {
-            here[name] for name in wanted & set(here)
+        digests = {name: descriptor.digest for name, descriptor in self._store.tags()}
+        for name in former - (set(digests) - set(listed_elsewhere)):
+            # Already removed, or now listed by another node only.
+            records.forget(listed[name])
+        leased_digests = read_leases(self._store.root, remove=False) - {
+            digests[name] for name in specified & set(digests)
         }
         pins = self._store.pins.items()
-        kept = set(others) | {name for name, pin in pins if not is_own_pin(pin, records.owner)}
-        gone = sorted(former & set(here) - kept)
-        return {name: known[name] for name in gone if here[name] not in held}
+        protected = set(listed_elsewhere) | {
+            name for name, pin in pins if not is_own_pin(pin, records.owner)
+        }
+        gone = sorted(former & set(digests) - protected)
+        return {name: listed[name] for name in gone if digests[name] not in leased_digests}
 
 
-def indexed(names: Mapping[str, str]) -> dict[str, str]:
+def map_index_names(names: Mapping[str, str]) -> dict[str, str]:
     """Map the names in the index to the listed names."""
-    found = {}
+    listed = {}
     for name, stored_as in names.items():
         with contextlib.suppress(AImageError):
-            found[index_name(Reference.parse(stored_as))] = name
-    return found
+            listed[index_name(Reference.parse(stored_as))] = name
+    return listed

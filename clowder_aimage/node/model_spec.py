@@ -26,8 +26,10 @@ POLICY_NAMES = {word: name for name, word in POLICIES.items()}
 _WORDS = POLICIES | {word: word for word in POLICIES.values()}
 _MIN_REFRESH = 1.0  # seconds
 _MAX_REFRESH = 100 * 365 * 86400.0
-_SHARED = ("pullPolicy", "priority", "pin", "refresh")  # with the adapters of a model
-_MAX_VIOLATIONS = 20  # the first of them in the text is reported
+# With the adapters of a model.
+_SHARED = ("pullPolicy", "priority", "pin", "refresh")
+# The first of them in the text is reported.
+_MAX_VIOLATIONS = 20
 
 PlacedSpec = tuple["ModelSpec", Callable[[], str]]
 """A spec, and a function that returns its position in the files."""
@@ -70,7 +72,7 @@ class ModelSpec:
 
     @property
     def is_moving(self) -> bool:
-        """Return whether the tag can move to another manifest."""
+        """Return True if the tag can move to another manifest."""
         return self.digest is None and self.refresh != FOR_EVER
 
     def to_json(self) -> dict[str, Any]:
@@ -104,17 +106,17 @@ def entries(
 
     ``line`` returns the line of a value, 0 if unknown; ``file`` is the name used in messages.
     """
-    items = [] if document is None else document
-    found = [
-        (line(one.path) or line(one.path[:1]), one.path, one.message)
-        for one in islice(schema.violations("desired", items), _MAX_VIOLATIONS)
+    entry_list = [] if document is None else document
+    violations = [
+        (line(violation.path) or line(violation.path[:1]), violation.path, violation.message)
+        for violation in islice(schema.violations("desired", entry_list), _MAX_VIOLATIONS)
     ]
-    if found or not isinstance(items, list):
-        at, path, message = min(found, key=lambda one: one[0])
+    if violations or not isinstance(entry_list, list):
+        at, path, message = min(violations, key=lambda violation: violation[0])
         raise FormatError(f"{position(file, at)}: {_subject(path)}{message}", hint=HINT)
-    for number, entry in enumerate(items):
+    for number, entry in enumerate(entry_list):
         try:
-            specs = [_spec(one, origin) for one in (entry, *_adapters(entry))]
+            specs = [_spec(violation, origin) for violation in (entry, *_adapters(entry))]
         except AImageError as error:
             raise FormatError(
                 f"{position(file, line((number,)))}: {_subject((number,))}{error.message}",
@@ -124,35 +126,35 @@ def entries(
             yield spec, partial(lambda number: position(origin, line((number,))), number)
 
 
-def once(found: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
+def once(specs: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
     """Return the distinct specs, one for each name in the store (``index_name``).
 
     Raises FormatError with both positions if two specs of one model differ.
     """
-    specs: dict[str, PlacedSpec] = {}
-    for spec, place in found:
+    by_name: dict[str, PlacedSpec] = {}
+    for spec, locate in specs:
         name = index_name(spec.reference)
-        other, elsewhere = specs.setdefault(name, (spec, place))
-        if other != spec:
+        earlier, locate_earlier = by_name.setdefault(name, (spec, locate))
+        if earlier != spec:
             raise FormatError(
-                f"conflicting entries for {name} in {elsewhere()} and in {place()}: "
-                + _difference(other, spec),
+                f"conflicting entries for {name} in {locate_earlier()} and in {locate()}: "
+                + _difference(earlier, spec),
                 hint="remove one of them, or make them equal",
             )
-    return tuple(spec for spec, _ in specs.values())
+    return tuple(spec for spec, _ in by_name.values())
 
 
 def _subject(path: Path) -> str:
     """Return the entry that a path points into, and the part of it, for messages."""
     if not path:
         return ""
-    inner = "/".join(str(part + 1 if isinstance(part, int) else part) for part in path[1:])[:100]
+    inner = "/".join(str(key + 1 if isinstance(key, int) else key) for key in path[1:])[:100]
     shown = f", {inner if inner.isprintable() else ascii(inner)}" if inner else ""
     return f"entry {int(path[0]) + 1}{shown}: "
 
 
 def _adapters(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the entries of the adapters of a model, which have its other properties."""
+    """Yield the entries of a model's adapters, with the properties that they share with it."""
     shared = {key: entry[key] for key in _SHARED if key in entry}
     for text in entry.get("loras", ()):
         yield {"ref": text, **shared}
@@ -162,7 +164,8 @@ def _spec(entry: dict[str, Any], origin: str) -> ModelSpec:
     """Return the spec of a schema-valid entry. Raises FormatError or UsageError."""
     text, digest = entry["ref"], entry.get("digest")
     if digest is not None and "@" not in text:
-        text = f"{text}@{digest}"  # without a tag, so that no default tag is added
+        # Without a tag, so that no default tag is added.
+        text = f"{text}@{digest}"
     return ModelSpec(
         reference=Reference.parse(text),
         digest=None if digest is None else Digest.parse(digest),
@@ -187,8 +190,10 @@ def _refresh(value: object) -> float:
     return seconds
 
 
-def _difference(one: ModelSpec, other: ModelSpec) -> str:
-    """Return the first key in which two specs differ, with both values."""
-    first, second = ({"digest": None} | each.to_json() | {"ref": ""} for each in (one, other))
-    key = next(key for key in first if first[key] != second[key])
-    return f"{key} is {json.dumps(first[key])} and {json.dumps(second[key])}"
+def _difference(spec: ModelSpec, other_spec: ModelSpec) -> str:
+    """Return the first different key of two specs, with both values."""
+    entry, other_entry = (
+        {"digest": None} | compared.to_json() | {"ref": ""} for compared in (spec, other_spec)
+    )
+    key = next(key for key in entry if entry[key] != other_entry[key])
+    return f"{key} is {json.dumps(entry[key])} and {json.dumps(other_entry[key])}"

@@ -27,7 +27,7 @@ UNKNOWN, PRESENT, PULLING, WAITING, FAILED = "unknown", "present", "pulling", "w
 class Suspect:
     """Content that failed verification ``count`` times in a row.
 
-    ``root`` is the digest to which the tag resolved. It is fetched again from ``retry_at`` on, even
+    ``root`` is the resolved digest of the tag. It is fetched again from ``retry_at`` on, even
     if the tag has not moved.
     """
 
@@ -55,10 +55,10 @@ class ModelState:
     """The complete input of the transitions of a model.
 
     ``name`` is its reference in the store, ``manifest`` the descriptor stored under it, and
-    ``is_here`` whether the store has all of its content. ``root`` is the digest in the registry's
-    last response; ``drift`` is the manifest to which the tag resolves in the registry if it is
-    another one. The store is read at ``due``. The registry is not queried before ``check_at``, nor,
-    after a failure, before ``not_before``.
+    ``is_here`` is true if the store has all of its content. ``root`` is the digest in the
+    registry's last response; ``drift`` is the manifest of the registry's tag if it differs. The
+    store is read at ``due``. The registry is not queried before ``check_at``, nor, after a failure,
+    before ``not_before``.
     """
 
     spec: ModelSpec
@@ -76,7 +76,8 @@ class ModelState:
     not_before: float = -math.inf
     suspect: Suspect | None = None
     shortage: Shortage | None = None
-    sources: Mapping[str, int] = field(default_factory=dict)  # bytes of the last pull by source
+    # Bytes of the last pull by source.
+    sources: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def digest(self) -> Digest | None:
@@ -84,17 +85,17 @@ class ModelState:
 
     @property
     def is_followed(self) -> bool:
-        """Return whether the tag is checked in the registry once the model is present."""
+        """Return True if the tag is checked in the registry once the model is present."""
         return self.spec.is_moving and self.spec.policy != NEVER
 
     @property
     def is_short(self) -> bool:
-        """Return whether the last pull failed for lack of space."""
+        """Return True if the last pull failed for lack of space."""
         return self.failure is not None and self.failure.after == SPACE
 
     @property
     def is_troubled(self) -> bool:
-        """Return whether a failure persists until a change; an older version may be present."""
+        """Return True if a failure lasts until a change; an older version may be present."""
         if self.failure is None:
             return False
         return self.phase == FAILED or (self.phase == PRESENT and self.failure.after != TIME)
@@ -155,8 +156,10 @@ class ModelStatus:
         self.state = ModelState(spec, spec.reference)
         self.changed = datetime.now(UTC)
         self.transfer: SharedTransfer | None = None
-        self.handover = ExitStack()  # keeps the transfer of a cancelled task for the next one
-        self.version = 0  # incremented when the store must be read again
+        # Keeps the transfer of a cancelled task for the next one.
+        self.handover = ExitStack()
+        # Incremented when the store must be read again.
+        self.version = 0
         self._lease: FileLease | None = None
         self._leased: Digest | None = None
         self._is_closed = False
@@ -166,10 +169,10 @@ class ModelStatus:
     def spec(self) -> ModelSpec:
         return self.state.spec
 
-    def apply(self, event: Event, now: float) -> tuple[Action, ...]:
+    def apply(self, event: Event, time: float) -> tuple[Action, ...]:
         """Apply ``event`` and return the actions to perform."""
         before = self.state
-        self.state, actions = event(before, now)
+        self.state, actions = event(before, time)
         if (before.phase, before.reason) != (self.state.phase, self.state.reason):
             self.changed = datetime.now(UTC)
         return actions
@@ -181,7 +184,8 @@ class ModelStatus:
         """
         if self._leased == digest:
             return
-        lease: FileLease | None = store.lease(digest)  # outside the lock: may wait for gc
+        # Outside the lock: may wait for gc.
+        lease: FileLease | None = store.lease(digest)
         with self._lock:
             if not self._is_closed:
                 lease, self._lease, self._leased = self._lease, lease, digest
@@ -196,13 +200,14 @@ class ModelStatus:
         if lease is not None:
             lease.close()
 
-    def to_json(self, now: float) -> dict[str, Any]:
-        """Return the model in the form of the node's API; ``now`` is on the node's clock."""
+    def to_json(self, time: float) -> dict[str, Any]:
+        """Return the model in the form of the node's API; ``time`` is on the node's clock."""
         state, spec = self.state, self.spec
         transfer = self.transfer if state.phase == PULLING else None
         is_queued = transfer is not None and transfer.is_queued
         failure = state.failure if state.phase in (WAITING, FAILED, PRESENT) else None
-        wait = state.next_try - now  # the store is read more often than this
+        # The store is read more often than this.
+        wait = state.next_try - time
         sources = self.transfer.sources if self.transfer is not None else state.sources
         return {
             "ref": spec.name,

@@ -44,20 +44,25 @@ from clowder_aimage.node.model_state import (
 )
 from clowder_aimage.oci import Digest, Reference
 
-LOOK = 10.0  # seconds between two reads of the store
-MAX_EVICT = 60.0  # minimum seconds between two evictions for one model, at most
-STEP = 1024 * 1024  # additional bytes required to retry a pull that found no space at all
+# Seconds between two reads of the store.
+LOOK = 10.0
+# Minimum seconds between two evictions for one model, at most.
+MAX_EVICT = 60.0
+# Additional bytes required to retry a pull that found no space at all.
+STEP = 1024 * 1024
 CRASHED = "internal error; see the node's log"
-CRASH = 30.0  # seconds after an internal error of the node
-STOP = 1.0  # seconds after a transfer was stopped
+# Seconds after an internal error of the node.
+CRASH = 30.0
+# Seconds after a transfer was stopped.
+STOP = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A failed action.
 
-    For lack of space: the ``free`` bytes, the bytes ``needed`` by the pull, and whether it
-    ``began`` to write. For content that failed verification: the ``root`` of the tag.
+    For lack of space: the ``free`` bytes and the bytes ``needed`` by the pull; ``began`` is true if
+    the pull had begun to write. For content that failed verification: the ``root`` of the tag.
     """
 
     error: AImageError
@@ -67,111 +72,114 @@ class Failure:
     root: Digest | None = None
 
 
-def specified(state: ModelState, now: float, spec: ModelSpec) -> Step:
+def apply_spec(state: ModelState, time: float, spec: ModelSpec) -> Step:
     """Apply a newly read spec; a changed spec clears failures."""
-    is_same = spec == state.spec  # the origin may be another file
+    # The origin may be another file.
+    is_same = spec == state.spec
     state = replace(state, spec=spec)
-    return (state, ()) if is_same else retried(state, now)
+    return (state, ()) if is_same else apply_retry(state, time)
 
 
-def retried(state: ModelState, now: float) -> Step:
+def apply_retry(state: ModelState, time: float) -> Step:
     """Apply a requested retry or changed credentials: clear failures."""
     state = replace(state, attempts=0, failure=None, suspect=None, shortage=None)
-    return replace(state, due=now, check_at=-math.inf, not_before=-math.inf), ()
+    return replace(state, due=time, check_at=-math.inf, not_before=-math.inf), ()
 
 
-def store_changed(state: ModelState, now: float) -> Step:
+def apply_store_change(state: ModelState, time: float) -> Step:
     """Apply a possible removal from the store: read the store at once."""
-    return replace(state, due=now), ()
+    return replace(state, due=time), ()
 
 
-def crashed(state: ModelState, now: float) -> Step:
+def apply_crash(state: ModelState, time: float) -> Step:
     """Apply an internal error of the node."""
-    return replace(state, phase=FAILED, reason=CRASHED, due=now + CRASH), ()
+    return replace(state, phase=FAILED, reason=CRASHED, due=time + CRASH), ()
 
 
-def stopped(state: ModelState, now: float, reason: str) -> Step:
+def apply_stop(state: ModelState, time: float, reason: str) -> Step:
     """Apply the stop of a transfer from outside."""
     phase = PRESENT if state.is_here else WAITING
-    return replace(state, phase=phase, reason=reason, due=now + STOP), ()
+    return replace(state, phase=phase, reason=reason, due=time + STOP), ()
 
 
-def unreadable(state: ModelState, now: float, reason: str) -> Step:
+def apply_store_error(state: ModelState, time: float, reason: str) -> Step:
     """Apply a failed read of the store, whose content is then unknown."""
     state = replace(state, phase=WAITING, reason=reason, is_here=False, root=None)
     failure = Backoff(STORE, TIME, LOOK)
-    return replace(state, failure=failure, check_at=now + LOOK, due=now + LOOK), ()
+    return replace(state, failure=failure, check_at=time + LOOK, due=time + LOOK), ()
 
 
-def store_read(state: ModelState, now: float, name: Reference, found: Completeness) -> Step:
-    """Apply a read of the store, in which the model has the name ``name``."""
-    state = replace(state, name=name, manifest=found.root, is_here=found.is_complete)
-    if not found.is_complete:
-        return _on_missing(state, now)
-    state, actions = _present(state, now)
-    if state.is_followed and now >= state.next_check:
+def apply_store_read(
+    state: ModelState, time: float, name: Reference, completeness: Completeness
+) -> Step:
+    """Apply a read of the store; ``name`` is the model's name in it."""
+    state = replace(state, name=name, manifest=completeness.root, is_here=completeness.is_complete)
+    if not completeness.is_complete:
+        return _on_missing(state, time)
+    state, actions = _present(state, time)
+    if state.is_followed and time >= state.next_check:
         return state, (*actions, Check(state.root or state.digest))
     if state.is_followed and state.is_short and state.drift is not None:
         return state, (*actions, Work.MEASURE)
     return state, actions
 
 
-def _present(state: ModelState, now: float) -> Step:
+def _present(state: ModelState, time: float) -> Step:
     if state.phase != PRESENT:
         state = replace(state, attempts=0, failure=None, root=None, shortage=None, reason=None)
-        state = replace(state, check_at=min(state.check_at, now + state.spec.refresh))
+        state = replace(state, check_at=min(state.check_at, time + state.spec.refresh))
     state, actions = _enter(state, PRESENT, state.reason)
-    state = _rest(state, now) if state.is_followed else replace(state, due=now + LOOK)
+    state = _rest(state, time) if state.is_followed else replace(state, due=time + LOOK)
     return state, (*actions, Work.KEEP)
 
 
-def _on_missing(state: ModelState, now: float) -> Step:
+def _on_missing(state: ModelState, time: float) -> Step:
     if state.spec.policy == NEVER:
         failure = Backoff(NEVER_FETCHED, CHANGE, LOOK)
-        state = replace(state, failure=failure, check_at=math.inf, due=now + LOOK)
+        state = replace(state, failure=failure, check_at=math.inf, due=time + LOOK)
         return _enter(state, FAILED, "not in the store, and the pull policy is Never")
     if state.phase == PRESENT:
-        state = _lost(state)
+        state = _lose(state)
     if state.is_short:
         return state, (Work.MEASURE,)
-    if now < state.next_check:
-        return _rest(state, now), ()
+    if time < state.next_check:
+        return _rest(state, time), ()
     if state.suspect is None:
         return _pull(state)
-    return state, (Check(None if now >= state.suspect.retry_at else state.suspect.root),)
+    return state, (Check(None if time >= state.suspect.retry_at else state.suspect.root),)
 
 
-def _lost(state: ModelState) -> ModelState:
-    """Return the state of a removed model, which is pulled at once unless a failure delays it."""
+def _lose(state: ModelState) -> ModelState:
+    """Return the state of a removed model: due for a pull, unless a failure delays it."""
     failure = state.failure if state.failure and state.failure.after == TIME else None
     reason = state.reason if failure else None
     state = replace(state, phase=WAITING, reason=reason, failure=failure)
     return replace(state, check_at=state.not_before, root=None, sources={})
 
 
-def checked(
-    state: ModelState, now: float, root: Digest | None = None, chosen: Digest | None = None
+def apply_check(
+    state: ModelState, time: float, root: Digest | None = None, chosen: Digest | None = None
 ) -> Step:
     """Apply a response of the registry: the tag resolves to ``root``; None if it has not changed.
 
     ``chosen`` is the manifest for this machine if ``root`` is an index.
     """
     if state.is_here:
-        return _checked_here(state, now, root, chosen)
+        return _apply_check_if_present(state, time, root, chosen)
     suspect = state.suspect
     if root is None and suspect is not None:
         refresh = state.spec.refresh
-        state = replace(state, failure=Backoff(WRONG, CHANGE, refresh), check_at=now + refresh)
-        return _enter(_rest(state, now), FAILED, suspect.reason)
+        state = replace(state, failure=Backoff(WRONG, CHANGE, refresh), check_at=time + refresh)
+        return _enter(_rest(state, time), FAILED, suspect.reason)
     is_same = suspect is not None and suspect.root == root
     return _pull(replace(state, root=root, suspect=suspect if is_same else None))
 
 
-def _checked_here(
-    state: ModelState, now: float, root: Digest | None, chosen: Digest | None
+def _apply_check_if_present(
+    state: ModelState, time: float, root: Digest | None, chosen: Digest | None
 ) -> Step:
-    is_retry = state.suspect is not None and now >= state.suspect.retry_at
-    state = replace(state, check_at=now + state.spec.refresh)
+    is_retry = state.suspect is not None and time >= state.suspect.retry_at
+    state = replace(state, check_at=time + state.spec.refresh)
     actions: tuple[Action, ...] = ()
     if root is not None:
         drift = None if chosen == state.digest else chosen
@@ -182,7 +190,7 @@ def _checked_here(
     suspect = state.suspect
     if not is_wanted or (suspect is not None and suspect.root != state.root):
         suspect = None
-    state = _rest(replace(state, suspect=suspect), now)
+    state = _rest(replace(state, suspect=suspect), time)
     if is_wanted and root is None and state.is_short:
         return state, (*actions, Work.MEASURE)
     state = replace(state, failure=None, reason=None)
@@ -201,53 +209,55 @@ def _pull(state: ModelState) -> Step:
     return replace(state, phase=PULLING, reason=None), (Work.PULL,)
 
 
-def pulled(
+def apply_pull(
     state: ModelState,
-    now: float,
+    time: float,
     name: Reference,
-    found: Completeness,
+    completeness: Completeness,
     sources: Mapping[str, int],
     chance: float,
 ) -> Step:
     """Apply a completed pull and a read of the store; ``sources`` are the bytes by source."""
-    state = replace(state, name=name, manifest=found.root, is_here=found.is_complete)
+    state = replace(state, name=name, manifest=completeness.root, is_here=completeness.is_complete)
     state = replace(state, root=None, drift=None, suspect=None, sources=sources)
-    if not found.is_complete:
+    if not completeness.is_complete:
         error = StoreError(f"{state.spec.name} was pulled, and removed by another process")
-        return failed(state, now, Failure(error), chance)
-    return _present(replace(state, check_at=now + state.spec.refresh), now)
+        return apply_failure(state, time, Failure(error), chance)
+    return _present(replace(state, check_at=time + state.spec.refresh), time)
 
 
-def measured(state: ModelState, now: float, free: int) -> Step:
+def apply_measurement(state: ModelState, time: float, free: int) -> Step:
     """Apply a measurement of ``free`` bytes in the store's file system."""
     shortage = state.shortage
-    if shortage is None or not state.is_short:  # a retry was requested in the meantime
-        return _rest(state, now), ()
-    if free < min(shortage.free, shortage.room) and now >= shortage.evict_at:
-        state, actions = _evict(state, shortage, now)
+    # A retry was requested in the meantime.
+    if shortage is None or not state.is_short:
+        return _rest(state, time), ()
+    if free < min(shortage.free, shortage.room) and time >= shortage.evict_at:
+        state, actions = _evict(state, shortage, time)
         return state, (*actions, Work.MEASURE)
-    return _pull(state) if free >= shortage.free else (_rest(state, now), ())
+    return _pull(state) if free >= shortage.free else (_rest(state, time), ())
 
 
-def _evict(state: ModelState, shortage: Shortage, now: float) -> Step:
+def _evict(state: ModelState, shortage: Shortage, time: float) -> Step:
     count = shortage.evictions + 1
-    evict_at = now + min(MAX_EVICT, LOOK * 2.0 ** min(count - 1, 10))
+    evict_at = time + min(MAX_EVICT, LOOK * 2.0 ** min(count - 1, 10))
     shortage = replace(shortage, evictions=count, evict_at=evict_at)
     return replace(state, shortage=shortage), (Evict(shortage.room),)
 
 
-def failed(state: ModelState, now: float, event: Failure, chance: float) -> Step:
+def apply_failure(state: ModelState, time: float, event: Failure, chance: float) -> Step:
     """Apply the failure of an action."""
     error, attempts, before = event.error, state.attempts + 1, state.reason
     failure = again(error, attempts, chance, state.spec.refresh)
     state = replace(state, attempts=attempts, failure=failure)
     actions: tuple[Action, ...] = ()
     if isinstance(error, NoSpaceError):
-        state, actions = _evict(state, _shortage(state, event, error.missing_size), now)
+        state, actions = _evict(state, _shortage(state, event, error.missing_size), time)
     if isinstance(error, VerificationError):
-        state = _suspected(state, event, now, chance)
-    state = _rest(_pause(state, failure, now), now)
-    if state.is_here:  # the older version stays in use
+        state = _suspect(state, event, time, chance)
+    state = _rest(_pause(state, failure, time), time)
+    # The older version stays in use.
+    if state.is_here:
         if before != error.message and failure.after != TIME:
             actions = (*actions, Announce("failed", {"reason": error.message}))
         return replace(state, phase=PRESENT, reason=error.message), actions
@@ -263,20 +273,20 @@ def _shortage(state: ModelState, event: Failure, missing: int) -> Shortage:
     return Shortage(free, room, evictions)
 
 
-def _suspected(state: ModelState, event: Failure, now: float, chance: float) -> ModelState:
+def _suspect(state: ModelState, event: Failure, time: float, chance: float) -> ModelState:
     root = state.root or event.root
     if root is None:
         return replace(state, suspect=None)
-    known = state.suspect
-    count = known.count + 1 if known is not None and known.root == root else 1
-    suspect = Suspect(root, event.error.message, count, now + whole(count, chance))
+    previous = state.suspect
+    count = previous.count + 1 if previous is not None and previous.root == root else 1
+    suspect = Suspect(root, event.error.message, count, time + whole(count, chance))
     return replace(state, root=root, suspect=suspect)
 
 
-def _pause(state: ModelState, failure: Backoff, now: float) -> ModelState:
+def _pause(state: ModelState, failure: Backoff, time: float) -> ModelState:
     """Return the state with the earliest times of the next queries after a failure."""
     is_in_use = state.is_here and math.isinf(failure.delay)
-    check_at = now + (state.spec.refresh if is_in_use else failure.delay)
+    check_at = time + (state.spec.refresh if is_in_use else failure.delay)
     state = replace(state, check_at=check_at)
     if failure.after == TIME:
         state = replace(state, not_before=check_at)
@@ -286,9 +296,9 @@ def _pause(state: ModelState, failure: Backoff, now: float) -> ModelState:
     return state
 
 
-def _rest(state: ModelState, now: float) -> ModelState:
+def _rest(state: ModelState, time: float) -> ModelState:
     """Return the state with the time of the next read of the store or query of the registry."""
-    return replace(state, due=max(now, min(now + LOOK, state.next_check)))
+    return replace(state, due=max(time, min(time + LOOK, state.next_check)))
 
 
 def _enter(state: ModelState, phase: str, reason: str | None) -> Step:

@@ -20,20 +20,28 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError, StoreError, UsageError
 from clowder_aimage.layout.layout import index_name
-from clowder_aimage.node.eviction import Evictor, indexed
+from clowder_aimage.node.eviction import Evictor, map_index_names
 from clowder_aimage.node.metric import NodeMetrics
 from clowder_aimage.node.model_spec import ModelSpec
 from clowder_aimage.node.model_state import Event, ModelStatus
-from clowder_aimage.node.model_transition import crashed, retried, specified, store_changed
+from clowder_aimage.node.model_transition import (
+    apply_crash,
+    apply_retry,
+    apply_spec,
+    apply_store_change,
+)
 from clowder_aimage.node.pinner import SpecStore, credentials
 from clowder_aimage.node.reconciler import Reconciler
 from clowder_aimage.node.settings import NodeSettings
 from clowder_aimage.node.spec_files import SpecFiles, fingerprint, read_directory
 from clowder_aimage.oci import Reference
 
-TICK = 0.5  # seconds between two turns
-SETTLE = 3.0  # seconds that the desired state must be unchanged before names are pruned
-SETTLE_EMPTY = 10.0  # the same if all names would be pruned
+# Seconds between two turns.
+TICK = 0.5
+# Seconds that the desired state must be unchanged before names are pruned.
+SETTLE = 3.0
+# The same if all names would be pruned.
+SETTLE_EMPTY = 10.0
 _log = logging.getLogger("aimage.node")
 
 
@@ -56,14 +64,17 @@ class Node:
         self.files = SpecFiles()
         self._service, self._settings, self._clock = service, settings, clock
         self._records = SpecStore(service.store.root, settings.desired)
-        self._error: str | None = None  # of the last read of the desired state
+        # Of the last read of the desired state.
+        self._error: str | None = None
         self._loaded: datetime | None = None
-        self._is_known = True  # read from the files, or recorded by an earlier run
-        self._seen: object = None  # the fingerprint of the files
+        # Read from the files, or recorded by an earlier run.
+        self._is_known = True
+        # The fingerprint of the files.
+        self._fingerprint: object = None
         self._models: dict[str, ModelStatus] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.evictor = Evictor(service, settings.marks, self.metrics)
-        relieve = partial(self.evictor.make_room, keep=self._protected)
+        relieve = partial(self.evictor.make_room, keep=self._list_protected)
         self._reconciler = Reconciler(service, self._records, relieve, clock=clock, chance=chance)
         self._credentials = credentials(service.connection)
         self._collected = self._followed_at = -math.inf
@@ -74,17 +85,17 @@ class Node:
             self.metrics.config.set(1)
 
     def takes_part(self, reference: Reference) -> bool:
-        """Return whether this node keeps or pulls any model of a repository."""
-        kept = (model.spec.reference for model in list(self._models.values()))
+        """Return True if this node keeps or pulls any model of a repository."""
+        specified = (model.spec.reference for model in list(self._models.values()))
         pulled = (pull.reference for pull in self._service.transfers.pulls())
-        return any(one.name == reference.name for one in (*kept, *pulled))
+        return any(desired.name == reference.name for desired in (*specified, *pulled))
 
     def missing(self) -> list[str]:
         """Return the names of the models that are not fully present."""
         return [model.spec.name for model in self._models.values() if not model.state.is_here]
 
     def against(self) -> list[dict[str, str]]:
-        """Return the reasons other than missing models for which the node is not ready."""
+        """Return the reasons, other than missing models, why the node is not ready."""
         return [] if self._is_known else [{"reason": "desired state never read"}]
 
     def warnings(self) -> list[str]:
@@ -95,20 +106,20 @@ class Node:
 
     def models(self) -> list[dict[str, Any]]:
         """Return the status of each model by descending priority."""
-        now = self._clock()
-        return [model.to_json(now) for model in self._ordered()]
+        timestamp = self._clock()
+        return [model.to_json(timestamp) for model in self._sort_models()]
 
     def disk(self) -> dict[str, Any]:
         """Return the usage of the disk, without numbers if it cannot be measured. Blocks."""
         marks, figures = self.evictor.marks, dict[str, Any].fromkeys(("total", "free", "used"))
         with contextlib.suppress(StoreError, OSError):
-            found = marks.measure(self._service.store.root)
-            used = round(found.part, 4)
-            figures = {"total": found.total, "free": found.free, "used": used}
+            reading = marks.measure(self._service.store.root)
+            used = round(reading.used_fraction, 4)
+            figures = {"total": reading.total, "free": reading.free, "used": used}
         return figures | {"high": marks.high, "low": marks.low}
 
-    def desired(self) -> dict[str, Any]:
-        """Return the source of the desired state and whether it is valid."""
+    def describe_desired(self) -> dict[str, Any]:
+        """Return the source and the validity of the desired state."""
         directory = self._settings.desired
         return {
             "directory": str(directory) if directory else None,
@@ -119,19 +130,21 @@ class Node:
         }
 
     def retry(self, name: str | None = None) -> bool:
-        """Retry failed and waiting models at once; return whether any model matches ``name``."""
-        found = [one for one in self._models.values() if name is None or is_of(name, one.spec)]
-        self._signal(found, retried)
-        return bool(found)
+        """Retry failed and waiting models at once; return False if no model matches ``name``."""
+        models = [
+            model for model in self._models.values() if name is None or is_of(name, model.spec)
+        ]
+        self._signal(models, apply_retry)
+        return bool(models)
 
     def look_again(self) -> None:
         """Schedule a read of the store for each model, as content may have been removed."""
-        self._signal(list(self._models.values()), store_changed)
+        self._signal(list(self._models.values()), apply_store_change)
 
     def wake(self, *, reload: bool = False) -> None:
         """Start the next turn at once; with ``reload``, reload the desired state."""
         if reload:
-            self._seen = None
+            self._fingerprint = None
         self._woken.set()
 
     def _signal(self, models: list[ModelStatus], event: Event) -> None:
@@ -168,20 +181,23 @@ class Node:
     async def turn(self) -> None:
         """Start all actions that are due."""
         await self._read()
-        now = self._clock()
-        for model in self._ordered():
-            if model.state.due <= now and model.spec.name not in self._tasks:
+        timestamp = self._clock()
+        for model in self._sort_models():
+            if model.state.due <= timestamp and model.spec.name not in self._tasks:
                 self._begin(model)
         await self._check_credentials()
         if self._eviction is None or self._eviction.done():
-            self._eviction = asyncio.create_task(self._evict(now))
+            self._eviction = asyncio.create_task(self._evict(timestamp))
         self._measure()
 
     async def _read(self) -> None:
         if (directory := self._settings.desired) is not None:
-            seen = await run_io(fingerprint, directory)
-            if seen != self._seen:
-                self._seen = seen  # before the files are read, to detect changes during the read
+            current = await run_io(fingerprint, directory)
+            if current != self._fingerprint:
+                self._fingerprint = (
+                    # Before the files are read, to detect changes during the read.
+                    current
+                )
                 await self._load(directory)
         if self._followed is not self.files:
             self._followed = self.files
@@ -194,14 +210,15 @@ class Node:
             self._followed_at = self._clock()
             self._error = error.message
             if self._loaded is None:
-                last = await run_io(self._records.last, directory)
-                self.files, self._is_known = SpecFiles(last or ()), last is not None
+                recorded = await run_io(self._records.last, directory)
+                self.files, self._is_known = SpecFiles(recorded or ()), recorded is not None
             self.metrics.config.set(0)
             _log.error("desired state rejected; last one kept", extra={"reason": error.message})
             self._service.events.record("desired", valid=False, reason=error.message)
             return
         self._error, self._loaded, self._is_known = None, datetime.now(UTC), True
-        with contextlib.suppress(AImageError):  # a read-only store
+        # A read-only store.
+        with contextlib.suppress(AImageError):
             await run_locking(self._records.put_last, directory, self.files.specs)
         self.metrics.config.set(1)
         self.metrics.config_at.set(time.time())
@@ -226,7 +243,7 @@ class Node:
                 elif model.transfer is not None:
                     model.handover.enter_context(model.transfer.used())
                 self._cancel(name)
-            model.apply(partial(specified, spec=spec), self._clock())
+            model.apply(partial(apply_spec, spec=spec), self._clock())
 
     def _cancel(self, name: str) -> None:
         if (task := self._tasks.pop(name, None)) is not None:
@@ -237,38 +254,43 @@ class Node:
         task = asyncio.create_task(self._reconciler.reconcile(model))
         self._tasks[name] = task
 
-        def ended(task: asyncio.Task[None]) -> None:
+        def finish(task: asyncio.Task[None]) -> None:
             if self._tasks.get(name) is task:
                 del self._tasks[name]
                 model.handover.close()
             if not task.cancelled() and (error := task.exception()) is not None:
                 _log.error("cannot reconcile a model", extra={"model": name}, exc_info=error)
-                model.apply(crashed, self._clock())
+                model.apply(apply_crash, self._clock())
 
-        task.add_done_callback(ended)
+        task.add_done_callback(finish)
 
     async def _check_credentials(self) -> None:
         """Retry unauthorized models after the credential files have changed."""
-        now = await run_io(credentials, self._service.connection)
-        if now == self._credentials:
+        current = await run_io(credentials, self._service.connection)
+        if current == self._credentials:
             return
-        self._credentials = now
+        self._credentials = current
         failures = ((model, model.state.failure) for model in self._models.values())
-        self._signal([one for one, why in failures if why and why.code == "unauthorized"], retried)
+        unauthorized = [
+            model for model, failure in failures if failure and failure.code == "unauthorized"
+        ]
+        self._signal(unauthorized, apply_retry)
 
-    def _ordered(self) -> list[ModelStatus]:
-        return sorted(self._models.values(), key=lambda one: (-one.spec.priority, one.spec.name))
+    def _sort_models(self) -> list[ModelStatus]:
+        return sorted(
+            self._models.values(), key=lambda model: (-model.spec.priority, model.spec.name)
+        )
 
-    async def _evict(self, now: float) -> None:
+    async def _evict(self, timestamp: float) -> None:
         names = self._names()
         # a file may be incomplete yet valid, and a directory may be mounted late
-        is_settled = now - self._followed_at >= (SETTLE if names else SETTLE_EMPTY)
+        is_settled = timestamp - self._followed_at >= (SETTLE if names else SETTLE_EMPTY)
         try:
             if self._may_prune and is_settled:
                 await self.evictor.prune(names, self._records)
-            await run_locking(self.evictor.check_disk, self._protected)
-            if now - self._collected >= (period := self._settings.collect):
-                self._collected = now
+            await run_locking(self.evictor.check_disk, self._list_protected)
+            if timestamp - self._collected >= (period := self._settings.collect):
+                self._collected = timestamp
                 await run_locking(self.evictor.collect, "interval", period)
         except AImageError as error:
             _log.warning("garbage collection failed", extra={"reason": error.message})
@@ -280,14 +302,14 @@ class Node:
     def _names(self) -> set[str]:
         return {index_name(model.state.name) for model in list(self._models.values())}
 
-    def _protected(self) -> set[str]:
+    def _list_protected(self) -> set[str]:
         """Return the names that are never evicted. Blocks.
 
         These are the models of this node and of other nodes, and the former models of this node
         unless they can be pruned.
         """
-        names = self._names() | set(indexed(self._records.others()))
-        return names if self._may_prune else names | set(indexed(self._records.ours()))
+        names = self._names() | set(map_index_names(self._records.others()))
+        return names if self._may_prune else names | set(map_index_names(self._records.ours()))
 
     def _measure(self) -> None:
         metrics, states = self.metrics, [model.state for model in self._models.values()]
@@ -295,12 +317,12 @@ class Node:
         metrics.missing.set(sum(not state.is_here for state in states))
         metrics.drifted.set(sum(state.drift is not None for state in states))
         metrics.set_failed(
-            Counter(one.failure.code for one in states if one.failure and one.is_troubled)
+            Counter(state.failure.code for state in states if state.failure and state.is_troubled)
         )
 
 
 def is_of(name: str, spec: ModelSpec) -> bool:
-    """Return whether the client's ``name`` refers to a spec.
+    """Return True if the client's ``name`` refers to a spec.
 
     ``name`` may lack the tag, or begin with ``oci://`` as in Clowder's API.
     """

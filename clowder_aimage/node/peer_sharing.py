@@ -1,7 +1,7 @@
 """The exchange of ranges of blobs with other nodes.
 
-A blob is read range by range: from the node that owns the range, from a node to which the owner
-redirects, from the next owner, and finally from the registry. The ingest verifies the blob; after
+A blob is read range by range: from the node that owns the range, from the target of the owner's
+redirect, from the next owner, and finally from the registry. The ingest verifies the blob; after
 a mismatch it is read from the registry alone. Manifests and tags always come from the registry.
 """
 
@@ -27,7 +27,7 @@ from clowder_aimage.registry.peer import BlobSpan, PeerClient, PeerTimeouts
 class PeerSharing:
     """Ranges of blobs from and for the nodes at ``addresses()``; ``node`` is the id of this one.
 
-    ``has_repository(reference)``, called in threads, returns whether this node pulls from a
+    ``has_repository(reference)``, called in threads, returns True if this node pulls from a
     repository itself; only then does it fetch for others. ``token`` is shared by the nodes. The
     callbacks may be called from any thread:
 
@@ -97,8 +97,10 @@ class PeerSource(WrappedSource):
         super().__init__(source)
         self._exchange, self._reference, self._on_bytes = exchange, reference, on_bytes
         self._lock = threading.Lock()
-        self._of_peers: set[Digest] = set()  # blobs partly read from a peer
-        self._wrong: set[Digest] = set()  # those of them that failed verification
+        # Blobs partly read from a peer.
+        self._of_peers: set[Digest] = set()
+        # Those of them that failed verification.
+        self._wrong: set[Digest] = set()
 
     @property
     def alignment(self) -> int:
@@ -122,15 +124,15 @@ class PeerSource(WrappedSource):
         )
 
     def invalidate(self, content: Descriptor, /) -> bool:
-        """Restrict a blob that failed verification to the registry; return whether to retry."""
+        """Restrict a blob that failed verification to the registry; return True to retry."""
         self._exchange.cache.forget(content.digest)
         self._exchange.upstream.invalidate(self._reference, content)
         with self._lock:
             was_shared = content.digest in self._of_peers
             self._of_peers.discard(content.digest)
             self._wrong.add(content.digest)
-        own = super().invalidate(content)
-        return was_shared or own
+        can_retry = super().invalidate(content)
+        return was_shared or can_retry
 
     def _count(self, digest: Digest, name: str, count: int) -> None:
         if name == "registry":

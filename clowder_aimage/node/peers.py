@@ -21,13 +21,17 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.registry.peer import PeerClient, PeerError, addresses_of
 
 LIVE, SILENT = "live", "silent"
-LATE = 6  # failures that a late response counts for: a minute
+# Failures that a late response counts for: a minute.
+LATE = 6
 _ADDRESS = re.compile(r"(?:(https?)://|(dns):)?\[?([A-Za-z0-9._:%-]{1,253})\]?:([0-9]{1,5})/?")
 _MAX_ADDRESSES = 4096  # per name
 _THREADS = 8
-_RATE = 10.0  # pings per second: with a thousand peers, each is pinged less often
-_TICK = 0.5  # seconds between two checks for due pings
-_FIRST_TIMEOUT = 2.0  # seconds that a pull waits for the first pings
+# Pings per second: with a thousand peers, each is pinged less often.
+_RATE = 10.0
+# Seconds between two checks for due pings.
+_TICK = 0.5
+# Seconds that a pull waits for the first pings.
+_FIRST_TIMEOUT = 2.0
 
 _log = logging.getLogger("aimage.node")
 
@@ -60,13 +64,13 @@ def parse_peer(text: str) -> Endpoint:
 
     Raises UsageError.
     """
-    found = _ADDRESS.fullmatch(text.strip())
-    if found is None or not 0 < int(found[4]) < 65536:
+    match = _ADDRESS.fullmatch(text.strip())
+    if match is None or not 0 < int(match[4]) < 65536:
         raise UsageError(
             f"invalid neighbour address {text!r}",
             hint="use HOST:PORT, https://HOST:PORT, or dns:NAME:PORT for all addresses of a name",
         )
-    return Endpoint(found[1] or found[2] or "http", found[3], int(found[4]))
+    return Endpoint(match[1] or match[2] or "http", match[3], int(match[4]))
 
 
 def urls_of(peer: Endpoint) -> list[str]:
@@ -77,13 +81,13 @@ def urls_of(peer: Endpoint) -> list[str]:
     """
     if peer.scheme != "dns":
         return [str(peer)]
-    found = addresses_of(peer.host, peer.port)[:_MAX_ADDRESSES]
-    return [str(Endpoint("http", host, peer.port)) for host in found if _is_routable(host)]
+    hosts = addresses_of(peer.host, peer.port)[:_MAX_ADDRESSES]
+    return [str(Endpoint("http", host, peer.port)) for host in hosts if _is_routable(host)]
 
 
 def _is_routable(host: str) -> bool:
-    found = ipaddress.ip_address(host)
-    address = getattr(found, "ipv4_mapped", None) or found
+    parsed = ipaddress.ip_address(host)
+    address = getattr(parsed, "ipv4_mapped", None) or parsed
     return not (address.is_link_local or address.is_multicast or address.is_unspecified)
 
 
@@ -95,20 +99,23 @@ class Peer:
     id: str | None = None
     is_alive: bool = False
     reason: str | None = "not contacted yet"
-    due: float = 0.0  # time of the next ping
-    failures: int = 0  # since the last range received
-    retry_at: float = 0.0  # the node is skipped until then
+    # Time of the next ping.
+    due: float = 0.0
+    # Since the last range received.
+    failures: int = 0
+    # The node is skipped until then.
+    retry_at: float = 0.0
     reported: str = SILENT
 
-    def state(self, now: float) -> tuple[str, str | None]:
-        """Return LIVE or SILENT, and the reason for which the node is skipped."""
+    def state(self, timestamp: float) -> tuple[str, str | None]:
+        """Return LIVE or SILENT, and the reason why the node is skipped."""
         if not self.is_alive:
             return SILENT, self.reason
-        return LIVE, self.reason if self.retry_at > now else None
+        return LIVE, self.reason if self.retry_at > timestamp else None
 
 
 class Peers:
-    """The nodes at ``addresses()``, which is called each time. Thread-safe.
+    """The nodes at ``addresses()``; it is called for each look-up. Thread-safe.
 
     ``node`` is the id of this node; an address that answers with it is ignored.
     ``on_state(url, state, reason)`` is called when a node becomes live or silent.
@@ -127,7 +134,7 @@ class Peers:
         self._addresses, self._client, self._node = addresses, client, node
         self.limits, self._on_state, self._clock = limits, on_state, clock
         self._lock = threading.Lock()
-        self._known: dict[str, Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._looked_up: dict[Endpoint, list[str]] = {}
         self._next_lookup = 0.0
         self._wake, self._began, self._closed = (threading.Event() for _ in range(3))
@@ -146,7 +153,7 @@ class Peers:
 
     @property
     def is_configured(self) -> bool:
-        """Return whether any peers may be configured."""
+        """Return True if any peers may be configured."""
         return bool(self._addresses())
 
     def wait(self) -> None:
@@ -156,37 +163,46 @@ class Peers:
 
     def usable(self) -> dict[str, Peer]:
         """Return the nodes that may be queried now, by id."""
-        now = self._clock()
+        timestamp = self._clock()
         with self._lock:
-            usable = [one for one in self._known.values() if one.is_alive and one.retry_at <= now]
-        return {one.id: one for one in usable if one.id and one.id != self._node}
+            peers = [
+                peer
+                for peer in self._peers.values()
+                if peer.is_alive and peer.retry_at <= timestamp
+            ]
+        return {peer.id: peer for peer in peers if peer.id and peer.id != self._node}
 
     def states(self) -> list[dict[str, Any]]:
         """Return ``url``, ``id``, ``state`` and ``reason`` of each other node."""
-        now = self._clock()
+        timestamp = self._clock()
         with self._lock:
-            known = [self._known[url] for url in sorted(self._known)]
+            peers = [self._peers[url] for url in sorted(self._peers)]
             states = [
-                _to_json(one.url, one.id, *one.state(now)) for one in known if one.id != self._node
+                _to_json(peer.url, peer.id, *peer.state(timestamp))
+                for peer in peers
+                if peer.id != self._node
             ]
-            lost = [each for each, found in self._looked_up.items() if not found]
+            unresolved = [name for name, urls in self._looked_up.items() if not urls]
         reason = "cannot resolve the name"
-        return states + [_to_json(f"dns:{each.authority}", None, SILENT, reason) for each in lost]
+        return states + [
+            _to_json(f"dns:{name.authority}", None, SILENT, reason) for name in unresolved
+        ]
 
-    def succeeded(self, one: Peer) -> None:
+    def record_success(self, peer: Peer) -> None:
         """Record that a range was received from a node."""
         with self._lock:
-            one.failures, one.retry_at = 0, 0.0
+            peer.failures, peer.retry_at = 0, 0.0
 
-    def failed(self, one: Peer, reason: str, *, cost: int = 1) -> None:
+    def record_failure(self, peer: Peer, reason: str, *, cost: int = 1) -> None:
         """Skip a node temporarily, twice as long each time, and ping it at once."""
         with self._lock:
-            if one.retry_at > self._clock():
-                return  # the same failure on another connection
-            one.failures += cost
-            pause = min(self.limits.longest, 2.0 ** min(one.failures, 20))
-            one.retry_at = self._clock() + pause
-            one.reason, one.due = reason, 0.0
+            if peer.retry_at > self._clock():
+                # The same failure on another connection.
+                return
+            peer.failures += cost
+            pause = min(self.limits.longest, 2.0 ** min(peer.failures, 20))
+            peer.retry_at = self._clock() + pause
+            peer.reason, peer.due = reason, 0.0
         self._wake.set()
 
     def _run(self) -> None:
@@ -195,7 +211,8 @@ class Peers:
                 try:
                     self._look_up()
                     list(pool.map(self._ping, self._due()))
-                except Exception as error:  # the thread must not end
+                except Exception as error:
+                    # The thread must not end.
                     _log.error("cannot ping the neighbours", extra={"reason": str(error)})
                 self._began.set()
                 self._wake.wait(min(_TICK, self.limits.ping))
@@ -207,43 +224,43 @@ class Peers:
         is_due = self._clock() >= self._next_lookup
         if is_due:
             self._next_lookup = self._clock() + self.limits.lookup
-        for each in configured:
-            if is_due or each not in self._looked_up:
+        for address in configured:
+            if is_due or address not in self._looked_up:
                 try:
-                    self._looked_up[each] = urls_of(each)
+                    self._looked_up[address] = urls_of(address)
                 except (OSError, UnicodeError):
-                    self._looked_up.setdefault(each, [])
-        found = {url for each in configured for url in self._looked_up[each]}
+                    self._looked_up.setdefault(address, [])
+        urls = {url for address in configured for url in self._looked_up[address]}
         with self._lock:
-            self._known = {url: self._known.get(url) or Peer(url) for url in found}
+            self._peers = {url: self._peers.get(url) or Peer(url) for url in urls}
 
     def _due(self) -> list[Peer]:
-        now = self._clock()
+        timestamp = self._clock()
         with self._lock:
-            every = max(self.limits.ping, len(self._known) / _RATE)
-            due = [one for one in self._known.values() if one.due <= now]
-            for one in due:
-                one.due = now + every * random.uniform(0.8, 1.2)  # noqa: S311 - desynchronize nodes
+            interval = max(self.limits.ping, len(self._peers) / _RATE)
+            due = [peer for peer in self._peers.values() if peer.due <= timestamp]
+            for peer in due:
+                peer.due = timestamp + interval * random.uniform(0.8, 1.2)  # noqa: S311 - desynchronize nodes
         return due
 
-    def _ping(self, one: Peer) -> None:
+    def _ping(self, peer: Peer) -> None:
         if self._closed.is_set():
             return
         try:
-            node, reason = self._client.ping(one.url), ""
+            node, reason = self._client.ping(peer.url), ""
         except PeerError as error:
             node, reason = "", error.message
         with self._lock:
-            one.is_alive = bool(node)
+            peer.is_alive = bool(node)
             if not node:
-                one.reason = reason
-            elif one.id != node:
-                one.id, one.failures, one.retry_at = node, 0, 0.0
-            state, why = one.state(self._clock())
-            has_changed = state != one.reported and one.id != self._node
-            one.reported = state
+                peer.reason = reason
+            elif peer.id != node:
+                peer.id, peer.failures, peer.retry_at = node, 0, 0.0
+            state, reason_skipped = peer.state(self._clock())
+            has_changed = state != peer.reported and peer.id != self._node
+            peer.reported = state
         if has_changed:
-            self._on_state(one.url, state, why)
+            self._on_state(peer.url, state, reason_skipped)
 
 
 def _to_json(url: str, node: str | None, state: str, reason: str | None) -> dict[str, Any]:

@@ -31,7 +31,8 @@ from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions
 
 _KIND = "wanted"
-_EVER, _LAST = "ever ", "last "  # names contain no spaces
+# Names contain no spaces.
+_EVER, _LAST = "ever ", "last "
 _log = logging.getLogger("aimage.node")
 
 
@@ -46,22 +47,23 @@ class SpecStore:
         self.owner = "nobody"
         if directory is not None:
             self.owner = hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()[:32]
-        self._prefix = f"{_EVER}{self.owner} "  # of the keys of this directory's names
+        # Of the keys of this directory's names.
+        self._prefix = f"{_EVER}{self.owner} "
         self._records = MetadataFiles(root, _KIND)
 
     def put_last(self, directory: Path, specs: Iterable[ModelSpec]) -> None:
         """Record the valid specs of a directory durably."""
         key = f"{_LAST}{directory.absolute()}"
         value = {"wants": [spec.to_json() for spec in specs]}
-        known = self._records.get(key)
-        if known is None or known.get("wants") != value["wants"]:
+        record = self._records.get(key)
+        if record is None or record.get("wants") != value["wants"]:
             self._records.put(key, value, durable=True)
 
     def last(self, directory: Path) -> tuple[ModelSpec, ...] | None:
         """Return the last valid specs of a directory; None if there is no readable record."""
         try:
-            known = self._records.get(f"{_LAST}{directory.absolute()}")
-            return None if known is None else parse_specs(known.get("wants"), str(directory))
+            record = self._records.get(f"{_LAST}{directory.absolute()}")
+            return None if record is None else parse_specs(record.get("wants"), str(directory))
         except AImageError:
             return None
 
@@ -79,12 +81,12 @@ class SpecStore:
         stored with the digest of the chosen manifest.
         """
         key = self._prefix + name
-        known = self._records.get(key)
-        fact = {"stored": stored} if stored else {}
-        if known is None or (stored and known.get("stored") != stored):
-            self._records.put(key, fact, durable=True)
+        record = self._records.get(key)
+        new_record = {"stored": stored} if stored else {}
+        if record is None or (stored and record.get("stored") != stored):
+            self._records.put(key, new_record, durable=True)
 
-    def stored(self, name: str) -> str:
+    def get_stored_name(self, name: str) -> str:
         """Return the recorded name in the store if it differs, else an empty string."""
         return str((self._records.get(self._prefix + name) or {}).get("stored", ""))
 
@@ -101,10 +103,10 @@ class SpecStore:
         self._records.remove(self._prefix + name)
 
     def is_damaged(self) -> bool:
-        """Return whether a record cannot be parsed; another node may then list any name."""
+        """Return True if a record cannot be parsed; another node may then list any name."""
         directory = self._root / PRIVATE / _KIND
-        lost = (name for name in self._records.names() if self._records.read(name) is None)
-        return any(os.path.lexists(directory / name) for name in lost)
+        damaged = (name for name in self._records.names() if self._records.read(name) is None)
+        return any(os.path.lexists(directory / name) for name in damaged)
 
     def _ever(self) -> Iterator[tuple[str, str, str]]:
         for key, value in self._records.items():
@@ -117,23 +119,25 @@ def check_model(store: ImageLayout, spec: ModelSpec, name: Reference) -> Complet
     """Return the completeness of a model that the store has under ``name``.
 
     An unreadable model counts as missing, since a pull repairs it. Raises StoreError if the index
-    cannot be read, which no pull repairs.
+    cannot be read: no pull repairs that.
     """
     root = model_list.entry(store, name)
     if root is None:
         return Completeness()
     try:
-        found = check_completeness(store, root)
-        if spec.components:  # checked for complete models too: the components may not exist
-            return check_blobs(store, root, _specified(store, spec, name))
-        return found
-    except NotFoundError:  # no such component: the pull reports the error
+        completeness = check_completeness(store, root)
+        # Checked for complete models too: the components may not exist.
+        if spec.components:
+            return check_blobs(store, root, _list_required_blobs(store, spec, name))
+        return completeness
+    except NotFoundError:
+        # No such component: the pull reports the error.
         return Completeness(root, root.size, (root,))
     except AImageError:
         return Completeness()
 
 
-def _specified(store: ImageLayout, spec: ModelSpec, name: Reference) -> list[Descriptor]:
+def _list_required_blobs(store: ImageLayout, spec: ModelSpec, name: Reference) -> list[Descriptor]:
     stored = read_aimage(store, name)
     names = LayerSelection(components=spec.components).names(stored.aimage, name)
     layers = [layer.descriptor for layer in stored.aimage.layers if layer.name in names]
@@ -148,8 +152,10 @@ class Pinner:
 
     def __init__(self, store: ImageLayout, records: SpecStore) -> None:
         self._store, self._records = store, records
-        self._failed: set[str] = set()  # models that could not be recorded
-        self._lock = threading.Lock()  # of _failed: models are kept in several threads
+        # Models that could not be recorded.
+        self._failed: set[str] = set()
+        # Of _failed: models are kept in several threads.
+        self._lock = threading.Lock()
 
     def keep(self, model: ModelStatus) -> None:
         """Record, lease and pin a model to protect it from other nodes and from eviction.
@@ -173,15 +179,17 @@ class Pinner:
         with self._lock:
             is_first = not self._failed
             (self._failed.discard if failed is None else self._failed.add)(spec.name)
-        if failed is not None and is_first:  # log one warning for all models
+        # Log one warning for all models.
+        if failed is not None and is_first:
             facts = {"model": spec.name, "reason": failed.message}
             _log.warning("cannot write to the store", extra=facts)
 
-    def stored(self, spec: ModelSpec) -> str:
+    def get_stored_name(self, spec: ModelSpec) -> str:
         """Return the recorded name in the store if it differs, else an empty string."""
         try:
-            return self._records.stored(spec.name)
-        except StoreError:  # the record is optional
+            return self._records.get_stored_name(spec.name)
+        except StoreError:
+            # The record is optional.
             return ""
 
     def remember(self, spec: ModelSpec, name: Reference) -> None:
@@ -199,20 +207,20 @@ class Pinner:
 
 def unpin(store: ImageLayout, name: str, owner: str) -> None:
     """Remove the pin set by the node ``owner``. Raises StoreError."""
-    known = store.pins.get(name)
-    if known is not None and is_own_pin(known, owner):
+    pin = store.pins.get(name)
+    if pin is not None and is_own_pin(pin, owner):
         store.pins.remove(name)
 
 
 def is_own_pin(pin: Mapping[str, object], owner: str) -> bool:
-    """Return whether a pin was set by the node ``owner``."""
+    """Return True if a pin was set by the node ``owner``."""
     return pin.get("by") == BY_NODE and pin.get("owner") == owner
 
 
 def credentials(connection: ClientOptions) -> tuple[tuple[Path, float], ...]:
     """Return the credential files with their modification times."""
-    found = []
+    files = []
     for path in connection.auth_files:
         with contextlib.suppress(OSError):
-            found.append((path, path.stat().st_mtime))
-    return tuple(found)
+            files.append((path, path.stat().st_mtime))
+    return tuple(files)

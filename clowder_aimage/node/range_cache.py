@@ -25,8 +25,10 @@ from clowder_aimage.node.range_source import BlobRange
 from clowder_aimage.oci import Digest
 
 MAX_FILES = 512
-_MAX_WRITTEN = 32768  # ranges in ingests that are remembered
-_TICK = 0.2  # seconds between two checks for shutdown
+# Ranges in ingests that are remembered.
+_MAX_WRITTEN = 32768
+# Seconds between two checks for shutdown.
+_TICK = 0.2
 
 
 class RangeFile(io.FileIO):
@@ -52,9 +54,9 @@ class RangeFile(io.FileIO):
 class RangeArrival(Arrival):
     """A range that arrives once, in ``file``, for this node and its peers."""
 
-    def __init__(self, part: BlobRange) -> None:
-        super().__init__(part.length)
-        self.part = part
+    def __init__(self, blob_range: BlobRange) -> None:
+        super().__init__(blob_range.length)
+        self.blob_range = blob_range
         self.is_of_registry = False
         self.file: RangeFile | None = None
 
@@ -82,87 +84,92 @@ class RangeCache:
     def forget(self, digest: Digest) -> None:
         """Remove the ranges of a blob that failed verification."""
         with self._lock:
-            for part in [part for part in self._written if part.digest == digest]:
-                del self._written[part]
-        self._drop(lambda part: part.digest == digest)
+            for blob_range in [
+                blob_range for blob_range in self._written if blob_range.digest == digest
+            ]:
+                del self._written[blob_range]
+        self._drop(lambda blob_range: blob_range.digest == digest)
 
     # -- reading
 
-    def find(self, part: BlobRange) -> RangeFile | None:
+    def find(self, blob_range: BlobRange) -> RangeFile | None:
         """Return a range if it is available locally, or begins to arrive."""
-        found = self._in_blob(part) or self.kept_file(part) or self._in_ingest(part)
-        return found or self._arriving_file(part)
+        file = (
+            self._in_blob(blob_range) or self.open_cached(blob_range) or self._in_ingest(blob_range)
+        )
+        return file or self._arriving_file(blob_range)
 
-    def has(self, part: BlobRange, offset: int) -> bool:
-        """Return whether the byte at ``offset`` of a range is here, or comes from a registry."""
-        arrival, found = self._arrivals.get(part), self.find(part)
-        if found is not None:
-            found.close()
-            if found.arrival is None:
+    def has(self, blob_range: BlobRange, offset: int) -> bool:
+        """Return True if the byte at ``offset`` of a range is local, or comes from a registry."""
+        arrival, file = self._arrivals.get(blob_range), self.find(blob_range)
+        if file is not None:
+            file.close()
+            if file.arrival is None:
                 return True
         return arrival is not None and (arrival.is_of_registry or arrival.front > offset)
 
-    def arrival(self, part: BlobRange) -> RangeArrival | None:
+    def arrival(self, blob_range: BlobRange) -> RangeArrival | None:
         """Return the arrival of a range that is being fetched."""
-        return self._arrivals.get(part)
+        return self._arrivals.get(blob_range)
 
-    def kept_file(self, part: BlobRange) -> RangeFile | None:
+    def open_cached(self, blob_range: BlobRange) -> RangeFile | None:
         """Return the temporary file of a range that was fetched for a peer."""
         with self._lock:
-            file = self._files.get(part)
+            file = self._files.get(blob_range)
             return file.copy() if file is not None else None
 
-    def _arriving_file(self, part: BlobRange) -> RangeFile | None:
+    def _arriving_file(self, blob_range: BlobRange) -> RangeFile | None:
         with self._lock:
-            arrival = self._arrivals.get(part)
+            arrival = self._arrivals.get(blob_range)
             return arrival.file.copy(arrival) if arrival and arrival.file else None
 
-    def _in_blob(self, part: BlobRange) -> RangeFile | None:
-        found = _opened(self._layout.locate(part.content), part)
-        if found is None or os.fstat(found.fileno()).st_size == part.size:
-            return found
-        found.close()
+    def _in_blob(self, blob_range: BlobRange) -> RangeFile | None:
+        file = _open_at(self._layout.locate(blob_range.content), blob_range)
+        if file is None or os.fstat(file.fileno()).st_size == blob_range.size:
+            return file
+        file.close()
         return None
 
-    def _in_ingest(self, part: BlobRange) -> RangeFile | None:
+    def _in_ingest(self, blob_range: BlobRange) -> RangeFile | None:
         with self._lock:
-            if part not in self._written:
+            if blob_range not in self._written:
                 return None
-        found = self._ingest_file(part)
-        if found is None:
-            return self._in_blob(part)  # published in the meantime
-        if os.fstat(found.fileno()).st_size >= part.end:
-            return found
-        found.close()
+        file = self._ingest_file(blob_range)
+        if file is None:
+            # Published in the meantime.
+            return self._in_blob(blob_range)
+        if os.fstat(file.fileno()).st_size >= blob_range.end:
+            return file
+        file.close()
         return None
 
-    def _ingest_file(self, part: BlobRange) -> RangeFile | None:
+    def _ingest_file(self, blob_range: BlobRange) -> RangeFile | None:
         with contextlib.suppress(StoreError):
             directory = Path(check_own(self._layout.root, "ingest"))
-            return _opened(directory / part.digest.encoded, part)
+            return _open_at(directory / blob_range.digest.encoded, blob_range)
         return None
 
     # -- arriving
 
-    def board(self, part: BlobRange) -> tuple[RangeArrival, bool]:
-        """Return the arrival of a range and whether it is new: then the caller must ``land`` it."""
+    def board(self, blob_range: BlobRange) -> tuple[RangeArrival, bool]:
+        """Return the arrival of a range and True if it is new: the caller must then ``land`` it."""
         with self._lock:
-            found = self._arrivals.get(part)
-            if found is not None:
-                return found, False
-            made = self._arrivals[part] = RangeArrival(part)
-            return made, True
+            arrival = self._arrivals.get(blob_range)
+            if arrival is not None:
+                return arrival, False
+            arrival = self._arrivals[blob_range] = RangeArrival(blob_range)
+            return arrival, True
 
     def write_to_ingest(self, arrival: RangeArrival) -> None:
         """Let peers read a range in the ingest of the pull that writes it."""
-        arrival.file = self._ingest_file(arrival.part)
+        arrival.file = self._ingest_file(arrival.blob_range)
 
     def write_to_file(self, arrival: RangeArrival) -> int:
         """Let peers read a range in a new temporary file; return its descriptor.
 
         Raises StoreError, OSError.
         """
-        if self._layout.free() < self._limits.spared + arrival.part.length:
+        if self._layout.free() < self._limits.spared + arrival.blob_range.length:
             raise StoreError("not enough disk space for ranges of neighbours")
         directory = make_directory(self._layout.root, PRIVATE, "range")
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -172,8 +179,8 @@ class RangeCache:
     def land(self, arrival: RangeArrival, error: AImageError | None = None) -> None:
         """End an arrival: the range is available, or failed."""
         with self._lock:
-            if self._arrivals.get(arrival.part) is arrival:
-                del self._arrivals[arrival.part]
+            if self._arrivals.get(arrival.blob_range) is arrival:
+                del self._arrivals[arrival.blob_range]
             file, arrival.file = arrival.file, None
         if file is not None:
             file.close()
@@ -191,42 +198,46 @@ class RangeCache:
 
     # -- keeping
 
-    def wrote(self, part: BlobRange) -> None:
+    def wrote(self, blob_range: BlobRange) -> None:
         """Record that a pull has written a range to its ingest."""
         with self._lock:
-            self._written[part] = None
-            self._written.move_to_end(part)
+            self._written[blob_range] = None
+            self._written.move_to_end(blob_range)
             while len(self._written) > _MAX_WRITTEN:
                 self._written.popitem(last=False)
-        self._drop(lambda each: each == part)
+        self._drop(lambda cached: cached == blob_range)
 
     def keep(self, arrival: RangeArrival) -> None:
         """Keep the temporary file of a complete range; remove the oldest ones beyond the limits."""
-        part = arrival.part
+        blob_range = arrival.blob_range
         with self._lock:
             file, arrival.file = arrival.file, None
-            gone = [self._files.pop(part, None)]
+            evicted = [self._files.pop(blob_range, None)]
             if file is not None:
-                self._files[part] = file
-            size = sum(each.length for each in self._files)
+                self._files[blob_range] = file
+            size = sum(cached.length for cached in self._files)
             while size > self._limits.kept or len(self._files) > MAX_FILES:
-                removed, old = self._files.popitem(last=False)
-                gone.append(old)
+                removed, oldest = self._files.popitem(last=False)
+                evicted.append(oldest)
                 size -= removed.length
-        for each in filter(None, gone):
-            each.close()
+        for cached in filter(None, evicted):
+            cached.close()
         if self._is_closed:
             self.clear()
 
     def _drop(self, is_gone: Callable[[BlobRange], bool]) -> None:
         with self._lock:
-            gone = [self._files.pop(part) for part in list(self._files) if is_gone(part)]
-        for each in gone:
-            each.close()
+            files = [
+                self._files.pop(blob_range)
+                for blob_range in list(self._files)
+                if is_gone(blob_range)
+            ]
+        for file in files:
+            file.close()
 
 
-def _opened(path: str | Path, part: BlobRange) -> RangeFile | None:
+def _open_at(path: str | Path, blob_range: BlobRange) -> RangeFile | None:
     try:
-        return RangeFile(open_regular(path), part.start)
+        return RangeFile(open_regular(path), blob_range.start)
     except OSError:
         return None

@@ -1,7 +1,7 @@
 """Ranges of blobs from the first source that sends them: a node that owns or has one, a registry.
 
-A range is fetched once, whether this node pulls its blob or a peer needs it. Meanwhile peers read
-what has arrived.
+A range is fetched once, for a pull of this node and for its peers. Meanwhile peers read the bytes
+that have arrived.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import Repository
 from clowder_aimage.registry.peer import BlobSpan, PeerError
 
-AT_ONCE = 4  # ranges fetched for peers concurrently
-_MAX_FAILURES = 3  # failed peers for a range before the registry is used
+# Ranges fetched for peers concurrently.
+AT_ONCE = 4
+# Failed peers for a range before the registry is used.
+_MAX_FAILURES = 3
 
 _log = logging.getLogger("aimage.node")
 
@@ -35,8 +37,8 @@ class RangeReader(RawReader):
 
     The bytes of a read have been written when the next one begins. ``count`` is called with the
     source of bytes and their number: "neighbour", "registry", or "cache" for kept ranges. With an
-    ``arrival``, the span is its range, which is fetched for a peer, if possible from one of
-    ``first``.
+    ``arrival``, the span is its range. It is fetched for a peer, if possible from one of
+    ``preferred``.
     """
 
     def __init__(
@@ -46,27 +48,27 @@ class RangeReader(RawReader):
         span: BlobSpan,
         count: OnBytes,
         arrival: RangeArrival | None = None,
-        first: tuple[str, ...] = (),
+        preferred: tuple[str, ...] = (),
     ) -> None:
         self._exchange, self._source, self._span, self._count = exchange, source, span, count
         self._at = self._began = span.start
-        self._arrival, self._is_for_peer, self._first = arrival, arrival is not None, first
-        self._part: BlobRange | None = None
+        self._arrival, self._is_for_peer, self._preferred = arrival, arrival is not None, preferred
+        self._range: BlobRange | None = None
         self._sources: Iterator[tuple[Reader, str]] = iter(())
         self._stream: Reader | None = None
         self._name = ""
-        self._came = 0
+        self._received = 0
 
     def _fill(self, view: memoryview) -> int:
-        if self._part is not None:
-            self._advance(self._part)
+        if self._range is not None:
+            self._advance(self._range)
         view = view[: self._span.end - self._at]
         if not view:
             return 0
-        if self._part is None:
-            self._part, self._began = BlobRange.at(self._span.content, self._at), self._at
-            self._sources = self._find_sources(self._part)
-        view = view[: self._part.end - self._at]
+        if self._range is None:
+            self._range, self._began = BlobRange.at(self._span.content, self._at), self._at
+            self._sources = self._find_sources(self._range)
+        view = view[: self._range.end - self._at]
         count = 0
         while not count:
             try:
@@ -78,66 +80,70 @@ class RangeReader(RawReader):
             except PeerError:
                 pass
             self._close_stream()
-        self._at, self._came = self._at + count, self._came + count
+        self._at, self._received = self._at + count, self._received + count
         return count
 
-    def _advance(self, part: BlobRange) -> None:
+    def _advance(self, blob_range: BlobRange) -> None:
         """Record that all bytes up to here have been written."""
-        if self._at >= min(part.end, self._span.end):
+        if self._at >= min(blob_range.end, self._span.end):
             self._finish()
         elif self._arrival is not None and self._arrival.file is not None:
-            self._arrival.advance(self._at - part.start)
+            self._arrival.advance(self._at - blob_range.start)
 
-    def _find_sources(self, part: BlobRange) -> Iterator[tuple[Reader, str]]:
+    def _find_sources(self, blob_range: BlobRange) -> Iterator[tuple[Reader, str]]:
         """Yield the sources of a range; the next one has the rest of one that failed."""
         cache, owners = self._exchange.cache, self._exchange.owners
         while self._arrival is None:
-            if (kept := cache.kept_file(part)) is not None:
-                kept.offset += self._at - part.start
-                yield kept, "cache"
-            arrival, is_new = cache.board(part)
+            if (cached := cache.open_cached(blob_range)) is not None:
+                cached.offset += self._at - blob_range.start
+                yield cached, "cache"
+            arrival, is_new = cache.board(blob_range)
             if is_new:
                 self._arrival = arrival
             else:
                 cache.join(arrival)
         if not self._is_for_peer:
-            if self._began == part.start:
+            if self._began == blob_range.start:
                 cache.write_to_ingest(self._arrival)
             for _ in range(_MAX_FAILURES):
-                if (stream := owners.open(self._rest(part))) is None:
+                if (stream := owners.open(self._rest(blob_range))) is None:
                     break
                 yield stream, "neighbour"
-        if (stream := owners.open_stored(self._rest(part), self._first)) is not None:
+        if (stream := owners.open_stored(self._rest(blob_range), self._preferred)) is not None:
             yield stream, "neighbour"
         self._arrival.is_of_registry = True
-        rest = self._rest(part)
-        reader = self._source.open(rest.content, rest.start, rest.end - rest.start)
-        if not self._source.supports_ranges(rest.content) and not part.is_whole:
-            self._exchange.upstream.ignores_ranges(rest.reference.registry or "")
+        missing = self._rest(blob_range)
+        reader = self._source.open(missing.content, missing.start, missing.end - missing.start)
+        if not self._source.supports_ranges(missing.content) and not blob_range.is_whole:
+            self._exchange.upstream.ignores_ranges(missing.reference.registry or "")
         yield reader, "registry"
 
-    def _rest(self, part: BlobRange) -> BlobSpan:
-        return replace(self._span, start=self._at, end=min(part.end, self._span.end))
+    def _rest(self, blob_range: BlobRange) -> BlobSpan:
+        return replace(self._span, start=self._at, end=min(blob_range.end, self._span.end))
 
     def _finish(self) -> None:
         """Finish a range whose bytes have all been written."""
         self._close_stream()
-        part, arrival, cache = self._part, self._arrival, self._exchange.cache
+        blob_range, arrival, cache = self._range, self._arrival, self._exchange.cache
         if self._is_for_peer:
             return
-        self._part = self._arrival = None
-        if part is not None and self._began == part.start and self._at >= part.end:
-            cache.wrote(part)
+        self._range = self._arrival = None
+        if (
+            blob_range is not None
+            and self._began == blob_range.start
+            and self._at >= blob_range.end
+        ):
+            cache.wrote(blob_range)
         if arrival is not None:
-            is_read = self._at >= arrival.part.end
+            is_read = self._at >= arrival.blob_range.end
             cache.land(arrival, None if is_read else NetworkError("a pull has ended early"))
 
     def _close_stream(self) -> None:
         if self._stream is not None:
             self._stream.close()
-        if self._came:
-            self._count(self._name, self._came)
-        self._stream, self._came = None, 0
+        if self._received:
+            self._count(self._name, self._received)
+        self._stream, self._received = None, 0
 
     def close(self) -> None:
         if not self.closed:
@@ -156,35 +162,38 @@ class RangeExchange:
     ) -> None:
         self.cache, self.upstream, self.owners = cache, upstream, owners
         self.on_traffic = on_traffic
-        self._places = threading.BoundedSemaphore(AT_ONCE)
+        self._fetch_slots = threading.BoundedSemaphore(AT_ONCE)
 
     def fetch(
-        self, reference: Reference, part: BlobRange, first: tuple[str, ...] = ()
+        self, reference: Reference, blob_range: BlobRange, preferred: tuple[str, ...] = ()
     ) -> RangeArrival | None:
         """Begin to fetch a range for a peer; return its arrival, None if too many are fetched.
 
-        The source is another peer, preferably one of ``first``, or the registry.
+        The source is another peer, preferably one of ``preferred``, or the registry.
         """
-        if not self._places.acquire(blocking=False):
-            return self.cache.arrival(part)
-        arrival, is_new = self.cache.board(part)
+        if not self._fetch_slots.acquire(blocking=False):
+            return self.cache.arrival(blob_range)
+        arrival, is_new = self.cache.board(blob_range)
         if is_new:
-            work = (reference, arrival, first)
+            work = (reference, arrival, preferred)
             Thread(target=self._fetch, args=work, name="aimage-range", daemon=True).start()
         else:
-            self._places.release()
+            self._fetch_slots.release()
         return arrival
 
-    def _fetch(self, reference: Reference, arrival: RangeArrival, first: tuple[str, ...]) -> None:
-        error, part = None, arrival.part
+    def _fetch(
+        self, reference: Reference, arrival: RangeArrival, preferred: tuple[str, ...]
+    ) -> None:
+        error, blob_range = None, arrival.blob_range
         try:
-            if (found := self.cache.find(part)) is not None:  # it arrived before the board
-                found.close()
+            # It arrived before the board.
+            if (file := self.cache.find(blob_range)) is not None:
+                file.close()
                 return
-            span = BlobSpan(reference, part.content, part.start, part.end)
+            span = BlobSpan(reference, blob_range.content, blob_range.start, blob_range.end)
             with self.upstream.connect(reference) as repository:
-                count = partial(self._count, repository, part.content)
-                reader = RangeReader(self, repository, span, count, arrival, first)
+                count = partial(self._count, repository, blob_range.content)
+                reader = RangeReader(self, repository, span, count, arrival, preferred)
                 self._write(reader, arrival, reference.registry or "")
             self.cache.keep(arrival)
         except (AImageError, OSError) as failure:
@@ -192,19 +201,21 @@ class RangeExchange:
             _log.warning("cannot fetch a range for a neighbour", extra={"reason": error.message})
         finally:
             self.cache.land(arrival, error)
-            self._places.release()
+            self._fetch_slots.release()
 
     def _write(self, reader: Reader, arrival: RangeArrival, registry: str) -> None:
         fd, rate = self.cache.write_to_file(arrival), self.upstream.rate(registry)
-        buffer, at = new_buffer(), 0
+        buffer, offset = new_buffer(), 0
         with reader:
-            while at < arrival.part.length:
+            while offset < arrival.blob_range.length:
                 count = reader.readinto(buffer[: rate.burst] if rate else buffer)
                 if not count:
-                    raise NetworkError(f"the response for {arrival.part.digest} is incomplete")
+                    raise NetworkError(
+                        f"the response for {arrival.blob_range.digest} is incomplete"
+                    )
                 self.cache.check_open()
-                os.pwrite(fd, buffer[:count], at)
-                at += count
+                os.pwrite(fd, buffer[:count], offset)
+                offset += count
                 if rate is not None and arrival.is_of_registry:
                     rate.consume(count)
 

@@ -36,16 +36,24 @@ from clowder_aimage.node.range_source import RANGE, BlobRange
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry.peer import BUSY, NODE_HEADER, NODE_ID, STORED, BlobSpan
 
-MAX_REGISTRIES = 16  # whose routes are cached
+# Whose routes are cached.
+MAX_REGISTRIES = 16
 MAX_REQUESTS = 64  # processed concurrently
-TURN_TIMEOUT = 2.0  # seconds that a request waits for an upload slot
-COMING_TIMEOUT = 8.0  # seconds that a request waits for a range in flight
-_SEND_TIMEOUT = 300.0  # seconds for one range
-_STALL_TIMEOUT = 10.0  # seconds for one block: a stalled client occupies an upload slot
-MAX_HOLDERS, MAX_NAMED = 16, 4  # nodes remembered for a range, and listed in one redirect
-_MAX_RANGES = 8192  # ranges whose holders are remembered
+# Seconds that a request waits for an upload slot.
+TURN_TIMEOUT = 2.0
+# Seconds that a request waits for a range in flight.
+COMING_TIMEOUT = 8.0
+# Seconds for one range.
+_SEND_TIMEOUT = 300.0
+# Seconds for one block: a stalled client occupies an upload slot.
+_STALL_TIMEOUT = 10.0
+# Nodes remembered for a range, and listed in one redirect.
+MAX_HOLDERS, MAX_NAMED = 16, 4
+# Ranges whose holders are remembered.
+_MAX_RANGES = 8192
 _BLOCK = 1024 * 1024
-_MAX_STALL = 40.0  # seconds without a byte of a range that arrives
+# Seconds without a byte of a range that arrives.
+_MAX_STALL = 40.0
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 _SIZE = re.compile(r"[0-9]{1,18}")
 
@@ -68,7 +76,9 @@ class ReadOnlyRegistry:
 
     def _new_handlers(self, host: str) -> dict[str, Handler]:
         """Return the handlers for the names of a registry, or for local names if it is empty."""
-        return {one.path: one.handler for one in reading_routes(self._store, self.leases, host)}
+        return {
+            route.path: route.handler for route in reading_routes(self._store, self.leases, host)
+        }
 
     def _answer(self, path: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -76,12 +86,12 @@ class ReadOnlyRegistry:
             if host and path.endswith("/blobs/{digest}"):
                 digest = digest_of(request)
                 reference = Reference(host, repository_of(request), None, digest)
-                if (found := await self._ranges.answer(request, reference, digest)) is not None:
-                    return found
-            found = await self._handlers(host)[path](request)
+                if (response := await self._ranges.answer(request, reference, digest)) is not None:
+                    return response
+            response = await self._handlers(host)[path](request)
             if path == "/v2/":
-                found.headers[NODE_HEADER] = self._node
-            return found
+                response.headers[NODE_HEADER] = self._node
+            return response
 
         return answer
 
@@ -99,10 +109,10 @@ def _namespace(request: web.Request) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RangeRequest:
-    """A request of the node ``asker``; with ``is_stored``, the range is not fetched for it."""
+    """A request of the node ``requester``; with ``is_stored``, the range is not fetched for it."""
 
     span: BlobSpan
-    asker: str
+    requester: str
     is_stored: bool
 
     @classmethod
@@ -110,20 +120,20 @@ class RangeRequest:
         cls, request: web.Request, reference: Reference, digest: Digest
     ) -> RangeRequest | None:
         """Parse a request; return None unless a node requests bytes of one range."""
-        asker = request.headers.get(NODE_HEADER, "")
-        found = _RANGE.fullmatch(request.headers.get("Range", ""))
+        requester = request.headers.get(NODE_HEADER, "")
+        match = _RANGE.fullmatch(request.headers.get("Range", ""))
         size = _SIZE.fullmatch(request.query.get("size", ""))
-        if found is None or size is None or not NODE_ID.fullmatch(asker):
+        if match is None or size is None or not NODE_ID.fullmatch(requester):
             return None
-        start, end = int(found[1]), int(found[2]) + 1
+        start, end = int(match[1]), int(match[2]) + 1
         content = Descriptor(MEDIA_TYPE, digest, int(size[0]))
         if not start < end <= content.size or start // RANGE != (end - 1) // RANGE:
             return None
         is_stored = STORED in request.headers.get("Cache-Control", "")
-        return cls(BlobSpan(reference, content, start, end), asker, is_stored)
+        return cls(BlobSpan(reference, content, start, end), requester, is_stored)
 
     @property
-    def part(self) -> BlobRange:
+    def blob_range(self) -> BlobRange:
         return BlobRange.at(self.span.content, self.span.start)
 
     @property
@@ -135,7 +145,7 @@ class RangeRequest:
 class RangeRoutes:
     """The ranges of ``exchange`` for other nodes.
 
-    ``has_repository(reference)`` returns whether this node fetches from a repository with its own
+    ``has_repository(reference)`` returns True if this node fetches from a repository with its own
     credentials.
     """
 
@@ -156,149 +166,159 @@ class RangeRoutes:
 
         Raises DistributionError: BLOB_UNKNOWN, TOOMANYREQUESTS, UNKNOWN.
         """
-        wanted = RangeRequest.parse(request, reference, digest)
-        if wanted is None:
+        range_request = RangeRequest.parse(request, reference, digest)
+        if range_request is None:
             return None
         if request.method == "HEAD":
-            if not await run_io(self._cache.has, wanted.part, wanted.offset):
-                raise _unknown(wanted)
+            if not await run_io(self._cache.has, range_request.blob_range, range_request.offset):
+                raise _unknown(range_request)
             return web.Response()
-        has_others = bool(self._known(wanted)) or self._waiting >= MAX_REQUESTS // 2
+        has_others = bool(self._sample_holders(range_request)) or self._waiting >= MAX_REQUESTS // 2
         if self._inside >= MAX_REQUESTS or (self._slots.locked() and has_others):
-            raise self._busy(wanted)
+            raise self._busy(range_request)
         self._inside += 1
         try:
-            with await self._find(wanted) as found:
-                return await self._send_in_turn(request, wanted, found)
+            with await self._find(range_request) as file:
+                return await self._send_in_turn(request, range_request, file)
         finally:
             self._inside -= 1
 
-    async def _find(self, wanted: RangeRequest) -> RangeFile:
-        """Return a range that is here, arrives, or is fetched now."""
+    async def _find(self, range_request: RangeRequest) -> RangeFile:
+        """Return a range that is local, arrives, or begins to be fetched."""
         try:
-            found = await self._available(wanted)
-            if found is None and wanted.is_stored:
-                raise _unknown(wanted)
-            if found is None:
-                found = await self._fetched(wanted)
+            file = await self._find_local(range_request)
+            if file is None and range_request.is_stored:
+                raise _unknown(range_request)
+            if file is None:
+                file = await self._fetch(range_request)
         except TimeoutError:
-            raise self._busy(wanted, is_coming=True) from None
-        if found is None:
-            raise self._busy(wanted)
-        return found
+            raise self._busy(range_request, is_coming=True) from None
+        if file is None:
+            raise self._busy(range_request)
+        return file
 
     async def _send_in_turn(
-        self, request: web.Request, wanted: RangeRequest, found: RangeFile
+        self, request: web.Request, range_request: RangeRequest, file: RangeFile
     ) -> web.StreamResponse:
         self._waiting += 1
         try:
             async with asyncio.timeout(TURN_TIMEOUT):
                 await self._slots.acquire()
         except TimeoutError:
-            raise self._busy(wanted) from None
+            raise self._busy(range_request) from None
         finally:
             self._waiting -= 1
         try:
-            return await self._send(request, wanted, found)
+            return await self._send(request, range_request, file)
         finally:
             self._slots.release()
 
-    async def _available(self, wanted: RangeRequest) -> RangeFile | None:
-        """Return a range that is here or arrives. Raises TimeoutError if its first byte is late."""
-        with contextlib.suppress(AImageError):  # a failed pull does not fail the peer
-            return await self._arrived(wanted, self._cache.arrival(wanted.part))
+    async def _find_local(self, range_request: RangeRequest) -> RangeFile | None:
+        """Return a local or arriving range. Raises TimeoutError if its first byte is late."""
+        # A failed pull does not fail the peer.
+        with contextlib.suppress(AImageError):
+            return await self._await_arrival(
+                range_request, self._cache.arrival(range_request.blob_range)
+            )
         return None
 
-    async def _arrived(
-        self, wanted: RangeRequest, arrival: RangeArrival | None
+    async def _await_arrival(
+        self, range_request: RangeRequest, arrival: RangeArrival | None
     ) -> RangeFile | None:
-        """Return a range once the first byte wanted is here. Raises TimeoutError, AImageError."""
+        """Return a range once its first requested byte is here.
+
+        Raises TimeoutError, AImageError.
+        """
         if arrival is not None:
             try:
                 async with asyncio.timeout(COMING_TIMEOUT):
-                    await arrival.wait(wanted.offset)
+                    await arrival.wait(range_request.offset)
             except TimeoutError:
                 if time.monotonic() - arrival.moved > _MAX_STALL:
-                    raise NetworkError(f"no data received for {wanted.part.digest}") from None
+                    raise NetworkError(
+                        f"no data received for {range_request.blob_range.digest}"
+                    ) from None
                 raise
-        return await run_io(self._cache.find, wanted.part)
+        return await run_io(self._cache.find, range_request.blob_range)
 
-    async def _fetched(self, wanted: RangeRequest) -> RangeFile | None:
+    async def _fetch(self, range_request: RangeRequest) -> RangeFile | None:
         """Return a range that is fetched for a node. Raises TimeoutError if it is late."""
-        span, holders = wanted.span, tuple(self._known(wanted))
+        span, holders = range_request.span, tuple(self._sample_holders(range_request))
         if not await run_io(self._has_repository, span.reference):
-            raise self._left_to_first(wanted)
-        arrival = self._exchange.fetch(span.reference, wanted.part, holders)
+            raise self._refuse_fetch(range_request)
+        arrival = self._exchange.fetch(span.reference, range_request.blob_range, holders)
         if arrival is None:
             raise TimeoutError
         try:
-            return await self._arrived(wanted, arrival)
+            return await self._await_arrival(range_request, arrival)
         except NotFoundError:
-            raise _unknown(wanted) from None
+            raise _unknown(range_request) from None
         except AImageError as error:
             message = "cannot fetch the blob from the registry"
             raise DistributionError("UNKNOWN", message=message, status=502) from error
 
     async def _send(
-        self, request: web.Request, wanted: RangeRequest, found: RangeFile
+        self, request: web.Request, range_request: RangeRequest, file: RangeFile
     ) -> web.StreamResponse:
-        span = wanted.span
+        span = range_request.span
         count = span.end - span.start
-        answer = await begin_response(
+        response = await begin_response(
             request, span.content.digest, span.content.size, (span.start, span.end)
         )
-        self._note(wanted)  # it can send what it has received
-        at, origin = found.offset + wanted.offset, found.offset
+        # It can send what it has received.
+        self._note(range_request)
+        offset, origin = file.offset + range_request.offset, file.offset
         try:
             async with asyncio.timeout(_SEND_TIMEOUT):
                 await send_body(
-                    request, found, at, at + count, found.arrival,
+                    request, file, offset, offset + count, file.arrival,
                     origin=origin, chunk_size=_BLOCK, timeout=_STALL_TIMEOUT,
                 )  # fmt: skip
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
-            return answer
+            return response
         except ConnectionError:
-            return answer  # the client has disconnected, or the range has failed
+            # The client has disconnected, or the range has failed.
+            return response
         self._exchange.on_traffic("sent", count)
-        return answer
+        return response
 
-    def _note(self, wanted: RangeRequest) -> None:
+    def _note(self, range_request: RangeRequest) -> None:
         """Record that a node has a range or fetches it."""
-        found = self._holders.setdefault(wanted.part, deque(maxlen=MAX_HOLDERS))
-        if wanted.asker not in found:
-            found.append(wanted.asker)
-        self._holders.move_to_end(wanted.part)
+        holders = self._holders.setdefault(range_request.blob_range, deque(maxlen=MAX_HOLDERS))
+        if range_request.requester not in holders:
+            holders.append(range_request.requester)
+        self._holders.move_to_end(range_request.blob_range)
         while len(self._holders) > _MAX_RANGES:
             self._holders.popitem(last=False)
 
-    def _known(self, wanted: RangeRequest) -> list[str]:
+    def _sample_holders(self, range_request: RangeRequest) -> list[str]:
         """Return the live nodes that have a range."""
-        found = self._holders.get(wanted.part)
-        if not found:
+        holders = self._holders.get(range_request.blob_range)
+        if not holders:
             return []
         usable = self._peers.usable()
-        known = [one for one in found if one in usable and one != wanted.asker]
-        return random.sample(known, min(MAX_NAMED, len(known)))
+        live = [node for node in holders if node in usable and node != range_request.requester]
+        return random.sample(live, min(MAX_NAMED, len(live)))
 
-    def _left_to_first(self, wanted: RangeRequest) -> DistributionError:
+    def _refuse_fetch(self, range_request: RangeRequest) -> DistributionError:
         """Return a redirect to the node that fetches a range; BLOB_UNKNOWN for the first one."""
-        if self._known(wanted):
-            return self._busy(wanted)
-        self._note(wanted)
-        return _unknown(wanted)
+        if self._sample_holders(range_request):
+            return self._busy(range_request)
+        self._note(range_request)
+        return _unknown(range_request)
 
-    def _busy(self, wanted: RangeRequest, *, is_coming: bool = False) -> DistributionError:
+    def _busy(self, range_request: RangeRequest, *, is_coming: bool = False) -> DistributionError:
         """Return TOOMANYREQUESTS, as a redirect if there are nodes that have the range."""
-        nodes, usable = self._known(wanted), self._peers.usable()
+        nodes, usable = self._sample_holders(range_request), self._peers.usable()
         if nodes and nodes[0] in usable:
-            location = f"{usable[nodes[0]].url}{wanted.span.path}"
+            location = f"{usable[nodes[0]].url}{range_request.span.path}"
             headers = {"Location": location, NODE_HEADER: ",".join(nodes)}
             return DistributionError("TOOMANYREQUESTS", status=307, headers=headers)
         headers = {"Retry-After": "1"} if is_coming else {}
         return DistributionError("TOOMANYREQUESTS", status=BUSY, headers=headers)
 
 
-def _unknown(wanted: RangeRequest) -> DistributionError:
-    return DistributionError("BLOB_UNKNOWN", {"digest": str(wanted.span.content.digest)})
+def _unknown(range_request: RangeRequest) -> DistributionError:
+    return DistributionError("BLOB_UNKNOWN", {"digest": str(range_request.span.content.digest)})

@@ -26,12 +26,18 @@ from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.peer import BlobSpan, PeerClient, PeerError, PeerReader, PeerRefusal
 
 RANGE = 16 * 1024 * 1024  # bytes
-OWNERS = 4  # owners tried for a range, in order
-OTHERS = 8  # nodes tried for a stored range before the registry
-MAX_HOPS = 12  # redirects followed for a range
-MAX_USES = 4096  # requests on one connection before it is reopened: credentials may have changed
-_MAX_MISSES = 6  # consecutive redirects to nodes without the range
-_PAUSE = 600.0  # seconds before a registry that ignored a range is sent range requests again
+# Owners tried for a range, in order.
+OWNERS = 4
+# Nodes tried for a stored range before the registry.
+OTHERS = 8
+# Redirects followed for a range.
+MAX_HOPS = 12
+# Requests on one connection before it is reopened: credentials may have changed.
+MAX_USES = 4096
+# Consecutive redirects to nodes without the range.
+_MAX_MISSES = 6
+# Seconds before a registry that ignored a range is sent range requests again.
+_PAUSE = 600.0
 
 OnBytes = Callable[[str, int], object]
 
@@ -67,7 +73,7 @@ class BlobRange:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the range is the complete blob."""
+        """Return True if the range is the complete blob."""
         return self.size <= RANGE
 
     @property
@@ -76,13 +82,13 @@ class BlobRange:
         return Descriptor("application/octet-stream", self.digest, self.size)
 
 
-def ranked(nodes: Iterable[str], digest: Digest, number: int) -> list[str]:
+def rank_nodes(nodes: Iterable[str], digest: Digest, number: int) -> list[str]:
     """Return ids of nodes by rank: the owner of a range, then its owner without that node, etc."""
     key = f"\0{digest}\0{number}".encode()
-    weighed = [
+    weighted = [
         (hashlib.blake2b(node.encode() + key, digest_size=8).digest(), node) for node in nodes
     ]
-    return [node for _, node in sorted(weighed, reverse=True)]
+    return [node for _, node in sorted(weighted, reverse=True)]
 
 
 class RangeOwners:
@@ -95,35 +101,35 @@ class RangeOwners:
         self.peers, self._node, self._client, self._closed = peers, node, client, closed
 
     def open(self, span: BlobSpan) -> PeerReader | None:
-        """Open a span of a range at its owner, or at a node to which the owner redirects.
+        """Open a span of a range at its owner, or at the target of the owner's redirect.
 
         Returns None if this node is the owner or no owner sends it. Raises NetworkError if closed.
         """
         usable = self.peers.usable()
-        order = ranked([*usable, self._node], span.content.digest, span.start // RANGE)
+        order = rank_nodes([*usable, self._node], span.content.digest, span.start // RANGE)
         for node in order[:OWNERS]:
             if node == self._node:
                 return None
-            found = self._of_owner(usable[node], span)
-            if found is not None:
-                return found if isinstance(found, PeerReader) else None
+            opened = self._open_at_owner(usable[node], span)
+            if opened is not None:
+                return opened if isinstance(opened, PeerReader) else None
         return None
 
-    def open_stored(self, span: BlobSpan, first: Sequence[str] = ()) -> PeerReader | None:
+    def open_stored(self, span: BlobSpan, preferred: Sequence[str] = ()) -> PeerReader | None:
         """Open a span at a node that has it already, without a fetch on any node.
 
-        Tries ``first``, then the nodes that would own the range if this one did not exist.
+        Tries ``preferred``, then the nodes that would own the range if this one did not exist.
         """
         usable = self.peers.usable()
-        order = ranked(usable, span.content.digest, span.start // RANGE)[:OTHERS]
-        for node in dict.fromkeys([*first, *order]):
+        order = rank_nodes(usable, span.content.digest, span.start // RANGE)[:OTHERS]
+        for node in dict.fromkeys([*preferred, *order]):
             if node in usable and self._has(usable[node], span):
-                found = self._of_owner(usable[node], span, is_stored=True)
-                if isinstance(found, PeerReader):
-                    return found
+                opened = self._open_at_owner(usable[node], span, is_stored=True)
+                if isinstance(opened, PeerReader):
+                    return opened
         return None
 
-    def _of_owner(
+    def _open_at_owner(
         self, owner: Peer, span: BlobSpan, *, is_stored: bool = False
     ) -> PeerReader | bool | None:
         """Open a span at an owner as soon as the owner can send it.
@@ -133,20 +139,20 @@ class RangeOwners:
         limits = self.peers.limits
         began, pause, misses = time.monotonic(), 0.05, 0
         while owner in self.peers.usable().values():
-            found = self._open(owner, span, is_stored=is_stored)
-            if not isinstance(found, PeerRefusal):
-                return found
-            if not found.is_busy:
+            response = self._open(owner, span, is_stored=is_stored)
+            if not isinstance(response, PeerRefusal):
+                return response
+            if not response.is_busy:
                 return False
-            stream = self._of_holders(owner, span, found.nodes)
+            stream = self._open_at_holder(owner, span, response.nodes)
             if stream is not None:
                 return stream
-            misses = misses + 1 if found.status == 307 else 0
+            misses = misses + 1 if response.status == 307 else 0
             waited = time.monotonic() - began
-            is_coming = found.is_coming or found.status == 307
+            is_coming = response.is_coming or response.status == 307
             if waited > (limits.coming if is_coming else limits.busy):
                 if is_coming:
-                    self.peers.failed(owner, "busy for too long", cost=LATE)
+                    self.peers.record_failure(owner, "busy for too long", cost=LATE)
                 return False
             if misses > _MAX_MISSES and waited > limits.pause:
                 return False
@@ -155,51 +161,53 @@ class RangeOwners:
             pause = min(2 * pause, limits.pause)
         return None
 
-    def _of_holders(self, owner: Peer, span: BlobSpan, nodes: Sequence[str]) -> PeerReader | None:
+    def _open_at_holder(
+        self, owner: Peer, span: BlobSpan, nodes: Sequence[str]
+    ) -> PeerReader | None:
         """Open a span at a node that has it, following the redirects of a busy owner.
 
         Only configured nodes are contacted, at their configured addresses.
         """
         usable = self.peers.usable()
-        tried, named = {self._node, owner.id}, random.sample(nodes, len(nodes))
-        while named and len(tried) < MAX_HOPS + 2:
-            node = named.pop()
+        tried, candidates = {self._node, owner.id}, random.sample(nodes, len(nodes))
+        while candidates and len(tried) < MAX_HOPS + 2:
+            node = candidates.pop()
             if node in tried or node not in usable:
                 continue
             tried.add(node)
-            found = self._open(usable[node], span, is_stored=True)
-            if isinstance(found, PeerReader):
-                return found
-            if isinstance(found, PeerRefusal):
-                named += found.nodes
+            response = self._open(usable[node], span, is_stored=True)
+            if isinstance(response, PeerReader):
+                return response
+            if isinstance(response, PeerRefusal):
+                candidates += response.nodes
         return None
 
     def _open(
-        self, one: Peer, span: BlobSpan, *, is_stored: bool
+        self, peer: Peer, span: BlobSpan, *, is_stored: bool
     ) -> PeerReader | PeerRefusal | None:
         """Send one request. A node that fails is skipped temporarily."""
         try:
-            found = self._client.open(one.url, span, is_stored=is_stored)
+            response = self._client.open(peer.url, span, is_stored=is_stored)
         except PeerError as error:
-            self._ended(one, error)
+            self._record_end(peer, error)
             return None
-        if isinstance(found, PeerReader):
-            found.on_end = lambda error: self._ended(one, error)
-        return found
+        if isinstance(response, PeerReader):
+            response.on_end = lambda error: self._record_end(peer, error)
+        return response
 
-    def _has(self, one: Peer, span: BlobSpan) -> bool:
+    def _has(self, peer: Peer, span: BlobSpan) -> bool:
         try:
-            return self._client.has(one.url, span)
+            return self._client.has(peer.url, span)
         except PeerError as error:
             if not error.is_late:
-                self._ended(one, error)
+                self._record_end(peer, error)
             return False
 
-    def _ended(self, one: Peer, error: PeerError | None) -> None:
+    def _record_end(self, peer: Peer, error: PeerError | None) -> None:
         if error is None:
-            self.peers.succeeded(one)
+            self.peers.record_success(peer)
         elif not self._closed.is_set():
-            self.peers.failed(one, error.message, cost=LATE if error.is_late else 1)
+            self.peers.record_failure(peer, error.message, cost=LATE if error.is_late else 1)
 
 
 class RangeUpstream:
@@ -213,7 +221,8 @@ class RangeUpstream:
         self._lock = threading.Lock()
         self._pool = ClientPool(options, uses=MAX_USES)
         self._rates: dict[str, Rate] = {}
-        self._whole_only: dict[str, float] = {}  # registries that ignore ranges, with expiry
+        # Registries that ignore ranges, with expiry.
+        self._whole_only: dict[str, float] = {}
 
     def close(self) -> None:
         """Close all connections; requests in progress fail."""
@@ -229,7 +238,7 @@ class RangeUpstream:
         self._on_bytes("mirror" if is_mirrored else "registry", count)
 
     def has_ranges(self, registry: str) -> bool:
-        """Return whether range requests may be sent to a registry."""
+        """Return True if range requests may be sent to a registry."""
         return self._whole_only.get(registry, 0.0) <= time.monotonic()
 
     def ignores_ranges(self, registry: str) -> None:

@@ -21,7 +21,7 @@ from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
 from clowder_aimage.http.background import run_in_daemon_thread
 from clowder_aimage.layout.completeness import CompletenessCache
-from clowder_aimage.node import model_transition as after
+from clowder_aimage.node import model_transition as transition
 from clowder_aimage.node.model_state import (
     UNKNOWN,
     Action,
@@ -38,7 +38,8 @@ from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pull import resolve_changed, stored_name
 from clowder_aimage.registry import ClientOptions
 
-MAX_EACH, MAX_ALL = 8, 32  # concurrent requests: to one registry, and in total
+# Concurrent requests: to one registry, and in total.
+MAX_EACH, MAX_ALL = 8, 32
 _log = logging.getLogger("aimage.node")
 
 
@@ -55,37 +56,39 @@ class RegistryLimiter:
 
     def __init__(self, connection: ClientOptions) -> None:
         self._connection = connection
-        self._each: dict[str | None, asyncio.Semaphore] = {}
-        self._all = asyncio.Semaphore(MAX_ALL)
+        self._by_registry: dict[str | None, asyncio.Semaphore] = {}
+        self._total = asyncio.Semaphore(MAX_ALL)
 
     async def ask(
-        self, reference: Reference, known: Digest | None, timeout: float | None = None
+        self, reference: Reference, last_digest: Digest | None, timeout: float | None = None
     ) -> tuple[Descriptor, Descriptor] | None:
         """Resolve as ``resolve_changed``. Raises CrowdedError if queued for ``timeout`` seconds."""
-        each = self._each.setdefault(reference.registry, asyncio.Semaphore(MAX_EACH))
+        slots = self._by_registry.setdefault(reference.registry, asyncio.Semaphore(MAX_EACH))
 
         async def resolve() -> tuple[Descriptor, Descriptor] | None:
             try:
                 return await run_in_daemon_thread(
-                    lambda: resolve_changed(reference, self._connection, known)
+                    lambda: resolve_changed(reference, self._connection, last_digest)
                 )
             finally:
-                self._all.release()
-                each.release()
+                self._total.release()
+                slots.release()
 
         try:
             async with asyncio.timeout(timeout):
-                await each.acquire()  # first: an unresponsive registry must not fill the total
+                # First: an unresponsive registry must not fill the total.
+                await slots.acquire()
                 try:
-                    await self._all.acquire()
+                    await self._total.acquire()
                 except BaseException:
-                    each.release()
+                    slots.release()
                     raise
         except TimeoutError:
             raise CrowdedError from None
         question = asyncio.ensure_future(resolve())
         question.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(question)  # the thread continues if the caller is cancelled
+        # The thread continues if the caller is cancelled.
+        return await asyncio.shield(question)
 
 
 class Reconciler:
@@ -126,7 +129,9 @@ class Reconciler:
                 case Work.KEEP:
                     await run_locking(self._pinner.keep, model)
                 case Work.MEASURE:
-                    return partial(after.measured, free=await run_io(self._store.free))
+                    return partial(
+                        transition.apply_measurement, free=await run_io(self._store.free)
+                    )
                 case Work.PULL:
                     return await self._pull(model)
                 case Check():
@@ -136,11 +141,11 @@ class Reconciler:
                 case Announce():
                     self._service.events.record(action.kind, model=model.spec.name, **action.facts)
         except CrowdedError:
-            return after.store_changed
+            return transition.apply_store_change
         except StoppedError as error:
-            return partial(after.stopped, reason=error.message)
+            return partial(transition.apply_stop, reason=error.message)
         except AImageError as error:
-            return await self._failed(model, error)
+            return await self._make_failure(model, error)
         return None
 
     async def _look(self, model: ModelStatus) -> Event:
@@ -151,9 +156,9 @@ class Reconciler:
             if shown != model.state.reason:
                 facts = {"model": model.spec.name, "reason": error.message}
                 _log.warning("cannot read the store", extra=facts)
-            return partial(after.unreadable, reason=shown)
+            return partial(transition.apply_store_error, reason=shown)
         except Exception:
-            model.apply(partial(after.unreadable, reason=CRASHED), self._clock())
+            model.apply(partial(transition.apply_store_error, reason=CRASHED), self._clock())
             raise
 
     def _read(self, model: ModelStatus) -> Event:
@@ -163,18 +168,18 @@ class Reconciler:
         each of hundreds of models would read the whole index and check all of its blobs.
         """
         spec, name = model.spec, model.state.name
-        if model.state.phase == UNKNOWN and (known := self._pinner.stored(spec)):
-            name = Reference.parse(known)
+        if model.state.phase == UNKNOWN and (recorded := self._pinner.get_stored_name(spec)):
+            name = Reference.parse(recorded)
         check, version = partial(check_model, self._store, spec, name), (spec, name, model.version)
-        found = self._completeness.find(spec.name, check, version)
-        return partial(after.store_read, name=name, found=found)
+        completeness = self._completeness.find(spec.name, check, version)
+        return partial(transition.apply_store_read, name=name, completeness=completeness)
 
-    async def _check(self, model: ModelStatus, known: Digest | None) -> Event:
+    async def _check(self, model: ModelStatus, last_digest: Digest | None) -> Event:
         """Resolve the tag in the registry; count the outcome for a model that is present."""
         reference, outcome = model.spec.reference, ""
         try:
-            found = await self._registries.ask(reference, known, LOOK)
-            is_same = found is None or found[1].digest == model.state.digest
+            resolved = await self._registries.ask(reference, last_digest, LOOK)
+            is_same = resolved is None or resolved[1].digest == model.state.digest
             outcome = "unchanged" if is_same else "moved"
         except StoppedError:
             raise
@@ -184,12 +189,12 @@ class Reconciler:
         finally:
             if model.state.is_here and outcome:
                 self._service.metrics.tag_checked(reference.registry or "", outcome)
-        if found is None:
-            return after.checked
-        return partial(after.checked, root=found[0].digest, chosen=found[1].digest)
+        if resolved is None:
+            return transition.apply_check
+        return partial(transition.apply_check, root=resolved[0].digest, chosen=resolved[1].digest)
 
     async def _pull(self, model: ModelStatus) -> Event:
-        spec, came, total = model.spec, False, 0
+        spec, has_begun, total = model.spec, False, 0
         try:
             await run_locking(self._pinner.remember, spec, model.state.name)
             with self._service.transfers.pull(
@@ -204,17 +209,23 @@ class Reconciler:
                     root = await transfer.end()
                 finally:
                     counts = (n for source, n in transfer.sources.items() if source != "cache")
-                    came, total = any(counts), transfer.total
+                    has_begun, total = any(counts), transfer.total
                     model.transfer = None
         except NoSpaceError as error:
-            return await self._failed(model, error, needed=total, began=came)
+            return await self._make_failure(model, error, needed=total, began=has_begun)
         model.version += 1
         name = stored_name(spec.reference, root)
-        found = await run_io(check_model, self._store, spec, name)
+        completeness = await run_io(check_model, self._store, spec, name)
         sources, chance = dict(transfer.sources), self._chance()
-        return partial(after.pulled, name=name, found=found, sources=sources, chance=chance)
+        return partial(
+            transition.apply_pull,
+            name=name,
+            completeness=completeness,
+            sources=sources,
+            chance=chance,
+        )
 
-    async def _failed(
+    async def _make_failure(
         self, model: ModelStatus, error: AImageError, needed: int = 0, *, began: bool = False
     ) -> Event:
         free, root = 0, None
@@ -222,18 +233,18 @@ class Reconciler:
             free = await run_io(self._store.free)
         elif isinstance(error, VerificationError) and model.state.root is None:
             with contextlib.suppress(AImageError):
-                found = await self._registries.ask(model.spec.reference, None)
-                root = found[0].digest if found else None
+                resolved = await self._registries.ask(model.spec.reference, None)
+                root = resolved[0].digest if resolved else None
         chance = self._chance()
         delay = again(error, model.state.attempts + 1, chance, model.spec.refresh).delay
         facts = {"model": model.spec.name, "reason": error.message, "again": delay}
         _log.warning("pull failed", extra=facts)
         event = Failure(_without_path(error), free, needed, began, root)
-        return partial(after.failed, event=event, chance=chance)
+        return partial(transition.apply_failure, event=event, chance=chance)
 
 
 def _without_path(error: AImageError) -> AImageError:
-    """Return an error for the status, which callers read: messages about the store have paths."""
+    """Return an error without paths of this machine: clients read the message in the status."""
     if isinstance(error, StoreError):
         error = copy(error)
         error.message = "cannot access the store; see the node's log"

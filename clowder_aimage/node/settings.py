@@ -33,8 +33,8 @@ class NodeSettings(ServerSettings):
     """The settings of a node.
 
     ``desired`` is a directory; with ``prune``, models no longer listed in it are removed. ``high``
-    and ``low`` are percentages of the disk. ``collect`` is the interval in seconds at which
-    unreferenced blobs are collected; ``min_age`` is in seconds.
+    and ``low`` are percentages of the disk. ``collect`` is the interval in seconds between
+    collections of unreferenced blobs; ``min_age`` is in seconds.
     """
 
     SECTION = "node"

@@ -22,11 +22,14 @@ from clowder_aimage.errors import AccessError, FormatError, NotFoundError
 from clowder_aimage.node.model_spec import HINT, ModelSpec, PlacedSpec, entries, once
 from clowder_aimage.oci import read_json
 
-MAX_SIZE = 1024 * 1024  # bytes of a file
+# Bytes of a file.
+MAX_SIZE = 1024 * 1024
 _SUFFIXES = (".yaml", ".yml", ".json")
 _DATA = "..data"
-_DANGLING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}  # errors of a link without a target
-_ATTEMPTS = 5  # attempts to read a directory that changes meanwhile
+# Errors of a link without a target.
+_DANGLING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
+# Attempts to read a directory that changes meanwhile.
+_ATTEMPTS = 5
 
 
 class _ChangedError(FormatError):
@@ -61,7 +64,8 @@ def _read_unchanged(directory: Path) -> SpecFiles:
     try:
         return _read(directory)
     finally:
-        if fingerprint(directory) != before:  # a mix of files from before and after an update
+        # A mix of files from before and after an update.
+        if fingerprint(directory) != before:
             raise _ChangedError(
                 f"the files in {printable(directory)} changed while they were read",
                 hint="replace files atomically: write a temporary file and rename it",
@@ -77,8 +81,8 @@ def printable(path: Path | str) -> str:
 def _read(directory: Path) -> SpecFiles:
     names = _names(directory)
     paths = [directory / name for name in names]
-    found = [spec for path in paths for spec in _of_file(path, _content(path))]
-    return SpecFiles(once(found), tuple(map(printable, names)))
+    specs = [spec for path in paths for spec in _read_specs(path, _content(path))]
+    return SpecFiles(once(specs), tuple(map(printable, names)))
 
 
 def _names(directory: Path) -> list[str]:
@@ -119,7 +123,7 @@ def _content(path: Path) -> bytes:
     return raw
 
 
-def _of_file(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
+def _read_specs(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
     file, origin = printable(path), printable(path.name)
     try:
         text = raw.decode("utf-8-sig")
@@ -128,10 +132,11 @@ def _of_file(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
         raise FormatError(f"{at}: not UTF-8", hint="save it as UTF-8") from None
     if path.suffix == ".json":
         value = read_json(text.encode(), file) if text.strip() else None
-        lines = functools.cache(lambda: json_lines(text))  # only needed for errors
-        return entries(value, origin, file, lambda place: lines().get(place, 0))
-    value, known = read_yaml(text, file, HINT)
-    return entries(value, origin, file, lambda place: known.get(place, 0))
+        # Only needed for errors.
+        lines = functools.cache(lambda: json_lines(text))
+        return entries(value, origin, file, lambda path_in_file: lines().get(path_in_file, 0))
+    value, lines_by_path = read_yaml(text, file, HINT)
+    return entries(value, origin, file, lambda path_in_file: lines_by_path.get(path_in_file, 0))
 
 
 def fingerprint(directory: Path) -> object:
@@ -144,15 +149,15 @@ def fingerprint(directory: Path) -> object:
     except OSError as error:
         return error.errno
     return tuple(
-        (name, _file_facts(directory / name)) for name in names if name == _DATA or _counts(name)
+        (name, _file_identity(directory / name)) for name in names if name == _DATA or _counts(name)
     )
 
 
-def _file_facts(path: Path) -> object:
+def _file_identity(path: Path) -> object:
     try:
         target = str(path.readlink()) if path.is_symlink() else None
-        found = path.stat()
+        status = path.stat()
     except OSError as error:
         return error.errno
-    identity = (found.st_dev, found.st_ino, found.st_size)
-    return (target, *identity, found.st_mtime_ns, found.st_ctime_ns)
+    identity = (status.st_dev, status.st_ino, status.st_size)
+    return (target, *identity, status.st_mtime_ns, status.st_ctime_ns)

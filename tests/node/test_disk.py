@@ -14,7 +14,7 @@ from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.digest_scan import blobs
 from clowder_aimage.layout.layout import index_name
-from clowder_aimage.node.eviction import DiskReading, Watermarks, relieve, stored, usage
+from clowder_aimage.node.eviction import DiskReading, Watermarks, measure_blobs, relieve, usage
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 
 OLD, MIDDLE, NEW = (Reference.parse(f"registry.example.com/{name}") for name in "abc")
@@ -115,15 +115,15 @@ def test_excess_is_measured_from_the_lower_mark_above_the_upper_one(
 
 def test_usage_of_a_missing_store_is_that_of_its_parent(tmp_path: Path) -> None:
     found = usage(tmp_path / "not" / "yet")
-    assert 0 < found.part < 1 and found.total >= found.used + found.free > 0
+    assert 0 < found.used_fraction < 1 and found.total >= found.used + found.free > 0
 
 
 def test_stored_counts_blobs_and_interrupted_downloads(three_models: ImageLayout) -> None:
-    kept, _ = stored(three_models.root)
+    kept, _ = measure_blobs(three_models.root)
     assert kept == sum(each.st_size for _, each in blobs(three_models.root)) > 600_000
     size = 20 * 1024 * 1024  # large enough for an ingest record
     content = Descriptor("application/octet-stream", Digest.of(b"y"), size)
     ingest = three_models.ingest(content.digest.encoded, content)
     ingest.write_at(0, b"x" * size)
     ingest.suspend()
-    assert stored(three_models.root)[1] >= size
+    assert measure_blobs(three_models.root)[1] >= size

@@ -46,7 +46,7 @@ OLD, NEW = Digest.of(b"old"), Digest.of(b"new")
 MANIFEST = Descriptor("application/vnd.oci.image.manifest.v1+json", OLD, 100)
 COMPLETE, INCOMPLETE = Completeness(MANIFEST), Completeness(MANIFEST, 100, (MANIFEST,))
 HERE, PART, GONE = (
-    partial(event.store_read, name=NAME, found=found)
+    partial(event.apply_store_read, name=NAME, completeness=found)
     for found in (COMPLETE, INCOMPLETE, Completeness())
 )
 UNREACHABLE, ABSENT = NetworkError("no answer"), NotFoundError("no such tag")
@@ -75,27 +75,29 @@ def present(**facts: Any) -> ModelState:
 
 
 def failed(error: Any, *facts: Any, **named: Any) -> partial[tuple[ModelState, tuple[Any, ...]]]:
-    return partial(event.failed, event=Failure(error, *facts, **named), chance=0.5)
+    return partial(event.apply_failure, event=Failure(error, *facts, **named), chance=0.5)
 
 
 def pulled(
     found: Completeness, sources: dict[Any, Any] | None = None
 ) -> partial[tuple[ModelState, tuple[Any, ...]]]:
-    return partial(event.pulled, name=NAME, found=found, sources=sources or {}, chance=0.5)
+    return partial(
+        event.apply_pull, name=NAME, completeness=found, sources=sources or {}, chance=0.5
+    )
 
 
 def specified(wanted: ModelSpec) -> partial[tuple[ModelState, tuple[Any, ...]]]:
-    return partial(event.specified, spec=wanted)
+    return partial(event.apply_spec, spec=wanted)
 
 
 def measured(free: int) -> partial[tuple[ModelState, tuple[Any, ...]]]:
-    return partial(event.measured, free=free)
+    return partial(event.apply_measurement, free=free)
 
 
 def checked(
     root: Digest | None = None, chosen: Digest | None = None
 ) -> partial[tuple[ModelState, tuple[Any, ...]]]:
-    return partial(event.checked, root=root, chosen=chosen)
+    return partial(event.apply_check, root=root, chosen=chosen)
 
 
 def step(before: ModelState, *events: Any, now: float = NOW) -> tuple[ModelState, tuple[Any, ...]]:
@@ -110,7 +112,7 @@ def facts(found: ModelState, expected: dict[str, Any]) -> dict[Any, Any]:
     return {name: getattr(found, name) for name in expected}
 
 
-STOPPED = partial(event.stopped, reason="stopped")
+STOPPED = partial(event.apply_stop, reason="stopped")
 NEWS = Announce(PRESENT)
 DRIFT = Announce("drift", {"here": str(OLD), "there": str(NEW)})
 MOVED, SAME = checked(NEW, NEW), checked()
@@ -149,7 +151,7 @@ MOVED, SAME = checked(NEW, NEW), checked()
         (state(FAILED, failure=DENIED, suspect=BAD), GONE, {}, (Check(NEW),)),
         (state(FAILED, suspect=replace(BAD, retry_at=NOW)), GONE, {}, (Check(None),)),
         # -- the store could not be read
-        (present(root=NEW), partial(event.unreadable, reason="damaged"),
+        (present(root=NEW), partial(event.apply_store_error, reason="damaged"),
          {"phase": WAITING, "is_here": False, "root": None, "due": NOW + LOOK}, ()),
         # -- the registry responded, and the model is present
         (present(check_at=NOW), SAME, {"check_at": NOW + REFRESH, "due": NOW + LOOK}, ()),
@@ -229,11 +231,12 @@ MOVED, SAME = checked(NEW, NEW), checked()
          {"phase": FAILED}, ()),
         (state(WAITING), measured(10**9), {"phase": WAITING}, ()),
         # -- external events
-        (state(FAILED, failure=DENIED, attempts=4, suspect=BAD, not_before=NOW + 9), event.retried,
+        (state(FAILED, failure=DENIED, attempts=4, suspect=BAD, not_before=NOW + 9),
+         event.apply_retry,
          {"failure": None, "attempts": 0, "suspect": None, "due": NOW, "next_check": -math.inf},
          ()),
-        (present(due=NOW + 9), event.store_changed, {"due": NOW, "phase": PRESENT}, ()),
-        (present(), event.crashed, {"phase": FAILED, "due": NOW + CRASH}, ()),
+        (present(due=NOW + 9), event.apply_store_change, {"due": NOW, "phase": PRESENT}, ()),
+        (present(), event.apply_crash, {"phase": FAILED, "due": NOW + CRASH}, ()),
         (present(failure=DENIED), specified(spec(IF_MISSING)), {"failure": None, "due": NOW}, ()),
         (present(failure=DENIED), specified(spec(origin="b.yaml")), {"failure": DENIED}, ()),
     ],

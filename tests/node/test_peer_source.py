@@ -17,7 +17,7 @@ from aiohttp import web
 
 from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import NetworkError, NotFoundError
-from clowder_aimage.node.range_source import RANGE, ranked
+from clowder_aimage.node.range_source import RANGE, rank_nodes
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.peer import PeerTimeouts
 from tests.content.artifact import blob
@@ -97,7 +97,7 @@ def test_a_reader_closed_early_does_not_block_others(node: Node, memory_store: M
 def test_shutting_down_ends_a_pull_that_waits_for_a_busy_owner(
     tmp_path: Path, memory_store: MemoryStore
 ) -> None:
-    assert IDS[1] in {ranked(IDS[:2], CONTENT.digest, number)[0] for number in range(3)}
+    assert IDS[1] in {rank_nodes(IDS[:2], CONTENT.digest, number)[0] for number in range(3)}
     with fleet(tmp_path, 2, ids=IDS[:2]) as (one, other):
 
         async def busy(request: Any) -> web.Response | None:
@@ -207,7 +207,7 @@ def test_a_pull_with_a_faulty_peer_is_correct(
     one, _, came = pull_from(answer, tmp_path, pushed)
     if answer not in (wrong_bytes, breaks_off):
         assert not came["neighbour"]
-    (peer,) = [each for each in one.sharing.peers._known.values() if each.id == IDS[1]]
+    (peer,) = [each for each in one.sharing.peers._peers.values() if each.id == IDS[1]]
     assert bool(peer.failures) == (answer not in (wrong_bytes, is_missing))
 
 
@@ -280,7 +280,7 @@ def test_an_owner_that_is_always_busy_is_left_out(tmp_path: Path, pushed: Refere
         return web.Response(status=429, headers={"Retry-After": "1"})
 
     one, _, _ = pull_from(busy, tmp_path, pushed, limits=SHORT)
-    (peer,) = [each for each in one.sharing.peers._known.values() if each.id == IDS[1]]
+    (peer,) = [each for each in one.sharing.peers._peers.values() if each.id == IDS[1]]
     assert peer.failures == 6
 
 
@@ -300,7 +300,7 @@ def test_a_peer_that_trickles_bytes_times_out(
             await asyncio.sleep(0.1)
 
     one, _, _ = pull_from(drips, tmp_path, pushed, timeouts=PeerTimeouts(stall=0.5, range=1))
-    (peer,) = [each for each in one.sharing.peers._known.values() if each.id == IDS[1]]
+    (peer,) = [each for each in one.sharing.peers._peers.values() if each.id == IDS[1]]
     assert peer.failures
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.node import peers
 from clowder_aimage.node.peers import LATE, Peers, SharingLimits, parse_peer, urls_of
-from clowder_aimage.node.range_source import RANGE, BlobRange, ranked
+from clowder_aimage.node.range_source import RANGE, BlobRange, rank_nodes
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.registry.peer import PeerError
@@ -162,16 +162,16 @@ def test_a_failing_node_is_excluded_with_exponential_backoff() -> None:
     world.ping()
     one, pauses = world.peers.usable()[OTHER], []
     for _ in range(12):
-        world.peers.failed(one, "broke off")
-        world.peers.failed(one, "broke off")  # the same failure on another connection
+        world.peers.record_failure(one, "broke off")
+        world.peers.record_failure(one, "broke off")  # the same failure on another connection
         assert world.states == {"other:80": "live"} and not world.usable
         began = world.now
         while one not in world.peers.usable().values():
             world.now += 1.0
         pauses.append(world.now - began)
     assert pauses[:4] == [2, 4, 8, 16] and max(pauses) == 600
-    world.peers.succeeded(one)
-    world.peers.failed(one, "broke off")
+    world.peers.record_success(one)
+    world.peers.record_failure(one, "broke off")
     world.now += 2.5
     assert world.usable
 
@@ -179,7 +179,7 @@ def test_a_failing_node_is_excluded_with_exponential_backoff() -> None:
 def test_a_late_response_excludes_a_node_for_a_minute_or_until_restart() -> None:
     world = World("other", other=OTHER)
     world.ping()
-    world.peers.failed(world.peers.usable()[OTHER], "late", cost=LATE)
+    world.peers.record_failure(world.peers.usable()[OTHER], "late", cost=LATE)
     world.now += 60
     assert not world.usable
     world.client.answers["other"] = THIRD
@@ -261,20 +261,20 @@ def test_an_impossible_range_is_refused(size: int, number: int) -> None:
 
 
 def test_all_nodes_agree_on_the_owner() -> None:
-    assert ranked(IDS, DIGEST, 3) == ranked(reversed(IDS), DIGEST, 3)
-    assert sorted(ranked(IDS, DIGEST, 3)) == IDS
+    assert rank_nodes(IDS, DIGEST, 3) == rank_nodes(reversed(IDS), DIGEST, 3)
+    assert sorted(rank_nodes(IDS, DIGEST, 3)) == IDS
 
 
 def test_ranges_are_spread_over_the_nodes() -> None:
-    owners = Counter(ranked(IDS, DIGEST, number)[0] for number in range(4096))
+    owners = Counter(rank_nodes(IDS, DIGEST, number)[0] for number in range(4096))
     assert len(owners) == len(IDS)
     assert max(owners.values()) < 1.4 * 4096 / len(IDS)
-    firsts = {ranked(IDS, Digest.of(bytes([number])), 0)[0] for number in range(64)}
+    firsts = {rank_nodes(IDS, Digest.of(bytes([number])), 0)[0] for number in range(64)}
     assert len(firsts) > 8
 
 
 def test_removing_a_node_moves_only_the_ranges_that_it_owns() -> None:
     left = [node for node in IDS if node != IDS[5]]
     for number in range(200):
-        before = [node for node in ranked(IDS, DIGEST, number) if node != IDS[5]]
-        assert ranked(left, DIGEST, number) == before
+        before = [node for node in rank_nodes(IDS, DIGEST, number) if node != IDS[5]]
+        assert rank_nodes(left, DIGEST, number) == before

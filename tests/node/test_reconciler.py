@@ -19,7 +19,7 @@ from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.node.model_state import ModelStatus
-from clowder_aimage.node.model_transition import specified, store_read
+from clowder_aimage.node.model_transition import apply_spec, apply_store_read
 from clowder_aimage.node.pinner import Pinner, SpecStore, check_model
 from clowder_aimage.node.reconciler import CrowdedError, RegistryLimiter
 from clowder_aimage.oci import Reference
@@ -188,7 +188,9 @@ def test_two_nodes_keep_each_others_pins(tmp_path: Path) -> None:
     def keep() -> Any:
         for pinner, model in nodes:
             found = check_model(store, model.spec, model.state.name)
-            model.apply(functools.partial(store_read, name=model.state.name, found=found), 0.0)
+            model.apply(
+                functools.partial(apply_store_read, name=model.state.name, completeness=found), 0.0
+            )
             pinner.keep(model)
         pin: Any = store.pins.get(name)
         return pin
@@ -196,7 +198,7 @@ def test_two_nodes_keep_each_others_pins(tmp_path: Path) -> None:
     assert {keep()["owner"] for _ in range(3)} == {owner}
     nodes.reverse()
     assert keep()["owner"] == owner
-    nodes[1][1].apply(functools.partial(specified, spec=want(name)), 0.0)
+    nodes[1][1].apply(functools.partial(apply_spec, spec=want(name)), 0.0)
     assert keep() is None
     store.pins.put(name, {"by": "hand"}, durable=True)
     assert keep()["by"] == "hand"
@@ -260,7 +262,9 @@ async def test_a_model_with_a_queued_tag_check_is_still_checked_in_the_store(
     monkeypatch.setattr("clowder_aimage.node.reconciler.LOOK", 0.05)
     bench = Bench(tmp_path, want(ref, refresh=5.0))
     await bench.turn()
-    await bench.node._reconciler._registries._all.acquire()  # simulate a request without a response
+    await (
+        bench.node._reconciler._registries._total.acquire()
+    )  # simulate a request without a response
     asked = len(publisher.proxy.seen)
     await bench.turn(6.0)
     assert here(bench)[0] == "present" and len(publisher.proxy.seen) == asked

@@ -54,7 +54,10 @@ def test_each_directory_has_its_own_list(tmp_path: Path) -> None:
     other.remember("h.io/a:v1")
     other.remember("h.io/b:v1")
     assert one.ours() == {"h.io/a:v1": f"h.io/a@{DIGEST}"}
-    assert one.stored("h.io/a:v1") == f"h.io/a@{DIGEST}" and other.stored("h.io/a:v1") == ""
+    assert (
+        one.get_stored_name("h.io/a:v1") == f"h.io/a@{DIGEST}"
+        and other.get_stored_name("h.io/a:v1") == ""
+    )
     assert set(one.others()) == set(other.ours()) == {"h.io/a:v1", "h.io/b:v1"}
     one.forget("h.io/a:v1")
     assert one.ours() == {} and set(other.ours()) == {"h.io/a:v1", "h.io/b:v1"}
