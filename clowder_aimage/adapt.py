@@ -92,7 +92,7 @@ def combine(
         plan = _replan(plan, layers, config)
         on_plan(plan)
         dialect = stored.dialect
-        return pack(plan, store, lease, target, dialect, jobs=jobs, on_written=on_written)
+        return pack(plan, store, lease, target, dialect, threads=jobs, on_written=on_written)
 
 
 def fuse(
@@ -159,7 +159,9 @@ def fuse(
         layers.sort(key=lambda layer: layer.name)
         plan = _replan(plan, layers, config)
         on_plan(plan)
-        packed = pack(plan, store, lease, target, stored.dialect, jobs=jobs, on_written=on_written)
+        packed = pack(
+            plan, store, lease, target, stored.dialect, threads=jobs, on_written=on_written
+        )
         return FusedModel(packed, _remark(base, parent) if are_quantized else "")
 
 

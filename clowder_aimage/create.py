@@ -112,7 +112,7 @@ def create(
         )
         check_config(plan)
         on_plan(plan)
-        return pack(plan, store, lease, reference, chosen, jobs=jobs, on_written=on_written)
+        return pack(plan, store, lease, reference, chosen, threads=jobs, on_written=on_written)
 
 
 def create_by_stem(store: ImageLayout, path: Path, **options: Any) -> Reference:
@@ -196,7 +196,7 @@ def convert(
         plan = plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact, base)
         check_config(plan)
         on_plan(plan)
-        return pack(plan, store, lease, target, stored.dialect, jobs=jobs, on_written=on_written)
+        return pack(plan, store, lease, target, stored.dialect, threads=jobs, on_written=on_written)
 
 
 def create_enhancer(
@@ -233,7 +233,9 @@ def create_enhancer(
         check_config(enhancer.plan)
         on_plan(enhancer.plan)
         chosen = DIALECTS[DEFAULT]
-        packed = pack(enhancer.plan, store, lease, target, chosen, jobs=jobs, on_written=on_written)
+        packed = pack(
+            enhancer.plan, store, lease, target, chosen, threads=jobs, on_written=on_written
+        )
         return packed, enhancer.replaced
 
 

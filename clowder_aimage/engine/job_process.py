@@ -96,7 +96,7 @@ def perform(command: frame.Message, report: JobReport) -> None:
         report.send("error", kind="ModelError", message=message, hint=None)
     else:
         size = sum(one.layer.descriptor.size for one in packed.layers)
-        new = sum(one.layer.descriptor.size for one in packed.layers if not one.was_there)
+        new = sum(one.layer.descriptor.size for one in packed.layers if not one.existed)
         digest = str(packed.descriptor.digest)
         report.send("done", digest=digest, size=size, new=new, remark=remark)
 

@@ -1,4 +1,4 @@
 """Formats of models other than diffusers pipelines: one module for each, and ``detect``.
 
-Each has ``take(path)``, which reads headers but no weights and returns the inventory.
+Each has ``take(path)``. It reads headers but no weights, and returns the inventory.
 """

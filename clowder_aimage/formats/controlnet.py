@@ -1,7 +1,7 @@
 """Control networks of Z-Image: a safetensors file, or a directory of diffusers.
 
-The names are those of alibaba-pai's Z-Image-Turbo-Fun-Controlnet-Union 1.0, 2.0 and 2.1, which
-diffusers' ``ZImageControlNetModel`` (0.42) has as well.
+The names are those of alibaba-pai's Z-Image-Turbo-Fun-Controlnet-Union 1.0, 2.0 and 2.1, and of
+diffusers' ``ZImageControlNetModel`` (0.42).
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ CLASS = diffusers.CLASSES[COMPONENT]
 EMBEDDER = "control_all_x_embedder.2-1.weight"
 Shapes = Mapping[str, tuple[int, ...]]
 _FIRST, _LAYER = "control_layers.0.", re.compile(r"control_layers\.([0-9]{1,4})\..+")
-_BASE = "transformer/layers."  # whose layers control layers copy
+# Control layers are copies of these layers of the base model.
+_BASE = "transformer/layers."
 _EMBEDDER = "transformer/all_x_embedder.2-1.weight"
 
 
 def is_controlnet(names: Iterable[str]) -> bool:
-    """Return whether these tensor names are those of a control network."""
+    """Return True if these tensor names are those of a control network."""
     return EMBEDDER in names
 
 
 def is_packed_with(model: AImage) -> bool:
-    """Return whether a model has a control network of its own."""
+    """Return True if a model contains a control network."""
     return any(layer.is_tensor or layer.is_shard for layer in model.component(COMPONENT))
 
 
 def take(path: Path) -> Inventory:
-    """Return the control network at ``path``. Raises as the formats of files and directories."""
-    found = diffusers.take_inventory(path) if path.is_dir() else safetensors.take(path)
-    return replace(found, facts={**found.facts, "format": FORMAT, "architecture": CLASS})
+    """Return the control network at ``path``. Raises as diffusers and safetensors do."""
+    inventory = diffusers.take_inventory(path) if path.is_dir() else safetensors.take(path)
+    return replace(inventory, facts={**inventory.facts, "format": FORMAT, "architecture": CLASS})
 
 
 def count_layers(names: Iterable[str]) -> int:
@@ -46,29 +47,34 @@ def count_layers(names: Iterable[str]) -> int:
     return len({match[1] for name in names if (match := _LAYER.fullmatch(name))})
 
 
-def check_fit(shapes: Shapes, base: Shapes, what: str, model: str) -> None:
-    """Check the tensors of a control network, ``what``, against those of ``model``, ``base``.
+def check_fit(shapes: Shapes, base: Shapes, label: str, model: str) -> None:
+    """Compare the shapes of a control network with those of its base model.
 
-    The names of ``base`` are ``component/name``.
+    ``label`` and ``model`` are their names in messages. The names in ``base`` are
+    ``component/name``.
 
     Raises:
         FormatError: A shape differs, there are no control layers or more than layers, or ``model``
             is not a Z-Image.
     """
+    # The first control layer is compared: all layers of a transformer have the same shapes.
     for name, shape in sorted(shapes.items()):
-        own = base.get(f"{_BASE}0.{name.removeprefix(_FIRST)}")
-        if name.startswith(_FIRST) and own not in (None, shape):
-            raise _misfit(what, model, f"{name} has the shape {list(shape)}, not {list(own or ())}")
+        expected = base.get(f"{_BASE}0.{name.removeprefix(_FIRST)}")
+        if name.startswith(_FIRST) and expected not in (None, shape):
+            raise _misfit(
+                label, model, f"{name} has the shape {list(shape)}, not {list(expected or ())}"
+            )
     embedded, patches = shapes.get(EMBEDDER, ()), base.get(_EMBEDDER, ())
     if len(patches) != 2:
-        raise _misfit(what, model, "it is not a Z-Image")
+        raise _misfit(label, model, "it is not a Z-Image")
+    # The embedder of later control networks also takes a mask and inpainting latents: more columns.
     if len(embedded) != 2 or embedded[0] != patches[0] or embedded[1] < patches[1]:
         least = f"at least {list(patches)}"
-        raise _misfit(what, model, f"{EMBEDDER} has the shape {list(embedded)}, not {least}")
+        raise _misfit(label, model, f"{EMBEDDER} has the shape {list(embedded)}, not {least}")
     layers = {name.removeprefix(_BASE).partition(".")[0] for name in base if name.startswith(_BASE)}
     if not 1 <= (count := count_layers(shapes)) <= len(layers):
-        raise _misfit(what, model, f"it has {count} control layers for {len(layers)} layers")
+        raise _misfit(label, model, f"it has {count} control layers for {len(layers)} layers")
 
 
-def _misfit(what: str, model: str, why: str) -> FormatError:
-    return FormatError(f"{what} does not fit {model}: {why}", hint="it is of another base model")
+def _misfit(label: str, model: str, why: str) -> FormatError:
+    return FormatError(f"{label} does not fit {model}: {why}", hint="it is of another base model")

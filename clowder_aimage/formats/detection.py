@@ -30,7 +30,8 @@ from clowder_aimage.formats.onnx_graph import is_model
 from clowder_aimage.formats.shard_index import read_file
 
 DIFFUSERS, LORA, TRANSFORMERS = "diffusers", "lora", "transformers"
-CHECKPOINT = "safetensors"  # a lone file of weights
+# A single file of weights.
+CHECKPOINT = "safetensors"
 SAFETENSORS = ".safetensors"
 _CONFIG = "config.json"
 _KNOWN = (
@@ -66,7 +67,8 @@ def _detect_file(path: Path) -> str:
             if torchscript.is_archive(file) or ending in torchscript.ENDINGS:
                 return torchscript.FORMAT
     if torchscript.is_pickle(start):
-        raise model_tree.pickled(path, torchscript.CONVERT)
+        raise model_tree.pickle_error(path, torchscript.CONVERT)
+    # A safetensors file begins with the 8 bytes of its header's length, then JSON.
     if ending == SAFETENSORS or start[8:9] == b"{":
         return _detect_safetensors(path)
     with path.open("rb") as file:
@@ -76,7 +78,7 @@ def _detect_file(path: Path) -> str:
 
 
 def _by_ending(path: Path, ending: str) -> str:
-    """Return the format whose reader rejects a file with the best message."""
+    """Return the format of the extension, so that its reader explains the damage."""
     if ending in (gguf.ENDING, onnx.ENDING):
         return ending.removeprefix(".")
     if path.name in (savedmodel.BINARY, savedmodel.TEXT):
@@ -84,7 +86,7 @@ def _by_ending(path: Path, ending: str) -> str:
             f"{path} is part of a SavedModel", hint="pass the directory that contains it"
         )
     if ending in model_tree.PICKLED:
-        raise model_tree.pickled(path, torchscript.CONVERT)
+        raise model_tree.pickle_error(path, torchscript.CONVERT)
     raise _unknown(path)
 
 
@@ -103,7 +105,7 @@ def _detect_safetensors(path: Path) -> str:
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Return whether most of these tensor names belong to an adapter.
+    """Return True if most of these tensor names belong to an adapter.
 
     They are recognised by their suffixes, such as ``lora_A`` and ``lora_B`` (peft). Some whole
     models include adapters, and parameters named alpha.
@@ -144,50 +146,51 @@ def _detect_directory(root: Path) -> str:
         return fits[0]
     if has_transformer(root):
         return family_model.FORMAT
-    # exporters put the models of a repository into a separate directory
+    # Exporters put the ONNX models of a repository into a subdirectory, such as onnx/.
     if any(path.suffix.lower() == onnx.ENDING for path in model_tree.walk(root)):
         return onnx.FORMAT
     try:
-        if (path := model_tree.sole(root)) is not None:
+        if (path := model_tree.only_file(root)) is not None:
             return _detect_file(path)
-    except ModelError:  # an error about the directory is more specific
+    except ModelError:
+        # An error about the directory is more specific than one about its only file.
         pass
-    raise _nothing(root, paths)
+    raise _no_format(root, paths)
 
 
 def _is_transformers(root: Path, names: set[str]) -> bool:
-    # an adapter often includes the config of its base model
+    # An adapter often includes the config of its base model.
     weights = [name for name in names if name.endswith(SAFETENSORS) and "adapter" not in name]
     if not weights or _CONFIG not in names:
         return False
-    config = model_tree.read_json(model_tree.home(root), root / _CONFIG)
+    config = model_tree.read_json(model_tree.boundary(root), root / _CONFIG)
     return isinstance(config, dict) and any(map(config.get, ("model_type", "architectures")))
 
 
-def _nothing(root: Path, paths: dict[str, Path]) -> ModelError:
-    """Return the error for a directory in no known format, judged by its file names."""
+def _no_format(root: Path, paths: dict[str, Path]) -> ModelError:
+    """Return the error for a directory of an unknown format, by its file names."""
     if (root / "transformer").is_dir() and (root / "vae").is_dir():
-        return model_tree.unpacked(
+        return model_tree.whole_files_error(
             f"{root} contains transformer/ and vae/, but no model_index.json",
             model_tree.MODEL_AGAIN,
         )
     for name, path in paths.items():
         if name.lower().endswith(torchscript.ENDINGS) and path.is_file():
-            return model_tree.unpacked(
+            return model_tree.whole_files_error(
                 f"unsupported model format: {root} ({name} may be TorchScript)",
                 f"if it is, pass the file itself; otherwise {torchscript.CONVERT}",
             )
     for path in paths.values():
         if path.suffix.lower() in model_tree.PICKLED:
-            return model_tree.pickled(path, torchscript.CONVERT)
-    if lone := [name for name in paths if name.endswith(SAFETENSORS)]:
+            return model_tree.pickle_error(path, torchscript.CONVERT)
+    if weights := [name for name in paths if name.endswith(SAFETENSORS)]:
         missing = "config.json states no model" if _CONFIG in paths else "there is no config.json"
-        return model_tree.unpacked(
-            f"{root} contains {lone[0]}, but {missing}",
+        return model_tree.whole_files_error(
+            f"{root} contains {weights[0]}, but {missing}",
             "pass a weight file itself, or a directory of a whole model",
         )
     return _unknown(root)
 
 
 def _unknown(path: Path) -> ModelError:
-    return model_tree.unpacked(f"unsupported model format: {path}", f"supported: {_KNOWN}")
+    return model_tree.whole_files_error(f"unsupported model format: {path}", f"supported: {_KNOWN}")

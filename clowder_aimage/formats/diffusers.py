@@ -1,7 +1,7 @@
 """Diffusers model directories: names, headers and configs, but no weights.
 
 The components of a known pipeline are checked. Any other pipeline is packed with the components
-that it names, and its files are exported byte for byte; so is a component by itself.
+of its model index, and its files are exported byte for byte; so is a single component.
 
 Layout of the directory: diffusers, ``DiffusionPipeline.save_pretrained``; of sharded weights:
 transformers, "Sharded checkpoints".
@@ -24,21 +24,24 @@ from clowder_aimage.formats.weight_file import STEMS, are_usual
 from clowder_aimage.tensor.weight import Weight
 
 MODEL_INDEX = "model_index.json"
-CONTROLNET = "controlnet"  # which a pipeline may have
+# An optional component of a pipeline.
+CONTROLNET = "controlnet"
 _WEIGHTED = ("text_encoder", "transformer", "vae", CONTROLNET)
 COMPONENTS = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
 Z_IMAGE, FLUX2 = "z-image", "flux2"
 FAMILIES = (Z_IMAGE, FLUX2)
 MAIN_PIPELINES = {"ZImagePipeline": Z_IMAGE, "Flux2KleinPipeline": FLUX2}
-PIPELINES = MAIN_PIPELINES | {  # that can be run, and their families
+# The pipelines that can be run, and their families.
+PIPELINES = MAIN_PIPELINES | {
     "ZImageControlNetPipeline": Z_IMAGE,
     "ZImageControlNetInpaintPipeline": Z_IMAGE,
 }
-_REFERENCES = {FLUX2: 4}  # pictures that a family edits; others begin with one
+# Limit of reference pictures in one request of a family.
+_REFERENCES = {FLUX2: 4}
 _NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
-# classes whose config.json comes without weights
+# Classes without weights, although they may have a config.json.
 _WEIGHTLESS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler")
-# Files of a component that a pipeline reads, besides its weights. Other files are not the model.
+# Files of a component that a pipeline reads, besides its weights. Other files are not packed.
 _FILES = {
     "scheduler": ("scheduler_config.json",),
     "text_encoder": ("config.json", "generation_config.json"),
@@ -51,13 +54,14 @@ _FILES = {
     "vae": ("config.json",),
     CONTROLNET: ("config.json",),
 }
-CLASSES = {  # of Z-Image's components
+# The classes of Z-Image's components.
+CLASSES = {
     "scheduler": "FlowMatchEulerDiscreteScheduler",
     "transformer": "ZImageTransformer2DModel",
     "vae": "AutoencoderKL",
     CONTROLNET: "ZImageControlNetModel",
 }
-_FAMILY_CLASSES = {  # where they differ
+_FAMILY_CLASSES = {
     Z_IMAGE: CLASSES,
     FLUX2: CLASSES | {"transformer": "Flux2Transformer2DModel", "vae": "AutoencoderKLFlux2"},
 }
@@ -66,7 +70,7 @@ _FLUX2_DEFAULTS = {True: {"steps": 4}, False: {"steps": 50, "guidance": 4}}
 
 
 def take_inventory(directory: Path, variant: str = "") -> Inventory:
-    """Read everything about a model directory except its weights, which are in this variant.
+    """Return the inventory of a model directory, with the weights of a variant.
 
     Raises:
         ModelError: The model is unsupported or incomplete, or cannot be read.
@@ -74,18 +78,18 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
         UsageError: A component has several variants, or none has the chosen one.
     """
     if not (directory / MODEL_INDEX).exists() and is_component(directory):
-        return _lone_component(directory, variant)
+        return _single_component(directory, variant)
     index = _model_index(directory)
     pipeline = check_pipeline(index, str(directory / MODEL_INDEX))
     if pipeline not in PIPELINES:
         return _any_pipeline(directory, pipeline, index, variant)
     model_tree.list_directory(directory, directory, model_tree.PICKLED)
-    # a missing component is [null, null]
     family = PIPELINES[pipeline]
     classes = _FAMILY_CLASSES[family]
     has_control = family == Z_IMAGE and (CONTROLNET in index or (directory / CONTROLNET).is_dir())
     names = (*COMPONENTS, *([CONTROLNET] if has_control else []))
-    if unknown := sorted(key for key in index if key not in names and _is_part(index[key])):
+    # Diffusers writes [null, null] for an optional component that is missing.
+    if unknown := sorted(key for key in index if key not in names and _is_entry(index[key])):
         raise ModelError(
             f"{directory / MODEL_INDEX}: unknown components: {', '.join(unknown)[:200]}",
             hint=f"the components of {pipeline} are {', '.join(COMPONENTS)}",
@@ -103,10 +107,11 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
 
 
 def most_references(properties: Mapping[str, Any]) -> int:
-    """Return how many reference pictures a model with this config edits.
+    """Return the limit of reference pictures in a request to a model with this config.
 
-    It is 0 for one that begins with a picture. An AImage of another tool may lack its family.
+    It is 0 for image-to-image models, which start from one picture.
     """
+    # An AImage of another tool may state the pipeline only.
     family = properties.get("family") or PIPELINES.get(str(properties.get("pipeline")))
     return _REFERENCES.get(str(family), 0)
 
@@ -117,7 +122,7 @@ def request_defaults(family: str, index: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def is_component(directory: Path) -> bool:
-    """Return whether a directory is a model of diffusers by itself, such as a ``unet``."""
+    """Return True if a directory is a single diffusers model, such as a ``unet``."""
     weights = (path for path in directory.glob("*.safetensors") if "adapter" not in path.name)
     if not any(weights) or not (directory / "config.json").is_file():
         return False
@@ -126,13 +131,13 @@ def is_component(directory: Path) -> bool:
 
 def component_class(directory: Path) -> str:
     """Return the class in a ``config.json``; empty if there is none."""
-    config = model_tree.read_json(model_tree.home(directory), directory / "config.json")
+    config = model_tree.read_json(model_tree.boundary(directory), directory / "config.json")
     name = config.get("_class_name") if isinstance(config, dict) else None
     return name if isinstance(name, str) else ""
 
 
-def _lone_component(directory: Path, variant: str) -> Inventory:
-    top = model_tree.home(directory)
+def _single_component(directory: Path, variant: str) -> Inventory:
+    top = model_tree.boundary(directory)
     name = str(model_tree.read_object(top, directory / "config.json")["_class_name"])
     component = _any_component(directory, "", ["diffusers", name], variant)
     _check_variant(directory, (component,), variant)
@@ -159,7 +164,7 @@ def check_pipeline(index: Mapping[str, Any], name: str) -> str:
 
 
 def _any_pipeline(root: Path, pipeline: str, index: Mapping[str, Any], variant: str) -> Inventory:
-    names = sorted(name for name, entry in index.items() if _is_part(entry))
+    names = sorted(name for name, entry in index.items() if _is_entry(entry))
     if not names:
         raise ModelError(f"{root / MODEL_INDEX} names no components")
     for name in names:
@@ -185,16 +190,16 @@ def _check_variant(root: Path, components: Iterable[Component], variant: str) ->
 
 def _any_component(root: Path, name: str, entry: list[str], variant: str) -> Component:
     directory = _directory(root, name) if name else root
-    top = model_tree.home(root)
-    every = {path.name: path for path in model_tree.list_directory(top, directory)}
-    paths = [every[one] for one in sorted(of_variant(every, variant))]
+    top = model_tree.boundary(root)
+    files_by_name = {path.name: path for path in model_tree.list_directory(top, directory)}
+    paths = [files_by_name[file_name] for file_name in sorted(of_variant(files_by_name, variant))]
     texts = [p for p in paths if p.suffix in TEXTS and ".index." not in p.name]
     files = tuple(file_of(root, path) for path in texts)
-    has_config = "config.json" in every
+    has_config = "config.json" in files_by_name
     config = model_tree.read_object(top, directory / "config.json") if has_config else {}
     if not any(path.suffix == ".safetensors" for path in paths):
-        if pickled := [p for p in every.values() if p.suffix.lower() in model_tree.PICKLED]:
-            raise model_tree.pickled(pickled[0], "convert the weights to safetensors")
+        if pickled := [p for p in files_by_name.values() if p.suffix.lower() in model_tree.PICKLED]:
+            raise model_tree.pickle_error(pickled[0], "convert the weights to safetensors")
         if has_config and not _WEIGHTLESS.search(entry[1]):
             raise ModelError(
                 f"{directory} contains no weights in safetensors", hint=model_tree.MODEL_AGAIN
@@ -206,6 +211,7 @@ def _any_component(root: Path, name: str, entry: list[str], variant: str) -> Com
     except FormatError as error:
         error.remedy, error.facts["other"] = "whole_files", error.hint or model_tree.MODEL_AGAIN
         raise
+    # With the headers an export writes the files byte for byte.
     if not _is_changed(weights, ignored):
         files += header_files(f"{name}/" if name else "", paths)
     return Component(name, entry[0], entry[1], weights, files, config, ignored)
@@ -219,7 +225,7 @@ def _directory(root: Path, name: str) -> Path:
     return directory
 
 
-def _is_part(value: object) -> bool:
+def _is_entry(value: object) -> bool:
     return (
         isinstance(value, list) and len(value) == 2 and all(isinstance(item, str) for item in value)
     )
@@ -242,9 +248,10 @@ def _model_index(directory: Path) -> Mapping[str, Any]:
 def _component(
     root: Path, name: str, entry: object, variant: str, classes: Mapping[str, str]
 ) -> Component:
-    if name == CONTROLNET and entry is None:  # it was put beside a pipeline
+    # Users copy a control network into the directory without changing model_index.json.
+    if name == CONTROLNET and entry is None:
         entry = ["diffusers", classes[name]]
-    if not isinstance(entry, list) or not _is_part(entry):
+    if not isinstance(entry, list) or not _is_entry(entry):
         raise ModelError(f"{root / MODEL_INDEX}: the entry of the {name} is missing or invalid")
     if entry[1] != classes.get(name, entry[1]):
         raise ModelError(
@@ -265,13 +272,14 @@ def _component(
     layers = tuple(file_of(root, path) for path in paths if path.name in _FILES[name])
     is_sharded = any(shard_index.is_index(path.name) for path in paths)
     if is_sharded and not _is_changed(weights, ignored):
+        # Headers are stored only for shards that an export would write differently.
         stem = STEMS.get(entry[0], STEMS["transformers"])
         layers += () if are_usual(stem, weights, paths) else header_files(f"{name}/", paths)
     return Component(name, entry[0], entry[1], weights, layers, config, ignored)
 
 
 def _is_changed(weights: Iterable[Weight], ignored: tuple[str, ...]) -> bool:
-    """Return whether an export writes other tensors than those of the files."""
+    """Return True if an export writes other tensors than those of the files."""
     return bool(ignored) or any(weight.quantization for weight in weights)
 
 
@@ -298,7 +306,7 @@ def _check_tokenizer(root: Path, names: set[str]) -> None:
 
 def file_of(root: Path, path: Path) -> model_tree.SourceFile:
     """Return a file of the model in ``root``; JSON is checked. Raises ModelError, FormatError."""
-    top = model_tree.home(root)
+    top = model_tree.boundary(root)
     model_tree.check_inside(top, path)
     if path.suffix == ".json":
         model_tree.read_json(top, path)

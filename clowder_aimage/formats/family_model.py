@@ -1,7 +1,7 @@
 """Image models in other layouts than diffusers': ComfyUI's and original files, MLX, mflux.
 
-Weights are renamed to diffusers' names, configs are those of the directory or follow from the
-shapes. What such files lack comes from another AImage, or is the family's own.
+Weights are renamed to diffusers' names; configs are those of the directory, or are derived from
+the shapes. Missing components are those of another AImage, or the defaults of the family.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from clowder_aimage.formats.diffusers import (
     request_defaults,
     tokenizer_files,
 )
-from clowder_aimage.formats.family_weights import FamilyWeights, counted, read_family
+from clowder_aimage.formats.family_weights import FamilyWeights, list_tensors, read_family
 from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.model_tree import SourceFile
 from clowder_aimage.formats.stored_weights import StoredLayer
@@ -31,30 +31,33 @@ from clowder_aimage.oci import mediatype, read_json
 from clowder_aimage.tensor.weight import Weight, by_name, plain
 
 FORMAT = "image-model"
-EXTRA, SOURCE = "extra", "source"  # parts of an AImage: tensors without meaning, headers of files
+# Components of an AImage: tensors without a counterpart in diffusers, and the headers of files.
+EXTRA, SOURCE = "extra", "source"
 _SCHEDULER_FILE = "scheduler_config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class LikeModel:
-    """An AImage that completes others: its name, layers, and a reader of its small files."""
+    """An AImage that supplies missing components: its name, layers, and a reader of its files."""
 
     name: str
     family: str
     layers: tuple[StoredLayer, ...]
     read: Callable[[str], bytes]
 
-    def part(self, component: str) -> tuple[StoredLayer, ...]:
+    def layers_of(self, component: str) -> tuple[StoredLayer, ...]:
         """Return the layers of a component."""
-        return tuple(one for one in self.layers if one.layer.component == component)
+        return tuple(stored for stored in self.layers if stored.layer.component == component)
 
     def weights(self, component: str) -> dict[str, Weight]:
         """Return the weights of a component by name."""
-        return {weight.name: weight for one in self.part(component) for weight in one.weights}
+        return {
+            weight.name: weight for stored in self.layers_of(component) for weight in stored.weights
+        }
 
     def has(self, name: str) -> bool:
-        """Return whether it has this file."""
-        return any(one.layer.name == name for one in self.layers)
+        """Return True if it contains this file."""
+        return any(stored.layer.name == name for stored in self.layers)
 
     def object(self, name: str) -> dict[str, Any]:
         """Return a JSON file; an empty object if there is none."""
@@ -68,44 +71,48 @@ def take(path: Path, like: LikeModel | None = None) -> Inventory:
     Raises:
         ModelError: A file cannot be read.
         FormatError: A file is damaged or incomplete, or files mix several models.
-        UsageError: A component is there twice, or is missing and ``like`` has none; the shapes fit
-            no config of the family.
+        UsageError: A component occurs twice, or is missing here and in ``like``; the shapes fit no
+            config of the family.
     """
-    found: dict[str, FamilyWeights] = {}
-    for one in read_family(path):
-        if (other := found.setdefault(one.component.name, one)) is not one:
-            where = (
-                f"{one.path} has" if other.path == one.path else f"{other.path} and {one.path} have"
+    components: dict[str, FamilyWeights] = {}
+    for weights in read_family(path):
+        if (earlier := components.setdefault(weights.component.name, weights)) is not weights:
+            owners = (
+                f"{weights.path} has"
+                if earlier.path == weights.path
+                else f"{earlier.path} and {weights.path} have"
             )
             raise UsageError(
-                f"{where} the {one.component.name}s of two models",
+                f"{owners} the {weights.component.name}s of two models",
                 hint="keep only the files of one model in the directory",
             )
-    return _FamilyModel(path, found, like).inventory()
+    return _FamilyModel(path, components, like).inventory()
 
 
 class _FamilyModel:
-    """The components at ``path``, completed by ``like``."""
+    """The components at ``path``, and those of ``like`` for missing ones."""
 
     def __init__(
-        self, path: Path, found: Mapping[str, FamilyWeights], like: LikeModel | None
+        self, path: Path, components: Mapping[str, FamilyWeights], like: LikeModel | None
     ) -> None:
-        family = family_of(one.component for one in found.values())
+        family = family_of(weights.component for weights in components.values())
         if family is None:
             raise UsageError(
                 f"{path} has no transformer of a known image model", remedy="like_unknown"
             )
         if like is not None and like.family != family.name:
             raise UsageError(f"{like.name} is not a {family.title} model, and cannot complete it")
-        if other := [one for one in found.values() if one.component not in family.components]:
+        if foreign := [
+            weights for weights in components.values() if weights.component not in family.components
+        ]:
             raise UsageError(
-                f"{other[0].path} has the {other[0].component.name} of another family than "
+                f"{foreign[0].path} has the {foreign[0].component.name} of another family than "
                 f"{family.title}",
                 hint="keep only the files of one model in the directory",
             )
         self._path = path
         self._root = path if path.is_dir() else None
-        self._found = found
+        self._components = components
         self._family = family
         self._like = like
         self._index = self._read_index()
@@ -114,23 +121,24 @@ class _FamilyModel:
     def inventory(self) -> Inventory:
         """Return everything except the bytes of weights."""
         self._check_complete()
-        components = [self._weighted(one) for one in self._family.components]
+        components = [self._build_component(names) for names in self._family.components]
         _check_agreement(self._path, self._family, self._configs)
         small = [self._scheduler(), self._tokenizer()]
         extras = [
             plain(replace(extra, name=f"{name}.{extra.name}"))
-            for name, one in self._found.items()
-            for extra in one.extras
+            for name, weights in self._components.items()
+            for extra in weights.extras
         ]
         if extras:
             small.append(Component(EXTRA, "", "", by_name(extras), (), {}))
-        index = SourceFile.made(MODEL_INDEX, _text(self._index))
+        index = SourceFile.from_bytes(MODEL_INDEX, _text(self._index))
+        # The same bytes share one blob with the other model.
         if self._like is not None and self._like.object(MODEL_INDEX) == self._index:
-            index = SourceFile.made(MODEL_INDEX, self._like.read(MODEL_INDEX))
+            index = SourceFile.from_bytes(MODEL_INDEX, self._like.read(MODEL_INDEX))
         return Inventory(
             family=self._family.name,
             pipeline=str(self._index["_class_name"]),
-            components=tuple(sorted([*components, *small], key=lambda one: one.name)),
+            components=tuple(sorted([*components, *small], key=lambda component: component.name)),
             files=(index, *self._headers()),
             license=model_tree.read_license(self._root) if self._root else None,
             defaults=request_defaults(self._family.name, self._index),
@@ -138,75 +146,87 @@ class _FamilyModel:
 
     def _read_index(self) -> Mapping[str, Any]:
         index = self._like.object(MODEL_INDEX) if self._like else {}
-        own = self._family.index
-        return index if index.get("_class_name") == own["_class_name"] else own
+        default = self._family.index
+        return index if index.get("_class_name") == default["_class_name"] else default
 
     def _class(self, name: str) -> tuple[str, str]:
         entry = self._index.get(name)
-        if not isinstance(entry, list) or len(entry) != 2:  # the other model has no such component
+        # The index of the other model may lack the component.
+        if not isinstance(entry, list) or len(entry) != 2:
             entry = self._family.index[name]
         return str(entry[0]), str(entry[1])
 
     def _check_complete(self) -> None:
-        """Check that each component is somewhere. Raises UsageError."""
-        names = [one.name for one in self._family.components if one.name not in self._found]
+        """Check that each component is here or in the other model. Raises UsageError."""
+        names = [
+            component.name
+            for component in self._family.components
+            if component.name not in self._components
+        ]
         if self._root is None or not (self._root / TOKENIZER).is_dir():
             names.append(TOKENIZER)
-        missing = [name for name in names if self._like is None or not self._like.part(name)]
+        missing = [name for name in names if self._like is None or not self._like.layers_of(name)]
         if missing:
-            tokenizer = self._root is not None and missing == [TOKENIZER]
+            lacks_tokenizer = self._root is not None and missing == [TOKENIZER]
             raise UsageError(
                 f"{self._path} lacks {', '.join(missing)}",
                 hint=f"another {self._family.title} model can complete it",
-                remedy="like_tokenizer" if tokenizer else "like",
+                remedy="like_tokenizer" if lacks_tokenizer else "like",
                 path=str(self._path),
                 family=self._family.title,
             )
 
-    def _weighted(self, component: ComponentNames) -> Component:
-        found = self._found.get(component.name)
+    def _build_component(self, component: ComponentNames) -> Component:
+        source = self._components.get(component.name)
         library, class_name = self._class(component.name)
-        if found is None:
+        if source is None:
             assert self._like is not None  # noqa: S101
-            stored = self._like.part(component.name)
-            weights = tuple(weight for one in stored for weight in one.weights)
+            layers = self._like.layers_of(component.name)
+            weights = tuple(weight for stored in layers for weight in stored.weights)
             config = self._like.object(f"{component.name}/config.json")
             self._configs[component.name] = config
             return Component(
-                component.name, library, class_name, weights, (), config, stored=stored
+                component.name, library, class_name, weights, (), config, stored=layers
             )
-        spared = self._spared(found)
-        weights = by_name([*found.weights, *(w for one in spared for w in one.weights)])
-        data = self._config(replace(found, weights=weights))
+        omitted = self._restore_omitted(source)
+        weights = by_name([*source.weights, *(w for stored in omitted for w in stored.weights)])
+        data = self._config(replace(source, weights=weights))
         name = f"{component.name}/config.json"
         config = read_json(data, name)
         self._configs[component.name] = config
-        weights, spared = self._named(component, weights), (*spared, *self._known(found, weights))
-        files = (SourceFile.made(name, data),)
-        return Component(component.name, library, class_name, weights, files, config, stored=spared)
+        weights, omitted = (
+            self._match_names(component, weights),
+            (*omitted, *self._shared_files(source, weights)),
+        )
+        files = (SourceFile.from_bytes(name, data),)
+        return Component(
+            component.name, library, class_name, weights, files, config, stored=omitted
+        )
 
-    def _spared(self, found: FamilyWeights) -> tuple[StoredLayer, ...]:
-        """Return tensors that the converter left out, from the other model. Raises UsageError."""
-        name, shapes = found.component.name, found.shapes
-        missing = [one for one in found.component.spared if one not in shapes]
+    def _restore_omitted(self, source: FamilyWeights) -> tuple[StoredLayer, ...]:
+        """Return the tensors that a converter omitted, from the other model. Raises UsageError."""
+        name, shapes = source.component.name, source.shapes
+        missing = [tensor for tensor in source.component.spared if tensor not in shapes]
         if not missing or not shapes:
             return ()
-        stored = self._like.part(name) if self._like else ()
-        there = [one for one in stored if one.layer.name.removeprefix(f"{name}/") in missing]
-        if len(there) < len(missing):
+        layers = self._like.layers_of(name) if self._like else ()
+        restored = [
+            stored for stored in layers if stored.layer.name.removeprefix(f"{name}/") in missing
+        ]
+        if len(restored) < len(missing):
             raise UsageError(
-                f"{found.path} cannot be restored: the program that wrote it left out "
+                f"{source.path} cannot be restored: the program that wrote it left out "
                 f"{' and '.join(missing)}, which are parameters of the model",
                 hint="the original model can complete it",
                 remedy="like",
                 path=str(self._path),
                 family=self._family.title,
             )
-        return tuple(there)
+        return tuple(restored)
 
-    def _config(self, found: FamilyWeights) -> bytes:
+    def _config(self, source: FamilyWeights) -> bytes:
         """Return the config.json of a component. Raises UsageError."""
-        component, shapes = found.component, found.shapes
+        component, shapes = source.component, source.shapes
         derived = component.configure(shapes)
         data = self._fitting(component, derived)
         stated = {} if data is None else read_json(data, "config.json")
@@ -215,12 +235,12 @@ class _FamilyModel:
         for name in component.optional:
             if name not in shapes:
                 del expected[name]
-        _check_shapes(found.path, self._family, expected, shapes)
+        _check_shapes(source.path, self._family, expected, shapes)
         if data is not None:
             return data
-        if (why := component.check(derived)) is not None:
+        if (problem := component.check(derived)) is not None:
             raise UsageError(
-                f"{found.path}: the shapes fit no config of {self._family.title}: {why}",
+                f"{source.path}: the shapes fit no config of {self._family.title}: {problem}",
                 hint="a model of the same shapes can complete it",
                 remedy="like",
                 path=str(self._path),
@@ -229,7 +249,7 @@ class _FamilyModel:
         return _text(derived)
 
     def _fitting(self, component: ComponentNames, derived: Mapping[str, Any]) -> bytes | None:
-        """Return the first config that is there and has the sizes of a derived one, or None."""
+        """Return the first existing config with the sizes of the derived one, or None."""
         for data in self._candidates(component):
             config = read_json(data, "config.json")
             if isinstance(config, dict) and all(
@@ -239,39 +259,43 @@ class _FamilyModel:
         return None
 
     def _candidates(self, component: ComponentNames) -> list[bytes]:
-        """Return configs that are there, of which the first that fits is used."""
-        found = []
+        """Return the existing configs, in the order of preference."""
+        configs = []
         name = component.name
-        for own in (f"{name}/config.json", f"{name}_config.json") if self._root else ():
+        for file_name in (f"{name}/config.json", f"{name}_config.json") if self._root else ():
             assert self._root is not None  # noqa: S101
-            if (self._root / own).is_file():
-                model_tree.read_object(self._root, self._root / own)
-                found.append((self._root / own).read_bytes())
+            if (self._root / file_name).is_file():
+                model_tree.read_object(self._root, self._root / file_name)
+                configs.append((self._root / file_name).read_bytes())
         if self._like is not None and self._like.has(f"{name}/config.json"):
-            found.append(self._like.read(f"{name}/config.json"))
-        return found
+            configs.append(self._like.read(f"{name}/config.json"))
+        return configs
 
-    def _named(self, component: ComponentNames, weights: Sequence[Weight]) -> tuple[Weight, ...]:
-        """Return weights under the names of the other model, if it leaves out their base."""
-        theirs = self._like.weights(component.name) if self._like else {}
-        if not component.base or any(name.startswith(component.base) for name in theirs):
+    def _match_names(
+        self, component: ComponentNames, weights: Sequence[Weight]
+    ) -> tuple[Weight, ...]:
+        """Return the weights without their base prefix, if the names of the other model lack it."""
+        like_weights = self._like.weights(component.name) if self._like else {}
+        if not component.base or any(name.startswith(component.base) for name in like_weights):
             return tuple(weights)
-        if not theirs:
+        if not like_weights:
             return tuple(weights)
         return by_name(replace(w, name=w.name.removeprefix(component.base)) for w in weights)
 
-    def _known(self, found: FamilyWeights, weights: Sequence[Weight]) -> tuple[StoredLayer, ...]:
-        """Return the other model's files, with headers, if its tensors are the same."""
+    def _shared_files(
+        self, source: FamilyWeights, weights: Sequence[Weight]
+    ) -> tuple[StoredLayer, ...]:
+        """Return the other model's files and headers, if its tensors have the same outline."""
         if self._like is None:
             return ()
-        name = found.component.name
-        theirs = self._like.weights(name).values()
-        if _outline(theirs, found.component) != _outline(weights, found.component):
+        name = source.component.name
+        like_weights = self._like.weights(name).values()
+        if _outline(like_weights, source.component) != _outline(weights, source.component):
             return ()
         return tuple(
-            one
-            for one in self._like.part(name)
-            if not one.layer.is_tensor and one.layer.name != f"{name}/config.json"
+            stored
+            for stored in self._like.layers_of(name)
+            if not stored.layer.is_tensor and stored.layer.name != f"{name}/config.json"
         )
 
     def _scheduler(self) -> Component:
@@ -280,10 +304,10 @@ class _FamilyModel:
         if self._root is not None and (self._root / name).is_file():
             file = file_of(self._root, self._root / name)
         elif self._like is not None and self._like.has(name):
-            stored = self._like.part(SCHEDULER)
+            stored = self._like.layers_of(SCHEDULER)
             return Component(SCHEDULER, library, class_name, (), (), {}, stored=stored)
         else:
-            file = SourceFile.made(name, _text(self._family.scheduler))
+            file = SourceFile.from_bytes(name, _text(self._family.scheduler))
         return Component(SCHEDULER, library, class_name, (), (file,), {})
 
     def _tokenizer(self) -> Component:
@@ -292,11 +316,11 @@ class _FamilyModel:
         if self._root is not None and (self._root / TOKENIZER).is_dir():
             files = tokenizer_files(self._root)
             data = {file.path.name: file.path.read_bytes() for file in files}
-            stored: tuple[StoredLayer, ...] = ()
+            layers: tuple[StoredLayer, ...] = ()
         else:
             assert self._like is not None  # noqa: S101
-            files, stored = (), self._like.part(TOKENIZER)
-            names = [one.layer.name for one in stored]
+            files, layers = (), self._like.layers_of(TOKENIZER)
+            names = [stored.layer.name for stored in layers]
             data = {name.rpartition("/")[2]: self._like.read(name) for name in names}
         if (count := token_count(data)) > rows:
             raise FormatError(
@@ -308,24 +332,25 @@ class _FamilyModel:
                 f"the tokenizer is that of another family: {self._family.title} requires "
                 f"the tokens {', '.join(self._family.tokens)}"
             )
-        return Component(TOKENIZER, library, class_name, (), files, {}, stored=stored)
+        return Component(TOKENIZER, library, class_name, (), files, {}, stored=layers)
 
     def _headers(self) -> list[SourceFile]:
-        """Return the headers of the files, with which they can be written again."""
-        made: dict[Path, SourceFile] = {}
-        for one in self._found.values():
-            for source in one.sources:
+        """Return the headers of the files, for a byte-exact export."""
+        headers: dict[Path, SourceFile] = {}
+        for weights in self._components.values():
+            for source in weights.sources:
                 if source.is_exact:
-                    made[source.path] = self._header(source.path)
-        for directory in {path.parent for path in made}:
+                    headers[source.path] = self._header(source.path)
+        for directory in {path.parent for path in headers}:
             for path in directory.glob("*.safetensors.index.json"):
-                made[path] = self._header(path)
-        return list(made.values())
+                headers[path] = self._header(path)
+        return list(headers.values())
 
     def _header(self, path: Path) -> SourceFile:
-        own = path.relative_to(self._root).as_posix() if self._root else path.name
-        file = model_tree.source_file(self._root, path, f"{SOURCE}/{own}")
+        relative = path.relative_to(self._root).as_posix() if self._root else path.name
+        file = model_tree.source_file(self._root, path, f"{SOURCE}/{relative}")
         size = file.size
+        # A safetensors header is 8 bytes of its length (little-endian), then JSON.
         if path.suffix != ".json":
             with path.open("rb") as opened:
                 size = 8 + int.from_bytes(opened.read(8), "little")
@@ -346,11 +371,13 @@ def _check_shapes(
     expected: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Compare the tensors of a component with those of the config that follows from them."""
+    """Compare the tensors of a component with those that its derived config requires."""
     if missing := [name for name in expected if name not in shapes]:
-        raise FormatError(f"{path} lacks {counted(missing)}", hint=model_tree.AGAIN)
-    if others := [name for name in shapes if name not in expected]:
-        raise FormatError(f"{path} has {counted(others)} that {family.title} does not have")
+        raise FormatError(f"{path} lacks {list_tensors(missing)}", hint=model_tree.AGAIN)
+    if unexpected := [name for name in shapes if name not in expected]:
+        raise FormatError(
+            f"{path} has {list_tensors(unexpected)} that {family.title} does not have"
+        )
     for name, shape in shapes.items():
         if shape != expected[name]:
             raise FormatError(
@@ -362,13 +389,16 @@ def _check_shapes(
 def _check_agreement(
     path: Path, family: ImageFamily, configs: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Check that components work together. Raises UsageError."""
-    for (one, key), (other, theirs), factor in family.agreements:
-        mine, their = _number(configs[one], key), _number(configs[other], theirs)
-        if mine != factor * their:
+    """Compare the sizes that components share, such as text channels. Raises FormatError."""
+    for (component, key), (other_component, other_key), factor in family.agreements:
+        size, other_size = (
+            _number(configs[component], key),
+            _number(configs[other_component], other_key),
+        )
+        if size != factor * other_size:
             raise FormatError(
-                f"{path}: the {one} and the {other} belong to different models: {key} is {mine}, "
-                f"{theirs} is {their}"
+                f"{path}: the {component} and the {other_component} belong to different models: "
+                f"{key} is {size}, {other_key} is {other_size}"
             )
 
 

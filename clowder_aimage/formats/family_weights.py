@@ -23,16 +23,20 @@ from clowder_aimage.formats.weight_source import ENDINGS, WeightSource, read_sou
 from clowder_aimage.tensor.weight import SourceTensor, Weight, by_name, plain
 
 _SHARD = re.compile(r"(?:^|-)[0-9]+(?:-of-[0-9]{5})?$")
-_GROUP = 64  # values that share a scale in quantized MLX files, which do not say it
-_WORD = 32  # bits of a word of codes
-_SHOWN = 10  # names in a message
+# Values that share a scale in quantized MLX files, which do not state it (MLX's default).
+_GROUP = 64
+# Bits of a word of codes.
+_WORD = 32
+# Names in a message.
+_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyWeights:
-    """A component that was found: its weights under diffusers' names, and tensors without meaning.
+    """The weights of a component under diffusers' names.
 
-    ``extras`` have the names of the file without the prefix.
+    ``extras`` are tensors without a counterpart in diffusers, named as in the file without the
+    prefix.
     """
 
     component: ComponentNames
@@ -55,31 +59,32 @@ def read_family(path: Path) -> list[FamilyWeights]:
 
     Raises:
         ModelError: A file cannot be read.
-        FormatError: A file is damaged, belongs to no known model or to a variant that cannot be
-            used, or has tensors that belong to nothing.
+        FormatError: A file is damaged, is of an unknown model or an unsupported variant, or has
+            tensors of no component.
     """
-    return [found for group in _groups(path) for found in _components(group)]
+    return [weights for group in _groups(path) for weights in _components(group)]
 
 
 def has_transformer(path: Path) -> bool:
-    """Return whether a directory has weights of an image model in a layout that is known.
+    """Return True if a directory has the transformer of an image model in a known layout.
 
     Raises FormatError: A weight file is damaged.
     """
     try:
         groups = _groups(path)
-    except ModelError:  # an error about the whole directory is more specific
+    except ModelError:
+        # An error about the whole directory is more specific.
         return False
     return any(is_transformer(_names(group)) for group in groups)
 
 
 def is_transformer(names: Iterable[str]) -> bool:
-    """Return whether tensors of these names include the transformer of an image model."""
-    return any(found.component.name == "transformer" for found in recognise(names))
+    """Return True if tensors of these names include the transformer of an image model."""
+    return any(match.component.name == "transformer" for match in recognise(names))
 
 
 def has_gguf_transformer(path: Path) -> bool:
-    """Return whether a GGUF file has the transformer of an image model."""
+    """Return True if a GGUF file has the transformer of an image model."""
     if not path.is_file():
         return False
     headers = read_model(path).headers
@@ -87,14 +92,14 @@ def has_gguf_transformer(path: Path) -> bool:
 
 
 def _groups(path: Path) -> list[list[WeightSource]]:
-    """Return the files at ``path``; the shards of one set of tensors are together."""
+    """Return the files at ``path``, grouped by sets of shards."""
     if not path.is_dir():
         return [[read_source(path)]]
     groups: dict[tuple[Path, str], list[WeightSource]] = {}
-    for one in model_tree.walk(path):
-        if one.suffix.lower() in ENDINGS and model_tree.ADAPTERS not in one.parts:
-            key = (one.parent, _SHARD.sub("", one.stem))
-            groups.setdefault(key, []).append(read_source(one))
+    for file in model_tree.walk(path):
+        if file.suffix.lower() in ENDINGS and model_tree.ADAPTERS not in file.parts:
+            key = (file.parent, _SHARD.sub("", file.stem))
+            groups.setdefault(key, []).append(read_source(file))
     return list(groups.values())
 
 
@@ -104,102 +109,106 @@ def _names(group: Sequence[WeightSource]) -> list[str]:
 
 def _components(group: Sequence[WeightSource]) -> list[FamilyWeights]:
     path, names = group[0].path, _names(group)
-    if what := refusal(names):
+    if unsupported := refusal(names):
         titles = " or ".join(family.title for family in FAMILIES)
         raise FormatError(
-            f"{path} cannot be run: it is {what}",
+            f"{path} cannot be run: it is {unsupported}",
             hint=f"use a model of {titles}; instead of a quantized one, the original",
         )
-    named = recognise(names)
-    if not named:
+    matches = recognise(names)
+    if not matches:
         raise FormatError(
             f"{path} contains no part of a known image model",
             hint="keep only the files of one model in the directory",
         )
     if len(set(names)) != len(names):
         raise FormatError(f"{path.parent} has two tensors of the same name", hint=model_tree.AGAIN)
-    weights, _ = read_quantized(path, [t for s in group for t in s.tensors], _stated(group))
-    divided = _divide(path, named, weights)
-    return [_found(one, divided[one], group) for one in named]
+    weights, _ = read_quantized(path, [t for s in group for t in s.tensors], _mlx_config(group))
+    divided = _divide(path, matches, weights)
+    return [_rename_weights(match, divided[match], group) for match in matches]
 
 
-def _stated(group: Sequence[WeightSource]) -> dict[str, Any]:
-    """Return the quantization of an MLX file as a config: it says the bits at most."""
-    named = {tensor.name: tensor for source in group for tensor in source.tensors}
-    for name, scales in named.items():
-        codes = named.get(f"{name.removesuffix('.scales')}.weight")
+def _mlx_config(group: Sequence[WeightSource]) -> dict[str, Any]:
+    """Return the quantization config of an MLX file, derived from the shapes of its tensors."""
+    tensors = {tensor.name: tensor for source in group for tensor in source.tensors}
+    for name, scales in tensors.items():
+        codes = tensors.get(f"{name.removesuffix('.scales')}.weight")
         if codes is not None and codes.name != name and scales.shape and scales.shape[-1]:
+            # A row has the same number of values in words of codes and in groups of scales.
             bits = _WORD * codes.shape[-1] // (_GROUP * scales.shape[-1])
             return {"quantization": {"group_size": _GROUP, "bits": bits}}
     return {}
 
 
 def _divide(
-    path: Path, named: Sequence[NamedComponent], weights: Iterable[Weight]
+    path: Path, matches: Sequence[NamedComponent], weights: Iterable[Weight]
 ) -> dict[NamedComponent, list[Weight]]:
-    """Return the weights of each component. Raises FormatError: One belongs to none."""
-    longest = sorted(named, key=lambda one: -len(one.prefix))
-    divided: dict[NamedComponent, list[Weight]] = {one: [] for one in named}
-    places = {one: _places(one, weights) for one in named}
+    """Return the weights of each component. Raises FormatError: A weight belongs to none."""
+    # The empty prefix of a component matches the names of all others: it is tried last.
+    longest = sorted(matches, key=lambda match: -len(match.prefix))
+    divided: dict[NamedComponent, list[Weight]] = {match: [] for match in matches}
+    positions = {match: _positions(match, weights) for match in matches}
     unknown = []
     for weight in weights:
-        for one in longest:
-            name = weight.name.removeprefix(one.prefix)
-            is_below = weight.name.startswith(one.prefix)
-            is_extra = re.fullmatch(one.component.extras, name)
-            if is_below and (is_extra or name in places[one]):
-                divided[one].append(weight)
+        for match in longest:
+            name = weight.name.removeprefix(match.prefix)
+            is_below = weight.name.startswith(match.prefix)
+            is_extra = re.fullmatch(match.component.extras, name)
+            if is_below and (is_extra or name in positions[match]):
+                divided[match].append(weight)
                 break
         else:
             unknown.append(weight.name)
     if unknown:
         raise FormatError(
-            f"{path} has {counted(unknown)} that the model does not have",
+            f"{path} has {list_tensors(unknown)} that the model does not have",
             hint="a file with tensors of several models cannot be used",
         )
     return divided
 
 
-def counted(names: Sequence[str]) -> str:
+def list_tensors(names: Sequence[str]) -> str:
     """Return the number of tensors and the first ten names."""
     shown = ", ".join(name[:120] for name in names[:_SHOWN])
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown}{more})"
+    remainder = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown}{remainder})"
 
 
-def _places(
-    named: NamedComponent, weights: Iterable[Weight]
+def _positions(
+    match: NamedComponent, weights: Iterable[Weight]
 ) -> Mapping[str, Sequence[tuple[str, TensorPlace]]]:
     names = [
-        weight.name.removeprefix(named.prefix)
+        weight.name.removeprefix(match.prefix)
         for weight in weights
-        if weight.name.startswith(named.prefix)
+        if weight.name.startswith(match.prefix)
     ]
-    return named.component.places(named.dialect, names)
+    return match.component.places(match.dialect, names)
 
 
-def _found(
-    named: NamedComponent, members: Sequence[Weight], group: Sequence[WeightSource]
+def _rename_weights(
+    match: NamedComponent, members: Sequence[Weight], group: Sequence[WeightSource]
 ) -> FamilyWeights:
-    places = _places(named, members)
-    made: list[Weight] = []
+    positions = _positions(match, members)
+    weights: list[Weight] = []
     extras = []
     for weight in members:
-        name = weight.name.removeprefix(named.prefix)
-        if name not in places:
+        name = weight.name.removeprefix(match.prefix)
+        if name not in positions:
             extras.append(weight.tensor.rename(name, weight.shape))
         else:
-            made += [_weight(weight, own, place) for own, place in places[name]]
-    return FamilyWeights(named.component, by_name(made), tuple(extras), tuple(group))
+            weights += [
+                _weight(weight, new_name, position) for new_name, position in positions[name]
+            ]
+    return FamilyWeights(match.component, by_name(weights), tuple(extras), tuple(group))
 
 
-def _weight(weight: Weight, name: str, place: TensorPlace) -> Weight:
+def _weight(weight: Weight, name: str, position: TensorPlace) -> Weight:
     if weight.quantization is None:
-        return plain(restore(weight.tensor, name, place))
-    if place.parts > 1:
+        return plain(restore(weight.tensor, name, position))
+    if position.parts > 1:
         raise FormatError(
             f"{weight.tensor.path}: {weight.name[:200]} is quantized, and combines "
-            f"{place.parts} tensors, which cannot be separated",
+            f"{position.parts} tensors, which cannot be separated",
             hint="use the unquantized model",
         )
     return replace(weight, name=name)

@@ -24,7 +24,8 @@ from clowder_aimage.oci import mediatype
 FORMAT = "gguf"
 ENDING = ".gguf"
 PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.DOTALL)
-_SHOWN = 5  # names in a message
+# Names in a message.
+_SHOWN = 5
 
 # enum llama_ftype, general.file_type: the type of most tensors, without ALL_ and MOSTLY_
 _FILES = (
@@ -34,7 +35,8 @@ _FILES = (
     "BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 MXFP4_MOE NVFP4 Q1_0 Q2_0"
 )
 FILES = dict(enumerate(_FILES.split()))
-GUESSED = 1024  # a flag: the writer guessed the type; no meaning without a type
+# A flag of general.file_type: the writer guessed the type. It has no meaning without a type.
+GUESSED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class GgufModel:
 
     @property
     def is_projector(self) -> bool:
-        """Return whether this is a projector: an image or audio encoder for another model."""
+        """Return True for a projector, the image or audio encoder of another model."""
         is_clip = self.metadata.get("general.architecture") == "clip"
         return is_clip or self.metadata.get("general.type") == "mmproj"
 
@@ -74,33 +76,37 @@ def take(path: Path) -> Inventory:
     with model_tree.reading(path):
         if path.is_dir():
             return _take_directory(path)
-        return _taken(read_model(path), (), None)
+        return _build_inventory(read_model(path), (), None)
 
 
 def _take_directory(root: Path) -> Inventory:
-    files = model_tree.list_directory(model_tree.home(root), root)
+    files = model_tree.list_directory(model_tree.boundary(root), root)
     paths = [path for path in files if path.suffix.lower() == ENDING]
     if not paths:
         raise ModelError(f"no GGUF file found in {root}")
-    firsts: dict[str, Path] = {}  # one file of each model
+    # One file of each model: read_model adds the other parts.
+    first_files: dict[str, Path] = {}
     for path in paths:
         match = PART.fullmatch(path.name)
-        firsts.setdefault(f"{match['stem']}-{match['total']}" if match else path.name, path)
-    models = [read_model(path) for path in firsts.values()]
+        first_files.setdefault(f"{match['stem']}-{match['total']}" if match else path.name, path)
+    models = [read_model(path) for path in first_files.values()]
     projectors = [model for model in models if model.is_projector]
-    others = [model for model in models if not model.is_projector] or projectors
-    if len(others) > 1:
-        names = ", ".join(model.files[0].name for model in others[:_SHOWN])
+    candidates = [model for model in models if not model.is_projector] or projectors
+    if len(candidates) > 1:
+        names = ", ".join(model.files[0].name for model in candidates[:_SHOWN])
         raise UsageError(
-            f"{root} contains {len(others)} GGUF models: {names}", hint="pass the file of one model"
+            f"{root} contains {len(candidates)} GGUF models: {names}",
+            hint="pass the file of one model",
         )
-    beside = [model for model in projectors if model is not others[0]]
-    return _taken(others[0], beside, model_tree.read_license(root))
+    companions = [model for model in projectors if model is not candidates[0]]
+    return _build_inventory(candidates[0], companions, model_tree.read_license(root))
 
 
-def _taken(model: GgufModel, projectors: Sequence[GgufModel], licence: str | None) -> Inventory:
+def _build_inventory(
+    model: GgufModel, projectors: Sequence[GgufModel], licence: str | None
+) -> Inventory:
     metadata = model.metadata
-    tensors = [tensor for one in (model, *projectors) for tensor in one.tensors]
+    tensors = [tensor for member in (model, *projectors) for tensor in member.tensors]
     architecture = printable(metadata.get("general.architecture"))
     context = metadata.get(f"{architecture}.context_length")
     facts = {
@@ -111,16 +117,17 @@ def _taken(model: GgufModel, projectors: Sequence[GgufModel], licence: str | Non
         "context": context if type(context) is int and context > 0 else None,
         "adapter": _adapter(model) if model.is_adapter else None,
     }
-    files = [file for one in (model, *projectors) for file in one.files]
+    files = [file for member in (model, *projectors) for file in member.files]
     licence = printable(metadata.get("general.license")) or licence
     return Inventory.of_files(FORMAT, files, facts, licence)
 
 
 def quantization(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> str | None:
     """Return the stated type of most tensors, else the type of most elements."""
+    # bool is a subclass of int, hence the exact comparison of types.
     stated = metadata.get("general.file_type")
-    if type(stated) is int and stated != GUESSED and (known := FILES.get(stated & ~GUESSED)):
-        return known
+    if type(stated) is int and stated != GUESSED and (name := FILES.get(stated & ~GUESSED)):
+        return name
     count = Counter[str]()
     for tensor in tensors:
         count[tensor.type] += tensor.elements
@@ -149,7 +156,7 @@ def _adapter(model: GgufModel) -> dict[str, Any]:
 
 
 def _is_up(tensor: GgufTensor) -> bool:
-    # ``blk.0.attn_q.weight.lora_b``: the length of its rows is the rank
+    # ``blk.0.attn_q.weight.lora_b``: the length of its rows is the rank.
     return tensor.name.count(".") >= 2 and tensor.name.endswith(".lora_b") and bool(tensor.shape)
 
 
@@ -163,10 +170,11 @@ def read_model(path: Path) -> GgufModel:
     match = PART.fullmatch(path.name)
     paths = _parts(path, match) if match else [path]
     files, headers = [], []
-    for part in paths:
-        root = None if part == path else path.parent
-        file = model_tree.source_file(root, part, part.name, mediatype.AIMAGE_GGUF)
-        with model_tree.naming(part), part.open("rb", buffering=1 << 16) as opened:
+    for part_path in paths:
+        # The user's path may be a link to anywhere; the other parts must be in its directory.
+        root = None if part_path == path else path.parent
+        file = model_tree.source_file(root, part_path, part_path.name, mediatype.AIMAGE_GGUF)
+        with model_tree.naming(part_path), part_path.open("rb", buffering=1 << 16) as opened:
             headers.append(read_header(opened, file.size))
         files.append(file)
     _check_parts(paths, headers)
@@ -183,11 +191,11 @@ def _parts(path: Path, match: re.Match[str]) -> list[Path]:
         raise ModelError(f"{path}: invalid part number {int(match['number'])} of {total}")
     names = [f"{match['stem']}-{number:05}-of-{total:05}{ENDING}" for number in range(1, total + 1)]
     paths = [path.parent / name for name in names]
-    if missing := [part.name for part in paths if not part.exists()]:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    if missing := [part_path.name for part_path in paths if not part_path.exists()]:
+        remainder = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise FormatError(
             f"{path} is one of {total} parts, and these are missing: "
-            f"{', '.join(missing[:_SHOWN])}{more}",
+            f"{', '.join(missing[:_SHOWN])}{remainder}",
             hint=model_tree.MODEL_AGAIN,
         )
     return paths

@@ -2,7 +2,7 @@
 
 Format: ggml-org/ggml, docs/gguf.md, "File Structure". Input that this text or the reference reader
 (ggml-org/llama.cpp, ggml/src/gguf.cpp) rejects is rejected here. Counts are compared with the
-remaining bytes before they are used, so that a false count costs neither time nor memory.
+remaining bytes before they are used, so that a false count costs no time and no memory.
 Newer types than in that text: gguf-py/gguf/constants.py (GGML_QUANT_SIZES) of llama.cpp.
 """
 
@@ -23,12 +23,16 @@ BIG_ENDIAN = b"FUGG"
 OLDER = (b"lmgg", b"fmgg", b"tjgg", b"algg")  # GGML, GGMF, GGJT, GGLA
 VERSIONS = (2, 3)
 MAX_KEYS = 65_536
-MAX_KEY = 65_535  # bytes, as in the specification
+# Bytes, as in the specification.
+MAX_KEY = 65_535
 MAX_TENSORS = 100_000
-MAX_NAME = 127  # bytes: 64 in the specification, 127 where GGML_MAX_NAME is 128
+# Bytes: 64 in the specification, 127 with GGML_MAX_NAME of 128 (stable-diffusion.cpp).
+MAX_NAME = 127
 MAX_DIMENSIONS = 4
-MAX_ITEMS = 4_000_000  # strings and lists inside lists; a large vocabulary has 1 million
-MAX_DEPTH = 4  # nested lists
+# Strings and lists inside lists; a large vocabulary has 1 million.
+MAX_ITEMS = 4_000_000
+# Nested lists.
+MAX_DEPTH = 4
 MAX_ALIGNMENT = 1 << 20
 # enum gguf_metadata_value_type
 SCALARS = {
@@ -52,18 +56,22 @@ TENSORS = {
     for block, types in _BLOCKS.items()
     for number, name, size in map(str.split, types.split(","))
 }
-REMOVED = frozenset({4, 5, 31, 32, 33, 36, 37, 38})  # no longer supported by any reader
+# Types that current readers no longer support.
+REMOVED = frozenset({4, 5, 31, 32, 33, 36, 37, 38})
 SHAPES = "comfy.gguf.orig_shape."
 """Before a tensor's name: its shape, if rows were joined to make whole blocks (ComfyUI-GGUF)."""
 _ALIGNMENT = "general.alignment"
 _DEFAULT_ALIGNMENT = 32
-_KEPT = ("general.", "split.", "adapter.")
-_KEPT_END = ".context_length"
-_MAX_RANK = 8  # of such a shape
-_MAX_KEPT = 4096  # bytes of the longest string in the metadata
-_MAX_WHOLE = 1 << 24  # ... if all of it is read, such as chat templates
+_METADATA_PREFIXES = ("general.", "split.", "adapter.")
+_METADATA_SUFFIX = ".context_length"
+# Dimensions in a shape of SHAPES.
+_MAX_RANK = 8
+# Bytes of the longest string in the metadata; longer ones are skipped.
+_MAX_STRING = 4096
+# The limit for complete metadata, which includes chat templates.
+_MAX_LONG_STRING = 1 << 24
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-# minimal sizes: a key of 1 byte, a type, a value of 1 byte; a name, no dimensions
+# Minimal sizes: a key of 1 byte, a type, a value of 1 byte; a name, no dimensions.
 _LEAST_PAIR, _LEAST_TENSOR, _LEAST_TEXT, _LEAST_LIST = 8 + 1 + 4 + 1, 8 + 4 + 4 + 8, 8, 12
 
 
@@ -111,52 +119,54 @@ class _Cursor:
         self.position = 0
         self._items = 0
 
-    def take(self, count: int, what: str) -> bytes:
-        self._check(count, what)
+    def take(self, count: int, label: str) -> bytes:
+        self._check(count, label)
         data = self._file.read(count)
         if len(data) < count:
-            raise FormatError(f"truncated: {what} ends early, after byte {self.position}")
+            raise FormatError(f"truncated: {label} ends early, after byte {self.position}")
         self.position += count
         return data
 
-    def skip(self, count: int, what: str) -> None:
-        self._check(count, what)
+    def skip(self, count: int, label: str) -> None:
+        self._check(count, label)
         self.position += count
         self._file.seek(self.position)
 
-    def _check(self, count: int, what: str) -> None:
+    def _check(self, count: int, label: str) -> None:
         left = self._size - self.position
         if count > left:
             raise FormatError(
-                f"at byte {self.position}, {what} takes {count} bytes, but {left} are "
+                f"at byte {self.position}, {label} takes {count} bytes, but {left} are "
                 "left: truncated or damaged"
             )
 
-    def number(self, form: struct.Struct, what: str) -> Any:
-        return form.unpack(self.take(form.size, what))[0]
+    def number(self, form: struct.Struct, label: str) -> Any:
+        return form.unpack(self.take(form.size, label))[0]
 
-    def count(self, what: str, least: int, most: int) -> int:
-        """Read a count of items of at least ``least`` bytes each."""
-        place = self.position
-        count: int = self.number(_U64, f"the number of {what}")
+    def count(self, label: str, min_size: int, limit: int) -> int:
+        """Read a count of items of at least ``min_size`` bytes each."""
+        position = self.position
+        count: int = self.number(_U64, f"the number of {label}")
         left = self._size - self.position
-        if count > most or count * least > left:
-            raise FormatError(f"at byte {place}, {count} {what} do not fit in {left} bytes")
+        if count > limit or count * min_size > left:
+            raise FormatError(f"at byte {position}, {count} {label} do not fit in {left} bytes")
         return count
 
-    def short_text(self, what: str, most: int) -> str | None:
-        """Return a string, or None if it is longer than ``most`` bytes; it is skipped then."""
-        place, length = self.position, self.number(_U64, f"the length of {what}")
-        if length <= most:
-            return self._decode(place, length, what)
-        self.skip(length, what)
+    def short_text(self, label: str, limit: int) -> str | None:
+        """Return a string; skip it and return None if it is longer than ``limit`` bytes."""
+        position, length = self.position, self.number(_U64, f"the length of {label}")
+        if length <= limit:
+            return self._decode(position, length, label)
+        self.skip(length, label)
         return None
 
-    def text(self, what: str, most: int) -> str:
-        place, length = self.position, self.number(_U64, f"the length of {what}")
-        if length > most:
-            raise FormatError(f"at byte {place}, {what} has {length} bytes; the limit is {most}")
-        return self._decode(place, length, what)
+    def text(self, label: str, limit: int) -> str:
+        position, length = self.position, self.number(_U64, f"the length of {label}")
+        if length > limit:
+            raise FormatError(
+                f"at byte {position}, {label} has {length} bytes; the limit is {limit}"
+            )
+        return self._decode(position, length, label)
 
     def string(self, is_kept: bool) -> bytes | None:
         """Return the bytes of a string in a list, or skip it."""
@@ -166,15 +176,15 @@ class _Cursor:
         self.skip(length, "a string")
         return None
 
-    def _decode(self, place: int, length: int, what: str) -> str:
+    def _decode(self, position: int, length: int, label: str) -> str:
         try:
-            return self.take(length, what).decode()
+            return self.take(length, label).decode()
         except UnicodeDecodeError:
-            raise FormatError(f"at byte {place}, {what} is not UTF-8") from None
+            raise FormatError(f"at byte {position}, {label} is not UTF-8") from None
 
-    def items_of(self, what: str, least: int) -> int:
+    def items_of(self, label: str, min_size: int) -> int:
         """Read the item count of a list; the total over all lists of a file is bounded."""
-        count = self.count(what, least, MAX_ITEMS)
+        count = self.count(label, min_size, MAX_ITEMS)
         self._items += count
         if self._items > MAX_ITEMS:
             raise FormatError(f"at byte {self.position}, lists contain more than {MAX_ITEMS} items")
@@ -184,7 +194,7 @@ class _Cursor:
 def read_header(file: BinaryIO, size: int, *, is_whole: bool = False) -> GgufHeader:
     """Read the header of an open file of ``size`` bytes.
 
-    is_whole: keep all of the metadata; lists are GgufList, nested lists are left out.
+    is_whole: read all metadata, with lists as GgufList, except nested lists.
 
     Raises:
         FormatError: The file is not GGUF, is truncated, or its header does not match its data.
@@ -198,26 +208,25 @@ def read_header(file: BinaryIO, size: int, *, is_whole: bool = False) -> GgufHea
     infos = [_tensor(cursor, alignment) for _ in range(tensor_count)]
     start = -(-cursor.position // alignment) * alignment
     tensors = tuple(replace(info, offset=start + info.offset) for info in infos)
-    _check_spans(tensors, size)
+    _check_ranges(tensors, size)
     return GgufHeader(version, metadata, tensors)
 
 
 def find_value(head: bytes, key: str) -> str | int | None:
-    """Return a string or UINT32 of the metadata in the first bytes of a file; None if cut off.
-
-    The lists of a vocabulary are not parsed, so that this is fast; only for descriptions of models.
-    """
+    """Return a string or UINT32 of the metadata in the first bytes of a file; None if cut off."""
+    # The key is searched for as bytes, since parsing the lists of a vocabulary is slow.
+    # A false match in a string is harmless: callers only describe a model.
     name = key.encode()
-    place = head.find(_U64.pack(len(name)) + name) + _U64.size + len(name)
-    kind = head[place : place + _U32.size]
-    if place < _U64.size + len(name) or len(kind) < _U32.size:
+    offset = head.find(_U64.pack(len(name)) + name) + _U64.size + len(name)
+    kind = head[offset : offset + _U32.size]
+    if offset < _U64.size + len(name) or len(kind) < _U32.size:
         return None
-    value = head[place + _U32.size :][: _U64.size]
+    value = head[offset + _U32.size :][: _U64.size]
     if kind == _U32.pack(UINT32) and len(value) >= _U32.size:
         return int(_U32.unpack_from(value)[0])
     if kind != _U32.pack(STRING) or len(value) < _U64.size:
         return None
-    start = place + _U32.size + _U64.size
+    start = offset + _U32.size + _U64.size
     end = start + _U64.unpack(value)[0]
     return head[start:end].decode(errors="replace") if end <= len(head) else None
 
@@ -229,7 +238,7 @@ def _version(cursor: _Cursor) -> int:
     if magic not in (MAGIC, BIG_ENDIAN):
         raise FormatError(f"not a GGUF file: it begins with {magic!r}, not GGUF", hint=OTHER)
     version: int = cursor.number(_U32, "the version")
-    # older big-endian files have the same magic, and a byte-swapped version
+    # Older big-endian files have the same magic, and a byte-swapped version.
     if magic == BIG_ENDIAN or not version & 0xFFFF:
         raise FormatError(
             "this GGUF file is big-endian; only little-endian files are supported",
@@ -244,24 +253,28 @@ def _version(cursor: _Cursor) -> int:
 
 
 def _metadata(cursor: _Cursor, pairs: int, is_whole: bool) -> dict[str, Any]:
-    seen: set[str] = set()
+    keys: set[str] = set()
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
-        place = cursor.position
+        position = cursor.position
         key = cursor.text("a key", MAX_KEY)
-        if not key or not key.isascii() or not key.isprintable() or key in seen:
-            raise FormatError(f"at byte {place}, invalid or duplicate key: {key!r:.100}")
-        seen.add(key)
-        kept = is_whole or key.startswith((*_KEPT, SHAPES)) or key.endswith(_KEPT_END)
-        place, kind = cursor.position, cursor.number(_U32, "the type of a value")
-        longest = (_MAX_WHOLE if is_whole else _MAX_KEPT) if kept else 0
-        value = _value(cursor, kind, key, longest, is_whole)
+        if not key or not key.isascii() or not key.isprintable() or key in keys:
+            raise FormatError(f"at byte {position}, invalid or duplicate key: {key!r:.100}")
+        keys.add(key)
+        is_kept = (
+            is_whole
+            or key.startswith((*_METADATA_PREFIXES, SHAPES))
+            or key.endswith(_METADATA_SUFFIX)
+        )
+        position, kind = cursor.position, cursor.number(_U32, "the type of a value")
+        limit = (_MAX_LONG_STRING if is_whole else _MAX_STRING) if is_kept else 0
+        value = _value(cursor, kind, key, limit, is_whole)
         if key == _ALIGNMENT and not _is_alignment(kind, value):
             raise FormatError(
-                f"at byte {place}, {key} must be a UINT32 power of two from 8 to {MAX_ALIGNMENT}, "
-                f"not {value!r:.40}"
+                f"at byte {position}, {key} must be a UINT32 power of two from 8 to "
+                f"{MAX_ALIGNMENT}, not {value!r:.40}"
             )
-        if kept and value is not None:
+        if is_kept and value is not None:
             metadata[key] = value
     return metadata
 
@@ -270,38 +283,38 @@ def _is_alignment(kind: int, value: Any) -> bool:
     return kind == UINT32 and 8 <= value <= MAX_ALIGNMENT and value & (value - 1) == 0
 
 
-def _value(cursor: _Cursor, kind: int, key: str, longest: int, is_whole: bool) -> Any:
-    """Return the value, or None for lists other than SHAPES and strings that are not kept."""
-    place = cursor.position
+def _value(cursor: _Cursor, kind: int, key: str, limit: int, is_whole: bool) -> Any:
+    """Return a value; None for skipped lists and for strings longer than ``limit``."""
+    position = cursor.position
     if form := SCALARS.get(kind):
         value = cursor.number(form, f"the value of {key[:100]}")
         if kind != BOOL:
             return value
         if value > 1:
-            raise FormatError(f"at byte {place}, {key[:100]} is {value}, not true or false")
+            raise FormatError(f"at byte {position}, {key[:100]} is {value}, not true or false")
         return bool(value)
     if kind == STRING:
-        return cursor.short_text(key[:100], longest)
+        return cursor.short_text(key[:100], limit)
     if kind == ARRAY:
         return _shape(cursor, key) if key.startswith(SHAPES) else _list(cursor, is_whole)
-    raise FormatError(f"at byte {place - 4}, {key[:100]} has an unknown type: {kind}")
+    raise FormatError(f"at byte {position - 4}, {key[:100]} has an unknown type: {kind}")
 
 
 def _shape(cursor: _Cursor, key: str) -> tuple[int, ...]:
-    place, kind = cursor.position, cursor.number(_U32, "the type of a list")
+    position, kind = cursor.position, cursor.number(_U32, "the type of a list")
     form = SCALARS[INT32]
     count = cursor.count("values", form.size, 1 << 60)
     if kind != INT32 or count > _MAX_RANK:
-        raise FormatError(f"at byte {place}, {key[:200]} is not a short list of INT32")
+        raise FormatError(f"at byte {position}, {key[:200]} is not a short list of INT32")
     return tuple(cursor.number(form, key[:200]) for _ in range(count))
 
 
 def _list(cursor: _Cursor, is_kept: bool, depth: int = 1) -> GgufList | None:
-    """Return a list of scalars or strings, or None if it is skipped."""
-    place, kind = cursor.position, cursor.number(_U32, "the type of a list")
+    """Return a list of scalars or strings; None if it is skipped."""
+    position, kind = cursor.position, cursor.number(_U32, "the type of a list")
     if kind == ARRAY:
         if depth > MAX_DEPTH:
-            raise FormatError(f"at byte {place}, lists are nested more than {MAX_DEPTH} deep")
+            raise FormatError(f"at byte {position}, lists are nested more than {MAX_DEPTH} deep")
         for _ in range(cursor.items_of("lists", _LEAST_LIST)):
             _list(cursor, False, depth + 1)
         return None
@@ -310,7 +323,7 @@ def _list(cursor: _Cursor, is_kept: bool, depth: int = 1) -> GgufList | None:
         texts = [cursor.string(is_kept) for _ in range(count)]
         return GgufList(kind, tuple(texts)) if is_kept else None
     if (form := SCALARS.get(kind)) is None:
-        raise FormatError(f"at byte {place}, a list has an unknown type: {kind}")
+        raise FormatError(f"at byte {position}, a list has an unknown type: {kind}")
     count = cursor.count("values", form.size, MAX_ITEMS if is_kept else 1 << 60)
     if not is_kept:
         cursor.skip(count * form.size, "a list")
@@ -320,34 +333,37 @@ def _list(cursor: _Cursor, is_kept: bool, depth: int = 1) -> GgufList | None:
 
 
 def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
-    """Return a tensor's info; its offset is still relative to the start of the data."""
+    """Return a tensor's info, with an offset relative to the start of the data."""
     name = cursor.text("a tensor's name", MAX_NAME)
-    place, rank = cursor.position, cursor.number(_U32, f"the rank of {name}")
+    position, rank = cursor.position, cursor.number(_U32, f"the rank of {name}")
     if rank > MAX_DIMENSIONS:
         raise FormatError(
-            f"at byte {place}, {name} has {rank} dimensions; the limit is {MAX_DIMENSIONS}"
+            f"at byte {position}, {name} has {rank} dimensions; the limit is {MAX_DIMENSIONS}"
         )
     shape = struct.unpack(f"<{rank}Q", cursor.take(8 * rank, f"the shape of {name}"))
-    place, number = cursor.position, cursor.number(_U32, f"the type of {name}")
+    position, number = cursor.position, cursor.number(_U32, f"the type of {name}")
     if number not in TENSORS:
         problem = "a type that was removed from GGUF" if number in REMOVED else "an unknown type"
-        raise FormatError(f"at byte {place}, {name} has {problem}: {number}")
+        raise FormatError(f"at byte {position}, {name} has {problem}: {number}")
     kind, block, size = TENSORS[number]
     if (shape[0] if shape else 1) % block:
         rows = f"rows of {name} {shape[:1]}"
-        raise FormatError(f"at byte {place}, {rows} are not whole blocks of {kind}")
-    place, offset = cursor.position, cursor.number(_U64, f"the offset of {name}")
+        raise FormatError(f"at byte {position}, {rows} are not whole blocks of {kind}")
+    position, offset = cursor.position, cursor.number(_U64, f"the offset of {name}")
     if offset % alignment:
-        raise FormatError(f"at byte {place}, {name} is at {offset}, not a multiple of {alignment}")
+        raise FormatError(
+            f"at byte {position}, {name} is at {offset}, not a multiple of {alignment}"
+        )
     return GgufTensor(name, kind, shape, offset, math.prod(shape) // block * size)
 
 
-def _check_spans(tensors: tuple[GgufTensor, ...], size: int) -> None:
+def _check_ranges(tensors: tuple[GgufTensor, ...], size: int) -> None:
     """Check that names are unique, and that data ranges lie in the file and do not overlap."""
     names = Counter(tensor.name for tensor in tensors)
     for name, count in names.items():
         if not name or count > 1:
             raise FormatError(f"duplicate or empty tensor name: {name!r}")
+    # Gaps are allowed: data are padded to the alignment.
     end = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.nbytes)):
         if tensor.offset < end:

@@ -1,4 +1,4 @@
-"""Inventory of a model: its files, its weights, and the facts that its format states."""
+"""Inventory of a model: its files, its weights, and the properties that its format states."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Component:
     """A component of a pipeline, with its class and library as in model_index.json.
 
     A Transformers model is a single component without a name. ``ignored`` are the names of tensors
-    that are left out. ``stored`` are layers of another AImage that it shares; their weights are
-    among ``weights``. Without a class it is not a part of the pipeline.
+    that are not packed. ``stored`` are layers shared with another AImage; ``weights`` includes
+    their weights. A component without a class is not listed in the pipeline's index.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Component:
 class Inventory:
     """The input of a plan.
 
-    ``family`` and ``pipeline`` are empty except for diffusers directories; ``facts`` are properties
-    of the AImage config (schemas/aimage-config.schema.json) that the format states;
-    ``defaults`` are those of requests that it states.
+    ``family`` and ``pipeline`` are empty except for diffusers pipelines. ``facts`` are properties
+    of the AImage config (schemas/aimage-config.schema.json) read from the model, ``defaults`` the
+    request defaults of the family.
     """
 
     family: str
@@ -53,10 +53,10 @@ class Inventory:
     def of_files(
         cls, kind: str, files: Iterable[SourceFile], facts: Mapping[str, Any], licence: object
     ) -> Inventory:
-        """Return a model of whole files, sorted by name, without facts that are None."""
-        known = {key: value for key, value in facts.items() if value is not None}
+        """Return a model of whole files, sorted by name; facts that are None are omitted."""
+        stated = {key: value for key, value in facts.items() if value is not None}
         ordered = tuple(sorted(files, key=lambda file: file.name))
-        return cls("", "", (), ordered, printable(licence), {"format": kind} | known)
+        return cls("", "", (), ordered, printable(licence), {"format": kind} | stated)
 
 
 def printable(value: object) -> str | None:

@@ -1,4 +1,4 @@
-"""Adapters: a safetensors file or a PEFT directory with one, and the facts they state.
+"""Adapters: a safetensors file or a PEFT directory with one, and its description.
 
 Names, kinds and metadata of all dialects are those of ``clowder_aimage.adapter``.
 """
@@ -32,27 +32,27 @@ def take(path: Path) -> Inventory:
         FormatError: It is damaged, or the halves of a pair do not match.
     """
     if not path.is_dir():
-        beside = path.with_name(CONFIG)
-        if path.name != WEIGHTS or not beside.is_file():
+        config_path = path.with_name(CONFIG)
+        if path.name != WEIGHTS or not config_path.is_file():
             return _take(path, {}, ())
-        return _take(path, _config(model_tree.home(path.parent), beside), (beside,))
-    files = model_tree.list_directory(model_tree.home(path), path)
+        return _take(path, _config(model_tree.boundary(path.parent), config_path), (config_path,))
+    files = model_tree.list_directory(model_tree.boundary(path), path)
     weights = [file for file in files if file.suffix == ".safetensors"]
-    unsafe = [file for file in files if file.suffix.lower() in model_tree.PICKLED]
-    if unsafe and not weights:
+    pickled = [file for file in files if file.suffix.lower() in model_tree.PICKLED]
+    if pickled and not weights:
         hint = "save the adapter as safetensors (PEFT: safe_serialization=True)"
-        raise model_tree.pickled(unsafe[0], hint)
+        raise model_tree.pickle_error(pickled[0], hint)
     if len(weights) != 1:
         raise ModelError(
             f"{path} must contain one safetensors file with an adapter, not {len(weights)}",
             hint=f"pass the file itself, or keep only {WEIGHTS}",
         )
-    others = tuple(file for file in files if file.name == CONFIG)
-    config = _config(model_tree.home(path), path / CONFIG) if others else {}
-    return _take(weights[0], config, others)
+    config_files = tuple(file for file in files if file.name == CONFIG)
+    config = _config(model_tree.boundary(path), path / CONFIG) if config_files else {}
+    return _take(weights[0], config, config_files)
 
 
-def _take(path: Path, config: Mapping[str, Any], others: tuple[Path, ...]) -> Inventory:
+def _take(path: Path, config: Mapping[str, Any], config_files: tuple[Path, ...]) -> Inventory:
     header = read_file(path)
     adapter = describe(path, header, config)
     facts: dict[str, Any] = {
@@ -61,13 +61,15 @@ def _take(path: Path, config: Mapping[str, Any], others: tuple[Path, ...]) -> In
         "name": adapter.get("title"),
     }
     files = [model_tree.source_file(None, path, path.name, mediatype.AIMAGE_LORA)]
-    files += [model_tree.source_file(None, one, one.name) for one in others]
-    licence = model_tree.read_license(path.parent) if others else None
+    files += [
+        model_tree.source_file(None, config_file, config_file.name) for config_file in config_files
+    ]
+    licence = model_tree.read_license(path.parent) if config_files else None
     return Inventory.of_files("lora", files, facts, licence)
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Return the facts of the adapter in a file. Raises FormatError: it has none."""
+    """Return the description of the adapter in a file. Raises FormatError: It has no adapter."""
     return describe(path, read_file(path))
 
 
@@ -84,14 +86,15 @@ def check_fit(path: Path, shapes: Shapes, base: str, config: Path | None = None)
     ``config`` is its ``adapter_config.json``.
 
     Raises:
-        FormatError: A layer is not in the model, or has another shape there.
+        FormatError: A layer is missing in the model, or has another shape.
     """
     header = read_file(path)
     peft = None
     if config is not None:
-        peft = PeftConfig.parse(_config(model_tree.home(config.parent), config), str(config))
+        peft = PeftConfig.parse(_config(model_tree.boundary(config.parent), config), str(config))
     tensors = {name: info.shape for name, info in header.tensors.items()}
     layers = read_layers(str(path), tensors, peft).layers
     fit = AdapterFit(str(path), base, shapes, told_base(header.metadata, (peft,)))
+    # Matching raises on the first layer that does not fit; the matches are not needed.
     for _ in fit.match(layers):
         pass

@@ -1,4 +1,4 @@
-"""Files of a model: which may be read, their JSON, and the licence in a model card."""
+"""Files of a model directory: safe access, their JSON, and the licence in a model card."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ AGAIN = "download the complete file again"
 MODEL_AGAIN = "download the complete model again"
 OTHER = f"{AGAIN}, or omit the format to have it detected"
 CARD, ADAPTERS = "README.md", "adapters"
-MAX_FILES = 8000  # of a model: a manifest has no room for more layers
-_SHARED_BLOBS = ".huggingface-shared-blobs"  # marks blobs/ of a cache (huggingface_hub 2)
-_START = 64  # bytes that identify a file's type
-MAX_JSON = 64 * 1024 * 1024  # bytes, of a tokenizer or of an index of shards
-_MAX_CARD = 1024 * 1024  # bytes of a card that are read
-_MAX_BARE_CARD = 4096  # bytes of a card with only the licence
+# Files of a model: a manifest of the largest accepted size has no room for more layers.
+MAX_FILES = 8000
+# A file that marks the shared blobs/ of a cache (huggingface_hub 2).
+_SHARED_BLOBS = ".huggingface-shared-blobs"
+# Bytes that identify a file's type.
+_START = 64
+# Bytes of a JSON file; tokenizers and indexes of shards are the largest.
+MAX_JSON = 64 * 1024 * 1024
+# Bytes of a card that are read.
+_MAX_CARD = 1024 * 1024
+# Bytes of a card with only the licence.
+_MAX_BARE_CARD = 4096
 _LFS_POINTER = b"version https://git-lfs"
 _LICENSE = re.compile(r"[A-Za-z0-9(]([A-Za-z0-9.+() -]*[A-Za-z0-9.+)])?")
 _BARE_CARD = re.compile(rb"---\nlicense: [A-Za-z0-9.+() -]+\n---\n")
@@ -34,8 +40,8 @@ _BARE_CARD = re.compile(rb"---\nlicense: [A-Za-z0-9.+() -]+\n---\n")
 class SourceFile:
     """A file that is stored unchanged as a layer.
 
-    ``size`` is in bytes; ``modified`` is the modification time in nanoseconds. ``data`` is the
-    content of a file that is not on disk.
+    ``size`` is in bytes, ``modified`` the modification time in nanoseconds. ``data`` is the content
+    of a file in memory.
     """
 
     name: str
@@ -46,8 +52,8 @@ class SourceFile:
     data: bytes | None = None
 
     @classmethod
-    def made(cls, name: str, data: bytes) -> SourceFile:
-        """Return a file that is not on disk."""
+    def from_bytes(cls, name: str, data: bytes) -> SourceFile:
+        """Return a file in memory."""
         return cls(name, Path(name), len(data), 0, data=data)
 
 
@@ -56,7 +62,7 @@ def source_file(
 ) -> SourceFile:
     """Return a file that is stored as the layer ``name``.
 
-    The file must be inside ``root``; with None, links are followed anywhere.
+    The file must be inside ``root``. Without a ``root``, links may lead anywhere.
 
     Raises:
         ModelError: It is not a regular file, is outside ``root``, is a Git LFS pointer, or its name
@@ -64,7 +70,7 @@ def source_file(
     """
     _check_file(path)
     if root is not None:
-        check_inside(home(root), path)
+        check_inside(boundary(root), path)
     try:
         check_name(name)
     except FormatError:
@@ -80,11 +86,11 @@ def start_of(path: Path) -> bytes:
         return file.read(_START)
 
 
-def home(root: Path) -> Path:
-    """Return the directory that the files of ``root`` must be inside.
+def boundary(root: Path) -> Path:
+    """Return the directory that no link in ``root`` may leave.
 
-    It is ``root`` itself, or the snapshot in a Hugging Face cache that contains it
-    (huggingface_hub, "Understand caching").
+    It is the snapshot of a Hugging Face cache that contains ``root`` (huggingface_hub, "Understand
+    caching"), else ``root`` itself.
     """
     for directory in root.absolute().parents:
         cache = directory.parent.parent
@@ -94,18 +100,20 @@ def home(root: Path) -> Path:
 
 
 def list_directory(
-    root: Path, directory: Path, refused: tuple[str, ...] = (), ignored: tuple[str, ...] = ()
+    root: Path, directory: Path, rejected: tuple[str, ...] = (), ignored: tuple[str, ...] = ()
 ) -> list[Path]:
     """Return the files directly in ``directory``, sorted by name, except those in ``ignored``.
 
     Raises:
-        ModelError: A file has a ``refused`` extension, or is a link out of ``root``.
+        ModelError: A file has a ``rejected`` extension, or is a link out of ``root``.
     """
     check_inside(root, directory)
-    paths = sorted(_shown(directory, ignored))
+    paths = sorted(_list_visible(directory, ignored))
     for path in paths:
-        if path.suffix.lower() in refused:
-            raise pickled(path, "convert the weights to safetensors and remove the pickled file")
+        if path.suffix.lower() in rejected:
+            raise pickle_error(
+                path, "convert the weights to safetensors and remove the pickled file"
+            )
     files = [path for path in paths if not path.is_dir()]
     for path in files:
         check_inside(root, path)
@@ -120,41 +128,42 @@ def walk(root: Path) -> list[Path]:
         ModelError: A link leads out of it, a directory is a link, a file is not a regular file, or
             there are too many files.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     directories = [root]
     while directories:
-        for path in sorted(_shown(directories.pop())):
-            check_inside(home(root), path)
+        for path in sorted(_list_visible(directories.pop())):
+            check_inside(boundary(root), path)
             if not path.is_dir():
                 _check_file(path)
-                found.append(path)
-            elif path.is_symlink():  # it could lead back up: every file would have two names
+                files.append(path)
+            elif path.is_symlink():
+                # It could lead to a parent directory, and files would have several names.
                 raise ModelError(
                     f"{path} is a link to a directory", hint="replace it with the directory itself"
                 )
             else:
                 directories.append(path)
-        if len(found) + len(directories) > MAX_FILES:
+        if len(files) + len(directories) > MAX_FILES:
             raise ModelError(
                 f"{root} contains more than {MAX_FILES} files",
                 hint="pass a directory that contains only the model",
             )
-    return sorted(found)
+    return sorted(files)
 
 
-def sole(root: Path) -> Path | None:
-    """Return the only file in a directory, ignoring a card and adapters.
+def only_file(root: Path) -> Path | None:
+    """Return the only file in a directory, apart from hidden files, a card and adapters.
 
-    Hidden files are ignored. Raises ModelError if it is a link that leads out.
+    Raises ModelError: It is a link that leads out.
     """
-    paths = list(_shown(root, (CARD, ADAPTERS)))
+    paths = list(_list_visible(root, (CARD, ADAPTERS)))
     if len(paths) != 1 or not paths[0].is_file():
         return None
-    check_inside(home(root), paths[0])
+    check_inside(boundary(root), paths[0])
     return paths[0]
 
 
-def _shown(directory: Path, ignored: tuple[str, ...] = ()) -> Iterator[Path]:
+def _list_visible(directory: Path, ignored: tuple[str, ...] = ()) -> Iterator[Path]:
     return (p for p in directory.iterdir() if not p.name.startswith(".") and p.name not in ignored)
 
 
@@ -177,19 +186,20 @@ def check_not_pointer(path: Path, start: bytes) -> None:
 
 
 def check_inside(root: Path, path: Path) -> None:
-    """Reject a path that a symbolic link leads out of the model directory.
+    """Reject a symbolic link that leads out of the model directory.
 
     A Hugging Face snapshot consists of links into the ``blobs/`` of its repository, which may be
     links into the ``blobs/`` of the cache; these are accepted (huggingface_hub, "Understand
     caching").
 
     Raises:
-        ModelError: It leads elsewhere, or does not exist.
+        ModelError: It leads out, or does not exist.
     """
     top = root.resolve()
     try:
         target = path.resolve(strict=True)
-    except (OSError, RuntimeError):  # a loop of links is a RuntimeError before Python 3.13
+    except (OSError, RuntimeError):
+        # A loop of links is a RuntimeError before Python 3.13.
         raise ModelError(f"{path} is a broken link", hint=MODEL_AGAIN) from None
     if target.is_relative_to(top):
         return
@@ -202,21 +212,24 @@ def check_inside(root: Path, path: Path) -> None:
 
 
 def _is_cached(repository: Path, target: Path) -> bool:
-    """Return whether a file is a blob of a cached repository, its own or shared with others."""
+    """Return True if a file is a blob of a cached repository, or a blob shared by several."""
     shared = repository.parent / "blobs"
     return target.parent == repository / "blobs" or (
         target.parent.parent == shared and (shared / _SHARED_BLOBS).is_file()
     )
 
 
-def pickled(path: Path, hint: str) -> ModelError:
+def pickle_error(path: Path, hint: str) -> ModelError:
     """Return the error for a pickled file."""
     message = f"{path} is pickled: loading it can execute arbitrary code, so it is not packed"
-    return unpacked(message, hint)
+    return whole_files_error(message, hint)
 
 
-def unpacked(message: str, hint: str) -> ModelError:
-    """Return the error for a model that can only be packed as whole files."""
+def whole_files_error(message: str, hint: str) -> ModelError:
+    """Return the error for a model that can only be packed as whole files.
+
+    The remedy is an option of the verb; the hint is for other callers.
+    """
     return ModelError(message, hint=hint, remedy="whole_files", other=hint)
 
 
@@ -279,6 +292,7 @@ def read_license(root: Path) -> str | None:
         lines = file.read(_MAX_CARD).splitlines()
     if not lines or lines[0].strip() != "---":
         return None
+    # The licence is one line of the YAML front matter: a YAML parser is not needed.
     for line in lines[1:]:
         key, colon, value = line.partition(":")
         if line.strip() == "---":
@@ -289,15 +303,15 @@ def read_license(root: Path) -> str | None:
 
 
 def card(license_: object) -> bytes | None:
-    """Return a card with only this licence, or None for a value that a card cannot state."""
+    """Return a model card with only this licence, or None if it is not valid in a card."""
     if not isinstance(license_, str) or not _LICENSE.fullmatch(license_):
         return None
-    made = f"---\nlicense: {license_}\n---\n".encode()
-    return made if len(made) <= _MAX_BARE_CARD else None
+    content = f"---\nlicense: {license_}\n---\n".encode()
+    return content if len(content) <= _MAX_BARE_CARD else None
 
 
 def is_bare(path: Path) -> bool:
-    """Return whether a file is a card with only the licence."""
+    """Return True if a file is a card with only the licence."""
     if path.name != CARD or path.stat().st_size > _MAX_BARE_CARD:
         return False
     return _BARE_CARD.fullmatch(path.read_bytes()) is not None

@@ -22,7 +22,7 @@ from clowder_aimage.oci import mediatype
 FORMAT = "onnx"
 ENDING = ".onnx"
 _DRIVE = re.compile("[A-Za-z]:")
-# extensions of tokenizer and config files beside a model
+# Extensions of tokenizer and config files in the directory of a model.
 _ENDINGS = (".json", ".jinja")
 _NAMES = ("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
@@ -48,9 +48,9 @@ def _take_directory(root: Path) -> Inventory:
     files: dict[str, SourceFile] = {}
     for path in paths:
         if path.suffix.lower() == ENDING:
-            found, model = _take_model(root, path, root)
+            model_files, model = _take_model(root, path, root)
             models.append(model)
-            files |= {file.name: file for file in found}
+            files |= {file.name: file for file in model_files}
     if not models:
         raise ModelError(f"no ONNX file found in {root}")
     for path in paths:
@@ -71,7 +71,7 @@ def _facts(models: Sequence[OnnxModel]) -> dict[str, object]:
 def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[SourceFile], OnnxModel]:
     """Return the files of one model, named relative to ``root``.
 
-    The model may be a link out of ``root`` if it was given by path; ``inside`` is None then.
+    The links of the model are not restricted if ``inside`` is None.
     """
     name = path.relative_to(root).as_posix()
     main = source_file(inside, path, name, mediatype.AIMAGE_ONNX)
@@ -79,21 +79,23 @@ def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[Sourc
         with path.open("rb") as file:
             model = read_model(file, main.size)
         files = {main.name: main}
-        for location, need in model.external.items():
-            name = _name(location, need.tensor)
-            beside = path.parent / name
-            if not beside.is_file():
-                problem = "is missing" if not beside.exists() else "is not a regular file"
+        for location, extent in model.external.items():
+            name = _name(location, extent.tensor)
+            data_path = path.parent / name
+            if not data_path.is_file():
+                problem = "is missing" if not data_path.exists() else "is not a regular file"
                 raise FormatError(
-                    f"tensor {need.tensor[:200]!r} is in {name}, which {problem}",
+                    f"tensor {extent.tensor[:200]!r} is in {name}, which {problem}",
                     hint="download the external data files of the model into its directory",
                 )
-            full = beside.relative_to(root).as_posix()
-            files[full] = source_file(inside or root, beside, full, mediatype.AIMAGE_ONNX)
-            if need.end > files[full].size:
+            file_name = data_path.relative_to(root).as_posix()
+            files[file_name] = source_file(
+                inside or root, data_path, file_name, mediatype.AIMAGE_ONNX
+            )
+            if extent.end > files[file_name].size:
                 raise FormatError(
-                    f"tensor {need.tensor[:200]!r} ends at byte {need.end} of {full}, which has "
-                    f"{files[full].size} bytes: truncated"
+                    f"tensor {extent.tensor[:200]!r} ends at byte {extent.end} of {file_name}, "
+                    f"which has {files[file_name].size} bytes: truncated"
                 )
     return list(files.values()), model
 

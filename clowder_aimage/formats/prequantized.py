@@ -4,10 +4,10 @@ MLX writes ``x.scales`` and ``x.biases`` beside ``x.weight``; ModelOpt (nvfp4) `
 and the factor ``x.weight_scale_2``; compressed-tensors (nvfp4) ``x.weight_packed``,
 ``x.weight_scale`` and the divisor ``x.weight_global_scale``. Each becomes one weight, ``x.weight``,
 with unchanged codes and scales and the global scale as a factor. Scales of activations
-(``x.input_scale``) are left out and counted. Sources: ``save_config`` of MLX-LM, ModelOpt's
+(``x.input_scale``) are omitted and counted. Sources: ``save_config`` of MLX-LM, ModelOpt's
 "unified checkpoint", ``nvfp4-pack-quantized`` of compressed-tensors.
 
-Other forms are rejected, since their codes would be taken for values. They are GPTQ
+Other forms are rejected, since their codes would be read as values. They are GPTQ
 and AWQ (``qweight``), bitsandbytes (``quant_state``, ``SCB``), transformers (fp8 and mxfp4), other
 compressed-tensors and MLX, quanto (``_data``), HQQ (``W_q``), AQLM (``codebooks``), torchao
 (``_qdata``), ComfyUI's scaled fp8 (``scale_weight``).
@@ -50,7 +50,8 @@ _ENDS = (
     *(".weight._data", ".weight._scale", ".weight._shift", "_qdata", ".W_q", ".codebooks"),
 )
 _STATE = ".weight.quant_state."
-_OCTETS = ("U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")  # may hold codes
+# Dtypes of 8 bits, which may hold codes.
+_OCTETS = ("U8", "I8", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
 
 
 def read_quantized(
@@ -62,59 +63,67 @@ def read_quantized(
         FormatError: The quantization is unknown, cannot be derived from the component's
             config.json, or does not match the shapes.
     """
-    named = {tensor.name: tensor for tensor in tensors}
-    weights, taken = [], set[str]()
+    tensors_by_name = {tensor.name: tensor for tensor in tensors}
+    weights, consumed = [], set[str]()
     for tensor in tensors:
-        weight = _packed(named, tensor, config)
+        weight = _parse_quantized(tensors_by_name, tensor, config)
         if weight is not None:
             _check(weight)
             weights.append(weight)
-            taken |= {part.tensor.name for part in weight.parts}
+            consumed |= {chunk.tensor.name for chunk in weight.parts}
     stems = {weight.name.removesuffix(WEIGHT) for weight in weights}
     ignored = {
         name
-        for name in named.keys() - taken
+        for name in tensors_by_name.keys() - consumed
         for word in INPUTS
         if name.endswith(word) and name.removesuffix(word) in stems
     }
-    rest = {name: tensor for name, tensor in named.items() if name not in taken | ignored}
-    _check_rest(rest)
+    plain_tensors = {
+        name: tensor for name, tensor in tensors_by_name.items() if name not in consumed | ignored
+    }
+    _check_unused(plain_tensors)
     _check_method(directory, config)
-    whole = by_name([*weights, *map(plain, rest.values())])
-    for one, other in pairwise(whole):
-        if one.name == other.name:
-            raise FormatError(f"{directory} has {one.name[:200]} both quantized and unquantized")
-    return whole, tuple(sorted(ignored))
+    ordered = by_name([*weights, *map(plain, plain_tensors.values())])
+    for previous, following in pairwise(ordered):
+        if previous.name == following.name:
+            raise FormatError(
+                f"{directory} has {previous.name[:200]} both quantized and unquantized"
+            )
+    return ordered, tuple(sorted(ignored))
 
 
-def _packed(
-    named: Mapping[str, SourceTensor], tensor: SourceTensor, config: Mapping[str, Any]
+def _parse_quantized(
+    tensors: Mapping[str, SourceTensor], tensor: SourceTensor, config: Mapping[str, Any]
 ) -> Weight | None:
     stem = tensor.name.removesuffix(WEIGHT)
     if tensor.name.endswith(".weight_packed"):
-        return _compressed(named, tensor, tensor.name.removesuffix("_packed"))
+        return _compressed_tensors(tensors, tensor, tensor.name.removesuffix("_packed"))
     if stem == tensor.name:
         return None
-    if tensor.dtype == CODES and f"{stem}.scales" in named:
-        return _mlx(named, tensor, stem, config)
-    if tensor.dtype == "U8" and f"{tensor.name}_scale" in named:
-        return _modelopt(named, tensor)
+    if tensor.dtype == CODES and f"{stem}.scales" in tensors:
+        return _mlx(tensors, tensor, stem, config)
+    if tensor.dtype == "U8" and f"{tensor.name}_scale" in tensors:
+        return _modelopt(tensors, tensor)
     return None
 
 
 def _mlx(
-    named: Mapping[str, SourceTensor], codes: SourceTensor, stem: str, config: Mapping[str, Any]
+    tensors: Mapping[str, SourceTensor], codes: SourceTensor, stem: str, config: Mapping[str, Any]
 ) -> Weight:
-    scales, biases = named[f"{stem}.scales"], named.get(f"{stem}.biases")
-    quantization = _configured(codes, scales, stem, config)
-    found = {"": codes, SCALE: scales, **({BIAS: biases} if biases else {})}
+    scales, biases = tensors[f"{stem}.scales"], tensors.get(f"{stem}.biases")
+    # MLX states bits and group size only in config.json: shapes alone are ambiguous.
+    quantization = _mlx_quantization(codes, scales, stem, config)
+    sources = {"": codes, SCALE: scales, **({BIAS: biases} if biases else {})}
     if quantization.type.has_bias != (biases is not None):
         raise _unfit(codes, quantization)
-    parts = [TensorChunk(part, own.dtype, own.shape, own) for part, own in found.items()]
-    return _weight(codes.name, quantization, parts)
+    chunks = [
+        TensorChunk(suffix, source.dtype, source.shape, source)
+        for suffix, source in sources.items()
+    ]
+    return _weight(codes.name, quantization, chunks)
 
 
-def _configured(
+def _mlx_quantization(
     codes: SourceTensor, scales: SourceTensor, stem: str, config: Mapping[str, Any]
 ) -> Quantization:
     entry = quantization_config.mlx_entry(config, stem)
@@ -141,15 +150,17 @@ def _configured(
         raise FormatError(f"{codes.path}: {codes.name[:200]}: {error}") from None
 
 
-def _modelopt(named: Mapping[str, SourceTensor], codes: SourceTensor) -> Weight:
-    factor = named.get(f"{codes.name}_scale_2")
+def _modelopt(tensors: Mapping[str, SourceTensor], codes: SourceTensor) -> Weight:
+    factor = tensors.get(f"{codes.name}_scale_2")
     if factor is None:
         raise _unknown(codes)
-    return _nvfp4(codes.name, codes, named[f"{codes.name}_scale"], factor, WeightReader.FACTOR)
+    return _nvfp4(codes.name, codes, tensors[f"{codes.name}_scale"], factor, WeightReader.FACTOR)
 
 
-def _compressed(named: Mapping[str, SourceTensor], codes: SourceTensor, name: str) -> Weight:
-    scale, divisor = named.get(f"{name}_scale"), named.get(f"{name}_global_scale")
+def _compressed_tensors(
+    tensors: Mapping[str, SourceTensor], codes: SourceTensor, name: str
+) -> Weight:
+    scale, divisor = tensors.get(f"{name}_scale"), tensors.get(f"{name}_global_scale")
     if scale is None or divisor is None or codes.dtype != "U8":
         raise _unknown(codes)
     return _nvfp4(name, codes, scale, divisor, WeightReader.DIVISOR)
@@ -164,27 +175,27 @@ def _nvfp4(
     if not codes.shape or codes.shape[-1] % 4:
         raise _unfit(codes, _NVFP4)
     words = (*codes.shape[:-1], codes.shape[-1] // 4)
-    parts = [
+    chunks = [
         TensorChunk("", CODES, words, codes),
         TensorChunk(SCALE, "U8", scale.shape, scale),
         TensorChunk(GLOBAL_SCALE, "F32", factor.shape, factor, reading),
     ]
-    return _weight(name, _NVFP4, parts)
+    return _weight(name, _NVFP4, chunks)
 
 
-def _weight(name: str, quantization: Quantization, parts: list[TensorChunk]) -> Weight:
-    words = parts[0].shape
+def _weight(name: str, quantization: Quantization, chunks: list[TensorChunk]) -> Weight:
+    words = chunks[0].shape
     shape = quantization.shape(words) if words else ()
-    return Weight(name, quantization.type.name, shape, tuple(parts), quantization)
+    return Weight(name, quantization.type.name, shape, tuple(chunks), quantization)
 
 
-def factors(part: TensorChunk, data: bytes | bytearray) -> bytes:
+def factors(chunk: TensorChunk, data: bytes | bytearray) -> bytes:
     """Return float values as float32 factors; divisors become their reciprocals.
 
     Raises:
         FormatError: A value is not a positive number.
     """
-    name, dtype = part.tensor.name[:200], part.tensor.dtype
+    name, dtype = chunk.tensor.name[:200], chunk.tensor.dtype
     width, letter = (4, "f") if dtype == "F32" else (2, "e" if dtype == "F16" else "H")
     values = struct.unpack(f"<{len(data) // width}{letter}", data)
     if dtype == "BF16":
@@ -192,7 +203,7 @@ def factors(part: TensorChunk, data: bytes | bytearray) -> bytes:
         values = struct.unpack(f"<{len(values)}f", words)
     if not all(0 < value < math.inf for value in values):
         raise FormatError(f"global scale {name} must be positive and finite")
-    if part.reading is WeightReader.DIVISOR:
+    if chunk.reading is WeightReader.DIVISOR:
         values = tuple(1 / value for value in values)
     try:
         return struct.pack(f"<{len(values)}f", *values)
@@ -204,17 +215,17 @@ def _check(weight: Weight) -> None:
     quantization = weight.quantization
     assert quantization is not None  # noqa: S101
     rows = weight.shape[:-1]
-    for part in weight.parts:
-        if part.suffix in (SCALE, BIAS):
+    for chunk in weight.parts:
+        if chunk.suffix in (SCALE, BIAS):
             fits = (
                 quantization.fits(weight.shape)
-                and part.shape == quantization.scales_shape(weight.shape)
-                and part.dtype in quantization.type.scale_dtypes
+                and chunk.shape == quantization.scales_shape(weight.shape)
+                and chunk.dtype in quantization.type.scale_dtypes
             )
         else:
-            fits = part.suffix == "" or part.shape in ((), (1,), rows, (*rows, 1))
+            fits = chunk.suffix == "" or chunk.shape in ((), (1,), rows, (*rows, 1))
         if not fits:
-            raise _unfit(part.tensor, quantization)
+            raise _unfit(chunk.tensor, quantization)
 
 
 def _unfit(tensor: SourceTensor, quantization: Quantization) -> FormatError:
@@ -239,41 +250,44 @@ def _check_method(directory: Path, config: Mapping[str, Any]) -> None:
     stated = config[key]
     method = stated.get(quantization_config.METHOD) if isinstance(stated, Mapping) else None
     if method in CONVERTED:
-        # rotations would have to be reversed at run time
-        found = "the weights were transformed before quantization"
+        # Rotations would have to be reversed at run time.
+        problem = "the weights were transformed before quantization"
     elif method is not None:
-        found = f"{quantization_config.METHOD} = {method!r:.60}"
+        problem = f"{quantization_config.METHOD} = {method!r:.60}"
     else:
-        found = f"{key} = {stated!r:.60}"
+        problem = f"{key} = {stated!r:.60}"
     path = directory / "config.json"
-    raise FormatError(f"{path}: unsupported quantization: {found}", hint=_USE_ORIGINAL)
+    raise FormatError(f"{path}: unsupported quantization: {problem}", hint=_USE_ORIGINAL)
 
 
-def _check_rest(rest: Mapping[str, SourceTensor]) -> None:
+def _check_unused(tensors: Mapping[str, SourceTensor]) -> None:
     """Reject unused tensors that belong to quantized weights. Raises FormatError."""
-    # the owner of ``x.scale_weight`` and of ``x.weight_scale`` is ``x``
-    factors = [name.rpartition(".") for name in rest]
-    scaled = {owner.removesuffix(WEIGHT) for owner, _, word in factors if "scale" in word.lower()}
-    for name, tensor in rest.items():
-        if _is_left(name, tensor, rest, scaled):
+    # The owner of ``x.scale_weight`` and of ``x.weight_scale`` is ``x``.
+    split_names = [name.rpartition(".") for name in tensors]
+    scaled = {
+        owner.removesuffix(WEIGHT) for owner, _, word in split_names if "scale" in word.lower()
+    }
+    for name, tensor in tensors.items():
+        if _is_orphan(name, tensor, tensors, scaled):
             problem = "belongs to a tensor with an unsupported quantization"
             raise FormatError(f"{tensor.path}: {name[:200]} {problem}", hint=_USE_ORIGINAL)
 
 
-def _is_left(
-    name: str, tensor: SourceTensor, named: Mapping[str, SourceTensor], scaled: AbstractSet[str]
+def _is_orphan(
+    name: str, tensor: SourceTensor, tensors: Mapping[str, SourceTensor], scaled: AbstractSet[str]
 ) -> bool:
     if name.endswith(_ENDS) or _STATE in name:
         return True
     if name.endswith("_blocks"):
-        return name.removesuffix("_blocks") + "_scales" in named
-    for part in (SCALE, BIAS, GLOBAL_SCALE):
-        if name.endswith(part) and name.removesuffix(part) in named:
-            return True  # a module is not a tensor too, and readers would take it for aimage's form
+        return name.removesuffix("_blocks") + "_scales" in tensors
+    for suffix in (SCALE, BIAS, GLOBAL_SCALE):
+        if name.endswith(suffix) and name.removesuffix(suffix) in tensors:
+            # A module is not also a tensor; readers would parse it as a blob of a quantized weight.
+            return True
     stem = name.removesuffix(WEIGHT)
-    # no network has U32 weights: these are codes whose scales are not named as in MLX
+    # No network has U32 weights: these are codes with scales that are not named as in MLX.
     return stem != name and (
         tensor.dtype == CODES
         or (tensor.dtype in _OCTETS and stem in scaled)
-        or (tensor.dtype in FLOATS and f"{stem}.scales" in named)
+        or (tensor.dtype in FLOATS and f"{stem}.scales" in tensors)
     )

@@ -1,4 +1,4 @@
-"""A reader of the protocol buffers wire format that skips contents without loading them.
+"""A streaming reader of the protocol buffers wire format. Contents are skipped, not loaded.
 
 Format: protobuf.dev, "Encoding". Groups, which are deprecated, are rejected.
 """
@@ -11,16 +11,20 @@ from typing import BinaryIO, NamedTuple
 from clowder_aimage.errors import FormatError
 
 VARINT, BYTES = 0, 2
-_FIXED = {1: 8, 5: 4}  # byte counts of the fixed-size wire types
-MAX_FIELDS = 4_000_000  # of all messages in a file: seconds; large graphs have half a million
+# Byte counts of the fixed-size wire types.
+_FIXED = {1: 8, 5: 4}
+# Fields of all messages in a file, which take seconds; large graphs have half a million.
+MAX_FIELDS = 4_000_000
 MAX_NUMBER = (1 << 29) - 1
 _MAX_TEXT = 4096  # bytes
-_MAX_VARINT = 10  # bytes, of 64 bits
+# Bytes of a varint of 64 bits.
+_MAX_VARINT = 10
+# Bytes that are read at a time.
 _WINDOW = 1 << 16
 
 
 class WireField(NamedTuple):
-    """A field at ``place``: a varint of ``value``, or the bytes from ``start`` to ``end``.
+    """A field at ``offset``: a varint of ``value``, or the bytes from ``start`` to ``end``.
 
     All positions are in bytes from the start of the file.
     """
@@ -28,7 +32,7 @@ class WireField(NamedTuple):
     number: int
     wire: int
     value: int
-    place: int
+    offset: int
     start: int
     end: int
 
@@ -36,14 +40,14 @@ class WireField(NamedTuple):
         """Check the wire type. Raises FormatError."""
         if self.wire != wire:
             raise FormatError(
-                f"at byte {self.place}, field {self.number} has wire type {self.wire}, "
+                f"at byte {self.offset}, field {self.number} has wire type {self.wire}, "
                 f"expected {wire}"
             )
 
     def int64(self) -> int:
         """Return the value of a varint. Raises FormatError."""
         self.expect(VARINT)
-        return _signed(self.value)
+        return _to_signed(self.value)
 
 
 class WireReader:
@@ -57,40 +61,40 @@ class WireReader:
 
     def fields(self, start: int, end: int) -> Iterator[WireField]:
         """Yield the fields of the message from ``start`` to ``end``. Raises FormatError."""
-        place = start
-        while place < end:
+        offset = start
+        while offset < end:
             self._seen += 1
             if self._seen > MAX_FIELDS:
-                raise FormatError(f"at byte {place}, more than {MAX_FIELDS} fields")
-            tag, position = self._varint(place, end)
+                raise FormatError(f"at byte {offset}, more than {MAX_FIELDS} fields")
+            tag, position = self._varint(offset, end)
             number, wire = tag >> 3, tag & 7
             if not 1 <= number <= MAX_NUMBER:
-                raise FormatError(f"at byte {place}, invalid field number {number}")
-            found = self._field(number, wire, place, position, end)
-            yield found
-            place = found.end
+                raise FormatError(f"at byte {offset}, invalid field number {number}")
+            wire_field = self._field(number, wire, offset, position, end)
+            yield wire_field
+            offset = wire_field.end
 
-    def _field(self, number: int, wire: int, place: int, position: int, end: int) -> WireField:
+    def _field(self, number: int, wire: int, offset: int, position: int, end: int) -> WireField:
         if wire == VARINT:
             value, after = self._varint(position, end)
-            return WireField(number, wire, value, place, position, after)
+            return WireField(number, wire, value, offset, position, after)
         if wire == BYTES:
             length, position = self._varint(position, end)
         elif wire in _FIXED:
             length = _FIXED[wire]
         else:
-            raise FormatError(f"at byte {place}, unsupported wire type {wire}")
+            raise FormatError(f"at byte {offset}, unsupported wire type {wire}")
         if length > end - position:
             raise FormatError(
-                f"at byte {place}, a field takes {length} bytes, but {end - position} are left"
+                f"at byte {offset}, a field takes {length} bytes, but {end - position} are left"
             )
-        return WireField(number, wire, 0, place, position, position + length)
+        return WireField(number, wire, 0, offset, position, position + length)
 
-    def int64s(self, field: WireField, most: int) -> list[int]:
-        """Return the numbers of a repeated field, packed or not, at most ``most`` of them.
+    def int64s(self, field: WireField, limit: int) -> list[int]:
+        """Return the numbers of a repeated field, packed or unpacked.
 
         Raises:
-            FormatError: They are not varints, or there are more.
+            FormatError: They are not varints, or there are more than ``limit``.
         """
         if field.wire == VARINT:
             return [field.int64()]
@@ -98,10 +102,10 @@ class WireReader:
         numbers: list[int] = []
         position = field.start
         while position < field.end:
-            if len(numbers) == most:
-                raise FormatError(f"at byte {field.place}, more than {most} numbers")
+            if len(numbers) == limit:
+                raise FormatError(f"at byte {field.offset}, more than {limit} numbers")
             number, position = self._varint(position, field.end)
-            numbers.append(_signed(number))
+            numbers.append(_to_signed(number))
         return numbers
 
     def text(self, field: WireField) -> str:
@@ -110,17 +114,18 @@ class WireReader:
         length = field.end - field.start
         if length > _MAX_TEXT:
             raise FormatError(
-                f"at byte {field.place}, a string has {length} bytes; the limit is {_MAX_TEXT}"
+                f"at byte {field.offset}, a string has {length} bytes; the limit is {_MAX_TEXT}"
             )
         try:
             return self._at(field.start, length).decode()
         except UnicodeDecodeError:
-            raise FormatError(f"at byte {field.place}, a string is not UTF-8") from None
+            raise FormatError(f"at byte {field.offset}, a string is not UTF-8") from None
 
     def _varint(self, position: int, end: int) -> tuple[int, int]:
         index = position - self._base
+        # Nearly all tags and lengths are one byte in the window: this path makes the reader fast.
         if 0 <= index < len(self._window) and position < end and self._window[index] < 0x80:
-            return self._window[index], position + 1  # by far the most common case
+            return self._window[index], position + 1
         value = shift = 0
         for byte in self._at(position, min(_MAX_VARINT, end - position)):
             value |= (byte & 0x7F) << shift
@@ -143,5 +148,5 @@ class WireReader:
         return self._window[index : index + count]
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value

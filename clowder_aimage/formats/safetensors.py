@@ -1,8 +1,8 @@
-"""A lone safetensors file, such as a checkpoint: each tensor becomes a blob.
+"""A single safetensors file, such as a checkpoint: each tensor becomes a blob.
 
-The header is a layer of its own, with which an export writes the file byte for byte. A file whose
-tensors cannot be layers is packed whole: quantized ones, whose codes need a configuration, and
-names that are not valid file names.
+The header is a separate layer, from which an export restores the file byte for byte. A file is
+packed whole if its tensors cannot be layers: quantized tensors need a config, and some names are
+not valid file names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from clowder_aimage.formats.shard_index import header_files, read_file
 from clowder_aimage.tensor.weight import SourceTensor, Weight
 
 FORMAT = "safetensors"
-_MOST = 8000  # layers, which fit into the manifest that registries accept
+# Layers that fit into a manifest of the size that registries accept.
+_MAX_LAYERS = 8000
 
 
 def take(path: Path) -> Inventory:
@@ -35,19 +36,20 @@ def take(path: Path) -> Inventory:
     tensors = SourceTensor.of(path, header)
     if not tensors:
         raise ModelError(f"{path} contains no tensors")
+    # Keys of the ModelSpec of Stability AI ("modelspec" 1.0).
     stated = {
         "name": printable(header.metadata.get("modelspec.title")),
         "architecture": printable(header.metadata.get("modelspec.architecture")),
     }
     license_ = printable(header.metadata.get("modelspec.license"))
-    facts = {key: value for key, value in stated.items() if value is not None}
+    properties = {key: value for key, value in stated.items() if value is not None}
     weights = _weights(path, tensors)
     if weights is None:
         count = sum(math.prod(tensor.shape) for tensor in tensors)
-        known = facts | {"parameters": count}
-        return Inventory.of_files(FORMAT, (source,), known, license_)
+        counted = properties | {"parameters": count}
+        return Inventory.of_files(FORMAT, (source,), counted, license_)
     component = Component("", "", "", weights, header_files("", (path,)), {})
-    return Inventory("", "", (component,), (), license_, {"format": FORMAT} | facts)
+    return Inventory("", "", (component,), (), license_, {"format": FORMAT} | properties)
 
 
 def _weights(path: Path, tensors: Sequence[SourceTensor]) -> tuple[Weight, ...] | None:
@@ -59,7 +61,7 @@ def _weights(path: Path, tensors: Sequence[SourceTensor]) -> tuple[Weight, ...] 
     except FormatError:
         return None
     is_plain = not ignored and all(weight.quantization is None for weight in weights)
-    # a slash would name a component, an ending a whole file
+    # In layer names a slash ends the component, and the extension marks a whole file.
     names = [weight.name for weight in weights]
     is_named = not any("/" in name or name.endswith(".safetensors") for name in names)
-    return weights if is_plain and is_named and len(weights) <= _MOST else None
+    return weights if is_plain and is_named and len(weights) <= _MAX_LAYERS else None

@@ -21,8 +21,9 @@ BINARY, TEXT = "saved_model.pb", "saved_model.pbtxt"
 VARIABLES = "variables"
 _INDEX = "variables.index"
 _SHARD = re.compile(r"variables\.data-(\d{5})-of-(\d{5})")
-_MAX_LOOK = 1 << 20  # bytes of a text file that are inspected
-# the first field of an encoded SavedModel: saved_model_schema_version = 1, or meta_graphs
+# Bytes of a text file that are searched for a graph.
+_MAX_LOOK = 1 << 20
+# The first field of an encoded SavedModel: saved_model_schema_version = 1, or meta_graphs.
 _GRAPHS = (b"\x08\x01", b"\x12")
 _TEXT_GRAPHS = re.compile(rb"^\s*meta_graphs\s*:?\s*[{<]", re.MULTILINE)
 
@@ -49,7 +50,7 @@ def take(path: Path) -> Inventory:
 
 
 def _check_graph(root: Path, names: Sequence[str]) -> None:
-    """Check that the graph file exists and begins as one. Graphs are not parsed."""
+    """Check that the graph file exists and begins with a graph. Graphs are not parsed."""
     name = next((name for name in (BINARY, TEXT) if name in names), None)
     if name is None:
         raise FormatError(
@@ -81,7 +82,7 @@ def _check_variables(root: Path, names: Sequence[str]) -> None:
         raise FormatError(
             f"{root / VARIABLES} contains shards of several sets", hint=model_tree.MODEL_AGAIN
         )
-    total, found = totals.pop(), {int(match[1]) for match in shards}
-    if found != set(range(total)):
-        problem = f"shards are missing or misnumbered: {len(found)} found, {total} expected"
+    total, numbers = totals.pop(), {int(match[1]) for match in shards}
+    if numbers != set(range(total)):
+        problem = f"shards are missing or misnumbered: {len(numbers)} found, {total} expected"
         raise FormatError(f"{root / VARIABLES}: {problem}", hint=model_tree.MODEL_AGAIN)

@@ -41,32 +41,34 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
     if indexes:
         _check_index(indexes[0], headers)
     elif len(files) != 1:
-        found = f"{len(files)} ({_names(files)})" if files else "none"
+        listing = f"{len(files)} ({_names(files)})" if files else "none"
         raise ModelError(
-            f"{directory} must contain one weight file, or shards with an index; found {found}",
+            f"{directory} must contain one weight file, or shards with an index; found {listing}",
             hint="download the index of the shards, or keep only one variant"
             if files
             else MODEL_AGAIN,
         )
-    tensors = [one for path, header in headers.items() for one in SourceTensor.of(path, header)]
+    tensors = [
+        tensor for path, header in headers.items() for tensor in SourceTensor.of(path, header)
+    ]
     if not tensors:
         raise ModelError(f"{_names(files)} in {directory} contains no tensors")
     return tuple(sorted(tensors, key=lambda tensor: tensor.name))
 
 
 def is_index(name: str) -> bool:
-    """Return whether a file of this name is the index of shards."""
+    """Return True if a file of this name is the index of shards."""
     return _INDEX.fullmatch(name) is not None
 
 
 def of_variant(names: Iterable[str], variant: str) -> set[str]:
     """Return the names of a component's files, with weights in one variant only.
 
-    They are those of ``variant`` if there are any, else those without a variant, as in diffusers;
-    weights in a single variant need no choice.
+    They are those of ``variant``, else those without a variant, as in diffusers, else those of the
+    only variant.
 
     Raises:
-        UsageError: There are several variants, and none of them is chosen.
+        UsageError: There are several variants, and none is chosen.
     """
     names = set(names)
     weights = {}
@@ -74,13 +76,20 @@ def of_variant(names: Iterable[str], variant: str) -> set[str]:
         file = _PART.sub("", name.rpartition("/")[2])
         if match := _INDEX.fullmatch(file) or _FILE.fullmatch(file):
             weights[name] = match["variant"] or ""
-    found = sorted(set(weights.values()))
-    chosen = next((one for one in (variant, "", *found[: len(found) == 1]) if one in found), None)
-    if chosen is None and found:
+    variants = sorted(set(weights.values()))
+    chosen = next(
+        (
+            candidate
+            for candidate in (variant, "", *variants[: len(variants) == 1])
+            if candidate in variants
+        ),
+        None,
+    )
+    if chosen is None and variants:
         raise UsageError(
-            f"the weights are there in several variants: {', '.join(found)}",
+            f"the weights exist in several variants: {', '.join(variants)}",
             remedy="choose_weights",
-            names=", ".join(found),
+            names=", ".join(variants),
         )
     return {name for name in names if weights.get(name, chosen) == chosen}
 
@@ -88,25 +97,26 @@ def of_variant(names: Iterable[str], variant: str) -> set[str]:
 def header_files(prefix: str, paths: Iterable[Path]) -> tuple[SourceFile, ...]:
     """Return the headers of weight files and the index of shards, as layers.
 
-    With them an export writes the same files, whatever wrote these.
+    An export restores the files of any writer from them.
     """
-    made = []
+    headers = []
     for path in paths:
         status = path.stat()
         if path.name.endswith(_WEIGHTS):
             with path.open("rb") as file:
+                # The header begins with its length in 8 bytes.
                 size = 8 + int.from_bytes(file.read(8), "little")
         elif is_index(path.name):
             size = status.st_size
         else:
             continue
         name, kind = prefix + path.name, mediatype.AIMAGE_HEADER
-        made.append(SourceFile(name, path, size, status.st_mtime_ns, kind))
-    return tuple(made)
+        headers.append(SourceFile(name, path, size, status.st_mtime_ns, kind))
+    return tuple(headers)
 
 
 def is_safetensors(path: Path) -> bool:
-    """Return whether a file begins as a safetensors file."""
+    """Return True if a file begins as a safetensors file."""
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
 
@@ -124,22 +134,22 @@ def read_file(path: Path) -> Header:
 def _check_index(index: Path, headers: dict[Path, Header]) -> None:
     """Check that the index assigns every tensor to the shard that contains it."""
     weight_map = _weight_map(index)
-    here = {path.name for path in headers}
-    wanted = set(weight_map.values())
-    if missing := sorted(wanted - here):
+    present = {path.name for path in headers}
+    expected = set(weight_map.values())
+    if missing := sorted(expected - present):
         names = ", ".join(missing)
         raise FormatError(f"shards listed in {index} are missing: {names}", hint=MODEL_AGAIN)
-    if extra := sorted(here - wanted):
+    if extra := sorted(present - expected):
         raise ModelError(
             f"weight files not listed in {index}: {', '.join(extra)}",
             hint="remove them, or download the matching index",
         )
-    found = {name: path.name for path, header in headers.items() for name in header.tensors}
+    locations = {name: path.name for path, header in headers.items() for name in header.tensors}
     total = sum(len(header.tensors) for header in headers.values())
-    if total != len(found):
+    if total != len(locations):
         raise ModelError(f"duplicate tensor in the shards of {index}", hint=MODEL_AGAIN)
-    for name in sorted(weight_map.keys() | found.keys()):
-        listed, actual = weight_map.get(name, "no shard"), found.get(name, "no shard")
+    for name in sorted(weight_map.keys() | locations.keys()):
+        listed, actual = weight_map.get(name, "no shard"), locations.get(name, "no shard")
         if listed != actual:
             raise ModelError(
                 f"{index} lists tensor {name[:200]} in {listed}, but it is in {actual}",

@@ -1,4 +1,4 @@
-"""Weights of an AImage in a store, as described by the headers of their blobs."""
+"""Weights of an AImage in a store, read from the headers of their blobs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_stored(
 ) -> list[StoredLayer]:
     """Return the layers of an AImage; the headers of tensor layers are read.
 
-    ``stated`` is called for codes whose blob does not state their quantization.
+    ``stated`` returns the quantization of codes if their blob does not state it.
 
     Raises:
         NotFoundError: A blob is not in the store.
@@ -48,21 +48,21 @@ def weights_of(layers: Sequence[StoredLayer]) -> dict[str, list[Weight]]:
 def _read(store: BlobFiles, layer: Layer, stated: QuantizationLookup) -> StoredLayer:
     path = store.path(layer.descriptor)
     prefix = f"{layer.component}/"
-    own = layer.name.removeprefix(prefix)
+    local_name = layer.name.removeprefix(prefix)
 
     def stated_by_key(key: str) -> StatedType:
-        name = own if key == LEGACY_KEY else key
+        name = local_name if key == LEGACY_KEY else key
         return stated(layer.component, name.removeprefix(prefix))
 
     try:
         with store.open(layer.descriptor) as file:
             header = read_header(file, layer.descriptor.size)
         tensors = tensor_blob.read_tensors(complete(header, stated_by_key))
-        group = tensors_of(layer, own, tensors)
+        group = tensors_of(layer, local_name, tensors)
     except FormatError as error:
         raise name_layer(layer, error) from None
-    if own in group:
-        return StoredLayer(layer, (_weight(own, group[own], header, path),))
+    if local_name in group:
+        return StoredLayer(layer, (_weight(local_name, group[local_name], header, path),))
     members = tuple(_weight(name, member, header, path) for name, member in group.items())
     return StoredLayer(layer, members, is_group=True)
 
@@ -75,39 +75,43 @@ def name_layer(layer: Layer, error: FormatError) -> FormatError:
     return FormatError(f"{layer.name}: {text}", hint=error.hint)
 
 
-def tensors_of(layer: Layer, own: str, tensors: Mapping[str, BlobTensor]) -> dict[str, BlobTensor]:
-    """Return the tensor that a layer is named after, or those of a packed group, by name.
+def tensors_of(
+    layer: Layer, local_name: str, tensors: Mapping[str, BlobTensor]
+) -> dict[str, BlobTensor]:
+    """Return the tensor of a layer, or those of a packed group, by name.
 
-    ``own`` is the name of the layer without its component. Stacked experts may be named beside the
-    group: ``mlp.switch_mlp`` in ``mlp.experts``.
+    ``local_name`` is the layer's name without its component.
     """
     try:
-        return {own: tensor_blob.find_tensor(tensors, own, layer.component)}
+        return {local_name: tensor_blob.find_tensor(tensors, local_name, layer.component)}
     except FormatError:
         names = [key.removeprefix(f"{layer.component}/") for key in tensors]
-        is_stacked = own.rpartition(".")[2] in EXPERTS
-        promises_one = layer.dtype is not None or layer.shape is not None
-        if promises_one or not (is_stacked or all(name.startswith(f"{own}.") for name in names)):
+        # Stacked experts need not be below their group: ``mlp.switch_mlp`` in ``mlp.experts``.
+        is_stacked = local_name.rpartition(".")[2] in EXPERTS
+        is_single = layer.dtype is not None or layer.shape is not None
+        if is_single or not (
+            is_stacked or all(name.startswith(f"{local_name}.") for name in names)
+        ):
             raise
-        return tensor_blob.find_group(tensors, own, layer.component)
+        return tensor_blob.find_group(tensors, local_name, layer.component)
 
 
 def _weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight:
     keys = {"": tensor.key, **tensor.parts}
-    parts = tuple(
-        TensorChunk(suffix, found.dtype, found.shape, found)
-        for suffix, found in zip(keys, SourceTensor.of(path, header, keys.values()), strict=True)
+    chunks = tuple(
+        TensorChunk(suffix, source.dtype, source.shape, source)
+        for suffix, source in zip(keys, SourceTensor.of(path, header, keys.values()), strict=True)
     )
-    return Weight(name, tensor.dtype, tensor.shape, parts, tensor.quantization)
+    return Weight(name, tensor.dtype, tensor.shape, chunks, tensor.quantization)
 
 
 QuantizationLookup = Callable[[str, str], StatedType]
-"""(component, tensor) to the name of its quantization and its group size, as configs state them."""
+"""(component, tensor) to the name of its quantization and its group size in the configs."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """A layer and the weights in its blob; empty for a file, or for the scales of another layer."""
+    """A layer and the weights in its blob; none for a file and for the scales of another layer."""
 
     layer: Layer
     weights: tuple[Weight, ...]
@@ -115,28 +119,32 @@ class StoredLayer:
 
 
 def join(layers: Sequence[StoredLayer], stated: QuantizationLookup) -> list[StoredLayer]:
-    """Return the same layers, with each weight that spans several layers moved to its codes.
+    """Return the layers; scales in layers of their own move to the weight of their codes.
 
-    Codes whose quantization is not stated anywhere remain U32 values.
+    Codes without a stated quantization remain U32 values.
 
     Raises:
         FormatError: The layers do not match their stated quantization.
     """
-    named = {stored.layer.name: stored for stored in layers}
-    joined, taken = {}, set[str]()
+    layers_by_name = {stored.layer.name: stored for stored in layers}
+    joined, merged = {}, set[str]()
     for stored in layers:
-        parts = dict(_parts(stored, named))
+        parts = dict(_parts(stored, layers_by_name))
         if SCALE in parts:
-            joined[stored.layer.name] = replace(stored, weights=(_joined(stored, parts, stated),))
-            taken |= {part.layer.name for part in parts.values()}
-    whole = [joined.get(stored.layer.name, stored) for stored in layers]
-    for stored in whole:
+            joined[stored.layer.name] = replace(
+                stored, weights=(_join_weight(stored, parts, stated),)
+            )
+            merged |= {scale_layer.layer.name for scale_layer in parts.values()}
+    updated = [joined.get(stored.layer.name, stored) for stored in layers]
+    for stored in updated:
         _check(stored)
-    return [replace(one, weights=()) if one.layer.name in taken else one for one in whole]
+    return [
+        replace(stored, weights=()) if stored.layer.name in merged else stored for stored in updated
+    ]
 
 
 def _check(stored: StoredLayer) -> None:
-    """Compare a tensor with its layer; codes are checked when they are joined."""
+    """Compare a tensor with its layer."""
     layer = stored.layer
     for weight in stored.weights if not stored.is_group else ():
         tensor = BlobTensor(weight.name, weight.dtype, weight.shape, weight.quantization, {})
@@ -144,37 +152,42 @@ def _check(stored: StoredLayer) -> None:
 
 
 def _parts(
-    stored: StoredLayer, named: Mapping[str, StoredLayer]
+    stored: StoredLayer, layers_by_name: Mapping[str, StoredLayer]
 ) -> Iterator[tuple[str, StoredLayer]]:
     if stored.is_group or [weight.dtype for weight in stored.weights] != [CODES]:
         return
-    for part, name in part_layers(stored.layer.name, named).items():
-        own = named[name]
-        if len(own.weights) == 1 and not own.is_group:
-            yield part, own
+    for suffix, name in part_layers(stored.layer.name, layers_by_name).items():
+        scale_layer = layers_by_name[name]
+        if len(scale_layer.weights) == 1 and not scale_layer.is_group:
+            yield suffix, scale_layer
 
 
-def _joined(
+def _join_weight(
     stored: StoredLayer, parts: Mapping[str, StoredLayer], stated: QuantizationLookup
 ) -> Weight:
     (codes,) = stored.weights
     kind, size = stated(stored.layer.component, codes.name)
     if kind is None:
         return codes
-    every = {part: own.weights[0] for part, own in parts.items()}
+    scales_by_suffix = {key: scale_layer.weights[0] for key, scale_layer in parts.items()}
     try:
-        size = size or group_size(kind, codes.shape, every[SCALE].shape)
+        size = size or group_size(kind, codes.shape, scales_by_suffix[SCALE].shape)
         quantization = Quantization.parse(kind, size)
     except FormatError as error:
         raise FormatError(f"{stored.layer.name}: {error}") from None
     shape = quantization.shape(codes.shape) if codes.shape else ()
     scales = quantization.scales_shape(shape) if quantization.fits(shape) else None
-    if every[SCALE].shape != scales or every.get(BIAS, every[SCALE]).shape != scales:
+    if (
+        scales_by_suffix[SCALE].shape != scales
+        or scales_by_suffix.get(BIAS, scales_by_suffix[SCALE]).shape != scales
+    ):
         raise FormatError(
             f"{stored.layer.name}: {CODES} {list(codes.shape)} and scales "
-            f"{list(every[SCALE].shape)} do not match {kind} in groups of {quantization.group_size}"
+            f"{list(scales_by_suffix[SCALE].shape)} do not match {kind} in groups of "
+            f"{quantization.group_size}"
         )
-    whole = tuple(
-        replace(weight.parts[0], suffix=suffix) for suffix, weight in {"": codes, **every}.items()
+    chunks = tuple(
+        replace(weight.parts[0], suffix=suffix)
+        for suffix, weight in {"": codes, **scales_by_suffix}.items()
     )
-    return Weight(codes.name, quantization.type.name, shape, whole, quantization)
+    return Weight(codes.name, quantization.type.name, shape, chunks, quantization)

@@ -10,7 +10,7 @@ from clowder_aimage.oci import read_json
 
 
 def token_count(files: Mapping[str, bytes]) -> int:
-    """Return one more than the largest token id, 0 if none is known; files are by name.
+    """Return the largest token id plus one, 0 without tokens; ``files`` are by name.
 
     Raises:
         FormatError: A file is not JSON.
@@ -23,27 +23,27 @@ def token_count(files: Mapping[str, bytes]) -> int:
 
 
 def token_names(files: Mapping[str, bytes]) -> set[str]:
-    """Return the tokens of ``tokenizer.json``, else of the files of a vocabulary and its additions.
+    """Return the tokens of ``tokenizer.json``, else of the vocabulary and added tokens.
 
     Raises:
         FormatError: A file is not JSON.
     """
-    found: set[str] = set()
+    tokens: set[str] = set()
     older = ("vocab.json", "added_tokens.json", "tokenizer_config.json")
     for name in ("tokenizer.json",) if "tokenizer.json" in files else older:
         value = read_json(files.get(name, b"{}"), name, MAX_JSON)
         if not isinstance(value, dict):
             continue
         if name in older[:2]:
-            found.update(value)
+            tokens.update(value)
         model, decoder = value.get("model"), value.get("added_tokens_decoder")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
-        found.update(vocabulary if isinstance(vocabulary, dict) else ())
+        tokens.update(vocabulary if isinstance(vocabulary, dict) else ())
         added = decoder.values() if isinstance(decoder, dict) else value.get("added_tokens")
         for token in added if isinstance(added, Iterable) else ():
             if isinstance(token, dict) and isinstance(token.get("content"), str):
-                found.add(token["content"])
-    return found
+                tokens.add(token["content"])
+    return tokens
 
 
 def _ids(value: Mapping[str, Any], name: str) -> Iterable[int]:

@@ -1,9 +1,9 @@
 """TorchScript: an archive of a program and its weights. Only its central directory is read.
 
 Nothing is unpickled. Format: pytorch/pytorch, torch/csrc/jit/docs/serialization.md and
-caffe2/serialize/inline_container.cc: a zip archive with one directory in it, which holds
-``version``, ``constants.pkl``, ``data.pkl`` and ``code/``. ``torch.save`` writes such an archive
-without ``code/``, or a pickle.
+caffe2/serialize/inline_container.cc: a zip archive of a single directory with ``version``,
+``constants.pkl``, ``data.pkl`` and ``code/``. ``torch.save`` writes such an archive without
+``code/``, or a pickle.
 """
 
 from __future__ import annotations
@@ -24,23 +24,28 @@ ENDINGS = (".pt", ".pth", ".ts", ".torchscript")
 MAGIC = b"PK\x03\x04"
 CONVERT = "convert the weights to safetensors, or the model to TorchScript with torch.jit.save"
 MAX_DIRECTORY = 64 * 1024 * 1024  # bytes
-_END, _END64 = b"PK\x05\x06", b"PK\x06\x06"  # APPNOTE.TXT 6.3.10, 4.3.16 and 4.3.14
-_TAIL = 22 + 0xFFFF + 76  # bytes: the end record, its comment, the ZIP64 records
-_FULL = 0xFFFFFFFF  # the actual number is in the ZIP64 record
-# raised by zipfile for a damaged archive, or one of a newer version
+# The end records: APPNOTE.TXT 6.3.10, 4.3.16 and 4.3.14.
+_END, _END64 = b"PK\x05\x06", b"PK\x06\x06"
+# Bytes of the end record, its comment and the ZIP64 records.
+_TAIL = 22 + 0xFFFF + 76
+# A placeholder: the number is in the ZIP64 record.
+_FULL = 0xFFFFFFFF
+# Raised by zipfile for a damaged archive, or for one of a newer version.
 _DAMAGED = (
     *(zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError),
     *(ValueError, OverflowError, RuntimeError),
 )
 _NEEDED = ("data.pkl", "constants.pkl")
-_VERSIONS = (".data/version", "version")  # the first one found is used
+# Names of the version record, in the order of PyTorch's reader.
+_VERSIONS = (".data/version", "version")
 _MAX_VERSION = 64  # bytes
-_PICKLED = 0x80  # the opcode PROTO (Python, pickletools); its argument is the protocol
+# The opcode PROTO (Python, pickletools); its argument is the protocol.
+_PICKLED = 0x80
 _PROTOCOLS = range(2, 6)
 
 
 def take(path: Path) -> Inventory:
-    """Return the archive as one file, with the fact that loading it executes code.
+    """Return the archive as one file, marked as pickled: loading it executes code.
 
     Raises:
         FormatError: It is not a TorchScript archive, or it is truncated.
@@ -54,7 +59,7 @@ def take(path: Path) -> Inventory:
             )
         file = model_tree.source_file(None, path, path.name, mediatype.AIMAGE_TORCHSCRIPT)
         if is_pickle(model_tree.start_of(path)):
-            raise model_tree.pickled(path, CONVERT)
+            raise model_tree.pickle_error(path, CONVERT)
         with model_tree.naming(path), path.open("rb") as opened:
             version = _version(*_open(opened, path))
     facts = {"pickled": True, "formatVersion": version}
@@ -62,12 +67,12 @@ def take(path: Path) -> Inventory:
 
 
 def is_pickle(start: bytes) -> bool:
-    """Return whether a file begins as a pickle of a protocol in current use."""
+    """Return True if a file begins as a pickle of protocol 2 to 5."""
     return len(start) > 1 and start[0] == _PICKLED and start[1] in _PROTOCOLS
 
 
 def is_archive(file: BinaryIO) -> bool:
-    """Return whether a zip archive holds a TorchScript program."""
+    """Return True if a zip archive contains a TorchScript program."""
     try:
         names = _read_directory(file).namelist()
     except FormatError:
@@ -76,17 +81,17 @@ def is_archive(file: BinaryIO) -> bool:
 
 
 def _read_directory(file: BinaryIO) -> zipfile.ZipFile:
-    """Open an archive if its directory is not too large, because zipfile loads all of it."""
+    """Open an archive with a limited directory: zipfile loads all of it."""
     if file.read(len(MAGIC)) != MAGIC:
         raise FormatError("not a zip archive", hint=model_tree.OTHER)
     file.seek(max(0, file.seek(0, 2) - _TAIL))
     tail = file.read(_TAIL)
     end, end64 = tail.rfind(_END), tail.rfind(_END64)
     try:
-        spans = [struct.unpack_from("<I", tail, end + 12)[0]] if end >= 0 else []
+        sizes = [struct.unpack_from("<I", tail, end + 12)[0]] if end >= 0 else []
         if end64 >= 0:
-            spans.append(struct.unpack_from("<Q", tail, end64 + 40)[0])
-        if any(MAX_DIRECTORY < span != _FULL for span in spans):
+            sizes.append(struct.unpack_from("<Q", tail, end64 + 40)[0])
+        if any(MAX_DIRECTORY < size != _FULL for size in sizes):
             raise FormatError(f"the directory of the archive exceeds {MAX_DIRECTORY} bytes")
         return zipfile.ZipFile(file)
     except _DAMAGED as error:
@@ -99,7 +104,7 @@ def _open(file: BinaryIO, path: Path) -> tuple[zipfile.ZipFile, dict[str, zipfil
     records = {member.filename.partition("/")[2]: member for member in members}
     is_program = any(name.startswith("code/") for name in records)
     if "data.pkl" in records and not is_program:
-        raise model_tree.pickled(path, CONVERT)
+        raise model_tree.pickle_error(path, CONVERT)
     if not is_program:
         raise FormatError("the zip archive contains no TorchScript program", hint=CONVERT)
     if len({member.filename.partition("/")[0] for member in members}) > 1 or "" in records:

@@ -1,7 +1,7 @@
 """Transformers directories: config.json and weights at the top level (``save_pretrained``).
 
 Each tensor becomes a blob, as in pipeline components, or files are stored whole. Configurations,
-tokenizers, chat templates and the model's own code, which is never run, are included.
+tokenizers, chat templates and the model's code are included; the code is never run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from clowder_aimage.oci import mediatype
 
 _WEIGHTS = ".safetensors"
 _INDEX = ".safetensors.index.json"
-POOLING = "1_Pooling/config.json"  # of sentence-transformers: how embeddings are made
+# The pooling of embeddings in sentence-transformers.
+POOLING = "1_Pooling/config.json"
 TEXTS = (".json", ".jinja", ".model", ".txt", ".py", ".tiktoken", ".jsonl")
 _TRAINING = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth")
 _NOT = (*_TRAINING, "trainer_state.json", "all_results.json", "train_results.json")
@@ -38,29 +39,31 @@ def take(directory: Path) -> Inventory:
     tensors = read_weights(directory, paths)
     weights, ignored = read_quantized(directory, tensors, config)
     files = tuple(_files(directory, paths))
-    known = {"format": "transformers"} | facts(config)
+    properties = {"format": "transformers"} | facts(config)
     component = Component("", "transformers", _class(config), weights, files, config, ignored)
-    return Inventory("", "", (component,), (), model_tree.read_license(directory), known)
+    return Inventory("", "", (component,), (), model_tree.read_license(directory), properties)
 
 
 def take_whole(directory: Path) -> Inventory:
     """Return the model with whole files. Raises as ``take`` does."""
     config, paths = _read(directory)
-    tensors = read_weights(directory, paths)  # checks the shards and their index
-    whole = [
+    # This also checks the shards and their index.
+    tensors = read_weights(directory, paths)
+    weight_files = [
         model_tree.source_file(directory, path, path.name, mediatype.AIMAGE_TRANSFORMERS)
         for path in paths
         if path.name.endswith((_WEIGHTS, _INDEX))
     ]
     count = sum(math.prod(tensor.shape) for tensor in tensors)
-    files = [*whole, *_files(directory, paths)]
-    known = {"parameters": count} | facts(config)
-    return Inventory.of_files("transformers", files, known, model_tree.read_license(directory))
+    files = [*weight_files, *_files(directory, paths)]
+    properties = {"parameters": count} | facts(config)
+    return Inventory.of_files("transformers", files, properties, model_tree.read_license(directory))
 
 
 def facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the properties of the AImage config that ``config.json`` states."""
+    """Return the properties of the AImage config that are in ``config.json``."""
     text = config.get("text_config")
+    # Multimodal models have the fields of their language model in text_config.
     inner = text if isinstance(text, dict) else {}
     context = next(
         (
@@ -71,8 +74,8 @@ def facts(config: Mapping[str, Any]) -> dict[str, Any]:
         ),
         None,
     )
-    found = {"architecture": _class(config) or None, "context": context}
-    return {key: value for key, value in found.items() if value is not None}
+    stated = {"architecture": _class(config) or None, "context": context}
+    return {key: value for key, value in stated.items() if value is not None}
 
 
 def _class(config: Mapping[str, Any]) -> str:
@@ -90,7 +93,7 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
         )
     if not (directory / "config.json").exists():
         raise FormatError(f"config.json not found in {directory}: not a Transformers directory")
-    top = model_tree.home(directory)
+    top = model_tree.boundary(directory)
     paths = model_tree.list_directory(top, directory, model_tree.PICKLED, _NOT)
     if weighted := sorted(directory.glob("*/*" + _WEIGHTS)):
         raise ModelError(

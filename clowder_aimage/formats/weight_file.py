@@ -1,8 +1,8 @@
-"""Weight files of a limited size, as libraries expect them.
+"""Weight files of a limited size, in the forms of transformers, diffusers, MLX and ModelOpt.
 
 A single file is named ``STEM.safetensors``. Several are ``STEM-00001-of-0000N.safetensors``, with
-``STEM.safetensors.index.json`` (transformers, "Sharded checkpoints"): tensors sorted by name, with
-a new file when one would be too large. Within a file wide types come first, so that each tensor is
+``STEM.safetensors.index.json`` (transformers, "Sharded checkpoints"): tensors are sorted by name,
+and a new file begins at the limit. Within a file wide types come first, so that each tensor is
 aligned for its type (safetensors, ``serialize``).
 """
 
@@ -19,14 +19,15 @@ from clowder_aimage.tensor import DTYPE_BITS, encode_header
 from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
 from clowder_aimage.tensor.weight import SourceTensor, Weight
 
-SHARD = 5 * 10**9  # bytes of tensors in a file; a larger tensor has a file to itself
+# Bytes of tensors in a file, the default of transformers 4. A larger tensor is alone in its file.
+SHARD = 5 * 10**9
 STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 _METADATA = {"format": "pt"}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A planned safetensors file: its header and the data that follow, in order."""
+    """A planned safetensors file: its header and its tensors, in order."""
 
     name: str
     header: bytes
@@ -37,17 +38,17 @@ class WeightFile:
         return len(self.header) + sum(entry.nbytes for entry in self.entries)
 
 
-def weight_files(stem: str, entries: Sequence[WeightEntry], most: int = SHARD) -> list[WeightFile]:
+def weight_files(stem: str, entries: Sequence[WeightEntry], limit: int = SHARD) -> list[WeightFile]:
     """Return the files that hold ``entries``.
 
     Raises:
         FormatError: Two tensors have the same name, or a name is invalid.
     """
     ordered = sorted(entries, key=lambda entry: entry.name)
-    for one, other in pairwise(ordered):
-        if one.name == other.name:
-            raise FormatError(f"duplicate tensor {one.name[:200]} in {stem}.safetensors")
-    shards = _split(ordered, most)
+    for previous, following in pairwise(ordered):
+        if previous.name == following.name:
+            raise FormatError(f"duplicate tensor {previous.name[:200]} in {stem}.safetensors")
+    shards = _split(ordered, limit)
     return [
         _file(_name(stem, number, len(shards)), shard) for number, shard in enumerate(shards, 1)
     ]
@@ -57,20 +58,20 @@ def index_file(stem: str, files: Sequence[WeightFile]) -> tuple[str, bytes] | No
     """Return the name and bytes of the index of several files, or None for one file."""
     if len(files) < 2:
         return None
-    where = {entry.name: file.name for file in files for entry in file.entries}
+    weight_map = {entry.name: file.name for file in files for entry in file.entries}
     size = sum(entry.nbytes for file in files for entry in file.entries)
-    value = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+    value = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     return f"{stem}.safetensors.index.json", text.encode()
 
 
 def are_usual(stem: str, weights: Sequence[Weight], paths: Iterable[Path]) -> bool:
-    """Return whether weight files and their index are those that an export writes by itself."""
+    """Return True if an export without stored headers writes these weight files and index."""
     tensors = [entry for weight in weights for entry in entries("", weight)]
     files = weight_files(stem, tensors)
     expected = {file.name: file.header for file in files}
-    if (found := index_file(stem, files)) is not None:
-        expected[found[0]] = found[1]
+    if (index := index_file(stem, files)) is not None:
+        expected[index[0]] = index[1]
     weight_paths = {path.name: path for path in paths if ".safetensors" in path.name}
     return expected.keys() == weight_paths.keys() and all(
         _begins(weight_paths[name], start) for name, start in expected.items()
@@ -82,11 +83,11 @@ def _begins(path: Path, start: bytes) -> bool:
         return file.read(len(start)) == start
 
 
-def _split(ordered: Sequence[WeightEntry], most: int) -> list[list[WeightEntry]]:
+def _split(ordered: Sequence[WeightEntry], limit: int) -> list[list[WeightEntry]]:
     shards: list[list[WeightEntry]] = [[]]
     size = 0
     for entry in ordered:
-        if shards[-1] and size + entry.nbytes > most:
+        if shards[-1] and size + entry.nbytes > limit:
             shards.append([])
             size = 0
         shards[-1].append(entry)
@@ -95,8 +96,8 @@ def _split(ordered: Sequence[WeightEntry], most: int) -> list[list[WeightEntry]]
 
 
 def _name(stem: str, number: int, count: int) -> str:
-    part = f"-{number:05}-of-{count:05}" if count > 1 else ""
-    return f"{stem}{part}.safetensors"
+    number_suffix = f"-{number:05}-of-{count:05}" if count > 1 else ""
+    return f"{stem}{number_suffix}.safetensors"
 
 
 def _file(name: str, shard: Sequence[WeightEntry]) -> WeightFile:
@@ -108,7 +109,8 @@ def _file(name: str, shard: Sequence[WeightEntry]) -> WeightFile:
 _WEIGHT = ".weight"
 _MLX = {SCALE: ".scales", BIAS: ".biases"}
 _MODELOPT = {SCALE: ("_scale", "F8_E4M3"), GLOBAL_SCALE: ("_scale_2", "F32")}
-_BYTES = 4  # in a word of codes
+# Bytes of a word of codes.
+_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +128,26 @@ class WeightEntry:
 
 
 def is_modelopt(weight: Weight) -> bool:
-    """Return whether it is quantized and written in ModelOpt's form."""
-    return any(part.suffix == GLOBAL_SCALE for part in weight.parts)
+    """Return True if a weight is written in ModelOpt's form: it has a global scale."""
+    return any(chunk.suffix == GLOBAL_SCALE for chunk in weight.parts)
 
 
 def stem(weight: Weight) -> str:
-    """Return the module that a weight belongs to."""
+    """Return the module of a weight."""
     return weight.name.removesuffix(_WEIGHT)
 
 
 def entries(component: str, weight: Weight) -> list[WeightEntry]:
-    """Return the tensors that ``weight`` becomes.
+    """Return the tensors of a weight in a file.
 
     Raises:
         ModelError: It is quantized, and its name is not valid for quantized weights.
     """
     if weight.quantization is None:
-        return [WeightEntry(weight.name, p.dtype, p.shape, p.tensor) for p in weight.parts]
+        return [
+            WeightEntry(weight.name, chunk.dtype, chunk.shape, chunk.tensor)
+            for chunk in weight.parts
+        ]
     if not weight.name.endswith(_WEIGHT):
         raise ModelError(
             f"{component}/{weight.name[:200]} is quantized to {weight.dtype}, but the formats of "
@@ -153,21 +158,23 @@ def entries(component: str, weight: Weight) -> list[WeightEntry]:
 
 
 def _mlx(weight: Weight) -> list[WeightEntry]:
-    own = stem(weight)
+    module = stem(weight)
     return [
-        WeightEntry(own + _MLX.get(part.suffix, _WEIGHT), part.dtype, part.shape, part.tensor)
-        for part in weight.parts
+        WeightEntry(
+            module + _MLX.get(chunk.suffix, _WEIGHT), chunk.dtype, chunk.shape, chunk.tensor
+        )
+        for chunk in weight.parts
     ]
 
 
 def _modelopt(weight: Weight) -> list[WeightEntry]:
-    """Return nvfp4 entries: blobs pack codes in words; here as bytes, two codes each, low first."""
-    made = []
-    for part in weight.parts:
-        if part.suffix in _MODELOPT:
-            word, dtype = _MODELOPT[part.suffix]
-            made.append(WeightEntry(weight.name + word, dtype, part.shape, part.tensor))
+    """Return nvfp4 entries: the words of codes as bytes of two codes, the low half first."""
+    tensors = []
+    for chunk in weight.parts:
+        if chunk.suffix in _MODELOPT:
+            word, dtype = _MODELOPT[chunk.suffix]
+            tensors.append(WeightEntry(weight.name + word, dtype, chunk.shape, chunk.tensor))
         else:
-            shape = (*part.shape[:-1], part.shape[-1] * _BYTES)
-            made.append(WeightEntry(weight.name, "U8", shape, part.tensor))
-    return made
+            shape = (*chunk.shape[:-1], chunk.shape[-1] * _BYTES)
+            tensors.append(WeightEntry(weight.name, "U8", shape, chunk.tensor))
+    return tensors

@@ -1,7 +1,7 @@
-"""Tensors of one weight file in any format, under the names that the file has for them.
+"""Tensors of one weight file in any format, under the names of the file.
 
-Layouts of image models (``family_weights.py``) are read through this module. Values that are stored
-as something else (quantized files, GGUF) are tensors with a decoder: ``SourceTensor.decoding``.
+Layouts of image models (``family_weights.py``) are read through this module. Quantized tensors and
+those of GGUF have a decoder: ``SourceTensor.decoding``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from clowder_aimage.formats.codes.gguf_weights import read_gguf
 from clowder_aimage.formats.shard_index import read_file
 from clowder_aimage.tensor.weight import SourceTensor
 
-ENDINGS = (".safetensors", ".gguf")  # of the files that a directory is searched for
+# Extensions of weight files in a directory.
+ENDINGS = (".safetensors", ".gguf")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """A file, its tensors in the order of the file, and its metadata.
 
-    ``is_exact`` is set if the tensors' bytes are those of the file, so that it can be given back.
-    ``decoded`` has the number of decoded tensors, by format and dtype of the values.
+    ``is_exact`` is True if an export can restore the file: no tensor is decoded. ``decoded`` is
+    the number of decoded tensors, by format and dtype of the values.
     """
 
     path: Path
@@ -39,13 +40,13 @@ def read_source(path: Path) -> WeightSource:
     """Return the tensors of a file; quantized ones are decoded.
 
     Raises:
-        FormatError: It is damaged, or is quantized in a way that is not supported.
-        UsageError: Decoding needs a package that is not installed.
+        FormatError: It is damaged, or its quantization is unsupported.
+        UsageError: A package for decoding is not installed.
     """
     if model_tree.start_of(path).startswith(gguf_header.MAGIC):
         tensors, metadata, decoded = read_gguf(path)
         return WeightSource(path, tensors, metadata, False, decoded)
     header = read_file(path)
-    found = tuple(SourceTensor.of(path, header))
-    tensors, decoded = decode_quantized(path, found, header.metadata)
+    stored = tuple(SourceTensor.of(path, header))
+    tensors, decoded = decode_quantized(path, stored, header.metadata)
     return WeightSource(path, tensors, header.metadata, not decoded, decoded)

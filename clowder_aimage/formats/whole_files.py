@@ -1,4 +1,4 @@
-"""Any file or directory, packed as it is: a layer for each file, which is not opened."""
+"""Any file or directory, packed unchanged: a layer for each file. Files are not parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def take(path: Path) -> Inventory:
     """Return the files at or below ``path``, except hidden ones.
 
     Raises:
-        ModelError: There are none or too many, or one of them is outside of the directory, is not a
+        ModelError: There are no files or too many, or a file is outside of the directory, is not a
             regular file, or has an invalid name.
     """
     root, paths = (path, model_tree.walk(path)) if path.is_dir() else (path.parent, [path])

@@ -1,4 +1,4 @@
-"""Import of a model directory: inventory -> plan (every decision, no weights) -> write.
+"""Import of a model directory: inventory -> plan (all decisions, no weights) -> write.
 
 A recipe changes weights: ``precision_scan`` reads values before the plan is made; ``precision``
 and ``quantizer`` convert them during the write.

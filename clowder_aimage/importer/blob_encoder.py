@@ -13,26 +13,28 @@ from clowder_aimage.content.decompress import zstandard_package
 from clowder_aimage.formats.prequantized import factors
 from clowder_aimage.importer import planned_layer
 from clowder_aimage.importer.planned_layer import (
-    CastPiece,
-    ComputedPiece,
-    Piece,
+    CastChunk,
+    Chunk,
+    ComputedChunk,
     PlannedLayer,
-    QuantizePiece,
+    QuantizeChunk,
 )
-from clowder_aimage.importer.span_reader import SpanReader
+from clowder_aimage.importer.range_reader import RangeReader
 from clowder_aimage.tensor import Quantization, nbytes
 
 if TYPE_CHECKING:
     from clowder_aimage.importer.quantizer import Quantizer
 
 Sink = Callable[[memoryview], None]
-Converted = CastPiece | QuantizePiece | ComputedPiece
-BLOCK = 4 * 1024 * 1024  # bytes of a source that are quantized at a time, in whole groups
-BLOCKS = 32 * 1024 * 1024  # bytes, for all threads together
-CHUNKS = 8 * CHUNK_SIZE  # bytes of a source that all threads together cast at a time
+ConvertedChunk = CastChunk | QuantizeChunk | ComputedChunk
+# Bytes of a source that a thread quantizes at a time, and all threads together.
+BLOCK = 4 * 1024 * 1024
+BLOCKS = 32 * 1024 * 1024
+# Bytes of a source that all threads together cast at a time.
+CHUNKS = 8 * CHUNK_SIZE
 
 
-class Chunks(Protocol):
+class ChunkReader(Protocol):
     """A reader of values in chunks of bytes."""
 
     def chunks(self, size: int, /) -> Iterator[memoryview]: ...
@@ -41,7 +43,7 @@ class Chunks(Protocol):
 class BlobEncoder:
     """Encoder of blobs: the buffers and options of one of ``threads`` threads.
 
-    A sink receives ``buffer``, full except the last time; it is reused after the sink returns.
+    A sink receives ``buffer``, filled except at the end; it is reused after the sink returns.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class BlobEncoder:
         threads: int = 1,
     ) -> None:
         self.buffer = new_buffer(size)
-        # every thread needs several times the memory of the values it casts
+        # Each thread needs several times the memory of the values that it casts.
         self._chunk = min(CHUNK_SIZE, CHUNKS // threads)
         self._block = min(BLOCK, BLOCKS // threads)
         self._stopped = stopped
@@ -69,23 +71,23 @@ class BlobEncoder:
         """
         self._filled = 0
         self._add(planned.prefix, sink)
-        for piece in planned.pieces:
-            self._encode(piece, sink)
+        for chunk in planned.chunks:
+            self._encode(chunk, sink)
         if self._filled:
             sink(self.buffer[: self._filled])
 
-    def _encode(self, piece: Piece, sink: Sink) -> None:
-        if isinstance(piece, ComputedPiece):
-            self._convert(piece, MemoryReader(piece.compute()), sink)
+    def _encode(self, chunk: Chunk, sink: Sink) -> None:
+        if isinstance(chunk, ComputedChunk):
+            self._convert(chunk, MemoryReader(chunk.compute()), sink)
             return
-        with SpanReader(piece.span, self._stopped) as reader:
-            match piece:
-                case planned_layer.CopyPiece():
+        with RangeReader(chunk.file_range, self._stopped) as reader:
+            match chunk:
+                case planned_layer.CopyChunk():
                     self._copy(reader, sink)
-                case QuantizePiece() | CastPiece():
-                    self._convert(piece, reader, sink)
-                case planned_layer.FactorPiece():
-                    self._add(factors(piece.part, reader.read()), sink)
+                case QuantizeChunk() | CastChunk():
+                    self._convert(chunk, reader, sink)
+                case planned_layer.FactorChunk():
+                    self._add(factors(chunk.chunk, reader.read()), sink)
             reader.check_unchanged()
 
     def _add(self, data: bytes | memoryview, sink: Sink) -> None:
@@ -102,40 +104,46 @@ class BlobEncoder:
             self._filled = 0
             sink(self.buffer)
 
-    def _copy(self, reader: SpanReader, sink: Sink) -> None:
+    def _copy(self, reader: RangeReader, sink: Sink) -> None:
         while count := reader.readinto(self.buffer[self._filled :]):
             self._advance(count, sink)
 
-    def _convert(self, piece: Converted, reader: Chunks, sink: Sink) -> None:
-        if not isinstance(piece, CastPiece) and piece.quantization is not None:
-            self._quantize(piece, piece.quantization, reader, sink)
+    def _convert(self, chunk: ConvertedChunk, reader: ChunkReader, sink: Sink) -> None:
+        if not isinstance(chunk, CastChunk) and chunk.quantization is not None:
+            self._quantize(chunk, chunk.quantization, reader, sink)
             return
-        for values in _cast(piece, reader, self._chunk):
+        for values in _cast(chunk, reader, self._chunk):
             self._add(memoryview(values).cast("B"), sink)
 
     def _quantize(
-        self, piece: Converted, quantization: Quantization, reader: Chunks, sink: Sink
+        self, chunk: ConvertedChunk, quantization: Quantization, reader: ChunkReader, sink: Sink
     ) -> None:
         """Quantize a matrix. Codes are written at once; scales and biases are buffered to the end.
 
-        Groups are independent, so a block is any number of them: a row may be very long.
+        Groups are independent, so blocks divide even a very long row.
         """
         from clowder_aimage.importer import quantizer
 
         assert self._quantizer is not None  # noqa: S101
-        guard = quantizer.QuantizationGuard(piece.name, piece.target, quantization)
-        group = nbytes(piece.source, (quantization.group_size,))
-        parts: list[list[bytes]] = [[], []]
-        for values in _cast(piece, reader, max(1, self._block // group) * group):
+        guard = quantizer.QuantizationGuard(chunk.name, chunk.target, quantization)
+        group = nbytes(chunk.source, (quantization.group_size,))
+        # A blob has all codes first, then all scales, then all biases.
+        buffers: list[list[bytes]] = [[], []]
+        for values in _cast(chunk, reader, max(1, self._block // group) * group):
             values = guard.admit(values)
             rows = values.reshape(1, -1)
-            codes, *others = self._quantizer.quantize(rows, piece.target, quantization)
-            guard.count(values, codes, others[0], others[1] if len(others) > 1 else None)
+            codes, *scales_and_biases = self._quantizer.quantize(rows, chunk.target, quantization)
+            guard.count(
+                values,
+                codes,
+                scales_and_biases[0],
+                scales_and_biases[1] if len(scales_and_biases) > 1 else None,
+            )
             self._add(codes, sink)
-            for part, data in zip(parts, others, strict=False):
-                part.append(data)
+            for buffer, data in zip(buffers, scales_and_biases, strict=False):
+                buffer.append(data)
         guard.check()
-        for data in (*parts[0], *parts[1]):
+        for data in (*buffers[0], *buffers[1]):
             self._add(data, sink)
 
 
@@ -151,17 +159,18 @@ class MemoryReader:
             yield self._bytes[start : start + size]
 
 
-def _cast(piece: Converted, reader: Chunks, size: int) -> Iterator[Any]:
+def _cast(chunk: ConvertedChunk, reader: ChunkReader, size: int) -> Iterator[Any]:
     """Yield the values of ``size`` bytes of the source at a time. Raises ModelError."""
     from clowder_aimage.importer import precision
 
     for data in reader.chunks(size):
-        values, lost = precision.cast(data, piece.source, piece.target)
+        values, lost = precision.cast(data, chunk.source, chunk.target)
         if lost:
-            raise precision.overflow(piece.name, lost, piece.target)
+            raise precision.overflow(chunk.name, lost, chunk.target)
         yield values
 
 
+# Without a time and a name, so that equal contents have equal blobs (RFC 1952).
 _GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _GZIP_LEVEL, _ZSTD_LEVEL = 6, 3
 
@@ -204,5 +213,5 @@ class _Gzip:
 
 
 def _zstd(size: int) -> Compressor:
-    made: Compressor = zstandard_package().ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=size)
-    return made
+    zstd: Compressor = zstandard_package().ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=size)
+    return zstd

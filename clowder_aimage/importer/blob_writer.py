@@ -1,9 +1,9 @@
-"""Writer of a plan: every source is read once, and hashed as it is written.
+"""Writer of a plan: each source is read once and hashed while it is written.
 
-A blob that fits into a thread's buffer is hashed there, and stored only if it is new. A larger one
-is written as a stream; if the store already has a blob of the same size, it is hashed first, as
-the two are probably the same. Quantized and computed blobs are never encoded twice: they are
-always streamed.
+A blob that fits into a thread's buffer is hashed there, and stored only if it is new. A larger
+blob is streamed; if the store already has a blob of the same size, it is hashed first, since the
+two are probably the same. Quantized and computed blobs are always streamed: encoding them twice
+would take too long.
 """
 
 from __future__ import annotations
@@ -26,50 +26,52 @@ from clowder_aimage.importer.blob_encoder import BlobEncoder, compressor
 from clowder_aimage.importer.decision import WeightReport
 from clowder_aimage.importer.plan import CreatePlan
 from clowder_aimage.importer.planned_layer import PlannedLayer
-from clowder_aimage.importer.span_reader import JOBS, changed
+from clowder_aimage.importer.range_reader import THREADS, changed_error
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import remove_partials
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
 from clowder_aimage.oci.digest import new_hasher
 
-BUFFER = 4 * 1024 * 1024  # bytes, per thread
-LEAST = CHUNK_SIZE  # bytes, minimum per thread
-BUFFERS = 64 * 1024 * 1024  # bytes, for all threads together
+# Bytes of a thread's buffer, their minimum, and the limit for all threads together.
+BUFFER = 4 * 1024 * 1024
+MIN_BUFFER = CHUNK_SIZE
+BUFFERS = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenLayers:
-    """A stored layer, and whether it existed before."""
+class WrittenLayer:
+    """A stored layer; ``existed`` is True if the store had it before."""
 
     layer: Layer
-    was_there: bool
+    existed: bool
 
 
-OnWritten = Callable[[WrittenLayers], None]
+OnWritten = Callable[[WrittenLayer], None]
 
 
 def write_layers(
-    plan: CreatePlan, store: ContentStore, lease: Lease, *, jobs: int, on_written: OnWritten
-) -> list[WrittenLayers]:
-    """Store the plan's blobs, ``jobs`` at a time, and protect them by ``lease``.
+    plan: CreatePlan, store: ContentStore, lease: Lease, *, threads: int, on_written: OnWritten
+) -> list[WrittenLayer]:
+    """Store the plan's blobs, ``threads`` at a time, and protect them by ``lease``.
 
     Raises:
-        ModelError: A file changed while it was read, a value does not fit its type, or values
+        ModelError: A file changed_error while it was read, a value does not fit its type, or values
             cannot be quantized.
-        VerificationError: A stored blob that is to be converted is damaged.
+        VerificationError: A stored source blob is damaged.
         StoreError, NoSpaceError: The store cannot be written.
     """
     with ExitStack() as stack:
-        writer = _Writer(plan, store, lease, min(jobs, len(plan.layers)), stack)
-        written: dict[str, WrittenLayers] = {}
+        writer = _Writer(plan, store, lease, min(threads, len(plan.layers)), stack)
+        written: dict[str, WrittenLayer] = {}
 
-        def one(planned: PlannedLayer) -> None:
+        def write(planned: PlannedLayer) -> None:
             written[planned.name] = writer.write(planned)
             on_written(written[planned.name])
 
-        # longest first: MLX runs on one thread while the others write
+        # Quantized layers first, since MLX runs on one thread while the others write; then the
+        # largest first, so that the threads end together.
         order = sorted(plan.layers, key=lambda layer: (not layer.is_quantizing, -layer.size))
-        in_parallel([partial(one, planned) for planned in order], jobs, writer.stopped.set)
+        in_parallel([partial(write, planned) for planned in order], threads, writer.stopped.set)
     return [written[planned.name] for planned in plan.layers]
 
 
@@ -77,30 +79,31 @@ class _Writer:
     """State shared by the threads of one create."""
 
     def __init__(
-        self, plan: CreatePlan, store: ContentStore, lease: Lease, jobs: int, stack: ExitStack
+        self, plan: CreatePlan, store: ContentStore, lease: Lease, threads: int, stack: ExitStack
     ) -> None:
         self.stopped = threading.Event()
         self._algorithm = plan.algorithm
         self._store = store
         self._lease = lease
-        self._own = threading.local()
+        self._local = threading.local()
         self._lock = threading.Lock()
-        self._ours: set[Digest] = set()
-        self._jobs = max(1, jobs)
-        self._size = max(LEAST, min(BUFFER, BUFFERS // self._jobs))
+        self._claimed: set[Digest] = set()
+        self._threads = max(1, threads)
+        self._size = max(MIN_BUFFER, min(BUFFER, BUFFERS // self._threads))
         self._quantizer = None
         if any(layer.is_quantizing for layer in plan.layers):
             from clowder_aimage.importer.quantizer import Quantizer
 
             self._quantizer = stack.enter_context(Quantizer())
         self._sizes: frozenset[int] = frozenset()
-        if isinstance(store, ImageLayout) and any(one.size > self._size for one in plan.layers):
-            remove_partials(store.root, 0.0, dry_run=False)  # of killed processes
+        if isinstance(store, ImageLayout) and any(layer.size > self._size for layer in plan.layers):
+            # Partial blobs of killed processes would take the space of the new ones.
+            remove_partials(store.root, 0.0, dry_run=False)
             self._sizes = _sizes(store, plan.algorithm)
 
-    def write(self, planned: PlannedLayer) -> WrittenLayers:
-        if planned.kept is not None:
-            return WrittenLayers(planned.kept, True)
+    def write(self, planned: PlannedLayer) -> WrittenLayer:
+        if planned.existing is not None:
+            return WrittenLayer(planned.existing, True)
         for origin in planned.origins:
             with self._store.open(origin) as file:
                 verify(file, origin)
@@ -111,57 +114,60 @@ class _Writer:
         if not likely or planned.compression:
             return self._ingest(planned)
         layer = planned.layer(self._digest(planned))
-        if self._is_there(layer):
-            return WrittenLayers(layer, True)
+        if self._exists(layer):
+            return WrittenLayer(layer, True)
         return self._ingest(planned, layer)
 
     @property
     def _encoder(self) -> BlobEncoder:
         """Return the encoder of the calling thread."""
-        if not hasattr(self._own, "encoder"):
-            self._own.encoder = BlobEncoder(self._size, self.stopped, self._quantizer, self._jobs)
-        encoder: BlobEncoder = self._own.encoder
+        if not hasattr(self._local, "encoder"):
+            self._local.encoder = BlobEncoder(
+                self._size, self.stopped, self._quantizer, self._threads
+            )
+        encoder: BlobEncoder = self._local.encoder
         return encoder
 
-    def _is_there(self, layer: Layer) -> bool:
+    def _exists(self, layer: Layer) -> bool:
+        # The lease comes first: a garbage collection could delete the blob after the check.
         self._lease.add(layer.descriptor.digest)
         return self._store.exists(layer.descriptor)
 
-    def _push(self, planned: PlannedLayer) -> WrittenLayers:
+    def _push(self, planned: PlannedLayer) -> WrittenLayer:
         chunks: list[memoryview] = []
         self._encoder.encode(planned, chunks.append)
         data = chunks[0] if chunks else memoryview(b"")
         layer = planned.layer(Digest.of(data, self._algorithm))
-        was_there = self._is_there(layer)
-        if not was_there:
+        existed = self._exists(layer)
+        if not existed:
             self._store.push(layer.descriptor, bytes_body(bytes(data)))
-        return WrittenLayers(layer, was_there)
+        return WrittenLayer(layer, existed)
 
     def _digest(self, planned: PlannedLayer) -> Digest:
         hasher = new_hasher(self._algorithm)
         self._encoder.encode(planned, hasher.update)
         return Digest(self._algorithm, hasher.hexdigest())
 
-    def _ingest(self, planned: PlannedLayer, expected: Layer | None = None) -> WrittenLayers:
-        """Stream a blob to the store and return its layer; it must be ``expected``, if given."""
+    def _ingest(self, planned: PlannedLayer, expected: Layer | None = None) -> WrittenLayer:
+        """Stream a blob to the store and return its layer; it must match ``expected``."""
         ingest = self._store.ingest("create")
         try:
             encode = self._encode_compressed if planned.compression else self._encode
             layer = encode(planned, ingest)
             if expected is not None and layer != expected:
-                raise changed(planned.path)
-            was_there = self._is_ours(layer.descriptor.digest) or self._is_there(layer)
+                raise changed_error(planned.path)
+            existed = self._claim(layer.descriptor.digest) or self._exists(layer)
         except BaseException:
             ingest.abort()
             raise
-        if was_there:
+        if existed:
             ingest.abort()
-            return WrittenLayers(layer, True)
+            return WrittenLayer(layer, True)
         try:
             ingest.commit(layer.descriptor)
         except VerificationError:
-            raise changed(planned.path) from None
-        return WrittenLayers(layer, False)
+            raise changed_error(planned.path) from None
+        return WrittenLayer(layer, False)
 
     def _encode(self, planned: PlannedLayer, ingest: Ingest) -> Layer:
         ingest.digest(self._algorithm)
@@ -199,12 +205,12 @@ class _Writer:
             content=Descriptor(planned.media_type, content, planned.size),
         )
 
-    def _is_ours(self, digest: Digest) -> bool:
-        """Return whether another thread is writing this blob; and mark it."""
+    def _claim(self, digest: Digest) -> bool:
+        """Claim a blob for the calling thread; return True if another thread has claimed it."""
         with self._lock:
-            was_ours = digest in self._ours
-            self._ours.add(digest)
-        return was_ours
+            was_claimed = digest in self._claimed
+            self._claimed.add(digest)
+        return was_claimed
 
 
 def _sizes(store: ImageLayout, algorithm: str) -> frozenset[int]:
@@ -213,19 +219,20 @@ def _sizes(store: ImageLayout, algorithm: str) -> frozenset[int]:
         try:
             with os.scandir(root / "blobs" / algorithm) as entries:
                 sizes |= {entry.stat(follow_symlinks=False).st_size for entry in entries}
-        except OSError:  # it does not exist yet; other errors are raised when it is read
+        except OSError:
+            # It may not exist yet; other errors occur again when a blob is read.
             continue
     return frozenset(sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """The new AImage, and the outcome for its layers and weights."""
+    """The new AImage, its written layers and the report on its weights."""
 
     descriptor: Descriptor
     manifest: Manifest
     aimage: AImage
-    layers: tuple[WrittenLayers, ...]
+    layers: tuple[WrittenLayer, ...]
     report: WeightReport
 
 
@@ -241,18 +248,20 @@ def pack(
     reference: Reference,
     dialect: Dialect,
     *,
-    jobs: int | None,
+    threads: int | None,
     on_written: OnWritten,
 ) -> PackedModel:
     """Store all blobs of the plan and tag the AImage as ``reference``.
 
     Raises:
         ModelError, VerificationError, StoreError, NoSpaceError: As ``write_layers``; complete
-            blobs remain in the store, and nothing is tagged.
+            blobs remain in the store, without a tag.
     """
     with store.batch():
-        written = write_layers(plan, store, lease, jobs=jobs or JOBS, on_written=on_written)
-    aimage = AImage(plan.config, tuple(item.layer for item in written), plan.subject)
+        written = write_layers(
+            plan, store, lease, threads=threads or THREADS, on_written=on_written
+        )
+    aimage = AImage(plan.config, tuple(layer.layer for layer in written), plan.subject)
     manifest, config = dialect.write(aimage)
     lease.add(manifest.config.digest, manifest.digest)
     store.push(manifest.config, bytes_body(config))

@@ -1,4 +1,4 @@
-"""Decisions on each weight: type, quantization, reasons against it; and their totals."""
+"""Decisions on each weight: its type, its quantization or the reason against it; and totals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from clowder_aimage.tensor import Quantization, nbytes
 from clowder_aimage.tensor.blob import BIAS, SCALE
 from clowder_aimage.tensor.weight import FLOATS, Weight
 
-MIXED = "mixed"  # the quantization of a component whose tensors differ
+# The quantization of a component with different quantizations.
+MIXED = "mixed"
 Entry = tuple[str, str, tuple[int, ...]]  # name, dtype and shape in a header
 
 
@@ -22,7 +23,8 @@ Entry = tuple[str, str, tuple[int, ...]]  # name, dtype and shape in a header
 class WeightDecision:
     """The type and quantization of a stored weight.
 
-    Values are stored as ``dtype``, or quantized; ``reason`` is why they are not, if requested.
+    Values are stored as ``dtype``, or quantized. ``reason`` is the reason against a requested
+    quantization.
     """
 
     weight: Weight
@@ -36,7 +38,7 @@ class WeightDecision:
 
     @property
     def changes(self) -> bool:
-        """Return whether the stored bytes differ from the source."""
+        """Return True if the stored bytes differ from the source."""
         return self.is_cast or self.quantization is not None
 
     @property
@@ -60,16 +62,16 @@ def decide(
 ) -> list[WeightDecision]:
     """Decide the type of each weight.
 
-    ``exact`` has the (component, tensor) pairs of F32 tensors whose values are all BF16.
+    ``exact`` has the (component, tensor) pairs of F32 tensors with only BF16 values.
     """
-    wanted = recipe.of(component)
-    made = []
+    requested = recipe.of(component)
+    decisions = []
     for weight in weights:
-        reason = reason_to_keep(weight, wanted) if wanted else None
-        chosen = None if reason or weight.quantization else wanted
+        reason = reason_to_keep(weight, requested) if requested else None
+        chosen = None if reason or weight.quantization else requested
         dtype = _dtype(component, weight, recipe, exact)
-        made.append(WeightDecision(weight, dtype, chosen, reason))
-    return made
+        decisions.append(WeightDecision(weight, dtype, chosen, reason))
+    return decisions
 
 
 def _dtype(
@@ -86,8 +88,10 @@ def entries(decision: WeightDecision) -> list[Entry]:
     """Return the entries of a weight in the blob's header."""
     weight, quantization = decision.weight, decision.quantization
     if quantization is None:
-        own = decision.dtype if weight.quantization is None else None
-        return [(weight.name + part.suffix, own or part.dtype, part.shape) for part in weight.parts]
+        cast = decision.dtype if weight.quantization is None else None
+        return [
+            (weight.name + chunk.suffix, cast or chunk.dtype, chunk.shape) for chunk in weight.parts
+        ]
     dtypes = quantization.type.scale_dtypes
     dtype = values_of(decision) if len(dtypes) > 1 else dtypes[0]
     scales = quantization.scales_shape(weight.shape)
@@ -99,20 +103,22 @@ def entries(decision: WeightDecision) -> list[Entry]:
 
 
 def values_of(decision: WeightDecision) -> str:
-    """Return the dtype of values right before quantization: MLX has no float64."""
+    """Return the dtype of the values that MLX quantizes: it has no float64."""
     return "F32" if decision.dtype == "F64" else decision.dtype
 
 
 def check_quantized(
-    component: str, decisions: Sequence[WeightDecision], wanted: Quantization
+    component: str, decisions: Sequence[WeightDecision], requested: Quantization
 ) -> None:
     """Check that a component can be quantized and is not quantized yet. Raises UsageError."""
     weights = [decision.weight for decision in decisions]
-    # codes in separate layers, as in ollama's first generation, are U32
-    there = [weight for weight in weights if weight.quantization or weight.dtype == "U32"]
-    if there:
-        kinds = ", ".join(sorted({weight.dtype for weight in there}))
-        count, are = ("1 tensor", "is") if len(there) == 1 else (f"{len(there)} tensors", "are")
+    # Codes in separate layers, as in ollama's first generation, are U32.
+    quantized = [weight for weight in weights if weight.quantization or weight.dtype == "U32"]
+    if quantized:
+        kinds = ", ".join(sorted({weight.dtype for weight in quantized}))
+        count, are = (
+            ("1 tensor", "is") if len(quantized) == 1 else (f"{len(quantized)} tensors", "are")
+        )
         raise UsageError(
             f"{count} of the {component} {are} already quantized ({kinds}); quantizing again "
             "would lose more precision",
@@ -121,18 +127,18 @@ def check_quantized(
     if any(decision.quantization for decision in decisions):
         return
     raise UsageError(
-        f"no tensor of the {component} can be quantized to {wanted.type.name} in groups of "
-        f"{wanted.group_size}",
-        hint=_hint(decisions, wanted),
+        f"no tensor of the {component} can be quantized to {requested.type.name} in groups of "
+        f"{requested.group_size}",
+        hint=_hint(decisions, requested),
     )
 
 
-def _hint(decisions: Sequence[WeightDecision], wanted: Quantization) -> str:
-    kept = Counter[str]()
+def _hint(decisions: Sequence[WeightDecision], requested: Quantization) -> str:
+    elements = Counter[str]()
     for decision in decisions:
-        kept[decision.reason or ""] += decision.weight.elements
-    ((reason, _),) = kept.most_common(1)
-    if reason.startswith(UNFIT) and wanted.type.has_bias:
+        elements[decision.reason or ""] += decision.weight.elements
+    ((reason, _),) = elements.most_common(1)
+    if reason.startswith(UNFIT) and requested.type.has_bias:
         return "rows must be a multiple of the group size: try another group size"
     return f"most of its values are not quantized because of: {reason}"
 
@@ -141,9 +147,9 @@ def _hint(decisions: Sequence[WeightDecision], wanted: Quantization) -> str:
 class WeightReport:
     """Totals of a plan: ``tensors``, with ``parameters`` values in total.
 
-    ``quantized`` has the config's facts by component; ``cast`` counts the unquantized tensors
-    by their dtypes (from, to). ``saved`` is in bytes, relative to the source; ``ignored``
-    counts scales of activations, which are left out.
+    ``quantized`` has the quantization of each component as in the config; ``cast`` counts the
+    unquantized tensors by their dtypes (from, to). ``saved`` is in bytes, relative to the source;
+    ``ignored`` counts scales of activations, which are not stored.
     """
 
     tensors: int = 0
@@ -171,42 +177,44 @@ def report(
         sum(decision.weight.elements for decision in decisions),
         {name: facts for name, facts in quantized.items() if isinstance(facts, dict)},
         Counter((d.weight.dtype, d.dtype) for d in decisions if d.is_cast and not d.result),
-        _decoded(decisions),
+        _count_decoded(decisions),
         sum(d.weight.nbytes - d.nbytes for d in decisions if d.changes),
         ignored,
     )
 
 
-def _decoded(decisions: Iterable[WeightDecision]) -> DecodedCount:
-    """Return the number of tensors that are decoded, by format and dtype of the values."""
-    rows = (part.tensor.decoded for decision in decisions for part in decision.weight.parts)
-    found = (one.decoder for one in rows if one is not None)
-    return Counter((one.format, one.dtype) for one in found if isinstance(one, CodedTensor))
+def _count_decoded(decisions: Iterable[WeightDecision]) -> DecodedCount:
+    """Count the decoded tensors, by format and dtype of the values."""
+    rows = (chunk.tensor.decoded for decision in decisions for chunk in decision.weight.parts)
+    decoders = (decoder.decoder for decoder in rows if decoder is not None)
+    return Counter(
+        (decoder.format, decoder.dtype) for decoder in decoders if isinstance(decoder, CodedTensor)
+    )
 
 
 def describe_component(
-    known: Mapping[str, Any], decisions: Sequence[WeightDecision]
+    properties: Mapping[str, Any], decisions: Sequence[WeightDecision]
 ) -> dict[str, Any]:
-    """Return a component's entry in the config, starting with the properties in ``known``."""
+    """Return a component's entry in the config: ``properties``, then its totals."""
     if not decisions:
-        return dict(known)
-    facts = quantization(decisions)
-    described = {**known, "tensors": len(decisions), **totals(decisions)}
+        return dict(properties)
+    summary = quantization(decisions)
+    entry = {**properties, "tensors": len(decisions), **totals(decisions)}
     formats = Counter[str]()
-    for (kind, _), count in _decoded(decisions).items():
+    for (kind, _), count in _count_decoded(decisions).items():
         formats[kind] += count
     decoded = {"decoded": dict(sorted(formats.items()))} if formats else {}
-    return described | decoded | ({"quantization": facts} if facts else {})
+    return entry | decoded | ({"quantization": summary} if summary else {})
 
 
-def whole_model(decided: Mapping[str, Sequence[WeightDecision]]) -> dict[str, Any]:
-    """Return the quantization of a model with a single component, if it has one."""
+def model_quantization(decided: Mapping[str, Sequence[WeightDecision]]) -> dict[str, Any]:
+    """Return the quantization of a model with a single component; empty if it is unquantized."""
     facts = quantization(decided.get("", ()))
     return {"quantization": facts["type"]} if facts else {}
 
 
 def totals(decisions: Iterable[WeightDecision]) -> dict[str, Any]:
-    """Return the number of parameters, and the dtype that takes most bytes."""
+    """Return the number of parameters, and the dtype of most bytes."""
     parameters, count = 0, Counter[str]()
     for decision in decisions:
         parameters += decision.weight.elements
@@ -217,11 +225,11 @@ def totals(decisions: Iterable[WeightDecision]) -> dict[str, Any]:
 
 def quantization(decisions: Sequence[WeightDecision]) -> dict[str, Any] | None:
     """Return the quantization of a component with the reasons for unquantized tensors, or None."""
-    found = [decision.result for decision in decisions if decision.result]
-    if not found:
+    quantizations = [decision.result for decision in decisions if decision.result]
+    if not quantizations:
         return None
-    facts: dict[str, Any] = {"type": MIXED}
-    if len(set(found)) == 1:
-        facts = {"type": found[0].type.name, "group_size": found[0].group_size}
-    kept = Counter(d.reason or "as in the source" for d in decisions if not d.result)
-    return facts | {"tensors": len(found), "kept": dict(sorted(kept.items()))}
+    summary: dict[str, Any] = {"type": MIXED}
+    if len(set(quantizations)) == 1:
+        summary = {"type": quantizations[0].type.name, "group_size": quantizations[0].group_size}
+    reasons = Counter(d.reason or "as in the source" for d in decisions if not d.result)
+    return summary | {"tensors": len(quantizations), "kept": dict(sorted(reasons.items()))}

@@ -1,7 +1,7 @@
-"""Files of a repository on the Hugging Face hub that are packed, chosen by their names.
+"""Choice of the files of a Hugging Face repository that are packed, by their names.
 
 A repository often holds the same weights several times: in safetensors, pickled, for Flax and ONNX,
-and in lower precision (diffusers and transformers, "variant"). One of them is packed.
+and in lower precision (diffusers and transformers, "variant"). A single form is packed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _CONFIG = "config.json"
 _INDEX = ".safetensors.index.json"
 _USUAL = ("model", "diffusion_pytorch_model", "adapter_model")
 _WEIGHTS = (*PICKLED, SAFETENSORS, ".h5", ".msgpack", ".gguf", ".tflite", ".ot")
-_SHOWN = 5  # names in a message
+# Names in a message.
+_SHOWN = 5
 
 
 def choose(
@@ -47,13 +48,13 @@ def choose(
         variant: The variant of a pipeline's weights, such as fp16.
 
     Raises:
-        ModelError: No file can be packed, or some would be left out.
+        ModelError: No file can be packed, or weights would be skipped.
         UsageError: The repository holds several models.
         FormatError: A file that ``read`` returns is not JSON.
     """
     names = {name for name in files if not any(p.startswith(".") for p in name.split("/"))}
     kind = kind or _detect(repository, names)
-    return _of_kind(repository, names, read, kind, variant) | (names & {CARD})
+    return _choose_format(repository, names, read, kind, variant) | (names & {CARD})
 
 
 def parts_of(file: str, files: Collection[str]) -> set[str]:
@@ -62,7 +63,7 @@ def parts_of(file: str, files: Collection[str]) -> set[str]:
 
 
 def _detect(repository: str, names: set[str]) -> str:
-    top = _inside(names, "")
+    top = _list_directory(names, "")
     endings = {PurePosixPath(name).suffix.lower() for name in top}
     fits = {
         DIFFUSERS: MODEL_INDEX in top,
@@ -71,7 +72,8 @@ def _detect(repository: str, names: set[str]) -> str:
         gguf.FORMAT: gguf.ENDING in endings,
         onnx.FORMAT: any(name.lower().endswith(onnx.ENDING) for name in names),
         savedmodel.FORMAT: bool(top & {savedmodel.BINARY, savedmodel.TEXT}),
-        CHECKPOINT: SAFETENSORS in endings,  # or an adapter
+        # An adapter without a config has the same choice of files.
+        CHECKPOINT: SAFETENSORS in endings,
     }
     for kind, does_fit in fits.items():
         if does_fit:
@@ -85,32 +87,35 @@ def _detect(repository: str, names: set[str]) -> str:
     raise ModelError(f"{repository} holds no model in a format that can be packed")
 
 
-def _of_kind(repository: str, names: set[str], read: Read, kind: str, variant: str) -> set[str]:
-    top = _inside(names, "")
+def _choose_format(
+    repository: str, names: set[str], read: Read, kind: str, variant: str
+) -> set[str]:
+    top = _list_directory(names, "")
     if kind == DIFFUSERS:
         return _pipeline(repository, names, read, variant)
     if kind == TRANSFORMERS:
-        _check_parts(repository, names)
+        _check_nested(repository, names)
         texts = {name for name in top if name.endswith(transformers.TEXTS)} - set(_indexes(top))
         return texts | _weights(top, read)
     if kind == gguf.FORMAT:
         return _gguf(repository, top)
     if kind in (LORA, CHECKPOINT, controlnet.FORMAT):
-        loose = {name for name in top if name.lower().endswith(SAFETENSORS)}
-        known = loose & {lora.WEIGHTS} or loose
-        _check_one(repository, known)
-        return known | (top & {lora.CONFIG})
+        files = {name for name in top if name.lower().endswith(SAFETENSORS)}
+        weights = files & {lora.WEIGHTS} or files
+        _check_single(repository, weights)
+        return weights | (top & {lora.CONFIG})
     if kind == torchscript.FORMAT:
         scripts = {name for name in top if name.lower().endswith(torchscript.ENDINGS)}
-        _check_one(repository, scripts)
+        _check_single(repository, scripts)
         return scripts
-    if kind == onnx.FORMAT:  # external data may have any name
+    if kind == onnx.FORMAT:
+        # External data may have any name.
         return {name for name in names if not name.lower().endswith(_WEIGHTS)}
     return names
 
 
 def _pipeline(repository: str, names: set[str], read: Read, variant: str) -> set[str]:
-    """Return the files of the components that model_index.json names."""
+    """Return the files of the components in model_index.json."""
     if MODEL_INDEX not in names:
         raise ModelError(f"{repository} has no {MODEL_INDEX}: not a diffusers model")
     index = _object(MODEL_INDEX, read)
@@ -118,68 +123,70 @@ def _pipeline(repository: str, names: set[str], read: Read, variant: str) -> set
     chosen = names & {MODEL_INDEX}
     for name, entry in index.items():
         if isinstance(entry, list) and len(entry) == 2 and all(entry):
-            here = _inside(names, name)
-            here = of_variant(here, variant) if variant else here
-            texts = {one for one in here if one.endswith(transformers.TEXTS)} - set(_indexes(here))
-            chosen |= texts | _weights(here, read)
+            component_files = _list_directory(names, name)
+            component_files = of_variant(component_files, variant) if variant else component_files
+            texts = {file for file in component_files if file.endswith(transformers.TEXTS)} - set(
+                _indexes(component_files)
+            )
+            chosen |= texts | _weights(component_files, read)
     return chosen
 
 
-def _weights(here: set[str], read: Read) -> set[str]:
+def _weights(files: set[str], read: Read) -> set[str]:
     """Return the weight file of a directory, or the shards of an index and the index."""
-    if indexes := [name for name in _indexes(here) if name.endswith(_INDEX)]:
+    if indexes := [name for name in _indexes(files) if name.endswith(_INDEX)]:
         index = min(indexes, key=_rank)
         shards = _object(index, read).get("weight_map")
-        wanted = list(shards.values()) if isinstance(shards, dict) else []
-        return {index} | {name for name in here if name.rpartition("/")[2] in wanted}
-    found = [name for name in here if name.endswith(SAFETENSORS)]
-    return {min(found, key=_rank)} if found else set()
+        shard_names = list(shards.values()) if isinstance(shards, dict) else []
+        return {index} | {name for name in files if name.rpartition("/")[2] in shard_names}
+    candidates = [name for name in files if name.endswith(SAFETENSORS)]
+    return {min(candidates, key=_rank)} if candidates else set()
 
 
 def _rank(name: str) -> tuple[int, bool, str]:
-    """Return the order of equal weights: the variant without a name such as fp16 comes first."""
+    """Return the order of equal weights: those without a variant such as fp16 come first."""
     file = name.rpartition("/")[2]
     return file.count("."), file.partition(".")[0] not in _USUAL, name
 
 
-def _indexes(here: Collection[str]) -> list[str]:
-    return [name for name in here if ".index." in name and name.endswith(".json")]
+def _indexes(files: Collection[str]) -> list[str]:
+    return [name for name in files if ".index." in name and name.endswith(".json")]
 
 
 def _gguf(repository: str, top: set[str]) -> set[str]:
-    found = {name for name in top if name.lower().endswith(gguf.ENDING)}
-    projectors = {name for name in found if "mmproj" in name.lower()}
-    models = found - projectors
-    _check_one(repository, {_stem(name): name for name in sorted(models, reverse=True)}.values())
+    files = {name for name in top if name.lower().endswith(gguf.ENDING)}
+    projectors = {name for name in files if "mmproj" in name.lower()}
+    models = files - projectors
+    _check_single(repository, {_stem(name): name for name in sorted(models, reverse=True)}.values())
     return models | (projectors if len(projectors) == 1 else set())
 
 
 def _stem(name: str) -> str:
-    part = gguf.PART.fullmatch(name)
-    return f"{part['stem']}-of-{part['total']}" if part else name
+    match = gguf.PART.fullmatch(name)
+    return f"{match['stem']}-of-{match['total']}" if match else name
 
 
-def _check_one(repository: str, found: Collection[str]) -> None:
-    if len(found) > 1:
-        shown = sorted(found)
-        more = ", ..." if len(shown) > _SHOWN else ""
+def _check_single(repository: str, names: Collection[str]) -> None:
+    if len(names) > 1:
+        shown = sorted(names)
+        ellipsis = ", ..." if len(shown) > _SHOWN else ""
         raise UsageError(
-            f"{repository} holds {len(shown)} models: {', '.join(shown[:_SHOWN])}{more}",
+            f"{repository} holds {len(shown)} models: {', '.join(shown[:_SHOWN])}{ellipsis}",
             hint=f"name one of them: hf://{repository}/{shown[0]}",
         )
 
 
-def _check_parts(repository: str, names: set[str]) -> None:
-    """Check that no weights are in directories of their own, as for a local directory."""
-    apart = sorted(n for n in names if n.count("/") == 1 and n.endswith(SAFETENSORS))
-    if apart:
+def _check_nested(repository: str, names: set[str]) -> None:
+    """Check that no weights are in subdirectories, as for a local directory."""
+    nested = sorted(n for n in names if n.count("/") == 1 and n.endswith(SAFETENSORS))
+    if nested:
         raise ModelError(
-            f"{apart[0]} of {repository} is in a separate directory and would be skipped",
+            f"{nested[0]} of {repository} is in a separate directory and would be skipped",
             hint="download the part that you need, and pack its directory",
         )
 
 
-def _inside(names: Collection[str], directory: str) -> set[str]:
+def _list_directory(names: Collection[str], directory: str) -> set[str]:
     return {name for name in names if name.rpartition("/")[0] == directory}
 
 

@@ -1,8 +1,7 @@
-"""Models of the Hugging Face hub: found in its cache, else fetched into it by huggingface_hub.
+"""Models of the Hugging Face hub, in its cache or fetched into it by huggingface_hub.
 
-Layout of the cache: huggingface_hub, "Understand caching"; the list of a commit's files in
-``trees/`` is there since version 2. Without that list, the hub is asked whether a snapshot is
-complete.
+Layout of the cache: huggingface_hub, "Understand caching". Since version 2, ``trees/`` lists the
+files of a commit. Without that list, the hub is asked for the files of a snapshot.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ _LONG = re.compile(
     rf"(?:@(?P<revision>{_REVISION})|/(?:tree|blob|resolve)/(?P<shown>{_REVISION}))?"
     r"(?:/(?P<file>[^?#]+?))?/?(?:\?[^#]*)?"
 )
-_BASE, _RATE = 120.0, 64 * 1024  # seconds for any request, bytes per second of files, at least
+# Seconds for any request, and the slowest accepted rate of files in bytes per second.
+_MIN_SECONDS, _MIN_RATE = 120.0, 64 * 1024
 _T = TypeVar("_T")
 _HUB = "https://huggingface.co"
 _NOT_MODELS = ("datasets/", "spaces/", "collections/", "docs/")
@@ -58,13 +58,13 @@ _TRANSPORTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "ssl")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN, _MISSING = (401, 403), 404
 _THE_HUB = "the Hugging Face hub"
-_ROOM = "free some space, or name a directory on another disk in HF_HUB_CACHE"
-_DENIED = "set HF_TOKEN to a token of an account that may read it"
+_SPACE_HINT = "free some space, or name a directory on another disk in HF_HUB_CACHE"
+_ACCESS_HINT = "set HF_TOKEN to a token of an account that may read it"
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A repository of the hub, a revision, and one file of it; without ``file`` all are meant."""
+    """A repository of the hub, a revision, and a file; an empty ``file`` stands for all files."""
 
     repository: str
     revision: str = "main"
@@ -74,22 +74,22 @@ class HubName:
     def parse(cls, text: str) -> HubName | None:
         """Parse ``hf://ORG/REPO[@REVISION][/FILE]``, a URL of the hub, or ``ORG/REPO``.
 
-        Return None for a path: one that exists, or is in a directory that exists, or any text in
-        another form.
+        Return None for a path: an existing one, one in an existing directory, or text in another
+        form.
 
         Raises:
-            UsageError: It begins as an address of the hub, and does not name a model.
+            UsageError: It begins as an address of the hub, but is not that of a model.
         """
         prefix = _PREFIX.match(text)
-        form, rest = (_LONG, unquote(text[prefix.end() :])) if prefix else (_SHORT, text)
-        found = form.fullmatch(rest)
-        if found is None and prefix is None:
+        form, address = (_LONG, unquote(text[prefix.end() :])) if prefix else (_SHORT, text)
+        match = form.fullmatch(address)
+        if match is None and prefix is None:
             return None
         path = Path(text)
         with model_tree.reading(path):
             if path.exists() or (prefix is None and path.parent.is_dir()):
                 return None
-        name = cls._of(found.groupdict()) if found else None
+        name = cls._of(match.groupdict()) if match else None
         if name is None and prefix is not None:
             raise UsageError(
                 f"{text[:200]!r} does not name a model of the Hugging Face hub",
@@ -113,7 +113,7 @@ class HubName:
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A snapshot in the cache: the model's path, the commit, and how much is to be fetched."""
+    """A snapshot in the cache: its path and commit, and the number and size of missing files."""
 
     name: HubName
     commit: str
@@ -123,12 +123,12 @@ class HubModel:
 
     @property
     def path(self) -> Path:
-        """Return the path of the file that is named, else of the snapshot."""
+        """Return the path of the named file, else of the snapshot."""
         return self.snapshot / self.name.file
 
     @property
     def source(self) -> str:
-        """Return the model's address on the hub, also if a mirror was asked."""
+        """Return the model's address on the hub, also for a mirror."""
         kind = "blob" if self.name.file else "tree"
         parts = (_HUB, self.name.repository, kind, self.commit, self.name.file)
         return "/".join(filter(None, parts))
@@ -141,11 +141,11 @@ def find_model(
     on_plan: Callable[[HubModel], None] = lambda _: None,
     on_done: Callable[[int], None] = lambda _: None,
 ) -> HubModel:
-    """Return a model of the hub that is in the cache, in full; fetch what is missing.
+    """Return a complete model of the hub in the cache; fetch the missing files.
 
     Args:
         name: The model.
-        form: How it is to be packed.
+        form: The form to pack, which decides the files.
         version: The version of the program, for the hub.
         on_plan: Called before files are fetched, with their number and size.
         on_done: Called with the bytes that arrived.
@@ -154,23 +154,23 @@ def find_model(
         NotFoundError: The model is not on the hub, or not in the cache without a network.
         UnauthorizedError: The hub requires a token, or its terms to be accepted.
         NetworkError: The hub does not answer, or answers with an error.
-        NoSpaceError: The disk of the cache has no room.
+        NoSpaceError: The disk of the cache is full.
         UsageError: The package huggingface_hub is missing, or the repository holds several models.
         ModelError, FormatError: The repository holds no model that can be packed.
     """
-    cached = _cached(name)
-    lacks = "" if cached is None else _lacks(cached, form)
-    if cached is not None and not lacks and (_listing(cached) is not None or not _can_fetch()):
+    cached = _find_cached(name)
+    missing = "" if cached is None else _find_missing(cached, form)
+    if cached is not None and not missing and (_listing(cached) is not None or not _can_fetch()):
         return cached
-    why = f": {lacks}" if lacks else ""
+    reason = f": {missing}" if missing else ""
     if _is_offline():
         raise NotFoundError(
-            f"{name} is not in the Hugging Face cache {cache_directory()} in full{why}",
+            f"{name} is not in the Hugging Face cache {cache_directory()} in full{reason}",
             hint="HF_HUB_OFFLINE is set: unset it to fetch the model",
         )
     if not _can_fetch():
         raise UsageError(
-            f"{name} is not a path here and is not in the Hugging Face cache{why}; fetching a "
+            f"{name} is not a path here and is not in the Hugging Face cache{reason}; fetching a "
             "model needs the extra [hf]",
             remedy="install_extra",
             extra="hf",
@@ -178,9 +178,10 @@ def find_model(
     try:
         return _Fetch(name, form, version).run(on_plan, on_done)
     except AccessError:
-        if cached is None or lacks:
+        if cached is None or missing:
             raise
-        return cached  # the weights are all there, and the hub cannot be asked about the rest
+        # All weights are in the cache; only the list of other files is unknown.
+        return cached
 
 
 def cache_directory() -> Path:
@@ -188,8 +189,8 @@ def cache_directory() -> Path:
     environ = os.environ
     base = environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = environ.get("HF_HOME") or f"{base}/huggingface"
-    place = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
-    return Path(os.path.expandvars(place)).expanduser()
+    path = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+    return Path(os.path.expandvars(path)).expanduser()
 
 
 def _is_offline() -> bool:
@@ -207,24 +208,24 @@ def _can_fetch() -> bool:
     return True
 
 
-def _home(name: HubName) -> Path:
+def _repository_directory(name: HubName) -> Path:
     return cache_directory() / f"models--{name.repository.replace('/', '--')}"
 
 
-def _cached(name: HubName) -> HubModel | None:
+def _find_cached(name: HubName) -> HubModel | None:
     """Return the snapshot of a branch, tag or commit, if the cache has one."""
-    home, commit = _home(name), name.revision
-    reference = home / "refs" / name.revision
+    directory, commit = _repository_directory(name), name.revision
+    reference = directory / "refs" / name.revision
     if reference.is_file():
         commit = reference.read_text("utf-8", "replace").strip()
-    snapshot = home / "snapshots" / commit
-    is_there = _COMMIT.fullmatch(commit) is not None and snapshot.is_dir()
-    return HubModel(name, commit, snapshot) if is_there else None
+    snapshot = directory / "snapshots" / commit
+    exists = _COMMIT.fullmatch(commit) is not None and snapshot.is_dir()
+    return HubModel(name, commit, snapshot) if exists else None
 
 
 def _listing(model: HubModel) -> dict[str, Any] | None:
-    """Return the list of the commit's files that huggingface_hub keeps, if there is one."""
-    path = _home(model.name) / "trees" / f"{model.commit}.json"
+    """Return huggingface_hub's list of the commit's files, or None."""
+    path = _repository_directory(model.name) / "trees" / f"{model.commit}.json"
     try:
         files = read_json(path.read_bytes(), path.name, model_tree.MAX_JSON)["files"]
     except (OSError, FormatError, LookupError, TypeError):
@@ -232,18 +233,19 @@ def _listing(model: HubModel) -> dict[str, Any] | None:
     return files if isinstance(files, dict) else None
 
 
-def _lacks(model: HubModel, form: ModelForm) -> str:
-    """Return the part of the model that its snapshot lacks, or an empty string."""
+def _find_missing(model: HubModel, form: ModelForm) -> str:
+    """Return the first problem of an incomplete snapshot; empty if it is complete."""
     listing = _listing(model)
     try:
         if listing is not None:
-            chosen = _chosen(model.name, form, set(listing), _reader(model.snapshot))
-            missing = sorted(one for one in chosen if not (model.snapshot / one).is_file())
+            chosen = _choose_files(model.name, form, set(listing), _reader(model.snapshot))
+            missing = sorted(file for file in chosen if not (model.snapshot / file).is_file())
             return f"{missing[0]} is missing" if missing else ""
         take(model.path, form)
     except OSError as error:
         return f"{Path(str(error.filename)).name} cannot be read"
-    except UsageError:  # more of the model would not help
+    except UsageError:
+        # Fetching more files would not help.
         raise
     except AImageError as error:
         return error.message
@@ -254,7 +256,9 @@ def _reader(snapshot: Path) -> hub_files.Read:
     return lambda name: (snapshot / name).read_bytes()
 
 
-def _chosen(name: HubName, form: ModelForm, files: set[str], read: hub_files.Read) -> set[str]:
+def _choose_files(
+    name: HubName, form: ModelForm, files: set[str], read: hub_files.Read
+) -> set[str]:
     if not name.file:
         return hub_files.choose(name.repository, files, read, form.format, form.variant)
     if name.file not in files:
@@ -279,17 +283,19 @@ class _Fetch:
 
     def run(self, on_plan: Callable[[HubModel], None], on_done: Callable[[int], None]) -> HubModel:
         name, cache = self._name, cache_directory()
-        with _reported(name):
+        with _translating(name):
             api = self._hub.HfApi(**self._options)
             ask = partial(api.model_info, name.repository, revision=name.revision)
-            info = _within(0, partial(ask, files_metadata=True))
-            sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
-            snapshot = _home(name) / "snapshots" / info.sha
-            chosen = _chosen(name, self._form, set(sizes), lambda file: self._read(file, info.sha))
-            missing = [one for one in chosen if not (snapshot / one).is_file()]
-            size = sum(sizes[one] for one in missing)
+            info = _call_in_time(0, partial(ask, files_metadata=True))
+            sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or ()}
+            snapshot = _repository_directory(name) / "snapshots" / info.sha
+            chosen = _choose_files(
+                name, self._form, set(sizes), lambda file: self._read(file, info.sha)
+            )
+            missing = [file for file in chosen if not (snapshot / file).is_file()]
+            size = sum(sizes[file] for file in missing)
             plan = HubModel(name, info.sha, snapshot, len(missing), size)
-            _check_room(plan, cache)
+            _check_space(plan, cache)
             if missing:
                 on_plan(plan)
             fetch = partial(
@@ -297,12 +303,12 @@ class _Fetch:
                 name.repository,
                 revision=name.revision,
                 cache_dir=cache,
-                allow_patterns=[escape(one) for one in sorted(chosen)],
+                allow_patterns=[escape(file) for file in sorted(chosen)],
                 tqdm_class=_counter(on_done, size),
                 **self._options,
             )
-            found = _within(size, fetch)
-        return replace(plan, commit=Path(found).name, snapshot=Path(found))
+            path = _call_in_time(size, fetch)
+        return replace(plan, commit=Path(path).name, snapshot=Path(path))
 
     def _read(self, file: str, commit: str) -> bytes:
         fetch = partial(
@@ -314,15 +320,12 @@ class _Fetch:
             tqdm_class=_counter(lambda _: None, 0),
             **self._options,
         )
-        return Path(_within(model_tree.MAX_JSON, fetch)).read_bytes()
+        return Path(_call_in_time(model_tree.MAX_JSON, fetch)).read_bytes()
 
 
-def _within(size: int, call: Callable[[], _T]) -> _T:
-    """Return or raise what a call of the library does, in the time for ``size`` bytes.
-
-    The library limits each read alone. A call that takes longer is left behind in its thread.
-    Raises NetworkError.
-    """
+def _call_in_time(size: int, call: Callable[[], _T]) -> _T:
+    """Call a function of the library, with a timeout for ``size`` bytes. Raises NetworkError."""
+    # The library limits only each read. A slower call continues in its daemon thread.
     done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -332,7 +335,7 @@ def _within(size: int, call: Callable[[], _T]) -> _T:
             done.put((None, error))
 
     threading.Thread(target=run, name="aimage-hub", daemon=True).start()
-    seconds = _BASE + size / _RATE
+    seconds = _MIN_SECONDS + size / _MIN_RATE
     try:
         value, error = done.get(timeout=seconds)
     except queue.Empty:
@@ -343,12 +346,13 @@ def _within(size: int, call: Callable[[], _T]) -> _T:
 
 
 def _counter(on_done: Callable[[int], None], size: int) -> type[Any]:
-    """Return a class in place of tqdm that shows nothing and counts bytes, up to ``size``."""
+    """Return a subclass of tqdm that reports bytes, at most ``size``, and shows nothing."""
     from tqdm import tqdm
 
     class Counter(tqdm):  # type: ignore[misc]
         counted = 0
-        monitor_interval = 0  # no thread that watches the bars
+        # No thread that monitors the bars.
+        monitor_interval = 0
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             self._is_bytes = options.get("unit") == "B"
@@ -357,80 +361,84 @@ def _counter(on_done: Callable[[int], None], size: int) -> type[Any]:
             super().__init__(*arguments, **options | {"disable": True})
 
         def update(self, n: float | None = 1) -> None:
-            if self._is_bytes:  # several bars may count the same bytes: the most is taken
+            if self._is_bytes:
+                # Several bars may count the same bytes: their maximum is reported.
                 with self.get_lock():
                     self._done += n or 0
-                    more = int(min(self._done, size)) - Counter.counted
-                    Counter.counted += max(0, more)
-                if more > 0:
-                    on_done(more)
+                    increase = int(min(self._done, size)) - Counter.counted
+                    Counter.counted += max(0, increase)
+                if increase > 0:
+                    on_done(increase)
 
     return Counter
 
 
-def _check_room(plan: HubModel, cache: Path) -> None:
-    place = next(path for path in (cache, *cache.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(place).free
+def _check_space(plan: HubModel, cache: Path) -> None:
+    directory = next(path for path in (cache, *cache.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(directory).free
     if plan.size > free:
         raise NoSpaceError(
             f"{plan.name} needs {plan.size / 1e9:.2f} GB in {cache}, {free / 1e9:.2f} GB are free",
             missing_size=plan.size - free,
-            hint=_ROOM,
+            hint=_SPACE_HINT,
         )
 
 
 @contextmanager
-def _reported(name: HubName) -> Iterator[None]:
+def _translating(name: HubName) -> Iterator[None]:
     """Turn errors of huggingface_hub, of the network and of the disk into those of the project."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its own about tokens, links and space
+            # The library warns about tokens, links and space, for which errors follow here.
+            warnings.simplefilter("ignore")
             yield
     except AImageError:
         raise
     except Exception as error:
-        known = _translated(name, error)
-        if known is None:
+        translated = _translate(name, error)
+        if translated is None:
             raise
-        raise known from error
+        raise translated from error
 
 
-def _translated(name: HubName, error: BaseException) -> AImageError | None:
+def _translate(name: HubName, error: BaseException) -> AImageError | None:
     from huggingface_hub import errors
 
     model = name.repository
     if isinstance(error, errors.LocalEntryNotFoundError):
         cause = error.__cause__
-        known = _translated(name, cause) if cause is not None else None
-        return known or NetworkError(f"{model} cannot be fetched: {_THE_HUB} does not answer")
+        translated = _translate(name, cause) if cause is not None else None
+        return translated or NetworkError(f"{model} cannot be fetched: {_THE_HUB} does not answer")
     if isinstance(error, errors.GatedRepoError):
         return UnauthorizedError(
             f"{model} requires a token, and its terms to be accepted",
-            hint=f"accept them at {_HUB}/{model}, and {_DENIED}",
+            hint=f"accept them at {_HUB}/{model}, and {_ACCESS_HINT}",
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return NotFoundError(
             f"{model} not found, neither here nor on {_THE_HUB}; it may be private",
-            hint=f"check the name; if it is private, {_DENIED}",
+            hint=f"check the name; if it is private, {_ACCESS_HINT}",
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return NotFoundError(f"{model} has no revision {name.revision} on {_THE_HUB}")
     if isinstance(error, errors.HfHubHTTPError):
-        return _answered(model, error.response.status_code)
+        return _status_error(model, error.response.status_code)
     if type(error).__module__.partition(".")[0] in _TRANSPORTS:
         return NetworkError(f"{model} cannot be fetched: {_THE_HUB} does not answer ({error})")
-    return _of_the_disk(model, error) if isinstance(error, OSError) else None
+    return _disk_error(model, error) if isinstance(error, OSError) else None
 
 
-def _answered(model: str, status: int) -> AImageError:
+def _status_error(model: str, status: int) -> AImageError:
     if status == _MISSING:
         return NotFoundError(f"{_THE_HUB} lacks files of {model}")
     if status in _FORBIDDEN:
-        return UnauthorizedError(f"{_THE_HUB} denied access to {model} ({status})", hint=_DENIED)
+        return UnauthorizedError(
+            f"{_THE_HUB} denied access to {model} ({status})", hint=_ACCESS_HINT
+        )
     return NetworkError(f"{_THE_HUB} answered {status} to a request for {model}")
 
 
-def _of_the_disk(model: str, error: OSError) -> AImageError:
+def _disk_error(model: str, error: OSError) -> AImageError:
     if error.errno in _FULL:
-        return NoSpaceError(f"no space left for {model} in {cache_directory()}", hint=_ROOM)
+        return NoSpaceError(f"no space left for {model} in {cache_directory()}", hint=_SPACE_HINT)
     return StoreError(f"cannot fetch {model}: {error.strerror or error}")

@@ -28,9 +28,10 @@ from clowder_aimage.formats.shard_index import is_safetensors
 from clowder_aimage.importer.blob_encoder import check_compression
 from clowder_aimage.oci import mediatype
 
-WHOLE = ("gguf", "onnx", "torchscript", "savedmodel", "lora")  # modules of formats/
+# Formats of whole files, named as the modules of formats/.
+WHOLE_FORMATS = ("gguf", "onnx", "torchscript", "savedmodel", "lora")
 FORMATS = (
-    *(DIFFUSERS, family_model.FORMAT, TRANSFORMERS, *WHOLE),
+    *(DIFFUSERS, family_model.FORMAT, TRANSFORMERS, *WHOLE_FORMATS),
     *(controlnet.FORMAT, CHECKPOINT, whole_files.FORMAT),
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -65,10 +66,10 @@ class ExtraFile:
 class ModelForm:
     """Options for reading a source.
 
-    ``format`` is one of FORMATS, or detected; with ``whole_files`` no file is divided into tensors,
-    and any file or directory is packed. ``compression`` applies to files that stay whole.
-    ``adapters`` maps names to paths; ``extras`` are additional layers. ``variant`` is one of a
-    diffusers pipeline's weights, such as fp16. ``like`` completes an image model.
+    ``format`` is one of FORMATS, or detected. With ``whole_files`` no file is divided into tensors,
+    and any file or directory is packed. ``compression`` applies to whole files. ``adapters`` are
+    names and paths, ``extras`` additional layers. ``variant`` selects weights of a diffusers
+    pipeline, such as fp16. ``like`` supplies missing components of an image model.
     """
 
     format: str | None = None
@@ -108,7 +109,7 @@ def take(path: Path, form: ModelForm) -> Inventory:
 def _take(path: Path, form: ModelForm) -> Inventory:
     if form.compression:
         check_compression(form.compression)
-    kind, inventory = _whole(path, form) if form.whole_files else _known(path, form)
+    kind, inventory = _take_whole(path, form) if form.whole_files else _take_detected(path, form)
     if form.variant and (kind != DIFFUSERS or form.whole_files):
         raise UsageError(f"only a diffusers pipeline has variants; {path} is packed as {kind}")
     if form.like is not None and kind != family_model.FORMAT:
@@ -121,20 +122,21 @@ def _take(path: Path, form: ModelForm) -> Inventory:
             "loaded in place",
             remedy="compress_whole_files",
         )
-    found = _travelling(path, inventory) if kind != whole_files.FORMAT else []
-    adapters = (*form.adapters, *found)
+    packed_adapters = _list_adapters(path, inventory) if kind != whole_files.FORMAT else []
+    adapters = (*form.adapters, *packed_adapters)
     return _with_extras(_with_adapters(inventory, adapters), form.extras)
 
 
-def _known(path: Path, form: ModelForm) -> tuple[str, Inventory]:
+def _take_detected(path: Path, form: ModelForm) -> tuple[str, Inventory]:
     kind = form.format or detect(path)
     if kind == "gguf" and form.format is None and form.like is not None:
-        kind = family_model.FORMAT  # GGUF stays one layer unless there is a model to complete it
+        # A GGUF file is packed whole unless another model supplies the other components.
+        kind = family_model.FORMAT
     return kind, _inventory(path, kind, form)
 
 
-def _whole(path: Path, form: ModelForm) -> tuple[str, Inventory]:
-    """Return a model of a format that keeps files whole; any other files as they are."""
+def _take_whole(path: Path, form: ModelForm) -> tuple[str, Inventory]:
+    """Return a model with whole files, of a format that supports them, else of any files."""
     kind = form.format or whole_files.FORMAT
     if form.format is None and path.exists():
         with suppress(ModelError, FormatError, UsageError):
@@ -142,9 +144,10 @@ def _whole(path: Path, form: ModelForm) -> tuple[str, Inventory]:
     try:
         if kind == TRANSFORMERS:
             return kind, transformers.take_whole(path)
-        if kind in WHOLE:
+        if kind in WHOLE_FORMATS:
             return kind, _inventory(path, kind, form)
-    except ModelError:  # files that the format does not allow, such as pickled ones
+    except ModelError:
+        # The format rejects some files, such as pickled ones.
         if form.format:
             raise
     return whole_files.FORMAT, whole_files.take(path)
@@ -160,85 +163,85 @@ def _inventory(path: Path, kind: str, form: ModelForm) -> Inventory:
     if kind == whole_files.FORMAT:
         return whole_files.take(path)
     module: Any = importlib.import_module(f"clowder_aimage.formats.{kind}")
-    inventory: Inventory = module.take(_alone(path, kind) if path.is_dir() else path)
+    inventory: Inventory = module.take(_single_file(path, kind) if path.is_dir() else path)
     if not path.is_dir():
         return inventory
-    # an export writes a card with only the licence, which is not a file of the model
+    # An export writes a card with only the licence; it is not a file of the model.
     files = tuple(f for f in inventory.files if f.name != CARD or not model_tree.is_bare(f.path))
     licence = inventory.license or model_tree.read_license(path)
     return replace(inventory, files=files, license=licence)
 
 
-def _alone(directory: Path, kind: str) -> Path:
-    """Return the only file of a directory if its format takes files, else the directory."""
-    found = model_tree.sole(directory)
-    if found is None or kind == "savedmodel" or found.suffix.lower() == ".onnx":
+def _single_file(directory: Path, kind: str) -> Path:
+    """Return the only file of a directory if its format is that of files, else the directory."""
+    file = model_tree.only_file(directory)
+    if file is None or kind == "savedmodel" or file.suffix.lower() == ".onnx":
         return directory
-    is_alone = kind != "lora" or is_safetensors(found) or found.suffix == gguf.ENDING
-    return found if is_alone else directory
+    is_readable = kind != "lora" or is_safetensors(file) or file.suffix == gguf.ENDING
+    return file if is_readable else directory
 
 
 def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -> Inventory:
-    described: dict[str, Any] = {}
+    descriptions: dict[str, Any] = {}
     files = {file.name: file for file in inventory.files}
     for name, path in adapters:
-        if name in described:
+        if name in descriptions:
             raise UsageError(f"duplicate adapter name: {name}", remedy="name_adapter")
-        taken = _adapter(path)
-        if taken.facts["format"] == gguf.FORMAT != inventory.facts.get("format"):
+        adapter = _adapter(path)
+        if adapter.facts["format"] == gguf.FORMAT != inventory.facts.get("format"):
             raise UsageError(f"{path}: adapters in GGUF are for models in GGUF")
-        described[name] = taken.facts["adapter"]
-        named = [replace(file, name=f"{ADAPTERS}/{name}/{file.name}") for file in taken.files]
-        files |= {file.name: file for file in named}
-    if not described:
+        descriptions[name] = adapter.facts["adapter"]
+        renamed = [replace(file, name=f"{ADAPTERS}/{name}/{file.name}") for file in adapter.files]
+        files |= {file.name: file for file in renamed}
+    if not descriptions:
         return inventory
-    facts = {**inventory.facts, ADAPTERS: dict(sorted(described.items()))}
-    return replace(inventory, files=tuple(files.values()), facts=facts)
+    properties = {**inventory.facts, ADAPTERS: dict(sorted(descriptions.items()))}
+    return replace(inventory, files=tuple(files.values()), facts=properties)
 
 
 def _adapter(path: Path) -> Inventory:
     """Return the adapter at ``path``. Raises ModelError, FormatError."""
-    source = _alone(path, "lora") if path.is_dir() else path
+    source = _single_file(path, "lora") if path.is_dir() else path
     if source.suffix != gguf.ENDING:
         return lora.take(source)
-    found = gguf.take(source)
-    if "adapter" not in found.facts:
+    inventory = gguf.take(source)
+    if "adapter" not in inventory.facts:
         raise ModelError(f"{source} is not an adapter")
-    return found
+    return inventory
 
 
-def _travelling(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:
+def _list_adapters(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:
     """Return names and paths of the adapters in ``root/adapters``, one per directory.
 
-    An export writes this layout. Files that the format already includes are skipped.
+    An export writes this layout. Files in the format's inventory are skipped.
 
     Raises:
-        ModelError: There is another file, which would be left out.
+        ModelError: There is another file, which would be skipped.
         FormatError: An adapter is damaged.
     """
     directory = root / ADAPTERS
     if not root.is_dir() or not directory.is_dir():
         return []
-    model_tree.check_inside(model_tree.home(root), directory)
+    model_tree.check_inside(model_tree.boundary(root), directory)
     model = {file.name for file in inventory.files if file.media_type != mediatype.AIMAGE_FILE}
     paths = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
     if not paths:
         raise _no_adapter(directory, "it is empty")
-    found = []
+    adapters = []
     for path in paths:
-        own = path.relative_to(root).as_posix()
-        is_taken = any(name == own or name.startswith(f"{own}/") for name in model)
+        relative = path.relative_to(root).as_posix()
+        is_included = any(name == relative or name.startswith(f"{relative}/") for name in model)
         try:
             _check_adapter(root, path)
-            found.append((path.name, path))
+            adapters.append((path.name, path))
         except (ModelError, FormatError):
-            if not is_taken:
+            if not is_included:
                 raise
-    return found
+    return adapters
 
 
 def _check_adapter(root: Path, path: Path) -> None:
-    model_tree.check_inside(model_tree.home(root), path)
+    model_tree.check_inside(model_tree.boundary(root), path)
     if not path.is_dir():
         raise _no_adapter(path, "it is a file")
     if not _NAME.fullmatch(path.name):
@@ -249,9 +252,9 @@ def _check_adapter(root: Path, path: Path) -> None:
         raise _no_adapter(path, error.message) from None
 
 
-def _no_adapter(path: Path, why: str) -> ModelError:
+def _no_adapter(path: Path, problem: str) -> ModelError:
     return ModelError(
-        f"{path} is not an adapter and would be skipped: {why}",
+        f"{path} is not an adapter and would be skipped: {problem}",
         hint=f"put each adapter into {ADAPTERS}/NAME/, as one safetensors LoRA with its "
         "adapter_config.json or one GGUF file, and move other files elsewhere",
     )
@@ -267,12 +270,12 @@ def _with_extras(inventory: Inventory, extras: Sequence[ExtraFile]) -> Inventory
 
 
 def snapshot(path: Path) -> Path:
-    """Return the model in a Hugging Face cache directory; any other path is returned unchanged.
+    """Return the snapshot in a Hugging Face cache directory; any other path is unchanged.
 
     The directory is named ``models--ORG--NAME`` (huggingface_hub, "Understand caching").
 
     Raises:
-        UsageError: It has several snapshots, and none of them is ``main``.
+        UsageError: It has several snapshots and no ``main``.
     """
     path = path.absolute() if path.name in ("", "..") else path
     snapshots = path / "snapshots"
@@ -281,10 +284,10 @@ def snapshot(path: Path) -> Path:
     main = path / "refs" / "main"
     if main.is_file():
         return snapshots / main.read_text("utf-8", "replace").strip()[:100].replace("/", "")
-    found = sorted(one for one in snapshots.iterdir() if one.is_dir())
-    if len(found) == 1:
-        return found[0]
+    directories = sorted(directory for directory in snapshots.iterdir() if directory.is_dir())
+    if len(directories) == 1:
+        return directories[0]
     raise UsageError(
-        f"{path} contains {len(found)} snapshots, and refs/main is missing",
-        hint=f"pass one of them: {found[0]}" if found else "download the model again",
+        f"{path} contains {len(directories)} snapshots, and refs/main is missing",
+        hint=f"pass one of them: {directories[0]}" if directories else "download the model again",
     )

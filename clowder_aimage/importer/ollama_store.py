@@ -1,7 +1,7 @@
 """Import of models from the local store of ollama.
 
 ``manifests/HOST/NAMESPACE/MODEL/TAG`` are registry manifests, ``blobs/sha256-HEX`` their blobs
-(ollama, docs/faq.md and server/modelpath.go). The manifest is unchanged, and so is its digest.
+(ollama, docs/faq.md and server/modelpath.go). The manifest and its digest are unchanged.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from clowder_aimage.layout.ingest import LinkedBlob
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Manifest, Reference
 
 HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
+_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptedModel:
-    """Counts of blobs: ``linked``, ``copied``, and already ``there``."""
+    """The manifest of a model, and counts of linked, copied and already existing blobs."""
 
     descriptor: Descriptor
     linked: int
     copied: int
-    there: int
+    existing: int
     size: int
 
     @property
     def blobs(self) -> int:
-        return self.linked + self.copied + self.there
+        return self.linked + self.copied + self.existing
 
 
 def adopt(
@@ -61,22 +61,23 @@ def adopt(
         blobs = {blob.digest: blob for blob in manifest.children}
         size = sum(blob.size for blob in blobs.values())
         on_plan(size)
-        copied = there = 0
+        copied = existing = 0
         links: list[LinkedBlob] = []
         with store.lease(manifest.digest, *blobs), contextlib.ExitStack() as stack:
             for blob in blobs.values():
                 if store.exists(blob):
-                    there += 1
+                    existing += 1
                 elif (link := store.adopt(_blob(directory, blob, name), blob)) is not None:
                     stack.callback(link.abort)
                     links.append(link)
                 else:
                     copied += 1
                 on_done(blob.size)
+            # Links are committed after all copies: a failure before leaves none.
             for link in links:
                 link.commit()
             store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
-        return AdoptedModel(manifest.descriptor, len(links), copied, there, size)
+        return AdoptedModel(manifest.descriptor, len(links), copied, existing, size)
     except OSError as error:
         raise StoreError(
             f"cannot read {error.filename or directory}: {error.strerror or error}",
@@ -95,12 +96,12 @@ def find_manifest(directory: Path, name: str) -> Path:
             f"{directory} is not an ollama store: it has no manifests",
             hint="the store is ~/.ollama/models, or the directory in OLLAMA_MODELS",
         )
-    *place, last = name.split("/")
-    model, _, tag = last.partition(":")
-    place = [*[HOST, NAMESPACE][: max(0, 2 - len(place))], *place]
-    parts = [*place, model, tag or TAG]
+    *prefix, model_and_tag = name.split("/")
+    model, _, tag = model_and_tag.partition(":")
+    prefix = [*[HOST, NAMESPACE][: max(0, 2 - len(prefix))], *prefix]
+    parts = [*prefix, model, tag or TAG]
     path = manifests.joinpath(*parts)
-    if not all(_PART.fullmatch(part) for part in parts) or not path.is_file():
+    if not all(_SEGMENT.fullmatch(segment) for segment in parts) or not path.is_file():
         names = sorted(_names(manifests))
         raise NotFoundError(
             f"model {name[:200]} not found in {directory}",
@@ -112,17 +113,17 @@ def find_manifest(directory: Path, name: str) -> Path:
 def _names(manifests: Path) -> list[str]:
     names = []
     for path in manifests.glob("*/*/*/*"):
-        *place, model, tag = path.relative_to(manifests).parts
-        usual = zip(place, (HOST, NAMESPACE), strict=True)
-        shown = [part for part, default in usual if part != default]
+        *prefix, model, tag = path.relative_to(manifests).parts
+        usual = zip(prefix, (HOST, NAMESPACE), strict=True)
+        shown = [segment for segment, default in usual if segment != default]
         names.append("/".join([*shown, f"{model}:{tag}"]))
     return names
 
 
 def _blob(directory: Path, blob: Descriptor, name: str) -> Path:
-    """Return ollama's path of a blob; older releases use a colon. Raises NotFoundError."""
-    for between in "-:":
-        path = directory / "blobs" / f"{blob.digest.algorithm}{between}{blob.digest.encoded}"
+    """Return ollama's path of a blob; older releases have a colon. Raises NotFoundError."""
+    for separator in "-:":
+        path = directory / "blobs" / f"{blob.digest.algorithm}{separator}{blob.digest.encoded}"
         if path.is_file():
             return path
     raise NotFoundError(

@@ -1,4 +1,4 @@
-"""Plans of create and convert: every decision, made before any weights are written."""
+"""Plans of create and convert: all decisions, made before any weights are written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clowder_aimage.dialect import AImage, Dialect
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats.inventory import Component, Inventory
-from clowder_aimage.formats.model_tree import unpacked
+from clowder_aimage.formats.model_tree import whole_files_error
 from clowder_aimage.formats.stored_weights import StoredLayer, name_layer, weights_of
 from clowder_aimage.importer import planned_layer
 from clowder_aimage.importer.decision import (
@@ -20,9 +20,9 @@ from clowder_aimage.importer.decision import (
     check_quantized,
     decide,
     describe_component,
+    model_quantization,
     report,
     totals,
-    whole_model,
 )
 from clowder_aimage.importer.planned_layer import PlannedLayer
 from clowder_aimage.importer.recipe import Recipe
@@ -31,15 +31,16 @@ from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, mediatype
 from clowder_aimage.oci.manifest import encode
 
 _UNKNOWN = {"sha256": Digest("sha256", "0" * 64), "sha512": Digest("sha512", "0" * 128)}
-_TOLD = ("tensors", "parameters", "dtype", "quantization", "size")  # recomputed if weights change
+# Properties of a component that are recomputed if its weights change.
+_RECOMPUTED = ("tensors", "parameters", "dtype", "quantization", "size")
 AS_STORED = Recipe()
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """Properties that a directory does not state: given by the user, or absent.
+    """Properties stated by the user.
 
-    ``defaults`` of requests, such as ``steps``, replace those that follow from the model.
+    ``defaults`` of requests, such as ``steps``, replace those derived from the model.
     """
 
     license: str | None = None
@@ -86,15 +87,15 @@ def make_plan(
 ) -> CreatePlan:
     """Return the plan of a create.
 
-    ``exact`` is the result of a survey for ``recipe``; ``compression`` is for whole files, whose
-    ``subject`` may be the model that they belong to.
+    ``exact`` is the result of a survey for ``recipe``. ``compression`` applies to whole files;
+    ``subject`` is their model.
 
     Raises:
         ModelError: A name is not a valid layer name, or the manifest exceeds the limit of
             registries.
         UsageError: The recipe does not match the model.
     """
-    decided = _decide_all({c.name: c.weights for c in inventory.components}, recipe, exact)
+    decisions = _decide_all({c.name: c.weights for c in inventory.components}, recipe, exact)
     layers = [
         planned_layer.file_layer(file, compression if mediatype.is_ours(file.media_type) else "")
         for file in inventory.files
@@ -102,32 +103,34 @@ def make_plan(
     for component in inventory.components:
         files = [planned_layer.file_layer(file) for file in component.files]
         layers += [
-            one for one in files if not _is_outdated(one.media_type, decided[component.name])
+            layer
+            for layer in files
+            if not _is_outdated(layer.media_type, decisions[component.name])
         ]
-        layers += _component_layers(component, decided[component.name])
+        layers += _component_layers(component, decisions[component.name])
     layers.sort(key=lambda layer: layer.name)
-    config = _config(inventory, decided, layers, provenance)
+    config = _config(inventory, decisions, layers, provenance)
     ignored = sum(len(component.ignored) for component in inventory.components)
-    summary = report(decided, config, ignored)
+    summary = report(decisions, config, ignored)
     plan = CreatePlan(tuple(layers), encode(config), algorithm, summary, subject)
     _check(plan, dialect)
     return plan
 
 
 def _is_outdated(media_type: str, decisions: Sequence[WeightDecision]) -> bool:
-    """Return whether a layer is the header of a weight file whose tensors change."""
+    """Return True for the header of a weight file with changed tensors."""
     plain, _ = mediatype.split_compression(media_type)
-    return plain == mediatype.AIMAGE_HEADER and any(one.changes for one in decisions)
+    return plain == mediatype.AIMAGE_HEADER and any(decision.changes for decision in decisions)
 
 
 def _component_layers(
     component: Component, decisions: Sequence[WeightDecision]
 ) -> list[PlannedLayer]:
-    stored = {weight.name for one in component.stored for weight in one.weights}
-    own = [decision for decision in decisions if decision.weight.name not in stored]
+    stored = {weight.name for layer in component.stored for weight in layer.weights}
+    packed = [decision for decision in decisions if decision.weight.name not in stored]
     by_weight = {(component.name, decision.weight.name): decision for decision in decisions}
-    kept = [_plan(one, by_weight) for one in component.stored]
-    return planned_layer.tensor_layers(component.name, own) + kept
+    existing = [_plan(layer, by_weight) for layer in component.stored]
+    return planned_layer.tensor_layers(component.name, packed) + existing
 
 
 def _decide_all(
@@ -136,8 +139,8 @@ def _decide_all(
     recipe.check_components(name for name, weights in components.items() if weights)
     decided = {name: decide(name, weights, recipe, exact) for name, weights in components.items()}
     for name, decisions in decided.items():
-        if decisions and (wanted := recipe.of(name)):
-            check_quantized(name or "model", decisions, wanted)
+        if decisions and (requested := recipe.of(name)):
+            check_quantized(name or "model", decisions, requested)
     return decided
 
 
@@ -154,11 +157,12 @@ def _check(plan: CreatePlan, dialect: Dialect) -> None:
                 f"duplicate layer {layer.name[:200]} from {layer.path} and {following.path}"
             )
     try:
-        digest = _UNKNOWN[plan.algorithm]  # the same length as any digest
+        # The placeholder has the length of any digest, so the manifest has its final size.
+        digest = _UNKNOWN[plan.algorithm]
         layers = tuple(layer.layer(digest) for layer in plan.layers)
         dialect.write(AImage(plan.config, layers, plan.subject))
     except FormatError:
-        raise unpacked(
+        raise whole_files_error(
             f"the manifest of {len(plan.layers)} layers exceeds {MAX_MANIFEST_SIZE} bytes, the "
             "limit of registries",
             "models with many small tensors require packing them into fewer layers",
@@ -171,14 +175,14 @@ def _config(
     layers: Sequence[PlannedLayer],
     provenance: Provenance,
 ) -> dict[str, Any]:
-    weighed = totals(decision for decisions in decided.values() for decision in decisions)
+    model_totals = totals(decision for decisions in decided.values() for decision in decisions)
     config: dict[str, Any] = {
         "schemaVersion": 1,
         **({"family": inventory.family} if inventory.family else {}),
         **({"pipeline": inventory.pipeline} if inventory.pipeline else {}),
-        **(weighed if inventory.components else {}),
+        **(model_totals if inventory.components else {}),
         **inventory.facts,
-        **whole_model(decided),
+        **model_quantization(decided),
         "size": sum(layer.size for layer in layers),
         "components": {
             c.name: describe_component(
@@ -252,13 +256,16 @@ def _plan(stored: StoredLayer, decided: Mapping[tuple[str, str], WeightDecision]
     decisions = [decided[component, weight.name] for weight in stored.weights]
     if not any(decision.changes for decision in decisions):
         media_type = layer.descriptor.media_type
-        return PlannedLayer(layer.name, media_type, b"", (), layer.dtype, layer.shape, kept=layer)
+        return PlannedLayer(
+            layer.name, media_type, b"", (), layer.dtype, layer.shape, existing=layer
+        )
     try:
         if stored.is_group:
             prefix = layer.name.removeprefix(f"{component}/")
             return planned_layer.group_layer(component, prefix, decisions, layer.descriptor)
         return planned_layer.tensor_layer(component, decisions[0], layer.descriptor)
-    except FormatError as error:  # a tensor has the same name as another's scales
+    except FormatError as error:
+        # A tensor has the same name as the scales of another.
         raise name_layer(layer, error) from None
 
 
@@ -268,33 +275,34 @@ def _converted_config(
     layers: Sequence[PlannedLayer],
 ) -> dict[str, Any]:
     components = old.get("components")
-    described = dict(components) if isinstance(components, dict) else {}
+    entries = dict(components) if isinstance(components, dict) else {}
     for name, decisions in decided.items():
         if not name:
             continue
-        entry = described.get(name)
-        known = dict(entry) if isinstance(entry, dict) else {}
-        if any(decision.changes for decision in decisions) or not known:
-            rest = {key: value for key, value in known.items() if key not in _TOLD}
-            new = describe_component(rest, decisions) | {"size": _size(name, layers)}
-            if "quantization" in known and not any(d.quantization for d in decisions):
-                new["quantization"] = known["quantization"]  # with the reasons against it
-            described[name] = new
+        entry = entries.get(name)
+        properties = dict(entry) if isinstance(entry, dict) else {}
+        if any(decision.changes for decision in decisions) or not properties:
+            unchanged = {key: value for key, value in properties.items() if key not in _RECOMPUTED}
+            new = describe_component(unchanged, decisions) | {"size": _size(name, layers)}
+            if "quantization" in properties and not any(d.quantization for d in decisions):
+                # The stated one has the reasons for unquantized tensors, which are not in blobs.
+                new["quantization"] = properties["quantization"]
+            entries[name] = new
     changes = {
         **totals(decision for decisions in decided.values() for decision in decisions),
-        **whole_model(decided),
+        **model_quantization(decided),
         "size": sum(layer.size for layer in layers),
-        "components": described,
+        "components": entries,
     }
     return _in_order(old, changes)
 
 
 def _in_order(old: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return ``old`` updated with ``changes``; new keys are inserted in the order of ``create``."""
+    """Return ``old`` updated with ``changes``; new keys are inserted in their order."""
     keys = list(old)
-    place = len(keys)
+    position = len(keys)
     for key in reversed(changes):
         if key not in old:
-            keys.insert(place, key)
-        place = keys.index(key)
+            keys.insert(position, key)
+        position = keys.index(key)
     return {key: changes.get(key, old.get(key)) for key in keys}

@@ -1,4 +1,4 @@
-"""Planned layers of files and weights, and the pieces of their blobs."""
+"""Planned layers of files and weights, and the chunks of their blobs."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from clowder_aimage.oci import Descriptor, Digest, mediatype
 from clowder_aimage.tensor import Quantization, encode_header, nbytes
 from clowder_aimage.tensor.weight import FileRange, TensorChunk, Weight, WeightReader
 
-if TYPE_CHECKING:  # packing needs no numpy
+# Packing without a recipe must not need numpy.
+if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
-class CopyPiece:
-    """Bytes that are copied unchanged."""
+class CopyChunk:
+    """A range that is copied unchanged."""
 
-    span: FileRange
+    file_range: FileRange
 
     @property
     def nbytes(self) -> int:
-        return self.span.nbytes
+        return self.file_range.nbytes
 
 
 @dataclass(frozen=True, slots=True)
-class CastPiece:
+class CastChunk:
     """Values of ``source`` stored as ``target``; ``name`` is for errors."""
 
-    span: FileRange
+    file_range: FileRange
     name: str
     source: str
     target: str
@@ -43,10 +44,10 @@ class CastPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizePiece:
+class QuantizeChunk:
     """A matrix of ``source`` values, cast to ``target``, then quantized: codes, scales, biases."""
 
-    span: FileRange
+    file_range: FileRange
     name: str
     source: str
     target: str
@@ -55,23 +56,23 @@ class QuantizePiece:
 
 
 @dataclass(frozen=True, slots=True)
-class FactorPiece:
-    """The float32 factors of a part, or the reciprocals of its divisors."""
+class FactorChunk:
+    """The float32 factors of a chunk, or the reciprocals of its divisors."""
 
-    part: TensorChunk
+    chunk: TensorChunk
 
     @property
-    def span(self) -> FileRange:
-        return self.part.tensor.file_range
+    def file_range(self) -> FileRange:
+        return self.chunk.tensor.file_range
 
     @property
     def nbytes(self) -> int:
-        return nbytes(self.part.dtype, self.part.shape)
+        return nbytes(self.chunk.dtype, self.chunk.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedPiece:
-    """Values that ``compute`` returns as float32, cast to ``target``, then perhaps quantized."""
+class ComputedChunk:
+    """Values that ``compute`` returns as float32, cast to ``target`` and optionally quantized."""
 
     compute: Callable[[], npt.NDArray[np.float32]]
     name: str
@@ -81,85 +82,85 @@ class ComputedPiece:
     source: str = "F32"
 
 
-Piece = CopyPiece | CastPiece | QuantizePiece | FactorPiece | ComputedPiece
+Chunk = CopyChunk | CastChunk | QuantizeChunk | FactorChunk | ComputedChunk
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayer:
-    """A planned blob: ``prefix`` (a safetensors header, or empty), then ``pieces``.
+    """A planned blob: ``prefix`` (a safetensors header, or empty), then ``chunks``.
 
-    ``origins`` are the source blobs in the store. A ``kept`` layer already exists.
-    With a ``compression`` the whole blob is compressed.
+    ``origins`` are the source blobs in the store. ``existing`` is the layer if it is in the store
+    already. With a ``compression`` the whole blob is compressed.
     """
 
     name: str
     media_type: str
     prefix: bytes
-    pieces: tuple[Piece, ...]
+    chunks: tuple[Chunk, ...]
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
     origins: tuple[Descriptor, ...] = ()
-    kept: Layer | None = None
+    existing: Layer | None = None
     compression: str = ""
 
     @property
     def size(self) -> int:
         """Return the size in bytes before compression."""
-        if self.kept is not None:
-            return self.kept.descriptor.size
-        return len(self.prefix) + sum(piece.nbytes for piece in self.pieces)
+        if self.existing is not None:
+            return self.existing.descriptor.size
+        return len(self.prefix) + sum(chunk.nbytes for chunk in self.chunks)
 
     @property
     def path(self) -> Path:
         """Return the file that contains the first bytes."""
-        first = next(iter(self.pieces), None)
-        if first is None or isinstance(first, ComputedPiece):
+        chunk = next(iter(self.chunks), None)
+        if chunk is None or isinstance(chunk, ComputedChunk):
             return Path(self.name)
-        return first.span.path
+        return chunk.file_range.path
 
     @property
     def is_quantizing(self) -> bool:
         return any(
-            isinstance(piece, QuantizePiece)
-            or (isinstance(piece, ComputedPiece) and piece.quantization is not None)
-            for piece in self.pieces
+            isinstance(chunk, QuantizeChunk)
+            or (isinstance(chunk, ComputedChunk) and chunk.quantization is not None)
+            for chunk in self.chunks
         )
 
     @property
     def is_computed(self) -> bool:
         return any(
-            isinstance(piece, ComputedPiece) or piece.span.decoded is not None
-            for piece in self.pieces
+            isinstance(chunk, ComputedChunk) or chunk.file_range.decoded is not None
+            for chunk in self.chunks
         )
 
     def layer(self, digest: Digest, size: int | None = None) -> Layer:
         """Return the layer with this digest, and this size if it is compressed."""
-        if self.kept is not None:
-            return self.kept
+        if self.existing is not None:
+            return self.existing
         media_type = "+".join(filter(None, (self.media_type, self.compression)))
         content = Descriptor(media_type, digest, self.size if size is None else size)
         return Layer(content, self.name, self.dtype, self.shape)
 
 
-def _pieces(component: str, decision: WeightDecision) -> list[Piece]:
+def _chunks(component: str, decision: WeightDecision) -> list[Chunk]:
     weight = decision.weight
     name = layer_name(component, weight.name)
-    span, source, size = weight.tensor.file_range, weight.dtype, decision.nbytes
+    file_range, source, size = weight.tensor.file_range, weight.dtype, decision.nbytes
     if decision.quantization is not None:
         target = values_of(decision)
-        return [QuantizePiece(span, name, source, target, decision.quantization, size)]
+        return [QuantizeChunk(file_range, name, source, target, decision.quantization, size)]
     if decision.is_cast:
-        return [CastPiece(span, name, source, decision.dtype, size)]
+        return [CastChunk(file_range, name, source, decision.dtype, size)]
     return [
-        CopyPiece(part.tensor.file_range)
-        if part.reading is WeightReader.AS_IS
-        else FactorPiece(part)
-        for part in weight.parts
+        CopyChunk(weight_chunk.tensor.file_range)
+        if weight_chunk.reading is WeightReader.AS_IS
+        else FactorChunk(weight_chunk)
+        for weight_chunk in weight.parts
     ]
 
 
 def layer_name(component: str, name: str) -> str:
-    """Return the name of a layer; a model with a single part has no component."""
+    """Return the name of a layer; a model of a single component has no prefix."""
     return f"{component}/{name}" if component else name
 
 
@@ -167,12 +168,12 @@ def file_layer(file: SourceFile, compression: str = "") -> PlannedLayer:
     """Return the layer of a file, optionally compressed (one of mediatype.COMPRESSIONS)."""
     if file.data is not None:
         return PlannedLayer(file.name, file.media_type, file.data, (), compression=compression)
-    piece = CopyPiece(FileRange(file.path, 0, file.size, file.modified))
-    return PlannedLayer(file.name, file.media_type, b"", (piece,), compression=compression)
+    chunk = CopyChunk(FileRange(file.path, 0, file.size, file.modified))
+    return PlannedLayer(file.name, file.media_type, b"", (chunk,), compression=compression)
 
 
 def tensor_layers(component: str, decisions: Iterable[WeightDecision]) -> list[PlannedLayer]:
-    """Return one layer per tensor, or per group of experts."""
+    """Return a layer for each tensor or group of experts."""
     groups: dict[str, list[WeightDecision]] = {}
     layers = []
     for decision in decisions:
@@ -185,13 +186,13 @@ def tensor_layers(component: str, decisions: Iterable[WeightDecision]) -> list[P
 
 
 def tensor_layer(component: str, decision: WeightDecision, *origins: Descriptor) -> PlannedLayer:
-    """Return the layer of a tensor, or of the parts of a quantized one."""
+    """Return the layer of a tensor, with its scales if it is quantized."""
     quantization = decision.result
     return PlannedLayer(
         layer_name(component, decision.weight.name),
         mediatype.AIMAGE_SAFETENSORS,
         encode_header(entries(decision), quantization.metadata() if quantization else None),
-        tuple(_pieces(component, decision)),
+        tuple(_chunks(component, decision)),
         decision.stored,
         decision.weight.shape,
         origins,
@@ -205,22 +206,22 @@ def computed_layer(
     quantization: Quantization | None,
     compute: Callable[[], npt.NDArray[np.float32]],
 ) -> PlannedLayer:
-    """Return the layer of a tensor whose values are computed when they are written.
+    """Return the layer of a tensor with values that are computed during the write.
 
-    They are cast to ``target``, a safetensors dtype, and quantized if ``quantization`` is given.
+    They are cast to ``target``, a safetensors dtype, and quantized to ``quantization``.
     """
-    own = name.partition("/")[2] or name
+    local_name = name.partition("/")[2] or name
     if quantization is None:
-        described = [(own, target, shape)]
+        header_entries = [(local_name, target, shape)]
         size = nbytes(target, shape)
     else:
-        decision = WeightDecision(Weight(own, target, shape, ()), target, quantization)
-        described, size = entries(decision), decision.nbytes
+        decision = WeightDecision(Weight(local_name, target, shape, ()), target, quantization)
+        header_entries, size = entries(decision), decision.nbytes
     return PlannedLayer(
         name,
         mediatype.AIMAGE_SAFETENSORS,
-        encode_header(described, quantization.metadata() if quantization else None),
-        (ComputedPiece(compute, name, target, quantization, size),),
+        encode_header(header_entries, quantization.metadata() if quantization else None),
+        (ComputedChunk(compute, name, target, quantization, size),),
         quantization.type.name if quantization else target,
         shape,
     )
@@ -237,19 +238,21 @@ def group_layer(
         encode_header(
             [entry for decision in members for entry in entries(decision)], _metadata(members)
         ),
-        tuple(piece for decision in members for piece in _pieces(component, decision)),
+        tuple(chunk for decision in members for chunk in _chunks(component, decision)),
         origins=origins,
     )
 
 
 def _metadata(members: Sequence[WeightDecision]) -> dict[str, str]:
-    # stated for the blob if there is one kind, else for each tensor
-    found = {decision.weight.name: decision.result for decision in members if decision.result}
-    kinds = set(found.values())
+    # A single quantization is stated for the blob, different ones for each tensor.
+    quantizations = {
+        decision.weight.name: decision.result for decision in members if decision.result
+    }
+    kinds = set(quantizations.values())
     if len(kinds) == 1:
         return kinds.pop().metadata()
     return {
         f"{name}.{key}": value
-        for name, quantization in found.items()
+        for name, quantization in quantizations.items()
         for key, value in quantization.metadata().items()
     }

@@ -14,8 +14,10 @@ import numpy.typing as npt
 from clowder_aimage.errors import ModelError
 
 _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_INFINITY = 0x7F80  # the bits of infinity in BF16, without the sign
-_QUIET = 0x0040  # keeps a NaN from becoming infinity when its lower half is cut off
+# The bits of infinity in BF16, without the sign.
+_INFINITY = 0x7F80
+# Set in a NaN with zeros in its upper half: truncated, it would become infinity.
+_QUIET = 0x0040
 _LARGEST = {"F16": "65504", "BF16": "3.39e38", "F32": "3.4e38"}
 _WIDER = {
     "F16": "use bf16, which has the range of float32",
@@ -25,9 +27,9 @@ Values = npt.NDArray[Any]
 
 
 def cast(data: memoryview, source: str, target: str) -> tuple[Values, int]:
-    """Return values as the bits of ``target``, and the count of finite ones that became infinite.
+    """Return values as the bits of ``target``, and the number of finite values beyond its range.
 
-    ``source`` and ``target`` are safetensors dtypes; the array has one word per input value.
+    ``source`` and ``target`` are safetensors dtypes; the array has a word for each value.
     """
     values = np.frombuffer(data, _NUMPY[source])
     if source == target:
@@ -35,36 +37,36 @@ def cast(data: memoryview, source: str, target: str) -> tuple[Values, int]:
     if (source, target) == ("F32", "BF16") and is_bf16(data):
         return np.ascontiguousarray(np.frombuffer(data, "<u2")[1::2]), 0
     with np.errstate(over="ignore", invalid="ignore"):
-        wide = _widened(values, source)
-        narrow = _rounded(wide) if target == "BF16" else wide.astype(_NUMPY[target])
-        return narrow, _lost(wide, narrow, target)
+        widened = _widen(values, source)
+        narrowed = _round_bf16(widened) if target == "BF16" else widened.astype(_NUMPY[target])
+        return narrowed, _count_lost(widened, narrowed, target)
 
 
-def _lost(wide: Values, narrow: Values, target: str) -> int:
+def _count_lost(wide: Values, narrow: Values, target: str) -> int:
     is_infinite = (narrow & 0x7FFF) == _INFINITY if target == "BF16" else np.isinf(narrow)
     return int(np.count_nonzero(is_infinite & np.isfinite(wide))) if is_infinite.any() else 0
 
 
-def _widened(values: Values, dtype: str) -> Values:
+def _widen(values: Values, dtype: str) -> Values:
     """Return the values as float32, or float64 values unchanged."""
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values if dtype == "F64" else values.astype(np.float32, copy=False)
 
 
-def _rounded(values: Values) -> Values:
-    bits = (_to_odd(values) if values.dtype == np.float64 else values).view(np.uint32)
+def _round_bf16(values: Values) -> Values:
+    bits = (_round_to_odd(values) if values.dtype == np.float64 else values).view(np.uint32)
     upper = bits >> 16
     rounded = (bits + (0x7FFF + (upper & 1))) >> 16
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    kept = upper | np.where(upper & 0x7F, 0, _QUIET).astype(np.uint32)
-    return np.where(is_nan, kept, rounded).astype(np.uint16)
+    nan_bits = upper | np.where(upper & 0x7F, 0, _QUIET).astype(np.uint32)
+    return np.where(is_nan, nan_bits, rounded).astype(np.uint16)
 
 
-def _to_odd(values: Values) -> Values:
-    """Return float32 rounded to odd, so that rounding again is as exact as rounding once.
+def _round_to_odd(values: Values) -> Values:
+    """Return float64 rounded to odd float32: the last bit is set if the conversion is inexact.
 
-    The last bit is set if the conversion is inexact. Source: Boldo and Melquiond, "When double
+    A second rounding is then as exact as a single one. Source: Boldo and Melquiond, "When double
     rounding is odd".
     """
     nearest = values.astype(np.float32)
@@ -86,5 +88,5 @@ def overflow(name: str, count: int, target: str) -> ModelError:
 
 
 def is_bf16(data: memoryview) -> bool:
-    """Return whether the lower half of every word is zero, so that each float32 is a BF16."""
+    """Return True if each float32 is a BF16: the lower halves of all words are zero."""
     return not np.frombuffer(data, "<u2")[::2].any()

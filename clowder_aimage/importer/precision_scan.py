@@ -1,4 +1,4 @@
-"""Scan of the values that decisions depend on. numpy is imported only if there are any."""
+"""Scan of values for decisions that depend on them. numpy is imported only for a scan."""
 
 from __future__ import annotations
 
@@ -9,26 +9,28 @@ from functools import partial
 from clowder_aimage.content.parallel import in_parallel
 from clowder_aimage.formats.prequantized import factors
 from clowder_aimage.importer.planned_layer import layer_name
+from clowder_aimage.importer.range_reader import THREADS, RangeReader
 from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
-from clowder_aimage.importer.span_reader import JOBS, SpanReader
 from clowder_aimage.tensor.weight import Weight, WeightReader
 
-CHUNK = 1024 * 1024  # bytes of a source that are scanned at a time
-CHUNKS = 8 * CHUNK  # for all threads together
-_ASKED = {AUTO: ("F32",), "f16": ("F64", "F32", "BF16")}  # values that a recipe depends on
+# Bytes of a source that a thread scans at a time, and all threads together.
+CHUNK = 1024 * 1024
+CHUNKS = 8 * CHUNK
+# Dtypes of the values that a recipe depends on.
+_SURVEYED = {AUTO: ("F32",), "f16": ("F64", "F32", "BF16")}
 OnSurvey = Callable[[int], None]  # bytes
 
 
 def survey_weights(
     components: Mapping[str, Sequence[Weight]],
     recipe: Recipe,
-    jobs: int | None,
+    threads: int | None,
     on_survey: OnSurvey,
     on_surveyed: OnSurvey,
 ) -> frozenset[tuple[str, str]]:
     """Return the (component, tensor) pairs of F32 tensors with only BF16 values, for AUTO.
 
-    For a recipe that depends on no values, only global scales are read.
+    Only global scales are read for a recipe that does not depend on values.
 
     Raises:
         ModelError: A value does not fit F16, if requested.
@@ -40,27 +42,27 @@ def survey_weights(
     if recipe.dtype is None:
         return frozenset()
     recipe.check_components(name for name, weights in components.items() if weights)
-    asked = [pair for pair in pairs if pair[1].dtype in _ASKED.get(recipe.dtype, ())]
-    if asked:
-        on_survey(sum(weight.nbytes for _, weight in asked))
+    selected = [pair for pair in pairs if pair[1].dtype in _SURVEYED.get(recipe.dtype, ())]
+    if selected:
+        on_survey(sum(weight.nbytes for _, weight in selected))
     stopped = threading.Event()
     exact: set[tuple[str, str]] = set()
-    jobs = jobs or JOBS
+    threads = threads or THREADS
 
-    def look(component: str, weight: Weight) -> None:
-        chunks = _chunks(weight, stopped, min(CHUNK, CHUNKS // jobs))
+    def survey(component: str, weight: Weight) -> None:
+        chunks = _chunks(weight, stopped, min(CHUNK, CHUNKS // threads))
         if recipe.dtype != AUTO:
             _check_fits(component, weight, chunks)
         elif weight.nbytes and _are_bf16(chunks):
             exact.add((component, weight.name))
         on_surveyed(weight.nbytes)
 
-    in_parallel([partial(look, *pair) for pair in asked], jobs, stopped.set)
+    in_parallel([partial(survey, *pair) for pair in selected], threads, stopped.set)
     return frozenset(exact)
 
 
 def _chunks(weight: Weight, stopped: threading.Event, size: int) -> Iterator[memoryview]:
-    with SpanReader(weight.tensor.file_range, stopped) as reader:
+    with RangeReader(weight.tensor.file_range, stopped) as reader:
         yield from reader.chunks(size)
         reader.check_unchanged()
 
@@ -81,7 +83,7 @@ def _check_fits(component: str, weight: Weight, chunks: Iterator[memoryview]) ->
 
 
 def _check_factors(weight: Weight) -> None:
-    for part in weight.parts:
-        if part.reading is not WeightReader.AS_IS:
-            with SpanReader(part.tensor.file_range, threading.Event()) as reader:
-                factors(part, reader.read())
+    for chunk in weight.parts:
+        if chunk.reading is not WeightReader.AS_IS:
+            with RangeReader(chunk.tensor.file_range, threading.Event()) as reader:
+                factors(chunk, reader.read())

@@ -2,7 +2,7 @@
 
 The CPU produces the same codes on every machine (a GPU rounds ties the other way). MLX's lazy
 arrays cannot be passed between threads. Groups are independent, so a matrix is quantized in blocks
-of groups and is never in memory as a whole.
+of groups and is never completely in memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import numpy.typing as npt
 from clowder_aimage.errors import ModelError
 from clowder_aimage.tensor import Quantization, blas
 
-blas.preload()  # before MLX is imported: this process may run models later
+# This must precede the import of MLX: the process may run models later.
+blas.preload()
 
 import mlx.core as mx  # noqa: E402
 
-_CACHE = 32 * 1024 * 1024  # bytes that MLX may cache for the next block
-_LEAST = 32  # values: MLX requires multiples of it; a group of nvfp4 is smaller
+# Bytes that MLX may cache for the next block.
+_CACHE = 32 * 1024 * 1024
+# MLX requires a multiple of 32 values, although a group of nvfp4 has 16.
+_MULTIPLE = 32
 _WORDS_OF = {2: mx.uint16, 4: mx.uint32, 1: mx.uint8}
 
 
@@ -39,7 +42,7 @@ class Quantizer:
 
         Args:
             rows: A numpy array (rows, columns) of float16 or float32, or of the bits of BF16.
-            dtype: The dtype of the values, as in safetensors; affine scales have it too.
+            dtype: The dtype of the values and of affine scales, as in safetensors.
             quantization: The type and the group size.
         """
         return self._thread.submit(_quantize, rows, dtype, quantization).result()
@@ -54,28 +57,32 @@ class Quantizer:
 
 
 def _quantize(rows: Any, dtype: str, quantization: Quantization) -> tuple[bytes, ...]:
-    if rest := rows.size % _LEAST:
-        padded = np.append(rows, np.zeros(_LEAST - rest, rows.dtype)).reshape(1, -1)
-        whole = _quantize(padded, dtype, quantization)
-        return tuple(part[: len(part) * rows.size // padded.size] for part in whole)
+    if remainder := rows.size % _MULTIPLE:
+        padded = np.append(rows, np.zeros(_MULTIPLE - remainder, rows.dtype)).reshape(1, -1)
+        outputs = _quantize(padded, dtype, quantization)
+        return tuple(output[: len(output) * rows.size // padded.size] for output in outputs)
     values = mx.array(rows)
     if dtype == "BF16":
         values = values.view(mx.bfloat16, stream=mx.cpu)
     kind = quantization.type
-    made = mx.quantize(
+    arrays = mx.quantize(
         values, group_size=quantization.group_size, bits=kind.bits, mode=kind.mode, stream=mx.cpu
     )
-    # numpy has no BF16
-    bits = [array.view(_WORDS_OF[array.itemsize], stream=mx.cpu) for array in made]
+    # Views of integers, since numpy has no BF16.
+    bits = [array.view(_WORDS_OF[array.itemsize], stream=mx.cpu) for array in arrays]
     mx.eval(bits)
     return tuple(bytes(memoryview(cast(Any, array))) for array in bits)
 
 
-MAX_ZEROED = 0.01  # of the groups with nonzero values
+# Share of the groups with nonzero values that may become zeros.
+MAX_ZEROED = 0.01
 REACH: Mapping[str, float] = {
-    "affine": 1.7e38,  # the range from smallest to largest value, twice this, must fit float32
-    "nvfp4": 448.0 * 6.0,  # the largest scale times the largest code
-    "mxfp8": 448.0 * 2.0**119,  # larger values round to infinity
+    # The range from the smallest to the largest value, twice this, must fit float32.
+    "affine": 1.7e38,
+    # The largest scale times the largest code.
+    "nvfp4": 448.0 * 6.0,
+    # Larger values round to infinity.
+    "mxfp8": 448.0 * 2.0**119,
 }
 """The largest value of each of MLX's modes."""
 _MX = ("mxfp4", "mxfp8")
@@ -91,7 +98,7 @@ Words = npt.NDArray[Any]
 
 
 class QuantizationGuard:
-    """Check of the tensor ``name`` while blocks of it are quantized from ``dtype``."""
+    """Check of the tensor ``name``, block by block, during its quantization from ``dtype``."""
 
     def __init__(self, name: str, dtype: str, quantization: Quantization) -> None:
         self._name = name
@@ -126,7 +133,8 @@ class QuantizationGuard:
         return words.view(values.dtype)
 
     def count(self, values: Words, codes: bytes, scales: bytes, biases: bytes | None) -> None:
-        """Count the groups of a block that became zeros. The mx types have the range of float32."""
+        """Count the groups of a block that became zeros."""
+        # The scales of mx types have the range of float32.
         if self._is_mx:
             return
         is_zero = self._zeros(codes, scales, biases)
@@ -136,7 +144,7 @@ class QuantizationGuard:
         self._groups += lost + is_zero.size - int(np.count_nonzero(is_zero))
 
     def _zeros(self, codes: bytes, scales: bytes, biases: bytes | None) -> Words:
-        """Return a mask of the groups that dequantize to only zeros."""
+        """Return a mask of the groups that are dequantized to zeros."""
         if biases is None:
             is_zero: Words = (np.frombuffer(scales, "u1") & 0x7F) == 0
             return is_zero

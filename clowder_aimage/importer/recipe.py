@@ -1,4 +1,4 @@
-"""Requested types to store weights in and to quantize them to."""
+"""Requested dtypes and quantizations of weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from clowder_aimage.tensor.weight import FLOATS, Weight
 
 AUTO = "auto"
 DTYPES: Mapping[str, str] = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
-CHOICES = tuple(name for name in (*QUANT_TYPES, *ALIASES) if name != "mxfp4")  # which is only read
+# mxfp4 is only read.
+CHOICES = tuple(name for name in (*QUANT_TYPES, *ALIASES) if name != "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Store type and quantization of each component.
+    """The dtype of weights and the quantization of each component.
 
     ``dtype`` is a key of DTYPES, AUTO (F32 with only BF16 values becomes BF16) or None (unchanged).
     """
@@ -44,9 +45,11 @@ class Recipe:
             if group_size is not None:
                 raise UsageError("a group size requires a quantization")
             return cls(dtype)
-        wanted = _split(quantize)
-        chosen = {name: _quantization(kind, group_size) for name, kind in wanted.items()}
-        if group_size is not None and not any(one.type.has_bias for one in chosen.values()):
+        types = _parse_types(quantize)
+        chosen = {name: _quantization(kind, group_size) for name, kind in types.items()}
+        if group_size is not None and not any(
+            quantization.type.has_bias for quantization in chosen.values()
+        ):
             raise UsageError(
                 "a group size requires int4 or int8: the other types have a fixed group size"
             )
@@ -54,17 +57,17 @@ class Recipe:
 
     @property
     def changes(self) -> bool:
-        """Return whether weights may be changed."""
+        """Return True if the recipe can change weights."""
         return self.dtype is not None or bool(self.quantize)
 
     @property
     def precision(self) -> str | None:
         """Return the type of the transformer, else that of another component or of all floats."""
         types = [self.quantize.get(BARE), *self.quantize.values()]
-        return next((one.type.name for one in types if one), self.dtype)
+        return next((quantization.type.name for quantization in types if quantization), self.dtype)
 
     def check_tools(self) -> None:
-        """Check that the needed packages are installed. Raises UsageError."""
+        """Check that the required packages are installed. Raises UsageError."""
         needed = [*(["numpy"] if self.changes else []), *(["mlx"] if self.quantize else [])]
         for name in needed:
             if importlib.util.find_spec(name) is None:
@@ -76,19 +79,19 @@ class Recipe:
         return self.quantize.get(component or BARE)
 
     def check_components(self, names: Iterable[str]) -> None:
-        """Check that ``names`` has each component to quantize. Raises UsageError."""
-        there = {name or BARE for name in names}
-        if self.changes and not there:
+        """Check that ``names`` includes all components to quantize. Raises UsageError."""
+        present = {name or BARE for name in names}
+        if self.changes and not present:
             raise UsageError(
                 "only tensors can be cast or quantized, but the model is packed as whole files"
             )
         for name in self.quantize:
-            if name not in there:
+            if name not in present:
                 raise UsageError(f"the model has no {name} with weights to quantize")
 
 
-def _split(text: str) -> dict[str, str]:
-    wanted: dict[str, str] = {}
+def _parse_types(text: str) -> dict[str, str]:
+    types: dict[str, str] = {}
     for item in text.split(","):
         component, equals, kind = item.partition("=")
         component, kind = (component.strip(), kind.strip()) if equals else (BARE, item.strip())
@@ -100,10 +103,10 @@ def _split(text: str) -> dict[str, str]:
             )
         if kind.lower() not in CHOICES:
             raise UsageError(f"cannot quantize to {kind!r:.40}", hint=f"use {', '.join(CHOICES)}")
-        if component in wanted:
+        if component in types:
             raise UsageError(f"duplicate quantization for the {component}")
-        wanted[component] = kind
-    return wanted
+        types[component] = kind
+    return types
 
 
 def _quantization(kind: str, group_size: int | None) -> Quantization:
@@ -114,10 +117,13 @@ def _quantization(kind: str, group_size: int | None) -> Quantization:
         raise UsageError(error.message) from None
 
 
-QUANTIZABLE = ("text_encoder", "transformer")  # not a VAE: errors would be visible in pictures
-BARE = "transformer"  # default component, also for a model with a single part
-LEAST = 1024  # elements
-UNFIT = "rows no multiple of"  # followed by a group size
+# Not a VAE: its errors would be visible in pictures.
+QUANTIZABLE = ("text_encoder", "transformer")
+# The default component, also for a model of a single component.
+BARE = "transformer"
+MIN_ELEMENTS = 1024
+# A reason, completed by a group size.
+UNFIT = "rows no multiple of"
 
 # Reasons to keep a tensor, by patterns of its name; the first match applies.
 _NAMES: tuple[tuple[str, re.Pattern[str]], ...] = (
@@ -141,15 +147,15 @@ def reason_to_keep(weight: Weight, quantization: Quantization) -> str | None:
             return reason
     if len(weight.shape) != 2:
         return f"{len(weight.shape)} dimensions" if len(weight.shape) != 1 else "1 dimension"
-    if weight.elements < LEAST:
-        return f"under {LEAST} elements"
+    if weight.elements < MIN_ELEMENTS:
+        return f"under {MIN_ELEMENTS} elements"
     if not quantization.fits(weight.shape):
         return f"{UNFIT} {quantization.group_size}"
     return None
 
 
 def expert_group(name: str) -> str | None:
-    """Return the prefix of the group of experts that a tensor belongs to.
+    """Return the prefix of a tensor's group of experts, or None.
 
     Experts of a layer share a blob (ollama, "Tensor Blob Format": packed blobs).
     """

@@ -1,4 +1,4 @@
-"""Defaults of requests for pictures in the config of a model: of the user, and of its files."""
+"""Defaults of picture requests in the config of a model, from the user and from its files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Defaults = Mapping[str, int | float]
 
 
 def request_defaults(steps: int | None, guidance: float | None) -> Defaults:
-    """Return the defaults of the user, who need not set them. Raises UsageError: out of bounds."""
+    """Return the defaults that the user states. Raises UsageError: A value is out of bounds."""
     stated = {"steps": steps, "guidance": guidance}
     return {name: _check(name, value) for name, value in stated.items() if value is not None}
 
 
 def model_defaults(inventory: Inventory) -> dict[str, Any]:
-    """Return the defaults that follow from the configurations of a model."""
+    """Return the defaults derived from the configs of a model."""
     configs = {component.name: component.config for component in inventory.components}
     size = configs.get("vae", {}).get("sample_size")
     shift = configs.get("scheduler", {}).get("shift")
@@ -44,6 +44,7 @@ def _is_side(size: object) -> bool:
 
 
 def _check(name: str, value: object) -> int | float:
-    """Return the value of a parameter of requests: 4 for 4.0, which has one digest with it."""
+    """Return the checked value of a request parameter. Raises UsageError."""
+    # 4.0 becomes 4: equal defaults must have equal digests.
     number: float = check(name, value, places()[name].parameter.type)
     return int(number) if number == int(number) else number

@@ -347,7 +347,7 @@ def test_a_hub_that_drips_is_given_up(
 ) -> None:
     hub.add(NAME, abridged)
     hub.is_slow = True
-    monkeypatch.setattr(hub_model, "_BASE", 0.2)
+    monkeypatch.setattr(hub_model, "_MIN_SECONDS", 0.2)
     done = here("create", "x", NAME, code=1)
     assert "the Hugging Face hub does not answer in time (0 s)" in done.err
     hub.is_over.set()

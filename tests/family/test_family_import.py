@@ -31,7 +31,7 @@ def test_every_layout_gives_the_same_tensors(family: FamilyStore, layout: str) -
     others = {name.partition("/")[0] for name in found.keys() - own.keys()}
     assert others <= {"source", "extra"}
     # at most the headers of the files and the extras are new
-    assert sum(not one.was_there for one in made.layers) <= len(found) - len(own)
+    assert sum(not one.existed for one in made.layers) <= len(found) - len(own)
     kept = {
         "comfyui-all-in-one": ["extra/transformer.norm_final.weight"],
         "mflux": ["extra/text_encoder.rotary_emb.inv_freq"],

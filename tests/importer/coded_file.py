@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.importer.span_reader import SpanReader
+from clowder_aimage.importer.range_reader import RangeReader
 from clowder_aimage.tensor import encode_header
 from clowder_aimage.tensor.weight import SourceTensor
 
@@ -71,7 +71,7 @@ def swizzled(scales: Array) -> Array:
 
 def values_of(tensor: SourceTensor) -> Array:
     """Return the values as float32, read like those of any tensor."""
-    with SpanReader(tensor.file_range, threading.Event()) as reader:
+    with RangeReader(tensor.file_range, threading.Event()) as reader:
         raw = bytes(reader.read())
         reader.check_unchanged()
     if tensor.dtype == "BF16":

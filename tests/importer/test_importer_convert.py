@@ -91,7 +91,7 @@ def test_convert_gives_the_same_blobs_as_create(
     )
     assert made.descriptor == wanted.descriptor
     assert made.report == wanted.report
-    assert all(written.was_there for written in wanted.layers)
+    assert all(written.existed for written in wanted.layers)
 
 
 def test_a_sha512_aimage_keeps_its_algorithm(model: ValuedModel) -> None:
@@ -110,7 +110,7 @@ def test_bf16_to_f32_and_auto_round_trip(model: ValuedModel) -> None:
         ImageLayout(model.store), NEW, Reference.parse("back"), Recipe.parse(dtype="auto")
     )
     assert again.descriptor == plain.descriptor
-    assert all(written.was_there for written in again.layers)
+    assert all(written.existed for written in again.layers)
 
 
 def test_unchanged_tensors_keep_their_blobs(model: ValuedModel) -> None:
@@ -118,7 +118,7 @@ def test_unchanged_tensors_keep_their_blobs(model: ValuedModel) -> None:
     made = converted(model, quantize="int8")
     for written in made.layers:
         is_same = written.layer == plain[written.layer.name]
-        assert is_same == written.was_there == (written.layer.dtype != "int8")
+        assert is_same == written.existed == (written.layer.dtype != "int8")
 
 
 def test_components_can_be_quantized_in_succession(model: ValuedModel) -> None:
@@ -199,7 +199,7 @@ def test_converting_a_language_model_equals_create(
     direct = create(store, Reference.parse("direct"), saved, recipe=Recipe.parse(**recipe))
     assert direct.descriptor == made.descriptor
     assert direct.report == made.report
-    assert all(written.was_there for written in direct.layers)
+    assert all(written.existed for written in direct.layers)
 
 
 def test_a_quantized_language_model_declares_it_at_the_top_level(

@@ -19,7 +19,7 @@ from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.export import export
 from clowder_aimage.importer import CreatePlan, Provenance
-from clowder_aimage.importer.blob_writer import WrittenLayers
+from clowder_aimage.importer.blob_writer import WrittenLayer
 from clowder_aimage.importer.request_default import request_defaults
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
@@ -277,10 +277,10 @@ def test_two_models_share_their_text_encoder(
 ) -> None:
     other = make_model("other", transformer="another", vae="another")
     first = model.create("first")
-    assert not any(written.was_there for written in first.layers)
+    assert not any(written.existed for written in first.layers)
     before = blobs(model.store)
     second = other.create("second")
-    shared = {written.layer.name for written in second.layers if written.was_there}
+    shared = {written.layer.name for written in second.layers if written.existed}
     # tensors without elements have equal blobs
     new = {
         f"{part}/{tensor[0]}"
@@ -291,13 +291,13 @@ def test_two_models_share_their_text_encoder(
     assert {written.layer.name for written in second.layers} - shared == new
     assert len(blobs(model.store) - before) == len(new) + 1  # and a manifest
     again = other.create("again")
-    assert all(written.was_there for written in again.layers)
+    assert all(written.existed for written in again.layers)
     assert again.descriptor == second.descriptor
 
 
 def test_every_step_emits_events(model: Model) -> None:
     plans: list[CreatePlan] = []
-    written: list[WrittenLayers] = []
+    written: list[WrittenLayer] = []
     made = model.create(on_plan=plans.append, on_written=written.append)
     (plan,) = plans
     assert plan.size == sum(item.layer.descriptor.size for item in made.layers)

@@ -389,7 +389,7 @@ def test_every_tensor_field_of_the_onnx_schema_is_visited() -> None:
     pytest.importorskip("onnx")
     from onnx import onnx_ml_pb2
 
-    from clowder_aimage.formats.onnx_graph import _INNER
+    from clowder_aimage.formats.onnx_graph import _SUBMESSAGES
 
     messages = onnx_ml_pb2.DESCRIPTOR.message_types_by_name
     leads = {"TensorProto"}
@@ -410,7 +410,7 @@ def test_every_tensor_field_of_the_onnx_schema_is_visited() -> None:
     }
     ours = {
         (outer, number, inner)
-        for outer, fields in _INNER.items()
+        for outer, fields in _SUBMESSAGES.items()
         for number, inner in fields.items()
     }
     assert ours == there

@@ -234,7 +234,7 @@ def test_the_digest_is_independent_of_threads_and_blocks(
     assert model.recipe_digest(quantize=kind, jobs=16) == digest
     for block, buffer in ((300, 4096), (64 * 64, 1000)):
         monkeypatch.setattr(blob_encoder, "BLOCK", block)
-        monkeypatch.setattr(blob_writer, "LEAST", buffer)
+        monkeypatch.setattr(blob_writer, "MIN_BUFFER", buffer)
         monkeypatch.setattr(blob_writer, "BUFFER", buffer)
         assert model.recipe_digest(quantize=kind, jobs=3) == digest
 
@@ -306,11 +306,11 @@ def test_auto_gives_the_same_quantized_blobs_from_f32_and_bf16(tmp_path: Path) -
 def test_models_share_unquantized_tensors(model: ValuedModel) -> None:
     plain = model.make("plain")
     quantized = model.make("quantized", quantize="int8")
-    shared = {written.layer.name for written in quantized.layers if written.was_there}
+    shared = {written.layer.name for written in quantized.layers if written.existed}
     changed = {layer.name for layer in quantized.aimage.layers if layer.dtype == "int8"}
     assert shared == {layer.name for layer in plain.aimage.layers} - changed
     again = model.make("again", quantize="int8")
-    assert all(written.was_there for written in again.layers)
+    assert all(written.existed for written in again.layers)
 
 
 # -- refusals

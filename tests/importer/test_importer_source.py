@@ -305,14 +305,14 @@ def ollama(tmp_path: Path) -> Path:
 def test_an_ollama_model_is_hard_linked(ollama: Path, tmp_path: Path) -> None:
     store = ImageLayout(tmp_path / "store")
     found = adopt(store, Reference.parse("small"), ollama, "small:1b")
-    assert (found.linked, found.copied, found.there) == (3, 0, 0)
+    assert (found.linked, found.copied, found.existing) == (3, 0, 0)
     raw = (ollama / "manifests/registry.ollama.ai/library/small/1b").read_bytes()
     assert found.descriptor.digest.encoded == hashlib.sha256(raw).hexdigest()
     for path in (ollama / "blobs").iterdir():
         ours = tmp_path / "store" / "blobs" / "sha256" / path.name.removeprefix("sha256-")
         assert ours.stat().st_ino == path.stat().st_ino
     assert store.resolve(Reference.parse("small")).digest == found.descriptor.digest
-    assert adopt(store, Reference.parse("again"), ollama, "small:1b").there == 3
+    assert adopt(store, Reference.parse("again"), ollama, "small:1b").existing == 3
 
 
 def test_a_store_with_a_relative_path_takes_links(

@@ -17,7 +17,7 @@ from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.create import create
 from clowder_aimage.errors import ModelError, NoSpaceError, VerificationError
 from clowder_aimage.importer import Recipe, blob_writer
-from clowder_aimage.importer.span_reader import SpanReader
+from clowder_aimage.importer.range_reader import RangeReader
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.ingest import FileIngest
 from clowder_aimage.oci import Digest, Reference
@@ -45,7 +45,7 @@ SMALL = 4096  # bytes; larger blobs are streamed
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reduce the buffers so that the blobs of these models count as large."""
-    monkeypatch.setattr(blob_writer, "LEAST", SMALL)
+    monkeypatch.setattr(blob_writer, "MIN_BUFFER", SMALL)
     monkeypatch.setattr(blob_writer, "BUFFER", SMALL)
 
 
@@ -58,13 +58,13 @@ def model(tmp_path: Path) -> ValuedModel:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     """Count the reads of each span."""
     counted: Counter[object] = Counter()
-    begin = SpanReader.__init__
+    begin = RangeReader.__init__
 
-    def counting(self: SpanReader, span: FileRange, stopped: threading.Event) -> None:
+    def counting(self: RangeReader, span: FileRange, stopped: threading.Event) -> None:
         counted[span] += 1
         begin(self, span, stopped)
 
-    monkeypatch.setattr(SpanReader, "__init__", counting)
+    monkeypatch.setattr(RangeReader, "__init__", counting)
     return counted
 
 
@@ -93,7 +93,7 @@ def test_digests_are_independent_of_buffer_sizes(
 ) -> None:
     digest = model.recipe_digest()
     for size, jobs in ((509, 3), (SMALL, 1)):
-        monkeypatch.setattr(blob_writer, "LEAST", size)
+        monkeypatch.setattr(blob_writer, "MIN_BUFFER", size)
         monkeypatch.setattr(blob_writer, "BUFFER", size)
         assert model.recipe_digest(jobs=jobs) == digest
 
@@ -125,7 +125,7 @@ def test_packing_again_writes_nothing(
     ingests.clear()
     again = model.make("again")
     assert not ingests
-    assert all(written.was_there for written in again.layers)
+    assert all(written.existed for written in again.layers)
 
 
 def test_a_streamed_blob_that_exists_is_discarded(
@@ -137,7 +137,7 @@ def test_a_streamed_blob_that_exists_is_discarded(
     again = model.make("again", quantize="int8")
     assert ingests["commit"] == before
     assert ingests["abort"] > 10
-    assert all(written.was_there for written in again.layers)
+    assert all(written.existed for written in again.layers)
     assert left(model.store) == []
 
 
@@ -150,7 +150,7 @@ def test_the_same_blob_twice_in_a_model_is_stored_once(
     made = model.make(jobs=8)
     found = [w for w in made.layers if w.layer.name.endswith("same.weight")]
     assert len({written.layer.descriptor for written in found}) == 1
-    assert sorted(written.was_there for written in found) == [False, True]
+    assert sorted(written.existed for written in found) == [False, True]
     assert left(model.store) == []
 
 
@@ -160,7 +160,7 @@ def test_a_blob_of_the_same_size_is_not_assumed_to_exist(tmp_path: Path, small: 
     other = {name: value * 2 for name, value in transformer().items()}
     model = make_valued(tmp_path / "other", transformer=as_dtype(other, "BF16"))
     made = model.make("second")
-    new = {written.layer.name for written in made.layers if not written.was_there}
+    new = {written.layer.name for written in made.layers if not written.existed}
     assert new == {f"transformer/{name}" for name in other}
 
 
@@ -189,14 +189,14 @@ def test_a_file_that_changes_while_read_is_refused(
 ) -> None:
     """In the middle of a tensor, in its last bytes, or just before it."""
     path = model.weights("transformer")
-    end = SpanReader.check_unchanged
+    end = RangeReader.check_unchanged
 
-    def meddle(self: SpanReader) -> None:
+    def meddle(self: RangeReader) -> None:
         os.utime(path, ns=(1, 1))
         end(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SpanReader, "check_unchanged", meddle)
+        patch.setattr(RangeReader, "check_unchanged", meddle)
         with pytest.raises(ModelError, match="changed while it was read"):
             model.make(quantize=quantize)
     assert left(model.store) == []
@@ -257,9 +257,9 @@ def test_an_interrupt_stops_in_the_middle_of_a_tensor(
     """Ctrl-C ends the read between two chunks, however much is left."""
     reading = threading.Event()
     stopped = []
-    readinto = SpanReader.readinto
+    readinto = RangeReader.readinto
 
-    def endless(self: SpanReader, buffer: memoryview[int]) -> int:
+    def endless(self: RangeReader, buffer: memoryview[int]) -> int:
         reading.set()
         try:
             while True:
@@ -276,7 +276,7 @@ def test_an_interrupt_stops_in_the_middle_of_a_tensor(
         assert reading.wait(60)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SpanReader, "readinto", endless)
+    monkeypatch.setattr(RangeReader, "readinto", endless)
     waits, wait = list[int](), concurrent.futures.wait
     monkeypatch.setattr(concurrent.futures, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -316,9 +316,9 @@ def test_rows_of_a_decoded_tensor_are_read_in_any_pieces(tmp_path: Path) -> None
     codes = SourceTensor("w", "U8", (1,), path, 0, 1, path.stat().st_mtime_ns)
     whole = codes.decoding(_Halves(), "U8", (8, 2))
     part = whole.rows("v", 2, 7).rows("u", 1, 4)
-    with SpanReader(part.file_range, threading.Event()) as reader:
+    with RangeReader(part.file_range, threading.Event()) as reader:
         assert b"".join(map(bytes, reader.chunks(4))) == bytes(range(6, 12))
         reader.check_unchanged()
     short = replace(whole, nbytes=17)
-    with SpanReader(short.file_range, threading.Event()) as reader, pytest.raises(ModelError):
+    with RangeReader(short.file_range, threading.Event()) as reader, pytest.raises(ModelError):
         reader.read()

@@ -38,7 +38,7 @@ from tests.real_registry import RealRegistry
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
 
 if TYPE_CHECKING:
-    from clowder_aimage.importer.blob_writer import WrittenLayers
+    from clowder_aimage.importer.blob_writer import WrittenLayer
 
 
 ROOT = Path(__file__).parent.parent.parent
@@ -390,7 +390,7 @@ def test_create_leases_its_blobs(store: ImageLayout, tiny: Path, kind: str) -> N
         put_artifact(store, "other", b"other")
     removed: list[int] = []
 
-    def written(_: WrittenLayers) -> None:
+    def written(_: WrittenLayer) -> None:
         removed.append(collected(store).blobs)
 
     form = ModelForm(whole_files=True)

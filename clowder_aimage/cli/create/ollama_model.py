@@ -29,13 +29,13 @@ def pack_ollama_model(reference: Reference, directory: Path, name: str) -> None:
         )
     remark(
         f"{reference}: {plural(adopted.blobs, 'blob')}, {size(adopted.size)}; "
-        f"{adopted.linked} linked, {adopted.copied} copied, {adopted.there} already there"
+        f"{adopted.linked} linked, {adopted.copied} copied, {adopted.existing} already there"
     )
     value = {
         "reference": str(reference),
         **plain(adopted.descriptor),
         "linked": adopted.linked,
         "copied": adopted.copied,
-        "alreadyThere": adopted.there,
+        "alreadyThere": adopted.existing,
     }
     result(value, str(adopted.descriptor.digest))

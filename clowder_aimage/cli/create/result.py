@@ -21,7 +21,7 @@ def print_packed(reference: Reference, made: PackedModel, recipe: Recipe) -> Non
 def summary(reference: Reference, packed: PackedModel) -> dict[str, Any]:
     """Return the result for programs."""
     layers = [written.layer for written in packed.layers]
-    shared = [written.layer for written in packed.layers if written.was_there]
+    shared = [written.layer for written in packed.layers if written.existed]
     report = packed.report
     config = packed.aimage.properties
     value: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Tensors that are stored as codes: quantized ones of ComfyUI and GGUF, decoded by rows.
+"""Quantized tensors of ComfyUI and GGUF, decoded by rows.
 
-numpy is imported when values are computed: everything else is known from headers.
+numpy is imported only to compute values: names, shapes and sizes are in the headers.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from clowder_aimage.tensor.weight import SourceTensor
 if TYPE_CHECKING:
     from clowder_aimage.tensor.float_code import Bytes, Floats
 
-# Of blocks that the package gguf decodes
+# Types of blocks that the package gguf decodes.
 GGUF_TYPES = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
     *("TQ1_0", "TQ2_0"),
 )
-FACTORS = ("F32", "F16", "BF16")  # dtypes of scales of tensors and rows
+# Dtypes of scales of tensors and rows.
+FACTORS = ("F32", "F16", "BF16")
 DecodedCount = Mapping[tuple[str, str], int]
 """The number of decoded tensors, by their format and the dtype of the values."""
-_VALUES = 256 * 1024  # that are decoded at a time
+# Values that are decoded at a time: 1 MiB of float32.
+_VALUES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class CodedTensor:
     """A tensor of ``dtype`` and ``shape``, stored as ``codes``: a ``TensorDecoder``.
 
-    ``block`` values are ``size`` bytes, and decoded together. ``factors`` are a scale of the
-    tensor, or one of each row; ``scales`` those of blocks, in the order of the GPU.
+    A block of ``block`` values takes ``size`` bytes. ``factors`` are the scale of the tensor or of
+    each row, ``scales`` those of blocks, in the order of the GPU.
     """
 
     codes: SourceTensor
@@ -48,30 +50,33 @@ class CodedTensor:
     scales: SourceTensor | None = None
 
     def tensor(self, name: str) -> SourceTensor:
-        """Return the tensor of values, as ``name``."""
+        """Return the tensor of values, named ``name``."""
         return replace(self.codes, name=name).decoding(self, self.dtype, self.shape)
 
     def decode(self, start: int, stop: int, /) -> Iterator[memoryview]:
-        """Yield the values of rows ``start`` to ``stop``. A file that became shorter ends early."""
+        """Yield the values of rows ``start`` to ``stop``; fewer if the file was truncated."""
         import numpy as np
 
         row = math.prod(self.shape[1:])
-        first, last = start * row, stop * row  # values
+        first_value, end_value = start * row, stop * row
+        # Rows need not begin at a block: the values of other rows in the end blocks are cut off.
         function, step = self._function(), max(1, _VALUES // self.block)
-        blocks = range(first // self.block, -(-last // self.block), step)
+        blocks = range(first_value // self.block, -(-end_value // self.block), step)
         with self.codes.path.open("rb") as file:
             file.seek(self.codes.offset + blocks.start * self.size)
             for block in blocks:
-                count, place = min(step, blocks.stop - block), block * self.block
+                count, position = min(step, blocks.stop - block), block * self.block
                 data = file.read(count * self.size)
                 if len(data) < count * self.size:
                     return
                 with np.errstate(over="ignore", invalid="ignore"):
-                    values = function(np.frombuffer(data, np.uint8), place)
-                yield memoryview(values[max(first - place, 0) : last - place]).cast("B")
+                    values = function(np.frombuffer(data, np.uint8), position)
+                yield memoryview(
+                    values[max(first_value - position, 0) : end_value - position]
+                ).cast("B")
 
     def _function(self) -> Callable[[Bytes, int], Any]:
-        """Return a function of codes, and the place of the first value, to values."""
+        """Return a function of codes, and the position of the first value, to values."""
         from clowder_aimage.formats.codes import scaled_code
 
         if self.format in GGUF_TYPES:
@@ -86,7 +91,7 @@ class CodedTensor:
         )
 
     def read_factors(self) -> Floats:
-        """Return the scale of the tensor or those of its rows; one without them."""
+        """Return the scale of the tensor or those of its rows; 1 without scales."""
         import numpy as np
 
         if self.factors is None:
@@ -97,7 +102,7 @@ class CodedTensor:
         return np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype(np.float32)
 
     def read_scales(self) -> Bytes:
-        """Return the scales of blocks by rows, or nothing without them."""
+        """Return the scales of blocks by rows; empty without blocks."""
         import numpy as np
 
         from clowder_aimage.formats.codes.scaled_code import in_rows
@@ -118,7 +123,7 @@ def read_bytes(tensor: SourceTensor) -> bytes:
 
 
 def check_package(name: str) -> None:
-    """Check that a package that decodes is installed. Raises UsageError."""
+    """Check that a package for decoding is installed. Raises UsageError."""
     if importlib.util.find_spec(name) is None:
         raise UsageError(
             "decoding quantized weights needs the extra [mlx]", remedy="install_extra", extra="mlx"

@@ -1,7 +1,7 @@
 """Tensors of GGUF files under their own names, quantized ones decoded to float32.
 
-Dimensions are in the order of other formats: the rows first, their length last. ComfyUI-GGUF
-joins rows that are not whole blocks, and states the shape in ``comfy.gguf.orig_shape.NAME``.
+Dimensions are in the order of other formats: rows first, their length last. ComfyUI-GGUF joins
+rows to make whole blocks, and states the shape in ``comfy.gguf.orig_shape.NAME``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from clowder_aimage.formats.gguf_header import SHAPES, TENSORS, GgufTensor
 from clowder_aimage.formats.model_tree import SourceFile
 from clowder_aimage.tensor.weight import SourceTensor
 
-_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8")  # as safetensors names them
-_ROW = "_pad_token"  # ends the names of matrices of one row, which stable-diffusion.cpp writes flat
+# Types of values, with the same names in safetensors.
+_PLAIN = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8")
+# The suffix of matrices with one row; stable-diffusion.cpp writes them as vectors.
+_ROW = "_pad_token"
 _BLOCKS = {name: (block, size) for name, block, size in TENSORS.values()}
 
 
 def read_gguf(path: Path) -> tuple[tuple[SourceTensor, ...], Mapping[str, str], DecodedCount]:
-    """Return the tensors of a model, its metadata that are text, and the count of decoded ones.
+    """Return the tensors of a model, its text metadata, and the count of decoded tensors.
 
     Raises:
         FormatError: A file is damaged, or a tensor has a type that cannot be decoded.
-        UsageError: A package that is needed is not installed.
+        UsageError: A required package is not installed.
     """
     model = read_model(path)
     metadata: dict[str, Any] = {}
@@ -66,14 +68,14 @@ def _shape(path: Path, tensor: GgufTensor, metadata: Mapping[str, Any]) -> tuple
 
 
 def _tensor(file: SourceFile, tensor: GgufTensor, shape: tuple[int, ...]) -> SourceTensor:
-    place = (file.path, tensor.offset, tensor.nbytes, file.modified)
+    location = (file.path, tensor.offset, tensor.nbytes, file.modified)
     if tensor.type in _PLAIN:
-        return SourceTensor(tensor.name, tensor.type, shape, *place)
+        return SourceTensor(tensor.name, tensor.type, shape, *location)
     if tensor.type not in GGUF_TYPES:
         raise FormatError(
             f"{file.path}: {tensor.name} has the type {tensor.type}, which cannot be decoded",
             hint=f"supported: {', '.join(GGUF_TYPES)}; the file can be kept as it is",
         )
     check_package("gguf")
-    codes = SourceTensor(tensor.name, "U8", (tensor.nbytes,), *place)
+    codes = SourceTensor(tensor.name, "U8", (tensor.nbytes,), *location)
     return CodedTensor(codes, tensor.type, "F32", shape, *_BLOCKS[tensor.type]).tensor(tensor.name)

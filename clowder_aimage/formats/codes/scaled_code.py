@@ -25,9 +25,12 @@ E4M3FN, E5M2, INT8, MXFP8, NVFP4 = (
     *("float8_e4m3fn", "float8_e5m2"),
     *("int8_tensorwise", "mxfp8", "nvfp4"),
 )
-ROTATED = "int8_convrot"  # the format of int8_tensorwise with rotated groups
-GROUPS = {MXFP8: 32, NVFP4: 16}  # values of a scale
-_TILE, _LINES, _WIDTH = 128, 32, 4  # rows of a tile, its lines, columns of a tile
+# The format of int8_tensorwise with rotated groups.
+ROTATED = "int8_convrot"
+# Values of a scale.
+GROUPS = {MXFP8: 32, NVFP4: 16}
+# Rows of a tile, its lines, its columns.
+_TILE, _LINES, _WIDTH = 128, 32, 4
 _CODES = np.arange(256, dtype=np.uint8)
 _ONE = np.ones(1, np.float32)
 Values = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
@@ -43,7 +46,7 @@ def code_values(kind: str) -> Floats:
 
 
 def scale_values(kind: str, factors: Floats) -> Floats:
-    """Return the scales of a format: for each code of a scale, or each of ``factors``."""
+    """Return the scales of a format: of each code of a scale, or ``factors`` without blocks."""
     if kind == MXFP8:
         return E8M0
     return E4M3 * factors if kind == NVFP4 else factors
@@ -56,12 +59,12 @@ def table(kind: str, factors: Floats = _ONE) -> Floats:
 
 
 def as_bf16(values: Floats) -> npt.NDArray[np.uint16]:
-    """Return the upper halves of float32 values, which are their bits in BF16 if they fit."""
+    """Return the upper halves of float32 values: their bits in BF16, if they fit."""
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
 def fits_bf16(values: Floats) -> bool:
-    """Return whether all values but NaN are exact in BF16."""
+    """Return True if all values but NaN are exact in BF16."""
     bits = values.view(np.uint32)
     return not bool((bits[~np.isnan(values)] & 0xFFFF).any())
 
@@ -84,23 +87,23 @@ def in_rows(kind: str, scales: bytes, rows: int, columns: int) -> Bytes:
 def decoder(
     kind: str, columns: int, dtype: str, factors: Floats, scales: Bytes, group: int = 1
 ) -> Callable[[Bytes, int], Values]:
-    """Return a function of codes, and the place of the first value in the matrix, to values.
+    """Return a function of codes, and the position of the first value in the matrix, to values.
 
-    ``columns`` is the length of the matrix's rows, ``dtype`` F32 or BF16. ``factors`` are a scale
-    of the tensor or one for each row, ``scales`` those of blocks by rows; ``group``
-    values are rotated together. Codes are whole blocks and groups.
+    ``columns`` is the length of the matrix's rows, ``dtype`` F32 or BF16. ``factors`` are the scale
+    of the tensor or of each row, ``scales`` those of blocks by rows, ``group`` the size of rotated
+    groups. Codes are whole blocks and groups.
     """
     if kind == ROTATED:
         return _by_group(columns, factors, group)
     if kind in GROUPS:
-        return _by_block(kind, _stored(table(kind, factors), dtype), scales)
+        return _by_block(kind, _as_dtype(table(kind, factors), dtype), scales)
     if factors.size > 1:
         return _by_row(kind, columns, factors)
-    values = _stored(table(kind, factors), dtype)
+    values = _as_dtype(table(kind, factors), dtype)
     return lambda codes, _: values[codes]
 
 
-def _stored(values: Floats, dtype: str) -> Values:
+def _as_dtype(values: Floats, dtype: str) -> Values:
     flat = values.reshape(-1)
     return as_bf16(flat) if dtype == "BF16" else flat
 
@@ -108,8 +111,8 @@ def _stored(values: Floats, dtype: str) -> Values:
 def _by_row(kind: str, columns: int, factors: Floats) -> Callable[[Bytes, int], Values]:
     values = code_values(kind)
 
-    def decode(codes: Bytes, first: int) -> Values:
-        rows = np.arange(first, first + codes.size) // columns
+    def decode(codes: Bytes, position: int) -> Values:
+        rows = np.arange(position, position + codes.size) // columns
         return values[codes] * factors[rows]
 
     return decode
@@ -117,14 +120,15 @@ def _by_row(kind: str, columns: int, factors: Floats) -> Callable[[Bytes, int], 
 
 def _by_group(columns: int, factors: Floats, group: int) -> Callable[[Bytes, int], Values]:
     matrix = rotation(group)
-    scales = factors / np.float32(group**0.5)  # a power of two
+    # A power of two, since groups are powers of four: the division is exact.
+    scales = factors / np.float32(group**0.5)
 
-    def decode(codes: Bytes, first: int) -> Values:
+    def decode(codes: Bytes, position: int) -> Values:
         sums = codes.view(np.int8).astype(np.float32).reshape(-1, group) @ matrix
-        rows = (np.arange(len(sums)) * group + first) // columns
+        rows = (np.arange(len(sums)) * group + position) // columns
         factor = scales[rows] if scales.size > 1 else scales
-        found: Values = (sums * factor[:, None]).reshape(-1)
-        return found
+        decoded: Values = (sums * factor[:, None]).reshape(-1)
+        return decoded
 
     return decode
 
@@ -141,12 +145,13 @@ def rotation(size: int) -> Floats:
 def _by_block(kind: str, values: Values, scales: Bytes) -> Callable[[Bytes, int], Values]:
     group, bits = GROUPS[kind], 4 if kind == NVFP4 else 8
 
-    def decode(codes: Bytes, first: int) -> Values:
+    def decode(codes: Bytes, position: int) -> Values:
         if kind == NVFP4:
-            codes = np.stack([codes >> 4, codes & 15], axis=-1)  # the upper half is the first value
-        codes, block = codes.reshape(-1, group), first // group
+            # The upper half of a byte is the first value.
+            codes = np.stack([codes >> 4, codes & 15], axis=-1)
+        codes, block = codes.reshape(-1, group), position // group
         factors = scales[block : block + len(codes)].astype(np.uint16)
-        found: Values = values[(factors[:, None] << bits | codes).reshape(-1)]
-        return found
+        decoded: Values = values[(factors[:, None] << bits | codes).reshape(-1)]
+        return decoded
 
     return decode
