@@ -63,7 +63,7 @@ class ModelCatalog:
         try:
             reference = self._service.reference(name)
             descriptor = self._service.store.resolve(reference)
-        except (UsageError, NotFoundError):
+        except NotFoundError:
             raise unknown_model(name) from None
         facts = self._facts(reference, descriptor.digest)
         if facts is None:
@@ -74,7 +74,7 @@ class ModelCatalog:
         for alias in sorted(self._service.settings.aliases):
             try:
                 name = str(self._service.reference(alias))
-            except UsageError:
+            except NotFoundError:
                 continue
             if name in found and alias not in found:
                 yield alias, found[name]

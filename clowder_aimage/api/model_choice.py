@@ -12,7 +12,6 @@ from urllib.parse import quote
 
 from clowder_aimage.api.model_catalog import ModelCatalog, unknown_model
 from clowder_aimage.api.model_kind import PICTURES, check_kind, unsupported
-from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
@@ -109,8 +108,8 @@ def _base_of(service: Service, reference: Reference, adapter: AImage) -> Referen
         if descriptor.digest == digest:
             with contextlib.suppress(UsageError):  # another tool's name
                 return Reference.parse(name)
-    message = f"{reference} is an adapter, whose base model is not here: use it in loras"
-    raise wrong("model", message, "model_not_supported")
+    message = f"model {reference} is an adapter, whose base model is not here: use it in loras"
+    raise ApiError(422, message, code="model_not_supported", param="model")
 
 
 def _is_built_in(service: Service, name: str) -> bool:
@@ -133,10 +132,11 @@ def _missing(service: Service, name: str, wanted: Sequence[str]) -> ApiError:
 def _parse(service: Service, name: str | None) -> Reference:
     try:
         return service.reference(name)
+    except NotFoundError as error:
+        raise ApiError(404, error.message, code="model_not_found", param="model") from None
     except UsageError as error:
-        code = "invalid_value" if name else "missing_required_parameter"
-        message = error.message.encode("ascii", "backslashreplace").decode()
-        raise ApiError(400, message[:300], code=code, param="model") from None
+        code = "missing_required_parameter"
+        raise ApiError(400, error.message, code=code, param="model") from None
 
 
 async def _read(service: Service, reference: Reference, wanted: str) -> StoredAImage | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from clowder_aimage.api.request_body import wrong
 from clowder_aimage.dialect import AImage
 from clowder_aimage.formats.diffusers import FAMILIES
 from clowder_aimage.http.api_error import OLLAMA, OPENAI, ApiError
@@ -70,4 +69,5 @@ def unsupported(
         message = "is a ControlNet; name an image model, and this as controlnet"
     else:
         message = f"is not a supported {'image' if wanted == PICTURES else 'language'} model"
-    return wrong("model", f"{reference} {message}", "model_not_supported")
+    message = f"model {reference} {message}"
+    return ApiError(422, message, code="model_not_supported", param="model")

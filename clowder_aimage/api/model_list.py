@@ -18,7 +18,7 @@ from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, kind_of
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.executor import run_io, run_locking
-from clowder_aimage.errors import AImageError, NotFoundError, UsageError, describe_each
+from clowder_aimage.errors import AImageError, NotFoundError, describe_each
 from clowder_aimage.generation.request import LoraUse
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
@@ -131,7 +131,7 @@ async def delete(service: Service, reference: Reference) -> None:
     """Remove a name, its model from memory if unused, and unreferenced blobs.
 
     Recent blobs that no name needed are kept for the grace period. Raises NotFoundError,
-    StoreError; ApiError (409) if the name is pinned.
+    StoreError; ApiError (409) if the name is pinned, or in a read-only store.
     """
     store = service.store
     found = await run_io(entry, store, reference)
@@ -144,7 +144,8 @@ async def delete(service: Service, reference: Reference) -> None:
     except NotFoundError as error:
         if await run_io(entry, store, reference) is None:
             raise unknown(reference) from None  # removed concurrently
-        raise UsageError(f"{reference} is in a read-only store") from error
+        message = f"{reference} is in a read-only store"
+        raise ApiError(409, message, code="read_only") from error
     others = await run_io(lambda: {one.digest for _, one in store.tags()})
     if found.digest not in others:
         await unload(service, found.digest)

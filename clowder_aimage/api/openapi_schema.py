@@ -9,7 +9,7 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from clowder_aimage.api.request_body import RequestBody
+from clowder_aimage.api.request_body import OpenBody, RequestBody
 from clowder_aimage.http.operation import Operation
 
 SCHEMAS = "#/components/schemas/"
@@ -72,7 +72,14 @@ class _Schema(GenerateJsonSchema):
         for name in fields.keys() - {*required}:
             fields[name] = _or_null(fields[name])
         no_effect = {"description": "Accepted, and has no effect."}
+        rules = [rule.schema(fields.keys(), kind.unset) for rule in kind.rules()]
+        if stated := [rule for rule in rules if rule is not None]:
+            found["allOf"] = [*found.get("allOf", ()), *stated]
         fields |= dict.fromkeys(sorted(kind.NO_EFFECT), no_effect)
+        if issubclass(kind, OpenBody):
+            lenient = {"properties": {"strict": {"enum": [False, 0, None]}}}
+            strict = {"propertyNames": {"enum": sorted(fields)}}
+            found["allOf"] = [*found.get("allOf", ()), {"anyOf": [lenient, strict]}]
         return found
 
 

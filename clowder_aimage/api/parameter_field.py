@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 from pydantic import BeforeValidator, Field, ValidationInfo, create_model
 from pydantic_core import PydanticCustomError
 
-from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.api.field_rule import excludes
+from clowder_aimage.api.request_body import RequestBody
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.generation.check import check, parse
 from clowder_aimage.generation.parameter import Parameter, parameters
@@ -22,16 +23,20 @@ class ParameterBody(RequestBody):
 
     PARAMETERS: ClassVar[tuple[Parameter, ...]] = ()
 
+    @classmethod
+    def unset(cls, name: str) -> list[Any]:
+        default = next((each.default for each in cls.PARAMETERS if each.field == name), None)
+        is_neutral = isinstance(default, str) or (type(default) is int and default == 0)
+        return [*super().unset(name), *([default] if is_neutral else [])]
+
     @property
     def stated(self) -> Mapping[str, Any]:
-        """The parameters in the body by their names. Raises ApiError: a synonym differs."""
+        """The parameters in the body by their names."""
         found: dict[str, Any] = {}
         for each in self.PARAMETERS:
             for name in (each.field, *each.words.synonyms):
-                if (value := getattr(self, name)) is None:
-                    continue
-                if found.setdefault(each.name, value) != value:
-                    raise wrong(each.field, f"and {name} must be equal if both are set")
+                if (value := getattr(self, name)) is not None:
+                    found[each.name] = value
         return found
 
     def arguments(self, owner: type) -> dict[str, Any]:
@@ -59,6 +64,9 @@ def with_parameters(
             body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields
         )
         bases = [base.PARAMETERS for base in body.__bases__ if issubclass(base, ParameterBody)]
+        made.RULES = tuple(
+            excludes(name, each.field) for each in added for name in each.words.synonyms
+        )
         made.PARAMETERS = (*chain.from_iterable(bases), *added)
         return made
 

@@ -7,9 +7,9 @@ are ignored unless the request is strict.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from urllib.parse import quote
 
 from aiohttp import web
@@ -23,6 +23,8 @@ from pydantic import (
     model_validator,
 )
 
+from clowder_aimage.api.field_rule import FieldRule, needs
+from clowder_aimage.api.name_field import Name, RemoteName
 from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import FormatError
@@ -30,6 +32,8 @@ from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import LocalRequest, Request
 from clowder_aimage.oci import read_json
 
+_NAMED = needs("model", "name")
+_UNSET: tuple[Any, ...] = (None, False, "", [])  # values of fields
 _MAX_IGNORED = 20  # names in a header
 IGNORED = {"X-Aimage-Ignored": "The ignored fields."}
 _SHORT = 1 << 16  # bytes of a body that is parsed at once, in the event loop
@@ -48,6 +52,7 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     NO_EFFECT: ClassVar[frozenset[str]] = frozenset()  # accepted and discarded
+    RULES: ClassVar[tuple[FieldRule, ...]] = ()  # in addition to those of the bases
 
     @model_validator(mode="before")
     @classmethod
@@ -61,6 +66,39 @@ class RequestBody(BaseModel):
             for name, each in value.items()
             if name not in cls.NO_EFFECT and (each is not None or name not in known)
         }
+
+    @classmethod
+    def rules(cls) -> list[FieldRule]:
+        """Return the rules between the fields."""
+        return [rule for kind in reversed(cls.__mro__) for rule in vars(kind).get("RULES", ())]
+
+    @classmethod
+    def unset(cls, name: str) -> list[Any]:
+        """Return the values of a field that count as absent in rules."""
+        field = cls.model_fields.get(name)
+        default = field.default if field and isinstance(field.default, int | float | str) else None
+        return [*_UNSET, *([] if default in _UNSET else [default])]
+
+    def is_set(self, name: str) -> bool:
+        """Return whether the body has a field with a value that does not count as absent."""
+        if name not in type(self).model_fields:
+            return False
+        value = getattr(self, name)
+        return not any(type(each) is type(value) and each == value for each in self.unset(name))
+
+    def check_rules(
+        self, others: Collection[str] = (), rules: Sequence[FieldRule] | None = None
+    ) -> None:
+        """Check the rules between the fields, and ``others`` that are set. Raises ApiError."""
+        for rule in self.rules() if rules is None else rules:
+            if fault := rule.fault(lambda name: name in others or self.is_set(name)):
+                raise wrong(*fault, "" if rule.fields else "missing_required_parameter")
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        known = type(self).model_fields.keys()
+        self.check_rules(rules=[rule for rule in self.rules() if known & {*rule.others}])
+        return self
 
 
 def _integers(value: object) -> object:
@@ -102,28 +140,26 @@ class StreamedBody(ModelBody):
     stream: bool = Field(default=True, description="Respond in lines while the work goes on.")
 
 
-# A name in one of both fields, in JSON Schema
-NAMED = ConfigDict(
-    json_schema_extra={
-        "anyOf": [
-            {"required": [name], "properties": {name: {"type": "string", "minLength": 1}}}
-            for name in ("model", "name")
-        ]
-    }
-)
-
-
 class NamedBody(ModelBody):
     """The name of a model, which is needed."""
 
-    model_config = NAMED
+    RULES: ClassVar[tuple[FieldRule, ...]] = (_NAMED,)
+
+    model: Name = Field(default="", description="The name of the model.", examples=["tiny"])
+    name: Name = Field(default="", description="Older name of `model`.")
 
 
 class TransferBody(StreamedBody):
     """The name of a model that is pulled or pushed."""
 
-    model_config = NAMED
+    RULES: ClassVar[tuple[FieldRule, ...]] = (_NAMED,)
 
+    model: RemoteName = Field(
+        default="",
+        description="The name of the model, with a registry.",
+        examples=["registry.example.com/team/tiny:v1"],
+    )
+    name: RemoteName = Field(default="", description="Older name of `model`.")
     insecure: bool = Field(
         default=False,
         description="Only for a loopback registry, or one that is configured as insecure here.",

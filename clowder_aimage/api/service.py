@@ -19,7 +19,7 @@ from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import find
 from clowder_aimage.engine.settings import ServerSettings, Settings
 from clowder_aimage.engine.transfer_queue import TransferQueue
-from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import Completeness, CompletenessCache, check_completeness
 from clowder_aimage.model.adapter_source import AdapterFinder
@@ -165,11 +165,18 @@ class Service:
         return (name, *self.wanted)
 
     def reference(self, name: str | None) -> Reference:
-        """Return the AImage to which a client's ``name`` refers. Raises UsageError."""
+        """Return the AImage to which a client's ``name`` refers.
+
+        Raises UsageError without a name; NotFoundError if it is neither an alias nor a reference.
+        """
         text = (self.alias(name) or name) if name else self.settings.default_model
         if not text:
             raise UsageError("the request has no model, and the worker has no default model")
-        return Reference.parse(text)
+        try:
+            return Reference.parse(text)
+        except UsageError as error:
+            reason = error.message.encode("ascii", "backslashreplace").decode()
+            raise NotFoundError(f"model not found: {reason[:300]}", **error.advice) from None
 
     def alias(self, name: str) -> str | None:
         """Return the target of an alias.

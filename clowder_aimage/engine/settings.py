@@ -30,6 +30,7 @@ from clowder_aimage.tensor.quantization import parse_precision
 camel = to_camel  # the name of a field in the configuration
 MAX_DURATION = 100 * 365 * 86400.0  # seconds; longer durations are unlimited
 _PARTS = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
+DURATION = rf"[+-]?([0-9]+(\.[0-9]*)?|({_PARTS.pattern})+)"  # in lower case
 _URL = re.compile(
     r"https?://([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
     r"(/[A-Za-z0-9._~!$&'()*+,;=:%-]+)*"

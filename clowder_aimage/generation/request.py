@@ -193,11 +193,11 @@ class ImageInput:
     def __post_init__(self) -> None:
         check_fields(self)
         if not self.images:
-            _require(self, _OF_IMAGES, "an image")
+            _require(self, OF_IMAGES, "an image")
         if self.image is not None:
             _check_digest("image", self.image)
         if self.mask is None:
-            _require(self, _OF_MASKS, "a mask")
+            _require(self, OF_MASKS, "a mask")
         elif self.mask != ALPHA:
             _check_digest("mask", self.mask)
         for reference in self.references:
@@ -205,6 +205,8 @@ class ImageInput:
         if self.feather and not (self.paste or self.crop):
             raise wrong("feather", "requires paste or crop: it is the width of their seam")
         self._check_enlarged()
+        if self.expand is not None and not any(self.expand):
+            object.__setattr__(self, "expand", None)
         if self.image is not None and self.strength is None:
             default = UPSCALE_STRENGTH if self.upscale else STRENGTH
             is_painted = self.mask is not None or self.expand is not None
@@ -216,13 +218,11 @@ class ImageInput:
         for name in ("upscale", "expand"):
             if self.mask is not None and getattr(self, name) is not None:
                 raise wrong(name, "cannot be combined with a mask")
-        if self.expand is not None and not any(self.expand):
-            raise wrong("expand", "must be above 0 on one side: nothing would change")
 
 
 # Parameters that need an image, or a mask
-_OF_IMAGES = ("mask", "strength", "fine", "paste", "feather", "crop", "expand", "upscale")
-_OF_MASKS = ("paste", "feather", "crop")
+OF_IMAGES = ("mask", "strength", "fine", "paste", "feather", "crop", "expand", "upscale")
+OF_MASKS = ("paste", "feather", "crop")
 
 
 @dataclass(frozen=True, slots=True)

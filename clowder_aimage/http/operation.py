@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 # Bytes: ample for a prompt and its parameters
 BODY = 1 << 20
 JSON = "application/json"
+# Errors of operations that pull or push
+TRANSFERS = (404, 502, 503, 504, 507)
 # Errors of operations that need a model, and may pull it first
-COMPUTES = (404, 502, 503, 504, 507)
+COMPUTES = (*TRANSFERS, 422)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,28 @@ AUTO = "auto"
 DTYPES: Mapping[str, str] = {"f32": "F32", "f16": "F16", "bf16": "BF16"}
 # mxfp4 is only read.
 CHOICES = tuple(name for name in (*QUANT_TYPES, *ALIASES) if name != "mxfp4")
+GROUPED = tuple(name for name in CHOICES if QUANT_TYPES[ALIASES.get(name, name)].has_bias)
+# The same for all of them
+GROUP_SIZES = QUANT_TYPES["int8"].group_sizes
+
+
+def quantize_pattern() -> str:
+    """Return the regular expression of the types of components, as ``Recipe.parse`` takes them."""
+    kind = f" *({_in_any_case(CHOICES)}) *"
+    bare, other = (
+        f"( *{BARE} *=)?{kind}",
+        *(f" *{name} *={kind}" for name in QUANTIZABLE if name != BARE),
+    )
+    return f"({bare}(,{other})?|{other}(,{bare})?)"
+
+
+def grouped_pattern() -> str:
+    """Return the regular expression that finds a type whose group size may be chosen."""
+    return f"(^|[=, ])({_in_any_case(GROUPED)})($|[, ])"
+
+
+def _in_any_case(names: Iterable[str]) -> str:
+    return "|".join(re.sub("[a-z]", lambda a: f"[{a[0]}{a[0].upper()}]", name) for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ _ENCODED = {
     "sha256": re.compile(r"[0-9a-f]{64}"),
     "sha512": re.compile(r"[0-9a-f]{128}"),
 }
+PATTERN = "|".join(f"{name}:{encoded.pattern}" for name, encoded in _ENCODED.items())
 
 
 class Hasher(Protocol):

@@ -11,20 +11,35 @@ import re
 from dataclasses import dataclass, replace
 
 from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.oci.digest import PATTERN as DIGEST
 from clowder_aimage.oci.digest import Digest
 
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
+_PLAIN = r"[a-z0-9]+(?:(?:_|__|-+)[a-z0-9]+)*"  # a component that is not a host
 _REPOSITORY = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
-_REGISTRY = re.compile(rf"(?:{_LABEL}(?:\.{_LABEL})*|\[[0-9A-Fa-f:.]+\])(?::[0-9]{{1,5}})?")
+_PORT = "[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]"
+_IP = r"\[[0-9A-Fa-f]*[:.][0-9A-Fa-f:.]*\]"
+_DOTTED = rf"{_LABEL}(?:\.{_LABEL})+"
+_REGISTRY = re.compile(rf"(?:localhost|{_DOTTED}|{_IP})(?::(?:{_PORT}))?|{_LABEL}:(?:{_PORT})")
 _LOOPBACK = re.compile(r"localhost|127(?:\.[0-9]{1,3}){3}|\[::1\]", re.IGNORECASE)
 _HUB = re.compile(r"hf://|(?:https?://)?(?:hf\.co|huggingface\.co)/")
-_MAX_PORT = 65535
 DEFAULT_TAG = "latest"
-_MAX_REPOSITORY = 255
+MAX_REPOSITORY = 255
 # Longer than any valid reference.
 _MAX_TEXT = 1024
+_REMOTE = rf"(?:{_REGISTRY.pattern})/{_REPOSITORY.pattern}"
+_NAME = rf"(?:{_REMOTE}|{_PLAIN}(?:/{_REPOSITORY.pattern})?|{_COMPONENT})"
+
+
+def pattern(*, is_remote: bool = False, has_digest: bool = True) -> str:
+    """Return the regular expression of references, for JSON Schema, which has no anchors.
+
+    is_remote: with a registry. has_digest: a digest is allowed. The lengths are not part of it.
+    """
+    digest = f"(?:@(?:{DIGEST}))?" if has_digest else ""
+    return f"(?:{_REMOTE if is_remote else _NAME})(?::{_TAG.pattern})?{digest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +118,6 @@ def _split_registry(location: str) -> tuple[str | None, str]:
     return None, location
 
 
-def _is_host(registry: str) -> bool:
-    if _REGISTRY.fullmatch(registry) is None:
-        return False
-    port = re.search(r":([0-9]+)$", registry)
-    return port is None or 0 < int(port[1]) <= _MAX_PORT
-
-
 def _check(text: str, registry: str | None, repository: str) -> None:
     hub = _HUB.match(text)
     if hub and ("://" in hub[0] or repository != repository.lower()):
@@ -118,11 +126,11 @@ def _check(text: str, registry: str | None, repository: str) -> None:
             remedy="create_from_hub",
             model=text[hub.end() :],
         )
-    if registry is not None and not _is_host(registry):
+    if registry is not None and _REGISTRY.fullmatch(registry) is None:
         scheme, separator, location = text.partition("://")
         hint = f"omit {scheme}://, as in {location}" if separator else None
         raise UsageError(f"invalid reference {text!r}: invalid host {registry!r}", hint=hint)
-    if _REPOSITORY.fullmatch(repository) and len(repository) <= _MAX_REPOSITORY:
+    if _REPOSITORY.fullmatch(repository) and len(repository) <= MAX_REPOSITORY:
         return
     hint = "names are lower-case letters and digits, with single '.', '_', '-' or '/' between them"
     is_hub_name = False

@@ -15,6 +15,7 @@ TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 # Those that a picture may be declared as; clients may not know the type, or name it differently
 DECLARED_TYPES = (*TYPES.values(), "image/jpg", "application/octet-stream", "")
 MAX_BYTES = 64 << 20  # of a file
+BASE64 = "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"  # with padding
 _PIECE = 1 << 20  # characters, a multiple of 4
 MULTIPLE = 16  # pixels, of the sides of most models
 MAX_AREA = 2048 * 2048  # pixels that are made of a larger picture, unless a size is given

@@ -43,6 +43,7 @@ _MAX_LISTED = 10  # titles in an error
 _PATIENCE = 30.0  # seconds for a picture of an artifact, in a worker
 _RATE = 1 << 20  # bytes per second in addition, as of a URL
 _T = TypeVar("_T")
+PATTERN = "([Dd][Aa][Tt][Aa]|[Hh][Tt][Tt][Pp][Ss]?|[Oo][Cc][Ii]):"  # begins all but files
 _SCHEME = re.compile(r"(data|https?|oci|[a-z][a-z0-9+.-]*(?=://)):", re.IGNORECASE)
 
 

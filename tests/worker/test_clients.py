@@ -164,7 +164,7 @@ def test_the_settings_give_a_picture(
     assert _picture(item).size == (128, 128)
 
 
-@pytest.mark.parametrize(("count", "status"), [(1, 200), (2, 400)])
+@pytest.mark.parametrize(("count", "status"), [(1, 200), (2, 422)])
 def test_open_webui_edits_a_picture(worker: Worker, count: int, status: int) -> None:
     """The form of its ``image_edits``: one picture is ``image``, several are ``image[]``."""
     text = PAGE.section("Open WebUI")
@@ -244,7 +244,7 @@ def test_the_example_of_the_sdk_writes_a_picture(
         ("", {}, {"model": "nope/foo"}, 404, "model_not_found", "shapes"),
         ("", {}, {"size": "100x100"}, 400, "invalid_value", "multiple"),
         ("/v1/images/edits", {}, {}, 400, "missing_required_parameter", "image"),
-        ("/v1/chat/completions", {}, {"messages": CHAT}, 400, "model_not_supported", "/v1/images"),
+        ("/v1/chat/completions", {}, {"messages": CHAT}, 422, "model_not_supported", "/v1/images"),
         ("/v1/responses", {}, {}, 404, "unknown_url", "not supported"),
         ("/images/generations", {}, {}, 404, "unknown_url", "/images/generations"),
     ],

@@ -51,12 +51,12 @@ def ask(worker: LocalWorker, path: str, **body: Any) -> tuple[int, Any]:
 @pytest.mark.parametrize(
     ("path", "field", "status", "message"),
     [
-        (OPENAI, True, 400, "enhance requires the name of a language model"),
-        (OLLAMA, True, 400, "enhance requires the name of a language model"),
-        (OPENAI, "tiny", 400, "enhance: model tiny:latest generates pictures"),
+        (OPENAI, True, 422, "enhance requires the name of a language model"),
+        (OLLAMA, True, 422, "enhance requires the name of a language model"),
+        (OPENAI, "tiny", 422, "enhance: model tiny:latest generates pictures"),
         (OPENAI, "none", 404, "enhance: model none:latest not found"),
-        (OPENAI, "a b", 400, "enhance"),
-        (OPENAI, "true", 400, "enhance requires the name of a language model"),  # as in a form
+        (OPENAI, "a b", 404, "enhance"),
+        (OPENAI, "true", 422, "enhance requires the name of a language model"),  # as in a form
         (OPENAI, 7, 400, "enhance must be true, false, or the name of a language model"),
         (OLLAMA, "", 400, "enhance must be true, false, or the name of a language model"),
     ],

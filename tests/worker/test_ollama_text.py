@@ -133,9 +133,9 @@ def test_models_are_described_as_ollama_does(client: Any, worker: LocalWorker) -
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/api/chat", {"model": "tiny"}, 400, "tiny:latest generates pictures; use /api/generate"),
-        ("/api/chat", {"model": "vectors"}, 400, "computes embeddings; use /api/embed"),
-        ("/api/embed", {"model": "tiny", "input": "a"}, 400, "use /api/generate"),
+        ("/api/chat", {"model": "tiny"}, 422, "tiny:latest generates pictures; use /api/generate"),
+        ("/api/chat", {"model": "vectors"}, 422, "computes embeddings; use /api/embed"),
+        ("/api/embed", {"model": "tiny", "input": "a"}, 422, "use /api/generate"),
         ("/api/chat", {"model": "gone"}, 404, "gone"),
         ("/api/generate", {"model": "words", "prompt": "a", "suffix": "b"}, 400, "suffix"),
         ("/api/generate", {"model": "words", "prompt": "a", "images": ["AA"]}, 400, "images"),

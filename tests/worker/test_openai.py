@@ -375,14 +375,16 @@ NO_NAMES = ["../../etc/passwd", "DALL-E 3", "tiny@sha256:0", "Füchse"]
 
 @pytest.mark.parametrize("name", NO_NAMES)
 def test_an_invalid_model_name_is_refused(client: Any, name: str) -> None:
-    with pytest.raises(openai.BadRequestError, match="invalid reference") as caught:
+    with pytest.raises(openai.NotFoundError, match="invalid reference") as caught:
         client.images.generate(model=name, prompt="a dog")
-    assert (caught.value.param, caught.value.code) == ("model", "invalid_value")
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
 
 
 @pytest.mark.parametrize("name", ["another", "nothing"])
 def test_a_model_that_is_not_an_image_model_is_refused(client: Any, name: str) -> None:
-    with pytest.raises(openai.BadRequestError, match="is not a supported image model") as caught:
+    with pytest.raises(
+        openai.UnprocessableEntityError, match="is not a supported image model"
+    ) as caught:
         client.images.generate(model=name, prompt="a dog")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_supported")
 
@@ -664,7 +666,7 @@ def test_the_default_model_does_not_replace_a_digest_or_registry_name(
         status, _, answer = post(other.url, body)
         assert (status, answer["error"]["code"]) == (404, "model_not_found"), name
     for name in NO_NAMES:
-        assert post(other.url, {"prompt": "a dog", "model": name})[0] == 400, name
+        assert post(other.url, {"prompt": "a dog", "model": name})[0] == 404, name
     body = {"prompt": "a dog", "model": "dall-e-3", "pull": "never"}
     assert (
         post(other.url, body)[1]["X-Aimage-Model"] == "short:latest"

@@ -120,8 +120,7 @@ def test_diffusers_field_names_are_synonyms() -> None:
     wish = image_request(num_inference_steps=5, guidance_scale=1)
     parameters = wish.for_model(aimage())
     assert (parameters.sampling.steps, parameters.guidance.scale) == (5, 1.0)
-    assert image_request(steps=5, num_inference_steps=5).stated["steps"] == 5
-    assert refused(steps=5, num_inference_steps=6).param == "steps"
+    assert refused(steps=5, num_inference_steps=5).param == "num_inference_steps"
 
 
 @pytest.mark.parametrize(
@@ -157,8 +156,7 @@ def test_a_negative_prompt_requires_guidance() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "code"),
     [
-        ("prompt", "", "invalid_value"),
-        ("prompt", " \n", "invalid_value"),
+        ("prompt", "", "missing_required_parameter"),
         ("prompt", 3, "invalid_type"),
         ("prompt", "\ud800", "invalid_value"),
         ("prompt", "x" * (MAX_TEXT + 1), "invalid_value"),
@@ -251,11 +249,11 @@ def test_one_side_is_combined_with_the_default_of_the_model() -> None:
     assert (parameters.sampling.width, parameters.sampling.height) == (64, 48)
 
 
-def test_width_and_height_must_agree_with_size() -> None:
+def test_width_and_height_cannot_be_combined_with_size() -> None:
     assert image_request(width=64, height=48).dimensions == "64x48"
-    assert image_request(size="64x48", width=64).size == "64x48"
-    error = refused(size="64x48", height=64)
-    assert (error.param, error.message) == ("height", "height is 64, but size is 64x48")
+    assert image_request(size="auto", width=64).size == "auto"
+    error = refused(size="64x48", height=48)
+    assert (error.param, error.message) == ("size", "size cannot be combined with height")
 
 
 def test_width_and_height_have_the_same_limit_as_size() -> None:

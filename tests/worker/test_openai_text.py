@@ -263,7 +263,7 @@ def test_a_model_of_another_kind_is_refused_with_its_route(
 ) -> None:
     status, _, answer = ask(worker, path, **body)
     error = json.loads(answer)["error"]
-    assert (status, error["message"]) == (400, f"model {message}")
+    assert (status, error["message"]) == (422, f"model {message}")
     assert (error["code"], error["param"]) == ("model_not_supported", "model")
 
 

@@ -134,7 +134,7 @@ def refused(kind: type[BaseModel], name: str, value: object) -> bool:
     except ValidationError as error:
         return any(each["loc"][0] == name for each in error.errors())
     except ApiError as error:
-        return error.param == name
+        return error.param == name and error.code != "missing_required_parameter"
     return False
 
 
@@ -204,19 +204,70 @@ def test_strict_is_true_or_false(worker: LocalWorker, path: str, text: str) -> N
 # -- schemathesis
 
 # Keep requests cheap and, of the 500 that cover each large body, the first FIRST and one of EVERY.
-# In every other one remove fields that are often refused.
+# In every other one of pictures remove fields. Valid requests get what JSON Schema cannot state:
+# - data URLs that are pictures, and as many as the model takes;
+# - credentials that are base64 of "user:password";
+# - no names in a body that the query forbids with "strict";
+# - pictures, and numbers of texts, within the limits of products;
+# - for the one path whose body depends on the kind of the model, that of the kind that is there.
+# Registries are at a closed port of this machine. The fuzzer cannot make bodies by more than some
+# rules between their fields (the others can): bodies that it makes without them, and that break
+# them, are replaced.
 HOOKS = """
+import base64
 import collections
+import copy
+import io
 import os
+import re
 import zlib
 
+import jsonschema
 import schemathesis
+from PIL import Image
 
 seen = collections.Counter()
+file = io.BytesIO()
+Image.new("RGBA", (64, 64), (255, 255, 255, 128)).save(file, "PNG")
+BASE64 = base64.b64encode(file.getvalue()).decode()
+URL = f"data:image/png;base64,{BASE64}"
+REGISTRY = "127.0.0.1:1/"
+PLAIN = {"prompt": "a", "size": "16x16"}
+BODIES = {
+    "/v1/images/generations": ("ImageFields", PLAIN),
+    "/v1/images/edits": ("EditFields", PLAIN | {"image": URL}),
+    "/v1/images/variations": ("VariationFields", {"image": URL}),
+    "/api/generate": ("OllamaPictureFields", {"model": "tiny", "prompt": "a", "width": 16}),
+}
+whole = {}
+
+
+@schemathesis.hook
+def before_load_schema(context, raw_schema):
+    whole.update(copy.deepcopy(raw_schema["components"]))
+    if os.environ["PHASES"] == "fuzzing":
+        for name, _ in BODIES.values():
+            del raw_schema["components"]["schemas"][name]["allOf"]
+
+
+def is_picture(value):
+    values = value if isinstance(value, list) else [value]
+    datas = [getattr(each, "data", each) for each in values]
+    return bool(datas) and all(isinstance(one, bytes) and one[1:4] == b"PNG" for one in datas)
+
+
+def is_valid(body, name):
+    fields = {"$ref": f"#/components/schemas/{name}", "components": whole}
+    return jsonschema.Draft202012Validator(fields).is_valid(body)
 
 
 @schemathesis.hook
 def filter_case(context, case):
+    is_form = case.media_type == "multipart/form-data" and case.operation.path in BODIES
+    if is_form and not case.meta.generation.mode.is_negative:
+        files = [case.body[name] for name in ("image", "control") if name in case.body]
+        if "mask" in case.body or not all(map(is_picture, files)):  # a mask needs white parts
+            return False
     if case.meta.phase.name != "coverage":
         return True
     seen[case.operation.label] += 1
@@ -227,44 +278,89 @@ def filter_case(context, case):
 
 @schemathesis.hook
 def before_call(context, case, kwargs):
-    body = case.body
-    if not isinstance(body, dict) or case.meta.generation.mode.is_negative:
+    body, path = case.body, case.operation.path
+    if case.meta.generation.mode.is_negative:
         return
+    if case.query:
+        case.query.update(dict.fromkeys({"strict"} & {*case.query}, "0"))
+        case.query.update(dict.fromkeys({"registry"} & {*case.query}, "false"))
+    if not isinstance(body, dict):
+        return
+    if case.media_type == "multipart/form-data":  # whose files are pictures, see filter_case
+        return
+    case.body = body = dict(body)  # other cases have parts of it
+    if path in BODIES and not is_valid(body, BODIES[path][0]):
+        body.clear()
+        body |= BODIES[path][1]
     body.pop("output", None)  # no registry is there
     for name in ("n", "steps", "num_inference_steps"):
-        if type(body.get(name)) is int:
+        if type(body.get(name)) in (int, float):
             body[name] = min(body[name], 1)
+    if path in ("/api/pull", "/api/push"):
+        for name in ("model", "name"):
+            if body.get(name):
+                body[name] = REGISTRY + body[name].split("/", 1)[1]
+    if path == "/content/":
+        name = re.sub("^[a-zA-Z]+:///*([^/]*[.:][^/]*/)?", "", body["url"])
+        body["url"] = f"oci://{REGISTRY}{name}"
+        if str(body.get("credentialsType")).lower() == "basic":
+            body["credentials"] = base64.b64encode(b"user:password").decode()
+    if path not in BODIES:
+        return
+    given = BASE64 if path == "/api/generate" else URL
+    for name in ("image", "images", "mask", "control"):
+        if body.get(name) not in (None, "", [], "alpha"):
+            body[name] = [given] if isinstance(body[name], list) else given
     sides = [body.get(name) for name in ("width", "height")]
-    if any(type(side) is int and side > 64 for side in sides):  # too large a picture, and told so
+    if any(type(side) in (int, float) and side > 64 for side in sides):  # too large a picture
         body |= {"width": 4096, "height": 2016}
     for name in ("width", "height"):
-        if type(body.get(name)) is int:
+        if type(body.get(name)) in (int, float):
             body[name] = body[name] if body[name] > 64 else min(body[name], 16)
+    if body.get("size") not in (None, "auto"):
+        body["size"] = "16x16"
     if type(body.get("prompt")) is str and zlib.crc32(repr(body).encode()) % 2:  # a picture
-        for name in set(body) - KEPT:
+        for name in set(body) - (KEPT | PICTURES if "/edits" in path or "/var" in path else KEPT):
             del body[name]
-        body |= {"prompt": "a", "size": "16x16"}
+        body |= PLAIN
 
 
+PICTURES = {"image", "images"}
 KEPT = {"seed", "n", "steps", "quality", "response_format", "stream", "stream_format", "trigger"}
+"""
+# A model, or the state of the server, may not allow what is valid: 404, 409, 422. No registry is
+# there: 502
+CONFIG = """
+[checks.not_a_server_error]
+expected-statuses = ["2xx", "3xx", "4xx", "502"]
+
+[checks.positive_data_acceptance]
+expected-statuses = ["2xx", "401", "403", "404", "409", "422", "5xx"]
 """
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,"
-    "response_schema_conformance,unsupported_method,negative_data_rejection"
+    "response_schema_conformance,unsupported_method,negative_data_rejection,"
+    "positive_data_acceptance"
 )
 
 
 def explore(url: str, place: Path, first: int, every: int, examples: int) -> None:
     """Send requests that are made of the document of a server, valid ones and others."""
     (place / "hooks.py").write_text(HOOKS)
+    (place / "schemathesis.toml").write_text(CONFIG)
+    for phases in ("examples,coverage", "fuzzing"):
+        _explore(url, place, phases, {"FIRST": first, "EVERY": every}, examples)
+
+
+def _explore(url: str, place: Path, phases: str, limits: dict[str, int], examples: int) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"]
     command += ["--header", f"Authorization: Bearer {TOKEN}", "--checks", CHECKS, "--no-color"]
-    command += ["--max-examples", str(examples), "--phases", "examples,coverage,fuzzing"]
+    command += ["--max-examples", str(examples), "--phases", phases]
     command += ["--exclude-path", "/v1/events"]  # an endless stream
     command += ["--generation-database", "none", "--suppress-health-check", "all"]
     command += ["--request-timeout", "100"]  # loading the model takes longer on a busy machine
     settings = {"SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(place)}
-    settings |= {"FIRST": str(first), "EVERY": str(every)}
+    settings |= {"PHASES": phases} | {name: str(limit) for name, limit in limits.items()}
     done = run(
         command,
         cwd=place,
@@ -274,7 +370,7 @@ def explore(url: str, place: Path, first: int, every: int, examples: int) -> Non
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     tried = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
-    assert tried and tried[1] == tried[2] and int(tried[1]) > 100, done.stdout[-4000:]
+    assert tried and tried[1] == tried[2] and int(tried[1]) > 40, done.stdout[-4000:]
 
 
 @pytest.mark.integration

@@ -13,13 +13,14 @@ import base64
 import secrets
 import time
 from functools import partial
-from typing import Annotated, Any, NotRequired, Self
+from typing import Annotated, Any, ClassVar, NotRequired, Self
 
 from aiohttp import web
 from pydantic import ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
 from clowder_aimage.api import model_list
+from clowder_aimage.api.field_rule import FieldRule, requires
 from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, check_kind, kind_of
 from clowder_aimage.api.ollama.request import OllamaBody, OllamaRequest
 from clowder_aimage.api.ollama.text import answer_prompt, read_named
@@ -33,9 +34,14 @@ from clowder_aimage.api.parameter_field import (
 from clowder_aimage.api.picture.control_field import controlnet_error, find_controlnet
 from clowder_aimage.api.picture.field import PictureFields
 from clowder_aimage.api.picture.lora_field import LoraFields, PromptedLoras
-from clowder_aimage.api.picture.source import BarePictureSources, take_bare_pictures
+from clowder_aimage.api.picture.source import (
+    CONTROL,
+    IMAGES,
+    BarePictureSources,
+    take_bare_pictures,
+)
 from clowder_aimage.api.picture.upload import KeptPictures, PictureUploads
-from clowder_aimage.api.request_body import check_fields, wrong
+from clowder_aimage.api.request_body import check_fields
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.enhance_field import EnhanceFields, PromptEnhancer
 from clowder_aimage.dialect import AImage
@@ -51,7 +57,7 @@ from clowder_aimage.generation.request import (
     Sampling,
 )
 from clowder_aimage.http import operation
-from clowder_aimage.http.api_error import OLLAMA, ApiError
+from clowder_aimage.http.api_error import OLLAMA
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.operation import COMPUTES, Answer, Operation
 from clowder_aimage.http.route import INFER, Route, share
@@ -95,6 +101,8 @@ class OllamaPictureOptions(_Options):
 @with_parameters(Sampling, Guidance)
 class OllamaPictureBody(_Options, OllamaBody, EnhanceFields, PictureFields):
     """A request of ``/api/generate`` for an image model."""
+
+    RULES: ClassVar[tuple[FieldRule, ...]] = (requires((IMAGES, CONTROL), "prompt"),)
 
     prompt: Prompt = ""
     options: OllamaPictureOptions = Field(
@@ -180,7 +188,7 @@ GENERATE = Operation(
     ),
     limit=None,
     body=OllamaPictureFields | OllamaPromptBody,
-    refusals=(*COMPUTES, 422),
+    refusals=COMPUTES,
 )
 
 
@@ -202,8 +210,6 @@ class OllamaGeneration(OllamaRequest):
         self._to_request = partial(body.request, self._adapters.prompt, pictures, seed=self._seed)
         self._to_request(None)  # before a model is pulled
         self._warn = partial(body.warnings, pictures=pictures, has_size=body.has_size)
-        if body.prompt and not self._adapters.prompt:
-            raise ApiError(400, "prompt must not be empty", code="invalid_value", param="prompt")
         self._used: tuple[LoraUse, ...] = ()
         self._picture: ImageEvent | None = None
 
@@ -275,9 +281,7 @@ async def generate(uploads: PictureUploads, request: Request) -> web.StreamRespo
             return await answer_prompt(service, request, fields, stored)
         given = take_bare_pictures(fields)
         body = check_fields(fields, OllamaPictureBody).with_options()
-        if given and not body.prompt:
-            raise wrong(next(iter(given)), "cannot be used without a prompt")
-        body.check_given(given, has_size=body.has_size)
+        body.check_rules(given)
         pictures = await upload.keep(given, body.painted)
         work = OllamaGeneration(service, request, body, pictures, stored)
         return await work.answer()

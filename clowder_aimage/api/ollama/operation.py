@@ -8,16 +8,17 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from clowder_aimage.api.model_list import ModelDetails, UsedLora
+from clowder_aimage.api.name_field import Name, TagName
 from clowder_aimage.api.request_body import ModelBody, NamedBody, RequestBody, TransferBody
-from clowder_aimage.http.operation import COMPUTES, OLLAMA, Answer, Operation
+from clowder_aimage.http.operation import OLLAMA, TRANSFERS, Answer, Operation
 from clowder_aimage.http.route import ADMIN, INFER, OPEN
 
 
 class CopyBody(RequestBody):
     """The name of a model, and another one for it."""
 
-    source: str = Field(min_length=1, examples=["tiny"])
-    destination: str = Field(min_length=1, examples=["team/tiny:v2"])
+    source: Name = Field(min_length=1, examples=["tiny"])
+    destination: TagName = Field(min_length=1, examples=["team/tiny:v2"])
 
 
 class Version(TypedDict):
@@ -146,7 +147,7 @@ PULL = Operation(
     "Pull a model from the registry in its name.",
     (_TRANSFERRED,),
     body=TransferBody,
-    refusals=COMPUTES,
+    refusals=TRANSFERS,
 )
 PUSH = Operation(
     "POST",
@@ -157,7 +158,7 @@ PUSH = Operation(
     "Push a model to the registry in its name.",
     (_TRANSFERRED,),
     body=TransferBody,
-    refusals=COMPUTES,
+    refusals=TRANSFERS,
 )
 COPY = Operation(
     "POST",

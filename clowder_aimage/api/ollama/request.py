@@ -18,7 +18,7 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, PullingEvent
 from clowder_aimage.engine.executor import run_generation
-from clowder_aimage.engine.settings import duration
+from clowder_aimage.engine.settings import DURATION, duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import Request
@@ -40,7 +40,7 @@ def _keep_alive(value: object) -> float | None:
 
 
 _Duration = Annotated[
-    str, Field(pattern=r"^([+-]?([0-9]+(\.[0-9]*)?(ns|us|µs|ms|s|m|h)?)+)?$", examples=["5m"])
+    str, Field(json_schema_extra={"pattern": f"^({DURATION})?$"}, examples=["5m"])
 ]
 
 

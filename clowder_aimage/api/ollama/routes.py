@@ -27,8 +27,8 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.engine.queued_request import ModelSlot
 from clowder_aimage.engine.shared_transfer import SharedTransfer
-from clowder_aimage.errors import AImageError, NotFoundError, UsageError
-from clowder_aimage.http.api_error import registry_error
+from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.http.api_error import ApiError, registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import Route, serve, share
 from clowder_aimage.layout import ImageLayout
@@ -155,15 +155,13 @@ def _shown(store: ImageLayout, item: model_list.ModelEntry) -> ShownModel:
 
 async def _delete(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, NamedBody)
-    await model_list.delete(service, _reference(body.reference, "model"))
+    await model_list.delete(service, Reference.parse(body.reference))
     return web.Response()
 
 
 async def _copy(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, CopyBody)
-    source, target = _reference(body.source, "source"), _reference(body.destination, "destination")
-    if target.digest is not None:
-        raise UsageError(f"expected a tag, not a digest: {target}", hint="remove the @DIGEST")
+    source, target = Reference.parse(body.source), Reference.parse(body.destination)
     if not await run_locking(copy_name, service.store, source, target):
         raise model_list.unknown(source)
     return web.Response()
@@ -190,15 +188,9 @@ def _source(store: ImageLayout, source: Reference) -> Descriptor | None:
     return found
 
 
-def _reference(name: str, field: str) -> Reference:
-    if not name:
-        raise UsageError(f"missing required field: {field}")
-    return Reference.parse(name)
-
-
 async def _pull(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, TransferBody)
-    reference = _reference(body.reference, "model")
+    reference = Reference.parse(body.reference)
     _check_insecure(service, body, reference)
     with service.transfers.pull(reference) as transfer:
         lines = _progress(transfer, "pulling", "verifying sha256 digest", "writing manifest")
@@ -207,11 +199,8 @@ async def _pull(service: Service, request: Request) -> web.StreamResponse:
 
 async def _push(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, TransferBody)
-    reference = _reference(body.reference, "model")
+    reference = Reference.parse(body.reference)
     _check_insecure(service, body, reference)
-    if reference.registry is None:
-        hint = "copy it to a name with one, such as registry.example.com/team/model:v1"
-        raise UsageError(f"cannot push {reference}: the name has no registry", hint=hint)
     if await run_io(model_list.entry, service.store, reference) is None:
         raise model_list.unknown(reference)
     with service.transfers.push(reference) as transfer:
@@ -220,13 +209,13 @@ async def _push(service: Service, request: Request) -> web.StreamResponse:
 
 
 def _check_insecure(service: Service, body: TransferBody, reference: Reference) -> None:
-    """Raise UsageError if an insecure registry is requested that is not configured as such."""
+    """Raise ApiError (403) for an insecure registry that is not configured as such."""
     if not body.insecure or reference.is_loopback:
         return
     known = service.connection.to(reference.registry or "")
     if not known.plain_http and not known.insecure:
-        message = "a request cannot disable TLS for a registry"
-        raise UsageError(message, hint="configure it for the worker")
+        message = "a request cannot disable TLS for a registry: configure it for the worker"
+        raise ApiError(403, message, code="insecure_registry")
 
 
 async def _answer_lines(request: Request, is_streaming: bool, lines: _Lines) -> web.StreamResponse:

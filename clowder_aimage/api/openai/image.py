@@ -32,7 +32,7 @@ from clowder_aimage.api.picture.request import (
     VariationRequest,
     read_request,
 )
-from clowder_aimage.api.picture.source import IMAGE, IMAGES, take_pictures
+from clowder_aimage.api.picture.source import take_pictures
 from clowder_aimage.api.picture.upload import KeptPictures, PictureUpload, PictureUploads
 from clowder_aimage.api.request_body import is_strict, read_query
 from clowder_aimage.api.service import Service
@@ -117,10 +117,7 @@ class ImageRoutes:
         defaults = {name: getattr(service.settings, name) for name in names}
         strict, is_form = is_strict(request), upload.body.is_form
         body = read_request(fields, kind, strict=strict, is_form=is_form, **defaults)
-        if kind is not ImageRequest and not given.keys() & {IMAGE, IMAGES}:
-            message = "missing required field: image"
-            raise ApiError(400, message, code="missing_required_parameter", param="image")
-        body.check_given(given, has_size=body.has_size)
+        body.check_rules(given)
         may_pull = request.get("scope") == ADMIN
         target = await picture_output.target_of(
             body.output, service, may_push=may_pull, is_streamed=body.stream

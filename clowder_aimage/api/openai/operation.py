@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.config import JsonDict
 from typing_extensions import TypedDict
 
@@ -12,21 +12,15 @@ from clowder_aimage.api.model_choice import MODEL_HEADERS
 from clowder_aimage.api.model_list import UsedLora
 from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
 from clowder_aimage.api.picture import link as picture_link
-from clowder_aimage.api.picture.request import EditRequest, ImageRequest, VariationRequest
+from clowder_aimage.api.picture.request import EditRequest, ImageRequest, Size, VariationRequest
 from clowder_aimage.api.picture.source import PictureSources
 from clowder_aimage.api.request_body import IGNORED, Parameters, StrictQuery
 from clowder_aimage.generation.request import MAX_REFERENCES, Output
 from clowder_aimage.http.operation import COMPUTES, OPENAI, Answer, Operation
 from clowder_aimage.http.route import INFER, OPEN
 
-_GIVEN: JsonDict = {"not": {"enum": [None, "", []]}}
-_NEEDS_IMAGE = ConfigDict(
-    json_schema_extra={
-        "anyOf": [
-            {"required": [name], "properties": {name: _GIVEN}} for name in ("image", "images")
-        ]
-    }
-)
+_FILLED: JsonDict = {"minLength": 1}  # in a form
+_File = Annotated[bytes, Field(json_schema_extra=_FILLED)]
 
 
 class ImageFields(ImageRequest, PictureSources):
@@ -36,37 +30,38 @@ class ImageFields(ImageRequest, PictureSources):
 class EditFields(EditRequest, PictureSources):
     """A request for pictures that begin with another."""
 
-    model_config = _NEEDS_IMAGE
-
 
 class VariationFields(VariationRequest, PictureSources):
     """A request for pictures that begin with another, without a prompt."""
-
-    model_config = _NEEDS_IMAGE
 
 
 @with_parameters(Output, without=("previews",))
 class VariationForm(ParameterBody):
     """Also the other fields of the JSON body, as texts."""
 
-    image: bytes = Field(description="A PNG, JPEG or WebP file.")
+    image: bytes = Field(json_schema_extra=_FILLED, description="A PNG, JPEG or WebP file.")
     model: str = ""
-    size: str = "auto"
-    control: bytes = Field(default=b"", description="A file that guides a ControlNet.")
+    size: Size = "auto"
+    control: bytes = Field(
+        default=b"", json_schema_extra=_FILLED, description="A file that guides a ControlNet."
+    )
 
 
 class EditForm(VariationForm):
     """Also the other fields of the JSON body, as texts."""
 
-    image: list[bytes] = Field(  # type: ignore[assignment]
+    image: list[_File] = Field(  # type: ignore[assignment]
+        json_schema_extra={"minItems": 1},
         max_length=MAX_REFERENCES,
         description="PNG, JPEG or WebP files: one, or up to the `max_images` of the model. Also "
         "`image[]`.",
     )
     mask: bytes = Field(
-        default=b"", description="A file as large as the image, of which `painted` is painted."
+        default=b"",
+        json_schema_extra=_FILLED,
+        description="A file as large as the image, of which `painted` is painted.",
     )
-    prompt: str
+    prompt: str = Field(json_schema_extra=_FILLED)
 
 
 class PictureEntry(TypedDict):
@@ -189,7 +184,7 @@ GENERATE = Operation(
     limit=None,
     body=ImageFields,
     query=StrictQuery,
-    refusals=(*COMPUTES, 422),
+    refusals=COMPUTES,
 )
 EDIT = Operation(
     "POST",
@@ -205,7 +200,7 @@ EDIT = Operation(
     body=EditFields,
     form=EditForm,
     query=StrictQuery,
-    refusals=(*COMPUTES, 422),
+    refusals=COMPUTES,
 )
 VARY = Operation(
     "POST",
@@ -220,7 +215,7 @@ VARY = Operation(
     body=VariationFields,
     form=VariationForm,
     query=StrictQuery,
-    refusals=(*COMPUTES, 422),
+    refusals=COMPUTES,
 )
 LIST_MODELS = Operation(
     "GET",

@@ -127,6 +127,8 @@ class PictureBody:
                 name = part.name.removesuffix("[]")
                 value = await self._value(part, name)
                 if name in NAMES:
+                    if not value:  # no file is chosen
+                        continue
                     found.setdefault(name, []).append(value)
                 elif found.setdefault(name, value) is not value:
                     raise wrong(name[:60], "is given twice")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.model_fetch import find
@@ -24,7 +23,8 @@ def find_controlnet(service: Service, request: GenerateRequest, model: AImage) -
     if request.control.network is None:
         if is_packed_with(model):
             return request
-        raise wrong(FIELD, "is required: this model has none of its own")
+        message = f"{FIELD} is required: this model has none of its own"
+        raise ApiError(422, message, code="controlnet_required", param=FIELD)
     try:
         name = str(service.reference(request.control.network))
         source = ControlSource(service.store, partial(find, service.store))

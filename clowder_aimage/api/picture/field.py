@@ -2,56 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from clowder_aimage.api.field_rule import FieldRule, excludes, requires
 from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
 from clowder_aimage.api.picture.source import CONTROL, IMAGE, IMAGES, MASK
 from clowder_aimage.api.picture.upload import KeptPictures
-from clowder_aimage.api.request_body import wrong
 from clowder_aimage.dialect import AImage
 from clowder_aimage.generation.effect import ignored_parameters
-from clowder_aimage.generation.request import Control, GenerateRequest, ImageInput, places
+from clowder_aimage.generation.request import (
+    OF_IMAGES,
+    OF_MASKS,
+    Control,
+    GenerateRequest,
+    ImageInput,
+    places,
+)
 from clowder_aimage.pictures.input_file import reduction
 from clowder_aimage.pictures.input_kind import assign_role, most_area, own_sized
 
-# Fields that have no meaning without an image, a mask or a control picture
-_OF_IMAGES = ("strength", "fine", "paste", "feather", "crop", "painted", "expand", "upscale")
-_OF_MASKS = ("paste", "feather", "crop")
-_OF_CONTROLS = ("controlnet", "control_strength")
+# Which are determined by expand
+_SIZE = ("size", "width", "height")
 
 
 @with_parameters(ImageInput, Control, without=("image", "mask", "references", "control"))
 class PictureFields(ParameterBody):
     """The parameters of the pictures of a request."""
 
+    RULES: ClassVar[tuple[FieldRule, ...]] = (
+        requires((*OF_IMAGES, "painted"), IMAGE, IMAGES, words="an image"),
+        requires(OF_MASKS, MASK, words="a mask"),
+        requires("feather", "paste", "crop", words="paste or crop: it is the width of their seam"),
+        requires(("controlnet", "control_strength"), CONTROL, words="a control picture"),
+        requires("fit", IMAGE, IMAGES, CONTROL, words="an image"),
+        excludes(IMAGES, IMAGE),
+        excludes("upscale", "expand", MASK),
+        excludes("expand", MASK, *_SIZE),
+    )
+
     painted: Literal["auto", "white", "transparent"] = Field(
         default="auto",
         description="What of the mask is painted. `auto`: what is transparent if anything is, else "
         "white.",
     )
-
-    def check_given(self, names: Collection[str], *, has_size: bool) -> None:
-        """Refuse fields that need other pictures than those with ``names``. Raises ApiError."""
-        has_image = bool({IMAGE, IMAGES} & {*names})
-        stated = {name for name, value in self.stated.items() if value not in (False, 0)}
-        stated |= {"painted"} if self.painted != "auto" else set()
-        for fields, has_one, what in (
-            (_OF_IMAGES, has_image, "an image"),
-            (_OF_MASKS, MASK in names, "a mask"),
-            (_OF_CONTROLS, CONTROL in names, "a control picture"),
-            (("fit",), has_image or CONTROL in names, "an image"),
-        ):
-            needing = [name for name in fields if name in stated]
-            if needing and not has_one:
-                raise wrong(needing[0], f"requires {what}")
-        for name in ("expand", "upscale"):
-            if MASK in names and name in stated:
-                raise wrong(name, "cannot be combined with a mask")
-        if "expand" in stated and has_size:
-            raise wrong("expand", "determines the size: omit size, width and height")
 
     def request(
         self, prompt: str, pictures: KeptPictures | None, model: AImage | None, **more: Any

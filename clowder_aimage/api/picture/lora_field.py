@@ -98,7 +98,7 @@ class PromptedLoras:
                 continue
             try:
                 found[index] = service.reference(use.model)
-            except UsageError:
+            except NotFoundError:
                 message = f"adapter {use.model[:200]!a} not found"
                 raise self.error(NotFoundError(message), index) from None
         return found

@@ -16,10 +16,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from clowder_aimage.api.field_rule import FieldRule, excludes, needs
 from clowder_aimage.api.parameter_field import Prompt, parameter_error, with_parameters
 from clowder_aimage.api.picture.field import PictureFields
 from clowder_aimage.api.picture.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.picture.output import OutputField
+from clowder_aimage.api.picture.source import IMAGE, IMAGES
 from clowder_aimage.api.picture.upload import KeptPictures
 from clowder_aimage.api.request_body import GenerationBody, check_fields, check_ignored, wrong
 from clowder_aimage.api.text.enhance_field import EnhanceFields
@@ -50,6 +52,15 @@ _PLAIN = frozenset(
 )
 
 
+Size = Annotated[
+    str,
+    Field(
+        max_length=MAX_NAME,
+        description="`auto`, or WIDTHxHEIGHT such as `1024x1024`.",
+        examples=["32x32"],
+        json_schema_extra={"pattern": f"^(auto|{_SIZE.pattern})$"},
+    ),
+]
 _OBJECTS = ("loras", "output")  # fields that are JSON in a form
 
 
@@ -64,17 +75,15 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
     """A validated request; the AImage provides the defaults of parameters that are not stated."""
 
     EVENTS: ClassVar[str] = "image_generation"  # the first part of the types of events
-    NEEDS_PROMPT: ClassVar[bool] = True
+    RULES: ClassVar[tuple[FieldRule, ...]] = (
+        needs("prompt", "enhance"),
+        excludes("size", "width", "height"),
+    )
     # Accepted from clients and ignored; ``user`` is neither kept nor logged
     NO_EFFECT = frozenset({"user", "safety_identifier", "moderation", "style", "input_fidelity"})
 
     prompt: Prompt
-    size: Annotated[str, Field(max_length=MAX_NAME)] = Field(
-        default="auto",
-        description="`auto`, or WIDTHxHEIGHT such as `1024x1024`.",
-        examples=["32x32"],
-        json_schema_extra={"pattern": f"^(auto|{_SIZE.pattern})$"},
-    )
+    size: Size = "auto"
     loras: LoraFields = Field(
         default_factory=list,
         description="Adapters, whose changes are added; so are those of tags <lora:NAME:STRENGTH> "
@@ -111,14 +120,9 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raise ApiError for incompatible fields."""
-        if self.NEEDS_PROMPT and not self.enhance and not self.adapters.prompt.strip():
-            raise wrong("prompt", "must not be empty")
         if self.background == "transparent":
             raise wrong("background", "transparent is not supported", "unsupported_value")
         size = _size(self.size)
-        for name, side in size.items():
-            if self.stated.get(name, side) != side:
-                raise wrong(name, f"is {self.stated[name]}, but size is {self.size}")
         plain = {name: value for name, value in self.stated.items() if name in _PLAIN}
         try:
             GenerateRequest.draft(**plain | size)
@@ -144,8 +148,6 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
     @property
     def sides(self) -> tuple[str, ...]:
         """The sides that are stated other than by ``size``."""
-        if self.size != "auto":
-            return ()
         return tuple(name for name in ("width", "height") if name in self.stated)
 
     @property
@@ -182,14 +184,21 @@ class EditRequest(ImageRequest):
     """A request of ``/v1/images/edits``."""
 
     EVENTS = "image_edit"
+    RULES: ClassVar[tuple[FieldRule, ...]] = (needs(IMAGE, IMAGES),)
 
 
 class VariationRequest(ImageRequest):
     """A request of ``/v1/images/variations``, which has no prompt."""
 
-    NEEDS_PROMPT = False
+    RULES: ClassVar[tuple[FieldRule, ...]] = (needs(IMAGE, IMAGES),)
 
-    prompt: Annotated[str, AfterValidator(_no_prompt)] = ""
+    prompt: Annotated[str, AfterValidator(_no_prompt)] = Field(
+        default="", json_schema_extra={"maxLength": 0}
+    )
+
+    @classmethod
+    def rules(cls) -> list[FieldRule]:
+        return [rule for rule in super().rules() if "prompt" not in rule.others]
 
 
 def read_request(

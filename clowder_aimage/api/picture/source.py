@@ -3,42 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from clowder_aimage.api.request_body import RequestBody, wrong
-from clowder_aimage.generation.request import ALPHA
+from clowder_aimage.generation.request import ALPHA, MAX_REFERENCES
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.pictures.input_file import DECLARED_TYPES, TYPES, decode_base64
+from clowder_aimage.pictures.input_file import BASE64, DECLARED_TYPES, TYPES, decode_base64
+from clowder_aimage.pictures.input_source import PATTERN
 
 IMAGE, IMAGES, MASK, CONTROL = "image", "images", "mask", "control"
 NAMES = (IMAGE, IMAGES, MASK, CONTROL)  # of fields that are files in a form
 KEYS = tuple(f'"{name}"'.encode() for name in NAMES)  # in JSON
-_EMPTY = (None, "", b"")
+_UNSET = (None, "")
 Given = dict[str, list[str | bytes]]  # the pictures of a request: files, or texts that name them
+
+
+_Source = Annotated[str, Field(json_schema_extra={"pattern": f"^({PATTERN}|{ALPHA}$)"})]
+_Given = Annotated[str, Field(json_schema_extra={"pattern": f"^({PATTERN}|({ALPHA})?$)"})]
+_Bare = Annotated[str, Field(json_schema_extra={"pattern": f"^({PATTERN}|{ALPHA}$|({BASE64})?$)"})]
 
 
 class PictureLink(RequestBody):
     """A picture as in other requests of OpenAI's API."""
 
-    image_url: str
+    image_url: _Source
 
 
-_Picture = str | PictureLink
+_Picture = _Given | PictureLink
+_Listed = _Source | PictureLink
+
+
+_Pictures = Annotated[list[_Listed], Field(max_length=MAX_REFERENCES)]
 
 
 class PictureSources(RequestBody):
     """The fields of a JSON body that name pictures, which ``take_pictures`` takes."""
 
-    image: _Picture | list[_Picture] | None = Field(
+    image: _Picture | _Pictures | None = Field(
         default=None,
         description="The picture to begin with: a data: URL in base64, an https: URL, or an "
         "artifact such as `oci://registry.example.com/pictures/cat:v1`. Only allowed hosts are "
         "asked.",
         examples=["data:image/png;base64,iVBORw0KGgo="],
     )
-    images: list[_Picture] | None = Field(
+    images: _Pictures | None = Field(
         default=None,
         description="In place of `image`: a list. Models that begin with a picture take one; the "
         "model's `max_images` is the most.",
@@ -59,16 +69,16 @@ class PictureSources(RequestBody):
 class BarePictureSources(RequestBody):
     """The fields of a body of ollama's API that name pictures."""
 
-    images: list[str] | None = Field(
+    images: Annotated[list[_Bare], Field(max_length=MAX_REFERENCES)] | None = Field(
         default=None,
         description="Pictures in base64, URLs or artifacts: one to begin with, or up to the "
         "`max_images` of the model.",
     )
-    mask: str | None = Field(
+    mask: _Bare | None = Field(
         default=None,
         description="With `images`: a picture of which `painted` is painted; or `alpha`.",
     )
-    control: str | None = Field(default=None, description="A picture that guides a ControlNet.")
+    control: _Bare | None = Field(default=None, description="A picture that guides a ControlNet.")
 
 
 class BareBase64(str):
@@ -90,8 +100,6 @@ def take_pictures(fields: dict[str, Any]) -> Given:
     A picture is a text or a file, alone or in a list, or an object with ``image_url``.
     """
     found = {name: list(_taken(name, fields.pop(name, None))) for name in NAMES}
-    if found[IMAGE] and found[IMAGES]:
-        raise wrong(IMAGES, "cannot be combined with image")
     return {name: values for name, values in found.items() if values}
 
 
@@ -114,12 +122,12 @@ def _bare(value: str | bytes) -> str | bytes:
 
 
 def _taken(name: str, value: object) -> Iterator[str | bytes]:
+    if value in _UNSET:
+        return
     values: Iterable[object] = value if isinstance(value, list) else [value]
     for one in values:
-        if one in _EMPTY:
-            continue
         text = one.get("image_url") if isinstance(one, Mapping) else one
-        if not isinstance(text, str | bytes):
+        if not isinstance(text, str | bytes) or not text:
             message = "must be a picture: a data: or https: URL, an artifact, or a file"
             raise wrong(name, message, "invalid_type")
         yield text

@@ -239,7 +239,8 @@ def _check_role(model: AImage, given: Given) -> None:
         check_role(model, len(given.get(name, ())), {MASK} & given.keys())
     except UsageError as error:
         word, _, message = error.message.partition(" ")
-        raise wrong(MASK if word == MASK else name, message, "unsupported_value") from None
+        name = MASK if word == MASK else name
+        raise ApiError(422, f"{name} {message}", code="unsupported_value", param=name) from None
 
 
 def _refusal(error: AImageError, name: str) -> AImageError:

@@ -97,7 +97,7 @@ class AdapterCatalog:
             reference = self._service.reference(model)
             store = self._service.store
             return read_model(store, store.resolve(reference))
-        except (UsageError, NotFoundError):
+        except NotFoundError:
             raise unknown_model(model) from None
         except FormatError:
             raise wrong("model", f"{model[:200]!a} is not an AImage") from None

@@ -8,16 +8,19 @@ from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 from typing_extensions import TypedDict
 
+from clowder_aimage.api.name_field import TagName
 from clowder_aimage.api.picture.lora_field import LoraFields
 from clowder_aimage.api.request_body import Parameters, RequestBody
 from clowder_aimage.engine.job_queue import Status
 from clowder_aimage.http.operation import STORE, Answer, Operation
 from clowder_aimage.http.route import ADMIN
-from clowder_aimage.importer.recipe import AUTO, DTYPES
-from clowder_aimage.tensor.quantization import QUANT_TYPES
-
-_SIZES = sorted({size for kind in QUANT_TYPES.values() for size in kind.group_sizes})
-
+from clowder_aimage.importer.recipe import (
+    AUTO,
+    DTYPES,
+    GROUP_SIZES,
+    grouped_pattern,
+    quantize_pattern,
+)
 
 _ABSENT: JsonDict = {name: {"type": "null"} for name in ("dtype", "quantize", "group_size")}
 _FUSE: JsonDict = {
@@ -32,11 +35,28 @@ _CONVERT: JsonDict = {
 }
 
 
+_GROUPED: JsonDict = {
+    "if": {"required": ["group_size"], "properties": {"group_size": {"type": "number"}}},
+    "then": {
+        "required": ["quantize"],
+        "properties": {"quantize": {"type": "string", "pattern": grouped_pattern()}},
+    },
+}
+_ATTACHED: JsonDict = {
+    "if": {
+        "required": ["attach", "dtype"],
+        "properties": {"attach": {"const": True}, "dtype": {"const": AUTO}},
+    },
+    "then": {"required": ["quantize"], "properties": {"quantize": {"type": "string"}}},
+}
+
+
 class JobRequest(RequestBody):
     """The AImage to change, the name of the new one, and the change."""
 
     model_config = ConfigDict(
         json_schema_extra={
+            "allOf": [_GROUPED, _ATTACHED],
             "anyOf": [
                 {"required": ["loras"], "properties": _FUSE},
                 {
@@ -45,9 +65,9 @@ class JobRequest(RequestBody):
                 },
                 {
                     "required": ["quantize"],
-                    "properties": {**_CONVERT, "quantize": {"type": "string", "minLength": 1}},
+                    "properties": {**_CONVERT, "quantize": {"type": "string"}},
                 },
-            ]
+            ],
         }
     )
 
@@ -55,7 +75,7 @@ class JobRequest(RequestBody):
         description="`convert` needs `quantize` or `dtype`, `fuse` needs `loras`."
     )
     model: str = Field(min_length=1, max_length=1024, examples=["tiny"])
-    target: str = Field(
+    target: TagName = Field(
         min_length=1,
         max_length=1024,
         description="The name of the new AImage, which nothing has yet.",
@@ -65,11 +85,12 @@ class JobRequest(RequestBody):
     quantize: str | None = Field(
         default=None,
         max_length=256,
+        json_schema_extra={"pattern": f"^{quantize_pattern()}$"},
         description="A type, such as `int8`, for the transformer; or "
         "`transformer=int4,text_encoder=int8`.",
         examples=["int8"],
     )
-    group_size: Annotated[int, Field(json_schema_extra={"enum": [*_SIZES]})] | None = None
+    group_size: Annotated[int, Field(json_schema_extra={"enum": [*GROUP_SIZES]})] | None = None
     attach: bool = Field(default=False, description="Make the new AImage a variant of the other.")
     loras: LoraFields = Field(default_factory=list)
 

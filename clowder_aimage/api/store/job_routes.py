@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -49,10 +48,7 @@ class JobRoutes:
     async def add(self, request: web.Request) -> web.StreamResponse:
         """Queue a job, and respond with it (202)."""
         service, body = self._service, await read_body(request, JobRequest)
-        model = _named("model", body.model, service.reference)
-        target = _named("target", body.target, Reference.parse)
-        if target.digest is not None:
-            raise wrong("target", "must be a name without a digest")
+        model, target = service.reference(body.model), Reference.parse(body.target)
         options = _recipe(body) if body.kind == CONVERT else await self._loras(body)
         found = await run_io(model_list.entry, service.store, model)
         if found is None:
@@ -95,13 +91,6 @@ class JobRoutes:
             for index, use in enumerate(uses.uses)
         ]
         return {"loras": loras}
-
-
-def _named(param: str, name: str, parse: Callable[[str], Reference]) -> Reference:
-    try:
-        return parse(name)
-    except UsageError as error:
-        raise wrong(param, f"is not a name: {error.message[:300]}") from None
 
 
 def _recipe(body: JobRequest) -> dict[str, Any]:

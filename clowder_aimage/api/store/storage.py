@@ -24,7 +24,7 @@ from clowder_aimage.api.store.storage_operation import Content, ContentBody
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.engine.transfer_queue import Credentials
-from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError, UsageError
+from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError
 from clowder_aimage.http.api_error import ApiError, registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import Route, share
@@ -60,13 +60,14 @@ def encode(url: str) -> str:
 def decode(part: str) -> str:
     """Decode a URL from base64 in either alphabet (RFC 4648, 4 and 5), padded or not.
 
-    Raises ApiError.
+    Raises ApiError (404): nothing can have this name.
     """
     plain = part.rstrip("=").replace("-", "+").replace("_", "/")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True).decode()
     except (binascii.Error, ValueError):
-        raise _malformed("the path must end in a URL in base64") from None
+        message = "not found: the path does not end in a URL in base64"
+        raise ApiError(404, message, code="content_not_found") from None
 
 
 def parse(url: str) -> Reference:
@@ -147,7 +148,7 @@ async def _list(service: Service, _: Request) -> web.StreamResponse:
 
 
 async def _get(service: Service, request: Request) -> web.StreamResponse:
-    reference = parse(decode(request.match_info["url"]))
+    reference = _of_path(request)
     item = await run_io(model_list.item, service.store, reference)
     if item is not None and not item.missing:
         return web.json_response(_stored(item))
@@ -179,14 +180,11 @@ async def _post(service: Service, request: Request) -> web.StreamResponse:
 
 
 async def _delete(service: Service, request: Request) -> web.StreamResponse:
-    reference = parse(decode(request.match_info["url"]))
+    reference = _of_path(request)
     was_pulled = await _stop_pulls(service, reference)
     found = await run_io(model_list.entry, service.store, reference)
     if found is not None or not was_pulled:
-        try:
-            await model_list.delete(service, reference)
-        except UsageError as error:
-            raise ApiError(409, error.message, code="read_only") from None
+        await model_list.delete(service, reference)
     return web.Response(status=204)
 
 
@@ -205,6 +203,14 @@ async def _stop_pulls(service: Service, reference: Reference) -> bool:
             later = {"Retry-After": "10"}
             raise ApiError(409, message, code="pull_under_way", headers=later)
     return bool(pulls)
+
+
+def _of_path(request: Request) -> Reference:
+    """Return the reference of the URL in a path. Raises ApiError (404): nothing can have it."""
+    try:
+        return parse(decode(request.match_info["url"]))
+    except AImageError as error:
+        raise ApiError(404, error.message, code="content_not_found") from None
 
 
 def _unknown(reference: Reference) -> ApiError:

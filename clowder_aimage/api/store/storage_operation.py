@@ -7,10 +7,15 @@ from typing import Literal, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from clowder_aimage.api.name_field import name_schema
 from clowder_aimage.api.request_body import Parameters, RequestBody
 from clowder_aimage.api.store.operation import MissingBlobs
-from clowder_aimage.http.operation import COMPUTES, CONTENT, Answer, Operation
+from clowder_aimage.http.operation import CONTENT, TRANSFERS, Answer, Operation
 from clowder_aimage.http.route import ADMIN
+from clowder_aimage.oci.reference import pattern
+
+_OCI = name_schema(pattern(is_remote=True), "[Oo][Cc][Ii]://")
+_OLLAMA = name_schema(pattern(), "[Oo][Ll][Ll][Aa][Mm][Aa]:///*")
 
 
 class ContentBody(RequestBody):
@@ -18,10 +23,12 @@ class ContentBody(RequestBody):
 
     url: str = Field(
         description="`oci://` or `ollama://`, followed by a name.",
-        json_schema_extra={"pattern": "^[A-Za-z][A-Za-z0-9+.-]*://"},
+        json_schema_extra={"anyOf": [_OCI, _OLLAMA]},
     )
     credentials: str = Field(
-        default="", description="Used for this pull only: a token, or base64 of `user:password`."
+        default="",
+        description="Used for this pull only: a token, or base64 of `user:password`.",
+        json_schema_extra={"pattern": "^[!-~]*$"},
     )
     credentialsType: str = Field(  # noqa: N815 - the storage manager's name
         default="",
@@ -81,7 +88,7 @@ ADD = Operation(
         Answer("The content was pulled.", Content, 201, headers=_PLACE),
     ),
     body=ContentBody,
-    refusals=(*COMPUTES, 409, 422),
+    refusals=(*TRANSFERS, 409, 422),
 )
 GET = Operation(
     "GET",
@@ -95,7 +102,7 @@ GET = Operation(
         Answer("The content is partial or being pulled.", Content, 206),
     ),
     places=ContentPath,
-    refusals=(400, 404),
+    refusals=(404,),
 )
 DELETE = Operation(
     "DELETE",
@@ -106,5 +113,5 @@ DELETE = Operation(
     "Delete content.",
     (Answer("It was deleted.", status=204),),
     places=ContentPath,
-    refusals=(400, 404, 409),
+    refusals=(404, 409),
 )

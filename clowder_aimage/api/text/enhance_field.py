@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints
 
+from clowder_aimage.api.field_rule import FieldRule, excludes, requires
 from clowder_aimage.api.model_kind import TEXT, check_kind
 from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
-from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.event import Event, ImageEvent, PreviewEvent, PullingEvent
 from clowder_aimage.engine.executor import run_generation
-from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.generation.request import MAX_NAME, GenerateRequest
 from clowder_aimage.http.api_error import ApiError, api_error
 from clowder_aimage.model.pipeline import Step
@@ -49,6 +49,12 @@ _Instruction = Annotated[
 class EnhanceFields(ParameterBody):
     """The language model that writes the prompt: the worker's, or one that is named."""
 
+    RULES: ClassVar[tuple[FieldRule, ...]] = (
+        requires("enhance_instruction", _FIELD),
+        excludes("original_prompt", _FIELD),
+        requires("enhancer", "original_prompt"),
+    )
+
     enhance: Annotated[
         bool | str, BeforeValidator(_checked, json_schema_input_type=bool | _ModelName)
     ] = Field(
@@ -60,17 +66,6 @@ class EnhanceFields(ParameterBody):
         description="The instruction to the language model, in place of the worker's own; requires "
         "enhance.",
     )
-
-    @model_validator(mode="after")
-    def _check_enhancement(self) -> Self:
-        """Raise ApiError for fields that do not belong together."""
-        if self.enhance_instruction is not None and not self.enhance:
-            raise wrong("enhance_instruction", f"requires {_FIELD}")
-        if "original_prompt" in self.stated and self.enhance:
-            raise wrong("original_prompt", f"cannot be combined with {_FIELD}")
-        if "enhancer" in self.stated and "original_prompt" not in self.stated:
-            raise wrong("enhancer", "requires original_prompt")
-        return self
 
 
 @dataclass(slots=True)
@@ -100,12 +95,13 @@ class PromptEnhancer:
             return None
         name = wanted if isinstance(wanted, str) else service.settings.enhancer
         if not name:
-            raise wrong(_FIELD, "requires the name of a language model: this worker has none")
+            message = f"{_FIELD} requires the name of a language model: this worker has none"
+            raise ApiError(422, message, code="unsupported_value", param=_FIELD)
         try:
             reference = service.reference(name)
             return cls(service, reference, prompt, seed, pull, fields.enhance_instruction)
-        except UsageError as error:
-            raise wrong(_FIELD, error.message[:300]) from None
+        except NotFoundError as error:
+            raise _explained(error) from None
 
     async def before(
         self, generate: Callable[..., AsyncGenerator[Event, None]], count: int = 1

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.config import JsonDict
 
+from clowder_aimage.api.field_rule import FieldRule, excludes, requires
 from clowder_aimage.api.request_body import GenerationBody, RequestBody, wrong
 from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_TOOLS, Message, Tool
 from clowder_aimage.model.text.language_model import (
@@ -160,8 +169,25 @@ class TextBody(SamplingFields, GenerationBody):
         return [replace(request, sampling=replace(own, seed=one)) for one in seeds]
 
 
+_IF_SCHEMA: JsonDict = {
+    "if": {"properties": {"type": {"const": "json_schema"}}},
+    "then": {
+        "required": ["json_schema"],
+        "properties": {
+            "json_schema": {
+                "type": "object",
+                "required": ["schema"],
+                "properties": {"schema": {"type": "object"}},
+            }
+        },
+    },
+}
+
+
 class TextFormat(RequestBody):
     """Text, a JSON object, or JSON of a schema."""
+
+    model_config = ConfigDict(json_schema_extra=_IF_SCHEMA)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = Field(
@@ -194,9 +220,11 @@ class TemplateFields(RequestBody):
 class ChatRequest(TextBody):
     """A request of ``/v1/chat/completions``."""
 
+    RULES: ClassVar[tuple[FieldRule, ...]] = (requires("top_logprobs", "logprobs"),)
+
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: _Tokens | None = Field(
-        default=None, description="Newer name of `max_tokens`."
+        default=None, description="Newer name of `max_tokens`, and used if both are set."
     )
     logprobs: bool = Field(default=False, description="Return the log probability of each token.")
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] | None = Field(
@@ -241,10 +269,6 @@ class ChatRequest(TextBody):
         if self.functions or self.function_call is not None:
             name = "functions" if self.functions else "function_call"
             raise wrong(name, "is not supported: use tools", "unsupported_value")
-        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
-            raise wrong("max_tokens", "and max_completion_tokens must be equal if both are set")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise wrong("top_logprobs", "requires logprobs")
         if self.tool_choice not in ("auto", "none"):
             allowed = 'must be "auto" or "none": a model cannot be made to call a function'
             raise wrong("tool_choice", allowed, "unsupported_value")
@@ -276,6 +300,8 @@ class ChatRequest(TextBody):
 class CompletionRequest(TextBody):
     """A request of ``/v1/completions``: each text of ``prompt`` is continued ``n`` times."""
 
+    RULES: ClassVar[tuple[FieldRule, ...]] = (excludes("echo", "logprobs"),)
+
     prompt: Annotated[list[str], Field(max_length=MAX_CHOICES), texts_of(MAX_CHOICES)] = Field(
         description="A text or several; lists of tokens are refused."
     )
@@ -300,8 +326,6 @@ class CompletionRequest(TextBody):
             raise wrong("suffix", "is not supported", "unsupported_value")
         if (self.best_of or 1) > 1:
             raise wrong("best_of", "must be 1: use n", "unsupported_value")
-        if self.echo and self.logprobs is not None:
-            raise wrong("logprobs", "of an echoed prompt are not supported", "unsupported_value")
         if self.n * len(self.prompt) > MAX_CHOICES:
             raise wrong("n", f"times the number of prompts must be at most {MAX_CHOICES}")
         if "" in self.prompt:

@@ -23,8 +23,6 @@ from clowder_aimage.api.picture.request import (
     read_request,
 )
 from clowder_aimage.api.picture.source import (
-    IMAGE,
-    IMAGES,
     take_bare_pictures,
     take_pictures,
 )
@@ -43,7 +41,6 @@ from clowder_aimage.api.text.request import (
     TextBody,
 )
 from clowder_aimage.engine.admission import IF_MISSING, NEVER, BusyError
-from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN
 
@@ -166,10 +163,7 @@ def _of_picture(request: Request, fields: dict[str, Any], *, is_form: bool) -> P
     rest = dict(fields)
     given = take_pictures(rest)
     body = read_request(rest, kind, strict=is_strict(request), is_form=is_form)
-    if kind is not ImageRequest and not given.keys() & {IMAGE, IMAGES}:
-        message = "missing required field: image"
-        raise ApiError(400, message, code="missing_required_parameter", param=IMAGE)
-    body.check_given(given, has_size=body.has_size)
+    body.check_rules(given)
     pull = body.pull if request.get("scope") == ADMIN else NEVER
     seed = {"seed": str(body.first_seed) if is_form else body.first_seed}
     is_events = body.stream

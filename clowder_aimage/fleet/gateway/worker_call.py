@@ -55,6 +55,8 @@ class WorkerAnswer:
         found.headers.pop("Content-Type", None)
         for name, text in self.headers:
             found.headers[name] = text
+        if self.status >= 400:  # also the last line of a stream
+            found.content_type = "application/json"
         return found
 
 
