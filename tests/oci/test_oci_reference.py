@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Digest, Reference
+from clowder_aimage.oci.reference import pattern
 
 DIGEST = Digest.of(b"x")
 
@@ -203,3 +205,30 @@ def test_any_text_is_a_reference_that_reads_back_or_a_usage_error(text: Any) -> 
     assert Reference.parse(str(reference)) == reference
     assert ".." not in reference.repository
     assert reference.repository == reference.repository.lower()
+
+
+@pytest.mark.parametrize(("is_remote", "has_digest"), [(False, True), (True, True), (False, False)])
+@settings(max_examples=30)
+@given(data=st.data())
+def test_the_pattern_of_a_schema_is_the_grammar(
+    data: st.DataObject, is_remote: bool, has_digest: bool
+) -> None:
+    """Within the lengths, which are no part of it."""
+    names = re.compile(pattern(is_remote=is_remote, has_digest=has_digest))
+    reference = Reference.parse(data.draw(st.from_regex(names, fullmatch=True).filter(is_short)))
+    assert not is_remote or reference.registry is not None
+    assert has_digest or reference.digest is None
+
+
+def is_short(text: str) -> bool:
+    return len(text) <= 128
+
+
+@given(st.text("aZ0_.-/:@[]", max_size=20))
+def test_the_grammar_is_the_pattern_of_a_schema(text: str) -> None:
+    try:
+        Reference.parse(text)
+    except UsageError:
+        assert re.fullmatch(pattern(), text) is None
+    else:
+        assert re.fullmatch(pattern(), text)
