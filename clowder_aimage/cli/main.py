@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from click.shell_completion import CompletionItem
 
-# group: verb: (module, first line of its help); modules are imported on use
+# Group: verb: its module, which has a function of its name and is imported on use, and its line in
+# the list of verbs
 GROUPS = {
     "Models": {
         "create": ("create", "Pack a model as an AImage."),

@@ -14,6 +14,7 @@ import pytest
 
 from clowder_aimage import __version__
 from clowder_aimage.__main__ import main as start
+from clowder_aimage.cli import verbs
 from clowder_aimage.cli.main import ALIASES, GROUPS, VERBS
 from tests.process import PROGRAM, Aimage, run
 from tests.real_registry import RealRegistry
@@ -234,6 +235,12 @@ def test_the_completion_script_names_the_program(aimage: Callable[..., Aimage], 
     script = aimage()("completion", shell).out
     assert f"_AIMAGE_COMPLETE={shell}_complete" in script
     assert "invalid value" in aimage()("completion", "csh", code=2).err
+
+
+def test_every_module_of_verbs_is_listed() -> None:
+    modules = {path.stem for path in Path(verbs.__file__).parent.glob("[a-z]*.py")}
+    unlisted = modules - {module for module, _ in VERBS.values()}
+    assert not unlisted, f"add a line to GROUPS in cli/main.py: {', '.join(unlisted)}"
 
 
 def test_every_verb_has_a_module_and_a_first_line(aimage: Callable[..., Aimage]) -> None:

@@ -62,12 +62,15 @@ def test_files_that_pages_link_to_are_in_the_site(hooks: ModuleType) -> None:
 
 
 def test_the_generated_files_are_up_to_date(hooks: ModuleType) -> None:
-    outdated = [p.name for p, text in hooks.generated().items() if p.read_text("utf-8") != text]
-    assert not outdated, "these differ from the program: python docs/mkdocs_hooks.py"
+    generated = hooks.generated().items()
+    outdated = [str(p.relative_to(ROOT)) for p, text in generated if p.read_text("utf-8") != text]
+    assert not outdated, f"python docs/mkdocs_hooks.py writes them: {', '.join(outdated)}"
 
 
 def test_every_verb_and_option_is_in_the_reference() -> None:
     page = Document(ROOT / "docs" / "cli.md")
+    missing = [verb for verb in VERBS if f"\n## {verb}\n" not in page.text]
+    assert not missing, f"python docs/mkdocs_hooks.py writes docs/cli.md: {', '.join(missing)}"
     shared = page.section("Options of every verb") + page.section("Registry options")
     for verb, command in VERBS.items():
         own = options(command) - {"-h", "--help"}
