@@ -117,9 +117,9 @@ def test_an_alias_reads_the_store(stocked: Callable[[], Aimage]) -> None:
 
 def test_help_lists_every_verb_in_a_group_and_no_alias(aimage: Callable[..., Aimage]) -> None:
     shown = aimage()("--help").out
-    for group, verbs in GROUPS.items():
+    for group, listed in GROUPS.items():
         part = shown.partition(f"{group}:\n")[2].partition("\n\n")[0]
-        assert [line.split()[0] for line in part.splitlines()] == list(verbs)
+        assert [line.split()[0] for line in part.splitlines()] == list(listed)
     assert not any(f"\n  {alias} " in shown for alias in ALIASES)
 
 
