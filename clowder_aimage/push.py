@@ -116,7 +116,7 @@ def push(
             return send(store)
         names = [dialect or stored.dialect.name]
         if fallback and reference.digest is None:
-            refused = memory.refused(host) if dialect is None else frozenset()
+            refused = memory.list_refused(host) if dialect is None else frozenset()
             names = _order_dialects(names[0], refused, on_remembered)
 
         def send_in(name: str) -> Descriptor:

@@ -195,10 +195,10 @@ class WorkerClient:
         def report(status: int, reply: Mapping[str, str], error: str = "") -> None:
             if self._on_exchange is None:
                 return
-            from clowder_aimage.registry.trace import RequestTrace, body_size, redacted_headers
+            from clowder_aimage.registry.trace import RequestTrace, body_size, redact_headers
 
             seconds, sent = time.monotonic() - began, len(data or b"")
-            both = redacted_headers(headers), redacted_headers(reply)
+            both = redact_headers(headers), redact_headers(reply)
             url = f"{self.endpoint}{path}"
             received = body_size(reply)
             one = RequestTrace(method, url, status, seconds, sent, received, error, *both)

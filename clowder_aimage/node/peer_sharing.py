@@ -21,7 +21,7 @@ from clowder_aimage.node.range_routes import RangeRoutes, ReadOnlyRegistry
 from clowder_aimage.node.range_source import RANGE, OnBytes, RangeOwners, RangeUpstream
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.registry import ClientOptions
-from clowder_aimage.registry.peer import BlobSpan, PeerClient, PeerTimeouts
+from clowder_aimage.registry.peer import PeerClient, PeerRange, PeerTimeouts
 
 
 class PeerSharing:
@@ -111,7 +111,7 @@ class PeerSource(WrappedSource):
             return self._source.open(content, offset, length)
         self._exchange.owners.peers.wait()
         end = content.size if length is None else min(content.size, offset + length)
-        span = BlobSpan(self._reference, content, offset, end)
+        span = PeerRange(self._reference, content, offset, end)
         return RangeReader(self._exchange, self._source, span, partial(self._count, content.digest))
 
     def _is_shared(self, content: Descriptor) -> bool:

@@ -22,7 +22,7 @@ from clowder_aimage.node.range_cache import RangeArrival, RangeCache
 from clowder_aimage.node.range_source import BlobRange, OnBytes, RangeOwners, RangeUpstream
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import Repository
-from clowder_aimage.registry.peer import BlobSpan, PeerError
+from clowder_aimage.registry.peer import PeerError, PeerRange
 
 # Ranges fetched for peers concurrently.
 AT_ONCE = 4
@@ -45,7 +45,7 @@ class RangeReader(RawReader):
         self,
         exchange: RangeExchange,
         source: Source,
-        span: BlobSpan,
+        span: PeerRange,
         count: OnBytes,
         arrival: RangeArrival | None = None,
         preferred: tuple[str, ...] = (),
@@ -118,7 +118,7 @@ class RangeReader(RawReader):
             self._exchange.upstream.ignores_ranges(missing.reference.registry or "")
         yield reader, "registry"
 
-    def _rest(self, blob_range: BlobRange) -> BlobSpan:
+    def _rest(self, blob_range: BlobRange) -> PeerRange:
         return replace(self._span, start=self._at, end=min(blob_range.end, self._span.end))
 
     def _finish(self) -> None:
@@ -190,7 +190,7 @@ class RangeExchange:
             if (file := self.cache.find(blob_range)) is not None:
                 file.close()
                 return
-            span = BlobSpan(reference, blob_range.content, blob_range.start, blob_range.end)
+            span = PeerRange(reference, blob_range.content, blob_range.start, blob_range.end)
             with self.upstream.connect(reference) as repository:
                 count = partial(self._count, repository, blob_range.content)
                 reader = RangeReader(self, repository, span, count, arrival, preferred)

@@ -34,7 +34,7 @@ from clowder_aimage.node.range_cache import RangeArrival, RangeFile
 from clowder_aimage.node.range_reader import RangeExchange
 from clowder_aimage.node.range_source import RANGE, BlobRange
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.registry.peer import BUSY, NODE_HEADER, NODE_ID, STORED, BlobSpan
+from clowder_aimage.registry.peer import BUSY, NODE_HEADER, NODE_ID, STORED, PeerRange
 
 # Whose routes are cached.
 MAX_REGISTRIES = 16
@@ -111,7 +111,7 @@ def _namespace(request: web.Request) -> str:
 class RangeRequest:
     """A request of the node ``requester``; with ``is_stored``, the range is not fetched for it."""
 
-    span: BlobSpan
+    span: PeerRange
     requester: str
     is_stored: bool
 
@@ -130,7 +130,7 @@ class RangeRequest:
         if not start < end <= content.size or start // RANGE != (end - 1) // RANGE:
             return None
         is_stored = STORED in request.headers.get("Cache-Control", "")
-        return cls(BlobSpan(reference, content, start, end), requester, is_stored)
+        return cls(PeerRange(reference, content, start, end), requester, is_stored)
 
     @property
     def blob_range(self) -> BlobRange:

@@ -23,7 +23,7 @@ from clowder_aimage.errors import AImageError, FormatError, NetworkError
 from clowder_aimage.node.peers import LATE, Peer, Peers
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
-from clowder_aimage.registry.peer import BlobSpan, PeerClient, PeerError, PeerReader, PeerRefusal
+from clowder_aimage.registry.peer import PeerClient, PeerError, PeerRange, PeerReader, PeerRefusal
 
 RANGE = 16 * 1024 * 1024  # bytes
 # Owners tried for a range, in order.
@@ -100,7 +100,7 @@ class RangeOwners:
     def __init__(self, node: str, peers: Peers, client: PeerClient, closed: Event) -> None:
         self.peers, self._node, self._client, self._closed = peers, node, client, closed
 
-    def open(self, span: BlobSpan) -> PeerReader | None:
+    def open(self, span: PeerRange) -> PeerReader | None:
         """Open a span of a range at its owner, or at the target of the owner's redirect.
 
         Returns None if this node is the owner or no owner sends it. Raises NetworkError if closed.
@@ -115,7 +115,7 @@ class RangeOwners:
                 return opened if isinstance(opened, PeerReader) else None
         return None
 
-    def open_stored(self, span: BlobSpan, preferred: Sequence[str] = ()) -> PeerReader | None:
+    def open_stored(self, span: PeerRange, preferred: Sequence[str] = ()) -> PeerReader | None:
         """Open a span at a node that has it already, without a fetch on any node.
 
         Tries ``preferred``, then the nodes that would own the range if this one did not exist.
@@ -130,7 +130,7 @@ class RangeOwners:
         return None
 
     def _open_at_owner(
-        self, owner: Peer, span: BlobSpan, *, is_stored: bool = False
+        self, owner: Peer, span: PeerRange, *, is_stored: bool = False
     ) -> PeerReader | bool | None:
         """Open a span at an owner as soon as the owner can send it.
 
@@ -162,7 +162,7 @@ class RangeOwners:
         return None
 
     def _open_at_holder(
-        self, owner: Peer, span: BlobSpan, nodes: Sequence[str]
+        self, owner: Peer, span: PeerRange, nodes: Sequence[str]
     ) -> PeerReader | None:
         """Open a span at a node that has it, following the redirects of a busy owner.
 
@@ -183,7 +183,7 @@ class RangeOwners:
         return None
 
     def _open(
-        self, peer: Peer, span: BlobSpan, *, is_stored: bool
+        self, peer: Peer, span: PeerRange, *, is_stored: bool
     ) -> PeerReader | PeerRefusal | None:
         """Send one request. A node that fails is skipped temporarily."""
         try:
@@ -195,7 +195,7 @@ class RangeOwners:
             response.on_end = lambda error: self._record_end(peer, error)
         return response
 
-    def _has(self, peer: Peer, span: BlobSpan) -> bool:
+    def _has(self, peer: Peer, span: PeerRange) -> bool:
         try:
             return self._client.has(peer.url, span)
         except PeerError as error:

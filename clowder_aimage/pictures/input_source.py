@@ -135,7 +135,7 @@ class InputSource:
         reference = connection.expand(reference)
         if reference.registry is None:
             raise missing
-        connection = replace(connection, most=self._permitted(reference, connection))
+        connection = replace(connection, max_reach=self._permitted(reference, connection))
         try:
             with Repository(reference, connection) as repository:
                 return take(repository, _find(repository, reference, chosen))

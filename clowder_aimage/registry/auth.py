@@ -28,9 +28,11 @@ from clowder_aimage.registry.docker_config import (
 from clowder_aimage.registry.reach import Boundary, OutsideError
 from clowder_aimage.registry.token_exchange import SendOnce, TokenExchange
 
-_LIFE = 60.0  # seconds, of a token without expires_in
-_MARGIN = 30.0  # a token is renewed this long before it expires, or a fifth of its life
-_KNOWN_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {"registry.gitlab.com": "gitlab.com"}
+# Seconds that a token without expires_in is valid.
+_LIFE = 60.0
+# Seconds before its end at which a token is renewed; at most a fifth of its life.
+_MARGIN = 30.0
+_USUAL_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {"registry.gitlab.com": "gitlab.com"}
 _SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z]+)(?=\s+[A-Za-z_]+\s*=|\s*$|\s*,)")
 _PARAMETER = re.compile(r'(?<![A-Za-z_])([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
 
@@ -46,19 +48,22 @@ class _Challenge:
 
     @classmethod
     def parse(cls, header: str) -> _Challenge:
-        """Parse a header, which may hold several challenges."""
-        quoted = re.sub(r'"[^"]*"', lambda found: "_" * len(found[0]), header)  # not in strings
-        starts = [(found.start(1), found[1].lower()) for found in _SCHEME.finditer(quoted)]
+        """Parse a header of one or several challenges."""
+        # Strings are blanked: a scope may contain the name of a scheme.
+        quoted = re.sub(r'"[^"]*"', lambda match: "_" * len(match[0]), header)
+        starts = [(match.start(1), match[1].lower()) for match in _SCHEME.finditer(quoted)]
         ends = [start for start, _ in starts[1:]] + [len(header)]
-        offers = {scheme: header[at:end] for (at, scheme), end in zip(starts, ends, strict=False)}
+        offers = {
+            scheme: header[start:end] for (start, scheme), end in zip(starts, ends, strict=False)
+        }
         scheme = next((name for name in ("bearer", "basic") if name in offers), "")
-        found = {name: a or b for name, a, b in _PARAMETER.findall(offers.get(scheme, ""))}
-        return cls(scheme, found.get("realm", ""), found.get("service"), found.get("scope"))
+        fields = {name: a or b for name, a, b in _PARAMETER.findall(offers.get(scheme, ""))}
+        return cls(scheme, fields.get("realm", ""), fields.get("service"), fields.get("scope"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """A header for a challenge, and the time until which it is valid."""
+    """A header for a challenge, valid until a time."""
 
     header: str = field(repr=False)
     challenge: _Challenge
@@ -84,20 +89,20 @@ class Authenticator:
         self._boundary = boundary
         self._send = send
         self._lock = threading.RLock()
-        self._held: dict[str, _Header] = {}
+        self._headers: dict[str, _Header] = {}
         self._tokens: dict[tuple[_Challenge, frozenset[str]], _Header] = {}
         self._credential = Credential(basic=basic_auth) if basic_auth is not None else None
         files = () if self._credential else connection.auth_files
-        given = [{"auths": dict(connection.auths)}] if connection.auths else []
-        self._configs = given + [read_config(path) for path in files]
+        explicit = [{"auths": dict(connection.auths)}] if connection.auths else []
+        self._configs = explicit + [read_config(path) for path in files]
 
-    def known(self, actions: str) -> str | None:
+    def header_for(self, actions: str) -> str | None:
         """Return the header for ``actions`` (``pull,push``), renewed if it has expired, or None."""
         with self._lock:
-            held = self._held.get(actions)
-            if held is not None and held.until <= self._connection.clock():
-                held = self._answer(actions, held.challenge)
-            return None if held is None else held.header
+            current = self._headers.get(actions)
+            if current is not None and current.until <= self._connection.clock():
+                current = self._answer(actions, current.challenge)
+            return None if current is None else current.header
 
     def answer(self, actions: str, challenge: str, refused: str | None) -> str:
         """Return a header for ``challenge`` other than the ``refused`` one.
@@ -105,34 +110,37 @@ class Authenticator:
         Raises UnauthorizedError: there are no credentials, or they are not accepted.
         """
         with self._lock:
-            held = self._held.get(actions)
-            if held is not None and held.header != refused:
-                return held.header  # another thread has already renewed it
+            current = self._headers.get(actions)
+            if current is not None and current.header != refused:
+                # Another thread has already renewed it.
+                return current.header
             parsed, credential = _Challenge.parse(challenge), self._find_credential()
-            if parsed.scheme == "basic" and not credential.basic and held is not None:
-                parsed = held.challenge  # Harbor challenges an expired token with Basic
+            if parsed.scheme == "basic" and not credential.basic and current is not None:
+                # Harbor challenges an expired token with Basic.
+                parsed = current.challenge
             return self._answer(actions, parsed, refused).header
 
     def _answer(self, actions: str, challenge: _Challenge, refused: str | None = None) -> _Header:
         credential = self._find_credential()
         if challenge.scheme == "basic" and credential.basic:
-            held = _Header(f"Basic {credential.basic}", challenge, float("inf"))
+            renewed = _Header(f"Basic {credential.basic}", challenge, float("inf"))
         elif challenge.scheme == "bearer" and credential.registry_token:
-            held = _Header(f"Bearer {credential.registry_token}", challenge, float("inf"))
-            if refused == held.header:
-                raise self._refused("the stored access token was rejected")
+            renewed = _Header(f"Bearer {credential.registry_token}", challenge, float("inf"))
+            if refused == renewed.header:
+                raise self._unauthorized_error("the stored access token was rejected")
         elif challenge.scheme == "bearer":
-            held = self._token(actions, challenge, refused)
+            renewed = self._token(actions, challenge, refused)
         else:
-            raise self._refused("no credentials found")
-        self._held[actions] = held
-        return held
+            raise self._unauthorized_error("no credentials found")
+        self._headers[actions] = renewed
+        return renewed
 
     def _find_credential(self) -> Credential:
-        if self._credential is None:  # until the first challenge: helpers may be slow
+        # Read at the first challenge: helpers may be slow, and public content needs none.
+        if self._credential is None:
             registry, repository = self._reference.registry or "", self._reference.repository
-            found = find_credential(self._configs, registry, repository)
-            self._credential = found or Credential()
+            credential = find_credential(self._configs, registry, repository)
+            self._credential = credential or Credential()
         return self._credential
 
     def _token(self, actions: str, challenge: _Challenge, refused: str | None) -> _Header:
@@ -140,59 +148,63 @@ class Authenticator:
         default = f"repository:{self._reference.repository}:{actions}" if actions else ""
         scopes = frozenset((challenge.scope or default).split())
         key = (challenge, scopes)
-        held = self._tokens.get(key)
-        if held is None or held.header == refused or held.until <= self._connection.clock():
-            held = self._tokens[key] = self._fetch(challenge, sorted(scopes))
-        return held
+        token = self._tokens.get(key)
+        if token is None or token.header == refused or token.until <= self._connection.clock():
+            token = self._tokens[key] = self._fetch(challenge, sorted(scopes))
+        return token
 
     def _fetch(self, challenge: _Challenge, scopes: list[str]) -> _Header:
         if not challenge.realm:
-            raise self._refused("the WWW-Authenticate challenge has no realm")
-        # credentials only to a trusted service
+            raise self._unauthorized_error("the WWW-Authenticate challenge has no realm")
+        # Only a trusted service gets credentials.
         credential = self._find_credential() if self._check_realm(challenge.realm) else Credential()
         began, exchange = self._connection.clock(), TokenExchange(self._send)
         try:
             token = exchange.token(challenge.realm, challenge.service, scopes, credential)
         except ValueError:
-            what = f"its token service {challenge.realm[:100]!r} is not an address"
-            raise self._refused(what) from None
+            reason = f"its token service {challenge.realm[:100]!r} is not an address"
+            raise self._unauthorized_error(reason) from None
         rotated = exchange.fields.get("refresh_token")
         if credential.identity_token and isinstance(rotated, str) and rotated:
             self._credential = Credential(identity_token=rotated)
         if not isinstance(token, str) or not re.fullmatch(r"[!-~]+", token):
-            raise self._refused(f"the token service returned no token ({exchange.status})")
+            raise self._unauthorized_error(
+                f"the token service returned no token ({exchange.status})"
+            )
         life = _life(exchange.fields, began)
         return _Header(f"Bearer {token}", challenge, began + life - min(_MARGIN, life / 5))
 
     def _check_realm(self, realm: str) -> bool:
-        """Return whether ``realm`` may receive credentials. Raises UnauthorizedError."""
+        """Return True if ``realm`` may receive credentials. Raises UnauthorizedError."""
         parts = urlsplit(realm)
         host = (parts.hostname or "").lower()
         registry = urlsplit(f"//{self._reference.registry}").hostname or ""
         if parts.scheme not in ("http", "https") or not host:
-            raise self._refused(f"the token service URL {realm[:100]!r} is invalid")
+            raise self._unauthorized_error(f"the token service URL {realm[:100]!r} is invalid")
         if self._scheme == "https" and parts.scheme != "https":
-            raise self._refused(f"the token service {host} does not use HTTPS")
+            raise self._unauthorized_error(f"the token service {host} does not use HTTPS")
         if host == registry.lower():
             return True
         try:
             self._boundary.check_name(host)
         except OutsideError:
-            raise self._refused(f"the token service {host} is an internal address") from None
-        known = _KNOWN_REALMS.get(registry)
-        return host == known or host in self._connection.trusted_realms
+            raise self._unauthorized_error(
+                f"the token service {host} is an internal address"
+            ) from None
+        usual_host = _USUAL_REALMS.get(registry)
+        return host == usual_host or host in self._connection.trusted_realms
 
-    def _refused(self, why: str) -> UnauthorizedError:
+    def _unauthorized_error(self, reason: str) -> UnauthorizedError:
         return UnauthorizedError(
-            f"{self._reference.registry} requires authentication: {why}",
+            f"{self._reference.registry} requires authentication: {reason}",
             remedy="login",
             registry=self._reference.registry,
-            reason=why,
+            reason=reason,
         )
 
 
-def _life(fields: dict[str, Any], now: float) -> float:
-    """Return for how many seconds from ``now`` a token is valid, from its service's response.
+def _life(fields: dict[str, Any], requested_at: float) -> float:
+    """Return the lifetime of a token from ``requested_at`` in seconds, by the service's response.
 
     ``issued_at`` shortens that for a token issued earlier. It is ignored if it is in the future, or
     so old that the token has expired: then the clocks differ.
@@ -200,7 +212,9 @@ def _life(fields: dict[str, Any], now: float) -> float:
     life = fields.get("expires_in")
     life = float(life) if isinstance(life, int | float) and 0 < life < 1e9 else _LIFE
     try:
-        age = now - datetime.datetime.fromisoformat(fields.get("issued_at", "")).timestamp()
+        age = (
+            requested_at - datetime.datetime.fromisoformat(fields.get("issued_at", "")).timestamp()
+        )
     except (ValueError, TypeError, OverflowError):
         age = 0.0
     return life - age if 0 < age < life else life

@@ -38,8 +38,8 @@ class ClientOptions:
 
     ``docker_config`` is the directory of docker's ``config.json``; ``auth_file`` is a file in the
     same format that is read before it, ``container_auth`` are files read after it. ``auths`` are
-    credentials from the caller in that format, which take precedence. ``trusted_realms`` are hosts
-    that may receive the credentials of other registries, which may lead to them. ``ca_bundle``
+    credentials from the caller in that format. They take precedence. ``trusted_realms`` are hosts
+    that other registries may lead to, and that may receive their credentials. ``ca_bundle``
     replaces the default certificate authorities (set by the environment), ``cert_dirs`` are
     directories of ``certs.d``.
     ``registries`` has settings for single hosts; names without a host are in ``default_registry``
@@ -49,7 +49,7 @@ class ClientOptions:
     precedence over stored credentials, ``headers`` are added to each request to the registry, and
     ``client_certificate`` (a file of the certificate and one of its key, or one of both) is
     presented to it; none of them is for mirrors. ``addresses`` are connected to instead of those of
-    a host and port. ``most`` is from where the registry's own address may be reached.
+    a host and port. ``max_reach`` is the most internal allowed reach of the registry's own address.
     ``on_exchange`` gets each request.
     """
 
@@ -71,7 +71,7 @@ class ClientOptions:
     headers: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
     client_certificate: tuple[Path, Path | None] | None = None
     addresses: Addresses = field(default_factory=dict, hash=False)
-    most: Reach = Reach.NOWHERE
+    max_reach: Reach = Reach.NOWHERE
     on_exchange: OnTrace | None = None
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], object] | None = None
@@ -83,9 +83,9 @@ class ClientOptions:
         Files of another user, unreadable after a change of users, are left out.
         """
         docker = self.docker_config / "config.json"
-        first = () if self.auth_file is None else (self.auth_file,)
+        preferred = () if self.auth_file is None else (self.auth_file,)
         readable = (path for path in self.container_auth if os.access(path, os.R_OK))
-        return (*first, docker, *readable)
+        return (*preferred, docker, *readable)
 
     def expand(self, reference: Reference) -> Reference:
         """Return a reference with the default registry, if it has none."""
@@ -103,15 +103,18 @@ class ClientOptions:
     def boundary(self, host: str) -> Boundary:
         """Return the boundary of the addresses that the registry ``host`` may lead to."""
         trusted = self.trusted_realms | self.host(host).trusted_hosts
-        return Boundary(urlsplit(f"//{host}").hostname or host, trusted, most=self.most)
+        return Boundary(urlsplit(f"//{host}").hostname or host, trusted, max_reach=self.max_reach)
 
     def to(self, host: str) -> ClientOptions:
         """Return the options for one host; the command line overrides the configuration."""
         if self.plain_http is not None or self.insecure or self.ca_file is not None:
             return self
-        known = self.host(host)
+        settings = self.host(host)
         return replace(
-            self, plain_http=known.plain_http, insecure=known.insecure, ca_file=known.ca_file
+            self,
+            plain_http=settings.plain_http,
+            insecure=settings.insecure,
+            ca_file=settings.ca_file,
         )
 
     def uses_http(self, host: str) -> bool:
@@ -119,14 +122,14 @@ class ClientOptions:
 
         By default it is a loopback one without a CA or a client certificate.
         """
-        known = self.to(host)
-        if known.plain_http is not None:
-            return known.plain_http
-        has_tls = known.insecure or known.ca_file or known.client_certificate
+        options = self.to(host)
+        if options.plain_http is not None:
+            return options.plain_http
+        has_tls = options.insecure or options.ca_file or options.client_certificate
         return Reference(host, "x").is_loopback and not has_tls
 
     def jobs(self, *hosts: str | None) -> int:
-        """Return how many layers may be transferred at once to or from ``hosts``."""
+        """Return the number of layers that are transferred at once to or from ``hosts``."""
         configured = filter(None, (self.host(host).jobs for host in hosts))
         return self.jobs_override or min(configured, default=DEFAULT_JOBS)
 
@@ -135,9 +138,11 @@ class ClientOptions:
         return self.host(host).limit
 
     def to_mirror(self, host: str) -> ClientOptions:
-        """Return the options for a mirror, to which the command line's do not apply."""
-        there = replace(self, plain_http=None, insecure=False, ca_file=None, most=Reach.NOWHERE)
-        return replace(there, basic_auth=None, headers={}, client_certificate=None).to(host)
+        """Return the options for a mirror. The command line's do not apply to it."""
+        options = replace(
+            self, plain_http=None, insecure=False, ca_file=None, max_reach=Reach.NOWHERE
+        )
+        return replace(options, basic_auth=None, headers={}, client_certificate=None).to(host)
 
 
 class HttpSession(requests.Session):
@@ -165,24 +170,24 @@ class HttpSession(requests.Session):
 class _Adapter(requests.adapters.HTTPAdapter):
     """Connections that write request bodies in large blocks (urllib3's default is 16 KiB)."""
 
-    def __init__(self, addresses: Addresses, boundary: Boundary, **more: Any) -> None:
-        self._more = {"blocksize": _BLOCK_SIZE} | more
+    def __init__(self, addresses: Addresses, boundary: Boundary, **options: Any) -> None:
+        self._options = {"blocksize": _BLOCK_SIZE} | options
         self._addresses, self._boundary = addresses, boundary
         super().__init__(pool_connections=4, pool_maxsize=MOST_JOBS)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        super().init_poolmanager(*args, **(self._more | kwargs))
+        super().init_poolmanager(*args, **(self._options | kwargs))
         set_pools(self.poolmanager, self._addresses, self._boundary)
 
     def proxy_manager_for(self, proxy: Any, **kwargs: Any) -> Any:
         is_new = proxy not in self.proxy_manager
-        found = super().proxy_manager_for(proxy, **self._more, **kwargs)
+        manager = super().proxy_manager_for(proxy, **self._options, **kwargs)
         if is_new:
-            set_pools(found, self._addresses)
-        return found
+            set_pools(manager, self._addresses)
+        return manager
 
     def close(self) -> None:
-        # otherwise urllib3 leaves them to the garbage collector
+        # Without this, urllib3 leaves idle connections to the garbage collector.
         for manager in (self.poolmanager, *self.proxy_manager.values()):
             for key in list(manager.pools.keys()):
                 manager.pools[key].close()
@@ -203,7 +208,8 @@ def open_session(
     session = HttpSession(boundary)
     session.headers["User-Agent"] = connection.user_agent
     session.verify = not connection.insecure
-    if connection.insecure:  # the caller warns; urllib3's warning shows source paths
+    # The caller warns: urllib3's own warning shows source paths.
+    if connection.insecure:
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     elif connection.ca_file is not None:
         session.verify = str(connection.ca_file)
@@ -223,7 +229,8 @@ def open_session(
 
 
 def _check_authorities(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # reported by the first request
+    # A missing file is reported by the first request.
+    with contextlib.suppress(FileNotFoundError):
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
         except ssl.SSLError:
@@ -233,32 +240,33 @@ def _check_authorities(path: Path) -> None:
 
 
 def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
-    found = certificates(connection.cert_dirs, host)
-    named = connection.client_certificate
-    if named is None and not any(path.suffix in (".crt", ".cert") for path in found):
+    files = certificates(connection.cert_dirs, host)
+    client_files = connection.client_certificate
+    if client_files is None and not any(path.suffix in (".crt", ".cert") for path in files):
         return None
     context = urllib3.util.ssl_.create_urllib3_context()
     if connection.insecure:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     uses_authorities = not connection.insecure and connection.ca_file is None
-    for path in found:
+    for path in files:
         try:
             if path.suffix == ".crt" and uses_authorities:
                 context.load_verify_locations(path)
-            elif path.suffix == ".cert" and named is None:  # an empty password prevents a prompt
+            elif path.suffix == ".cert" and client_files is None:
+                # An empty password prevents a prompt.
                 context.load_cert_chain(path, path.with_suffix(".key"), password="")
         except (OSError, ValueError) as error:
             raise StoreError(
                 f"cannot load the certificate {path}: {error}",
                 hint="a client certificate x.cert requires its key in x.key, without a password",
             ) from None
-    if named is not None:
+    if client_files is not None:
         try:
-            context.load_cert_chain(*named, password="")
+            context.load_cert_chain(*client_files, password="")
         except (OSError, ValueError) as error:
             raise StoreError(
-                f"cannot load the client certificate {named[0]}: {error}",
+                f"cannot load the client certificate {client_files[0]}: {error}",
                 hint="a certificate and its key are PEM files, the key without a password",
             ) from None
     return context

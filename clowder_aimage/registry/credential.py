@@ -14,7 +14,7 @@ from clowder_aimage.registry.session import Session
 
 
 def login(registry: str, username: str, password: str, connection: ClientOptions) -> str:
-    """Check credentials with the registry and store them as docker does; return where.
+    """Check credentials with the registry and store them as docker does; return the location.
 
     Raises UnauthorizedError if the registry or a helper refuses them, or StoreError.
     """
@@ -43,12 +43,12 @@ def logout(registry: str, connection: ClientOptions) -> None:
     """Remove the credentials of a registry. Raises NotFoundError."""
     path = connection.auth_files[0]
     config = docker.read_config(path)
-    name, known = docker.helper(config, registry), docker.keys_of(config, registry)
+    name, keys = docker.helper(config, registry), docker.keys_of(config, registry)
     if name:
         docker.run_helper(name, "erase", docker.config_key(registry))
-    elif not known:
+    elif not keys:
         raise NotFoundError(f"no credentials for {registry} in {path}")
-    for key in known:
+    for key in keys:
         del config["auths"][key]
-    if known:
+    if keys:
         docker.write_config(path, config)

@@ -28,8 +28,10 @@ from clowder_aimage.errors import StoreError, UnauthorizedError
 
 DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
 DOCKER_HUB_KEY = "https://index.docker.io/v1/"
-logging.getLogger("oras").setLevel(logging.CRITICAL + 1)  # its messages could contain secrets
-_IDENTITY_USER = "<token>"  # a helper's Username if its Secret is an identity token
+# Its messages could contain secrets.
+logging.getLogger("oras").setLevel(logging.CRITICAL + 1)
+# The user name that helpers give with an identity token.
+_IDENTITY_USER = "<token>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +73,12 @@ def scope_of(key: str) -> str | None:
     path is in the containers format. The names of Docker Hub become docker.io. Docker Desktop
     stores tokens of Docker Hub that are not passwords below the host's key.
     """
-    scheme, found, rest = key.rpartition("://")
-    host, _, path = rest.partition("/")
+    scheme, separator, location = key.rpartition("://")
+    host, _, path = location.partition("/")
     path = path.strip("/")
     if path in ("v1/access-token", "v1/refresh-token"):
         return None
-    if (found and scheme) or path in ("v1", "v2"):
+    if (separator and scheme) or path in ("v1", "v2"):
         path = ""
     host = "docker.io" if host in DOCKER_HUB else host
     return f"{host}/{path}" if path else host
@@ -92,9 +94,9 @@ def find_credential(
     """
     for config in configs:
         for host in oras.utils.iter_localhosts(registry):
-            found = _find(config, host, repository)
-            if found is not None:
-                return found
+            credential = _find(config, host, repository)
+            if credential is not None:
+                return credential
     return None
 
 
@@ -105,24 +107,28 @@ def _find(config: dict[str, Any], registry: str, repository: str) -> Credential 
         if path in inline:
             return inline[path]
         path = path.rpartition("/")[0]
-    own, store = _own_helper(config, registry), config.get("credsStore")
-    found = _query(own, registry) if own else None
-    found = found or inline.get(path)
-    return found or (_query(store, registry) if store else None)
+    host_helper, store = _host_helper(config, registry), config.get("credsStore")
+    credential = _query(host_helper, registry) if host_helper else None
+    credential = credential or inline.get(path)
+    return credential or (_query(store, registry) if store else None)
 
 
 def _inline(config: dict[str, Any]) -> dict[str, Credential]:
     """Return the credentials in the file itself, by host or path."""
     entries = ((scope_of(key), entry) for key, entry in (config.get("auths") or {}).items())
-    found = {scope: _entry(entry) for scope, entry in entries if isinstance(entry, dict) and scope}
-    return {scope: credential for scope, credential in found.items() if credential is not None}
+    credentials = {
+        scope: _entry(entry) for scope, entry in entries if isinstance(entry, dict) and scope
+    }
+    return {
+        scope: credential for scope, credential in credentials.items() if credential is not None
+    }
 
 
 def _entry(entry: dict[str, Any]) -> Credential | None:
     """Parse an entry: ``auth``, ``identitytoken``, ``registrytoken``, or name and password."""
-    ready = entry.get("registrytoken")
-    if isinstance(ready, str) and re.fullmatch(r"[!-~]+", ready):
-        return Credential(registry_token=ready)
+    access_token = entry.get("registrytoken")
+    if isinstance(access_token, str) and re.fullmatch(r"[!-~]+", access_token):
+        return Credential(registry_token=access_token)
     token = entry.get("identitytoken")
     if token and isinstance(token, str):
         return Credential(identity_token=token)
@@ -133,12 +139,13 @@ def _entry(entry: dict[str, Any]) -> Credential | None:
 
 
 def _query(name: str, registry: str) -> Credential | None:
-    """Return the credential that a helper has for a registry; failures are ignored."""
-    if "/" in name:  # helpers are found on PATH only
+    """Return a helper's credential for a registry; failures are ignored."""
+    # Helpers are programs on PATH only.
+    if "/" in name:
         return None
     try:
-        found = json.loads(run_helper(name, "get", config_key(registry)))
-        basic = oras.auth.utils.get_basic_auth(found["Username"], found["Secret"])
+        stored = json.loads(run_helper(name, "get", config_key(registry)))
+        basic = oras.auth.utils.get_basic_auth(stored["Username"], stored["Secret"])
     except (UnauthorizedError, OSError, ValueError, LookupError, TypeError):
         return None
     return Credential.of_basic(basic)
@@ -160,16 +167,16 @@ def run_helper(name: str, verb: str, text: str) -> bytes:
         raise UnauthorizedError(f"{binary} {verb} failed: {output[:300]}") from None
 
 
-def _own_helper(config: dict[str, Any], registry: str) -> str | None:
+def _host_helper(config: dict[str, Any], registry: str) -> str | None:
     """Return the helper configured for this host only, or None."""
     host, helpers = scope_of(registry), config.get("credHelpers") or {}
-    named = (name for key, name in helpers.items() if scope_of(key) == host)
-    return next((name for name in named if isinstance(name, str)), None)
+    helpers_of_host = (name for key, name in helpers.items() if scope_of(key) == host)
+    return next((name for name in helpers_of_host if isinstance(name, str)), None)
 
 
 def helper(config: dict[str, Any], registry: str) -> str | None:
     """Return the credential helper for a registry, or None."""
-    return _own_helper(config, registry) or config.get("credsStore")
+    return _host_helper(config, registry) or config.get("credsStore")
 
 
 def keys_of(config: dict[str, Any], registry: str) -> list[str]:
@@ -185,17 +192,17 @@ def read_config(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise _broken(path, str(error)) from None
+        raise _read_error(path, str(error)) from None
     if not isinstance(value, dict):
-        raise _broken(path, "it is not a JSON object")
+        raise _read_error(path, "it is not a JSON object")
     for key, kind in (("auths", dict), ("credHelpers", dict), ("credsStore", str)):
         if value.get(key) is not None and not isinstance(value[key], kind):
-            raise _broken(path, f"{key} has an unexpected type")
+            raise _read_error(path, f"{key} has an unexpected type")
     return value
 
 
-def _broken(path: Path, why: str) -> StoreError:
-    return StoreError(f"cannot read {path}: {why}", hint="fix or remove the file")
+def _read_error(path: Path, reason: str) -> StoreError:
+    return StoreError(f"cannot read {path}: {reason}", hint="fix or remove the file")
 
 
 def write_config(path: Path, config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A blob, or a part of one, as a stream that survives broken connections."""
+"""A blob, or a range of one, as a stream that survives broken connections."""
 
 from __future__ import annotations
 
@@ -15,29 +15,33 @@ from clowder_aimage.registry.response import RegistryResponse, failure, overdue
 from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retrying
 
 _REFUSES_RANGE = frozenset({400, 405, 416, 501})
-_WINDOW = 20.0  # seconds over which a connection's speed is judged
-_SLOWEST = 2048  # bytes per second; a slower connection is replaced
-# a request for the bytes [start, end) of a blob, or for all of it if start is None
+# Seconds over which the speed of a connection is measured.
+_WINDOW = 20.0
+# Bytes per second. A slower connection is replaced.
+_SLOWEST = 2048
+# A request for the bytes [start, end) of a blob, or for all of it if start is None.
 BlobRequest = Callable[[int | None, int], RegistryResponse]
 
 
 class BlobReader(RawReader):
     """A stream of the bytes [offset, end) of a blob of ``size`` bytes.
 
-    If the connection breaks, stalls or is too slow, the rest is requested on a new one, up to
-    ATTEMPTS times in a row. If a server
-    ignores or refuses ranges, or sends a different one, the blob is read from its beginning, and
-    ``ignores_range`` is set. The bytes are not verified here.
+    If the connection breaks, stalls or is too slow, the remaining bytes are requested on a new one,
+    up to ATTEMPTS times in a row. If a server ignores or refuses ranges, or sends a different one,
+    the blob is read from its beginning, and ``ignores_range`` is set. The bytes are not verified
+    here.
     """
 
-    def __init__(self, get: BlobRequest, what: str, offset: int, end: int, size: int) -> None:
-        self._get, self._what = get, what
+    def __init__(self, get: BlobRequest, resource: str, offset: int, end: int, size: int) -> None:
+        self._get, self._resource = get, resource
         self._offset, self._end, self._size = offset, end, size
-        self._broken = self._slow = 0  # connections in a row that failed, or were too slow
+        # The connections in a row that failed, and those that were too slow.
+        self._broken = self._slow = 0
         self._waited, self._in_window = 0.0, 0
         self._response: RegistryResponse | None = None
         self.ignores_range = False
-        if offset < end:  # servers refuse an empty range, so none is requested
+        # Servers refuse an empty range.
+        if offset < end:
             self._connect()
 
     def _fill(self, view: memoryview) -> int:
@@ -60,41 +64,48 @@ class BlobReader(RawReader):
         began = time.monotonic()
         count = self._receive(view)
         if count == 0:
-            raise BrokenOffError(f"{self._what} ended after {self._offset} of {self._size} bytes")
+            raise BrokenOffError(
+                f"{self._resource} ended after {self._offset} of {self._size} bytes"
+            )
         self._in_window += count
-        self._waited += time.monotonic() - began  # without the caller's time between reads
+        # The caller's time between reads does not count.
+        self._waited += time.monotonic() - began
         if self._waited >= _WINDOW:
             is_slow = self._in_window < _SLOWEST * self._waited
             self._slow = self._slow + 1 if is_slow else 0
             if self._slow >= ATTEMPTS:
-                raise overdue(self._response.host if self._response else self._what)
+                raise overdue(self._response.host if self._response else self._resource)
             if is_slow:
-                self._disconnect()  # received bytes are kept; the next read opens a connection
+                # The received bytes are kept. The rest is requested on a new connection.
+                self._disconnect()
                 self._connect(self._offset + count)
             self._waited, self._in_window = 0.0, 0
         return count
 
     def _receive(self, view: memoryview) -> int:
-        if self._response is None:  # only if offset == end
+        # There is no response if the range is empty.
+        if self._response is None:
             return 0
         try:
             return self._response.readinto(view)
         except (OSError, ValueError, HTTPError, http.client.HTTPException) as error:
-            raise BrokenOffError(f"connection lost while reading {self._what}: {error}") from error
+            raise BrokenOffError(
+                f"connection lost while reading {self._resource}: {error}"
+            ) from error
 
     def _connect(self, offset: int | None = None) -> None:
         """Open a connection that begins at ``offset``, by default at the current one."""
-        where = self._offset if offset is None else offset
-        if where < self._end:
-            retrying(lambda: self._open(where))
+        start = self._offset if offset is None else offset
+        if start < self._end:
+            retrying(lambda: self._open(start))
         self._waited, self._in_window = 0.0, 0
 
     def _open(self, offset: int) -> None:
         self._disconnect()
-        # a large blob is requested as a range even if that is all of it: the response shows whether
+        # A large blob is requested as a range even if that is all of it: the response shows whether
         # other connections may join
-        whole = offset == 0 and self._end == self._size and self._size <= SMALL
-        is_range = not (whole or self.ignores_range)
+        is_small_blob = offset == 0 and self._end == self._size and self._size <= SMALL
+        is_range = not (is_small_blob or self.ignores_range)
         response = self._get(offset if is_range else None, self._end)
         if is_range:
             if response.status_code == 206 and _starts_at(response, offset):
@@ -105,7 +116,7 @@ class BlobReader(RawReader):
                 response.close()
                 response = self._get(None, self._end)
         if response.status_code != 200:
-            raise failure(response, self._what)
+            raise failure(response, self._resource)
         self._response = response
         self._skip(offset)
 
@@ -116,7 +127,7 @@ class BlobReader(RawReader):
             count = self._receive(scratch[:offset])
             if not count:
                 self._disconnect()
-                raise RegistryError(f"{self._what} is shorter than in an earlier response")
+                raise RegistryError(f"{self._resource} is shorter than in an earlier response")
             offset -= count
 
     def _release(self) -> None:

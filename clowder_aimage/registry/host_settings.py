@@ -16,8 +16,10 @@ from clowder_aimage.document.schema import read_configuration
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Reference, read_json
 
-DEFAULT = "default"  # the entry of "registries" that names the default registry
-_LIFE = 30 * 24 * 3600.0  # seconds; afterwards the usual order is tried again
+# The entry of "registries" that names the default registry.
+DEFAULT = "default"
+# Seconds. Afterwards the usual order is tried again: registries are upgraded.
+_LIFE = 30 * 24 * 3600.0
 _MIN_CHUNK = 1024 * 1024  # bytes
 _DAMAGED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -61,15 +63,15 @@ def read_settings(path: Path) -> tuple[dict[str, HostSettings], str]:
 
 
 def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
-    named = entry.get("caFile")
+    ca_file = entry.get("caFile")
     return HostSettings(
         mirrors=tuple(entry.get("mirrors", ())),
         trust_tags=entry.get("trustTags", False),
         plain_http=entry.get("plainHttp"),
         insecure=entry.get("insecure", False),
-        ca_file=directory / named if named else None,
+        ca_file=directory / ca_file if ca_file else None,
         jobs=entry.get("jobs", 0),
-        trusted_hosts=frozenset(each.lower() for each in entry.get("trustedHosts", ())),
+        trusted_hosts=frozenset(host.lower() for host in entry.get("trustedHosts", ())),
         limit=parse_rate(entry["limitRate"]) if "limitRate" in entry else 0,
         chunk_size=_chunk_size(entry["chunkSize"]) if "chunkSize" in entry else 0,
     )
@@ -103,9 +105,10 @@ def certificates(directories: tuple[Path, ...], host: str) -> list[Path]:
     A ``*.crt`` is an authority; ``x.cert`` and ``x.key`` are a client's.
     """
     for directory in directories:
-        with contextlib.suppress(OSError):  # missing, or not readable by this user
-            if found := sorted((directory / host).iterdir()):
-                return found
+        # It may be missing, or not readable by this user.
+        with contextlib.suppress(OSError):
+            if files := sorted((directory / host).iterdir()):
+                return files
     return []
 
 
@@ -119,25 +122,25 @@ class DialectCache:
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
 
-    def refused(self, host: str) -> frozenset[str]:
+    def list_refused(self, host: str) -> frozenset[str]:
         """Return the dialects that ``host`` refused within the last 30 days."""
         return frozenset(self._read().get(host, {}))
 
-    def record(self, host: str, refused: Collection[str], taken: str) -> None:
+    def record(self, host: str, refused: Collection[str], accepted: str) -> None:
         """Store that ``host`` refused some dialects, and then accepted another."""
-        known = self._read()
-        old = known.get(host, {})
-        if not refused and taken not in old:
+        hosts = self._read()
+        old = hosts.get(host, {})
+        if not refused and accepted not in old:
             return
-        now = int(self._clock())
-        new = {name: at for name, at in old.items() if name != taken}
-        self._write(known | {host: new | dict.fromkeys(refused, now)})
+        timestamp = int(self._clock())
+        new = {name: refused_at for name, refused_at in old.items() if name != accepted}
+        self._write(hosts | {host: new | dict.fromkeys(refused, timestamp)})
 
     def remove(self, host: str) -> None:
         """Remove the entry of ``host``."""
-        known = self._read()
-        if known.pop(host, None) is not None:
-            self._write(known)
+        hosts = self._read()
+        if hosts.pop(host, None) is not None:
+            self._write(hosts)
 
     def _read(self) -> dict[str, dict[str, float]]:
         """Return the refused dialects with their times by host; other content is ignored."""
@@ -145,18 +148,22 @@ class DialectCache:
             return {}
         try:
             hosts = read_json(self._path.read_bytes(), "it")["registries"]
-            return {host: self._fresh(entry["refused"]) for host, entry in hosts.items()}
+            return {host: self._drop_old(entry["refused"]) for host, entry in hosts.items()}
         except (OSError, FormatError, *_DAMAGED):
             return {}
 
-    def _fresh(self, refused: dict[str, Any]) -> dict[str, float]:
-        now = self._clock()
-        return {name: at for name, at in refused.items() if 0 <= now - at < _LIFE}
+    def _drop_old(self, refused: dict[str, Any]) -> dict[str, float]:
+        timestamp = self._clock()
+        return {
+            name: refused_at
+            for name, refused_at in refused.items()
+            if 0 <= timestamp - refused_at < _LIFE
+        }
 
-    def _write(self, known: dict[str, dict[str, float]]) -> None:
+    def _write(self, refusals: dict[str, dict[str, float]]) -> None:
         if self._path is None:
             return
-        hosts = {host: {"refused": entry} for host, entry in known.items() if entry}
+        hosts = {host: {"refused": entry} for host, entry in refusals.items() if entry}
         data = json.dumps({"registries": hosts}, indent=1) + "\n"
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)

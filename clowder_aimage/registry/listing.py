@@ -1,7 +1,7 @@
 """Lists in a registry: repositories and tags in pages, and the referrers of a subject.
 
 Sources: distribution-spec, "Listing Tags" (end-8), "Listing Referrers" (end-12), and "Referrers Tag
-Schema": an index that clients keep under a tag where the registry does not have the referrers API.
+Schema": an index that clients keep under a tag if the registry does not have the referrers API.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from clowder_aimage.registry.retry import ATTEMPTS, retrying, writing
 from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.transport import origin
 
-_NO_API = frozenset({405, 501})  # besides 404
+# Statuses of registries without an optional API, besides 404.
+_NO_API = frozenset({405, 501})
 _GENERATED = re.compile(r"sha(?:256|512)-[0-9a-f]{64,128}(?:\.[a-z]+)?")
 MAX_PAGES = 1000
-MAX_LIST_SIZE = 8 * 1024 * 1024  # bytes: about 500,000 tags
+# Bytes, for about 500,000 tags.
+MAX_LIST_SIZE = 8 * 1024 * 1024
 
 
 def tags(session: Session, name: str) -> list[str]:
@@ -40,7 +42,7 @@ def tags(session: Session, name: str) -> list[str]:
 
 
 def is_generated(tag: str) -> bool:
-    """Return whether a tag is that of a list of referrers, or of a signature of cosign."""
+    """Return True if a tag is that of a list of referrers, or of a signature of cosign."""
     return _GENERATED.fullmatch(tag) is not None
 
 
@@ -61,55 +63,56 @@ def repositories(host: str, connection: ClientOptions) -> list[str]:
             ) from None
 
 
-def _names(session: Session, url: str, what: str, key: str) -> list[str]:
+def _names(session: Session, url: str, resource: str, key: str) -> list[str]:
     """Return the names under ``key`` of all pages, each once."""
-    found: dict[str, None] = {}
-    for raw, _ in pages(session, url, what, "application/json"):
-        found |= dict.fromkeys(_page(raw, what, key))
-    return list(found)
+    names: dict[str, None] = {}
+    for raw, _ in pages(session, url, resource, "application/json"):
+        names |= dict.fromkeys(_page(raw, resource, key))
+    return list(names)
 
 
-def _page(raw: bytes, what: str, key: str) -> list[str]:
+def _page(raw: bytes, resource: str, key: str) -> list[str]:
     """Return the names in one page; some registries write ``null`` for an empty list."""
     with contextlib.suppress(FormatError, KeyError, TypeError):
-        found = read_json(raw, "the response")[key] or []
-        is_list = isinstance(found, list)
-        if is_list and all(isinstance(name, str) and name.isprintable() for name in found):
-            return list(found)
-    raise FormatError(f"invalid response for {what}: expected a list of {key}")
+        names = read_json(raw, "the response")[key] or []
+        is_list = isinstance(names, list)
+        if is_list and all(isinstance(name, str) and name.isprintable() for name in names):
+            return list(names)
+    raise FormatError(f"invalid response for {resource}: expected a list of {key}")
 
 
-def pages(session: Session, first: str, what: str, accept: str) -> Iterator[tuple[bytes, str]]:
-    """Yield body and media type of each page of a list that begins at the URL ``first``.
+def pages(session: Session, start: str, resource: str, accept: str) -> Iterator[tuple[bytes, str]]:
+    """Yield body and media type of each page of a list that begins at the URL ``start``.
 
     Raises RegistryError: the links lead to another origin, form a cycle, or do not end.
     """
-    url: str | None = first
-    seen: set[str] = set()
+    url: str | None = start
+    visited: set[str] = set()
     size = 0
     while url is not None:
-        if url in seen:
-            raise RegistryError(f"{what}: the pages of the list form a cycle")
-        seen.add(url)
-        raw, response = retrying(partial(session.get, url, accept, what))
+        if url in visited:
+            raise RegistryError(f"{resource}: the pages of the list form a cycle")
+        visited.add(url)
+        raw, response = retrying(partial(session.get, url, accept, resource))
         size += len(raw)
         yield raw, response.headers.get("Content-Type", "")
-        url = _following(session, response, what)
-        if url is not None and (len(seen) == MAX_PAGES or size > MAX_LIST_SIZE):
+        url = _next_url(session, response, resource)
+        if url is not None and (len(visited) == MAX_PAGES or size > MAX_LIST_SIZE):
             raise RegistryError(
-                f"{what}: the list exceeds {MAX_PAGES} pages or {MAX_LIST_SIZE} bytes"
+                f"{resource}: the list exceeds {MAX_PAGES} pages or {MAX_LIST_SIZE} bytes"
             )
 
 
-def _following(session: Session, response: RegistryResponse, what: str) -> str | None:
+def _next_url(session: Session, response: RegistryResponse, resource: str) -> str | None:
     """Return the URL of the next page, within the registry's origin. Raises RegistryError."""
     links = requests.utils.parse_header_links(response.headers.get("Link", ""))
-    link = next((one["url"] for one in links if one.get("rel") == "next"), "")
-    with contextlib.suppress(RegistryError):  # not a URL, or one without TLS
+    link = next((candidate["url"] for candidate in links if candidate.get("rel") == "next"), "")
+    # The link may be malformed, or without TLS.
+    with contextlib.suppress(RegistryError):
         url = session.join(link, response.url)
         if not link or origin(url) == origin(session.base):
             return url if link else None
-    raise RegistryError(f"{what}: the next page is at another host: {link[:200]}")
+    raise RegistryError(f"{resource}: the next page is at another host: {link[:200]}")
 
 
 def tag_of(subject: Digest) -> str:
@@ -122,33 +125,36 @@ def referrers(session: Session, subject: Digest, artifact_type: str = "") -> lis
 
     Raises RegistryError, NetworkError, UnauthorizedError, or FormatError.
     """
-    listed = _listed(session, subject, artifact_type)
+    listed = _request_referrers(session, subject, artifact_type)
     if listed is None:
         tag = tag_of(subject)
-        listed = _entries(_tagged(session, tag, f"the referrers index {tag}"))
+        listed = _entries(_read_tagged_index(session, tag, f"the referrers index {tag}"))
     unique = {entry.digest: entry for entry in listed}
     if not artifact_type:
         return list(unique.values())
-    # a registry may leave the filtering to the client
-    return [one for one in unique.values() if one.extra.get("artifactType") == artifact_type]
+    # A registry may leave the filtering to the client.
+    return [entry for entry in unique.values() if entry.extra.get("artifactType") == artifact_type]
 
 
-def _listed(session: Session, subject: Digest, artifact_type: str) -> list[Descriptor] | None:
+def _request_referrers(
+    session: Session, subject: Digest, artifact_type: str
+) -> list[Descriptor] | None:
     """Return the list of the referrers API, or None if the registry does not have it."""
     query = f"?{urlencode({'artifactType': artifact_type})}" if artifact_type else ""
-    found: list[Descriptor] | None = None
-    what = f"referrers of {subject}"
+    entries: list[Descriptor] | None = None
+    resource = f"referrers of {subject}"
     url = session.url(f"referrers/{subject}{query}")
     try:
-        for raw, kind in pages(session, url, what, mediatype.OCI_INDEX):
-            found = (found or []) + _entries(raw, kind)
+        for raw, kind in pages(session, url, resource, mediatype.OCI_INDEX):
+            entries = (entries or []) + _entries(raw, kind)
     except NotFoundError:
-        if found is not None:
-            raise  # the API exists, but a page failed
-    except RegistryError as error:
-        if found is not None or error.status not in _NO_API:
+        if entries is not None:
+            # The API exists, but a page failed.
             raise
-    return found
+    except RegistryError as error:
+        if entries is not None or error.status not in _NO_API:
+            raise
+    return entries
 
 
 def _entries(raw: bytes | None, media_type: str = "") -> list[Descriptor]:
@@ -171,22 +177,22 @@ def record(
     """
     entry = referrer_entry(content, document)
     tag = tag_of(subject)
-    what = f"the referrers index {tag}"
-    raw = _tagged(session, tag, what)
+    resource = f"the referrers index {tag}"
+    raw = _read_tagged_index(session, tag, resource)
 
     def is_listed() -> bool:
-        return any(entry.digest == other.digest for other in _entries(raw))
+        return any(entry.digest == existing.digest for existing in _entries(raw))
 
     def write() -> bool:
         nonlocal raw
         new = with_entry(raw, entry)
-        session.put_manifest(tag, parse_document(new).media_type, new, what)
-        raw = _tagged(session, tag, what)
+        session.put_manifest(tag, parse_document(new).media_type, new, resource)
+        raw = _read_tagged_index(session, tag, resource)
         return is_listed()
 
     if not is_listed() and not writing(write):
         raise RegistryError(
-            f"the new entry is missing from {what} after {ATTEMPTS} attempts",
+            f"the new entry is missing from {resource} after {ATTEMPTS} attempts",
             hint="other clients may be updating it at the same time; try again",
         )
 
@@ -194,13 +200,13 @@ def record(
 def forget(session: Session, subject: Digest, digest: Digest) -> None:
     """Remove a deleted manifest from the index under the subject's tag, if there is one."""
     tag = tag_of(subject)
-    what = f"the list of referrers {tag}"
-    raw = _tagged(session, tag, what)
+    resource = f"the list of referrers {tag}"
+    raw = _read_tagged_index(session, tag, resource)
     if raw is not None and any(entry.digest == digest for entry in _entries(raw)):
-        index = read_json(raw, what)
+        index = read_json(raw, resource)
         index["manifests"] = [e for e in index["manifests"] if e["digest"] != str(digest)]
         new = encode(index)
-        session.put_manifest(tag, parse_document(new).media_type, new, what)
+        session.put_manifest(tag, parse_document(new).media_type, new, resource)
 
 
 def with_entry(raw: bytes | None, entry: Descriptor) -> bytes:
@@ -212,9 +218,9 @@ def with_entry(raw: bytes | None, entry: Descriptor) -> bytes:
     return encode(index)
 
 
-def _tagged(session: Session, tag: str, what: str) -> bytes | None:
+def _read_tagged_index(session: Session, tag: str, resource: str) -> bytes | None:
     """Return the index under the subject's tag, or None."""
     try:
-        return retrying(partial(session.get, session.url(f"manifests/{tag}"), ACCEPT, what))[0]
+        return retrying(partial(session.get, session.url(f"manifests/{tag}"), ACCEPT, resource))[0]
     except NotFoundError:
         return None

@@ -17,17 +17,20 @@ from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatyp
 from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.session import Session
 
-CANDIDATES = 3  # repositories tried for one blob
-_MANIFESTS_READ = 64  # manifests of a store, to find the blobs of other repositories
+# Repositories that are tried for one blob.
+CANDIDATES = 3
+# Manifests of a store that are read, to find the blobs of other repositories.
+_MANIFESTS_READ = 64
 
-Find = Callable[[Digest], Sequence[str]]  # a blob -> repositories that may hold it
+# Returns the repositories that may have a blob.
+Find = Callable[[Digest], Sequence[str]]
 
 
 class MountOrigins:
     """The repositories of a registry that a blob may be mounted from, in order of likelihood.
 
-    ``find`` returns the repositories that may have a blob; responses of the registry determine
-    which are worth a request. A mounted blob is reported as already present.
+    ``find`` returns the repositories that may have a blob. Those that the registry refused are not
+    requested again. A mounted blob is reported as already present.
     """
 
     def __init__(self, find: Find = lambda _: (), on_event: OnEvent = ignore) -> None:
@@ -37,8 +40,8 @@ class MountOrigins:
 
     def of(self, digest: Digest) -> list[str]:
         """Return the repositories to mount a blob from; those that lacked another blob are last."""
-        found = [name for name in self._find(digest) if name not in self._refused]
-        return sorted(found, key=lambda name: name in self._missing)[:CANDIDATES]
+        repositories = [name for name in self._find(digest) if name not in self._refused]
+        return sorted(repositories, key=lambda name: name in self._missing)[:CANDIDATES]
 
     def begin(self, session: Session, content: Descriptor) -> RegistryResponse | None:
         """Mount a blob, or begin its upload; return the response to that, or None if mounted.
@@ -91,39 +94,41 @@ class MountHolders:
     def __init__(self, store: ContentStore, target: Reference) -> None:
         self._store, self._target = store, target
         self._lock = threading.Lock()
-        self._known: dict[Digest, list[str]] | None = None
+        self._holders: dict[Digest, list[str]] | None = None
 
     def __call__(self, digest: Digest) -> Sequence[str]:
         with self._lock:
-            if self._known is None:
-                self._known = self._read()
-            return self._known.get(digest, ())
+            if self._holders is None:
+                self._holders = self._read()
+            return self._holders.get(digest, ())
 
     def _read(self) -> dict[Digest, list[str]]:
-        found: dict[Digest, dict[str, None]] = {}
+        holders: dict[Digest, dict[str, None]] = {}
         names = sibling_repositories(self._store.tags(), self._target)
         for repository, descriptor in names[:_MANIFESTS_READ]:
             try:
                 raw = read_all(self._store.open(descriptor), descriptor)
                 blobs = Manifest.parse(raw, descriptor.media_type).children
             except AImageError:
-                continue  # not an error here: mounting is only an optimisation
+                # Mounting is only an optimisation.
+                continue
             for blob in blobs:
-                found.setdefault(blob.digest, {})[repository] = None
-        return {digest: list(repositories) for digest, repositories in found.items()}
+                holders.setdefault(blob.digest, {})[repository] = None
+        return {digest: list(repositories) for digest, repositories in holders.items()}
 
 
 def sibling_repositories(
     names: Iterable[tuple[str, Descriptor]], target: Reference
 ) -> list[tuple[str, Descriptor]]:
     """Return the manifests of the store in other repositories of the registry of ``target``."""
-    found: dict[tuple[str, Digest], Descriptor] = {}
+    manifests: dict[tuple[str, Digest], Descriptor] = {}
     for name, descriptor in names:
         try:
             reference = Reference.parse(name)
         except AImageError:
-            continue  # a name set by another tool
+            # Another tool's name need not be a reference.
+            continue
         is_sibling = reference.registry == target.registry and reference.name != target.name
         if is_sibling and descriptor.media_type in mediatype.MANIFESTS:
-            found[reference.repository, descriptor.digest] = descriptor
-    return [(repository, descriptor) for (repository, _), descriptor in found.items()]
+            manifests[reference.repository, descriptor.digest] = descriptor
+    return [(repository, descriptor) for (repository, _), descriptor in manifests.items()]

@@ -32,10 +32,14 @@ from clowder_aimage.registry.transport import set_pools
 NODE_HEADER = "Aimage-Node"
 NODE_ID = re.compile(r"[0-9a-f]{32}")
 BUSY = 429
-STORED = "only-if-cached"  # Cache-Control of a request (RFC 9111, 5.2.1.7)
-MAX_NODES = 16  # in one redirect
-_CONNECTIONS = 16  # connections kept per node
-_POOLS = 4096  # nodes whose connections are kept
+# The Cache-Control of a request that starts no fetch (RFC 9111, 5.2.1.7).
+STORED = "only-if-cached"
+# Nodes in one redirect.
+MAX_NODES = 16
+# Connections kept per node.
+_CONNECTIONS = 16
+# Nodes whose connections are kept.
+_POOLS = 4096
 _CONNECT_TIMEOUT = 2.0  # seconds
 
 
@@ -48,8 +52,8 @@ class PeerError(NetworkError):
 
 
 @dataclass(frozen=True, slots=True)
-class BlobSpan:
-    """Bytes [start, end) of a blob in a repository of a registry."""
+class PeerRange:
+    """The requested bytes [start, end) of a blob in a repository of a registry."""
 
     reference: Reference
     content: Descriptor
@@ -96,8 +100,8 @@ class PeerTimeouts:
 
 def addresses_of(host: str, port: int) -> list[str]:
     """Return the IP addresses of a host name. Raises OSError or UnicodeError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return sorted({str(each[4][0]) for each in found})
+    results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return sorted({str(result[4][0]) for result in results})
 
 
 class PeerReader(RawReader):
@@ -144,7 +148,7 @@ class PeerReader(RawReader):
 
 
 class PeerClient:
-    """A client of other nodes, which are addressed by URL. Thread-safe.
+    """A client of other nodes, addressed by URL. Thread-safe.
 
     ``node`` is the id of this node, ``token`` the token that the nodes share, ``ca_file`` the
     certificate authorities for nodes with TLS, if not the default ones.
@@ -188,9 +192,9 @@ class PeerClient:
         return node
 
     def open(
-        self, peer: str, span: BlobSpan, *, is_stored: bool = False
+        self, peer: str, span: PeerRange, *, is_stored: bool = False
     ) -> PeerReader | PeerRefusal:
-        """Request content; ``is_stored`` excludes fetching it from elsewhere. Raises PeerError."""
+        """Request content; ``is_stored`` excludes a fetch by the other node. Raises PeerError."""
         headers = span.headers | ({"Cache-Control": STORED} if is_stored else {})
         response = self._send("GET", peer, span.path, headers, self._timeouts.stall)
         if response.status_code == 206:
@@ -208,7 +212,7 @@ class PeerClient:
             "Retry-After" in response.headers,
         )
 
-    def has(self, peer: str, span: BlobSpan) -> bool:
+    def has(self, peer: str, span: PeerRange) -> bool:
         """Return True if a node has content or is receiving it. Raises PeerError."""
         headers = span.headers | {"Cache-Control": STORED}
         response = self._send("HEAD", peer, span.path, headers, self._timeouts.ping)
@@ -228,7 +232,8 @@ class PeerClient:
         with _errors(peer):
             try:
                 raw = send()
-            except ProtocolError:  # the server had closed the idle connection
+            except ProtocolError:
+                # The server may have closed the idle connection.
                 raw = send()
         return RegistryResponse(raw.status, url, raw.headers, raw)
 
@@ -244,7 +249,7 @@ def _errors(peer: str) -> Iterator[None]:
         raise PeerError(f"cannot reach peer {peer}: {error}") from error
 
 
-def _is_range(headers: Mapping[str, str], span: BlobSpan) -> bool:
+def _is_range(headers: Mapping[str, str], span: PeerRange) -> bool:
     """Return True if a 206 announces exactly the bytes of ``span``."""
     if "Transfer-Encoding" in headers or "Content-Encoding" in headers:
         return False

@@ -15,18 +15,20 @@ import socket
 
 from clowder_aimage.errors import NetworkError
 
-_CARRY_IPV4 = [  # in their last 32 bits: RFC 6052, RFC 4291 2.5.5.1, RFC 2765
-    ipaddress.ip_network(each) for each in ("64:ff9b::/96", "::/96", "::ffff:0:0:0/96")
+# Networks with an IPv4 address in the last 32 bits: RFC 6052, RFC 4291 2.5.5.1, RFC 2765.
+_CARRY_IPV4 = [
+    ipaddress.ip_network(network) for network in ("64:ff9b::/96", "::/96", "::ffff:0:0:0/96")
 ]
-# not global, although some versions of Python say so: RFC 8215, RFC 3879, RFC 9637, RFC 9602
+# Not global, although some versions of Python say so: RFC 8215, RFC 3879, RFC 9637, RFC 9602.
 _LOCAL = [
-    ipaddress.ip_network(each) for each in ("64:ff9b:1::/48", "fec0::/10", "3fff::/20", "5f00::/16")
+    ipaddress.ip_network(network)
+    for network in ("64:ff9b:1::/48", "fec0::/10", "3fff::/20", "5f00::/16")
 ]
 _LOCAL_NAMES = ("localhost", "ip6-localhost", "ip6-loopback", "localhost.localdomain")
 
 
 class Reach(enum.IntEnum):
-    """From where an address can be reached."""
+    """The hosts that can reach an address, from all to none."""
 
     INTERNET = 0
     NETWORK = 1
@@ -80,9 +82,9 @@ class Boundary:
     name.
 
     Args:
-        home: The host of the registry, without port; the user chose it, whatever its address is.
+        home: The host of the registry, without port. The user chose it, so its address is allowed.
         trusted: Other hosts that the user permits.
-        most: From where the registry's own address may be reached: by default, any address.
+        max_reach: The most internal reach of the registry's own address: by default, any.
     """
 
     def __init__(
@@ -90,35 +92,37 @@ class Boundary:
         home: str,
         trusted: frozenset[str] = frozenset(),
         *,
-        most: Reach = Reach.NOWHERE,
+        max_reach: Reach = Reach.NOWHERE,
     ) -> None:
-        self._home, self._trusted, self._most = home.lower(), trusted, most
-        self._own: Reach | None = None
-        self._address = ""  # of the registry, once it is connected
+        self._home, self._trusted, self._max_reach = home.lower(), trusted, max_reach
+        self._registry_reach: Reach | None = None
+        # The registry's address, once it is connected.
+        self._address = ""
 
     def check(self, host: str, sock: socket.socket) -> None:
         """Check a new connection to ``host``, before anything is sent. Raises OutsideError."""
         if sock.family not in (socket.AF_INET, socket.AF_INET6):
             return
         host, address = host.lower(), _plain(sock.getpeername()[0])
-        found, is_home = reach(address), host == self._home or address == self._address
-        if host == self._home and found > self._most:
+        actual, is_home = reach(address), host == self._home or address == self._address
+        if host == self._home and actual > self._max_reach:
             raise OutsideError(self._home, host)
-        if host == self._home and self._own is None:
-            self._own, self._address = found, address
-        elif host not in self._trusted and not self._permits(found, is_home):
+        if host == self._home and self._registry_reach is None:
+            self._registry_reach, self._address = actual, address
+        elif host not in self._trusted and not self._permits(actual, is_home):
             raise OutsideError(self._home, host)
 
     def check_name(self, host: str) -> None:
-        """Check a host that a proxy connects to, which is known by name. Raises OutsideError."""
+        """Check the name of a host that a proxy connects to. Raises OutsideError."""
         host = host.lower()
-        found = reach_of_name(host)
-        if host == self._home and found is not None and found > self._most:
+        named_reach = reach_of_name(host)
+        if host == self._home and named_reach is not None and named_reach > self._max_reach:
             raise OutsideError(self._home, host)
         if host == self._home or host in self._trusted:
             return
-        is_here = found is Reach.MACHINE is self._reach()  # its address is compared later
-        if found is not None and not is_here and not self._permits(found, False):
+        # Its address is compared when it is connected.
+        is_here = named_reach is Reach.MACHINE is self._reach()
+        if named_reach is not None and not is_here and not self._permits(named_reach, False):
             raise OutsideError(self._home, host)
 
     def check_proxied(self, host: str) -> None:
@@ -127,19 +131,20 @@ class Boundary:
         Raises OutsideError; UncheckedError if only addresses of the internet may be reached.
         """
         self.check_name(host)
-        if host.lower() == self._home and self._most is Reach.INTERNET:
+        if host.lower() == self._home and self._max_reach is Reach.INTERNET:
             raise UncheckedError(self._home, host)
 
     def _reach(self) -> Reach:
-        if self._own is None:  # not connected yet
+        # Before the first connection the name is all that is known.
+        if self._registry_reach is None:
             return reach_of_name(self._home) or Reach.INTERNET
-        return self._own
+        return self._registry_reach
 
-    def _permits(self, found: Reach, is_home: bool) -> bool:
-        own = self._reach()
-        if own in (Reach.MACHINE, Reach.NOWHERE) and not is_home:
-            return found is Reach.INTERNET
-        return found <= own
+    def _permits(self, target: Reach, is_home: bool) -> bool:
+        registry_reach = self._reach()
+        if registry_reach in (Reach.MACHINE, Reach.NOWHERE) and not is_home:
+            return target is Reach.INTERNET
+        return target <= registry_reach
 
 
 def _plain(address: str) -> str:
@@ -148,7 +153,7 @@ def _plain(address: str) -> str:
 
 
 class OutsideError(NetworkError):
-    """A registry leads to an address where it must not lead."""
+    """A registry leads to an address outside of its boundary."""
 
     def __init__(self, home: str, host: str) -> None:
         super().__init__(

@@ -26,9 +26,11 @@ from clowder_aimage.registry.retry import retrying
 from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.upload import check_permission, upload
 
-STALL = 15.0  # seconds without a byte of a blob after which a new connection is tried
+# Seconds without a byte of a blob after which a new connection is tried.
+STALL = 15.0
 MAX_REFERRERS = 1000
-_MAX_REQUESTS = 3  # requests to a mirror for one part of a blob
+# Requests to a mirror for one range of a blob.
+_MAX_REQUESTS = 3
 
 
 class Repository(Target, AbstractContextManager["Repository"]):
@@ -63,19 +65,21 @@ class Repository(Target, AbstractContextManager["Repository"]):
         """Fetch the manifest of ``reference``, verified if that has a digest (end-3)."""
         return retrying(lambda: self._resolve(reference, self._request_manifest(reference)))
 
-    def resolve_changed(self, reference: Reference, known: Digest | None, /) -> Descriptor | None:
-        """Resolve a reference; return None if its manifest is still ``known``.
+    def resolve_changed(
+        self, reference: Reference, previous: Digest | None, /
+    ) -> Descriptor | None:
+        """Resolve a reference; return None if its manifest is still ``previous``.
 
         This is one request, without a body in the latter case (RFC 9110, 13.1.2).
         """
 
         def resolve() -> Descriptor | None:
-            response = self._request_manifest(reference, known)
+            response = self._request_manifest(reference, previous)
             if response.status_code == 304:
                 response.finish()
                 return None
-            found = self._resolve(reference, response)
-            return None if found.digest == known else found
+            descriptor = self._resolve(reference, response)
+            return None if descriptor.digest == previous else descriptor
 
         return retrying(resolve)
 
@@ -114,9 +118,9 @@ class Repository(Target, AbstractContextManager["Repository"]):
         return content
 
     def _request_manifest(
-        self, reference: Reference, known: Digest | None = None
+        self, reference: Reference, previous: Digest | None = None
     ) -> RegistryResponse:
-        headers = {"Accept": ACCEPT} | ({"If-None-Match": f'"{known}"'} if known else {})
+        headers = {"Accept": ACCEPT} | ({"If-None-Match": f'"{previous}"'} if previous else {})
         url = self._session.url(f"manifests/{reference.target}")
         return self._session.request("GET", url, headers=headers)
 
@@ -125,7 +129,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
             raise failure(response, f"manifest {reference}")
         raw = response.read(MAX_MANIFEST_SIZE)
         header = response.headers.get("Docker-Content-Digest", "")
-        digest = _checked_digest(raw, reference, header)
+        digest = _verify_digest(raw, reference, header)
         document = parse_document(raw, response.headers.get("Content-Type", ""))
         self._manifests[digest] = raw
         return Descriptor(document.media_type, digest, len(raw))
@@ -168,12 +172,13 @@ class Repository(Target, AbstractContextManager["Repository"]):
         def get(start: int | None, end: int, /) -> RegistryResponse:
             headers = {} if start is None else {"Range": f"bytes={start}-{end - 1}"}
             url = self._session.url(f"blobs/{content.digest}")
-            if next(sent) > _MAX_REQUESTS:  # a mirror that breaks off repeatedly
+            # A mirror that breaks off repeatedly is not asked again.
+            if next(sent) > _MAX_REQUESTS:
                 self._session.mirrors.avoid(content.digest)
             return self._session.request("GET", url, headers=headers, read_timeout=STALL)
 
-        what = f"blob {content.digest} of {self._name}"
-        reader = BlobReader(get, what, offset, end, content.size)
+        resource = f"blob {content.digest} of {self._name}"
+        reader = BlobReader(get, resource, offset, end, content.size)
         if reader.ignores_range:
             self._without_ranges.add(content.digest)
         return reader
@@ -182,7 +187,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         return content.digest not in self._without_ranges
 
     def invalidate(self, content: Descriptor, /) -> bool:
-        """Exclude the mirrors that sent wrong content; return whether there were any."""
+        """Exclude the mirrors that sent wrong content; return True if there were any."""
         return self._session.mirrors.invalidate(content.digest)
 
     def was_mirrored(self, content: Descriptor) -> bool:
@@ -208,7 +213,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         self._put_manifest(content, raw, reference)
 
     def check_push(self) -> None:
-        """Raise what a push would, as far as the registry says it of an upload that is begun."""
+        """Begin and cancel an upload. Raises the errors of a push that show at its beginning."""
         check_permission(self._session)
 
     def tag_names(self) -> list[str]:
@@ -224,18 +229,18 @@ class Repository(Target, AbstractContextManager["Repository"]):
 
         Each is yielded once, before its own. Raises RegistryError: there are too many.
         """
-        seen: set[Digest] = {subject}
+        visited: set[Digest] = {subject}
         pending = [(0, subject, entry) for entry in reversed(self.referrers(subject))]
         while pending:
-            level, of, entry = pending.pop()
-            if entry.digest in seen:
+            level, referred, entry = pending.pop()
+            if entry.digest in visited:
                 continue
-            seen.add(entry.digest)
-            if len(seen) > MAX_REFERRERS:
+            visited.add(entry.digest)
+            if len(visited) > MAX_REFERRERS:
                 raise RegistryError(f"{subject} has over {MAX_REFERRERS} referrers")
-            yield level, of, entry
-            below = reversed(self.referrers(entry.digest))
-            pending += [(level + 1, entry.digest, each) for each in below]
+            yield level, referred, entry
+            children = reversed(self.referrers(entry.digest))
+            pending += [(level + 1, entry.digest, referrer) for referrer in children]
 
     def tag(self, content: Descriptor, reference: Reference, /) -> None:
         self._put_manifest(content, self._manifest(content), reference)
@@ -243,20 +248,20 @@ class Repository(Target, AbstractContextManager["Repository"]):
     def _put_manifest(self, content: Descriptor, raw: bytes, reference: Reference | None) -> None:
         """PUT a manifest by tag, or by digest without a tag, and list it as a referrer."""
         target = (reference and reference.tag) or str(content.digest)
-        what = f"manifest {self._name}:{target}"
-        headers = self._session.put_manifest(target, content.media_type, raw, what)
+        resource = f"manifest {self._name}:{target}"
+        headers = self._session.put_manifest(target, content.media_type, raw, resource)
         self._manifests[content.digest] = raw
         document = parse_document(raw, content.media_type)
         if document.subject is not None and "OCI-Subject" not in headers:
             listing.record(self._session, document.subject.digest, content, document)
 
 
-def _checked_digest(raw: bytes, reference: Reference, header: str) -> Digest:
+def _verify_digest(raw: bytes, reference: Reference, header: str) -> Digest:
     """Return the digest of a manifest that was received for ``reference``."""
-    wanted = reference.digest
-    digest = Digest.of(raw, wanted.algorithm if wanted else "sha256")
-    if wanted is not None and digest != wanted:
-        raise VerificationError(f"{reference.name} sent {digest}, expected {wanted}")
+    requested = reference.digest
+    digest = Digest.of(raw, requested.algorithm if requested else "sha256")
+    if requested is not None and digest != requested:
+        raise VerificationError(f"{reference.name} sent {digest}, expected {requested}")
     if header.startswith(f"{digest.algorithm}:") and header != str(digest):
         raise VerificationError(
             f"{reference.name} sent {digest} with Docker-Content-Digest: {header[:140]}"

@@ -28,17 +28,23 @@ from clowder_aimage.errors import (
 from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.registry.retry import LONGEST_PAUSE, BrokenOffError, retry_after
 
-_MAX_IGNORED_SIZE = 64 * 1024  # bytes of a body that is read only to keep its connection
+# Bytes of a body that is read only to keep its connection.
+_MAX_IGNORED_SIZE = 64 * 1024
 _IGNORED_TIME = 5.0  # seconds for it
-RATE = 64 * 1024  # bytes per second at which a document arrives, at least
-_CHUNKED = 64 * 1024  # bytes of a blob in chunks that arrive within the connection's timeout
+# The least bytes per second of a document.
+RATE = 64 * 1024
+# Bytes of a chunked blob that arrive within the connection's timeout.
+_CHUNKED = 64 * 1024
 _MAX_ERROR_BODY = 64 * 1024
-_MAX_RETRY_AFTER = 3600.0  # seconds, in the error for a caller that tries again later
-_PROXY_PROJECT = "proxy project"  # Harbor: a read-only cache of another registry
+# Seconds, in the error for a caller that tries again later.
+_MAX_RETRY_AFTER = 3600.0
+# Harbor's word for a read-only cache of another registry.
+_PROXY_PROJECT = "proxy project"
 _NO_PROJECT = "create the project in the registry first, or check its name"
 _EXPECTS_HTTPS = re.compile(r"HTTP request (?:was sent )?to (?:an )?HTTPS", re.IGNORECASE)
 _MAX_LINE = 200  # characters
-_HINTS = (  # by patterns of messages: Harbor's, by its documentation
+# Hints by patterns of messages: Harbor's, by its documentation.
+_HINTS = (
     (r"project \S+ not found", _NO_PROJECT),
     (_PROXY_PROJECT, "push to another project; this one is a cache of another registry"),
     (r"will exceed the configured upper limit|quota", "the project exceeds its storage quota"),
@@ -49,7 +55,7 @@ _HINTS = (  # by patterns of messages: Harbor's, by its documentation
 
 
 class OversizeError(VerificationError):
-    """A body is larger than what is read of it."""
+    """A body is larger than its limit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,8 +78,8 @@ class RegistryResponse:
 
         The time for it is the connection's timeout and the time for ``limit`` bytes at ``rate``.
         Raises BrokenOffError, NetworkError if it takes longer, OversizeError if it is larger, or
-        VerificationError if it is compressed, which no request accepts and which could unpack to
-        any size.
+        VerificationError if it is compressed: no request accepts that, and it could unpack to any
+        size.
         """
         try:
             encoding = self.headers.get("Content-Encoding", "identity").strip().lower()
@@ -98,8 +104,8 @@ class RegistryResponse:
     def readinto(self, view: memoryview) -> int:
         """Read from the socket into ``view``, avoiding the copy in urllib3's own method.
 
-        After the connection's timeout, return what arrived. Raises OSError, ValueError, HTTPError
-        or http.client.HTTPException.
+        After the connection's timeout, return the bytes that arrived. Raises OSError, ValueError,
+        HTTPError or http.client.HTTPException.
         """
         body = self._body
         if isinstance(body, TimedResponse):
@@ -109,7 +115,7 @@ class RegistryResponse:
 
     @property
     def _body(self) -> Any:
-        """The response of http.client, which transport.py keeps, or that of urllib3."""
+        """The response of http.client, as kept by transport.py, or that of urllib3."""
         body = getattr(self.raw.connection, "response", None)
         return body if isinstance(body, TimedResponse) else self.raw
 
@@ -121,7 +127,7 @@ class RegistryResponse:
             self.raw.close()
 
     def finish(self) -> None:
-        """Read a short rest of the body, so that the connection can be used again."""
+        """Read a short remainder of the body, so that the connection can be used again."""
         with contextlib.suppress(OSError, HTTPError):
             if isinstance(body := self._body, TimedResponse):
                 body.allow(_IGNORED_TIME)
@@ -137,11 +143,12 @@ class RegistryResponse:
 
 
 def _ending(error: Exception) -> str:
-    """Return where a body ended, or why."""
+    """Return the offset at the end of a broken body, or the error."""
     cause = error.__cause__
     if not isinstance(cause, http.client.IncompleteRead):
         return f": {error}"
-    partial: Any = cause.partial  # a number in urllib3's subclass
+    # It is a number in urllib3's subclass.
+    partial: Any = cause.partial
     count = partial if isinstance(partial, int) else len(partial)
     return f", after {count} bytes" + (f" of {count + cause.expected}" if cause.expected else "")
 
@@ -183,14 +190,15 @@ class ResponseFailure:
     def of(cls, response: RegistryResponse) -> ResponseFailure:
         """Read an error response with any body."""
         host, status = response.host, response.status_code
-        # in seconds; a date is for the session, which has a clock
+        # In seconds. A date is read by the session, which has a clock.
         after = retry_after(response.headers.get("Retry-After", ""), math.inf, _MAX_RETRY_AFTER)
         line = ""
         try:
             body = response.read(_MAX_ERROR_BODY)
-            line = "" if response.is_redirected else _first_line(body)  # may hold a signed URL
+            # The body of a redirect's target may contain a signed URL.
+            line = "" if response.is_redirected else _first_line(body)
             errors = read_json(body, "it")["errors"]
-            # distribution 2.8 puts UNKNOWN before the reason when a layer has urls
+            # Distribution 2.8 puts UNKNOWN before the reason when a layer has urls.
             error = next((e for e in errors if e.get("code") != "UNKNOWN"), errors[0])
             detail = error.get("detail") or ""
             text = detail if isinstance(detail, str) else json.dumps(detail)
@@ -236,86 +244,97 @@ def _first_line(body: bytes) -> str:
     return "".join(filter(str.isprintable, text.partition("\n")[0]))[:_MAX_LINE].strip()
 
 
-def manifest_failure(response: RegistryResponse, what: str) -> AImageError:
+def manifest_failure(response: RegistryResponse, resource: str) -> AImageError:
     """Return the error for a refused manifest: for its kind, its size, or another reason."""
-    found = ResponseFailure.of(response)
-    fields: dict[str, Any] = {"status": found.status, "code": found.code, "detail": found.detail}
-    if found.refuses_kind:
+    refusal = ResponseFailure.of(response)
+    fields: dict[str, Any] = {
+        "status": refusal.status,
+        "code": refusal.code,
+        "detail": refusal.detail,
+    }
+    if refusal.refuses_kind:
         return ManifestRefusedError(
-            f"{found.host} rejected this type of manifest ({found.text}){found.suffix}",
+            f"{refusal.host} rejected this type of manifest ({refusal.text}){refusal.suffix}",
             remedy="push_dialect",
             **fields,
         )
-    if found.is_too_large:
+    if refusal.is_too_large:
         return RegistryError(
-            f"{found.host} refused {what} as too large ({found.text} {found.detail}){found.suffix}",
+            f"{refusal.host} refused {resource} as too large ({refusal.text} {refusal.detail})"
+            f"{refusal.suffix}",
             hint="registries accept manifests of up to 4 MiB; pack the model into fewer layers",
             **fields,
         )
-    return _error(found, what)
+    return _error(refusal, resource)
 
 
 def deletion_failure(response: RegistryResponse, reference: Reference, digest: str) -> AImageError:
     """Return the error for a refused deletion; many registries delete no tags, or nothing."""
-    found = ResponseFailure.of(response)
+    refusal = ResponseFailure.of(response)
     is_tag = reference.digest is None
-    is_unsupported = found.status in (405, 501) or found.code == "UNSUPPORTED"
-    if not is_unsupported and not (is_tag and found.status in (400, 404)):
-        return _error(found, f"the deletion of {reference}")
-    fields: dict[str, Any] = {"status": found.status, "code": found.code, "detail": found.detail}
+    is_unsupported = refusal.status in (405, 501) or refusal.code == "UNSUPPORTED"
+    if not is_unsupported and not (is_tag and refusal.status in (400, 404)):
+        return _error(refusal, f"the deletion of {reference}")
+    fields: dict[str, Any] = {
+        "status": refusal.status,
+        "code": refusal.code,
+        "detail": refusal.detail,
+    }
     if is_tag:
         fields |= {"remedy": "delete_manifest", "name": reference.name, "digest": digest}
     return RegistryError(
-        f"{found.host} does not support the deletion of {'tags' if is_tag else 'manifests'} "
-        f"({found.text}){found.suffix}",
+        f"{refusal.host} does not support the deletion of {'tags' if is_tag else 'manifests'} "
+        f"({refusal.text}){refusal.suffix}",
         hint="deletion may have to be enabled in the registry's configuration",
         **fields,
     )
 
 
-def failure(response: RegistryResponse, what: str) -> AImageError:
-    """Return the error for an unexpected response to a request for ``what``."""
-    return _error(ResponseFailure.of(response), what)
+def failure(response: RegistryResponse, resource: str) -> AImageError:
+    """Return the error for an unexpected response; ``resource`` names the request's object."""
+    return _error(ResponseFailure.of(response), resource)
 
 
-def _error(found: ResponseFailure, what: str) -> AImageError:
-    known = next((hint for pattern, hint in _HINTS if re.search(pattern, found.text)), None)
-    if "AirTunes/" in found.server:
+def _error(refusal: ResponseFailure, resource: str) -> AImageError:
+    hint = next((text for pattern, text in _HINTS if re.search(pattern, refusal.text)), None)
+    if "AirTunes/" in refusal.server:
         return RegistryError(
-            f"{found.host} is the AirPlay receiver of macOS, not a registry ({found.text})",
+            f"{refusal.host} is the AirPlay receiver of macOS, not a registry ({refusal.text})",
             hint="use another port, or turn off the AirPlay receiver in the system settings",
-            status=found.status,
+            status=refusal.status,
         )
-    if found.status == 401:
+    if refusal.status == 401:
         return UnauthorizedError(
-            f"{found.host} requires valid credentials for {what} ({found.text}){found.suffix}",
-            hint=known,
-            remedy="" if known else "login",
-            registry=found.host,
-            reason=found.text,
+            f"{refusal.host} requires valid credentials for {resource} ({refusal.text})"
+            f"{refusal.suffix}",
+            hint=hint,
+            remedy="" if hint else "login",
+            registry=refusal.host,
+            reason=refusal.text,
         )
-    if found.status == 403 and known in (None, _NO_PROJECT):  # otherwise the account has access
+    # With another hint, the account has access.
+    if refusal.status == 403 and hint in (None, _NO_PROJECT):
         return UnauthorizedError(
-            f"{found.host} denied access to {what} ({found.text}){found.suffix}",
-            hint=known or "the account may lack permission, or the repository may not exist",
-            reason=found.text,
+            f"{refusal.host} denied access to {resource} ({refusal.text}){refusal.suffix}",
+            hint=hint or "the account may lack permission, or the repository may not exist",
+            reason=refusal.text,
         )
-    if found.status == 404:
+    if refusal.status == 404:
         return NotFoundError(
-            f"{what} not found at {found.host} ({found.text}){found.suffix}",
-            hint=known or "check the spelling of the name and the tag",
+            f"{resource} not found at {refusal.host} ({refusal.text}){refusal.suffix}",
+            hint=hint or "check the spelling of the name and the tag",
         )
-    expects_https = found.status == 400 and _EXPECTS_HTTPS.search(found.line) is not None
-    if known is None and found.retry_after > LONGEST_PAUSE:
-        known = f"try again in {found.retry_after:.0f} seconds"
-    code = found.code or http.client.responses.get(found.status, "")
-    reason = f": {found.message}" if found.message else ""
+    expects_https = refusal.status == 400 and _EXPECTS_HTTPS.search(refusal.line) is not None
+    if hint is None and refusal.retry_after > LONGEST_PAUSE:
+        hint = f"try again in {refusal.retry_after:.0f} seconds"
+    code = refusal.code or http.client.responses.get(refusal.status, "")
+    reason = f": {refusal.message}" if refusal.message else ""
     return RegistryError(
-        f"{found.host} answered {found.status} {code} for {what}{reason}{found.suffix}",
-        hint="the registry expects HTTPS" if expects_https else known,
+        f"{refusal.host} answered {refusal.status} {code} for {resource}{reason}{refusal.suffix}",
+        hint="the registry expects HTTPS" if expects_https else hint,
         remedy="https" if expects_https else "",
-        status=found.status,
-        code=found.code,
-        detail=found.detail,
-        retry_after=found.retry_after,
+        status=refusal.status,
+        code=refusal.code,
+        detail=refusal.detail,
+        retry_after=refusal.retry_after,
     )

@@ -18,14 +18,17 @@ from clowder_aimage.errors import NetworkError, RegistryError
 # 501, 505, 507 and 511 are permanent conditions (RFC 9110, 4918, 6585)
 TRANSIENT_STATUS = frozenset({408, 429, *range(500, 600)}) - {501, 505, 507, 511}
 ATTEMPTS = 4
-FIRST_WAIT = 0.2  # seconds at most between the first two attempts; each later wait is twice as long
-LONGEST_WAIT = 5.0  # seconds between two attempts, unless the registry specifies a time
-LONGEST_PAUSE = 60.0  # maximum seconds to wait for Retry-After
+# The most seconds between the first two attempts. Each later wait is twice as long.
+FIRST_WAIT = 0.2
+# Seconds between two attempts, unless the registry specifies a time.
+LONGEST_WAIT = 5.0
+# The most seconds to wait for Retry-After.
+LONGEST_PAUSE = 60.0
 _T = TypeVar("_T")
 
 
 class BrokenOffError(NetworkError):
-    """A connection that was established and then lost, which is transient."""
+    """A connection was lost after it was established. The error is transient."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -51,16 +54,17 @@ def retrying(
     full jitter.
     """
     try:
-        return function()  # nearly always succeeds; tenacity adds 7 % to the time of a request
+        # This nearly always succeeds, and tenacity adds 7 % to the time of a request.
+        return function()
     except Exception as error:
         if not is_transient(error):
             raise
-    failures, last = 1, progress()
+    failures, progress_before = 1, progress()
 
     def is_last(_: tenacity.RetryCallState) -> bool:
-        nonlocal failures, last
-        now = progress()
-        failures, last = (failures + 1 if now == last else 1), now
+        nonlocal failures, progress_before
+        current = progress()
+        failures, progress_before = (failures + 1 if current == progress_before else 1), current
         return failures >= ATTEMPTS
 
     sleep(random.uniform(0, FIRST_WAIT))  # noqa: S311 - jitter
@@ -75,9 +79,9 @@ def retrying(
 
 
 def writing(write: Callable[[], bool], *, sleep: Callable[[float], None] = time.sleep) -> bool:
-    """Call ``write`` until it returns True; return False if it never does in ATTEMPTS calls.
+    """Call ``write`` until it returns True; return False if ATTEMPTS calls return False.
 
-    Waits have jitter, so that of clients that overwrite each other one writes alone.
+    Waits have jitter, so that clients that overwrite each other write at different times.
     """
     retryer = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(ATTEMPTS),
@@ -89,7 +93,7 @@ def writing(write: Callable[[], bool], *, sleep: Callable[[float], None] = time.
     return retryer(write)
 
 
-def retry_after(value: str, now: float, longest: float = LONGEST_PAUSE) -> float:
+def retry_after(value: str, timestamp: float, longest: float = LONGEST_PAUSE) -> float:
     """Return the seconds of a Retry-After header; 0 for an invalid one.
 
     Source: RFC 9110, 10.2.3: a number of seconds, or a date.
@@ -101,11 +105,11 @@ def retry_after(value: str, now: float, longest: float = LONGEST_PAUSE) -> float
         until = email.utils.parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError, OverflowError):
         return 0.0
-    return min(max(until - now, 0.0), longest)
+    return min(max(until - timestamp, 0.0), longest)
 
 
 class Pause:
-    """The time until which a registry accepts no requests, shared by the threads of a session."""
+    """A pause that a registry requested, shared by the threads of a session."""
 
     def __init__(self, clock: Callable[[], float], sleep: Callable[[float], object]) -> None:
         self._clock, self._sleep = clock, sleep
@@ -115,8 +119,8 @@ class Pause:
     def observe(self, status: int, headers: Mapping[str, str]) -> None:
         """Read the Retry-After of a response."""
         if status in TRANSIENT_STATUS:
-            now = self._clock()
-            until = now + retry_after(headers.get("Retry-After", ""), now)
+            timestamp = self._clock()
+            until = timestamp + retry_after(headers.get("Retry-After", ""), timestamp)
             with self._lock:
                 self._until = max(self._until, until)
 

@@ -23,8 +23,10 @@ from clowder_aimage.registry.response import RegistryResponse, failure, manifest
 from clowder_aimage.registry.retry import BrokenOffError, Pause, retrying
 from clowder_aimage.registry.transport import Transport, origin
 
-CONNECT_TIMEOUT = 3.0  # seconds; per address of the host
-FIRST_READ_TIMEOUT = 6.0  # a registry that is down is detected within ten seconds
+# Seconds for each address of the host.
+CONNECT_TIMEOUT = 3.0
+# Seconds. A registry that is down is detected within ten seconds.
+FIRST_READ_TIMEOUT = 6.0
 READ_TIMEOUT = 60.0
 ACCEPT = ", ".join(sorted(mediatype.DOCUMENTS))
 _DOCKER_HUB = "registry-1.docker.io"
@@ -36,7 +38,7 @@ class CredentialsExpiredError(BrokenOffError, UnauthorizedError):
 
 
 class Session(AbstractContextManager["Session"]):
-    """Requests to the repository of ``reference``, with the authentication that is required."""
+    """Requests to the repository of ``reference``, authenticated as required."""
 
     def __init__(
         self,
@@ -63,7 +65,8 @@ class Session(AbstractContextManager["Session"]):
             own_headers=(self.base, connection.headers),
             on_exchange=self._on_exchange,
         )
-        self.chunk = connection.host(self._registry).chunk_size  # maximum size of a request; 0: any
+        # The most bytes of a request, 0 for any number.
+        self.chunk = connection.host(self._registry).chunk_size
         basic = basic_auth or connection.basic_auth
         self._auth = Authenticator(
             reference, connection, self._send_once, scheme, basic, self._http.boundary
@@ -88,10 +91,10 @@ class Session(AbstractContextManager["Session"]):
         return f"{self.base}/v2/_catalog"
 
     def join(self, location: str, base: str) -> str:
-        """Return the URL of a Location header, which may be relative (RFC 9110, 10.2.2).
+        """Return the URL of an absolute or relative Location header (RFC 9110, 10.2.2).
 
-        A registry behind a proxy that terminates TLS may return http URLs, which are sent by https.
-        Content is never sent to another host without TLS. Raises RegistryError.
+        A registry behind a proxy that terminates TLS may return http URLs: these are changed to
+        https. Content is never sent to another host without TLS. Raises RegistryError.
         """
         try:
             url = urljoin(base, location)
@@ -114,15 +117,15 @@ class Session(AbstractContextManager["Session"]):
             raise failure(response, "the endpoint /v2/")
         response.finish()
 
-    def get(self, url: str, accept: str, what: str) -> tuple[bytes, RegistryResponse]:
+    def get(self, url: str, accept: str, resource: str) -> tuple[bytes, RegistryResponse]:
         """Return a document, up to MAX_MANIFEST_SIZE, and its response. Raises AImageError."""
         response = self.request("GET", url, headers={"Accept": accept})
         if response.status_code != 200:
-            raise failure(response, what)
+            raise failure(response, resource)
         return response.read(MAX_MANIFEST_SIZE), response
 
     def put_manifest(
-        self, target: str, media_type: str, raw: bytes, what: str
+        self, target: str, media_type: str, raw: bytes, resource: str
     ) -> Mapping[str, str]:
         """PUT a manifest by tag or digest (end-7) and return the response's headers.
 
@@ -134,7 +137,7 @@ class Session(AbstractContextManager["Session"]):
             url = self.url(f"manifests/{target}")
             response = self.request("PUT", url, headers=headers, body=raw)
             if response.status_code not in (200, 201):
-                raise manifest_failure(response, what)
+                raise manifest_failure(response, resource)
             response.finish()
             return response.headers
 
@@ -159,16 +162,17 @@ class Session(AbstractContextManager["Session"]):
         Raises NetworkError without a response, UnauthorizedError without credentials.
         """
         path = url.removeprefix(self.url(""))
-        found = self.mirrors.request(method, path, headers, read_timeout)
-        if found is not None:
-            return found
+        mirrored = self.mirrors.request(method, path, headers, read_timeout)
+        if mirrored is not None:
+            return mirrored
         if actions is None:
             actions = "pull" if method in ("GET", "HEAD") else "pull,push"
         if url in (f"{self.base}/v2/", self.catalog):
-            actions = ""  # a request to the registry, not to one of its repositories
+            # The registry itself requires no permission for a repository.
+            actions = ""
         is_ours = origin(url) == origin(self.base)
         sent = {"Accept-Encoding": "identity", **(headers or {})}
-        header = self._auth.known(actions) if is_ours else None
+        header = self._auth.header_for(actions) if is_ours else None
         if header:
             sent["Authorization"] = header
         response = self._send(method, url, sent, body, read_timeout)
@@ -226,18 +230,19 @@ class Mirrors:
         self._sessions = sessions
         self._trusts_tags = trust_tags
         self._failed: set[Session] = set()
-        self._sent: dict[str, set[Session]] = {}  # the mirrors that sent each target
+        # The mirrors that sent each target.
+        self._sent: dict[str, set[Session]] = {}
 
     def close(self) -> None:
         for session in self._sessions:
             session.close()
 
     def avoid(self, digest: Digest) -> None:
-        """Exclude mirrors that break off while sending ``digest``, whose content may be right."""
+        """Exclude mirrors that break off while sending ``digest``."""
         self._failed |= self._sent.get(str(digest), set())
 
     def invalidate(self, digest: Digest) -> bool:
-        """Exclude the mirrors that sent wrong content for ``digest``; return whether any did."""
+        """Exclude the mirrors that sent wrong content for ``digest``; return True if any did."""
         senders = self._sent.pop(str(digest), set())
         self._failed |= senders
         return bool(senders)
@@ -252,7 +257,8 @@ class Mirrors:
         """Return the response of the first mirror that has ``path``, or None."""
         kind, _, target = path.partition("/")
         if method not in ("GET", "HEAD"):
-            self._trusts_tags = False  # after a push the mirrors are outdated
+            # After a push the mirrors are outdated.
+            self._trusts_tags = False
         if method != "GET":
             return None
         is_digest = _DIGEST.fullmatch(target) is not None
@@ -268,18 +274,19 @@ class Mirrors:
                     return response
                 if response.status_code in (200, 206):
                     self._sent.setdefault(target, set()).add(session)
-                    return _checked(response, target) if kind == "manifests" else response
+                    return _verify_manifest(response, target) if kind == "manifests" else response
                 response.finish()
                 if response.status_code == 404:
                     continue
             except AImageError:
-                pass  # if the session is closed, the request to the registry raises
+                # If the session is closed, the request to the registry raises.
+                pass
             self._failed.add(session)
         return None
 
 
-def _checked(response: RegistryResponse, target: str) -> RegistryResponse:
-    """Read a mirror's manifest and verify it where ``target`` is a digest."""
+def _verify_manifest(response: RegistryResponse, target: str) -> RegistryResponse:
+    """Read a mirror's manifest, and verify it if ``target`` is a digest."""
     raw = response.read(MAX_MANIFEST_SIZE)
     if _DIGEST.fullmatch(target):
         digest = Digest.parse(target)
@@ -291,10 +298,10 @@ def _checked(response: RegistryResponse, target: str) -> RegistryResponse:
 
 def _mirrors(reference: Reference, connection: ClientOptions) -> Mirrors:
     """Open the configured mirrors of the registry of ``reference``."""
-    known = connection.host(reference.registry)
+    settings = connection.host(reference.registry)
     sessions = []
-    for mirror in known.mirrors:
+    for mirror in settings.mirrors:
         host, _, path = mirror.partition("/")
-        there = Reference(host, f"{path}/{reference.repository}".lstrip("/"), "latest")
-        sessions.append(Session(there, connection.to_mirror(host), is_mirror=True))
-    return Mirrors(sessions, trust_tags=known.trust_tags)
+        mirror_reference = Reference(host, f"{path}/{reference.repository}".lstrip("/"), "latest")
+        sessions.append(Session(mirror_reference, connection.to_mirror(host), is_mirror=True))
+    return Mirrors(sessions, trust_tags=settings.trust_tags)

@@ -1,8 +1,8 @@
 """The exchange of credentials for tokens, by oras-py's backend over the connections of a session.
 
-oras-py makes the request and reads the token. ``registry/auth.py`` decides which credentials it
-gets, as oras-py sends them to any realm; requests are sent once, without redirects, with deadlines,
-and responses have a bound. Identity tokens, which oras-py does not have, are exchanged here.
+oras-py makes the request and reads the token. ``registry/auth.py`` chooses the credentials, since
+oras-py sends them to any realm. Requests are sent once, without redirects, with deadlines, and
+responses are bounded. Identity tokens are exchanged here: oras-py does not have them.
 
 Sources: distribution, "Token Authentication Specification" and "OAuth2 Token Authentication".
 """
@@ -26,18 +26,20 @@ from clowder_aimage.registry.response import RegistryResponse, failure
 from clowder_aimage.registry.retry import TRANSIENT_STATUS
 
 _MAX_TOKEN_RESPONSE = 1024 * 1024
-_OWN_HEADERS = ("Service", "User-Agent")  # of oras-py; no service needs them
-# method, URL, headers, body -> the response, without redirects
+# Headers that oras-py adds, and that no service needs.
+_OWN_HEADERS = ("Service", "User-Agent")
+# Sends a method, URL, headers and body, and returns the response, without redirects.
 SendOnce = Callable[[str, str, Mapping[str, str], Any], RegistryResponse]
 
 
 class TokenExchange(requests.Session):
-    """One exchange. ``status`` and ``fields`` are of the response; without a 200 it has none."""
+    """An exchange, with the status of the response and, after a 200, its fields."""
 
     def __init__(self, send: SendOnce) -> None:
         super().__init__()
         self.headers.clear()
-        self.trust_env = False  # netrc has credentials of other programs
+        # .netrc has credentials of other programs.
+        self.trust_env = False
         self.status, self.fields = 0, dict[str, Any]()
         self._send = send
 
@@ -57,7 +59,7 @@ class TokenExchange(requests.Session):
     def token(
         self, realm: str, service: str | None, scopes: Sequence[str], credential: Credential
     ) -> object:
-        """Return the token that a service returned. Raises ValueError if ``realm`` is no URL."""
+        """Return a token of the service ``realm``. Raises ValueError if ``realm`` is not a URL."""
         if credential.identity_token:
             return self._refresh(realm, service, scopes, credential.identity_token)
         backend = get_auth_backend(session=self)
@@ -70,7 +72,7 @@ class TokenExchange(requests.Session):
     def _refresh(
         self, realm: str, service: str | None, scopes: Sequence[str], identity_token: str
     ) -> object:
-        """Request a token for an identity token, by POST, which keeps it out of URLs."""
+        """Request a token for an identity token, by POST, so that no URL contains it."""
         form = {
             "grant_type": "refresh_token",
             "service": service or "",

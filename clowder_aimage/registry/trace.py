@@ -46,18 +46,18 @@ class RequestTrace:
 OnTrace = Callable[[RequestTrace], None]
 
 
-def redacted_url(url: str) -> str:
+def redact_url(url: str) -> str:
     """Return a URL without a user, and without the values of most parameters of its query."""
     parts = urlsplit(url)
     query = re.sub(
         r"([^&=]*)=([^&]*)",
-        lambda found: found[0] if found[1] in _PARAMETERS else f"{found[1]}={_HIDDEN}",
+        lambda match: match[0] if match[1] in _PARAMETERS else f"{match[1]}={_HIDDEN}",
         parts.query,
     )
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=query))
 
 
-def redacted_headers(headers: Mapping[str, str]) -> dict[str, str]:
+def redact_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return headers with the values of those that hold no secrets; of credentials, the scheme."""
     return {name: _value(name.lower(), value) for name, value in headers.items()}
 
@@ -66,9 +66,9 @@ def _value(name: str, value: str) -> str:
     if name in _HEADERS:
         return value
     if name == "location":
-        return redacted_url(value)
+        return redact_url(value)
     if name == "link":
-        return re.sub(r"<([^>]*)>", lambda found: f"<{redacted_url(found[1])}>", value)
+        return re.sub(r"<([^>]*)>", lambda match: f"<{redact_url(match[1])}>", value)
     if name == "authorization":
         return f"{value.partition(' ')[0]} {_HIDDEN}"
     return _HIDDEN

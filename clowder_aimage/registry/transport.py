@@ -42,21 +42,23 @@ from clowder_aimage.registry.trace import (
     OnTrace,
     RequestTrace,
     body_size,
-    redacted_headers,
-    redacted_url,
+    redact_headers,
+    redact_url,
 )
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _BLOCK = 1024 * 1024
-SEND_TIMEOUT = 60.0  # seconds for _STEP bytes: the registry may be storing received ones
+# Seconds for _STEP bytes: the registry may be storing received bytes.
+SEND_TIMEOUT = 60.0
 _STEP = 128 * 1024
 _NO_RETRY = urllib3.Retry(False)
-_TLS_ALERT = "\x15\x03"  # content type and version of an alert (RFC 8446, 5.1)
+# The content type and version of an alert (RFC 8446, 5.1).
+_TLS_ALERT = "\x15\x03"
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 
 def origin(url: str) -> tuple[str, str, int]:
-    """Return scheme, host and port of a URL, to which credentials belong."""
+    """Return scheme, host and port of a URL. Credentials belong to an origin."""
     parts = urlsplit(url)
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
     return parts.scheme, (parts.hostname or "").lower(), port
@@ -64,7 +66,7 @@ def origin(url: str) -> tuple[str, str, int]:
 
 @dataclass(slots=True, eq=False)
 class StreamBody:
-    """``size`` bytes of a stream, which is at ``offset``, as the body of a request.
+    """``size`` bytes of a stream, at ``offset``, as the body of a request.
 
     Without TLS the kernel sends a FileStream. Other streams are read in blocks; if the stream must
     end with the body (``last``), the last block is sent once that is verified.
@@ -76,7 +78,7 @@ class StreamBody:
     last: bool
 
     def send_to(self, sock: socket.socket) -> None:
-        """Write the bytes to a socket. Raises OSError, and what the stream raises."""
+        """Write the bytes to a socket. Raises OSError and the errors of the stream."""
         if type(sock) is socket.socket and isinstance(self.stream, FileStream):
             self._send_file(sock, self.stream)
             return
@@ -87,17 +89,20 @@ class StreamBody:
             if not block or (self.last and not left and self.stream.read(1)):
                 raise EOFError("the body does not match its declared length")
             for start in range(0, len(block), _STEP):
-                sock.sendall(block[start : start + _STEP])  # within the timeout of the socket
+                # Each block is sent within the timeout of the socket.
+                sock.sendall(block[start : start + _STEP])
 
     def _send_file(self, sock: socket.socket, stream: FileStream) -> None:
         file, offset, end = stream.fileno(), self.offset, self.offset + self.size
-        due, until = offset, 0.0  # the offset that is to be exceeded, until when
+        # The offset that must be exceeded by the time ``until``.
+        due, until = offset, 0.0
         while offset < end:
             if offset >= due:
                 due, until = offset + _STEP, time.monotonic() + (sock.gettimeout() or math.inf)
             try:
                 count = os.sendfile(sock.fileno(), file, offset, min(end - offset, _BLOCK))
-            except BlockingIOError:  # a socket with a timeout does not block
+            except BlockingIOError:
+                # A socket with a timeout does not block in the kernel.
                 left = until - time.monotonic()
                 if left <= 0 or not wait_for_write(sock, None if left == math.inf else left):
                     raise TimeoutError("timed out while sending the body") from None
@@ -108,11 +113,12 @@ class StreamBody:
             stream.sent(count)
 
 
-Addresses = Mapping[tuple[str, int], str]  # by host and port: the address to connect to
+# The addresses to connect to, by host and port.
+Addresses = Mapping[tuple[str, int], str]
 
 
 class _StreamSender:
-    """A connection of urllib3 that sends StreamBody, and keeps its response, which is timed."""
+    """A connection of urllib3 that sends StreamBody, and keeps its timed response."""
 
     response: TimedResponse | None = None
     addresses: Addresses = {}  # noqa: RUF012 - read only
@@ -140,7 +146,8 @@ class _StreamSender:
 
     def send(self, data: Any) -> None:
         sock: socket.socket | None = self.sock  # type: ignore[attr-defined]
-        if sock is not None:  # replaces the connect timeout; the response sets its own
+        # This replaces the connect timeout. The response sets its own.
+        if sock is not None:
             sock.settimeout(SEND_TIMEOUT)
         try:
             if sock is None or not isinstance(data, StreamBody):
@@ -215,7 +222,7 @@ class Transport:
         sent = {**self._headers, **headers}
         telemetry.inject(sent)
         for count in range(max_redirects + 1):
-            response = self._traced(method, url, sent, body, timeout)
+            response = self._send_traced(method, url, sent, body, timeout)
             response.is_redirected = count > 0
             location = response.headers.get("Location")
             is_redirect = response.status_code in _REDIRECTS and method in ("GET", "HEAD")
@@ -234,7 +241,7 @@ class Transport:
             url = target
         raise self._failure(f"more than {max_redirects} redirects")
 
-    def _traced(
+    def _send_traced(
         self, method: str, url: str, headers: Mapping[str, str], body: Any, timeout: urllib3.Timeout
     ) -> RegistryResponse:
         """Send one request, with the headers of its origin, and report it."""
@@ -246,19 +253,21 @@ class Transport:
 
         def exchange(status: int, **fields: Any) -> RequestTrace:
             size = body.size if isinstance(body, StreamBody) else len(body or b"")
-            seconds, sent = time.monotonic() - began, redacted_headers(headers)
-            known = {"sent": size, "request_headers": sent, **fields}
-            return RequestTrace(method, redacted_url(url), status, seconds, **known)
+            seconds, sent = time.monotonic() - began, redact_headers(headers)
+            details = {"sent": size, "request_headers": sent, **fields}
+            return RequestTrace(method, redact_url(url), status, seconds, **details)
 
         try:
             response = self._send(method, url, headers, body, timeout)
         except NetworkError as error:
             report(exchange(0, error=str(error)))
             raise
-        found = response.headers
-        size = None if method == "HEAD" else body_size(found)
+        reply_headers = response.headers
+        size = None if method == "HEAD" else body_size(reply_headers)
         report(
-            exchange(response.status_code, received=size, response_headers=redacted_headers(found))
+            exchange(
+                response.status_code, received=size, response_headers=redact_headers(reply_headers)
+            )
         )
         return response
 
@@ -287,7 +296,7 @@ class Transport:
         return RegistryResponse(raw.status, url, raw.headers, raw)
 
     def _route(self, url: str) -> tuple[Any, bool]:
-        """Return the pool for a URL's origin, and whether the proxy requires a full URL."""
+        """Return the pool for a URL's origin, and True if the proxy requires a full URL."""
         key = origin(url)
         if key not in self._routes:
             request = requests.Request("GET", url).prepare()
@@ -317,7 +326,8 @@ class Transport:
             )
         if isinstance(error, SSLError) and not _is_broken(error):
             return _tls_error(self._registry, reason)
-        if isinstance(error, NewConnectionError | ProxyError):  # the former: a ConnectTimeoutError
+        # NewConnectionError is also a ConnectTimeoutError: it is handled first.
+        if isinstance(error, NewConnectionError | ProxyError):
             return NetworkError(
                 f"cannot reach {self._registry}: {reason}",
                 hint="check the host and the port, and that the registry is running",
@@ -339,7 +349,8 @@ class Transport:
             return BrokenOffError(
                 f"connection to {self._registry} lost ({reason})",
                 hint="try again",
-                remedy="https" if may_be_tls else "",  # OpenSSL sends no alert to HTTP
+                # OpenSSL sends no alert to HTTP, it ends the connection.
+                remedy="https" if may_be_tls else "",
             )
         return self._failure(reason)
 

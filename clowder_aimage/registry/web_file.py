@@ -1,7 +1,7 @@
 """Files from URLs, fetched within limits of size, time and addresses.
 
-A URL may come from anyone, and what it leads to is chosen by its host. Each redirect is followed
-here, so that its host and address are checked like the first ones.
+A URL may come from a stranger, and its host chooses the targets of redirects. Each redirect is
+followed here, so that its host and address are checked like the first ones.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ from clowder_aimage.registry.transport import Transport
 
 MAX_URL = 8192  # characters
 _MAX_REDIRECTS = 5
-_READ_TIMEOUT = 15.0  # seconds for the headers, and for the first byte of the body
-_RATE = 1 << 20  # bytes per second at which a body arrives, at least
+# Seconds for the headers, and for the first byte of the body.
+_READ_TIMEOUT = 15.0
+# The least bytes per second of a body.
+_RATE = 1 << 20
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PORTS = {"https": 443, "http": 80}
 _NAME = r"[a-z0-9_-]+(?:\.[a-z0-9_-]+)*"
@@ -44,11 +46,11 @@ _HOST = re.compile(rf"{_NAME}|[0-9a-f:.]*:[0-9a-f:.]*")
 
 @dataclass(frozen=True, slots=True)
 class InputHosts:
-    """The hosts from which an operator lets pictures be fetched.
+    """The hosts of pictures that an operator allows.
 
     An entry is ``HOST``, ``HOST:PORT``, ``*.DOMAIN`` or ``*``, with ``http://`` before it to allow
-    HTTP. Without a port it is the default one. A host that is named may have a private address, a
-    pattern only means addresses of the internet, and behind a proxy, which hides them, no host.
+    HTTP. Without a port it is the default one. A named host may have a private address. A pattern
+    allows addresses of the internet only, and no host behind a proxy, since that hides addresses.
     """
 
     entries: tuple[str, ...] = ()
@@ -63,9 +65,9 @@ class InputHosts:
         return cls(entries)
 
     def reach(self, scheme: str, host: str, port: int) -> Reach | None:
-        """Return from where the addresses of a host may be reached; None if it is not allowed."""
-        found = (self._reach(entry, scheme, host, port) for entry in self.entries)
-        return max((one for one in found if one is not None), default=None)
+        """Return the most internal allowed reach of a host; None if the host is not allowed."""
+        reaches = (self._reach(entry, scheme, host, port) for entry in self.entries)
+        return max((reached for reached in reaches if reached is not None), default=None)
 
     def _reach(self, entry: str, scheme: str, host: str, port: int) -> Reach | None:
         parts = _ENTRY.fullmatch(entry)
@@ -83,7 +85,7 @@ class InputHosts:
 def fetch(
     url: str, connection: ClientOptions, *, limit: int, hosts: InputHosts | None = None
 ) -> bytes:
-    """Return the file at an https URL, which has at most ``limit`` bytes.
+    """Return the file at an https URL, of up to ``limit`` bytes.
 
     http is for hosts of this machine, and for those allowed in ``hosts``. With ``hosts`` the host
     of the URL and of each redirect must be among them, at an address that they permit; without,
@@ -97,30 +99,31 @@ def fetch(
         NotFoundError, UnauthorizedError, NetworkError, RegistryError: It cannot be fetched.
     """
     boundary: Boundary | None = None
-    first = shown = redacted(url)
+    shown_start = shown = redact(url)
     for count in range(_MAX_REDIRECTS + 1):
         parts = _split(url, shown)
         host, port = str(parts.hostname), parts.port or _PORTS[parts.scheme]
-        most = _permitted(hosts, parts.scheme, host, port, shown, is_redirect=count > 0)
+        max_reach = _check_reach(hosts, parts.scheme, host, port, shown, is_redirect=count > 0)
         if hosts is not None:
-            boundary = Boundary(host, most=most)
+            boundary = Boundary(host, max_reach=max_reach)
         boundary = boundary or connection.boundary(host)
-        there = replace(connection.to_mirror(parts.netloc), cert_dirs=())
-        with open_session(there, parts.netloc, boundary) as session:
+        options = replace(connection.to_mirror(parts.netloc), cert_dirs=())
+        with open_session(options, parts.netloc, boundary) as session:
             transport = Transport(session, parts.netloc)
             try:
-                boundary.check_name(host)  # an address is refused before it is connected to
+                # An address in the URL is refused without a connection.
+                boundary.check_name(host)
                 with closing(_get(transport, url)) as response:
                     location = response.headers.get("Location")
                     if response.status_code not in _REDIRECTS or not location:
                         return _body(response, shown, limit)
-                url, shown = _target(url, location, first)
+                url, shown = _target(url, location, shown_start)
             except OutsideError as error:
                 raise forbidden(error, shown, host) from None
             except NetworkError as error:
                 error.hint, error.remedy = "check the URL and the network", ""
                 raise
-    raise NetworkError(f"{first} leads to more than {_MAX_REDIRECTS} redirects")
+    raise NetworkError(f"{shown_start} leads to more than {_MAX_REDIRECTS} redirects")
 
 
 def forbidden(error: OutsideError, shown: str, host: str) -> ForbiddenError:
@@ -135,8 +138,8 @@ def forbidden(error: OutsideError, shown: str, host: str) -> ForbiddenError:
     return ForbiddenError(f"{shown} is at an internal address")
 
 
-def redacted(url: str) -> str:
-    """Return a URL for messages, without user, query and fragment, which may be secret."""
+def redact(url: str) -> str:
+    """Return a URL for messages, without user, query and fragment: these may be secret."""
     text = re.sub(r"(?<=//)[^/?#]*@", "", re.split(r"[?#]", url, maxsplit=1)[0])
     return "".join(filter(str.isprintable, text))[:200]
 
@@ -147,15 +150,18 @@ def _get(transport: Transport, url: str) -> RegistryResponse:
     return transport.send("GET", url, sent, timeout=timeout, max_redirects=0)
 
 
-def _target(url: str, location: str, first: str) -> tuple[str, str]:
+def _target(url: str, location: str, shown_start: str) -> tuple[str, str]:
     """Return the URL of a redirect, and its text. Raises NetworkError, ForbiddenError."""
     try:
         target = urljoin(url, location)
     except ValueError:
-        raise NetworkError(f"{first} leads to an invalid URL") from None
-    shown, kept = redacted(target), ("https:",) if url.startswith("https:") else ("https:", "http:")
-    if not target.lower().startswith(kept):
-        raise ForbiddenError(f"{first} leads to {shown}, which is not read")
+        raise NetworkError(f"{shown_start} leads to an invalid URL") from None
+    shown, schemes = (
+        redact(target),
+        ("https:",) if url.startswith("https:") else ("https:", "http:"),
+    )
+    if not target.lower().startswith(schemes):
+        raise ForbiddenError(f"{shown_start} leads to {shown}, which is not read")
     return target, shown
 
 
@@ -176,13 +182,13 @@ def _split(url: str, shown: str) -> SplitResult:
     return parts
 
 
-def _permitted(
+def _check_reach(
     hosts: InputHosts | None, scheme: str, host: str, port: int, shown: str, *, is_redirect: bool
 ) -> Reach:
-    """Return from where the address of a host may be reached. Raises ForbiddenError, UsageError."""
+    """Return the most internal allowed reach of a host. Raises ForbiddenError, UsageError."""
     if hosts is not None:
-        most = hosts.reach(scheme, host, port)
-        if most is None:
+        max_reach = hosts.reach(scheme, host, port)
+        if max_reach is None:
             verb = "leads to" if is_redirect else "is of"
             raise ForbiddenError(
                 f"the URL {verb} the host {scheme}://{host[:200]}:{port}, from which pictures are "
@@ -190,7 +196,7 @@ def _permitted(
                 remedy="allow_input",
                 host=host[:200],
             )
-        return most
+        return max_reach
     if scheme == "http" and not _is_loopback(host):
         raise (ForbiddenError if is_redirect else UsageError)(
             f"{shown} is not encrypted", hint="use https://, or download the file"

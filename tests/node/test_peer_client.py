@@ -14,9 +14,9 @@ import pytest
 
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry.peer import (
-    BlobSpan,
     PeerClient,
     PeerError,
+    PeerRange,
     PeerReader,
     PeerRefusal,
     PeerTimeouts,
@@ -27,7 +27,7 @@ from tests.scripted import Answer, ScriptedRegistry
 ME, OTHER = "0" * 32, "1" * 32
 DIGEST = Digest.of(b"a blob")
 CONTENT = Descriptor("application/octet-stream", DIGEST, 100)
-SPAN = BlobSpan(Reference.parse("registry.example.com:5000/a/b:1"), CONTENT, 3, 10)
+SPAN = PeerRange(Reference.parse("registry.example.com:5000/a/b:1"), CONTENT, 3, 10)
 PARTIAL = {"Content-Range": "bytes 3-9/100"}
 SHORT = PeerTimeouts(ping=2, range=1, stall=1)
 

@@ -156,7 +156,7 @@ def test_a_registry_that_refuses_all_dialects_is_removed(client: Client, picky: 
     with pytest.raises(ManifestRefusedError, match="415") as caught:
         client.push(picky)
     assert "no other dialect" in (caught.value.hint or "")
-    assert client.ladder.refused(picky.host) == frozenset()
+    assert client.ladder.list_refused(picky.host) == frozenset()
 
 
 def test_dialects_that_were_not_refused_are_not_replaced(client: Client, picky: Picky) -> None:
@@ -201,9 +201,9 @@ def test_a_damaged_cache_is_empty(text: str, tmp_path: Path) -> None:
     path = tmp_path / "registries.json"
     path.write_text(text)
     ladder = DialectCache(path, lambda: NOW)
-    assert ladder.refused("h:1") == frozenset()
+    assert ladder.list_refused("h:1") == frozenset()
     ladder.record("h:1", ["clowder"], "ollama")
-    assert ladder.refused("h:1") == {"clowder"}
+    assert ladder.list_refused("h:1") == {"clowder"}
     assert [path.name for path in tmp_path.iterdir()] == ["registries.json"]
 
 
@@ -243,7 +243,7 @@ def test_the_cache_file_is_replaced_atomically(tmp_path: Path) -> None:
 
     def read() -> None:
         while not done.is_set():
-            seen.add(reader.refused("h:1"))
+            seen.add(reader.list_refused("h:1"))
 
     thread = threading.Thread(target=read)
     thread.start()

@@ -198,7 +198,7 @@ def test_the_refusal_is_raised_when_no_other_dialect_fits(
             push(layout, reference, ClientOptions(docker_config=tmp_path), ladder=ladder)
         assert "container dialect" in (caught.value.hint or "")
         assert len([seen for seen in registry.seen if "/manifests/" in seen.path]) == 1
-        assert ladder.refused(registry.host) == frozenset()
+        assert ladder.list_refused(registry.host) == frozenset()
 
 
 def test_the_command_reports_an_oversized_manifest(

@@ -122,7 +122,7 @@ def test_nothing_is_sent_to_an_address_inside(
 
     def checked(self: Boundary, host: str, sock: socket.socket) -> None:
         if host == "127.0.0.1":  # the registry, as if it were on the internet
-            self._own = Reach.INTERNET
+            self._registry_reach = Reach.INTERNET
         else:
             check(self, host, sock)
 
@@ -154,7 +154,7 @@ def test_a_private_realm_is_for_private_registries(tmp_path: Path) -> None:
     connection = ClientOptions(docker_config=tmp_path)
     with Session(Reference.parse("registry.example.com/x"), connection) as session:
         for own, is_allowed in ((Reach.INTERNET, False), (Reach.NETWORK, True)):
-            session._http.boundary._own = own
+            session._http.boundary._registry_reach = own
             if is_allowed:
                 assert session._auth._check_realm("https://10.0.0.1/token") is False
             else:
