@@ -24,8 +24,8 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.input import PictureInputs, PreparedPicture, TiledPicture
 
 
-def no_wait() -> None:
-    """Return at once: all blobs are in the store."""
+def no_op() -> None:
+    """Do nothing: all blobs are in the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +33,13 @@ class RunnableModel:
     """A loaded AImage. Only the thread that loaded it may use it.
 
     ``end`` is called before each picture; it waits for a pull, or raises its error. ``adapters``
-    opens the adapters of requests, of which those of the last one stay in the pipeline;
-    ``pictures`` opens those that requests begin with, or that guide ``controls``.
+    opens the adapters of requests; those of the last request stay in the pipeline. ``pictures``
+    opens those that requests begin with, or that guide ``controls``.
     """
 
     stored: StoredAImage
     pipeline: Pipeline
-    end: Callable[[], None] = no_wait
+    end: Callable[[], None] = no_op
     adapters: AdapterSource | None = None
     pictures: PictureInputs | None = None
     controls: ControlSource | None = None
@@ -70,16 +70,18 @@ class RunnableModel:
         return library
 
     def preload(self, request: GenerateRequest) -> str:
-        """Load what can stay in memory for such requests; return it in words.
+        """Load the weights that can stay in memory for such requests; return them in words.
 
         Raises ModelError, and UsageError for a wrong mask.
         """
-        with self._adapted(request):
-            if self.pictures and request.input.mask is not None:  # opened again by generate
-                with suppress(NotFoundError):  # it may be kept later
+        with self._use_adapters(request):
+            # The mask is checked now, and opened again by generate.
+            if self.pictures and request.input.mask is not None:
+                # The picture may be stored later.
+                with suppress(NotFoundError):
                     picture = self.pictures.open(request)
-                    given = picture.given if isinstance(picture, PreparedPicture) else None
-                    self.pipeline.check(request, given)
+                    prepared = picture.given if isinstance(picture, PreparedPicture) else None
+                    self.pipeline.check(request, prepared)
             return self.pipeline.preload(request)
 
     def generate(self, request: GenerateRequest) -> Generator[PipelineEvent, None, None]:
@@ -89,14 +91,14 @@ class RunnableModel:
         and of ``AdapterSource.open``.
         """
         picture = self.pictures.open(request) if self.pictures else None
-        with self._adapted(request):
+        with self._use_adapters(request):
             if isinstance(picture, TiledPicture):
                 self.pipeline.check(request)
-                return self._guarded(self._tiled(request, picture))
+                return self._guard(self._generate_tiles(request, picture))
             events = self.pipeline.generate(request, *([picture.given] if picture else []))
-        return self._guarded(events, picture)
+        return self._guard(events, picture)
 
-    def _tiled(
+    def _generate_tiles(
         self, request: GenerateRequest, picture: TiledPicture
     ) -> Generator[PipelineEvent, None, None]:
         """Yield the steps of all tiles of each picture, and the picture."""
@@ -108,23 +110,23 @@ class RunnableModel:
         for number in range(request.output.n):
             seed = request.sampling.seed + number
             tile = request.change(**size, seed=seed, n=1, previews=0, upscale=None)
-            made = []
-            for index, part in enumerate(picture.parts):
-                for event in self.pipeline.generate(tile, part):
+            finished = []
+            for index, prepared in enumerate(picture.parts):
+                for event in self.pipeline.generate(tile, prepared):
                     if isinstance(event, Step):
                         done = index * event.total + event.index
                         yield Step(done, count * event.total, number)
                     elif isinstance(event, Image):
-                        made.append(event.pixels)
-            yield Image(picture.finish(made), seed, number)
+                        finished.append(event.pixels)
+            yield Image(picture.finish(finished), seed, number)
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Encode the texts of a request, which follows. Raises as ``generate`` does."""
-        with self._adapted(request):
+        """Encode the texts of the next request. Raises as ``generate`` does."""
+        with self._use_adapters(request):
             self.pipeline.prepare(request)
 
     @contextmanager
-    def _adapted(self, request: GenerateRequest) -> Iterator[None]:
+    def _use_adapters(self, request: GenerateRequest) -> Iterator[None]:
         """Use the adapters of a request, and no others; and its control network."""
         opened = self.adapters.open(request.adapters.loras) if self.adapters else []
         with _computing():
@@ -142,7 +144,7 @@ class RunnableModel:
             error.facts["controlnet"] = name
             raise
 
-    def _guarded(
+    def _guard(
         self, events: Generator[PipelineEvent, None, None], picture: PreparedPicture | None = None
     ) -> Generator[PipelineEvent, None, None]:
         with _computing():
@@ -162,7 +164,7 @@ def load(
     dtype: str | None = None,
     tuning: TorchTuning = NO_TUNING,
     request: GenerateRequest | None = None,
-    end: Callable[[], None] = no_wait,
+    end: Callable[[], None] = no_op,
     finder: AdapterFinder | None = None,
 ) -> RunnableModel:
     """Open the model on the calling thread; check the sides of the first ``request`` before.
@@ -197,7 +199,7 @@ def _computing() -> Iterator[None]:
 def _stated_values(request: GenerateRequest) -> dict[str, Any]:
     """Return the parameters that a picture states: those of its inputs only if there are some."""
     has_image, has_control = request.input.image is not None, request.control.image is not None
-    is_left_out = {
+    is_omitted = {
         **{name: not has_image for name, place in places().items() if place.group == "input"},
         **{name: not has_control for name, place in places().items() if place.group == "control"},
         **dict.fromkeys(COUNTS, True),
@@ -208,7 +210,7 @@ def _stated_values(request: GenerateRequest) -> dict[str, Any]:
         "original_prompt": request.original_prompt is None,
         "enhancer": request.enhancer is None,
     }
-    return {name: value for name, value in request.to_json().items() if not is_left_out.get(name)}
+    return {name: value for name, value in request.to_json().items() if not is_omitted.get(name)}
 
 
 def describe_picture(

@@ -65,7 +65,8 @@ class Picture:
         return path
 
 
-_SINGLE = ("image", "mask", "control")  # pictures of a request; others are references
+# Single pictures of a request. Others are references.
+_SINGLE = ("image", "mask", "control")
 
 if TYPE_CHECKING:
     PictureSource = Picture | bytes | str | os.PathLike[str] | npt.ArrayLike
@@ -112,8 +113,8 @@ class Model:
     ) -> list[Picture]:
         """Generate pictures of a prompt, with the seeds ``seed``, ``seed + 1`` and so on.
 
-        What is None has the default of the model; the seed is random. ``image`` begins the picture,
-        ``mask`` (or "alpha") is white where it is painted, ``control`` guides a ControlNet, and
+        None stands for the default of the model; the seed is random. ``image`` begins the picture,
+        ``mask`` (or "alpha") is white in the painted area, ``control`` guides a ControlNet, and
         ``references`` are edited by models that can: each a ``Picture``, the bytes of a file, an
         array, a path, a URL or the name of an artifact. ``loras`` are adapters: names of AImages or
         files, or pairs of them and their strengths. ``progress`` is called with the steps done and
@@ -128,17 +129,17 @@ class Model:
         from clowder_aimage.generation.request import GenerateRequest, LoraUse
         from clowder_aimage.pictures.input_kind import own_sized
 
-        pairs = [(one, None) if isinstance(one, str) else one for one in loras]
+        pairs = [(lora, None) if isinstance(lora, str) else lora for lora in loras]
         sources = {"image": image, "mask": mask, "control": control}
-        sources |= {f"reference {number}": one for number, one in enumerate(references, 1)}
+        sources |= {f"reference {number}": source for number, source in enumerate(references, 1)}
         values: dict[str, Any] = {"seed": secrets.randbits(32)}
         values |= {name: value for name, value in parameters.items() if value is not None}
         with self._inputs.store.lease() as lease:
-            digests, first = self._inputs.keep(lease, sources, values)
+            digests, first_file = self._inputs.keep(lease, sources, values)
             uses = tuple(LoraUse(*pair) for pair in pairs)
             draft = GenerateRequest.draft(prompt, **values | digests, loras=uses)
             base, files = self._loaded.stored.aimage, self._finder.store
-            request = own_sized(draft, first).for_model(base)
+            request = own_sized(draft, first_file).for_model(base)
             request, _ = self._finder.resolve(request, base, files)
             return self._generate(request, ProgressCounter(progress))
 
@@ -155,7 +156,8 @@ class Model:
                 if isinstance(event, Image):
                     pictures.append(Picture(event.pixels, event.seed, facts | {"seed": event.seed}))
                 elif isinstance(event, Step):
-                    if total != (total := event.total * request.output.n):  # with an image
+                    # With an image there are fewer steps.
+                    if total != (total := event.total * request.output.n):
                         counter.begin(total)
                     counter.advance(1)
         return pictures
@@ -163,7 +165,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class PictureFiles:
-    """The pictures that requests begin with, which are kept in ``store``."""
+    """The pictures that requests begin with, kept in ``store``."""
 
     store: ImageLayout
     connect: Callable[[], ClientOptions]
@@ -181,24 +183,24 @@ class PictureFiles:
         from clowder_aimage.generation.request import ALPHA
         from clowder_aimage.pictures.input import check_mask, keep
 
-        found = dict[str, Any]()
+        fields = dict[str, Any]()
         expand, is_tiled = values.get("expand"), values.get("upscale") is not None
-        given = {name: one for name, one in sources.items() if one is not None}
-        if isinstance(mask := given.get("mask"), str) and mask == ALPHA:
-            found["mask"] = given.pop("mask")
-        data = {name: self._read(source, name) for name, source in given.items()}
+        stated = {name: source for name, source in sources.items() if source is not None}
+        if isinstance(mask := stated.get("mask"), str) and mask == ALPHA:
+            fields["mask"] = stated.pop("mask")
+        data = {name: self._read(source, name) for name, source in stated.items()}
         if mask is not None and "image" in data and not (expand or is_tiled):
             check_mask(data["image"], data.get("mask"))
         files = {name: keep(self.store, lease, data[name], f"the {name}") for name in data}
         digests = {name: str(file.descriptor.digest) for name, file in files.items()}
         single = {name: digests.pop(name) for name in _SINGLE if name in digests}
-        found |= {**single, "references": tuple(digests.values())}
+        fields |= {**single, "references": tuple(digests.values())}
         names = [name for name in ("image", *digests, "control") if name in files]
         if expand and values.keys() & {"width", "height"}:
             raise UsageError("expand determines the size: omit width and height")
-        return found, files[names[0]] if names else None
+        return fields, files[names[0]] if names else None
 
-    def _read(self, source: PictureSource, what: str) -> bytes:
+    def _read(self, source: PictureSource, label: str) -> bytes:
         """Return the bytes of a picture file."""
         from clowder_aimage.pictures.input import encode_array
         from clowder_aimage.pictures.input_source import InputSource
@@ -209,8 +211,8 @@ class PictureFiles:
             return source.encode()
         if isinstance(source, str | os.PathLike):
             reader = InputSource(self.store, self.connect, hosts=None, has_files=True)
-            return reader.read(os.fspath(source), what)
-        return encode_array(source, f"the {what}")
+            return reader.read(os.fspath(source), label)
+        return encode_array(source, f"the {label}")
 
 
 def load(
@@ -225,7 +227,7 @@ def load(
 ) -> Model:
     """Load a model, and pull it first if the store lacks it.
 
-    ``backend`` is mlx or torch; the default depends on what is installed and on the GPU. ``dtype``
+    ``backend`` is mlx or torch; the default depends on the installed extras and the GPU. ``dtype``
     is float32 or bfloat16; the default depends on the device. ``device`` is one of torch, such as
     cuda:1. ``progress`` is called as ``pull`` does. A GPU that cannot be used is a RuntimeWarning.
 
@@ -254,20 +256,21 @@ def load(
     with ExitStack() as stack:
         lease = stack.enter_context(layout.lease())
         connect = cache(partial(to_connection, reference, registry))
-        if registry is not None:  # refuse another one at once
+        # A name of another registry is refused at once.
+        if registry is not None:
             connect()
         counter = ProgressCounter(progress)
         on_event = counter.on_event
-        with fetch(layout, reference, connect, lease, on_event=on_event) as found:
+        with fetch(layout, reference, connect, lease, on_event=on_event) as fetched:
             finder = AdapterFinder(layout, partial(_open, layout, lease, connect), has_files=True)
-            how: dict[str, Any] = {"backend": backend, "dtype": dtype, "finder": finder}
-            how["tuning"] = tuning
-            loaded = generate.load(found.files, found.stored, **how)
+            options: dict[str, Any] = {"backend": backend, "dtype": dtype, "finder": finder}
+            options["tuning"] = tuning
+            loaded = generate.load(fetched.files, fetched.stored, **options)
             if loaded.warning:
                 warnings.warn(loaded.warning, RuntimeWarning, stacklevel=2)
             loaded.pipeline.set_memory(KEEP, None, loaded.device_memory or machine.memory())
-            loaded.preload(GenerateRequest.draft().for_model(found.stored.aimage))
-            found.end()
+            loaded.preload(GenerateRequest.draft().for_model(fetched.stored.aimage))
+            fetched.end()
         inputs = PictureFiles(layout, connect)
         return Model(reference, loaded, finder, inputs, stack.pop_all())
 
@@ -275,7 +278,7 @@ def load(
 def _open(
     layout: ImageLayout, lease: Lease, connect: Callable[[], ClientOptions], reference: Reference
 ) -> StoredAImage:
-    """Return an adapter, which is pulled if the store lacks it. Raises as ``pull``."""
+    """Return an adapter; pull it if the store lacks it. Raises as ``pull``."""
     from clowder_aimage.layout.completeness import find_complete
     from clowder_aimage.pull import pull
 
