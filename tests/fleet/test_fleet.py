@@ -95,9 +95,10 @@ def test_a_stream_has_comments_while_its_job_waits(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(response_relay, "KEEP_ALIVE", 0.05)
+    has_comments = asyncio.Event()
 
     async def slow(request: Request, body: dict[str, Any]) -> web.StreamResponse:
-        await asyncio.sleep(0.2)
+        await (asyncio.Event() if body["prompt"] == "late" else has_comments).wait()
         if body["prompt"] == "refused":
             return web.json_response({"error": {"message": "too large"}}, status=400)
         answer = ResponseWriter(request, web.StreamResponse(headers={"Content-Type": SSE}))
@@ -108,9 +109,15 @@ def test_a_stream_has_comments_while_its_job_waits(
     async def scene(fleet: FleetRun) -> None:
         async def stream(url: str, prompt: str) -> list[str]:
             body = {"model": "tiny", "prompt": prompt, "stream": True}
+            has_comments.clear()
             async with fleet.session.post(url + PICTURES, json=body) as answer:
                 assert answer.status == 200 and answer.content_type == SSE
-                return (await answer.text()).split("\n\n")[:-1]
+                text = ""
+                async for line in answer.content:
+                    text += line.decode()
+                    if text.count(": keep-alive\n\n") == 2:
+                        has_comments.set()
+                return text.split("\n\n")[:-1]
 
         async with fleet.gateway() as url, fleet.worker("w1", ScriptedRole(slow)):
             await fleet.know(url, 1)
@@ -121,9 +128,10 @@ def test_a_stream_has_comments_while_its_job_waits(
                 *comments, end = await stream(url, prompt)
                 assert end == last and len(comments) >= 2
                 assert set(comments) == {": keep-alive"}
-            async with fleet.gateway(deadline=0.12) as hurried:
+            # ten comments long, so that a busy machine has begun the stream by then
+            async with fleet.gateway(deadline=0.5) as hurried:
                 await fleet.know(hurried, 1)
-                *_, end = await stream(hurried, "made")
+                *_, end = await stream(hurried, "late")
                 assert end.startswith("event: error") and "deadline" in end
 
     play(scene)
