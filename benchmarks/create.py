@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.family.image_family import Z_IMAGE, LayoutPart
+from clowder_aimage.family.image_family import Z_IMAGE, LayoutComponent
 from clowder_aimage.family.name_table import TensorChange
 from clowder_aimage.tensor import encode_header
 
@@ -130,7 +130,7 @@ def make_file(directory: Path, size: int) -> None:
 
 
 def _stack(
-    part: LayoutPart, configs: dict[str, dict[str, Any]]
+    part: LayoutComponent, configs: dict[str, dict[str, Any]]
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield the tensors of a component in a file."""
     component = Z_IMAGE.component(part.component)

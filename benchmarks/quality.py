@@ -314,7 +314,7 @@ def print_enhanced(pipeline: FlowPipeline, directory: Path, store: ImageLayout) 
 def open_adapter(pipeline: FlowPipeline, text: str) -> Use:
     """Return the adapter of ``FILE[:STRENGTH]`` for a model."""
     named = parse_use(text, lambda name: Path(name).is_file())
-    adapter = read_adapter(Path(named.model), pipeline.shapes, what=named.model, base="shapes")
+    adapter = read_adapter(Path(named.model), pipeline.shapes, label=named.model, base="shapes")
     strength = 1.0 if named.strength is None else named.strength
     return LoadedAdapter(named.model, adapter), strength
 

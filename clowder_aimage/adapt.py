@@ -184,7 +184,7 @@ def _shapes(stored: StoredAImage) -> dict[str, tuple[int, ...]]:
 def _read(adapter: FoundAdapter, shapes: Mapping[str, tuple[int, ...]], base: str) -> Adapter:
     from clowder_aimage.adapter.reader import read_adapter
 
-    return read_adapter(adapter.path, shapes, what=adapter.name, base=base, config=adapter.config)
+    return read_adapter(adapter.path, shapes, label=adapter.name, base=base, config=adapter.config)
 
 
 def _unchanged_plan(stored: StoredAImage) -> CreatePlan:
@@ -266,9 +266,9 @@ def _sum(
 ) -> Floats:
     import numpy as np
 
-    from clowder_aimage.adapter.dense import changed
+    from clowder_aimage.adapter.dense import apply_changes
 
-    total = changed(values(name), changes)
+    total = apply_changes(values(name), changes)
     if not np.isfinite(total).all():
         raise ModelError(f"{name[:200]} with the adapters has values that are not finite")
     return total

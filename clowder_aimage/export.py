@@ -159,7 +159,7 @@ def export_adapter(
         converted = convert_adapter(
             Path(store.path(weights[0].descriptor)),
             dialect,
-            what=str(reference),
+            label=str(reference),
             shapes=_base_shapes(store, stored),
             config=_adapter_config(store, stored),
         )

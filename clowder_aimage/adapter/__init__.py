@@ -1,1 +1,1 @@
-"""Adapters of image models: LoRA and its relatives, read in all dialects, independent of MLX."""
+"""Adapters of image models: LoRA, LoHa, LoKr and DoRA, read in all dialects, without MLX."""

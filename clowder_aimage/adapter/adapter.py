@@ -1,6 +1,6 @@
 """The changes of an adapter, by tensor of the base model, and their kinds.
 
-A change is added to a tensor W of the base, times the strength t with which an adapter is used.
+A change, times the strength t of the adapter, is added to a tensor W of the base.
 Matrices are (out, in), as in torch. Sources: LoRA (arXiv 2106.09685), LoHa and LoKr (LyCORIS,
 arXiv 2309.14859), DoRA (arXiv 2402.09353), ComfyUI's ``comfy/weight_adapter``, peft.
 """
@@ -60,9 +60,9 @@ class Hadamard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kronecker:
-    """LoKr: ``scale * kron(first, second)``, of which rows ``start`` to ``stop`` are used.
+    """LoKr: rows ``start`` to ``stop`` of ``scale * kron(first, second)``.
 
-    The factors are matrices, or low-rank pairs whose scale is 1.
+    The factors are matrices, or low-rank pairs with a scale of 1.
     """
 
     first: Floats | LowRank
@@ -83,7 +83,7 @@ class Kronecker:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseChange:
-    """The whole difference, of the shape of the tensor: of norms and biases too."""
+    """A difference of the tensor's shape, also of norms and biases."""
 
     values: Floats
 
@@ -115,7 +115,7 @@ Linear = LowRank | Hadamard | Kronecker | DenseChange
 
 
 class Norm(Enum):
-    """The norm that a magnitude m replaces. D is the change without its strength t.
+    """The norm replaced by a magnitude m. D is the change without its strength t.
 
     CHANGED (peft): m (W + tD) / row norm of (W + tD). ROWS (kohya, LyCORIS; m is [out]):
     W + t (m (W + D) / row norm of W - W). COLUMNS (m is [in]): W + t (m (W + D) / column norm of
@@ -129,20 +129,20 @@ class Norm(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decomposed:
-    """DoRA: a magnitude for each row, or column, of the matrix that ``parts`` change."""
+    """DoRA: a magnitude for each row, or column, of the matrix after ``changes``."""
 
-    parts: tuple[Linear, ...]
+    changes: tuple[Linear, ...]
     magnitude: Floats
     norm: Norm
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.parts[0].shape
+        return self.changes[0].shape
 
     def rows(self, start: int, stop: int) -> Decomposed:
-        """Return the change of these rows. Not for COLUMNS, whose norms need all rows."""
-        parts = tuple(part.rows(start, stop) for part in self.parts)
-        return Decomposed(parts, self.magnitude[start:stop], self.norm)
+        """Return the change of these rows. Not for COLUMNS: their norms need all rows."""
+        changes = tuple(change.rows(start, stop) for change in self.changes)
+        return Decomposed(changes, self.magnitude[start:stop], self.norm)
 
 
 Change = Linear | Replacement | Decomposed
@@ -152,30 +152,30 @@ Change = Linear | Replacement | Decomposed
 class Adapter:
     """The changes by tensor of the base: ``transformer/layers.0.attention.to_q.weight``.
 
-    A tensor has several changes, which are added. ``what`` names the adapter in messages.
+    The changes of a tensor are added. ``label`` names the adapter in messages.
     """
 
-    what: str
+    label: str
     changes: Mapping[str, tuple[Change, ...]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
-        """The memory of the values."""
+        """Return the size of the values in bytes."""
         return sum(array.nbytes for changes in self.changes.values() for array in _arrays(changes))
 
 
-def _arrays(parts: tuple[object, ...]) -> list[Floats]:
-    found: list[Floats] = []
-    for part in parts:
-        match part:
+def _arrays(changes: tuple[object, ...]) -> list[Floats]:
+    arrays: list[Floats] = []
+    for change in changes:
+        match change:
             case np.ndarray():
-                found.append(part)
+                arrays.append(change)
             case LowRank():
-                found += [part.down, part.up]
+                arrays += [change.down, change.up]
             case Hadamard() | Kronecker():
-                found += _arrays((part.first, part.second))
+                arrays += _arrays((change.first, change.second))
             case DenseChange() | Replacement():
-                found.append(part.values)
+                arrays.append(change.values)
             case Decomposed():
-                found += [*_arrays(part.parts), part.magnitude]
-    return found
+                arrays += [*_arrays(change.changes), change.magnitude]
+    return arrays

@@ -1,4 +1,4 @@
-"""Changes as whole matrices, in float32: to fuse adapters into weights, and for norms of rows."""
+"""Changes as dense matrices in float32, for fusing adapters into weights and for norms."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from clowder_aimage.adapter.adapter import (
     Replacement,
 )
 
-_TINY = float(np.finfo(np.float32).tiny) ** 0.5  # of a row that is zero
-EPSILON = float(np.finfo(np.float32).eps)  # added to norms, as ComfyUI does
+# The norm of a row of zeros.
+_TINY = float(np.finfo(np.float32).tiny) ** 0.5
+# ComfyUI adds it to norms.
+EPSILON = float(np.finfo(np.float32).eps)
 
 
-def changed(weight: Floats, uses: Iterable[tuple[Change, float]]) -> Floats:
-    """Return ``weight`` with changes and their strengths: summed in float32, added once.
+def apply_changes(weight: Floats, uses: Iterable[tuple[Change, float]]) -> Floats:
+    """Return ``weight`` with the sum of the changes, times their strengths, in float32.
 
-    Each change is computed from the unchanged weight, whatever the others do.
+    Each change is computed from the unchanged weight, so their order has no effect.
     """
     total = np.zeros(weight.shape, dtype=np.float32)
     for change, strength in uses:
@@ -35,32 +37,32 @@ def changed(weight: Floats, uses: Iterable[tuple[Change, float]]) -> Floats:
 
 
 def effect(weight: Floats, change: Change, strength: float) -> Floats:
-    """Return what ``change`` adds to ``weight`` with a strength."""
+    """Return the difference from ``weight`` of a change with a strength."""
     t = np.float32(strength)
     if not isinstance(change, Decomposed):
-        moved = change.values - weight if isinstance(change, Replacement) else delta(change)
-        return np.asarray(t * moved)
-    sums = difference(change.parts)
+        changed = change.values - weight if isinstance(change, Replacement) else delta(change)
+        return np.asarray(t * changed)
+    sums = difference(change.changes)
     magnitude = change.magnitude
     if change.norm is Norm.CHANGED:
-        moved = weight + t * sums
+        changed = weight + t * sums
         return np.asarray(
-            magnitude[:, None] * moved / np.maximum(norms(moved, 1), _TINY)[:, None] - weight
+            magnitude[:, None] * changed / np.maximum(norms(changed, 1), _TINY)[:, None] - weight
         )
-    moved = weight + sums
+    changed = weight + sums
     if change.norm is Norm.ROWS:
         factors = (magnitude / (norms(weight, 1) + EPSILON))[:, None]
     else:
-        factors = (magnitude / (norms(moved, 0) + EPSILON))[None]
-    return np.asarray(t * (factors * moved - weight))
+        factors = (magnitude / (norms(changed, 0) + EPSILON))[None]
+    return np.asarray(t * (factors * changed - weight))
 
 
-def difference(parts: Iterable[Linear]) -> Floats:
+def difference(changes: Iterable[Linear]) -> Floats:
     """Return the sum of the changes as a matrix."""
     total = None
-    for part in parts:
-        total = delta(part) if total is None else total + delta(part)
-    assert total is not None  # noqa: S101 - a decomposed change has parts
+    for change in changes:
+        total = delta(change) if total is None else total + delta(change)
+    assert total is not None  # noqa: S101 - a decomposed change has changes
     return total
 
 

@@ -1,4 +1,4 @@
-"""Facts that an adapter states about itself: type, rank, words, strength. Reads no matrices.
+"""Description of an adapter from its header: type, rank, trigger words and strength.
 
 Keys: kohya-ss (``ss_``), Stability's modelspec, ai-toolkit, the sidecars of webui.
 """
@@ -29,7 +29,8 @@ from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import Header
 
-_KINDS = (DORA, LOKR, LOHA, LORA, FULL)  # the first one is the type
+# The first of an adapter's kinds is its type.
+_KINDS = (DORA, LOKR, LOHA, LORA, FULL)
 _PHRASES = ("trigger_word", "modelspec.trigger_phrase", "activation_text", "activation text")
 _WORDS = "trigger_words"
 _STRENGTHS = (
@@ -38,27 +39,29 @@ _STRENGTHS = (
 )
 _TITLES = ("modelspec.title", "ss_output_name")
 _TAGS = "ss_tag_frequency"
-_MOST = 200  # words kept of _TAGS
-_MAX_JSON = 64 * 1024 * 1024  # bytes, of tags
+# Words of _TAGS in a description.
+_MAX_TAGS = 200
+# Bytes of the tags in a header.
+_MAX_JSON = 64 * 1024 * 1024
 _CODES = {"F64": "<d", "F32": "<f", "F16": "<e", "BF16": "<f", "I64": "<q", "I32": "<i"}
 
 
 def describe(path: Path, header: Header, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the facts of the adapter in the file at ``path``, by the names of the config's schema.
+    """Return the description of the adapter at ``path``, with the keys of the config's schema.
 
     ``config`` is the value of peft's ``adapter_config.json``.
 
     Raises:
-        FormatError: It is not an adapter, is incomplete, or is of a kind that cannot be read.
+        FormatError: It is not an adapter, is incomplete, or of an unsupported kind.
     """
-    what, metadata = str(path), header.metadata
+    label, metadata = str(path), header.metadata
     peft = PeftConfig.parse(config, f"{CONFIG} of {path}") if config else None
     shapes = {name: info.shape for name, info in header.tensors.items()}
-    layers = read_layers(what, shapes, peft).layers
-    configs = [*((peft,) if peft else ()), *parse_metadata(metadata, what).values()]
-    found = {kind for layer in layers for kind in _kinds(layer)}
-    kinds = [kind for kind in _KINDS if kind in found]
-    facts = {
+    layers = read_layers(label, shapes, peft).layers
+    configs = [*((peft,) if peft else ()), *parse_metadata(metadata, label).values()]
+    kind_set = {kind for layer in layers for kind in _kinds(layer)}
+    kinds = [kind for kind in _KINDS if kind in kind_set]
+    summary = {
         "type": kinds[0],
         "types": kinds if len(kinds) > 1 else None,
         "title": _first(metadata, _TITLES),
@@ -69,35 +72,35 @@ def describe(path: Path, header: Header, config: Mapping[str, Any] | None = None
         "weight": _number(metadata.get(key) for key in _STRENGTHS),
         "base": (peft and peft.base) or _first(metadata, BASES),
     }
-    return {key: value for key, value in facts.items() if value not in (None, [])}
+    return {key: value for key, value in summary.items() if value not in (None, [])}
 
 
 def _kinds(layer: AdapterLayer) -> list[str]:
     kinds = [LORA if kind == TABLE else kind for kind in layer.kinds]
     kinds += [DORA] if layer.is_decomposed else []
     changes = {names.DIFF, names.DIFF_BIAS, names.SET, names.SET_BIAS}
-    return kinds + ([FULL] if changes & layer.parts.keys() else [])
+    return kinds + ([FULL] if changes & layer.tensors.keys() else [])
 
 
 def _alpha(
     path: Path, header: Header, layers: Iterable[AdapterLayer], configs: Iterable[PeftConfig]
 ) -> float | int | None:
-    """Return the alpha of all layers: of their tensors if they agree, else of a configuration."""
-    tensors = [layer.parts[names.ALPHA] for layer in layers if names.ALPHA in layer.parts]
+    """Return the common alpha of all layers, from tensors or else a configuration, or None."""
+    tensors = [layer.tensors[names.ALPHA] for layer in layers if names.ALPHA in layer.tensors]
     with path.open("rb") as file:
-        found = {_scalar(file, header, name) for name in tensors}
-    if not found:
-        found = {next((one.alpha for one in configs if one.alpha is not None), None)}
-    if len(found) != 1:
+        alphas = {_scalar(file, header, name) for name in tensors}
+    if not alphas:
+        alphas = {next((config.alpha for config in configs if config.alpha is not None), None)}
+    if len(alphas) != 1:
         return None
-    value = found.pop()
+    value = alphas.pop()
     if value is None or not math.isfinite(value):
         return None
     return int(value) if value.is_integer() else value
 
 
 def _scalar(file: BinaryIO, header: Header, name: str) -> float | None:
-    """Return the number in a scalar tensor, or None for other tensors."""
+    """Return the number in a scalar tensor; None for other tensors."""
     info = header.tensors[name]
     if math.prod(info.shape) != 1 or info.dtype not in _CODES:
         return None
@@ -109,30 +112,30 @@ def _scalar(file: BinaryIO, header: Header, name: str) -> float | None:
 
 def _trigger_words(metadata: Mapping[str, str]) -> list[str]:
     words = [_text(metadata.get(key)) for key in _PHRASES]
-    words += [word.strip() for word in _listed(metadata.get(_WORDS, ""))]
+    words += [word.strip() for word in _split_words(metadata.get(_WORDS, ""))]
     if not any(words):
         words = _tags(metadata.get(_TAGS, ""))
     return list(dict.fromkeys(word for word in words if word))
 
 
-def _listed(text: str) -> list[str]:
-    """Return words with commas between them, or of a JSON list."""
+def _split_words(text: str) -> list[str]:
+    """Return the words of a list in JSON or separated by commas."""
     if text.startswith("["):
         value = _json(text)
-        return [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+        return [word for word in value if isinstance(word, str)] if isinstance(value, list) else []
     return text.split(",")
 
 
 def _tags(text: str) -> list[str | None]:
-    """Return the tags shared by all pictures of a data set; kohya counts them by directory."""
+    """Return the tags common to all pictures of a data set; kohya counts them by directory."""
     counts = _json(text) if text else {}
-    found: list[str | None] = []
+    common_tags: list[str | None] = []
     for tags in counts.values() if isinstance(counts, dict) else ():
         if isinstance(tags, dict) and tags:
             numbers = {tag: n for tag, n in tags.items() if isinstance(n, int)}
             most = max(numbers.values(), default=0)
-            found += [tag.strip() for tag, n in numbers.items() if n == most]
-    return found[:_MOST]
+            common_tags += [tag.strip() for tag, n in numbers.items() if n == most]
+    return common_tags[:_MAX_TAGS]
 
 
 def _json(text: str) -> Any:

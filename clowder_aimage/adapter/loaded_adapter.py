@@ -1,4 +1,4 @@
-"""Adapters of requests in memory, and those that are kept for the next request."""
+"""Adapters of requests in memory, and a cache of them for later requests."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from clowder_aimage.adapter.adapter import Adapter, Change
 
 
 class LoadedAdapter:
-    """An adapter of one model: its changes, which become effects when they are used first.
+    """An adapter of a model: its changes, which are converted to effects on first use.
 
     ``key`` identifies its content. Used on the thread of the model.
     """
 
     def __init__(self, key: str, adapter: Adapter) -> None:
-        self.key, self.what = key, adapter.what
+        self.key, self.label = key, adapter.label
         self.tensors = frozenset(adapter.changes)
         self._changes = {name: list(changes) for name, changes in adapter.changes.items()}
         self._effects: dict[str, list[Any]] = {}
 
     @property
     def nbytes(self) -> int:
-        """The memory of the changes and effects that are kept."""
-        changes = {name: tuple(found) for name, found in self._changes.items()}
-        effects = (effect for found in self._effects.values() for effect in found)
-        return Adapter(self.what, changes).nbytes + sum(map(size_of, effects))
+        """Return the size of the changes and effects in bytes."""
+        changes = {name: tuple(values) for name, values in self._changes.items()}
+        effects = (effect for values in self._effects.values() for effect in values)
+        return Adapter(self.label, changes).nbytes + sum(map(size_of, effects))
 
     def touches(self, prefixes: tuple[str, ...]) -> bool:
-        """Return whether a changed tensor's ``component/name`` begins with one of ``prefixes``."""
+        """Return True if a changed tensor's ``component/name`` begins with one of ``prefixes``."""
         return any(name.startswith(prefixes) for name in self.tensors)
 
     def changes(self, name: str) -> list[Change]:
-        """Return the changes of the tensor ``component/name`` that did not become effects."""
+        """Return the changes of the tensor ``component/name`` that are not effects yet."""
         return self._changes[name]
 
     def effects(self, name: str, prepare: Callable[[Change], Any]) -> list[Any]:
-        """Return the effects on a linear layer; the changes are then no longer kept."""
+        """Return the effects on a linear layer; their changes are released."""
         if name not in self._effects:
             self._effects[name] = [prepare(change) for change in self._changes[name]]
             del self._changes[name]
@@ -53,15 +53,18 @@ class AdapterCache:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._kept: OrderedDict[str, LoadedAdapter] = OrderedDict()
+        self._entries: OrderedDict[str, LoadedAdapter] = OrderedDict()
 
     def get(self, key: str, read: Callable[[], Adapter]) -> LoadedAdapter:
-        """Return the adapter with ``key``, from ``read`` if it is not here."""
-        found = self._kept.pop(key, None) or LoadedAdapter(key, read())
-        self._kept[key] = found
-        while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > self.limit:
-            self._kept.popitem(last=False)
-        return found
+        """Return the adapter with ``key`` from the cache, else from ``read``."""
+        adapter = self._entries.pop(key, None) or LoadedAdapter(key, read())
+        self._entries[key] = adapter
+        while (
+            len(self._entries) > 1
+            and sum(cached.nbytes for cached in self._entries.values()) > self.limit
+        ):
+            self._entries.popitem(last=False)
+        return adapter
 
 
 def size_of(effect: Any) -> int:

@@ -1,8 +1,8 @@
-"""Names of an adapter's tensors: the layer they belong to, and their part in its change.
+"""Names of an adapter's tensors: the layer of a tensor, and its role in the change.
 
-A name is a stem, which names a layer in one of many ways (``target.py``), and a suffix. Sources of
-the suffixes: peft ("Checkpoint format"), diffusers' ``loaders/``, kohya-ss ``networks/``, LyCORIS,
-ComfyUI's ``comfy/lora.py`` and ``comfy/weight_adapter``.
+A name is a stem, the name of a layer in one of many dialects (``target.py``), and a suffix.
+Sources of the suffixes: peft ("Checkpoint format"), diffusers' ``loaders/``, kohya-ss
+``networks/``, LyCORIS, ComfyUI's ``comfy/lora.py`` and ``comfy/weight_adapter``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ DIFF, DIFF_BIAS, SET, SET_BIAS = "diff", "diff_b", "set_weight", "set_bias"
 RESHAPE, DORA_FLAG, RSLORA_FLAG = "reshape_weight", "use_dora_flag", "use_rslora_flag"
 HADA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 KRON = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
-# parts whose rows are, or repeat in the order of, those of the layer
+# Roles with the layer's rows in their order, or with a factor of these rows.
 ROWS = (
     *(UP, UP_BIAS, DIFF, DIFF_BIAS, SET, SET_BIAS, MAGNITUDE, DORA_SCALE),
     *(HADA[0], HADA[2], KRON[0], KRON[1]),
 )
 
-# after a stem and a dot; peft puts the name of the adapter before the last word
+# Suffixes after a stem and a dot; peft puts the name of the adapter before the last word.
 _LORA = {
     "lora_A": DOWN,
     "lora_down": DOWN,
@@ -43,16 +43,16 @@ _PLAIN = {
     "w_norm": DIFF,
     "b_norm": DIFF_BIAS,
 }
-_NAMED = r"(?:\.(?!(?:weight|bias)$)[^.]+)?"
+_ADAPTER_NAME = r"(?:\.(?!(?:weight|bias)$)[^.]+)?"
 _END = re.compile(
-    rf"(?:(?P<stem>.+)[._])?(?:(?P<lora>{'|'.join(map(re.escape, _LORA))}){_NAMED}"
+    rf"(?:(?P<stem>.+)[._])?(?:(?P<lora>{'|'.join(map(re.escape, _LORA))}){_ADAPTER_NAME}"
     r"(?:\.(?P<leaf>weight|bias))?"
     rf"|(?<![^.])(?P<plain>{'|'.join(_PLAIN)}))"
 )
-_SAVED = re.compile(rf"(?P<stem>.+)\.modules_to_save{_NAMED}\.(?P<leaf>weight|bias)")
+_SAVED = re.compile(rf"(?P<stem>.+)\.modules_to_save{_ADAPTER_NAME}\.(?P<leaf>weight|bias)")
 
-# kinds that are recognised by a word of the name, and cannot be read
-_OTHERS = {
+# Unsupported kinds, recognised by a word of the name.
+_UNSUPPORTED = {
     "OFT or BOFT": ("oft_blocks", "oft_diag", "oft_R", "boft_R", "boft_s", "boft_blocks"),
     "GLoRA": ("a1.weight", "a2.weight", "b1.weight", "b2.weight", "bm.weight"),
     "(IA)^3": ("on_input", "ia3_l"),
@@ -66,16 +66,16 @@ _OTHERS = {
     "MiSS or Bone": ("miss_block", "bone_block"),
     "Control-LoRA": ("lora_controlnet",),
 }
-_KINDS = {word: kind for kind, words in _OTHERS.items() for word in words}
-_OTHER = re.compile(
+_KINDS = {word: kind for kind, words in _UNSUPPORTED.items() for word in words}
+_UNSUPPORTED_NAME = re.compile(
     rf"(?:^|.*[._])(?P<word>{'|'.join(map(re.escape, _KINDS))})(?:\.[^.]+)?(?:\.weight)?"
 )
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """Return the stem and the part of a tensor's name, or None if no adapter has such a name.
+    """Return the stem and the role in a tensor's name, or None if no adapter has such a name.
 
-    The stem is empty for a tensor that belongs to the whole adapter.
+    The stem is empty for a flag of all layers.
     """
     if match := _SAVED.fullmatch(name):
         return match["stem"], SET if match["leaf"] == "weight" else SET_BIAS
@@ -85,13 +85,13 @@ def split_name(name: str) -> tuple[str, str] | None:
     stem = match["stem"] or ""
     if match["plain"]:
         return stem, _PLAIN[match["plain"]]
-    part = _LORA[match["lora"]]
+    role = _LORA[match["lora"]]
     if match["leaf"] == "bias":
-        return (stem, UP_BIAS) if part == UP else None
-    return stem, part
+        return (stem, UP_BIAS) if role == UP else None
+    return stem, role
 
 
 def unsupported_kind(name: str) -> str | None:
-    """Return the kind of an adapter that cannot be read, by the name of one of its tensors."""
-    match = _OTHER.fullmatch(name)
+    """Return the kind of an unsupported adapter by the name of a tensor, or None."""
+    match = _UNSUPPORTED_NAME.fullmatch(name)
     return _KINDS[match["word"]] if match else None

@@ -1,4 +1,4 @@
-"""The adapters of one network, whichever library computes it."""
+"""The adapters of a network, independent of the library that computes it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from clowder_aimage.adapter.loaded_adapter import LoadedAdapter, Use
 
 
 class NetworkAdaptation(ABC):
-    """The adapters of one network, whose tensors are called ``component/name``.
+    """The adapters of a network with tensors ``component/name``.
 
-    ``sanitize`` returns the name of the parameter of a tensor, ``skip`` whether the network does
-    not have it. ``_undoing`` has the functions that put back what was changed.
+    ``sanitize`` returns the name of the parameter of a tensor; ``skip`` is True for a tensor that
+    the network does not have. ``_undoing`` has the functions that undo the changes.
     """
 
     def __init__(
@@ -27,24 +27,24 @@ class NetworkAdaptation(ABC):
         self._undoing: list[Callable[[], object]] = []
 
     def use(self, uses: Sequence[Use]) -> None:
-        """Set the adapters of the network; ``apply`` puts them in."""
+        """Set the adapters of the network; ``apply`` changes it."""
         self._uses = tuple(use for use in uses if use[1] and self.tensors(use[0]))
 
     def tensors(self, adapter: LoadedAdapter) -> list[str]:
-        """Return the names of the tensors of the network that an adapter changes."""
+        """Return the names of the network's tensors that an adapter changes."""
         prefix = f"{self.component}/"
         names = (name.removeprefix(prefix) for name in adapter.tensors if name.startswith(prefix))
         return sorted(name for name in names if not self._skip(name))
 
     def release(self) -> None:
-        """Forget the network."""
+        """Release the network without undoing changes."""
         self._network, self._applied, self._undoing = None, (), []
 
     def apply(self, network: Any) -> None:
-        """Put the adapters into ``network``, in place of those that were there.
+        """Apply the adapters to ``network`` in place of the previous ones.
 
         Raises:
-            ModelError: An adapter changes a tensor that the network does not have as values.
+            ModelError: An adapter changes a tensor that is missing or quantized.
         """
         if network is not self._network:
             self.release()
@@ -55,7 +55,8 @@ class NetworkAdaptation(ABC):
         try:
             self._put(self._uses)
         except BaseException:
-            self._undo()  # the next request may have no adapters
+            # The next request may have no adapters.
+            self._undo()
             raise
         self._applied = self._uses
 
@@ -64,7 +65,7 @@ class NetworkAdaptation(ABC):
         """Change the network; add to ``_undoing`` for each change."""
 
     def _undo(self) -> None:
-        """Put back what was changed."""
+        """Undo all changes."""
         for undo in self._undoing:
             undo()
         self._undoing, self._applied = [], ()

@@ -1,4 +1,4 @@
-"""The layers of the families by name, for adapters without a base: shapes are the adapter's."""
+"""The layers of the families by name, with an adapter's shapes, for adapters without a base."""
 
 from __future__ import annotations
 
@@ -12,45 +12,46 @@ from clowder_aimage.family.image_family import FAMILIES, Z_IMAGE, ImageFamily
 NAME = Z_IMAGE.title
 _NUMBER = re.compile(r"[0-9]+")
 _THIRD = re.compile(r"(.+\.(?:to_|add_))[qkv]((?:_proj)?\.weight)")
-_MOST = 255  # the number of a block
+# The largest number of a block.
+_MAX_BLOCK = 255
 
 
 def outline_shapes(layers: Iterable[AdapterLayer]) -> dict[str, Shape]:
-    """Return the shapes of the tensors that an adapter is for, in the family that has most of them.
+    """Return the shapes of an adapter's target tensors, in the family with most of them.
 
-    The layers that are stacked with one of them have the same shape. Layers with other names are
-    left out.
+    Query, key and value of a block have the same shape. Layers with unknown names are omitted.
     """
     layers = list(layers)
     numbers = {int(n) for layer in layers for n in _NUMBER.findall(layer.stem[:1024]) if len(n) < 4}
-    count = min(max(numbers, default=0), _MOST) + 1
+    count = min(max(numbers, default=0), _MAX_BLOCK) + 1
     return max((_outline(layers, family, count) for family in FAMILIES), key=len)
 
 
 def _outline(layers: Iterable[AdapterLayer], family: ImageFamily, count: int) -> dict[str, Shape]:
     names = dict(_names(family, count))
     table = TargetTable(names)
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for layer in layers:
         target = table.find(layer.stem)
         if target is None:
             continue
         shape = next((shape for _, shape in layer.changes), None)
-        if shape is None:  # a bias alone
-            shape = (max(layer.shapes[part][0] for part in layer.biases), 1)
-        whole = (shape[0] // len(target.parts), *shape[1:])
-        for part in target.parts:
-            found[part.tensor] = whole
-            if third := _THIRD.fullmatch(part.tensor):
+        if shape is None:
+            # The layer has only changes of its bias.
+            shape = (max(layer.shapes[rows][0] for rows in layer.biases), 1)
+        tensor_shape = (shape[0] // len(target.rows), *shape[1:])
+        for rows in target.rows:
+            shapes[rows.tensor] = tensor_shape
+            if match := _THIRD.fullmatch(rows.tensor):
                 for letter in "kvq":
-                    found.setdefault(f"{third[1]}{letter}{third[2]}", whole)
-            if part.bias in names:
-                found[part.bias] = whole[:1]
-    return found
+                    shapes.setdefault(f"{match[1]}{letter}{match[2]}", tensor_shape)
+            if rows.bias in names:
+                shapes[rows.bias] = tensor_shape[:1]
+    return shapes
 
 
 def _names(family: ImageFamily, count: int) -> Iterator[tuple[str, Shape]]:
-    """Yield the names of all tensors that adapters change; lengths are placeholders."""
+    """Yield the tensors that adapters can change, with placeholders as lengths."""
     for component in family.components:
         if component.name != "vae":
             shapes = component.shapes(component.widest(count))

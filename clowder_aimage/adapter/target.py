@@ -1,8 +1,8 @@
-"""Layers of a base model by all the names that adapters have for them.
+"""Layers of a base model by their names in all dialects of adapters.
 
-The table is derived from the base's own tensors, so no underscore has to be guessed apart: each
-layer is listed under its names in the dialects of diffusers and of the original code (which is
-ComfyUI's), with dots and flattened to underscores. Prefixes of the tools are removed one by one.
+The table is derived from the base's tensors, since flattened names cannot be split at underscores:
+each layer is listed under its names in the dialects of diffusers and of the original code (that of
+ComfyUI too), with dots and flattened. Prefixes of the tools are removed one by one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from clowder_aimage.family.image_family import exchanges_halves, original_module
+from clowder_aimage.family.image_family import has_exchanged_halves, original_module
 
 _NETWORK = (
     r"base_model\.model\.|model\.diffusion_model\.|diffusion_model\.|(?:transformer|unet)[._]|"
@@ -22,16 +22,17 @@ _PREFIX = re.compile(
     r"text_encoders\.[^.]+\.)"
 )
 _FRONT = re.compile(_NETWORK)
-_DEPTH = 6  # prefixes of one name
+# Prefixes of a name.
+_DEPTH = 6
 _BARE = re.compile(r"(to_out|adaLN_modulation)\.[0-9]+$")
-# layers for query, key and value, and their names as one
+# Layers for query, key and value, and the names of the stacked layer.
 _STACKS = (("to_{}", ("qkv", "to_qkv")), ("add_{}_proj", ("to_added_qkv",)))
 _WEIGHT = ".weight"
 
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """A tensor of the base, and the rows of a change that belong to it."""
+    """A tensor of the base, and its rows in a change."""
 
     tensor: str
     start: int
@@ -39,21 +40,21 @@ class TargetRows:
 
     @property
     def bias(self) -> str | None:
-        """The name of the layer's bias, which the base need not have; None for a lone tensor."""
+        """Return the name of the layer's bias, which may be missing; None if it cannot have one."""
         has_bias = self.tensor.endswith(_WEIGHT)
         return f"{self.tensor.removesuffix(_WEIGHT)}.bias" if has_bias else None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTarget:
-    """The tensors that a layer's change is for, of the ``shape`` of all their rows.
+    """The target tensors of a layer's change, with the ``shape`` of all their rows.
 
-    With ``is_exchanged``, the second half of the change's rows is that of the tensor's first rows.
+    With ``is_exchanged``, the halves of the change's rows are exchanged relative to the tensor.
     """
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[TargetRows, ...]
+    rows: tuple[TargetRows, ...]
     is_exchanged: bool = False
 
     @property
@@ -62,7 +63,7 @@ class LayerTarget:
 
     @property
     def module(self) -> str:
-        """The name of the layer in its component."""
+        """Return the name of the layer in its component."""
         return self.name.rpartition("/")[2]
 
 
@@ -76,27 +77,30 @@ class TargetTable:
         self._dotted: dict[str, dict[str, LayerTarget]] = {}
         self._flat: dict[str, dict[str, LayerTarget | None]] = {}
         targets = [_target(name, shape) for name, shape in shapes.items() if shape]
-        targets = [one for one in targets if not one.name.endswith(".bias")]
-        for target in [*targets, *_fused(targets)]:
+        # Biases are changed with their layer.
+        targets = [target for target in targets if not target.name.endswith(".bias")]
+        for target in [*targets, *_stack_targets(targets)]:
             dotted = self._dotted.setdefault(target.component, {})
             flat = self._flat.setdefault(target.component, {})
             dotted[target.module] = target
-            other = original_module(target.module) if exchanges_halves(target.module) else None
+            original = (
+                original_module(target.module) if has_exchanged_halves(target.module) else None
+            )
             for name in spellings(target.module):
-                is_other = other is not None and name.endswith(other)
-                one = replace(target, is_exchanged=True) if is_other else target
-                dotted.setdefault(name, one)
+                is_original = original is not None and name.endswith(original)
+                spelled = replace(target, is_exchanged=True) if is_original else target
+                dotted.setdefault(name, spelled)
                 key = _flatten(name)
-                # a name that two layers have when it is flattened is the name of neither
-                flat[key] = one if flat.get(key, one) == one else None
+                # A flattened name of two layers is ambiguous: it stands for neither.
+                flat[key] = spelled if flat.get(key, spelled) == spelled else None
 
     def find(self, stem: str) -> LayerTarget | None:
-        """Return the layer that an adapter means by a name, or None."""
+        """Return the layer with a name in any dialect, or None."""
         components: Iterable[str] = sorted(self._dotted, key=_is_text)
         has_text = False
         for _ in range(_DEPTH):
-            if (found := self._look_up(stem, components)) is not None:
-                return found
+            if (target := self._look_up(stem, components)) is not None:
+                return target
             match = _PREFIX.match(stem)
             if match is None:
                 return None
@@ -114,32 +118,32 @@ class TargetTable:
 
     def _look_up(self, stem: str, components: Iterable[str]) -> LayerTarget | None:
         for component in components:
-            if (found := self._dotted.get(component, {}).get(stem)) is not None:
-                return found
+            if (target := self._dotted.get(component, {}).get(stem)) is not None:
+                return target
         for component in components:
-            if (hit := self._flat.get(component, {}).get(_flatten(stem))) is not None:
-                return hit
+            if (flat_target := self._flat.get(component, {}).get(_flatten(stem))) is not None:
+                return flat_target
         return None
 
 
 def spellings(module: str) -> set[str]:
-    """Return the names of a layer, given diffusers' name, in all dialects, with dots."""
-    found = {module, original_module(module)}
-    found |= {_BARE.sub(r"\1", name) for name in found}
-    return found | {f"model.{name}" for name in found} | {n.removeprefix("model.") for n in found}
+    """Return the names, with dots, of diffusers' layer ``module`` in all dialects."""
+    names = {module, original_module(module)}
+    names |= {_BARE.sub(r"\1", name) for name in names}
+    return names | {f"model.{name}" for name in names} | {n.removeprefix("model.") for n in names}
 
 
 def dotted_module(stem: str) -> str:
     """Return a stem without the prefixes of tools."""
-    return _without(_PREFIX, stem)
+    return _strip_prefixes(_PREFIX, stem)
 
 
 def network_module(stem: str) -> str:
     """Return a stem without the prefixes for the network, but with that of a text encoder."""
-    return _without(_FRONT, stem)
+    return _strip_prefixes(_FRONT, stem)
 
 
-def _without(prefix: re.Pattern[str], stem: str) -> str:
+def _strip_prefixes(prefix: re.Pattern[str], stem: str) -> str:
     for _ in range(_DEPTH):
         match = prefix.match(stem)
         if match is None:
@@ -152,30 +156,30 @@ def _target(tensor: str, shape: tuple[int, ...]) -> LayerTarget:
     return LayerTarget(tensor.removesuffix(_WEIGHT), shape, (TargetRows(tensor, 0, shape[0]),))
 
 
-def _fused(targets: Iterable[LayerTarget]) -> Iterator[LayerTarget]:
-    """Yield the layers for query, key and value that other dialects stack by rows."""
-    known = {target.name: target for target in targets}
-    for name, first in known.items():
+def _stack_targets(targets: Iterable[LayerTarget]) -> Iterator[LayerTarget]:
+    """Yield the stacked layers of query, key and value in other dialects."""
+    targets_by_name = {target.name: target for target in targets}
+    for name, first in targets_by_name.items():
         for pattern, words in _STACKS:
             stem = name.removesuffix(pattern.format("q"))
-            thirds = [known.get(stem + pattern.format(letter)) for letter in "qkv"]
-            if stem != name and (parts := _stacked_rows(thirds, first.shape[1:])):
-                shape = (parts[-1].stop, *first.shape[1:])
-                yield from (LayerTarget(stem + word, shape, parts) for word in words)
+            thirds = [targets_by_name.get(stem + pattern.format(letter)) for letter in "qkv"]
+            if stem != name and (rows := _stacked_rows(thirds, first.shape[1:])):
+                shape = (rows[-1].stop, *first.shape[1:])
+                yield from (LayerTarget(stem + word, shape, rows) for word in words)
 
 
 def _stacked_rows(
     thirds: Iterable[LayerTarget | None], columns: tuple[int, ...]
 ) -> tuple[TargetRows, ...]:
-    """Return the rows of each layer in the stacked one; none if they cannot be stacked."""
-    parts: list[TargetRows] = []
+    """Return the rows of each layer in the stacked layer; empty if they cannot be stacked."""
+    rows: list[TargetRows] = []
     start = 0
     for third in thirds:
         if third is None or len(third.shape) != 2 or third.shape[1:] != columns:
             return ()
-        parts.append(TargetRows(third.parts[0].tensor, start, start + third.shape[0]))
+        rows.append(TargetRows(third.rows[0].tensor, start, start + third.shape[0]))
         start += third.shape[0]
-    return tuple(parts)
+    return tuple(rows)
 
 
 def _flatten(name: str) -> str:

@@ -30,12 +30,13 @@ _TYPES = {
     "U8": "u1",
     "BOOL": "u1",
 }
-_COUNTS = ("I64", "I32", "I16", "I8", "U8", "BOOL")  # of alphas, flags and shapes only
+# Types of alphas, flags and shapes only.
+_COUNTS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredArray:
-    """Values of a safetensors ``dtype`` as they are stored: numpy lacks some of the types."""
+    """Stored values of a safetensors ``dtype``: numpy lacks some of the types."""
 
     dtype: str
     codes: npt.NDArray[Any]
@@ -44,26 +45,26 @@ class StoredArray:
         return StoredArray(self.dtype, self.codes[key])
 
     def equals(self, other: StoredArray) -> bool:
-        """Return whether type, shape and all bits are equal."""
+        """Return True if type, shape and all bits are equal."""
         is_like = self.dtype == other.dtype and self.codes.shape == other.codes.shape
         return is_like and self.codes.tobytes() == other.codes.tobytes()
 
-    def times(self, factor: float) -> StoredArray:
-        """Return the products with a number, in float32."""
+    def multiply(self, factor: float) -> StoredArray:
+        """Return the values times a number, in float32."""
         return StoredArray("F32", self.float32() * np.float32(factor))
 
     @staticmethod
-    def alike(arrays: Sequence[StoredArray]) -> list[StoredArray]:
-        """Return arrays of one type: theirs, or float32 if they differ."""
-        if len({one.dtype for one in arrays}) == 1:
+    def promote(arrays: Sequence[StoredArray]) -> list[StoredArray]:
+        """Return arrays of the same type: their type, or float32 if they differ."""
+        if len({array.dtype for array in arrays}) == 1:
             return list(arrays)
-        return [StoredArray("F32", one.float32()) for one in arrays]
+        return [StoredArray("F32", array.float32()) for array in arrays]
 
     @classmethod
     def concatenate(cls, arrays: Sequence[StoredArray]) -> StoredArray:
         """Return the rows of all arrays."""
-        found = cls.alike(arrays)
-        return cls(found[0].dtype, np.concatenate([one.codes for one in found]))
+        promoted = cls.promote(arrays)
+        return cls(promoted[0].dtype, np.concatenate([array.codes for array in promoted]))
 
     def float32(self) -> Floats:
         """Return the values in float32."""
@@ -74,16 +75,16 @@ class StoredArray:
 class AdapterValues:
     """The tensors of an open file as float32 arrays."""
 
-    what: str
+    label: str
     file: BinaryIO
     header: Header
 
     def array(self, name: str, ndim: int | None = 2) -> Floats:
-        """Return a tensor; further dimensions of 1 are removed until it has ``ndim``."""
+        """Return a tensor; the last dimensions are removed until it has ``ndim``, if they are 1."""
         info = self.header.tensors[name]
         if info.dtype not in _TYPES or info.dtype in _COUNTS:
             raise FormatError(
-                f"{self.what}: {name[:200]} has the type {info.dtype}, which cannot be read",
+                f"{self.label}: {name[:200]} has the type {info.dtype}, which cannot be read",
                 hint="save the adapter in float32, float16 or bfloat16",
             )
         values = _decode(self._read(name), info.dtype).reshape(info.shape)
@@ -91,13 +92,13 @@ class AdapterValues:
             values = values[..., 0]
         if not np.isfinite(values).all():
             raise FormatError(
-                f"{self.what}: {name[:200]} has values that are not finite (NaN or infinity)",
+                f"{self.label}: {name[:200]} has values that are not finite (NaN or infinity)",
                 hint=f"{_AGAIN}; if it stays, its training failed",
             )
         return values
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> StoredArray:
-        """Return a tensor in its type, in a shape of as many values."""
+    def read_stored(self, name: str, shape: tuple[int, ...]) -> StoredArray:
+        """Return a tensor in its type, in a shape with the same number of values."""
         dtype = self.header.tensors[name].dtype
         codes = np.frombuffer(self._read(name), _TYPES[dtype])
         return StoredArray(dtype, codes.reshape(shape))
@@ -107,11 +108,11 @@ class AdapterValues:
         info = self.header.tensors[name]
         if math.prod(info.shape) != 1 or info.dtype not in _TYPES:
             raise FormatError(
-                f"{self.what}: {name[:200]} is not a number, but {info.dtype} {list(info.shape)}"
+                f"{self.label}: {name[:200]} is not a number, but {info.dtype} {list(info.shape)}"
             )
         value = float(_decode(self._read(name), info.dtype).reshape(-1)[0])
         if not math.isfinite(value):
-            raise FormatError(f"{self.what}: {name[:200]} is not finite: {value}", hint=_AGAIN)
+            raise FormatError(f"{self.label}: {name[:200]} is not finite: {value}", hint=_AGAIN)
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
@@ -121,14 +122,14 @@ class AdapterValues:
             values = _decode(self._read(name), info.dtype).reshape(-1)
             if np.isfinite(values).all():
                 return tuple(map(int, values))
-        raise FormatError(f"{self.what}: {name[:200]} is not a list of dimensions", hint=_AGAIN)
+        raise FormatError(f"{self.label}: {name[:200]} is not a list of dimensions", hint=_AGAIN)
 
     def _read(self, name: str) -> bytes:
         info = self.header.tensors[name]
         self.file.seek(self.header.data_offset + info.start)
         data = self.file.read(info.nbytes)
         if len(data) < info.nbytes:
-            raise FormatError(f"{self.what} was truncated while it was read", hint=_AGAIN)
+            raise FormatError(f"{self.label} was truncated while it was read", hint=_AGAIN)
         return data
 
 
@@ -140,5 +141,6 @@ def _decode(data: bytes, dtype: str) -> Floats:
         return e5m2(values)
     if dtype == "F8_E4M3":
         return e4m3(values)
-    with np.errstate(over="ignore"):  # of float64; infinities are refused
+    # float64 may overflow; infinities are rejected by the caller.
+    with np.errstate(over="ignore"):
         return values.astype(np.float32)

@@ -1,7 +1,7 @@
-"""Adapters in the names of another tool: the same values, in the types that they were stored in.
+"""Adapters in the dialect of another tool, with unchanged values and types.
 
-Alpha, divided by the rank, is the scale in every dialect; where a tool folds the root of the rank
-into it (rsLoRA), it is multiplied out. Names: diffusers' and peft's ``save_pretrained``, ComfyUI's
+Alpha, divided by the rank, is the scale in all dialects; for rsLoRA it includes the root of the
+rank. Names: diffusers' and peft's ``save_pretrained``, ComfyUI's
 ``comfy/lora.py``, kohya-ss ``networks/lora.py``.
 """
 
@@ -41,7 +41,7 @@ from clowder_aimage.adapter.reader import MatchedAdapter, match_adapter
 from clowder_aimage.adapter.target import LayerTarget
 from clowder_aimage.adapter.values import StoredArray
 from clowder_aimage.errors import UsageError
-from clowder_aimage.family.image_family import exchanges_halves, original_module
+from clowder_aimage.family.image_family import has_exchanged_halves, original_module
 from clowder_aimage.tensor import encode_header
 
 _KINDS = {
@@ -64,15 +64,15 @@ _THIRDS = "qkv"
 _THIRD = re.compile(r"(?P<block>.+)\.(?:to_|(?P<added>add_))(?P<letter>[qkv])(?(added)_proj)")
 _ORDER = (*_PAIR, *_KINDS)
 _STALE = (METADATA, "sshs_model_hash", "sshs_legacy_hash")
-_PEFT_PARTS = {
+_PEFT_SUFFIXES = {
     DOWN: "lora_A.weight",
     UP: "lora_B.weight",
     UP_BIAS: "lora_B.bias",
 }
-_KOHYA_PARTS = {
+_KOHYA_SUFFIXES = {
     DOWN: "lora_down.weight",
     UP: "lora_up.weight",
-    **{part: part for part in (*HADA, *KRON, DIFF, DIFF_BIAS, SET, DORA_SCALE)},
+    **{role: role for role in (*HADA, *KRON, DIFF, DIFF_BIAS, SET, DORA_SCALE)},
 }
 
 
@@ -89,18 +89,18 @@ class ConvertedAdapter:
 
     def encode(self) -> Iterator[bytes]:
         """Yield the bytes of the safetensors file."""
-        entries = [(name, one.dtype, one.codes.shape) for name, one in self.tensors.items()]
+        entries = [(name, array.dtype, array.codes.shape) for name, array in self.tensors.items()]
         yield encode_header(entries, self.metadata)
-        yield from (one.codes.tobytes() for one in self.tensors.values())
+        yield from (array.codes.tobytes() for array in self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """The stored parts for one layer, and alpha and rank of its matrices."""
+class _ConvertedLayer:
+    """The stored arrays for a layer by role, and alpha and rank of its matrices."""
 
     component: str
     module: str
-    parts: Mapping[str, StoredArray]
+    arrays: Mapping[str, StoredArray]
     scaling: tuple[float, int] | None
 
     @property
@@ -110,11 +110,11 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Dialect:
-    """Names of layers and parts; ``parts`` are all that the tool reads."""
+    """Names of layers, and the suffixes of the roles that the tool reads."""
 
     name: str
     stem: Callable[[str, str], str]
-    parts: Mapping[str, str]
+    suffixes: Mapping[str, str]
     components: tuple[str, ...]
     is_fused: bool
 
@@ -123,7 +123,7 @@ def convert_adapter(
     path: Path,
     dialect: str,
     *,
-    what: str,
+    label: str,
     shapes: Shapes | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> ConvertedAdapter:
@@ -131,184 +131,197 @@ def convert_adapter(
 
     Args:
         path: A safetensors file, or a directory of peft.
-        dialect: ``diffusers`` and ``peft`` have a layer each for query, key and value; ``comfyui``
-            and ``kohya`` stack them where they can be stacked.
-        what: The adapter's name in messages.
-        shapes: The tensors of its base; without them, the layers are those of Z-Image by name.
-        config: The adapter's ``adapter_config.json``, if it is not beside the file.
+        dialect: ``diffusers`` and ``peft`` have separate layers for query, key and value;
+            ``comfyui`` and ``kohya`` stack them if possible.
+        label: The adapter's name in messages.
+        shapes: The tensors of its base; by default the layers of a known family, by name.
+        config: The adapter's ``adapter_config.json``, by default that in the file's directory.
 
     Raises:
-        UsageError: There is no such dialect, or it has no names for a part of the adapter.
+        UsageError: The dialect is unknown, or has no names for a change of the adapter.
         FormatError: As ``read_adapter`` does.
         OSError: It cannot be read.
     """
     chosen = DIALECTS.get(dialect)
     if chosen is None:
         raise UsageError(f"unknown dialect of adapters: {dialect[:60]!r}", hint=_CHOICES)
-    with open_adapter(path, what, config) as source:
-        known = outline_shapes(source.found.layers) if shapes is None else shapes
-        source.check_size(known)
-        matched = match_adapter(source, known, NAME)
-        matched.read()  # for its checks of values
-        pieces = [
-            piece
+    with open_adapter(path, label, config) as source:
+        base_shapes = outline_shapes(source.content.layers) if shapes is None else shapes
+        source.check_size(base_shapes)
+        matched = match_adapter(source, base_shapes, NAME)
+        # The result is not needed: this checks the values.
+        matched.read()
+        layers = [
+            converted
             for layer, target in matched.pairs
-            for piece in _pieces(matched, layer, target, chosen)
+            for converted in _convert_layer(matched, layer, target, chosen)
         ]
         if chosen.is_fused:
-            pieces = list(_stacked(pieces, known))
-        return _written(source, pieces, chosen, known)
+            layers = list(_stack_thirds(layers, base_shapes))
+        return _rename_layers(source, layers, chosen, base_shapes)
 
 
 # -- values
 
 
-def _pieces(
+def _convert_layer(
     matched: MatchedAdapter, layer: AdapterLayer, target: LayerTarget, dialect: _Dialect
-) -> Iterator[_Piece]:
-    """Yield the parts of a layer, for each of its tensors where the dialect keeps them apart."""
-    what, stored = matched.source.what, matched.source.values.stored
+) -> Iterator[_ConvertedLayer]:
+    """Yield the arrays of a layer; for each of its tensors if the dialect separates them."""
+    label, read_stored = matched.source.label, matched.source.values.read_stored
     if len(layer.kinds) > 1:
-        _refuse(what, dialect, f"{' and '.join(layer.kinds)} for one layer ({target.module})")
-    parts = {
-        part: stored(name, layer.shapes[part])
-        for part, name in layer.parts.items()
-        if part in _ORDER
+        _reject(label, dialect, f"{' and '.join(layer.kinds)} for one layer ({target.module})")
+    arrays = {
+        role: read_stored(name, layer.shapes[role])
+        for role, name in layer.tensors.items()
+        if role in _ORDER
     }
-    if DORA_SCALE in parts and parts[DORA_SCALE].codes.ndim == 1:
-        parts[DORA_SCALE] = StoredArray(parts[DORA_SCALE].dtype, parts[DORA_SCALE].codes[:, None])
-    if target.is_exchanged != (dialect.is_fused and exchanges_halves(target.module)):
-        parts |= _exchanged(what, dialect, parts)
+    if DORA_SCALE in arrays and arrays[DORA_SCALE].codes.ndim == 1:
+        arrays[DORA_SCALE] = StoredArray(
+            arrays[DORA_SCALE].dtype, arrays[DORA_SCALE].codes[:, None]
+        )
+    if target.is_exchanged != (dialect.is_fused and has_exchanged_halves(target.module)):
+        arrays |= _exchange_halves(label, dialect, arrays)
     scaling = matched.scaling(layer, (*layer.kinds, LORA)[0], target)
     if LOKR in layer.kinds and scaling is not None:
         scale, rank = scaling[0] / scaling[1], layer.ranks.get(LOKR)
         scaling = None if rank is None else (scale * rank, rank)
-        if scaling is None and scale != 1:  # of peft, which scales whole factors
-            parts[KRON[0]] = parts[KRON[0]].times(scale)
-    whole = _Piece(target.component, target.module, parts, scaling)
-    if len(target.parts) == 1 or dialect.is_fused:
-        yield whole
+        if scaling is None and scale != 1:
+            # peft scales matrices of LoKr too; other tools do not.
+            arrays[KRON[0]] = arrays[KRON[0]].multiply(scale)
+    converted = _ConvertedLayer(target.component, target.module, arrays, scaling)
+    if len(target.rows) == 1 or dialect.is_fused:
+        yield converted
         return
     if LOKR in layer.kinds:
-        _refuse(what, dialect, "LoKr of stacked layers, which has no products for each of them")
-    for rows in target.parts:
-        own = {
-            part: one[rows.start : rows.stop] if part in ROWS else one
-            for part, one in parts.items()
+        _reject(label, dialect, "LoKr of stacked layers, which has no products for each of them")
+    for rows in target.rows:
+        row_arrays = {
+            role: array[rows.start : rows.stop] if role in ROWS else array
+            for role, array in arrays.items()
         }
         module = rows.tensor.partition("/")[2].removesuffix(".weight")
-        yield _without_zeros(replace(whole, module=module, parts=own))
+        yield _without_zeros(replace(converted, module=module, arrays=row_arrays))
 
 
-def _exchanged(
-    what: str, dialect: _Dialect, parts: Mapping[str, StoredArray]
+def _exchange_halves(
+    label: str, dialect: _Dialect, arrays: Mapping[str, StoredArray]
 ) -> dict[str, StoredArray]:
-    """Return the parts that have rows, their halves exchanged. Raises UsageError."""
-    found = {part: parts[part] for part in ROWS if part in parts}
-    if DORA_SCALE in found and len(found[DORA_SCALE].codes) == 1:
-        del found[DORA_SCALE]  # a magnitude of columns
-    for part, one in found.items():
-        half = len(one.codes) // 2
-        if 2 * half < len(one.codes):
-            _refuse(what, dialect, f"halves of the rows of {part}")
-        found[part] = StoredArray.concatenate([one[half:], one[:half]])
-    return found
+    """Return the arrays with rows, with their halves exchanged. Raises UsageError."""
+    exchanged = {role: arrays[role] for role in ROWS if role in arrays}
+    if DORA_SCALE in exchanged and len(exchanged[DORA_SCALE].codes) == 1:
+        # A magnitude of columns has no rows.
+        del exchanged[DORA_SCALE]
+    for role, array in exchanged.items():
+        half = len(array.codes) // 2
+        if 2 * half < len(array.codes):
+            _reject(label, dialect, f"halves of the rows of {role}")
+        exchanged[role] = StoredArray.concatenate([array[half:], array[:half]])
+    return exchanged
 
 
-def _without_zeros(piece: _Piece) -> _Piece:
-    """Return a piece without the columns of B that are zero, and without their rows of A.
+def _without_zeros(layer: _ConvertedLayer) -> _ConvertedLayer:
+    """Return a layer without the columns of B that are zero, and without their rows of A.
 
-    They are those of the other layers, if B was made of blocks.
+    A stacked B of blocks has zeros for the other layers.
     """
-    if UP not in piece.parts or piece.scaling is None:
-        return piece
-    down, up = piece.parts[DOWN], piece.parts[UP]
+    if UP not in layer.arrays or layer.scaling is None:
+        return layer
+    down, up = layer.arrays[DOWN], layer.arrays[UP]
     is_used = (up.codes != 0).any(axis=0)
     rank = int(is_used.sum())
-    if not 0 < rank < piece.scaling[1]:
-        return piece
-    parts = {**piece.parts, DOWN: down[is_used], UP: up[:, is_used]}
-    return replace(piece, parts=parts, scaling=(piece.scale * rank, rank))
+    if not 0 < rank < layer.scaling[1]:
+        return layer
+    arrays = {**layer.arrays, DOWN: down[is_used], UP: up[:, is_used]}
+    return replace(layer, arrays=arrays, scaling=(layer.scale * rank, rank))
 
 
-def _stacked(pieces: Iterable[_Piece], shapes: Shapes) -> Iterator[_Piece]:
-    """Yield the pieces, with those for query, key and value of a block as one where they can be."""
-    blocks: dict[tuple[str, str, str | None], dict[str, _Piece]] = {}
-    for piece in pieces:
-        if match := _THIRD.fullmatch(piece.module):
-            key = (piece.component, match["block"], match["added"])
-            blocks.setdefault(key, {})[match["letter"]] = piece
+def _stack_thirds(layers: Iterable[_ConvertedLayer], shapes: Shapes) -> Iterator[_ConvertedLayer]:
+    """Yield the layers, with those for query, key and value of a block stacked if possible."""
+    blocks: dict[tuple[str, str, str | None], dict[str, _ConvertedLayer]] = {}
+    for layer in layers:
+        if match := _THIRD.fullmatch(layer.module):
+            key = (layer.component, match["block"], match["added"])
+            blocks.setdefault(key, {})[match["letter"]] = layer
         else:
-            yield piece
+            yield layer
     for (component, block, added), thirds in blocks.items():
-        names = [f"add_{one}_proj" if added else f"to_{one}" for one in _THIRDS]
+        names = [f"add_{letter}_proj" if added else f"to_{letter}" for letter in _THIRDS]
         rows = [shapes.get(f"{component}/{block}.{name}.weight", (0,))[0] for name in names]
         stacked = _stack(thirds, rows) if all(rows) else None
         if stacked is None:
             yield from thirds.values()
         else:
-            whole = "to_added_qkv" if added else "qkv"
-            yield replace(stacked, component=component, module=f"{block}.{whole}")
+            stacked_name = "to_added_qkv" if added else "qkv"
+            yield replace(stacked, component=component, module=f"{block}.{stacked_name}")
 
 
-def _stack(thirds: Mapping[str, _Piece], rows: list[int]) -> _Piece | None:
-    """Return a pair for stacked layers, whose product is the same; None if there is none.
+def _stack(thirds: Mapping[str, _ConvertedLayer], rows: list[int]) -> _ConvertedLayer | None:
+    """Return a pair for stacked layers with the same product; None if they cannot be stacked.
 
-    A is shared, or the A of all layers by rows, with B in blocks: then rank and alpha add up.
+    A common A is shared. Different A are stacked by rows, with B in blocks: then rank and alpha
+    add up.
     """
-    found = list(thirds.values())
-    first = found[0]
-    keys = {frozenset(piece.parts) for piece in found}
-    is_whole = len(found) == len(_THIRDS)
+    layers = list(thirds.values())
+    template = layers[0]
+    keys = {frozenset(layer.arrays) for layer in layers}
+    is_whole = len(layers) == len(_THIRDS)
     allowed = [frozenset((DOWN, UP))] + [frozenset((DOWN, UP, DORA_SCALE))] * is_whole
-    if len(keys) > 1 or keys.pop() not in allowed or len({piece.scale for piece in found}) > 1:
+    if len(keys) > 1 or keys.pop() not in allowed or len({layer.scale for layer in layers}) > 1:
         return None
-    if any(p.parts[DORA_SCALE].codes.shape[1] != 1 for p in found if DORA_SCALE in p.parts):
-        return None  # norms of columns are those of all three
-    assert first.scaling is not None  # noqa: S101 - pairs have a rank
-    ups = [thirds[one].parts[UP] if one in thirds else None for one in _THIRDS]
-    downs = [piece.parts[DOWN] for piece in found]
-    parts = {}
-    if DORA_SCALE in first.parts:
-        scales = [thirds[one].parts[DORA_SCALE] for one in _THIRDS]
-        parts[DORA_SCALE] = StoredArray.concatenate(scales)
+    if any(
+        layer.arrays[DORA_SCALE].codes.shape[1] != 1
+        for layer in layers
+        if DORA_SCALE in layer.arrays
+    ):
+        # Norms of columns would be those of all three layers.
+        return None
+    assert template.scaling is not None  # noqa: S101 - pairs have a rank
+    ups = [thirds[third].arrays[UP] if third in thirds else None for third in _THIRDS]
+    downs = [layer.arrays[DOWN] for layer in layers]
+    scales_by_role = {}
+    if DORA_SCALE in template.arrays:
+        scales = [thirds[third].arrays[DORA_SCALE] for third in _THIRDS]
+        scales_by_role[DORA_SCALE] = StoredArray.concatenate(scales)
     if is_whole and all(down.equals(downs[0]) for down in downs):
-        whole = {DOWN: downs[0], UP: StoredArray.concatenate([up for up in ups if up is not None])}
-        return replace(first, parts=whole | parts)
-    ranks = [one.scaling[1] for one in found if one.scaling is not None]
-    up, column = StoredArray.alike([up for up in ups if up is not None]), 0
+        pair = {DOWN: downs[0], UP: StoredArray.concatenate([up for up in ups if up is not None])}
+        return replace(template, arrays=pair | scales_by_role)
+    ranks = [third.scaling[1] for third in layers if third.scaling is not None]
+    up, column = StoredArray.promote([up for up in ups if up is not None]), 0
     total = StoredArray(up[0].dtype, np.zeros((sum(rows), sum(ranks)), up[0].codes.dtype))
     for number, letter in enumerate(_THIRDS):
         if letter in thirds:
             block, start = up.pop(0).codes, sum(rows[:number])
             total.codes[start : start + rows[number], column : column + block.shape[1]] = block
             column += block.shape[1]
-    downs = [thirds[one].parts[DOWN] for one in _THIRDS if one in thirds]
-    whole = {DOWN: StoredArray.concatenate(downs), UP: total}
-    return replace(first, parts=whole | parts, scaling=(first.scale * sum(ranks), sum(ranks)))
+    downs = [thirds[third].arrays[DOWN] for third in _THIRDS if third in thirds]
+    pair = {DOWN: StoredArray.concatenate(downs), UP: total}
+    return replace(
+        template, arrays=pair | scales_by_role, scaling=(template.scale * sum(ranks), sum(ranks))
+    )
 
 
 # -- names
 
 
-def _written(
-    source: OpenAdapter, pieces: list[_Piece], dialect: _Dialect, shapes: Shapes
+def _rename_layers(
+    source: OpenAdapter, layers: list[_ConvertedLayer], dialect: _Dialect, shapes: Shapes
 ) -> ConvertedAdapter:
-    """Return the pieces under the names of a dialect. Raises UsageError."""
+    """Return the layers with the names of a dialect. Raises UsageError."""
     tensors: dict[str, StoredArray] = {}
-    for piece in pieces:
-        if piece.component not in dialect.components:
-            _refuse(source.what, dialect, f"adapters of the component {piece.component}")
-        stem = dialect.stem(piece.component, piece.module)
-        parts = piece.parts
-        if dialect.is_fused and UP_BIAS in parts:
-            parts = _with_difference(source.what, piece, dialect, shapes)
-        for part in sorted(parts, key=_ORDER.index):
-            if part not in dialect.parts:
-                _refuse(source.what, dialect, _KINDS[part])
-            tensors[f"{stem}.{dialect.parts[part]}"] = parts[part]
-        if dialect.is_fused and piece.scaling is not None:
-            alpha = np.array(piece.scaling[0], np.float32)
+    for layer in layers:
+        if layer.component not in dialect.components:
+            _reject(source.label, dialect, f"adapters of the component {layer.component}")
+        stem = dialect.stem(layer.component, layer.module)
+        arrays = layer.arrays
+        if dialect.is_fused and UP_BIAS in arrays:
+            arrays = _bias_to_difference(source.label, layer, dialect, shapes)
+        for role in sorted(arrays, key=_ORDER.index):
+            if role not in dialect.suffixes:
+                _reject(source.label, dialect, _KINDS[role])
+            tensors[f"{stem}.{dialect.suffixes[role]}"] = arrays[role]
+        if dialect.is_fused and layer.scaling is not None:
+            alpha = np.array(layer.scaling[0], np.float32)
             tensors[f"{stem}.alpha"] = StoredArray("F32", alpha)
     metadata = {
         key: text for key, text in source.values.header.metadata.items() if key not in _STALE
@@ -316,70 +329,72 @@ def _written(
     metadata |= {"format": "pt"}
     if dialect.is_fused:
         return ConvertedAdapter(tensors, metadata)
-    config = _config(source, pieces, dialect)
+    config = _config(source, layers, dialect)
     if dialect.name == PEFT:
         return ConvertedAdapter(tensors, metadata, config)
-    # diffusers passes all of them to peft's LoraConfig
+    # diffusers passes all keys to peft's LoraConfig.
     stated = {f"transformer.{key}": value for key, value in config.items() if key != "peft_type"}
     return ConvertedAdapter(tensors, metadata | {METADATA: json.dumps(stated, sort_keys=True)})
 
 
-def _with_difference(
-    what: str, piece: _Piece, dialect: _Dialect, shapes: Shapes
+def _bias_to_difference(
+    label: str, layer: _ConvertedLayer, dialect: _Dialect, shapes: Shapes
 ) -> Mapping[str, StoredArray]:
-    """Return the parts with the bias of a pair as the difference of the layer's bias."""
-    if f"{piece.component}/{piece.module}.bias" not in shapes:
-        _refuse(what, dialect, f"biases of layers that have none in the base ({piece.module})")
-    if DIFF_BIAS in piece.parts:
-        _refuse(what, dialect, f"two changes of one bias ({piece.module})")
-    parts = dict(piece.parts)
-    bias = parts.pop(UP_BIAS)
-    parts[DIFF_BIAS] = bias if piece.scale == 1 else bias.times(piece.scale)
-    return parts
+    """Return the arrays with the bias of a pair as a difference of the layer's bias."""
+    if f"{layer.component}/{layer.module}.bias" not in shapes:
+        _reject(label, dialect, f"biases of layers that have none in the base ({layer.module})")
+    if DIFF_BIAS in layer.arrays:
+        _reject(label, dialect, f"two changes of one bias ({layer.module})")
+    arrays = dict(layer.arrays)
+    bias = arrays.pop(UP_BIAS)
+    arrays[DIFF_BIAS] = bias if layer.scale == 1 else bias.multiply(layer.scale)
+    return arrays
 
 
-def _config(source: OpenAdapter, pieces: list[_Piece], dialect: _Dialect) -> dict[str, Any]:
-    """Return peft's configuration. Raises UsageError for what one configuration cannot state."""
-    parts = {part for piece in pieces for part in piece.parts}
-    is_loha = not parts.isdisjoint(HADA)
-    if len({piece.component for piece in pieces}) > 1:
-        _refuse(source.what, dialect, "adapters of two components in one file")
-    if is_loha and not parts <= {*HADA}:
-        _refuse(source.what, dialect, "LoHa beside other kinds")
-    is_dora = MAGNITUDE in parts
-    if is_dora and any(MAGNITUDE not in piece.parts for piece in pieces):
-        _refuse(source.what, dialect, "DoRA of some layers only")
-    numbers = {piece.module: piece.scaling for piece in pieces if piece.scaling is not None}
+def _config(
+    source: OpenAdapter, layers: list[_ConvertedLayer], dialect: _Dialect
+) -> dict[str, Any]:
+    """Return peft's configuration. Raises UsageError: A configuration cannot state the changes."""
+    roles = {role for layer in layers for role in layer.arrays}
+    is_loha = not roles.isdisjoint(HADA)
+    if len({layer.component for layer in layers}) > 1:
+        _reject(source.label, dialect, "adapters of two components in one file")
+    if is_loha and not roles <= {*HADA}:
+        _reject(source.label, dialect, "LoHa beside other kinds")
+    is_dora = MAGNITUDE in roles
+    if is_dora and any(MAGNITUDE not in layer.arrays for layer in layers):
+        _reject(source.label, dialect, "DoRA of some layers only")
+    numbers = {layer.module: layer.scaling for layer in layers if layer.scaling is not None}
     alphas = {module: _plain(alpha) for module, (alpha, _) in numbers.items()}
     ranks = {module: rank for module, (_, rank) in numbers.items()}
-    alpha, rank = _most(alphas.values()), _most(ranks.values())
+    alpha, rank = _most_common(alphas.values()), _most_common(ranks.values())
     config: dict[str, Any] = {
         "peft_type": "LOHA" if is_loha else "LORA",
         "r": rank,
         "alpha" if is_loha else "lora_alpha": alpha,
-        "rank_pattern": {name: one for name, one in ranks.items() if one != rank},
-        "alpha_pattern": {name: one for name, one in alphas.items() if one != alpha},
+        "rank_pattern": {name: number for name, number in ranks.items() if number != rank},
+        "alpha_pattern": {name: number for name, number in alphas.items() if number != alpha},
         "target_modules": sorted(ranks),
     }
     if not is_loha:
-        config |= {"use_dora": is_dora, "lora_bias": UP_BIAS in parts}
+        config |= {"use_dora": is_dora, "lora_bias": UP_BIAS in roles}
     if dialect.name == PEFT:
         config["base_model_name_or_path"] = source.config.base if source.config else None
     return config
 
 
-def _most(values: Iterable[Any]) -> Any:
-    found = list(values)
-    return max(dict.fromkeys(found), key=found.count)
+def _most_common(values: Iterable[Any]) -> Any:
+    numbers = list(values)
+    return max(dict.fromkeys(numbers), key=numbers.count)
 
 
 def _plain(value: float) -> float | int:
     return int(value) if value.is_integer() else value
 
 
-def _refuse(what: str, dialect: _Dialect, kind: str) -> NoReturn:
+def _reject(label: str, dialect: _Dialect, kind: str) -> NoReturn:
     raise UsageError(
-        f"{what} cannot be written as {dialect.name}, which does not have {kind}",
+        f"{label} cannot be written as {dialect.name}, which does not have {kind}",
         hint="choose another dialect, or keep the file as it is",
     )
 
@@ -402,26 +417,26 @@ def _kohya(component: str, module: str) -> str:
 
 DIFFUSERS, COMFYUI, KOHYA, PEFT = "diffusers", "comfyui", "kohya", "peft"
 DIALECTS = {
-    one.name: one
-    for one in (
+    dialect.name: dialect
+    for dialect in (
         _Dialect(
             DIFFUSERS,
             lambda component, module: f"{component}.{module}",
-            _PEFT_PARTS | {MAGNITUDE: "lora_magnitude_vector"},
+            _PEFT_SUFFIXES | {MAGNITUDE: "lora_magnitude_vector"},
             ("transformer",),
             is_fused=False,
         ),
         _Dialect(
             PEFT,
             lambda _, module: f"base_model.model.{module}",
-            _PEFT_PARTS
-            | {MAGNITUDE: "lora_magnitude_vector", **{part: part for part in HADA}}
+            _PEFT_SUFFIXES
+            | {MAGNITUDE: "lora_magnitude_vector", **{role: role for role in HADA}}
             | {TABLE_DOWN: "lora_embedding_A", TABLE_UP: "lora_embedding_B"},
             ("transformer", _TEXT),
             is_fused=False,
         ),
-        _Dialect(COMFYUI, _comfyui, _KOHYA_PARTS, ("transformer", _TEXT), is_fused=True),
-        _Dialect(KOHYA, _kohya, _KOHYA_PARTS, ("transformer", _TEXT), is_fused=True),
+        _Dialect(COMFYUI, _comfyui, _KOHYA_SUFFIXES, ("transformer", _TEXT), is_fused=True),
+        _Dialect(KOHYA, _kohya, _KOHYA_SUFFIXES, ("transformer", _TEXT), is_fused=True),
     )
 }
 _CHOICES = f"choose one of {', '.join(DIALECTS)}"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.family.component_names import DIFFUSERS, ComponentNames
-from clowder_aimage.family.image_family import ImageFamily, LayoutFile, LayoutPart
-from clowder_aimage.family.name_table import TensorChange, TensorPlace
+from clowder_aimage.family.image_family import ImageFamily, LayoutComponent, LayoutFile
+from clowder_aimage.family.name_table import TensorChange, TensorLocation
 from clowder_aimage.family.tensor_change import last_shape
 from clowder_aimage.formats.family_model import EXTRA
 from clowder_aimage.formats.weight_file import entries
@@ -76,11 +76,11 @@ def file_tensors(
 
 
 def _tensors(
-    component: ComponentNames, part: LayoutPart, weights: Iterable[Weight], has_quantized: bool
+    component: ComponentNames, part: LayoutComponent, weights: Iterable[Weight], has_quantized: bool
 ) -> Iterable[FamilyTensor]:
-    stacked: dict[str, dict[int, tuple[Weight, TensorPlace]]] = {}
+    stacked: dict[str, dict[int, tuple[Weight, TensorLocation]]] = {}
     weights = list(weights)
-    known = component.places(DIFFUSERS, (component.full(one.name) for one in weights))
+    known = component.locate(DIFFUSERS, (component.full(one.name) for one in weights))
     for weight in weights:
         name = component.full(weight.name)
         if name not in known:
@@ -90,11 +90,11 @@ def _tensors(
                 )
             yield replace(_copied(weight, weight.name), is_extra=True)
             continue
-        place = component.dialects[part.dialect].place(name)
+        place = component.dialects[part.dialect].locate(name)
         if weight.quantization is not None:
             yield from _quantized(component, weight, place, has_quantized)
-        elif place.parts > 1:
-            stacked.setdefault(place.name, {})[place.part] = (weight, place)
+        elif place.count > 1:
+            stacked.setdefault(place.name, {})[place.index] = (weight, place)
         else:
             yield _changed(weight, place)
     for members in stacked.values():
@@ -102,12 +102,12 @@ def _tensors(
 
 
 def _quantized(
-    component: ComponentNames, weight: Weight, place: TensorPlace, is_allowed: bool
+    component: ComponentNames, weight: Weight, place: TensorLocation, is_allowed: bool
 ) -> Iterable[FamilyTensor]:
     quantization = weight.quantization
     assert quantization is not None  # noqa: S101
     is_affine = quantization.type.has_bias and quantization.group_size == GROUP
-    if not is_allowed or not is_affine or place.parts > 1:
+    if not is_allowed or not is_affine or place.count > 1:
         raise UsageError(
             f"{component.name}/{weight.name[:200]} is quantized to {weight.dtype}, in groups of "
             f"{quantization.group_size}, which the layout cannot express",
@@ -126,7 +126,7 @@ def _whole(weight: Weight) -> FilePart:
     return FilePart(weight.tensor, 0, weight.tensor.nbytes)
 
 
-def _changed(weight: Weight, place: TensorPlace) -> FamilyTensor:
+def _changed(weight: Weight, place: TensorLocation) -> FamilyTensor:
     shape, half = weight.shape, weight.tensor.nbytes // 2
     parts: tuple[FilePart, ...] = (_whole(weight),)
     match place.change:
@@ -142,14 +142,14 @@ def _changed(weight: Weight, place: TensorPlace) -> FamilyTensor:
 
 
 def _stacked(
-    component: ComponentNames, members: Mapping[int, tuple[Weight, TensorPlace]]
+    component: ComponentNames, members: Mapping[int, tuple[Weight, TensorLocation]]
 ) -> FamilyTensor:
     weights = [members[index][0] for index in sorted(members)]
     first, place = members[min(members)]
     kinds = {(weight.dtype, weight.shape) for weight in weights}
-    if len(weights) != place.parts or len(kinds) != 1:
+    if len(weights) != place.count or len(kinds) != 1:
         raise FormatError(
-            f"{component.name}: the {place.parts} parts of {place.name[:200]} are incomplete, or "
+            f"{component.name}: the {place.count} parts of {place.name[:200]} are incomplete, or "
             "differ in type or shape"
         )
     shape = (len(weights) * first.shape[0], *first.shape[1:])

@@ -1,1 +1,1 @@
-"""Families of image models: the names and shapes of their tensors in all layouts, their configs."""
+"""Families of image models: names and shapes of their tensors in all layouts, and their configs."""

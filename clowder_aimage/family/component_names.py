@@ -8,28 +8,30 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from clowder_aimage.family.name_table import NameTable, TensorPlace
+from clowder_aimage.family.name_table import NameTable, TensorLocation
 
 Shapes = Mapping[str, tuple[int, ...]]
 DIFFUSERS = "diffusers"
-_LAST = 256  # blocks of one kind
+# Blocks of a kind: a limit for numbers in the names of damaged files.
+_MAX_BLOCKS = 256
 _NUMBER = re.compile(r"\.([0-9]{1,3})(?=\.)")
-_SOME = 0.5  # of the marks, by which a component is recognised
+# The share of its marks by which a component is recognised.
+_MIN_SHARE = 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class ComponentNames:
     """A component with tensors.
 
-    ``dialects`` has a table for each layout; ``prefix`` matches what layouts put before the names.
-    ``shapes`` returns the shapes of all tensors for a config, ``configure`` the config for shapes;
-    it takes 1 for a length that is missing. ``widest`` returns a config with the blocks of all
-    kinds up to a number, and ``check`` the reason why a config is not the family's. ``marks`` are
-    tensors by which it is recognised, and files with tensors that match ``without`` have another
-    one; ``extras`` matches names without meaning. ``base`` is a
-    prefix that diffusers' own names may have or lack. The tensors in ``spared`` are left out by
-    some converters, those in ``optional`` need not be there. ``sizes`` are the fields of a config
-    that follow from the shapes, ``flags`` those that decide which tensors there are.
+    ``dialects`` has a table for each layout; ``prefix`` matches the prefixes of layouts. ``shapes``
+    returns the shapes of all tensors for a config, ``configure`` the config for shapes, with 1 for
+    missing lengths. ``widest`` returns a config with the given number of blocks of all kinds,
+    ``check`` the reason against a config of another family. ``marks`` are tensors by which the
+    component is recognised; tensors that match ``excluded`` are of another component. ``extras``
+    matches names without a counterpart in diffusers. ``base`` is a prefix that diffusers' names may
+    lack. Some converters omit the tensors in ``omitted``; those in ``optional`` may be missing.
+    ``sizes`` are the fields of a config that are derived from shapes, ``flags`` those that add or
+    remove tensors.
     """
 
     name: str
@@ -39,36 +41,36 @@ class ComponentNames:
     shapes: Callable[[Mapping[str, Any]], dict[str, tuple[int, ...]]]
     configure: Callable[[Shapes], dict[str, Any]]
     widest: Callable[[int], dict[str, Any]]
-    without: str = "(?!)"
+    excluded: str = "(?!)"
     extras: str = "(?!)"
     base: str = ""
-    spared: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     check: Callable[[Mapping[str, Any]], str | None] = lambda _: None
 
     def full(self, name: str) -> str:
-        """Return a name of diffusers with its base."""
+        """Return a name of diffusers with its base prefix."""
         return name if name.startswith(self.base) else self.base + name
 
     @cache  # noqa: B019 (the families are constants)
     def names(self, count: int) -> tuple[str, ...]:
-        """Return all names that blocks up to ``count`` can have."""
+        """Return the names of all tensors of ``count`` blocks of each kind."""
         return tuple(self.shapes(self.widest(count)))
 
-    def places(
+    def locate(
         self, dialect: str, names: Iterable[str]
-    ) -> dict[str, list[tuple[str, TensorPlace]]]:
+    ) -> dict[str, list[tuple[str, TensorLocation]]]:
         """Return diffusers' tensors by their names in a layout, for the blocks in ``names``."""
         numbers = (int(number) for name in names for number in _NUMBER.findall(name[:500]))
-        count = min(max(numbers, default=0) + 1, _LAST)
+        count = min(max(numbers, default=0) + 1, _MAX_BLOCKS)
         return self.dialects[dialect].invert(self.names(count))
 
 
 @dataclass(frozen=True, slots=True)
 class NamedComponent:
-    """A component that was recognised among tensors: its layout and the prefix of its names."""
+    """A component recognised by the names of tensors: its layout and the prefix of its names."""
 
     component: ComponentNames
     dialect: str
@@ -76,27 +78,28 @@ class NamedComponent:
 
 
 def find_component(component: ComponentNames, names: Iterable[str]) -> NamedComponent | None:
-    """Return the layout and prefix of a component among tensors of these names, or None."""
-    known = set(names)
-    if any(re.search(component.without, name) for name in known):
+    """Return the layout and prefix of a component in tensors of these names, or None."""
+    name_set = set(names)
+    if any(re.search(component.excluded, name) for name in name_set):
         return None
-    found: list[tuple[int, str, str]] = []
+    candidates: list[tuple[int, str, str]] = []
     for dialect, table in component.dialects.items():
-        marks = [table.place(mark).name for mark in component.marks]
+        marks = [table.locate(mark).name for mark in component.marks]
+        # A single call of endswith rejects nearly all names of a large model.
         ends = tuple(marks)
-        fronts = {
+        prefixes = {
             name.removesuffix(mark)
-            for name in known
+            for name in name_set
             if name.endswith(ends)
             for mark in marks
             if name.endswith(mark)
         }
-        found += [
-            (sum(front + mark in known for mark in marks), dialect, front)
-            for front in fronts
-            if re.fullmatch(component.prefix, front)
+        candidates += [
+            (sum(prefix + mark in name_set for mark in marks), dialect, prefix)
+            for prefix in prefixes
+            if re.fullmatch(component.prefix, prefix)
         ]
-    most = max(found, key=lambda one: one[0], default=(0, "", ""))
-    if most[0] <= _SOME * len(component.marks):
+    best = max(candidates, key=lambda candidate: candidate[0], default=(0, "", ""))
+    if best[0] <= _MIN_SHARE * len(component.marks):
         return None
-    return NamedComponent(component, most[1], most[2])
+    return NamedComponent(component, best[1], best[2])

@@ -27,9 +27,12 @@ SCHEDULER = {
     "time_shift_type": "exponential",
     "use_dynamic_shifting": True,
 }
-_AXES = 4  # of positions, which share the channels of a head
-_RATIO = 3.0  # hidden channels of the feed-forward networks, in channels of a token
-_TIMES = 256  # channels of a time
+# Axes of positions, which share the channels of a head.
+_AXES = 4
+# Hidden channels of the feed-forward networks, in channels of a token.
+_RATIO = 3.0
+# Channels of a time.
+_TIMES = 256
 _END = r"(?=\.|$)"
 _DOUBLE, _SINGLE = r"^(double_blocks\.[0-9]+)", r"^single_transformer_blocks\.([0-9]+)\.attn"
 
@@ -61,8 +64,8 @@ _TRANSFORMER = NameTable(
         (r"(query_norm|key_norm)\.weight$", r"\1.scale"),
     ),
     stacked=(
-        ("attn.qkv", tuple(f"attn.to_{part}" for part in "qkv")),
-        ("attn.to_added_qkv", tuple(f"attn.add_{part}_proj" for part in "qkv")),
+        ("attn.qkv", tuple(f"attn.to_{projection}" for projection in "qkv")),
+        ("attn.to_added_qkv", tuple(f"attn.add_{projection}_proj" for projection in "qkv")),
     ),
     changes=((r"^norm_out\.linear\.weight$", TensorChange.HALVES),),
 )
@@ -83,11 +86,11 @@ def _transformer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
     head = config["attention_head_dim"]
     dim, channels = head * config["num_attention_heads"], config["in_channels"]
     inner = int(dim * config.get("mlp_ratio", _RATIO))
-    norms: dict[str, tuple[int, ...]] = {f"attn.norm_{part}": (head,) for part in "qk"}
-    attention = [f"attn.to_{part}" for part in ("q", "k", "v", "out.0", "add_out")]
-    attention += [f"attn.add_{part}_proj" for part in "qkv"]
+    norms: dict[str, tuple[int, ...]] = {f"attn.norm_{projection}": (head,) for projection in "qk"}
+    attention = [f"attn.to_{projection}" for projection in ("q", "k", "v", "out.0", "add_out")]
+    attention += [f"attn.add_{projection}_proj" for projection in "qkv"]
     double = norms | dict.fromkeys(attention, (dim, dim))
-    double |= {f"attn.norm_added_{part}": (head,) for part in "qk"}
+    double |= {f"attn.norm_added_{projection}": (head,) for projection in "qk"}
     for name in ("ff", "ff_context"):
         double |= {f"{name}.linear_in": (2 * inner, dim), f"{name}.linear_out": (dim, inner)}
     single = norms | {
@@ -150,7 +153,9 @@ def _widest_transformer(count: int) -> dict[str, Any]:
 
 def _vae_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes = zimage_names.vae_shapes(_VAE_DEFAULTS | dict(config))
-    shapes |= {f"bn.running_{part}": (4 * config["latent_channels"],) for part in ("mean", "var")}
+    shapes |= {
+        f"bn.running_{statistic}": (4 * config["latent_channels"],) for statistic in ("mean", "var")
+    }
     return shapes | {"bn.num_batches_tracked": ()}
 
 
@@ -168,7 +173,8 @@ def _vae_config(shapes: Shapes) -> dict[str, Any]:
 
 TRANSFORMER = ComponentNames(
     name="transformer",
-    marks=(  # FLUX.1 has modulation in each block
+    # Shared modulation: FLUX.1 has it in each block.
+    marks=(
         "double_stream_modulation_img.linear.weight",
         "double_stream_modulation_txt.linear.weight",
         "single_stream_modulation.linear.weight",

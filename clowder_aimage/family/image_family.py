@@ -1,4 +1,4 @@
-"""The families of image models, and the components that tensors belong to."""
+"""The families of image models, and the recognition of their components by tensor names."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from clowder_aimage.family.component_names import ComponentNames, NamedComponent
 from clowder_aimage.family.name_table import TensorChange
 from clowder_aimage.family.zimage_names import BARE, MFLUX, MLX, ORIGINAL
 
-QUANTIZED = ("mlx", "mflux")  # layouts with quantized weights, in MLX's form
+# Layouts with quantized weights, in MLX's form.
+QUANTIZED = ("mlx", "mflux")
 LAYOUTS = ("diffusers", "comfyui", "comfyui-all-in-one", "mlx", "mflux")
 TRANSFORMER, TOKENIZER, SCHEDULER = "transformer", "tokenizer", "scheduler"
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutPart:
-    """A component in a file of a layout: the dialect of its names, and what is before them."""
+class LayoutComponent:
+    """A component in a file of a layout: the dialect of its names, and their prefix."""
 
     component: str
     dialect: str
@@ -29,24 +30,23 @@ class LayoutPart:
 
 @dataclass(frozen=True, slots=True)
 class LayoutFile:
-    """A weight file of a layout. With ``shard``, it is divided into files of as many bytes."""
+    """A weight file of a layout. With ``shard``, it is divided into files of that many bytes."""
 
     name: str
-    parts: tuple[LayoutPart, ...]
+    parts: tuple[LayoutComponent, ...]
     shard: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFamily:
-    """A family: its components with tensors, its own files, and its layouts.
+    """A family: its components with tensors, its default configs, and its layouts.
 
-    ``index`` is its ``model_index.json``, ``scheduler`` the config of its scheduler. ``refused``
-    has patterns of tensor names, and what the file is that has them. ``layouts`` maps a layout to
-    its weight files; ``configs`` maps it to the names of the components' configs, where it has
-    some, and ``mlx_config`` returns MLX's own for a transformer's config and a precision.
-    ``tokens`` are special tokens of its tokenizer.
-    ``agreements`` are pairs of component and field, of which the first is the second one times a
-    factor.
+    ``index`` is its ``model_index.json``, ``scheduler`` the config of its scheduler.
+    ``unsupported`` has patterns of tensor names, and a description of the variant with such
+    tensors. ``layouts`` maps a layout to its weight files, ``configs`` to the name pattern of its
+    configs; ``mlx_config`` converts a transformer's config and a precision to MLX's config.
+    ``tokens`` are special tokens of its tokenizer. ``agreements`` are two fields of components and
+    a factor: the first field equals the second times the factor.
     """
 
     name: str
@@ -54,16 +54,17 @@ class ImageFamily:
     index: Mapping[str, Any]
     scheduler: Mapping[str, Any]
     components: tuple[ComponentNames, ...]
-    refused: tuple[tuple[str, str], ...]
+    unsupported: tuple[tuple[str, str], ...]
     layouts: Mapping[str, tuple[LayoutFile, ...]]
     agreements: tuple[tuple[tuple[str, str], tuple[str, str], int], ...]
     configs: Mapping[str, str] = field(default_factory=dict)
     mlx_config: Callable[[Mapping[str, Any], str], dict[str, Any]] = lambda *_: {}
-    tokens: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")  # of Qwen
+    # Those of Qwen.
+    tokens: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")
 
     def component(self, name: str) -> ComponentNames:
         """Return the component called ``name``."""
-        return next(one for one in self.components if one.name == name)
+        return next(names for names in self.components if names.name == name)
 
 
 QWEN3 = ComponentNames(
@@ -96,7 +97,8 @@ VAE = ComponentNames(
     ),
     dialects=zimage_names.VAE,
     prefix=r"(?:vae\.|first_stage_model\.)?",
-    without=r"(?:^|\.)bn\.running_mean$",  # of FLUX.2
+    # The VAE of FLUX.2 has the same marks.
+    excluded=r"(?:^|\.)bn\.running_mean$",
     shapes=zimage_names.vae_shapes,
     configure=zimage_config.vae_config,
     widest=zimage_config.widest_vae,
@@ -123,14 +125,14 @@ _DIT = ComponentNames(
     widest=zimage_config.widest_transformer,
     check=zimage_config.check_transformer,
     extras=r"norm_final\.weight",
-    spared=("x_pad_token", "cap_pad_token"),
+    omitted=("x_pad_token", "cap_pad_token"),
     sizes=("dim", "n_heads", "n_layers", "n_refiner_layers", "cap_feat_dim", "in_channels"),
 )
-_TEXT = LayoutPart("text_encoder", "diffusers")
+_TEXT = LayoutComponent("text_encoder", "diffusers")
 _ALL_IN_ONE = (
-    LayoutPart(TRANSFORMER, ORIGINAL, "model.diffusion_model."),
-    LayoutPart("text_encoder", "diffusers", "text_encoders.qwen3_4b.transformer."),
-    LayoutPart("vae", ORIGINAL, "vae."),
+    LayoutComponent(TRANSFORMER, ORIGINAL, "model.diffusion_model."),
+    LayoutComponent("text_encoder", "diffusers", "text_encoders.qwen3_4b.transformer."),
+    LayoutComponent("vae", ORIGINAL, "vae."),
 )
 Z_IMAGE = ImageFamily(
     name="z-image",
@@ -145,7 +147,7 @@ Z_IMAGE = ImageFamily(
     },
     scheduler=zimage_config.SCHEDULER,
     components=(_DIT, QWEN3, VAE),
-    refused=(
+    unsupported=(
         (r"dec_net\.cond_embed", "a variant that computes pixels without a VAE"),
         (
             r"siglip_(embedder|refiner)|siglip_pad_token",
@@ -156,21 +158,21 @@ Z_IMAGE = ImageFamily(
     layouts={
         "comfyui": (
             LayoutFile(
-                "diffusion_models/z_image.safetensors", (LayoutPart(TRANSFORMER, ORIGINAL),)
+                "diffusion_models/z_image.safetensors", (LayoutComponent(TRANSFORMER, ORIGINAL),)
             ),
             LayoutFile("text_encoders/qwen_3_4b.safetensors", (_TEXT,)),
-            LayoutFile("vae/ae.safetensors", (LayoutPart("vae", ORIGINAL),)),
+            LayoutFile("vae/ae.safetensors", (LayoutComponent("vae", ORIGINAL),)),
         ),
         "comfyui-all-in-one": (LayoutFile("checkpoints/z_image.safetensors", _ALL_IN_ONE),),
         "mlx": (
-            LayoutFile("weights.safetensors", (LayoutPart(TRANSFORMER, MLX),)),
+            LayoutFile("weights.safetensors", (LayoutComponent(TRANSFORMER, MLX),)),
             LayoutFile("text_encoder.safetensors", (_TEXT,)),
-            LayoutFile("vae.safetensors", (LayoutPart("vae", MLX),)),
+            LayoutFile("vae.safetensors", (LayoutComponent("vae", MLX),)),
         ),
         "mflux": (
-            LayoutFile("transformer", (LayoutPart(TRANSFORMER, MFLUX),), 2 << 30),
-            LayoutFile("text_encoder", (LayoutPart("text_encoder", BARE),), 2 << 30),
-            LayoutFile("vae", (LayoutPart("vae", MFLUX),), 2 << 30),
+            LayoutFile("transformer", (LayoutComponent(TRANSFORMER, MFLUX),), 2 << 30),
+            LayoutFile("text_encoder", (LayoutComponent("text_encoder", BARE),), 2 << 30),
+            LayoutFile("vae", (LayoutComponent("vae", MFLUX),), 2 << 30),
         ),
     },
     agreements=(
@@ -185,7 +187,8 @@ FLUX_2 = ImageFamily(
     title="FLUX.2 [klein]",
     index={
         "_class_name": "Flux2KleinPipeline",
-        "is_distilled": True,  # which no other layout says
+        # The other layouts do not state it.
+        "is_distilled": True,
         "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
         "text_encoder": ["transformers", "Qwen3ForCausalLM"],
         "tokenizer": ["transformers", "Qwen2TokenizerFast"],
@@ -194,14 +197,16 @@ FLUX_2 = ImageFamily(
     },
     scheduler=flux2_names.SCHEDULER,
     components=(flux2_names.TRANSFORMER, QWEN3, flux2_names.VAE),
-    refused=(
+    unsupported=(
         (r"(?:^|\.)guidance_(in|embedder)\.", "FLUX.1 or FLUX.2 [dev], with guidance embeddings"),
     ),
     layouts={
         "comfyui": (
-            LayoutFile("diffusion_models/flux2.safetensors", (LayoutPart(TRANSFORMER, ORIGINAL),)),
+            LayoutFile(
+                "diffusion_models/flux2.safetensors", (LayoutComponent(TRANSFORMER, ORIGINAL),)
+            ),
             LayoutFile("text_encoders/qwen_3_4b.safetensors", (_TEXT,)),
-            LayoutFile("vae/flux2-vae.safetensors", (LayoutPart("vae", ORIGINAL),)),
+            LayoutFile("vae/flux2-vae.safetensors", (LayoutComponent("vae", ORIGINAL),)),
         ),
         "comfyui-all-in-one": (LayoutFile("checkpoints/flux2.safetensors", _ALL_IN_ONE),),
     },
@@ -214,18 +219,18 @@ FAMILIES = (Z_IMAGE, FLUX_2)
 
 
 def recognise(names: Iterable[str]) -> list[NamedComponent]:
-    """Return the components that tensors of these names belong to."""
+    """Return the components of tensors with these names."""
     names = tuple(names)
-    every = {part: None for family in FAMILIES for part in family.components}
-    found = (find_component(part, names) for part in every)
-    return [one for one in found if one is not None]
+    components = {component: None for family in FAMILIES for component in family.components}
+    matches = (find_component(component, names) for component in components)
+    return [match for match in matches if match is not None]
 
 
 def family_of(components: Iterable[ComponentNames]) -> ImageFamily | None:
     """Return the family of a transformer among components, or None."""
-    known = set(components)
+    component_set = set(components)
     for family in FAMILIES:
-        if family.component(TRANSFORMER) in known:
+        if family.component(TRANSFORMER) in component_set:
             return family
     return None
 
@@ -235,25 +240,25 @@ def find_family(name: object) -> ImageFamily | None:
     return next((family for family in FAMILIES if family.name == name), None)
 
 
-def refusal(names: Iterable[str]) -> str | None:
-    """Return what a file with tensors of these names is, if no pipeline here can use it."""
+def find_unsupported(names: Iterable[str]) -> str | None:
+    """Return the description of an unsupported variant with tensors of these names, or None."""
     names = tuple(names)
     for family in FAMILIES:
-        for pattern, what in family.refused:
+        for pattern, variant in family.unsupported:
             if any(re.search(pattern, name) for name in names):
-                return what
+                return variant
     return None
 
 
 @functools.lru_cache(maxsize=4096)
 def original_module(module: str) -> str:
-    """Return the name of a transformer's layer in the original code, given diffusers' name.
+    """Return the original code's name of a transformer's layer in diffusers.
 
-    A layer that the original code has only stacked with others keeps its name.
+    A layer that the original code stacks with others keeps its name.
     """
     for family in FAMILIES:
         table = family.component(TRANSFORMER).dialects[ORIGINAL]
-        if table.place(module).parts > 1:
+        if table.locate(module).count > 1:
             return module
         if (name := table.rename_module(module)) != module:
             return name
@@ -261,8 +266,8 @@ def original_module(module: str) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def exchanges_halves(module: str) -> bool:
-    """Return whether the halves of a layer's rows are exchanged in the original code."""
+def has_exchanged_halves(module: str) -> bool:
+    """Return True if the original code has the halves of a layer's rows exchanged."""
     name = f"{module}.weight"
     tables = (family.component(TRANSFORMER).dialects[ORIGINAL] for family in FAMILIES)
-    return any(table.place(name).change is TensorChange.HALVES for table in tables)
+    return any(table.locate(name).change is TensorChange.HALVES for table in tables)

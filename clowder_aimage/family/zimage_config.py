@@ -1,4 +1,4 @@
-"""Configs of Z-Image's components: derived from shapes, completed by the family's own values."""
+"""Configs of Z-Image's components: derived from shapes, completed by the family's values."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 
 from clowder_aimage.family.component_names import Shapes
 
-AXES = (32, 48, 48)  # channels of a head for caption, height, width: not in the shapes
-GROUPS = 32  # of the VAE's norms: not in the shapes
+# Channels of a head for caption, height and width; shapes do not have them.
+AXES = (32, 48, 48)
+# Groups of the VAE's norms; shapes do not have them.
+GROUPS = 32
 
 SCHEDULER = {
     "_class_name": "FlowMatchEulerDiscreteScheduler",
@@ -20,15 +22,16 @@ SCHEDULER = {
 
 
 def length(shapes: Shapes, name: str, axis: int = 0) -> int:
-    """Return a length of a tensor, 1 if there is none."""
+    """Return a length of a tensor, 1 for a missing tensor or axis."""
+    # Divisors of configs must not be zero for incomplete or damaged files.
     shape = shapes.get(name, ())
     return max(1, shape[axis]) if axis < len(shape) else 1
 
 
 def blocks(shapes: Shapes, pattern: str) -> int:
-    """Return the number of blocks whose number ``pattern`` matches, at least 1."""
-    found = (re.match(pattern, name) for name in shapes)
-    return max((int(match[1]) + 1 for match in found if match), default=1)
+    """Return the number of blocks by the numbers that ``pattern`` captures, at least 1."""
+    matches = (re.match(pattern, name) for name in shapes)
+    return max((int(match[1]) + 1 for match in matches if match), default=1)
 
 
 def transformer_config(shapes: Shapes) -> dict[str, Any]:
@@ -108,7 +111,7 @@ def vae_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def check_transformer(config: Mapping[str, Any]) -> str | None:
-    """Return the reason why a transformer of these sizes cannot be Z-Image, or None."""
+    """Return the reason against a transformer of these sizes as Z-Image, or None."""
     head = config["dim"] // config["n_heads"]
     if sum(config["axes_dims"]) == head:
         return None
@@ -116,7 +119,7 @@ def check_transformer(config: Mapping[str, Any]) -> str | None:
 
 
 def check_vae(config: Mapping[str, Any]) -> str | None:
-    """Return the reason why a VAE of these sizes cannot be the family's, or None."""
+    """Return the reason against a VAE of these sizes, or None."""
     groups = config["norm_num_groups"]
     if not any(count % groups for count in config["block_out_channels"]):
         return None
@@ -125,8 +128,8 @@ def check_vae(config: Mapping[str, Any]) -> str | None:
 
 def widest_transformer(count: int) -> dict[str, Any]:
     """Return a config with ``count`` blocks of each kind."""
-    known = {"dim": 8, "n_heads": 1, "cap_feat_dim": 1, "in_channels": 1}
-    return {**known, "n_layers": count, "n_refiner_layers": count}
+    sizes = {"dim": 8, "n_heads": 1, "cap_feat_dim": 1, "in_channels": 1}
+    return {**sizes, "n_layers": count, "n_refiner_layers": count}
 
 
 def widest_text_encoder(count: int) -> dict[str, Any]:
@@ -137,7 +140,8 @@ def widest_text_encoder(count: int) -> dict[str, Any]:
 
 
 def widest_vae(_: int) -> dict[str, Any]:
-    """Return a config of four levels with two blocks, of which all can have a shortcut."""
+    """Return a config of four levels with two blocks, each with a shortcut."""
+    # A shortcut exists where the channels change: hence different channels for each level.
     ends = {"in_channels": 1, "out_channels": 1, "latent_channels": 1}
     return {**ends, "block_out_channels": [1, 2, 3, 4], "layers_per_block": 2}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from clowder_aimage.family.name_table import NameTable, TensorChange
 
-Named = Iterator[tuple[str, tuple[int, ...]]]
+NamedShapes = Iterator[tuple[str, tuple[int, ...]]]
 ORIGINAL, MLX, MFLUX, BARE = "original", "mlx", "mflux", "bare"
 _END = r"(?=\.|$)"
 
@@ -23,7 +23,7 @@ TRANSFORMER = {
             (rf"attention\.to_out\.0{_END}", "attention.out"),
             (rf"attention\.norm_([qk]){_END}", r"attention.\1_norm"),
         ),
-        stacked=(("attention.qkv", tuple(f"attention.to_{part}" for part in "qkv")),),
+        stacked=(("attention.qkv", tuple(f"attention.to_{projection}" for projection in "qkv")),),
     ),
     MLX: NameTable(
         renames=(
@@ -43,7 +43,8 @@ TRANSFORMER = {
 TEXT_ENCODER = {
     "diffusers": NameTable(),
     BARE: NameTable(renames=((r"^model\.", ""),)),
-    "gguf": NameTable(  # llama.cpp, gguf-py/gguf/tensor_mapping.py
+    # llama.cpp, gguf-py/gguf/tensor_mapping.py.
+    "gguf": NameTable(
         renames=(
             (r"^model\.layers\.", "blk."),
             (r"^model\.embed_tokens", "token_embd"),
@@ -59,7 +60,8 @@ TEXT_ENCODER = {
 }
 
 _CONVOLUTIONS = ((r"\.weight$", TensorChange.CHANNELS_LAST),)
-_LEVELS = 4  # of every VAE with these names
+# Levels of every VAE with these names.
+_LEVELS = 4
 VAE = {
     "diffusers": NameTable(),
     ORIGINAL: NameTable(
@@ -135,14 +137,16 @@ def transformer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _block(block: str, dim: int, head: int) -> dict[str, tuple[int, ...]]:
     hidden = int(dim / 3 * 8)
-    square = {f"attention.to_{part}": (dim, dim) for part in ("q", "k", "v", "out.0")}
-    others = {
-        **{f"attention.norm_{part}": (head,) for part in "qk"},
+    projections = {
+        f"attention.to_{projection}": (dim, dim) for projection in ("q", "k", "v", "out.0")
+    }
+    layers = {
+        **{f"attention.norm_{projection}": (head,) for projection in "qk"},
         **{f"{name}_norm{number}": (dim,) for name in ("attention", "ffn") for number in (1, 2)},
         **{f"feed_forward.w{number}": (hidden, dim) for number in (1, 3)},
         "feed_forward.w2": (dim, hidden),
     }
-    return {f"{block}.{name}.weight": shape for name, shape in (square | others).items()}
+    return {f"{block}.{name}.weight": shape for name, shape in (projections | layers).items()}
 
 
 def _linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
@@ -155,10 +159,10 @@ def text_encoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
     query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     block = {
         "self_attn.q_proj": (query, size),
-        **{f"self_attn.{part}_proj": (key, size) for part in "kv"},
+        **{f"self_attn.{projection}_proj": (key, size) for projection in "kv"},
         "self_attn.o_proj": (size, query),
-        **{f"self_attn.{part}_norm": (head,) for part in "qk"},
-        **{f"mlp.{part}_proj": (inner, size) for part in ("gate", "up")},
+        **{f"self_attn.{projection}_norm": (head,) for projection in "qk"},
+        **{f"mlp.{projection}_proj": (inner, size) for projection in ("gate", "up")},
         "mlp.down_proj": (size, inner),
         "input_layernorm": (size,),
         "post_attention_layernorm": (size,),
@@ -172,7 +176,7 @@ def text_encoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
 def vae_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of an ``AutoencoderKL``."""
     channels, layers = list(config["block_out_channels"]), config["layers_per_block"]
-    latent, last = config["latent_channels"], len(channels) - 1
+    latent, last_level = config["latent_channels"], len(channels) - 1
     shapes = dict(
         _ends("encoder", channels[0], channels[-1], config.get("in_channels", 3), 2 * latent)
     )
@@ -185,49 +189,51 @@ def vae_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         if config.get(f"use_{name}"):
             shapes |= dict(_convolution(name, size, size, 1))
     for level, width in enumerate(channels):
-        before = channels[max(level - 1, 0)]
+        in_width = channels[max(level - 1, 0)]
         name = f"encoder.down_blocks.{level}"
-        shapes |= dict(_resnets(name, before, width, layers))
-        if level < last:
+        shapes |= dict(_resnets(name, in_width, width, layers))
+        if level < last_level:
             shapes |= dict(_convolution(f"{name}.downsamplers.0.conv", width, width))
-        above = channels[min(last, last - level + 1)]
-        name, width = f"decoder.up_blocks.{level}", channels[last - level]
-        shapes |= dict(_resnets(name, above, width, layers + 1))
-        if level < last:
+        decoder_in_width = channels[min(last_level, last_level - level + 1)]
+        name, width = f"decoder.up_blocks.{level}", channels[last_level - level]
+        shapes |= dict(_resnets(name, decoder_in_width, width, layers + 1))
+        if level < last_level:
             shapes |= dict(_convolution(f"{name}.upsamplers.0.conv", width, width))
     return shapes
 
 
-def _ends(side: str, first: int, last: int, before: int, after: int) -> Named:
-    yield from _convolution(f"{side}.conv_in", first, before)
-    yield from _convolution(f"{side}.conv_out", after, last)
-    yield from _norm(f"{side}.conv_norm_out", last)
+def _ends(
+    side: str, first_width: int, last_width: int, in_channels: int, out_channels: int
+) -> NamedShapes:
+    yield from _convolution(f"{side}.conv_in", first_width, in_channels)
+    yield from _convolution(f"{side}.conv_out", out_channels, last_width)
+    yield from _norm(f"{side}.conv_norm_out", last_width)
 
 
-def _middle(name: str, width: int) -> Named:
+def _middle(name: str, width: int) -> NamedShapes:
     yield from _resnets(name, width, width, 2)
     attention = f"{name}.attentions.0"
     yield from _norm(f"{attention}.group_norm", width)
-    for part in ("to_q", "to_k", "to_v", "to_out.0"):
-        yield from _linear(f"{attention}.{part}", width, width).items()
+    for projection in ("to_q", "to_k", "to_v", "to_out.0"):
+        yield from _linear(f"{attention}.{projection}", width, width).items()
 
 
-def _resnets(name: str, before: int, width: int, count: int) -> Named:
+def _resnets(name: str, in_width: int, width: int, count: int) -> NamedShapes:
     for number in range(count):
-        block, start = f"{name}.resnets.{number}", before if number == 0 else width
-        yield from _norm(f"{block}.norm1", start)
-        yield from _convolution(f"{block}.conv1", width, start)
+        block, block_in = f"{name}.resnets.{number}", in_width if number == 0 else width
+        yield from _norm(f"{block}.norm1", block_in)
+        yield from _convolution(f"{block}.conv1", width, block_in)
         yield from _norm(f"{block}.norm2", width)
         yield from _convolution(f"{block}.conv2", width, width)
-        if start != width:
-            yield from _convolution(f"{block}.conv_shortcut", width, start, 1)
+        if block_in != width:
+            yield from _convolution(f"{block}.conv_shortcut", width, block_in, 1)
 
 
-def _convolution(name: str, after: int, before: int, side: int = 3) -> Named:
-    yield f"{name}.weight", (after, before, side, side)
-    yield f"{name}.bias", (after,)
+def _convolution(name: str, out_channels: int, in_channels: int, side: int = 3) -> NamedShapes:
+    yield f"{name}.weight", (out_channels, in_channels, side, side)
+    yield f"{name}.bias", (out_channels,)
 
 
-def _norm(name: str, width: int) -> Named:
+def _norm(name: str, width: int) -> NamedShapes:
     yield f"{name}.weight", (width,)
     yield f"{name}.bias", (width,)

@@ -206,7 +206,7 @@ class _FamilyModel:
     def _restore_omitted(self, source: FamilyWeights) -> tuple[StoredLayer, ...]:
         """Return the tensors that a converter omitted, from the other model. Raises UsageError."""
         name, shapes = source.component.name, source.shapes
-        missing = [tensor for tensor in source.component.spared if tensor not in shapes]
+        missing = [tensor for tensor in source.component.omitted if tensor not in shapes]
         if not missing or not shapes:
             return ()
         layers = self._like.layers_of(name) if self._like else ()

@@ -13,8 +13,8 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.family.component_names import ComponentNames, NamedComponent
-from clowder_aimage.family.image_family import FAMILIES, recognise, refusal
-from clowder_aimage.family.name_table import TensorPlace
+from clowder_aimage.family.image_family import FAMILIES, find_unsupported, recognise
+from clowder_aimage.family.name_table import TensorLocation
 from clowder_aimage.family.tensor_change import restore
 from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.gguf import read_model
@@ -109,7 +109,7 @@ def _names(group: Sequence[WeightSource]) -> list[str]:
 
 def _components(group: Sequence[WeightSource]) -> list[FamilyWeights]:
     path, names = group[0].path, _names(group)
-    if unsupported := refusal(names):
+    if unsupported := find_unsupported(names):
         titles = " or ".join(family.title for family in FAMILIES)
         raise FormatError(
             f"{path} cannot be run: it is {unsupported}",
@@ -147,14 +147,14 @@ def _divide(
     # The empty prefix of a component matches the names of all others: it is tried last.
     longest = sorted(matches, key=lambda match: -len(match.prefix))
     divided: dict[NamedComponent, list[Weight]] = {match: [] for match in matches}
-    positions = {match: _positions(match, weights) for match in matches}
+    locations = {match: _locations(match, weights) for match in matches}
     unknown = []
     for weight in weights:
         for match in longest:
             name = weight.name.removeprefix(match.prefix)
             is_below = weight.name.startswith(match.prefix)
             is_extra = re.fullmatch(match.component.extras, name)
-            if is_below and (is_extra or name in positions[match]):
+            if is_below and (is_extra or name in locations[match]):
                 divided[match].append(weight)
                 break
         else:
@@ -174,41 +174,41 @@ def list_tensors(names: Sequence[str]) -> str:
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown}{remainder})"
 
 
-def _positions(
+def _locations(
     match: NamedComponent, weights: Iterable[Weight]
-) -> Mapping[str, Sequence[tuple[str, TensorPlace]]]:
+) -> Mapping[str, Sequence[tuple[str, TensorLocation]]]:
     names = [
         weight.name.removeprefix(match.prefix)
         for weight in weights
         if weight.name.startswith(match.prefix)
     ]
-    return match.component.places(match.dialect, names)
+    return match.component.locate(match.dialect, names)
 
 
 def _rename_weights(
     match: NamedComponent, members: Sequence[Weight], group: Sequence[WeightSource]
 ) -> FamilyWeights:
-    positions = _positions(match, members)
+    locations = _locations(match, members)
     weights: list[Weight] = []
     extras = []
     for weight in members:
         name = weight.name.removeprefix(match.prefix)
-        if name not in positions:
+        if name not in locations:
             extras.append(weight.tensor.rename(name, weight.shape))
         else:
             weights += [
-                _weight(weight, new_name, position) for new_name, position in positions[name]
+                _weight(weight, new_name, location) for new_name, location in locations[name]
             ]
     return FamilyWeights(match.component, by_name(weights), tuple(extras), tuple(group))
 
 
-def _weight(weight: Weight, name: str, position: TensorPlace) -> Weight:
+def _weight(weight: Weight, name: str, location: TensorLocation) -> Weight:
     if weight.quantization is None:
-        return plain(restore(weight.tensor, name, position))
-    if position.parts > 1:
+        return plain(restore(weight.tensor, name, location))
+    if location.count > 1:
         raise FormatError(
             f"{weight.tensor.path}: {weight.name[:200]} is quantized, and combines "
-            f"{position.parts} tensors, which cannot be separated",
+            f"{location.count} tensors, which cannot be separated",
             hint="use the unquantized model",
         )
     return replace(weight, name=name)

@@ -12,7 +12,7 @@ from typing import Any
 
 from clowder_aimage.adapter import peft_config
 from clowder_aimage.adapter.description import describe
-from clowder_aimage.adapter.fit import AdapterFit, Shapes, told_base
+from clowder_aimage.adapter.fit import AdapterFit, Shapes, base_names
 from clowder_aimage.adapter.layer import read_layers
 from clowder_aimage.adapter.peft_config import PeftConfig
 from clowder_aimage.errors import FormatError, ModelError
@@ -94,7 +94,7 @@ def check_fit(path: Path, shapes: Shapes, base: str, config: Path | None = None)
         peft = PeftConfig.parse(_config(model_tree.boundary(config.parent), config), str(config))
     tensors = {name: info.shape for name, info in header.tensors.items()}
     layers = read_layers(str(path), tensors, peft).layers
-    fit = AdapterFit(str(path), base, shapes, told_base(header.metadata, (peft,)))
+    fit = AdapterFit(str(path), base, shapes, base_names(header.metadata, (peft,)))
     # Matching raises on the first layer that does not fit; the matches are not needed.
     for _ in fit.match(layers):
         pass

@@ -86,12 +86,12 @@ class Adaptation(NetworkAdaptation):
         """Change the values of a parameter: a norm's, a pad token, an embedding."""
         full = f"{self.component}/{tensor}"
         if not isinstance(place.layer, mx.array):
-            raise ModelError(f"{uses[0][0].what}: {full[:200]} cannot be changed by an adapter")
+            raise ModelError(f"{uses[0][0].label}: {full[:200]} cannot be changed by an adapter")
         changes = [(change, t) for adapter, t in uses for change in adapter.changes(full)]
         if not mx.issubdtype(place.layer.dtype, mx.floating):
-            raise ModelError(f"{uses[0][0].what}: {full[:200]} is quantized and cannot be changed")
+            raise ModelError(f"{uses[0][0].label}: {full[:200]} is quantized and cannot be changed")
         weight = np.array(place.layer.astype(mx.float32))
-        place.put(mx.array(dense.changed(weight, changes)).astype(place.layer.dtype))
+        place.put(mx.array(dense.apply_changes(weight, changes)).astype(place.layer.dtype))
         self._undoing.append(partial(place.put, place.layer))
 
     def _find(self, own: str) -> _Layer:
@@ -109,4 +109,4 @@ def _extra_bias(layer: Any, changes: Sequence[tuple[Change, float]], dtype: mx.D
     own = None if bias is None else np.array(bias.astype(mx.float32))
     shape = next(change.shape for change, _ in changes)
     base = np.zeros(shape, np.float32) if own is None else own
-    return mx.array(dense.changed(base, changes) - base).astype(dtype)
+    return mx.array(dense.apply_changes(base, changes) - base).astype(dtype)

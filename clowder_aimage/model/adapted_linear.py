@@ -219,8 +219,8 @@ def _pair(change: Hadamard) -> LowRank | None:
 
 
 def _decomposed(change: Decomposed, layer: Any, dtype: mx.Dtype) -> DecomposedEffect:
-    parts = tuple(prepare(part, layer, dtype) for part in change.parts)
-    weight, sums = weights(layer), dense.difference(change.parts)
+    parts = tuple(prepare(part, layer, dtype) for part in change.changes)
+    weight, sums = weights(layer), dense.difference(change.changes)
     products = squares = np.empty(0, np.float32)
     if change.norm is Norm.CHANGED:
         own = np.einsum("ij,ij->i", weight, weight)

@@ -31,14 +31,14 @@ def weight_of(tensor: str) -> np.ndarray:
 
 @pytest.mark.parametrize("vector", VECTORS.values(), ids=str)
 def test_a_vector_is_read(vector: AdapterVector, tmp_path: Path) -> None:
-    adapter = read_adapter(vector.write(tmp_path), SHAPES, what="style", base="tiny")
+    adapter = read_adapter(vector.write(tmp_path), SHAPES, label="style", base="tiny")
     assert adapter.changes.keys() == vector.effects.keys()
     weights = {tensor: weight_of(tensor) for tensor in vector.effects}
     for strength in (1.0, -0.7):
         expected = vector.changed(weights, strength)
         for tensor, changes in adapter.changes.items():
             uses = [(change, strength) for change in changes]
-            found = dense.changed(weights[tensor], uses)
+            found = dense.apply_changes(weights[tensor], uses)
             where = f"{tensor} {strength}"
             np.testing.assert_allclose(found, expected[tensor], 2e-5, 2e-6, err_msg=where)
 
@@ -60,7 +60,7 @@ def test_values_of_each_type_are_read(dtype: str, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(encode_header(names) + 2 * CODES[dtype])
     shapes = {"transformer/layers.0.weight": (4, 4)}
-    adapter = read_adapter(path, shapes, what="style", base="base")
+    adapter = read_adapter(path, shapes, label="style", base="base")
     (change,) = adapter.changes["transformer/layers.0.weight"]
     assert isinstance(change, LowRank)
     assert change.down.tolist() == [[1, -2, 0.5, 448]]
@@ -73,7 +73,7 @@ def test_all_codes_of_e4m3(tmp_path: Path) -> None:
     names = [("x.lora_A", "F8_E4M3", (1, 254)), ("x.lora_B", "F8_E4M3", (1, 1))]
     path = tmp_path / "a.safetensors"
     path.write_bytes(encode_header(names) + good + b"\x38")
-    adapter = read_adapter(path, {"unet/x.weight": (1, 254)}, what="style", base="base")
+    adapter = read_adapter(path, {"unet/x.weight": (1, 254)}, label="style", base="base")
     (change,) = adapter.changes["unet/x.weight"]
     assert isinstance(change, LowRank)
     values = change.down[0]
@@ -91,7 +91,7 @@ def test_a_table_of_embeddings_has_a_row_for_each_word(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(vectors.safetensors(tensors))
     adapter = read_adapter(
-        path, SHAPES, what="style", base="tiny", config={"r": 4, "lora_alpha": 2}
+        path, SHAPES, label="style", base="tiny", config={"r": 4, "lora_alpha": 2}
     )
     (change,) = adapter.changes["text_encoder/embed_tokens.weight"]
     found = dense.effect(np.zeros((rows, columns), np.float32), change, 1.0)
@@ -101,6 +101,6 @@ def test_a_table_of_embeddings_has_a_row_for_each_word(tmp_path: Path) -> None:
 
 def test_the_memory_of_an_adapter_is_that_of_its_values(tmp_path: Path) -> None:
     path = VECTORS["diffusers-metadata"].write(tmp_path)
-    adapter = read_adapter(path, SHAPES, what="style", base="tiny")
+    adapter = read_adapter(path, SHAPES, label="style", base="tiny")
     assert adapter.nbytes == 4 * 2 * 48 * vectors.RANK
     assert adapter.changes.keys() == {TO_Q}

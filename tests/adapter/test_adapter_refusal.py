@@ -26,7 +26,7 @@ Change = Callable[..., None]
 def read_file(path: Path, tensors: Any, config: Any = None, **metadata: str) -> Any:
     file = path / "style.safetensors"
     file.write_bytes(safetensors(tensors, metadata))
-    return read_adapter(file, SHAPES, what="style", base="tiny", config=config)
+    return read_adapter(file, SHAPES, label="style", base="tiny", config=config)
 
 
 def with_nan() -> np.ndarray:
@@ -74,7 +74,7 @@ LAYER = {f"{STEM}.hada_{name}": random(48, 4) for name in ("w1_a", "w2_a")} | {
         (PAIR | {f"{STEM}.lora_magnitude_vector": DOWN[:1]}, r"it has \[1, 48\]"),
         (
             PAIR | {f"{STEM}.dora_scale": UP[:, 0], f"{STEM}.lora_magnitude_vector": UP[:, 0]},
-            "there twice",
+            "occurs twice",
         ),
         (PAIR | LAYER | {f"{STEM}.dora_scale": UP[:, 0]}, "lora and loha beside it"),
         (
@@ -195,27 +195,27 @@ def test_other_files_are_refused(name: str, raw: bytes, said: str, tmp_path: Pat
     path = tmp_path / name
     path.write_bytes(raw)
     with pytest.raises(FormatError, match=said):
-        read_adapter(path, SHAPES, what="style", base="tiny")
+        read_adapter(path, SHAPES, label="style", base="tiny")
 
 
 def test_a_file_larger_than_its_base_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("clowder_aimage.adapter.file._LEAST", 100)
+    monkeypatch.setattr("clowder_aimage.adapter.file._MIN_LIMIT", 100)
     shapes = {"transformer/layers.0.attention.to_q.weight": (8, 8)}
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors(pair_of(STEM, random(99, 8), random(8, 99), "AB", False)))
     with pytest.raises(FormatError, match="1584 values, more than 128: too many"):
-        read_adapter(path, shapes, what="style", base="tiny")
+        read_adapter(path, shapes, label="style", base="tiny")
 
 
 def test_a_directory_of_peft_is_read(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(safetensors(PAIR))
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 2}))
-    adapter = read_adapter(tmp_path, SHAPES, what="style", base="tiny")
+    adapter = read_adapter(tmp_path, SHAPES, label="style", base="tiny")
     (change,) = adapter.changes["transformer/layers.0.attention.to_q.weight"]
     assert getattr(change, "scale", None) == 0.5
     (tmp_path / "other.safetensors").write_bytes(b"")
     with pytest.raises(FormatError, match="must contain one safetensors file"):
-        read_adapter(tmp_path, SHAPES, what="style", base="tiny")
+        read_adapter(tmp_path, SHAPES, label="style", base="tiny")
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(FormatError, match="is not a JSON object"):
-        read_adapter(tmp_path / "adapter_model.safetensors", SHAPES, what="style", base="tiny")
+        read_adapter(tmp_path / "adapter_model.safetensors", SHAPES, label="style", base="tiny")

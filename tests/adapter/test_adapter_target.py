@@ -25,7 +25,7 @@ def test_every_layer_is_found(prefix: str, spell: object, is_flat: bool) -> None
         name = flat(spell(module)) if is_flat else spell(module)
         found = TABLE.find(prefix + name)
         assert found is not None, name
-        assert [part.tensor for part in found.parts] == [f"transformer/{module}.weight"]
+        assert [part.tensor for part in found.rows] == [f"transformer/{module}.weight"]
 
 
 @pytest.mark.parametrize("name", ["layers.0.attention.qkv", "lora_unet_layers_0_attention_qkv"])
@@ -33,7 +33,7 @@ def test_a_stacked_layer_is_three_tensors(name: str) -> None:
     found = TABLE.find(name)
     assert found is not None
     assert found.shape == (144, 48)
-    assert [(part.tensor[-11:], part.start, part.stop) for part in found.parts] == [
+    assert [(part.tensor[-11:], part.start, part.stop) for part in found.rows] == [
         ("to_q.weight", 0, 48),
         ("to_k.weight", 48, 96),
         ("to_v.weight", 96, 144),
@@ -60,7 +60,7 @@ def test_a_stacked_layer_is_three_tensors(name: str) -> None:
 def test_other_layers_are_found(name: str, tensor: str) -> None:
     found = TABLE.find(name)
     assert found is not None
-    assert found.parts[0].tensor == tensor
+    assert found.rows[0].tensor == tensor
 
 
 @pytest.mark.parametrize(

@@ -69,18 +69,18 @@ def test_a_converted_adapter_has_the_same_changes(vector: AdapterVector, tmp_pat
         said = next((text for text, names in LACKS[dialect].items() if vector.name in names), None)
         if said is not None:
             with pytest.raises(UsageError, match=said):
-                convert_adapter(path, dialect, what="style", shapes=shapes)
+                convert_adapter(path, dialect, label="style", shapes=shapes)
             continue
-        converted = convert_adapter(path, dialect, what="style", shapes=shapes)
+        converted = convert_adapter(path, dialect, label="style", shapes=shapes)
         written = write(converted, tmp_path / f"{dialect}{shapes is None}")
-        adapter = read_adapter(written, SHAPES, what="style", base="tiny")
+        adapter = read_adapter(written, SHAPES, label="style", base="tiny")
         for tensor in adapter.changes.keys() - vector.effects.keys():  # stacked with a changed one
             assert tensor.partition(".to_")[0] + ".to_q.weight" in vector.effects
             (change,) = adapter.changes[tensor]
             assert not dense.effect(weight_of(tensor), change, 1).any()
         for tensor, values in expected.items():
             uses = [(change, 0.7) for change in adapter.changes[tensor]]
-            found = dense.changed(weights[tensor], uses)
+            found = dense.apply_changes(weights[tensor], uses)
             where = f"{dialect} {tensor}"
             np.testing.assert_allclose(found, values, rtol=2e-5, atol=2e-6, err_msg=where)
 
@@ -99,7 +99,7 @@ def test_a_converted_adapter_has_the_same_changes(vector: AdapterVector, tmp_pat
 )
 def test_a_dialect_has_its_names(dialect: str, name: str, tmp_path: Path) -> None:
     path = VECTORS["ai-toolkit-alpha"].write(tmp_path)
-    assert name in convert_adapter(path, dialect, what="style").tensors
+    assert name in convert_adapter(path, dialect, label="style").tensors
 
 
 def test_stacked_pairs_are_a_of_all_layers_and_b_in_blocks(tmp_path: Path) -> None:
@@ -111,13 +111,13 @@ def test_stacked_pairs_are_a_of_all_layers_and_b_in_blocks(tmp_path: Path) -> No
     halves = {name: array.astype("f2") for name, array in tensors.items() if "lora" in name}
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors(tensors | halves, {"trigger_word": "x", "sshs_model_hash": "1"}))
-    stacked = convert_adapter(path, "comfyui", what="style")
+    stacked = convert_adapter(path, "comfyui", label="style")
     assert stacked.metadata == {"trigger_word": "x", "format": "pt"}
     first, second, alpha = stacked.tensors.values()
     assert (first.dtype, first.codes.shape, second.codes.shape) == ("F16", (12, 48), (144, 12))
     assert alpha.codes == 3 * ALPHA
     assert not second.codes[:48, 4:].any()
-    again = convert_adapter(write(stacked, tmp_path), "diffusers", what="style")
+    again = convert_adapter(write(stacked, tmp_path), "diffusers", label="style")
     assert again.tensors.keys() == halves.keys()
     for name, array in again.tensors.items():  # bit for bit
         assert (array.codes == halves[name]).all()
@@ -127,8 +127,8 @@ def test_stacked_pairs_are_a_of_all_layers_and_b_in_blocks(tmp_path: Path) -> No
 
 def test_a_pair_of_stacked_layers_returns_bit_for_bit(tmp_path: Path) -> None:
     path = VECTORS["comfyui-down"].write(tmp_path / "in")
-    split = write(convert_adapter(path, "diffusers", what="style"), tmp_path / "split")
-    again = convert_adapter(split, "comfyui", what="style").tensors
+    split = write(convert_adapter(path, "diffusers", label="style"), tmp_path / "split")
+    again = convert_adapter(split, "comfyui", label="style").tensors
     assert again.keys() == VECTORS["comfyui-down"].tensors.keys()
     for name, array in VECTORS["comfyui-down"].tensors.items():
         assert again[name].codes.tobytes() == array.tobytes()
@@ -146,7 +146,7 @@ def test_ranks_and_alphas_of_each_layer_are_patterns(tmp_path: Path) -> None:
     }
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors(tensors))
-    config = convert_adapter(path, "peft", what="style").config
+    config = convert_adapter(path, "peft", label="style").config
     assert config is not None
     assert (config["r"], config["lora_alpha"]) == (2, 6)
     assert config["rank_pattern"] == {"layers.0.attention.to_q": 4}
@@ -195,14 +195,14 @@ def test_other_adapters_are_refused(tensors: Any, dialect: str, said: str, tmp_p
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors(tensors))
     with pytest.raises(UsageError, match=said):
-        convert_adapter(path, dialect, what="style")
+        convert_adapter(path, dialect, label="style")
 
 
 def test_an_adapter_for_another_family_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(safetensors(pair_of("unet.down.0", random(4, 8), random(8, 4), "AB", False)))
     with pytest.raises(FormatError, match="does not match Z-Image, which has no layer for unet"):
-        convert_adapter(path, "peft", what="style")
+        convert_adapter(path, "peft", label="style")
 
 
 LIVE = ("kohya", "comfyui", "musubi", "dora-peft-fused", "lora-bias", "peft-rslora", "peft-pattern")
@@ -218,7 +218,7 @@ def test_diffusers_and_peft_read_converted_adapters(
     torch = pytest.importorskip("torch")
     diffusers, peft = pytest.importorskip("diffusers"), pytest.importorskip("peft")
     vector, out = VECTORS[name], tmp_path / "out"
-    path = write(convert_adapter(vector.write(tmp_path), dialect, what="style"), out)
+    path = write(convert_adapter(vector.write(tmp_path), dialect, label="style"), out)
     network = diffusers.ZImageTransformer2DModel.from_pretrained(
         TINY / "transformer", torch_dtype=torch.float32
     )

@@ -25,10 +25,10 @@ def here(stocked: Callable[[], Aimage]) -> Aimage:
 def deltas(path: Path) -> dict[str, np.ndarray]:
     """Return the change of each tensor of tiny."""
     shapes = tiny_shapes()
-    found = read_adapter(path, shapes, what=str(path), base="tiny").changes
+    found = read_adapter(path, shapes, label=str(path), base="tiny").changes
     zero = {name: np.zeros(shapes[name], np.float32) for name in found}
     return {
-        name: dense.changed(zero[name], [(change, 1.0) for change in changes])
+        name: dense.apply_changes(zero[name], [(change, 1.0) for change in changes])
         for name, changes in found.items()
     }
 

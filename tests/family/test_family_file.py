@@ -11,7 +11,7 @@ import pytest
 
 from clowder_aimage.errors import AImageError
 from clowder_aimage.exporter.family_file import file_tensors
-from clowder_aimage.family.image_family import VAE, Z_IMAGE, LayoutFile, LayoutPart
+from clowder_aimage.family.image_family import VAE, Z_IMAGE, LayoutComponent, LayoutFile
 from clowder_aimage.family.name_table import NameTable, TensorChange
 from clowder_aimage.family.tensor_change import restore
 from clowder_aimage.formats.tokenizer_size import token_count
@@ -34,15 +34,15 @@ def test_halves_are_exchanged_in_both_directions(tmp_path: Path) -> None:
         VAE, dialects={"diffusers": NameTable(), "x": table}, shapes=lambda _: {"a.weight": (4, 3)}
     )
     family = replace(Z_IMAGE, components=(component,))
-    file = LayoutFile("f", (LayoutPart("vae", "x", "p."),))
+    file = LayoutFile("f", (LayoutComponent("vae", "x", "p."),))
     (tensor,) = file_tensors(family, file, {"vae": [weight("a.weight")]}, False).values()
     assert (tensor.name, tensor.shape, tensor.nbytes) == ("p.b.weight", (4, 3), 12)
     assert [(part.start, part.stop) for part in tensor.parts] == [(6, 12), (0, 6)]
     (tmp_path / "x").write_bytes(bytes([*range(6, 12), *range(6)]))
     theirs = replace(weight("b.weight").tensor, path=tmp_path / "x")
-    back = restore(theirs, "a.weight", table.place("a.weight"))
+    back = restore(theirs, "a.weight", table.locate("a.weight"))
     # rows of a computed tensor, and a change of those
-    again = restore(back, "b.weight", table.place("a.weight"))
+    again = restore(back, "b.weight", table.locate("a.weight"))
     for made, expected in ((back, bytes(range(12))), (again, (tmp_path / "x").read_bytes())):
         assert made.decoded is not None
         assert b"".join(map(bytes, made.decoded.parts())) == expected
@@ -73,7 +73,7 @@ def test_tensors_without_meaning_are_optional() -> None:
 
 
 def test_odd_rows_have_no_halves() -> None:
-    place = replace(NameTable().place("a"), change=TensorChange.HALVES)
+    place = replace(NameTable().locate("a"), change=TensorChange.HALVES)
     with pytest.raises(AImageError, match="must have an even number of rows"):
         restore(weight("a", shape=(3, 2)).tensor, "a", place)
 

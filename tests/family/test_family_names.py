@@ -10,7 +10,7 @@ import pytest
 from clowder_aimage.family import zimage_config, zimage_names
 from clowder_aimage.family.component_names import ComponentNames, find_component
 from clowder_aimage.family.image_family import Z_IMAGE
-from clowder_aimage.family.name_table import TensorChange, TensorPlace
+from clowder_aimage.family.name_table import TensorChange, TensorLocation
 from clowder_aimage.family.tensor_change import restore
 from clowder_aimage.model.flow.config import TextEncoderConfig
 from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
@@ -52,22 +52,22 @@ def test_every_layout_names_every_tensor_once(component: ComponentNames) -> None
     here, original = COUNTS[component.name]
     assert len(shapes) == here
     for dialect, table in component.dialects.items():
-        theirs = {table.place(name).name for name in shapes}
+        theirs = {table.locate(name).name for name in shapes}
         assert len(theirs) == (original if dialect == "original" else here)
-        found = component.places(dialect, theirs)
+        found = component.locate(dialect, theirs)
         assert {name for one in theirs for name, _ in found[one]} == shapes.keys()
         named = find_component(component, theirs)
         assert named is not None and (named.dialect, named.prefix) == (dialect, "")
 
 
 def test_names_are_those_of_comfyui() -> None:
-    place = zimage_names.TRANSFORMER["original"].place
+    place = zimage_names.TRANSFORMER["original"].locate
     block = "noise_refiner.1.attention"
-    assert place(f"{block}.to_k.weight") == TensorPlace(f"{block}.qkv.weight", 1, 3)
+    assert place(f"{block}.to_k.weight") == TensorLocation(f"{block}.qkv.weight", 1, 3)
     assert place("all_final_layer.2-1.adaLN_modulation.1.bias").name == (
         "final_layer.adaLN_modulation.1.bias"
     )
-    place = zimage_names.VAE["original"].place
+    place = zimage_names.VAE["original"].locate
     up = "decoder.up.3.block.2.nin_shortcut.weight"
     assert place("decoder.up_blocks.0.resnets.2.conv_shortcut.weight").name == up
     attention = place("encoder.mid_block.attentions.0.to_out.0.weight")
@@ -100,7 +100,7 @@ def test_exchanged_halves_are_read_in_order(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(range(12)))
     tensor = SourceTensor("a", "U8", (4, 3), path, 0, 12, path.stat().st_mtime_ns)
-    made = restore(tensor, "b", TensorPlace("a", change=TensorChange.HALVES))
+    made = restore(tensor, "b", TensorLocation("a", change=TensorChange.HALVES))
     assert made.decoded is not None
     whole = b"".join(map(bytes, made.decoded.parts()))
     assert whole == bytes(range(6, 12)) + bytes(range(6))

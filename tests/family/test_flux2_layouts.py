@@ -143,7 +143,7 @@ def test_families_are_not_mixed(packed: ImageLayout, source: Path, tmp_path: Pat
 def test_the_config_of_flux2_follows_from_shapes() -> None:
     transformer, _, vae = FLUX_2.components
     shapes = transformer.shapes(KLEIN)
-    names = {transformer.dialects["original"].place(name).name for name in shapes}
+    names = {transformer.dialects["original"].locate(name).name for name in shapes}
     assert (len(shapes), len(names)) == (169, 149)
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == 3_875_544_576
     config = transformer.configure(shapes)

@@ -211,11 +211,11 @@ class Adapters(Target):
             permitted(self._convert, dialect, shapes)
 
     def _convert(self, dialect: str, shapes: Any) -> None:
-        converted = convert_adapter(self._path, dialect, what="it", shapes=shapes)
+        converted = convert_adapter(self._path, dialect, label="it", shapes=shapes)
         written = self._path.with_name("written.safetensors")
         written.write_bytes(b"".join(converted.encode()))
         try:
-            read_adapter(written, self._shapes, what="it", base="it", config=converted.config)
+            read_adapter(written, self._shapes, label="it", base="it", config=converted.config)
         except AImageError:
             if shapes is not None:  # what fits the base still fits it
                 raise AssertionError("a converted adapter cannot be read") from None

@@ -320,7 +320,7 @@ def read_adapter_file(n: int, root: Path) -> Action:
     path = root / "a.safetensors"
     path.write_bytes(raw)
     patterns = {"alpha_pattern": {f"layers.{i}": 1 for i in range(n)}}
-    return lambda: read_adapter(path, shapes, what="x", base="y", config=patterns)
+    return lambda: read_adapter(path, shapes, label="x", base="y", config=patterns)
 
 
 def read_peft_config(n: int, _: Path) -> Action:

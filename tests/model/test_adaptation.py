@@ -150,7 +150,7 @@ class Models:
 
         def change(name: str, values: np.ndarray) -> np.ndarray:
             found = [(one, t) for adapter, t in uses or () for one in adapter.changes.get(name, ())]
-            return dense.changed(values, found) if found else values
+            return dense.apply_changes(values, found) if found else values
 
         quantized = dict.fromkeys(("transformer", "text_encoder"), kind) if kind else {}
         aimage = pack(self.store, quantized, change=change)
@@ -163,7 +163,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def latents(pipeline: FlowPipeline, *uses: tuple[Adapter, float]) -> np.ndarray:
-    pipeline.use_adapters([(LoadedAdapter(one.what, one), strength) for one, strength in uses])
+    pipeline.use_adapters([(LoadedAdapter(one.label, one), strength) for one, strength in uses])
     noise = pipeline.denoiser.noise(REQUEST, REQUEST.sampling.seed)
     guide = pipeline.conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)

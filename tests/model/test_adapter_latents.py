@@ -81,7 +81,7 @@ def test_the_latents_of_changed_weights(
     vector: AdapterVector,
     tmp_path: Path,
 ) -> None:
-    adapter = read_adapter(vector.write(tmp_path), pipeline.shapes, what="it", base="tiny")
+    adapter = read_adapter(vector.write(tmp_path), pipeline.shapes, label="it", base="tiny")
     pipeline.use_adapters([(LoadedAdapter("it", adapter), -0.7)])
     try:
         found, expected = latents(pipeline), with_weights(changed, vector, -0.7)

@@ -145,7 +145,7 @@ def test_every_spelling_gives_the_latents_of_changed_weights(
     for spell in spellings:
         path = tmp_path / f"{spell.__name__}.safetensors"
         save_file(spell(pairs), path)
-        adapter = read_adapter(path, pipeline.shapes, what="it", base="flux")
+        adapter = read_adapter(path, pipeline.shapes, label="it", base="flux")
         pipeline.use_adapters([(LoadedAdapter("it", adapter), strength)])
         found = latents(pipeline)
         pipeline.use_adapters([])
@@ -161,13 +161,13 @@ def test_adapters_of_flux2_are_written_in_each_dialect(
 ) -> None:
     save_file(kohya(pairs), tmp_path / "it.safetensors")
     shapes = pipeline.shapes if is_known else None
-    whole = convert_adapter(tmp_path / "it.safetensors", "diffusers", what="it", shapes=shapes)
+    whole = convert_adapter(tmp_path / "it.safetensors", "diffusers", label="it", shapes=shapes)
     (tmp_path / "split.safetensors").write_bytes(b"".join(whole.encode()))
     split = load_file(tmp_path / "split.safetensors")
     for module, (a, b) in pairs.items():
         assert (split[f"transformer.{module}.lora_A.weight"] == a).all()
         assert (split[f"transformer.{module}.lora_B.weight"] == b).all()
-    back = convert_adapter(tmp_path / "split.safetensors", "kohya", what="it", shapes=shapes)
+    back = convert_adapter(tmp_path / "split.safetensors", "kohya", label="it", shapes=shapes)
     (tmp_path / "back.safetensors").write_bytes(b"".join(back.encode()))
     again, expected = load_file(tmp_path / "back.safetensors"), kohya(pairs)
     assert again.keys() == expected.keys()

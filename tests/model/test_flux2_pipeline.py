@@ -220,7 +220,7 @@ def test_adapters_change_the_layers_that_diffusers_names(
         values[f"{name}.lora_B.weight"] = random.normal(size=(outputs, 2)).astype(np.float32)
     path = tmp_path / "it.safetensors"
     path.write_bytes(safetensors.numpy.save(values))
-    adapter = read_adapter(path, pipeline.shapes, what="it", base="flux")
+    adapter = read_adapter(path, pipeline.shapes, label="it", base="flux")
     assert set(adapter.changes) == {f"{name.replace('.', '/', 1)}.weight" for name in LAYERS}
     plain = pixels(pipeline)
     pipeline.use_adapters([(LoadedAdapter("it", adapter), 0.3)])

@@ -180,7 +180,7 @@ def test_adapters_change_layers_that_are_loaded_one_by_one(tmp_path: Path, name:
     """Branches beside layers, and changed tensors."""
     pipeline = open_tiny(tmp_path)
     vector = next(one for one in vectors() if one.name == name)
-    adapter = read_adapter(vector.write(tmp_path), pipeline.shapes, what="it", base="tiny")
+    adapter = read_adapter(vector.write(tmp_path), pipeline.shapes, label="it", base="tiny")
     uses = [(LoadedAdapter("it", adapter), 0.7)]
     plain = pictures(pipeline)
     pipeline.use_adapters(uses)
@@ -268,7 +268,7 @@ def test_adapters_and_copies_of_arrays_can_lack_memory_too(
         raise error
 
     vector = next(one for one in vectors() if one.name == "ai-toolkit-alpha")
-    adapter = read_adapter(vector.write(tmp_path), pipeline.shapes, what="it", base="tiny")
+    adapter = read_adapter(vector.write(tmp_path), pipeline.shapes, label="it", base="tiny")
     plain, lacking = pictures(pipeline), SimpleNamespace(to=fail)
     pipeline.use_adapters([(LoadedAdapter("it", adapter), 0.7)])
     library = pipeline.library

@@ -63,7 +63,7 @@ def picture(ours: FlowPipeline, *uses: tuple[LoadedAdapter, float]) -> np.ndarra
 
 def load_adapter(ours: FlowPipeline, vector: AdapterVector, directory: Path) -> LoadedAdapter:
     path = vector.write(directory)
-    return LoadedAdapter(vector.name, read_adapter(path, ours.shapes, what="it", base="tiny"))
+    return LoadedAdapter(vector.name, read_adapter(path, ours.shapes, label="it", base="tiny"))
 
 
 def test_the_rows_that_diffusers_reads() -> None:

@@ -198,7 +198,7 @@ def test_every_kind_of_adapter(tiny: Both, vector: AdapterVector, tmp_path: Path
     plain, _ = made(tiny.torch, request, None)
     for strengths in ((0.8, 0.0), (-0.4, 0.5)):
         for one in (tiny.mlx, tiny.torch):
-            adapter = read_adapter(path, one.shapes, what="it", base="tiny")
+            adapter = read_adapter(path, one.shapes, label="it", base="tiny")
             name = "transformer/layers.0.attention.to_v.weight"
             rows, columns = one.shapes[name]
             values = np.random.default_rng(1)

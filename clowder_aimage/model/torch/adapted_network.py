@@ -59,7 +59,7 @@ class TorchAdaptation(NetworkAdaptation):
         like = layer.weight if own is None else own
         if own is not None:
             values = own.detach().to("cpu", torch.float32, copy=True).numpy()
-        changed = torch.from_numpy(dense.changed(values, changes))
+        changed = torch.from_numpy(dense.apply_changes(values, changes))
         changed = changed.to(like.device, self._place[1])
         setattr(layer, last, torch.nn.Parameter(changed, requires_grad=False))
         self._undoing.append(lambda: setattr(layer, last, own))
