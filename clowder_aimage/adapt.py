@@ -57,7 +57,7 @@ def combine(
     target: Reference,
     uses: Sequence[Used],
     *,
-    jobs: int | None = None,
+    threads: int | None = None,
     on_plan: OnPlan = lambda _: None,
     on_written: OnWritten = lambda _: None,
 ) -> PackedModel:
@@ -92,7 +92,7 @@ def combine(
         plan = _replan(plan, layers, config)
         on_plan(plan)
         dialect = stored.dialect
-        return pack(plan, store, lease, target, dialect, threads=jobs, on_written=on_written)
+        return pack(plan, store, lease, target, dialect, threads=threads, on_written=on_written)
 
 
 def fuse(
@@ -101,7 +101,7 @@ def fuse(
     target: Reference,
     uses: Sequence[Used],
     *,
-    jobs: int | None = None,
+    threads: int | None = None,
     on_plan: OnPlan = lambda _: None,
     on_written: OnWritten = lambda _: None,
 ) -> FusedModel:
@@ -160,7 +160,7 @@ def fuse(
         plan = _replan(plan, layers, config)
         on_plan(plan)
         packed = pack(
-            plan, store, lease, target, stored.dialect, threads=jobs, on_written=on_written
+            plan, store, lease, target, stored.dialect, threads=threads, on_written=on_written
         )
         return FusedModel(packed, _remark(base, parent) if are_quantized else "")
 

@@ -71,8 +71,11 @@ def attach(
         manifest = build(artifact_type, layers, subject, annotations or {})
         documents = {manifest.digest: manifest.raw, manifest.config.digest: EMPTY}
         source = Overlay(_Files(layers, files), manifest.descriptor, documents)
-        name, jobs = reference.with_digest(manifest.digest), connection.jobs(reference.registry)
-        copy(source, name, repository, concurrency=jobs, on_event=on_event)
+        name, connections = (
+            reference.with_digest(manifest.digest),
+            connection.connections(reference.registry),
+        )
+        copy(source, name, repository, concurrency=connections, on_event=on_event)
     return manifest.descriptor, subject
 
 

@@ -63,7 +63,7 @@ def create(
     algorithm: str = "sha256",
     provenance: Provenance | None = None,
     recipe: Recipe | None = None,
-    jobs: int | None = None,
+    threads: int | None = None,
     on_survey: OnSurvey = lambda _: None,
     on_surveyed: OnSurvey = lambda _: None,
     on_plan: Callable[[CreatePlan], None] = lambda _: None,
@@ -99,7 +99,7 @@ def create(
             layer_name(n, weight.name): weight.shape for n in weights for weight in weights[n]
         }
         _check(inventory, shapes, "the model")
-        exact = survey_weights(weights, recipe, jobs, on_survey, on_surveyed)
+        exact = survey_weights(weights, recipe, threads, on_survey, on_surveyed)
         plan = make_plan(
             inventory,
             chosen,
@@ -112,7 +112,7 @@ def create(
         )
         check_config(plan)
         on_plan(plan)
-        return pack(plan, store, lease, reference, chosen, threads=jobs, on_written=on_written)
+        return pack(plan, store, lease, reference, chosen, threads=threads, on_written=on_written)
 
 
 def create_by_stem(store: ImageLayout, path: Path, **options: Any) -> Reference:
@@ -162,7 +162,7 @@ def convert(
     recipe: Recipe,
     *,
     is_attached: bool = False,
-    jobs: int | None = None,
+    threads: int | None = None,
     on_survey: OnSurvey = lambda _: None,
     on_surveyed: OnSurvey = lambda _: None,
     on_plan: Callable[[CreatePlan], None] = lambda _: None,
@@ -190,13 +190,15 @@ def convert(
         if is_attached and stored.dialect.name != DEFAULT:
             raise UsageError(f"the dialect {stored.dialect.name} has no variants")
         layers = read_stored(store, stored.aimage, _read_quantization(store, stored.aimage))
-        exact = survey_weights(weights_of(layers), recipe, jobs, on_survey, on_surveyed)
+        exact = survey_weights(weights_of(layers), recipe, threads, on_survey, on_surveyed)
         subject = stored.descriptor if is_attached else None
         base = subject and Descriptor(subject.media_type, subject.digest, subject.size)
         plan = plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact, base)
         check_config(plan)
         on_plan(plan)
-        return pack(plan, store, lease, target, stored.dialect, threads=jobs, on_written=on_written)
+        return pack(
+            plan, store, lease, target, stored.dialect, threads=threads, on_written=on_written
+        )
 
 
 def create_enhancer(
@@ -205,7 +207,7 @@ def create_enhancer(
     target: Reference,
     weights: Reference | None = None,
     *,
-    jobs: int | None = None,
+    threads: int | None = None,
     on_plan: Callable[[CreatePlan], None] = lambda _: None,
     on_written: OnWritten = lambda _: None,
 ) -> tuple[PackedModel, tuple[str, ...]]:
@@ -234,7 +236,7 @@ def create_enhancer(
         on_plan(enhancer.plan)
         chosen = DIALECTS[DEFAULT]
         packed = pack(
-            enhancer.plan, store, lease, target, chosen, threads=jobs, on_written=on_written
+            enhancer.plan, store, lease, target, chosen, threads=threads, on_written=on_written
         )
         return packed, enhancer.replaced
 

@@ -118,7 +118,7 @@ def pull(
                 reference,
                 store,
                 name,
-                concurrency=connection.jobs(reference.registry),
+                concurrency=connection.connections(reference.registry),
                 on_event=options.on_event,
                 rate=options.rate or (Rate(limit) if limit else None),
                 plan=plan,

@@ -105,11 +105,14 @@ def push(
         stored = _read(store, reference, dialect, lease)
 
         def send(source: Source) -> Descriptor:
-            plan, jobs = plan_copy(source, source.resolve(reference)), connection.jobs(host)
+            plan, connections = (
+                plan_copy(source, source.resolve(reference)),
+                connection.connections(host),
+            )
             if stored is not None:
                 source, plan = _missing_first(store, source, plan, stored, reference)
             return copy(
-                source, reference, repository, concurrency=jobs, on_event=on_event, plan=plan
+                source, reference, repository, concurrency=connections, on_event=on_event, plan=plan
             )
 
         if stored is None:
@@ -156,9 +159,14 @@ def transfer(
                     f"the source has the digest {digest}, but the target is {target}",
                     hint="omit the digest of the target",
                 )
-        jobs = connection.jobs(source.registry, target.registry)
+        connections = connection.connections(source.registry, target.registry)
         return _transfer(
-            source_repository, target_repository, [(source, target)], recursive, jobs, on_event
+            source_repository,
+            target_repository,
+            [(source, target)],
+            recursive,
+            connections,
+            on_event,
         )[0]
 
 
@@ -181,8 +189,10 @@ def transfer_tags(
     ):
         tags = sorted(tag for tag in source_repository.tag_names() if not is_generated(tag))
         pairs = [(replace(source, tag=tag), replace(target, tag=tag)) for tag in tags]
-        jobs = connection.jobs(source.registry, target.registry)
-        roots = _transfer(source_repository, target_repository, pairs, recursive, jobs, on_event)
+        connections = connection.connections(source.registry, target.registry)
+        roots = _transfer(
+            source_repository, target_repository, pairs, recursive, connections, on_event
+        )
         return dict(zip(tags, roots, strict=True))
 
 
@@ -191,7 +201,7 @@ def _transfer(
     target_repository: Repository,
     pairs: Sequence[tuple[Reference, Reference]],
     recursive: bool,
-    jobs: int,
+    connections: int,
     on_event: OnEvent,
 ) -> list[Descriptor]:
     """Copy each source to its target, with one plan for the events; return the roots."""
@@ -223,7 +233,7 @@ def _transfer(
                 source_repository,
                 name,
                 target_repository,
-                concurrency=jobs,
+                concurrency=connections,
                 on_event=on_copy_event,
                 plan=plan,
             )

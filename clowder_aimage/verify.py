@@ -125,7 +125,7 @@ def _fetch(
             source,
             pinned,
             layout,
-            concurrency=connection.jobs(reference.registry),
+            concurrency=connection.connections(reference.registry),
             rate=Rate(limit) if limit else None,
             is_named=False,
             # The plan is of the whole index: the blob may belong to any of its manifests.

@@ -111,7 +111,7 @@ def _changed(command: frame.Message, report: JobReport) -> tuple[PackedModel, st
 
     survey = {"on_survey": partial(report.begin, "reading"), "on_surveyed": report.advance}
     recipe = Recipe.parse(**command["recipe"])
-    how = {"is_attached": command["attach"], "jobs": threads, **survey, **report.callbacks()}
+    how = {"is_attached": command["attach"], "threads": threads, **survey, **report.callbacks()}
     return convert(store, source, target, recipe, **how), ""
 
 
@@ -132,7 +132,7 @@ def _fused(
         finder = AdapterFinder(store, partial(find_complete, store, lease=lease), directory)
         asked = [LoraUse(**use) for use in command["loras"]]
         uses = [(found := finder.find(use), found.strength(use.strength)) for use in asked]
-        made = fuse(store, source, target, uses, jobs=threads, **report.callbacks())
+        made = fuse(store, source, target, uses, threads=threads, **report.callbacks())
     return made.packed, made.remark
 
 

@@ -86,8 +86,8 @@ def push_pictures(
     source = Overlay(store, manifest.descriptor, documents)
     with Repository(target, connection) as repository:
         _check_replaceable(target, repository)
-        jobs = connection.jobs(target.registry)
-        copy(source, target, repository, concurrency=jobs, on_event=on_event)
+        connections = connection.connections(target.registry)
+        copy(source, target, repository, concurrency=connections, on_event=on_event)
     return manifest.descriptor
 
 

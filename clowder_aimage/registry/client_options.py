@@ -28,8 +28,8 @@ from clowder_aimage.registry.trace import OnTrace
 from clowder_aimage.registry.transport import Addresses, set_pools
 
 _BLOCK_SIZE = 1024 * 1024
-DEFAULT_JOBS = 8
-MOST_JOBS = 64
+DEFAULT_CONNECTIONS = 8
+MAX_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ClientOptions:
     directories of ``certs.d``.
     ``registries`` has settings for single hosts; names without a host are in ``default_registry``
     (a host, or a host with a path that is prepended to the repository), if it is set.
-    ``jobs_override`` is the number of layers transferred at once; 0 for each registry's own
+    ``connections_override`` is the number of layers transferred at once; 0 for each registry's own
     setting. If ``plain_http`` is None, ``uses_http`` decides. ``basic_auth`` (base64) takes
     precedence over stored credentials, ``headers`` are added to each request to the registry, and
     ``client_certificate`` (a file of the certificate and one of its key, or one of both) is
@@ -58,7 +58,7 @@ class ClientOptions:
     ca_file: Path | None = None
     docker_config: Path = field(default_factory=lambda: Path.home() / ".docker")
     trusted_realms: frozenset[str] = frozenset()
-    jobs_override: int = 0
+    connections_override: int = 0
     user_agent: str = "aimage"
     auth_file: Path | None = None
     auths: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
@@ -128,10 +128,10 @@ class ClientOptions:
         has_tls = options.insecure or options.ca_file or options.client_certificate
         return Reference(host, "x").is_loopback and not has_tls
 
-    def jobs(self, *hosts: str | None) -> int:
+    def connections(self, *hosts: str | None) -> int:
         """Return the number of layers that are transferred at once to or from ``hosts``."""
-        configured = filter(None, (self.host(host).jobs for host in hosts))
-        return self.jobs_override or min(configured, default=DEFAULT_JOBS)
+        configured = filter(None, (self.host(host).connections for host in hosts))
+        return self.connections_override or min(configured, default=DEFAULT_CONNECTIONS)
 
     def limit(self, host: str | None) -> int:
         """Return the bytes per second of a pull from ``host``; 0 for no limit."""
@@ -173,7 +173,7 @@ class _Adapter(requests.adapters.HTTPAdapter):
     def __init__(self, addresses: Addresses, boundary: Boundary, **options: Any) -> None:
         self._options = {"blocksize": _BLOCK_SIZE} | options
         self._addresses, self._boundary = addresses, boundary
-        super().__init__(pool_connections=4, pool_maxsize=MOST_JOBS)
+        super().__init__(pool_connections=4, pool_maxsize=MAX_CONNECTIONS)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **(self._options | kwargs))

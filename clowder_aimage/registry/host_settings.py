@@ -29,7 +29,7 @@ class HostSettings:
     """The configuration of one host (schemas/config.schema.json).
 
     ``mirrors`` are hosts, or hosts with a path that is prepended to the repository. ``plain_http``
-    is None if not configured. ``jobs`` is the number of simultaneous connections, ``limit`` the
+    is None if not configured. ``connections`` is the number of simultaneous ones, ``limit`` the
     bytes per second of a pull, ``chunk_size`` the bytes of a blob in one request; each is 0 if not
     configured. ``trusted_hosts`` are internal hosts that the registry may lead to.
     """
@@ -39,7 +39,7 @@ class HostSettings:
     plain_http: bool | None = None
     insecure: bool = False
     ca_file: Path | None = None
-    jobs: int = 0
+    connections: int = 0
     limit: int = 0
     chunk_size: int = 0
     trusted_hosts: frozenset[str] = frozenset()
@@ -70,7 +70,7 @@ def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
         plain_http=entry.get("plainHttp"),
         insecure=entry.get("insecure", False),
         ca_file=directory / ca_file if ca_file else None,
-        jobs=entry.get("jobs", 0),
+        connections=entry.get("jobs", 0),
         trusted_hosts=frozenset(host.lower() for host in entry.get("trustedHosts", ())),
         limit=parse_rate(entry["limitRate"]) if "limitRate" in entry else 0,
         chunk_size=_chunk_size(entry["chunkSize"]) if "chunkSize" in entry else 0,

@@ -75,7 +75,7 @@ def pull_here(artifact: Artifact, proxy: Proxy, tmp_path: Path) -> Callable[...,
     def pull(connections: int = 3, on_event: Callable[[Any], None] = lambda _: None) -> None:
         layout = ImageLayout(tmp_path / "store")
         name = Reference.parse(f"{proxy.host}/{artifact.path}")
-        connection = ClientOptions(docker_config=tmp_path, jobs_override=connections)
+        connection = ClientOptions(docker_config=tmp_path, connections_override=connections)
         with Repository(name, connection) as source:
             copy(source, name, layout, concurrency=connections, on_event=on_event)
         check(layout, artifact)

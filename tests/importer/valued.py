@@ -127,7 +127,7 @@ class ValuedModel(Model):
             Reference.parse(name),
             self.directory,
             recipe=Recipe.parse(**recipe),
-            jobs=jobs,
+            threads=jobs,
         )
 
     def recipe_digest(self, *, jobs: int | None = None, **recipe: Any) -> str:

@@ -341,7 +341,7 @@ def pulled(
 
     with ScriptedRegistry(script).running() as registry:
         name = Reference.parse(f"{registry.host}/team/x:v1")
-        pull(name, store, ClientOptions(docker_config=tmp_path, jobs_override=1))
+        pull(name, store, ClientOptions(docker_config=tmp_path, connections_override=1))
     whole = Manifest.parse(raw)
     for content in (whole.descriptor, *whole.children):
         assert store.exists(content), content

@@ -360,7 +360,9 @@ def test_a_response_breaks_off_if_its_range_stops_arriving(
 def test_ranges_of_a_running_pull_are_served(
     tmp_path: Path, pushed: Reference, proxy: Proxy
 ) -> None:
-    connection = ClientOptions(docker_config=tmp_path, jobs_override=1)  # one range after the other
+    connection = ClientOptions(
+        docker_config=tmp_path, connections_override=1
+    )  # one range after the other
     node = Node(tmp_path / "node", connection=connection).start()
     try:
         node.addresses.append("127.0.0.1:9")  # so that ranges are shared

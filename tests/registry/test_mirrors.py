@@ -408,13 +408,18 @@ def test_the_command_line_reads_the_config_file(
     assert "AIMAGE_CONFIG" in there("pull", f"{upstream.host}/mirrored/x:v1", code=2).err
 
 
-def test_jobs_are_limited_per_registry() -> None:
-    entries = {"slow.example.com": HostSettings(jobs=2), "r.example.com": HostSettings(jobs=6)}
+def test_connections_are_limited_per_registry() -> None:
+    entries = {
+        "slow.example.com": HostSettings(connections=2),
+        "r.example.com": HostSettings(connections=6),
+    }
     connection = ClientOptions(registries=entries)
-    assert connection.jobs("slow.example.com") == 2
-    assert connection.jobs("other.example.com") == connection.jobs(None) == 8
-    assert connection.jobs("r.example.com", "slow.example.com") == 2  # a copy uses the lower limit
-    assert ClientOptions(registries=entries, jobs_override=5).jobs("slow.example.com") == 5
+    assert connection.connections("slow.example.com") == 2
+    assert connection.connections("other.example.com") == connection.connections(None) == 8
+    # a copy uses the lower limit
+    assert connection.connections("r.example.com", "slow.example.com") == 2
+    override = ClientOptions(registries=entries, connections_override=5)
+    assert override.connections("slow.example.com") == 5
 
 
 def test_the_configured_chunk_size_is_respected(tmp_path: Path) -> None:

@@ -197,7 +197,10 @@ def test_a_token_that_expires_during_an_upload_restarts_it(tmp_path: Path) -> No
 
 def test_threads_share_one_exchange(tmp_path: Path) -> None:
     guarded = Guarded()
-    with guarded.session(tmp_path, jobs_override=16) as session, ThreadPoolExecutor(16) as pool:
+    with (
+        guarded.session(tmp_path, connections_override=16) as session,
+        ThreadPoolExecutor(16) as pool,
+    ):
         assert set(pool.map(lambda _: get(session), range(64))) == {200}
         assert guarded.count == 1
         guarded.revoke()

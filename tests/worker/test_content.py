@@ -17,7 +17,7 @@ pytest.importorskip("mlx.core")
 pytest.importorskip("aiohttp")
 
 from clowder_aimage.oci import Digest
-from clowder_aimage.registry.client_options import DEFAULT_JOBS
+from clowder_aimage.registry.client_options import DEFAULT_CONNECTIONS
 from tests.model_script import TINY
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import PASSWORD, USER, RealRegistry
@@ -189,7 +189,7 @@ def test_deleting_a_stalled_pull_is_409(ask: Asker, proxy: Proxy) -> None:
     proxy.hold = 1
     with ThreadPoolExecutor() as threads:
         posted = threads.submit(Asker(ask.worker).post, url)
-        proxy.wait_until(lambda: proxy.held >= DEFAULT_JOBS)  # every connection is stalled
+        proxy.wait_until(lambda: proxy.held >= DEFAULT_CONNECTIONS)  # every connection is stalled
         status, answer = ask.delete(url)
         assert status == 409 and "did not stop" in answer["error"]["message"]
         assert int(ask.headers["Retry-After"]) > 0

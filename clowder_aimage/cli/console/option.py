@@ -504,7 +504,7 @@ class VerbSettings(NamedTuple):
             plain_http=self.plain_http or None,
             insecure=self.insecure,
             ca_file=self.ca_file,
-            jobs_override=self.jobs or 0,
+            connections_override=self.jobs or 0,
             **connection.extra_options(
                 registries,
                 username=self.username,

@@ -22,5 +22,7 @@ def pack_adapters(target: Reference, base: Reference | None, loras: tuple[str, .
 
     uses, chosen = find_uses(loras), settings()
     with Progress("packing", target) as progress:
-        packed = combine(chosen.layout, base, target, uses, jobs=chosen.jobs, **writing(progress))
+        packed = combine(
+            chosen.layout, base, target, uses, threads=chosen.jobs, **writing(progress)
+        )
     print_packed(target, packed, Recipe())

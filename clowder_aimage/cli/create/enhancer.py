@@ -35,7 +35,7 @@ def pack_enhancer(
         stack.enter_context(needs("--enhancer", "mlx"))
         progress = stack.enter_context(Progress("packing", target))
         packed, replaced = create_enhancer(
-            layout, base, target, whole, jobs=jobs, **writing(progress)
+            layout, base, target, whole, threads=jobs, **writing(progress)
         )
     value = summary(target, packed) | {"replaced": [*replaced]}
     remark(text(value, packed, Recipe()))
@@ -51,6 +51,6 @@ def _open_weights(name: str, stack: contextlib.ExitStack) -> Reference:
     layout = settings().layout
     reference = Reference(None, "enhancer-weights", secrets.token_hex(8), None)
     with Progress("reading", reference) as progress:
-        create(layout, reference, Path(name), jobs=settings().jobs, **callbacks(progress))
+        create(layout, reference, Path(name), threads=settings().jobs, **callbacks(progress))
     stack.callback(layout.untag, reference)
     return reference

@@ -100,7 +100,7 @@ def pack_files(reference: Reference, path: str, options: FileOptions) -> None:
             algorithm=options.algorithm,
             provenance=replace(provenance, source=provenance.source or origin),
             recipe=options.recipe,
-            jobs=settings().jobs,
+            threads=settings().jobs,
             **callbacks(progress),
         )
     print_packed(reference, packed, options.recipe)

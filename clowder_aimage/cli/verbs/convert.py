@@ -67,7 +67,7 @@ def convert(
             new,
             recipe,
             is_attached=attach,
-            jobs=chosen.jobs,
+            threads=chosen.jobs,
             **callbacks(progress),
         )
     print_packed(new, made, recipe)
@@ -83,7 +83,7 @@ def _fuse(reference: Reference, new: Reference, loras: tuple[str, ...]) -> None:
             reference,
             new,
             uses,
-            jobs=settings().jobs,
+            threads=settings().jobs,
             **writing(progress),
         )
     if made.remark:

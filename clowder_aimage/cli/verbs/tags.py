@@ -48,7 +48,7 @@ def tags(repo: str, is_long: bool, whole: bool) -> None:
             found[tag] = repository.describe(Reference.parse(f"{repo}:{tag}"))
 
         if is_long:
-            jobs = connection.jobs(reference.registry)
+            jobs = connection.connections(reference.registry)
             in_parallel([partial(describe, tag) for tag in names], jobs, lambda: None)
     value: dict[str, Any] = {"repository": reference.name, "tags": names}
     if is_long:
