@@ -25,8 +25,8 @@ from clowder_aimage.layout.completeness import open_complete, require_complete
 from clowder_aimage.layout.stored_aimage import (
     MAX_CONFIG_SIZE,
     StoredAImage,
-    hold,
     interpret,
+    lease_manifest,
     packed_layers,
     read_aimage,
     read_manifest,
@@ -79,7 +79,7 @@ def export(
         StoreError, NoSpaceError: it cannot be written.
     """
     with store.lease() as lease:
-        hold(store, reference, lease)
+        lease_manifest(store, reference, lease)
         stored = read_aimage(store, reference)
         lease.add(*(layer.descriptor.digest for layer in stored.aimage.layers))
         pairs = zip(stored.aimage.layers, stored.manifest.layers, strict=True)

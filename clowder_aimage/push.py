@@ -21,7 +21,7 @@ from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.content.store import Reader, WrappedSource
 from clowder_aimage.content.telemetry import span
-from clowder_aimage.dialect import LADDER, READABLE, Dialect
+from clowder_aimage.dialect import FALLBACK_ORDER, READABLE, Dialect
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -30,8 +30,8 @@ from clowder_aimage.errors import (
     NotFoundError,
     UsageError,
 )
-from clowder_aimage.layout.completeness import check_stored, completion, describe_missing
-from clowder_aimage.layout.stored_aimage import StoredAImage, hold, inflate, read_aimage
+from clowder_aimage.layout.completeness import check_stored, completion_advice, describe_missing
+from clowder_aimage.layout.stored_aimage import StoredAImage, inflate, lease_manifest, read_aimage
 from clowder_aimage.oci import (
     MAX_MANIFEST_SIZE,
     Descriptor,
@@ -271,7 +271,7 @@ def _read(
     store: ContentStore, reference: Reference, dialect: str | None, lease: Lease
 ) -> StoredAImage | None:
     """Read and lease the AImage; return None for another artifact: it is pushed unchanged."""
-    root = hold(store, reference, lease)
+    root = lease_manifest(store, reference, lease)
     _check_sizes(store, root, reference)
     lease.add(*plan_copy(store, root).digests)
     store.use(root)
@@ -297,7 +297,7 @@ def _missing_first(
     error = NotFoundError(
         f"{reference} is incomplete, and its registry does not have the rest: the store is "
         f"missing {words or f'{len(absent)} of its blobs'}",
-        **completion(store, reference, stored.descriptor, prefer_other=True),
+        **completion_advice(store, reference, stored.descriptor, prefer_other=True),
     )
     return _PartialSource(source, absent, error), plan.put_first(absent)
 
@@ -339,9 +339,11 @@ def _order_dialects(
 ) -> list[str]:
     """Return the ladder from ``preferred`` down, with the ``refused`` dialects at the end."""
     # Another vendor's dialect has no fallback.
-    if preferred not in LADDER:
+    if preferred not in FALLBACK_ORDER:
         return [preferred]
-    names = sorted(LADDER[LADDER.index(preferred) :], key=lambda name: name in refused)
+    names = sorted(
+        FALLBACK_ORDER[FALLBACK_ORDER.index(preferred) :], key=lambda name: name in refused
+    )
     if names[0] != preferred:
         on_remembered(names[0], preferred)
     return names

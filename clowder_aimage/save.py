@@ -21,7 +21,7 @@ from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, Stor
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import require_complete
 from clowder_aimage.layout.lock import store_errors
-from clowder_aimage.layout.stored_aimage import hold, read_aimage
+from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode, parse_document
 
@@ -90,7 +90,7 @@ def _resolve(
     names: dict[Reference, Descriptor] = {}
     for reference in references:
         name = replace(reference, digest=None) if reference.tag else reference
-        root = hold(layout, reference, lease)
+        root = lease_manifest(layout, reference, lease)
         if names.setdefault(name, root).digest != root.digest:
             raise UsageError(f"{name} refers to two manifests: {names[name].digest}, {root.digest}")
     return sorted(names.items(), key=lambda entry: str(entry[0]))

@@ -87,7 +87,7 @@ def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = (
     ``roots`` are the directories of the stores in ``layout``. Raises StoreError.
     """
     sizes = {name: status.st_size for root in roots for name, status in blobs(root)}
-    needs = _Needs(layout, sizes)
+    needs = _NeededBlobs(layout, sizes)
     names: dict[Digest, list[str]] = {}
     needed: dict[Digest, tuple[tuple[str, ...], dict[str, int]]] = {}
     for name, descriptor in layout.entries():
@@ -123,7 +123,7 @@ def disk_usage(layout: ImageLayout) -> DiskUsage:
     entries = list(layout.entries())
     statuses = dict(blobs(layout.root))
     sizes = {name: status.st_size for name, status in statuses.items()}
-    needs = _Needs(layout, sizes)
+    needs = _NeededBlobs(layout, sizes)
     needed = {blob for _, descriptor in entries for blob in needs.of(descriptor)[0]}
     partials = [status.st_blocks * _BLOCK for status in _partials(layout.root)]
     return DiskUsage(
@@ -140,7 +140,7 @@ def disk_usage(layout: ImageLayout) -> DiskUsage:
     )
 
 
-class _Needs:
+class _NeededBlobs:
     """The blobs that documents need, among those in ``sizes``."""
 
     def __init__(self, layout: ImageLayout, sizes: dict[str, int]) -> None:

@@ -24,7 +24,7 @@ DIALECTS: dict[str, Dialect] = {
 }
 # From the most precise to the most widely accepted one; ModelPack, which is another kind of
 # artifact, is written on request only.
-LADDER = ("custom", "clowder", "ollama", "container")
+FALLBACK_ORDER = ("custom", "clowder", "ollama", "container")
 # All that are read, in order of detection: many artifacts look like a container.
 READABLE: dict[str, Dialect] = {
     dialect.name: dialect
@@ -55,4 +55,13 @@ def detect(manifest: Manifest) -> Dialect:
     )
 
 
-__all__ = ["DEFAULT", "DIALECTS", "LADDER", "READABLE", "AImage", "Dialect", "Layer", "detect"]
+__all__ = [
+    "DEFAULT",
+    "DIALECTS",
+    "FALLBACK_ORDER",
+    "READABLE",
+    "AImage",
+    "Dialect",
+    "Layer",
+    "detect",
+]

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from clowder_aimage.engine import frame, machine
 from clowder_aimage.errors import AImageError
 from clowder_aimage.importer import PackedModel, Recipe
-from clowder_aimage.layout.completeness import find_complete
+from clowder_aimage.layout.completeness import open_valid
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Reference
 
@@ -129,7 +129,7 @@ def _fused(
 
     directory = Path(command["lora_dir"]) if command["lora_dir"] else None
     with store.lease() as lease:
-        finder = AdapterFinder(store, partial(find_complete, store, lease=lease), directory)
+        finder = AdapterFinder(store, partial(open_valid, store, lease=lease), directory)
         asked = [LoraUse(**use) for use in command["loras"]]
         uses = [(found := finder.find(use), found.strength(use.strength)) for use in asked]
         made = fuse(store, source, target, uses, threads=threads, **report.callbacks())

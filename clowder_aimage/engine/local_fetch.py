@@ -18,7 +18,7 @@ from clowder_aimage.content.telemetry import bind_context
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
 from clowder_aimage.formats.diffusers import MAIN_PIPELINES
-from clowder_aimage.layout.completeness import IncompleteError, find_complete, lease_aimage
+from clowder_aimage.layout.completeness import IncompleteError, lease_aimage, open_valid
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_aimage
 from clowder_aimage.model.adapter_source import is_adapter, is_controlnet
 from clowder_aimage.model.pipeline import COMPONENTS
@@ -136,7 +136,7 @@ def fetch(
     else:
         check(reference, known.aimage)
     try:
-        found = FetchedAImage(find_complete(store, reference, lease), store)
+        found = FetchedAImage(open_valid(store, reference, lease), store)
     except NotFoundError as missing:
         connection = connect()
         if connection.expand(reference).registry is None:
@@ -151,7 +151,7 @@ def fetch(
         stored = pulling.begun.result()
         if stored is None:
             name = stored_name(reference, pulling.result.result())
-            yield FetchedAImage(find_complete(store, name, lease), store)
+            yield FetchedAImage(open_valid(store, name, lease), store)
             return
         check(reference, stored.aimage)
         stored.aimage.validate()

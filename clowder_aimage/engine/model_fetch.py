@@ -16,7 +16,7 @@ from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.transfer_queue import DESIRED, TransferQueue
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.completeness import check_stored, completion, describe_missing
+from clowder_aimage.layout.completeness import check_stored, completion_advice, describe_missing
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_stored
 from clowder_aimage.oci import Descriptor, Reference
 
@@ -48,7 +48,7 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
         missing = describe_missing(stored, found)
     raise NotFoundError(
         f"model {reference} is incomplete or damaged: the store lacks {missing}",
-        **completion(store, reference, root),
+        **completion_advice(store, reference, root),
     )
 
 

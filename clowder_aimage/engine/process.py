@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from clowder_aimage.engine import frame, local_fetch, machine
 from clowder_aimage.engine.frame_writer import FrameWriter
 from clowder_aimage.errors import AImageError, ModelError, StuckError, UsageError
-from clowder_aimage.layout.completeness import find_complete
+from clowder_aimage.layout.completeness import open_valid
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.library_choice import library_options
@@ -138,7 +138,7 @@ class ModelProcess:
         with self._reporting():
             if "document" not in command:
                 reference = Reference.parse(command["reference"])
-                stored = find_complete(store, reference, lease)
+                stored = open_valid(store, reference, lease)
                 if runtime_of(stored.aimage) is not None:
                     self._load_text(store, stored, command)
                 else:
@@ -186,7 +186,7 @@ class ModelProcess:
 
         store = LayeredStore([Path(root) for root in command["roots"]])
         lease, place = self._leases.enter_context(store.lease()), command.get("lora_dir")
-        find = partial(find_complete, store, lease=lease)
+        find = partial(open_valid, store, lease=lease)
         return AdapterFinder(store, find, Path(place) if place else None)
 
     def _is_over(self) -> bool:

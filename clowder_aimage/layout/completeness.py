@@ -82,15 +82,15 @@ def require_complete(store: ContentStore, reference: Reference, stored: StoredAI
         raise IncompleteError(
             f"{reference} is incomplete in the store: missing {words}",
             stored.descriptor.digest,
-            **completion(store, reference, stored.descriptor),
+            **completion_advice(store, reference, stored.descriptor),
         )
 
 
 def open_complete(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
     """Return the AImage if it is complete in the store, and lease it. Raises NotFoundError."""
-    from clowder_aimage.layout.stored_aimage import hold, inflate, read_aimage
+    from clowder_aimage.layout.stored_aimage import inflate, lease_manifest, read_aimage
 
-    hold(store, reference, lease)
+    lease_manifest(store, reference, lease)
     stored = read_aimage(store, reference)
     lease_aimage(stored, lease)
     require_complete(store, reference, stored)
@@ -98,7 +98,7 @@ def open_complete(store: ContentStore, reference: Reference, lease: Lease) -> St
     return stored
 
 
-def find_complete(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
+def open_valid(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
     """Return the AImage as ``open_complete``, if its config is valid, and record its use."""
     stored = open_complete(store, reference, lease)
     stored.aimage.validate()
@@ -124,7 +124,7 @@ class IncompleteError(NotFoundError):
         self.digest = digest
 
 
-def completion(
+def completion_advice(
     store: ContentStore, reference: Reference, root: Descriptor, *, prefer_other: bool = False
 ) -> dict[str, Any]:
     """Return advice with ``reference`` or, preferably with ``prefer_other``, another name.

@@ -37,7 +37,7 @@ def read_manifest(store: Source, descriptor: Descriptor) -> Manifest:
     return Manifest.parse(read_all(store.open(descriptor), descriptor), descriptor.media_type)
 
 
-def hold(store: ContentStore, reference: Reference, lease: Lease) -> Descriptor:
+def lease_manifest(store: ContentStore, reference: Reference, lease: Lease) -> Descriptor:
     """Resolve a name and lease its manifest; repeat if the name has moved in between.
 
     A manifest may be collected between the move of its name and the lease.

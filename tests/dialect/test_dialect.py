@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clowder_aimage.dialect import DEFAULT, DIALECTS, LADDER, READABLE, AImage, Layer, detect
+from clowder_aimage.dialect import (
+    DEFAULT,
+    DIALECTS,
+    FALLBACK_ORDER,
+    READABLE,
+    AImage,
+    Layer,
+    detect,
+)
 from clowder_aimage.dialect.aimage import check_name, parse_dtype, parse_shape
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype
@@ -120,7 +128,7 @@ def test_the_pins_are_of_all_dialects() -> None:
 
 
 def test_the_ladder_has_the_dialects_that_may_replace_each_other() -> None:
-    assert LADDER == ("custom", "clowder", "ollama", "container")
+    assert FALLBACK_ORDER == ("custom", "clowder", "ollama", "container")
     assert set(READABLE) == {*DIALECTS, "docker", "kitops"}
     assert list(READABLE)[-1] == "container"  # looks like many others: asked last
 

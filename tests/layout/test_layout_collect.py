@@ -18,7 +18,7 @@ from clowder_aimage.content import bytes_body
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout import ImageLayout, gc, lock
 from clowder_aimage.layout.gc import GRACE, STALE, Collector
-from clowder_aimage.layout.stored_aimage import hold
+from clowder_aimage.layout.stored_aimage import lease_manifest
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from tests.content.artifact import CONFIG, blob, index, manifest, put, put_artifact
 
@@ -783,7 +783,7 @@ def test_hold_leases_the_manifest_of_a_moving_name(store: ImageLayout) -> None:
 
     slow = Slow(store.root)
     with slow.lease() as lease:
-        found = hold(slow, reference, lease)
+        found = lease_manifest(slow, reference, lease)
         assert found.digest == made[0].descriptor.digest != old.descriptor.digest
         store.untag(reference)
         collected(store)

@@ -21,7 +21,7 @@ import pytest
 
 from clowder_aimage.content import bytes_body, copy
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.stored_aimage import hold
+from clowder_aimage.layout.stored_aimage import lease_manifest
 from clowder_aimage.oci import Digest, Manifest, Reference, mediatype
 from clowder_aimage.oci.descriptor import Descriptor
 from clowder_aimage.registry import ClientOptions, Repository
@@ -113,7 +113,7 @@ class Readers:
             reference = Reference.parse(self.refs[number % len(self.refs)])
             try:
                 with layout.lease() as lease:
-                    self._check(layout, hold(layout, reference, lease))
+                    self._check(layout, lease_manifest(layout, reference, lease))
                 self.counts["models read"] += 1
             except Exception as error:
                 self.errors.append(repr(error))

@@ -69,7 +69,7 @@ def adapter_finder(directory: Path | None, connect: Callable[[], ClientOptions])
 
     They are leased until the verb ends.
     """
-    from clowder_aimage.layout.completeness import find_complete
+    from clowder_aimage.layout.completeness import open_valid
     from clowder_aimage.model.adapter_source import AdapterFinder
 
     layout = settings().layout
@@ -77,7 +77,7 @@ def adapter_finder(directory: Path | None, connect: Callable[[], ClientOptions])
 
     def open_stored(reference: Reference) -> StoredAImage:
         try:
-            return find_complete(layout, reference, lease)
+            return open_valid(layout, reference, lease)
         except NotFoundError:
             if connect().expand(reference).registry is None:
                 raise
@@ -86,7 +86,7 @@ def adapter_finder(directory: Path | None, connect: Callable[[], ClientOptions])
         with Progress("pulling", reference) as progress:
             options = PullOptions(on_event=progress.on_event)
             name = pull(reference, layout, connect(), options).name
-        return find_complete(layout, name, lease)
+        return open_valid(layout, name, lease)
 
     return AdapterFinder(layout, open_stored, directory, has_files=True)
 
