@@ -125,7 +125,7 @@ def make_file(directory: Path, size: int) -> None:
     tensors: list[tuple[str, str, tuple[int, ...]]] = []
     while sum(2 * math.prod(shape) for _, _, shape in tensors) < size:
         configs["transformer"]["n_layers"] += 1
-        tensors = [tensor for part in file.parts for tensor in _stack(part, configs)]
+        tensors = [tensor for part in file.components for tensor in _stack(part, configs)]
     _write(directory / "z_image.safetensors", tensors)
 
 

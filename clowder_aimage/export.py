@@ -13,7 +13,7 @@ from typing import Any
 from clowder_aimage.content import ContentStore
 from clowder_aimage.content.atomic_file import atomic_file, write_all
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
-from clowder_aimage.exporter.directory import LinkMethod, faults, new_file, whole_directory
+from clowder_aimage.exporter.directory import LinkMethod, faults, new_directory, new_file
 from clowder_aimage.exporter.family_plan import FamilyPlanner
 from clowder_aimage.exporter.layer_store import LayerStore, is_ours
 from clowder_aimage.exporter.plan import ExportPlan, ExportPlanner
@@ -39,7 +39,7 @@ from clowder_aimage.tensor.config_fields import parse_object
 class ExportSummary:
     """Counts of the exported content: ``files`` with ``size`` bytes in total.
 
-    ``tensors`` counts those in weight files. ``ways`` counts how whole files were written,
+    ``tensors`` counts those in weight files. ``methods`` counts how whole files were written,
     ``quantized`` has the form of components' weights.
     """
 
@@ -47,7 +47,7 @@ class ExportSummary:
     files: int
     tensors: int
     size: int
-    ways: Counter[LinkMethod]
+    methods: Counter[LinkMethod]
     quantized: Mapping[str, str]
 
 
@@ -90,7 +90,7 @@ def export(
         ):
             require_complete(store, reference, stored)
         blobs = LayerStore(store, packed_layers(store, stored))
-        with whole_directory(directory) as root:
+        with new_directory(directory) as root:
             plan = _planner(blobs, stored, reference, layout, shard).plan()
             on_plan(plan)
             written = ExportWriter(
@@ -98,7 +98,12 @@ def export(
             ).run()
     store.use(stored.descriptor)
     return ExportSummary(
-        stored.descriptor, written.files, plan.tensors, written.size, written.ways, plan.quantized
+        stored.descriptor,
+        written.files,
+        plan.tensors,
+        written.size,
+        written.methods,
+        plan.quantized,
     )
 
 
@@ -198,7 +203,7 @@ def _write_adapter(path: Path, data: Iterator[bytes], config: Mapping[str, Any] 
 
     if config is not None:
         text = json.dumps(config, indent=2).encode() + b"\n"
-        with whole_directory(path) as root:
+        with new_directory(path) as root:
             with faults(path), new_file(root, "adapter_config.json") as fd:
                 write_all(fd, text)
             with faults(path), new_file(root, "adapter_model.safetensors") as fd:

@@ -1,5 +1,5 @@
-"""Export of an AImage from a store to a model directory: plan (every decision) -> write.
+"""Export of an AImage from a store to a model directory: plan (all decisions) -> write.
 
-Tensors are collected into the files that the model's library expects, whole files are written
-unchanged, and tars from other packaging tools are unpacked.
+Tensors are gathered into the files of the model's library, whole files are written unchanged, and
+tars from other packaging tools are unpacked.
 """

@@ -26,66 +26,68 @@ from clowder_aimage.content.atomic_file import (
 from clowder_aimage.content.open_directory import READ, OpenDirectory, resolve
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 
-FILE_MODE, DIRECTORY_MODE = 0o644, 0o755  # before the umask is applied
+# Modes before the umask is applied.
+FILE_MODE, DIRECTORY_MODE = 0o644, 0o755
 _INFIX = "export-"
 _OCCUPIED = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
-_LARGE = 16 * 1024 * 1024  # bytes of a file that is synced as soon as it is written
-_FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
+# Bytes of a file that is synced right after it is written.
+_LARGE = 16 * 1024 * 1024
+# linux/fs.h: _IOW(0x94, 9, int).
+_FICLONE = 0x40049409
 
 
 @contextmanager
-def whole_directory(path: Path) -> Iterator[OpenDirectory]:
-    """Yield a new directory to fill.
+def new_directory(path: Path) -> Iterator[OpenDirectory]:
+    """Yield a new directory to fill; it appears at ``path`` only if the block succeeds.
 
-    It is at ``path`` after the block succeeds; otherwise it is removed. Another user who may write
-    the parent directory cannot lead the files elsewhere.
-
-    A missing directory is filled under a temporary name and renamed. An existing empty directory
-    is kept, since it may be a mount or a working directory: its contents are written to a temporary
-    directory inside it, and moved up at the end. All files are durable before that.
+    A missing directory is filled with a temporary name and renamed. An existing empty directory is
+    filled in a temporary subdirectory, and its files are moved up. All files are durable before
+    that.
 
     Raises:
         UsageError: ``path`` is a file, a directory that is not empty, or has no parent.
         NoSpaceError, StoreError: It cannot be written.
     """
+    # All files are created below descriptors of directories, so another user with write access to
+    # the parent cannot redirect them by links. An existing directory is not replaced, since it may
+    # be a mount or the working directory of a process.
     with contextlib.ExitStack() as stack:
         with faults(path):
             final = resolve(path)
-            is_there = os.path.lexists(final)
-            _check(path, final, is_there)
-            place = stack.enter_context(OpenDirectory(final if is_there else final.parent))
+            exists = os.path.lexists(final)
+            _check(path, final, exists)
+            parent = stack.enter_context(OpenDirectory(final if exists else final.parent))
             temporary = temporary_name(final, _INFIX)
-            made = stack.enter_context(place.make_new(temporary, DIRECTORY_MODE))
+            new = stack.enter_context(parent.make_new(temporary, DIRECTORY_MODE))
         try:
-            flock(made.fd, fcntl.LOCK_EX)
+            flock(new.fd, fcntl.LOCK_EX)
             prefix = temporary_prefix(final, _INFIX)
-            remove_leftovers(place, temporary, prefix, OpenDirectory.remove_tree)
-            yield made
+            remove_leftovers(parent, temporary, prefix, OpenDirectory.remove_tree)
+            yield new
             with faults(path):
-                _sync(made)
+                _sync(new)
                 try:
-                    if is_there:
-                        _move_up(place, made)
+                    if exists:
+                        _move_up(parent, new)
                     else:
-                        place.rename(os.fstat(made.fd), temporary, final.name)
+                        parent.rename(os.fstat(new.fd), temporary, final.name)
                 except OSError as error:
-                    if error.errno in _OCCUPIED:  # another process created it meanwhile
-                        raise _occupied(path) from error
+                    if error.errno in _OCCUPIED:
+                        # Another process created it in the meantime.
+                        raise _occupied_error(path) from error
                     raise
         except BaseException:
-            made.clear()
+            new.clear()
             raise
         finally:
-            place.remove_tree(temporary)
+            parent.remove_tree(temporary)
         with faults(path):
-            place.sync()
+            parent.sync()
 
 
 def is_folding(directory: OpenDirectory) -> bool:
-    """Return whether the file system is case-insensitive.
-
-    ``directory`` is one that this module created.
-    """
+    """Return True if the file system of a new directory is case-insensitive."""
+    # Its temporary name has letters, so the swapped name differs on other file systems.
     return directory.path.with_name(directory.path.name.swapcase()).exists()
 
 
@@ -103,31 +105,32 @@ def faults(path: Path) -> Iterator[None]:
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def _check(path: Path, final: Path, is_there: bool) -> None:
-    if not is_there:
+def _check(path: Path, final: Path, exists: bool) -> None:
+    if not exists:
         if not final.parent.is_dir():
             raise UsageError(f"cannot create {path}: no such directory: {path.parent}")
         return
     if not final.is_dir():
         raise UsageError(f"{path} is a file", hint="pass a directory that does not exist yet")
     prefix = temporary_prefix(final, _INFIX)
-    for place in final.iterdir():
-        is_ours = is_temporary(place.name, prefix)  # of a running or a killed process
-        if not is_ours or place.is_symlink() or not place.is_dir():
-            raise _occupied(path)
+    for entry in final.iterdir():
+        # Temporary directories are those of running or killed processes.
+        is_temporary_name = is_temporary(entry.name, prefix)
+        if not is_temporary_name or entry.is_symlink() or not entry.is_dir():
+            raise _occupied_error(path)
 
 
-def _occupied(path: Path) -> UsageError:
+def _occupied_error(path: Path) -> UsageError:
     return UsageError(
         f"{path} is not empty", hint="pass a directory that is empty or does not exist yet"
     )
 
 
-def _sync(made: OpenDirectory) -> None:
+def _sync(root: OpenDirectory) -> None:
     """Make all files below a directory durable, together if possible. Raises OSError."""
-    if sync_file_system(made.fd):
+    if sync_file_system(root.fd):
         return
-    for _, _, names, fd in os.fwalk(dir_fd=made.fd, follow_symlinks=False):
+    for _, _, names, fd in os.fwalk(dir_fd=root.fd, follow_symlinks=False):
         for name in names:
             if not stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
                 with os.fdopen(os.open(name, READ, dir_fd=fd), "rb", 0) as file:
@@ -136,7 +139,7 @@ def _sync(made: OpenDirectory) -> None:
 
 
 def _move_up(final: OpenDirectory, temporary: OpenDirectory) -> None:
-    """Move the contents of ``temporary`` into ``final``, its parent: all of it, or nothing."""
+    """Move the contents of ``temporary`` into ``final``, its parent; undo it on errors."""
     if final.names() != [temporary.path.name]:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
     moved: list[str] = []
@@ -155,8 +158,9 @@ def _move_up(final: OpenDirectory, temporary: OpenDirectory) -> None:
 def new_file(root: OpenDirectory, name: str, mode: int = FILE_MODE) -> Iterator[int]:
     """Yield the descriptor of a new file below ``root``. Raises OSError.
 
-    A large one is synced at the end, the others together by ``whole_directory``.
+    A large file is synced at the end, the others together by ``new_directory``.
     """
+    # The sync of large files overlaps with the writes of other threads.
     fd = root.create(name, mode)
     try:
         yield fd
@@ -167,10 +171,10 @@ def new_file(root: OpenDirectory, name: str, mode: int = FILE_MODE) -> Iterator[
 
 
 class LinkMethod(StrEnum):
-    """The way in which a whole file was created in the directory.
+    """The method by which a whole file was created.
 
-    A reflink (Linux, ``ioctl_ficlone(2)``) is a separate file that shares blocks until either one
-    is written. A hard link is another name of the blob, and must never be written to.
+    A reflink (Linux, ``ioctl_ficlone(2)``) is a separate file that shares blocks until one of the
+    files is written. A hard link is another name of the blob, and must never be written to.
     """
 
     COPIED = "copied"
@@ -187,20 +191,21 @@ def link(blob: Path, root: OpenDirectory, name: str) -> tuple[LinkMethod, io.Fil
         return LinkMethod.REFLINKED, io.FileIO(root.open(name))
     try:
         return LinkMethod.HARD_LINKED, root.link_from(blob, name)
-    except OSError:  # another file system, one without links, or too many links
+    except OSError:
+        # It is another file system, does not support links, or the file has too many.
         return None
 
 
 def _reflink(blob: Path, root: OpenDirectory, name: str) -> bool:
     if sys.platform != "linux":
         return False
-    made = root.create(name, FILE_MODE)
+    fd = root.create(name, FILE_MODE)
     try:
         with blob.open("rb") as source:
-            fcntl.ioctl(made, _FICLONE, source.fileno())
+            fcntl.ioctl(fd, _FICLONE, source.fileno())
     except OSError:
         root.remove(name)
         return False
     finally:
-        os.close(made)
+        os.close(fd)
     return True

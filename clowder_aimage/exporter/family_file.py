@@ -1,4 +1,4 @@
-"""Weight files of an image model in another layout: tensors renamed, stacked, in another order."""
+"""Weight files of an image model in another layout: tensors renamed, stacked and reordered."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from clowder_aimage.formats.family_model import EXTRA
 from clowder_aimage.formats.weight_file import entries
 from clowder_aimage.tensor.weight import SourceTensor, Weight
 
-GROUP = 64  # values that share a scale in MLX's files of image models
+# Values that share a scale in MLX's files of image models, which do not state the number.
+GROUP = 64
 
 
 @dataclass(frozen=True, slots=True)
-class FilePart:
-    """A part of a tensor in a file: the bytes ``start`` to ``stop`` of ``source``.
+class SourceChunk:
+    """A chunk of a tensor in a file: the bytes ``start`` to ``stop`` of ``source``.
 
     With ``is_last``, the channels of a convolution are moved to the end.
     """
@@ -33,17 +34,17 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True)
 class FamilyTensor:
-    """A tensor of a file in another layout: the parts of stored tensors, in order."""
+    """A tensor of a file in another layout: chunks of stored tensors, in order."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[FilePart, ...]
+    chunks: tuple[SourceChunk, ...]
     is_extra: bool = False
 
     @property
     def nbytes(self) -> int:
-        return sum(part.stop - part.start for part in self.parts)
+        return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
 
 def file_tensors(
@@ -54,103 +55,112 @@ def file_tensors(
 ) -> dict[str, FamilyTensor]:
     """Return the tensors of a file by name; ``weights`` are those of the components.
 
-    ``has_quantized`` is set for a layout with quantized weights, in MLX's form.
+    ``has_quantized`` is True for a layout with quantized weights, in MLX's form.
 
     Raises:
-        UsageError: A component is missing, or is quantized in a way that the layout cannot express.
-        FormatError: A tensor has no place in the layout.
+        UsageError: A component is missing, or the layout does not support its quantization.
+        FormatError: A tensor has no counterpart in the layout.
     """
-    made: dict[str, FamilyTensor] = {}
-    for part in file.parts:
-        component = family.component(part.component)
-        own = weights.get(part.component)
-        if not own:
-            raise UsageError(f"the model has no {part.component}, which the layout requires")
-        for tensor in _tensors(component, part, own, has_quantized):
-            made[part.prefix + tensor.name] = replace(tensor, name=part.prefix + tensor.name)
+    tensors: dict[str, FamilyTensor] = {}
+    for layout_component in file.components:
+        component = family.component(layout_component.component)
+        component_weights = weights.get(layout_component.component)
+        if not component_weights:
+            raise UsageError(
+                f"the model has no {layout_component.component}, which the layout requires"
+            )
+        for tensor in _tensors(component, layout_component, component_weights, has_quantized):
+            tensors[layout_component.prefix + tensor.name] = replace(
+                tensor, name=layout_component.prefix + tensor.name
+            )
         for weight in weights.get(EXTRA, ()):
-            if weight.name.startswith(f"{part.component}."):
-                name = part.prefix + weight.name.removeprefix(f"{part.component}.")
-                made[name] = replace(_copied(weight, name), is_extra=True)
-    return made
+            if weight.name.startswith(f"{layout_component.component}."):
+                name = layout_component.prefix + weight.name.removeprefix(
+                    f"{layout_component.component}."
+                )
+                tensors[name] = replace(_copy_tensor(weight, name), is_extra=True)
+    return tensors
 
 
 def _tensors(
-    component: ComponentNames, part: LayoutComponent, weights: Iterable[Weight], has_quantized: bool
+    component: ComponentNames,
+    layout_component: LayoutComponent,
+    weights: Iterable[Weight],
+    has_quantized: bool,
 ) -> Iterable[FamilyTensor]:
     stacked: dict[str, dict[int, tuple[Weight, TensorLocation]]] = {}
     weights = list(weights)
-    known = component.locate(DIFFUSERS, (component.full(one.name) for one in weights))
+    locations = component.locate(DIFFUSERS, (component.full(weight.name) for weight in weights))
     for weight in weights:
         name = component.full(weight.name)
-        if name not in known:
+        if name not in locations:
             if not re.fullmatch(component.extras, weight.name):
                 raise FormatError(
-                    f"{component.name}/{weight.name[:200]} has no place in the layout"
+                    f"{component.name}/{weight.name[:200]} has no counterpart in the layout"
                 )
-            yield replace(_copied(weight, weight.name), is_extra=True)
+            yield replace(_copy_tensor(weight, weight.name), is_extra=True)
             continue
-        place = component.dialects[part.dialect].locate(name)
+        location = component.dialects[layout_component.dialect].locate(name)
         if weight.quantization is not None:
-            yield from _quantized(component, weight, place, has_quantized)
-        elif place.count > 1:
-            stacked.setdefault(place.name, {})[place.index] = (weight, place)
+            yield from _quantized_tensors(component, weight, location, has_quantized)
+        elif location.count > 1:
+            stacked.setdefault(location.name, {})[location.index] = (weight, location)
         else:
-            yield _changed(weight, place)
+            yield _change_tensor(weight, location)
     for members in stacked.values():
-        yield _stacked(component, members)
+        yield _stack_tensors(component, members)
 
 
-def _quantized(
-    component: ComponentNames, weight: Weight, place: TensorLocation, is_allowed: bool
+def _quantized_tensors(
+    component: ComponentNames, weight: Weight, location: TensorLocation, is_allowed: bool
 ) -> Iterable[FamilyTensor]:
     quantization = weight.quantization
     assert quantization is not None  # noqa: S101
     is_affine = quantization.type.has_bias and quantization.group_size == GROUP
-    if not is_allowed or not is_affine or place.count > 1:
+    if not is_allowed or not is_affine or location.count > 1:
         raise UsageError(
             f"{component.name}/{weight.name[:200]} is quantized to {weight.dtype}, in groups of "
             f"{quantization.group_size}, which the layout cannot express",
             hint="export the unquantized model",
         )
-    for entry in entries(component.name, replace(weight, name=place.name)):
-        part = FilePart(entry.source, 0, entry.nbytes)
-        yield FamilyTensor(entry.name, entry.dtype, entry.shape, (part,))
+    for entry in entries(component.name, replace(weight, name=location.name)):
+        chunk = SourceChunk(entry.source, 0, entry.nbytes)
+        yield FamilyTensor(entry.name, entry.dtype, entry.shape, (chunk,))
 
 
-def _copied(weight: Weight, name: str) -> FamilyTensor:
-    return FamilyTensor(name, weight.dtype, weight.shape, (_whole(weight),))
+def _copy_tensor(weight: Weight, name: str) -> FamilyTensor:
+    return FamilyTensor(name, weight.dtype, weight.shape, (_whole_tensor(weight),))
 
 
-def _whole(weight: Weight) -> FilePart:
-    return FilePart(weight.tensor, 0, weight.tensor.nbytes)
+def _whole_tensor(weight: Weight) -> SourceChunk:
+    return SourceChunk(weight.tensor, 0, weight.tensor.nbytes)
 
 
-def _changed(weight: Weight, place: TensorLocation) -> FamilyTensor:
+def _change_tensor(weight: Weight, location: TensorLocation) -> FamilyTensor:
     shape, half = weight.shape, weight.tensor.nbytes // 2
-    parts: tuple[FilePart, ...] = (_whole(weight),)
-    match place.change:
+    chunks: tuple[SourceChunk, ...] = (_whole_tensor(weight),)
+    match location.change:
         case TensorChange.UNIT_KERNEL if len(shape) == 2:
             shape = (*shape, 1, 1)
         case TensorChange.CHANNELS_LAST if len(shape) == 4:
-            parts = (replace(parts[0], is_last=True),)
+            chunks = (replace(chunks[0], is_last=True),)
             shape = last_shape(shape)
         case TensorChange.HALVES:
-            whole = parts[0]
-            parts = (replace(whole, start=half), replace(whole, stop=half))
-    return FamilyTensor(place.name, weight.dtype, shape, parts)
+            chunk = chunks[0]
+            chunks = (replace(chunk, start=half), replace(chunk, stop=half))
+    return FamilyTensor(location.name, weight.dtype, shape, chunks)
 
 
-def _stacked(
+def _stack_tensors(
     component: ComponentNames, members: Mapping[int, tuple[Weight, TensorLocation]]
 ) -> FamilyTensor:
     weights = [members[index][0] for index in sorted(members)]
-    first, place = members[min(members)]
+    template, location = members[min(members)]
     kinds = {(weight.dtype, weight.shape) for weight in weights}
-    if len(weights) != place.count or len(kinds) != 1:
+    if len(weights) != location.count or len(kinds) != 1:
         raise FormatError(
-            f"{component.name}: the {place.count} parts of {place.name[:200]} are incomplete, or "
-            "differ in type or shape"
+            f"{component.name}: the {location.count} parts of {location.name[:200]} are "
+            "incomplete, or differ in type or shape"
         )
-    shape = (len(weights) * first.shape[0], *first.shape[1:])
-    return FamilyTensor(place.name, first.dtype, shape, tuple(map(_whole, weights)))
+    shape = (len(weights) * template.shape[0], *template.shape[1:])
+    return FamilyTensor(location.name, template.dtype, shape, tuple(map(_whole_tensor, weights)))

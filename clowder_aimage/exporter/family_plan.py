@@ -1,7 +1,7 @@
 """Plan of an export of an image model in the layout of another tool.
 
-A file that was read is written byte for byte, in its own order and spacing, if the tensors are
-those of its header. Other files are in the order in which safetensors writes them.
+An imported file is restored byte for byte, with its order and padding, if the tensors match its
+header. The tensors of other files have the order of safetensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.exporter.family_file import FamilyTensor, file_tensors
 from clowder_aimage.exporter.file_name import FileNames
 from clowder_aimage.exporter.layer_store import LayerStore, is_gathered
-from clowder_aimage.exporter.plan import MLX, ExportPlan, FilePiece
+from clowder_aimage.exporter.plan import MLX, ExportPlan, FileChunk
 from clowder_aimage.family.image_family import QUANTIZED, TRANSFORMER, ImageFamily, LayoutFile
 from clowder_aimage.formats.family_model import SOURCE
 from clowder_aimage.formats.model_tree import naming
@@ -31,12 +31,13 @@ from clowder_aimage.tensor.weight import Weight
 
 _INDEX = "model.safetensors.index.json"
 _FOLDERS = {"mlx": ("tokenizer/", "scheduler/"), "mflux": ("tokenizer/",)}
-_PRECISIONS = {"F16": "FP16"}  # of Z-Image-Turbo-MLX; its FP8 is int8
+# Names of Z-Image-Turbo-MLX; its FP8 is int8.
+_PRECISIONS = {"F16": "FP16"}
 Tensors = Mapping[str, FamilyTensor]
 
 
 class FamilyPlanner:
-    """The planner of one export in ``layout``, one of LAYOUTS except diffusers."""
+    """The planner of an export in ``layout``, one of LAYOUTS except diffusers."""
 
     def __init__(self, blobs: LayerStore, aimage: AImage, layout: str, family: ImageFamily) -> None:
         self._store = blobs
@@ -45,8 +46,8 @@ class FamilyPlanner:
         self._family = family
         self._tensors = tuple(layer for layer in aimage.layers if is_gathered(layer))
         self._blobs: dict[Path, Descriptor] = {}
-        self._made: dict[str, tuple[bytes, int]] = {}
-        self._pieces: dict[Descriptor, list[FilePiece]] = {}
+        self._generated: dict[str, tuple[bytes, int]] = {}
+        self._chunks: dict[Descriptor, list[FileChunk]] = {}
         self._count = 0
 
     def plan(self) -> ExportPlan:
@@ -60,67 +61,78 @@ class FamilyPlanner:
         for layer in self._tensors:
             self._blobs[self._store.path(layer.descriptor)] = layer.descriptor
         gathered = replace(self._aimage, layers=self._tensors)
-        weights = weights_of(read_stored(self._store, gathered, self._stated))
-        kinds = {w.quantization for own in weights.values() for w in own if w.quantization}
+        weights = weights_of(read_stored(self._store, gathered, self._find_quantization))
+        kinds = {
+            w.quantization
+            for component_weights in weights.values()
+            for w in component_weights
+            if w.quantization
+        }
         if len(kinds) > 1:
             raise UsageError("the layout cannot express weights of several quantizations")
         bits = next((kind.type.bits for kind in kinds), None)
-        whole: list[Layer] = []
+        whole_layers: list[Layer] = []
         for file in self._family.layouts[self._layout]:
             tensors = file_tensors(self._family, file, weights, self._layout in QUANTIZED)
-            if not self._give_back(tensors, whole):
-                self._write(file, tensors, bits)
+            if not self._plan_restored(tensors, whole_layers):
+                self._plan_files(file, tensors, bits)
         self._add_configs(weights, bits)
         folders = _FOLDERS.get(self._layout, ())
-        whole += [layer for layer in self._aimage.layers if layer.name.startswith(folders or "//")]
+        whole_layers += [
+            layer for layer in self._aimage.layers if layer.name.startswith(folders or "//")
+        ]
         names = FileNames()
-        for name in (*self._made, *(layer.name for layer in whole)):
+        for name in (*self._generated, *(layer.name for layer in whole_layers)):
             names.add_file(name)
         quantized = {TRANSFORMER: MLX} if bits else {}
-        return ExportPlan(names, self._made, self._pieces, whole, (), (), self._count, quantized)
+        return ExportPlan(
+            names, self._generated, self._chunks, whole_layers, (), (), self._count, quantized
+        )
 
-    def _give_back(self, tensors: Tensors, whole: list[Layer]) -> bool:
-        """Plan the files that were read, if their tensors are these."""
+    def _plan_restored(self, tensors: Tensors, whole_layers: list[Layer]) -> bool:
+        """Plan the imported files with these tensors; return False if they are incomplete."""
         headers = [(layer, data, head) for layer, data, head in self._headers(tensors)]
-        named = [name for _, _, header in headers for name in header.tensors]
+        names = [name for _, _, header in headers for name in header.tensors]
         needed = {name for name, tensor in tensors.items() if not tensor.is_extra}
-        if len(named) != len(set(named)) or not needed <= set(named):
+        if len(names) != len(set(names)) or not needed <= set(names):
             return False
         for layer, data, header in headers:
-            ordered = sorted(header.tensors, key=lambda one: header.tensors[one].start)
-            self._place(_own_name(layer), data, [tensors[name] for name in ordered])
+            ordered = sorted(
+                header.tensors, key=lambda tensor_name: header.tensors[tensor_name].start
+            )
+            self._place(_source_name(layer), data, [tensors[name] for name in ordered])
         directories = {layer.name.rpartition("/")[0] for layer, _, _ in headers}
         for layer in self._aimage.component(SOURCE):
             if layer.name.endswith(".json") and layer.name.rpartition("/")[0] in directories:
-                whole.append(replace(layer, name=_own_name(layer)))
+                whole_layers.append(replace(layer, name=_source_name(layer)))
         return True
 
     def _headers(self, tensors: Tensors) -> Iterator[tuple[Layer, bytes, Header]]:
-        """Yield the headers of files that were read whose tensors are all among these."""
+        """Yield the headers of imported files with only tensors in ``tensors``."""
         for layer in self._aimage.component(SOURCE):
             if layer.name.endswith(".json"):
                 continue
             data = self._store.read(layer, MAX_HEADER_SIZE + 8)
             with naming(Path(layer.name)):
                 header = parse_header(data[8:], None)
-            same = (
+            matches = (
                 name in tensors and (info.dtype, info.shape) == _kind(tensors[name])
                 for name, info in header.tensors.items()
             )
-            if all(same):
+            if all(matches):
                 yield layer, data, header
 
-    def _write(self, file: LayoutFile, tensors: Tensors, bits: int | None) -> None:
-        """Plan files of the tensors in the layout's own order; extras are left out."""
-        own = [tensor for tensor in tensors.values() if not tensor.is_extra]
-        own.sort(key=lambda one: (-DTYPE_BITS[one.dtype], one.name))
+    def _plan_files(self, file: LayoutFile, tensors: Tensors, bits: int | None) -> None:
+        """Plan files of the tensors in the order of safetensors, without extras."""
+        ordered = [tensor for tensor in tensors.values() if not tensor.is_extra]
+        ordered.sort(key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
         metadata = {"format": "mlx" if self._layout == "mlx" else "pt"}
         if not file.shard:
-            self._place(file.name, _header(own, metadata), own)
+            self._place(file.name, _header(ordered, metadata), ordered)
             return
         metadata = {"quantization_level": str(bits)}
         weight_map: dict[str, str] = {}
-        for number, shard in enumerate(_shards(own, file.shard)):
+        for number, shard in enumerate(_shards(ordered, file.shard)):
             name = f"{number}.safetensors"
             self._place(f"{file.name}/{name}", _header(shard, metadata), shard)
             weight_map |= dict.fromkeys((tensor.name for tensor in shard), name)
@@ -129,18 +141,18 @@ class FamilyPlanner:
     def _place(self, name: str, header: bytes, tensors: Sequence[FamilyTensor]) -> None:
         offset = len(header)
         for tensor in tensors:
-            for part in tensor.parts:
-                source, size = part.source, part.stop - part.start
-                order = (source.dtype, source.shape) if part.is_last else ("", ())
-                piece = FilePiece(source.offset + part.start, size, name, offset, *order)
-                self._pieces.setdefault(self._blobs[source.path], []).append(piece)
+            for chunk in tensor.chunks:
+                source, size = chunk.source, chunk.stop - chunk.start
+                order = (source.dtype, source.shape) if chunk.is_last else ("", ())
+                file_chunk = FileChunk(source.offset + chunk.start, size, name, offset, *order)
+                self._chunks.setdefault(self._blobs[source.path], []).append(file_chunk)
                 offset += size
-        self._made[name] = (header, offset)
+        self._generated[name] = (header, offset)
         self._count += len(tensors)
 
     def _add(self, name: str, value: Mapping[str, Any]) -> None:
         data = (json.dumps(value, indent=2) + "\n").encode()
-        self._made[name] = (data, len(data))
+        self._generated[name] = (data, len(data))
 
     def _add_configs(self, weights: Mapping[str, Sequence[Weight]], bits: int | None) -> None:
         pattern = self._family.configs.get(self._layout)
@@ -149,18 +161,18 @@ class FamilyPlanner:
         for component in self._family.components:
             layer = self._aimage.layer(f"{component.name}/config.json")
             data = self._store.read(layer, MAX_DOCUMENT_SIZE)
-            self._made[pattern.format(component.name)] = (data, len(data))
+            self._generated[pattern.format(component.name)] = (data, len(data))
         if self._layout == "mlx":
             config = self._object(f"{TRANSFORMER}/config.json")
             dtypes = {weight.dtype for weight in weights[TRANSFORMER]}
             precision = _PRECISIONS.get(next(iter(dtypes)), "Original")
             try:
-                made = self._family.mlx_config(config, "FP8" if bits else precision)
+                mlx_config = self._family.mlx_config(config, "FP8" if bits else precision)
             except (KeyError, TypeError) as error:
                 raise FormatError(f"{TRANSFORMER}/config.json is invalid: {error}") from None
-            self._add("config.json", made)
+            self._add("config.json", mlx_config)
 
-    def _stated(self, component: str, name: str) -> tuple[str | None, int | None]:
+    def _find_quantization(self, component: str, name: str) -> tuple[str | None, int | None]:
         return QuantizationConfig(self._object(f"{component}/config.json"), {}).of(name)
 
     def _object(self, name: str) -> dict[str, Any]:
@@ -169,7 +181,7 @@ class FamilyPlanner:
         return value if isinstance(value, dict) else {}
 
 
-def _own_name(layer: Layer) -> str:
+def _source_name(layer: Layer) -> str:
     return layer.name.removeprefix(f"{SOURCE}/")
 
 
@@ -178,14 +190,16 @@ def _kind(tensor: FamilyTensor) -> tuple[str, tuple[int, ...]]:
 
 
 def _header(tensors: Sequence[FamilyTensor], metadata: Mapping[str, str]) -> bytes:
-    return encode_header([(one.name, one.dtype, one.shape) for one in tensors], metadata)
+    return encode_header(
+        [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], metadata
+    )
 
 
-def _shards(tensors: Sequence[FamilyTensor], most: int) -> Iterator[list[FamilyTensor]]:
+def _shards(tensors: Sequence[FamilyTensor], limit: int) -> Iterator[list[FamilyTensor]]:
     shard: list[FamilyTensor] = []
     size = 0
     for tensor in tensors:
-        if shard and size + tensor.nbytes > most:
+        if shard and size + tensor.nbytes > limit:
             yield shard
             shard, size = [], 0
         shard.append(tensor)

@@ -1,6 +1,6 @@
 """Read access to the bytes of an AImage's layers in a store.
 
-A layer that was compressed by a container image tool is decompressed as it is read.
+Layers compressed by a container image tool are decompressed on reading.
 """
 
 from __future__ import annotations
@@ -21,27 +21,28 @@ from clowder_aimage.oci import Descriptor, mediatype
 class LayerStore:
     """The blobs in ``store``.
 
-    ``packed`` maps compressed blobs to the contents that they represent.
+    ``packed`` has pairs of a compressed blob and its content.
     """
 
     def __init__(
         self, store: ContentStore, packed: Iterable[tuple[Descriptor, Descriptor]] = ()
     ) -> None:
         self._store = store
-        self._came = {plain.digest: came for came, plain in packed}
+        self._blobs = {plain.digest: blob for blob, plain in packed}
 
     def open(self, content: Descriptor, /) -> Reader:
         """Open a blob for reading; decompressed contents are verified.
 
         Raises:
             NotFoundError: It is not in the store.
-            UsageError: It is compressed with zstd, and the package for that is not installed.
+            UsageError: It is compressed with zstd, and the package zstandard is not installed.
         """
-        came = self._came.get(content.digest)
-        if came is None:
+        blob = self._blobs.get(content.digest)
+        if blob is None:
             return self._store.open(content)
-        plain = open_decompressed(self._store, came, content)
-        return io.BufferedReader(plain)  # fills each read completely
+        plain = open_decompressed(self._store, blob, content)
+        # A buffered reader fills each read completely.
+        return io.BufferedReader(plain)
 
     def read(self, layer: Layer, limit: int) -> bytes:
         """Return the content of a layer, of at most ``limit`` bytes. Raises as ``open``."""
@@ -49,12 +50,12 @@ class LayerStore:
             return b"".join(iter(lambda: file.read(1 << 20), b""))
 
     def path(self, content: Descriptor, /) -> Path:
-        """Return the file that the blob's bytes come from. Raises NotFoundError."""
-        return self._store.path(self._came.get(content.digest, content))
+        """Return the file of the blob, compressed or not. Raises NotFoundError."""
+        return self._store.path(self._blobs.get(content.digest, content))
 
-    def is_there(self, content: Descriptor) -> bool:
-        """Return whether that file is the blob itself."""
-        return content.digest not in self._came
+    def is_stored(self, content: Descriptor) -> bool:
+        """Return True if the store has the blob itself, not a compressed form."""
+        return content.digest not in self._blobs
 
 
 _TAR, _RAW = ".tar", ".raw"
@@ -83,27 +84,28 @@ _NEIGHBOURS = (
 
 
 def is_ours(stored: StoredAImage) -> bool:
-    """Return whether the AImage was packed by this project, judged by its config."""
+    """Return True if this project packed the AImage, by its config."""
     if stored.dialect.name == "modelpack":
         return CARRIED_CONFIG in stored.manifest.annotations
     return stored.dialect.name not in ("docker", "kitops")
 
 
 def is_gathered(layer: Layer) -> bool:
-    """Return whether it is a tensor or a group of experts, and not a whole file."""
+    """Return True for a tensor or a group of experts, False for a whole file."""
     return layer.is_tensor and not layer.name.endswith(".safetensors")
 
 
 def is_tar(layer: Layer) -> bool:
-    """Return whether it is a tar of another packaging tool."""
+    """Return True for a tar of another packaging tool."""
     plain, _ = mediatype.split_compression(layer.descriptor.media_type)
     return plain.startswith(_NEIGHBOURS) and plain.endswith(_TAR)
 
 
 def is_packed(layer: Layer) -> bool:
-    """Return whether it is a file that was compressed when it was packed.
+    """Return True for a file compressed at packing.
 
-    It is a file of this project, a raw file, or one whose uncompressed digest is in the manifest.
+    It is a file of this project, a raw file, or a file with its uncompressed digest in the
+    manifest.
     """
     plain, compression = mediatype.split_compression(layer.descriptor.media_type)
     if not compression or is_tar(layer):

@@ -11,7 +11,7 @@ from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.errors import FormatError
-from clowder_aimage.exporter.component_config import merged
+from clowder_aimage.exporter.component_config import merge_quantization
 from clowder_aimage.exporter.file_name import FileNames
 from clowder_aimage.exporter.layer_store import LayerStore, is_gathered, is_packed, is_tar
 from clowder_aimage.formats.family_model import EXTRA, SOURCE
@@ -32,14 +32,16 @@ from clowder_aimage.tensor.quantization_config import QuantizationConfig
 from clowder_aimage.tensor.weight import Weight
 
 MLX, MODELOPT = "MLX", "ModelOpt"
-_GGUFS = (mediatype.AIMAGE_GGUF, mediatype.AIMAGE_LORA)  # some are adapters
-_LARGEST = MAX_DOCUMENT_SIZE  # bytes of a configuration
+# Adapters may be GGUF files too.
+_GGUFS = (mediatype.AIMAGE_GGUF, mediatype.AIMAGE_LORA)
+# Bytes of a config.
+_MAX_CONFIG = MAX_DOCUMENT_SIZE
 _CONFIG, _INDEX = "config.json", "model_index.json"
 _CARDED = ("transformers", "lora", "onnx", "torchscript", "savedmodel", "gguf")
 
 
 @dataclass(frozen=True, slots=True)
-class FilePiece:
+class FileChunk:
     """``nbytes`` bytes of a blob from ``start``, written at ``offset`` of the file ``name``.
 
     A convolution with a ``dtype`` and ``shape`` is written with its channels last.
@@ -55,17 +57,17 @@ class FilePiece:
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """A plan: ``made`` maps files to their first bytes and final sizes.
+    """A plan: ``generated`` maps files to their first bytes and final sizes.
 
-    ``pieces`` are the other bytes of these files, by source blob. ``whole`` layers are written
-    unchanged, ``packed`` ones are decompressed to a file, ``tars`` are unpacked. ``quantized`` has
-    the form in which the weights of quantized components are written.
+    ``chunks`` are the other bytes of these files, by source blob. ``whole_layers`` are written
+    unchanged, ``packed`` layers are decompressed to a file, ``tars`` are unpacked. ``quantized``
+    has the form of the weights of quantized components.
     """
 
     names: FileNames
-    made: Mapping[str, tuple[bytes, int]]
-    pieces: Mapping[Descriptor, Sequence[FilePiece]]
-    whole: Sequence[Layer]
+    generated: Mapping[str, tuple[bytes, int]]
+    chunks: Mapping[Descriptor, Sequence[FileChunk]]
+    whole_layers: Sequence[Layer]
     packed: Sequence[Layer]
     tars: Sequence[Layer]
     tensors: int = 0
@@ -74,38 +76,39 @@ class ExportPlan:
     @property
     def size(self) -> int:
         """Return the bytes to read from the store, before decompression."""
-        layers = [*self.whole, *self.packed, *self.tars]
-        return sum(content.size for content in (*self.pieces, *(x.descriptor for x in layers)))
+        layers = [*self.whole_layers, *self.packed, *self.tars]
+        return sum(content.size for content in (*self.chunks, *(x.descriptor for x in layers)))
 
     @property
     def needed(self) -> int:
         """Return the minimal size of the directory in bytes."""
         packed = [layer.content or layer.descriptor for layer in (*self.packed, *self.tars)]
         return (
-            sum(size for _, size in self.made.values())
-            + sum(layer.descriptor.size for layer in self.whole)
+            sum(size for _, size in self.generated.values())
+            + sum(layer.descriptor.size for layer in self.whole_layers)
             + sum(content.size for content in packed)
         )
 
 
 class ExportPlanner:
-    """The planner of one export; files of weights have at most ``shard`` bytes of tensors.
+    """The planner of an export; files of weights have at most ``shard`` bytes of tensors.
 
-    If not ``is_ours``, another tool packed the AImage, and no files are added.
+    No files are added unless ``is_ours``: another tool packed the AImage.
     """
 
     def __init__(self, blobs: LayerStore, aimage: AImage, shard: int, is_ours: bool) -> None:
-        if aimage.properties.get("family"):  # what other layouts have is not for diffusers
-            own = tuple(x for x in aimage.layers if x.component not in (EXTRA, SOURCE))
-            aimage = replace(aimage, layers=own)
+        # Tensors and headers of other layouts are not part of the diffusers layout.
+        if aimage.properties.get("family"):
+            layers = tuple(x for x in aimage.layers if x.component not in (EXTRA, SOURCE))
+            aimage = replace(aimage, layers=layers)
         self._store = blobs
         self._aimage = aimage
         self._shard = shard
         self._is_ours = is_ours
         self._objects: dict[str, dict[str, Any]] = {}
         self._tensors = tuple(layer for layer in aimage.layers if is_gathered(layer))
-        self._made: dict[str, tuple[bytes, int]] = {}
-        self._pieces: dict[Descriptor, list[FilePiece]] = {}
+        self._generated: dict[str, tuple[bytes, int]] = {}
+        self._chunks: dict[Descriptor, list[FileChunk]] = {}
         self._blobs: dict[Path, Descriptor] = {}
         self._quantized: dict[str, str] = {}
 
@@ -124,37 +127,39 @@ class ExportPlanner:
         for layer in filter(_is_header, self._aimage.layers):
             headers.setdefault(layer.component, []).append(layer)
         for component, members in weights.items():
-            own = headers.get(component, [])
-            if self._rebuild(own, members):
-                replaced.update(x.name for x in own if not x.name.endswith(".json"))
+            component_headers = headers.get(component, [])
+            if self._rebuild(component_headers, members):
+                replaced.update(x.name for x in component_headers if not x.name.endswith(".json"))
             else:
-                replaced.update(layer.name for layer in own)
+                replaced.update(layer.name for layer in component_headers)
                 self._gather(component, members)
-            if (config := merged(self._object(_inside(component, _CONFIG)), members)) is not None:
+            if (
+                config := merge_quantization(self._object(_inside(component, _CONFIG)), members)
+            ) is not None:
                 name = _inside(component, _CONFIG)
-                self._made[name] = (config, len(config))
+                self._generated[name] = (config, len(config))
                 replaced.add(name)
         gathered = {layer.name for layer in self._tensors} | replaced
         files = [layer for layer in self._aimage.layers if layer.name not in gathered]
         tars = [layer for layer in files if is_tar(layer)]
         packed = [layer for layer in files if is_packed(layer)]
-        whole = [layer for layer in files if not is_tar(layer) and not is_packed(layer)]
+        whole_layers = [layer for layer in files if not is_tar(layer) and not is_packed(layer)]
         names = FileNames()
-        for name in (*self._made, *(layer.name for layer in (*whole, *packed))):
+        for name in (*self._generated, *(layer.name for layer in (*whole_layers, *packed))):
             names.add_file(name)
         if self._is_ours and not tars and names.is_free(CARD):
             self._add_card(names, has_weights=bool(weights))
         count = sum(map(len, weights.values()))
         return ExportPlan(
-            names, self._made, self._pieces, whole, packed, tars, count, self._quantized
+            names, self._generated, self._chunks, whole_layers, packed, tars, count, self._quantized
         )
 
     def _read(self) -> dict[str, list[Weight]]:
-        """Return the weights of each component, and record where they are."""
+        """Return the weights of each component, and record the blobs of their files."""
         for layer in self._tensors:
             self._blobs[self._store.path(layer.descriptor)] = layer.descriptor
         gathered = replace(self._aimage, layers=self._tensors)
-        return weights_of(read_stored(self._store, gathered, self._stated))
+        return weights_of(read_stored(self._store, gathered, self._find_quantization))
 
     def _gather(self, component: str, weights: Sequence[Weight]) -> None:
         stem = self._stem(component)
@@ -162,34 +167,35 @@ class ExportPlanner:
         files = weight_files(stem, tensors, self._shard)
         for file in files:
             name = _inside(component, file.name)
-            self._made[name] = (file.header, file.size)
+            self._generated[name] = (file.header, file.size)
             self._place(name, file)
-        if (found := index_file(stem, files)) is not None:
-            self._made[_inside(component, found[0])] = (found[1], len(found[1]))
+        if (index := index_file(stem, files)) is not None:
+            self._generated[_inside(component, index[0])] = (index[1], len(index[1]))
         if any(weight.quantization for weight in weights):
             self._quantized[component] = MODELOPT if any(map(is_modelopt, weights)) else MLX
 
     def _rebuild(self, headers: Sequence[Layer], weights: Sequence[Weight]) -> bool:
-        """Plan the weight files that these are the headers of, if the tensors are unchanged."""
-        parts = {w.name: w.parts[0].tensor for w in weights if w.quantization is None}
+        """Plan the weight files of these headers; return False if their tensors differ."""
+        sources = {w.name: w.parts[0].tensor for w in weights if w.quantization is None}
         files = []
         for layer in headers:
-            if layer.name.endswith(".json"):  # an index, which is written as it is
+            if layer.name.endswith(".json"):
+                # An index is written unchanged.
                 continue
             data = self._store.read(layer, MAX_HEADER_SIZE)
             entries = []
             with naming(Path(layer.name)):
                 tensors = parse_header(data[8:], None).tensors
             for name, info in sorted(tensors.items(), key=lambda pair: pair[1].start):
-                source = parts.pop(name, None)
+                source = sources.pop(name, None)
                 if source is None or (source.dtype, source.shape) != (info.dtype, info.shape):
                     return False
                 entries.append(WeightEntry(name, info.dtype, info.shape, source))
             files.append(WeightFile(layer.name, data, tuple(entries)))
-        if not files or parts or any(weight.quantization for weight in weights):
+        if not files or sources or any(weight.quantization for weight in weights):
             return False
         for file in files:
-            self._made[file.name] = (file.header, file.size)
+            self._generated[file.name] = (file.header, file.size)
             self._place(file.name, file)
         return True
 
@@ -197,54 +203,54 @@ class ExportPlanner:
         offset = len(file.header)
         for entry in file.entries:
             source = entry.source
-            piece = FilePiece(source.offset, source.nbytes, name, offset)
-            self._pieces.setdefault(self._blobs[source.path], []).append(piece)
+            chunk = FileChunk(source.offset, source.nbytes, name, offset)
+            self._chunks.setdefault(self._blobs[source.path], []).append(chunk)
             offset += entry.nbytes
 
     def _add_card(self, names: FileNames, *, has_weights: bool) -> None:
-        """Add a model card with the licence if create reads it and no GGUF file states it."""
+        """Add a model card with the licence, if ``create`` reads cards and no GGUF states it."""
         properties = self._aimage.properties
-        made = card(properties.get("license"))
-        if made is None or not (has_weights or properties.get("format") in _CARDED):
+        content = card(properties.get("license"))
+        if content is None or not (has_weights or properties.get("format") in _CARDED):
             return
         ggufs = (x.descriptor for x in self._aimage.layers if x.descriptor.media_type in _GGUFS)
         is_gguf, license_ = properties.get("format") == "gguf", properties["license"]
-        if not is_gguf or not any(_has_license(self._store, one, license_) for one in ggufs):
-            self._made[CARD] = (made, len(made))
+        if not is_gguf or not any(_has_license(self._store, gguf, license_) for gguf in ggufs):
+            self._generated[CARD] = (content, len(content))
             names.add_file(CARD)
 
     def _stem(self, component: str) -> str:
-        """Return the stem of weight files that a component's library expects.
+        """Return the stem of weight files of a component's library.
 
-        It comes from the AImage config, the pipeline's index, or the component's own configuration.
+        The library is that in the AImage config, the pipeline's index, or the component's config.
         """
         if not component:
             is_diffusers = "_class_name" in self._object(_CONFIG)
             return STEMS["diffusers" if is_diffusers else "transformers"]
-        known = self._aimage.properties.get("components")
-        entry = known.get(component) if isinstance(known, dict) else None
+        components = self._aimage.properties.get("components")
+        entry = components.get(component) if isinstance(components, dict) else None
         library = entry.get("library") if isinstance(entry, dict) else None
         if not library:
-            part = self._object(_INDEX).get(component)
-            library = part[0] if isinstance(part, list) and part else None
+            class_entry = self._object(_INDEX).get(component)
+            library = class_entry[0] if isinstance(class_entry, list) and class_entry else None
         if not library and "_class_name" in self._object(_inside(component, _CONFIG)):
             library = "diffusers"
         return STEMS.get(str(library), STEMS["transformers"])
 
-    def _stated(self, component: str, name: str) -> tuple[str | None, int | None]:
+    def _find_quantization(self, component: str, name: str) -> tuple[str | None, int | None]:
         config = self._object(_inside(component, _CONFIG))
         return QuantizationConfig(config, self._object(_INDEX)).of(name)
 
     def _object(self, name: str) -> dict[str, Any]:
         """Return a JSON file of the AImage; an empty object if it is missing or too large."""
         if name not in self._objects:
-            found = self._aimage.find(name)
-            is_small = found is not None and found.descriptor.size <= _LARGEST
-            self._objects[name] = self._parse(found) if found and is_small else {}
+            layer = self._aimage.find(name)
+            is_small = layer is not None and layer.descriptor.size <= _MAX_CONFIG
+            self._objects[name] = self._parse(layer) if layer and is_small else {}
         return self._objects[name]
 
     def _parse(self, layer: Layer) -> dict[str, Any]:
-        value = read_json(self._store.read(layer, _LARGEST), layer.name)
+        value = read_json(self._store.read(layer, _MAX_CONFIG), layer.name)
         if not isinstance(value, dict):
             raise FormatError(f"{layer.name} is not a JSON object")
         return value
@@ -261,7 +267,8 @@ def _has_license(store: BlobFiles, content: Descriptor, license_: str) -> bool:
     try:
         with store.path(content).open("rb") as file:
             stated = read_header(file, content.size).metadata.get("general.license")
-    except (FormatError, OSError):  # not a GGUF file: readers of the file report that
+    except (FormatError, OSError):
+        # It is not a GGUF file: its readers report that.
         return False
     return isinstance(stated, str) and stated.strip() == license_
 

@@ -1,7 +1,7 @@
-"""Writer of an export plan: each blob is read once, and hashed as it is written.
+"""Writer of an export plan: each blob is read once and hashed while it is written.
 
-Hashing needs every byte in memory, so copying in the kernel would read the data twice. Tensors are
-not aligned to blocks that a file system could share; whole files may be.
+Hashing needs all bytes in memory, so a copy in the kernel would read the data twice. Tensors are
+not aligned to blocks that a file system could share; whole files can be shared.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ from clowder_aimage.exporter.directory import (
     new_file,
 )
 from clowder_aimage.exporter.layer_store import LayerStore
-from clowder_aimage.exporter.plan import ExportPlan, FilePiece
+from clowder_aimage.exporter.plan import ExportPlan, FileChunk
 from clowder_aimage.exporter.tar_layer import TarExtractor
 from clowder_aimage.family.tensor_change import to_channels_last
 from clowder_aimage.oci import Descriptor
 
-JOBS = 8
-_SHARE = 95  # per cent of the free disk for layers of unknown unpacked size
+THREADS = 8
+# Per cent of the free disk for layers of unknown unpacked size.
+_SHARE = 95
 
 
 @dataclass(frozen=True, slots=True)
 class ExportedFiles:
-    """Counts of files and bytes, and of the ways in which whole files were created."""
+    """Counts of files and bytes, and of the methods by which whole files were created."""
 
     files: int
     size: int
-    ways: Counter[LinkMethod]
+    methods: Counter[LinkMethod]
 
 
 class ExportWriter:
@@ -71,14 +72,14 @@ class ExportWriter:
         self._path = path
         self._on_written = on_written
         self._stopped = threading.Event()
-        self._own = threading.local()
+        self._local = threading.local()
         self._lock = threading.Lock()
-        self._ways = Counter[LinkMethod]()
+        self._methods = Counter[LinkMethod]()
         self._files = self._size = 0
         self._shared = self._linkable() if links else set[Descriptor]()
 
     def run(self) -> ExportedFiles:
-        """Write everything; JOBS threads read, hash and write.
+        """Write all files, with THREADS threads.
 
         Raises:
             NoSpaceError: The export does not fit.
@@ -91,34 +92,43 @@ class ExportWriter:
             self._plan.names.fit(self._root.path)
             if is_folding(self._root):
                 self._plan.names.fold()
-            room = self._check_room()
+            limit = self._check_space()
             self._make()
-        blobs = [*self._plan.pieces.items()]
+        blobs = [*self._plan.chunks.items()]
         calls: list[tuple[int, Callable[[], None]]] = [
-            *((blob.size, partial(self._gather, blob, pieces)) for blob, pieces in blobs),
-            *((x.descriptor.size, partial(self._whole, x)) for x in self._plan.whole),
-            *((x.descriptor.size, partial(self._unpack, x, room)) for x in self._plan.packed),
+            *((blob.size, partial(self._gather, blob, chunks)) for blob, chunks in blobs),
+            *((x.descriptor.size, partial(self._write_whole, x)) for x in self._plan.whole_layers),
+            *((x.descriptor.size, partial(self._unpack, x, limit)) for x in self._plan.packed),
         ]
-        calls.sort(key=lambda call: -call[0])  # longest first
-        in_parallel([call for _, call in calls], JOBS, self._stopped.set)
-        for layer in self._plan.tars:  # sequential: their contents are unknown until they are read
-            self._untar(layer, room - self._size)
+        # Largest first, so that the threads end together.
+        calls.sort(key=lambda call: -call[0])
+        in_parallel([call for _, call in calls], THREADS, self._stopped.set)
+        # Sequential: names in tars are unknown before, and may collide.
+        for layer in self._plan.tars:
+            self._untar(layer, limit - self._size)
         with faults(self._path):
-            for name in self._plan.made:  # another user may have replaced a directory by a link
+            # Another user may have replaced a directory by a link: opening fails then.
+            for name in self._plan.generated:
                 os.close(self._root.open(name))
-        return ExportedFiles(self._files, self._size, self._ways)
+        return ExportedFiles(self._files, self._size, self._methods)
 
     def _linkable(self) -> set[Descriptor]:
-        """Return the whole layers that are on the same file system."""
+        """Return the blobs of whole layers on the same file system."""
         with faults(self._path):
             device = os.fstat(self._root.fd).st_dev
-            found = {x.descriptor for x in self._plan.whole if self._blobs.is_there(x.descriptor)}
-            return {one for one in found if self._blobs.path(one).stat().st_dev == device}
+            contents = {
+                x.descriptor for x in self._plan.whole_layers if self._blobs.is_stored(x.descriptor)
+            }
+            return {
+                content for content in contents if self._blobs.path(content).stat().st_dev == device
+            }
 
-    def _check_room(self) -> int:
-        """Return the bytes that may be written. Raises NoSpaceError if they do not suffice."""
+    def _check_space(self) -> int:
+        """Return the limit of bytes to write. Raises NoSpaceError: The plan exceeds the disk."""
         free = shutil.disk_usage(self._root.fd).free
-        shared = [x.descriptor.size for x in self._plan.whole if x.descriptor in self._shared]
+        shared = [
+            x.descriptor.size for x in self._plan.whole_layers if x.descriptor in self._shared
+        ]
         needed = self._plan.needed - sum(shared)
         if needed > free:
             raise NoSpaceError(
@@ -132,29 +142,29 @@ class ExportWriter:
         """Create the directories, and the files with their headers."""
         for name in self._plan.names.directories:
             self._root.make(name, DIRECTORY_MODE)
-        for name, (start, size) in self._plan.made.items():
+        for name, (start, size) in self._plan.generated.items():
             with new_file(self._root, name) as file:
                 write_all(file, start)
                 os.ftruncate(file, size)
             self._count(size)
 
-    def _count(self, size: int, way: LinkMethod | None = None) -> None:
+    def _count(self, size: int, method: LinkMethod | None = None) -> None:
         with self._lock:
             self._files += 1
             self._size += size
-            if way is not None:
-                self._ways[way] += 1
+            if method is not None:
+                self._methods[method] += 1
 
     @property
     def _buffer(self) -> memoryview:
         """Return the buffer of the calling thread."""
-        if not hasattr(self._own, "buffer"):
-            self._own.buffer = new_buffer()
-        buffer: memoryview = self._own.buffer
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = new_buffer()
+        buffer: memoryview = self._local.buffer
         return buffer
 
-    def _verified(self, content: Descriptor) -> Iterator[memoryview]:
-        """Yield the bytes of a blob; its digest is verified at the end."""
+    def _read_verified(self, content: Descriptor) -> Iterator[memoryview]:
+        """Yield the bytes of a blob; verify its digest at the end."""
         with VerifyingReader(self._blobs.open(content), content) as reader:
             yield from self._chunks(reader, content)
 
@@ -170,19 +180,20 @@ class ExportWriter:
             yield self._buffer[:count]
         raise ParallelStoppedError
 
-    def _gather(self, blob: Descriptor, pieces: Sequence[FilePiece]) -> None:
-        """Copy the tensors in a blob to their places."""
-        left = sorted(pieces, key=lambda piece: (piece.start, piece.nbytes))  # empty ones first
+    def _gather(self, blob: Descriptor, chunks: Sequence[FileChunk]) -> None:
+        """Copy the chunks of a blob to their files."""
+        # Empty chunks come first: _scatter drops complete chunks from the front.
+        left = sorted(chunks, key=lambda file_chunk: (file_chunk.start, file_chunk.nbytes))
         files: dict[str, int] = {}
         try:
-            for name in {piece.name for piece in pieces}:
+            for name in {file_chunk.name for file_chunk in chunks}:
                 with faults(self._path):
                     files[name] = self._root.open(name, os.O_WRONLY)
-            if any(piece.shape for piece in pieces):
-                self._reorder(b"".join(map(bytes, self._verified(blob))), left, files)
+            if any(file_chunk.shape for file_chunk in chunks):
+                self._reorder(b"".join(map(bytes, self._read_verified(blob))), left, files)
                 return
             position = 0
-            for chunk in self._verified(blob):
+            for chunk in self._read_verified(blob):
                 with faults(self._path):
                     left = _scatter(chunk, position, left, files)
                 position += len(chunk)
@@ -191,35 +202,39 @@ class ExportWriter:
             for file in files.values():
                 os.close(file)
 
-    def _reorder(self, data: bytes, pieces: Sequence[FilePiece], files: Mapping[str, int]) -> None:
+    def _reorder(self, data: bytes, chunks: Sequence[FileChunk], files: Mapping[str, int]) -> None:
         """Write the convolution in a blob with its channels last."""
-        for piece in pieces:
-            part = data[piece.start : piece.start + piece.nbytes]
-            made = to_channels_last(part, piece.dtype, piece.shape) if piece.shape else part
+        for chunk in chunks:
+            data_range = data[chunk.start : chunk.start + chunk.nbytes]
+            reordered = (
+                to_channels_last(data_range, chunk.dtype, chunk.shape)
+                if chunk.shape
+                else data_range
+            )
             with faults(self._path):
-                write_all(files[piece.name], memoryview(made), piece.offset)
+                write_all(files[chunk.name], memoryview(reordered), chunk.offset)
         self._on_written(len(data))
 
-    def _whole(self, layer: Layer) -> None:
+    def _write_whole(self, layer: Layer) -> None:
         content = layer.descriptor
         if content in self._shared:
             with faults(self._path):
                 shared = link(self._blobs.path(content), self._root, layer.name)
             if shared is not None:
-                way, linked = shared
+                method, linked = shared
                 with VerifyingReader(linked, content) as reader:
                     for chunk in self._chunks(reader, content):
                         self._on_written(len(chunk))
-                return self._count(content.size, way)
+                return self._count(content.size, method)
         with faults(self._path), new_file(self._root, layer.name) as file:
-            for chunk in self._verified(content):
+            for chunk in self._read_verified(content):
                 write_all(file, chunk)
                 self._on_written(len(chunk))
         return self._count(content.size, LinkMethod.COPIED)
 
-    def _unpack(self, layer: Layer, room: int) -> None:
+    def _unpack(self, layer: Layer, max_size: int) -> None:
         size = 0
-        limit = room if layer.content is None else layer.content.size
+        limit = max_size if layer.content is None else layer.content.size
         with (
             open_decompressed(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
             faults(self._path),
@@ -231,18 +246,18 @@ class ExportWriter:
         self._on_written(layer.descriptor.size)
         self._count(size)
 
-    def _untar(self, layer: Layer, room: int) -> None:
-        limit = room if layer.content is None else layer.content.size
+    def _untar(self, layer: Layer, max_size: int) -> None:
+        limit = max_size if layer.content is None else layer.content.size
         name = f"layer {layer.name}"
         blob = layer.descriptor
-        if self._blobs.is_there(blob) and not compression_of(blob.media_type):
+        if self._blobs.is_stored(blob) and not compression_of(blob.media_type):
             with faults(self._path), self._blobs.path(blob).open("rb", 0) as file:
                 check_members(file, name)
         with (
             open_decompressed(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
             faults(self._path),
         ):
-            tar = TarExtractor(source, name, self._root, self._plan.names, room)
+            tar = TarExtractor(source, name, self._root, self._plan.names, max_size)
             tar.run()
         self._on_written(layer.descriptor.size)
         self._files += tar.files
@@ -250,20 +265,23 @@ class ExportWriter:
 
 
 def _scatter(
-    chunk: memoryview, position: int, left: Sequence[FilePiece], files: dict[str, int]
-) -> list[FilePiece]:
-    """Write the parts of ``chunk``, at ``position`` of the blob, that belong to pieces.
+    chunk: memoryview, position: int, left: Sequence[FileChunk], files: dict[str, int]
+) -> list[FileChunk]:
+    """Write the ranges of the chunk at ``position`` of a blob that overlap with ``left``.
 
-    Return the pieces that are not complete yet.
+    Return the file chunks that are not complete yet.
     """
     end = position + len(chunk)
     done = 0
-    for piece in left:
-        if piece.start >= end:
+    for file_chunk in left:
+        if file_chunk.start >= end:
             break
-        start, stop = max(piece.start, position), min(piece.start + piece.nbytes, end)
+        start, stop = (
+            max(file_chunk.start, position),
+            min(file_chunk.start + file_chunk.nbytes, end),
+        )
         if start < stop:
             view = chunk[start - position : stop - position]
-            write_all(files[piece.name], view, piece.offset + start - piece.start)
-        done += piece.start + piece.nbytes <= end
+            write_all(files[file_chunk.name], view, file_chunk.offset + start - file_chunk.start)
+        done += file_chunk.start + file_chunk.nbytes <= end
     return list(left[done:])

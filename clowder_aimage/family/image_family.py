@@ -33,7 +33,7 @@ class LayoutFile:
     """A weight file of a layout. With ``shard``, it is divided into files of that many bytes."""
 
     name: str
-    parts: tuple[LayoutComponent, ...]
+    components: tuple[LayoutComponent, ...]
     shard: int = 0
 
 

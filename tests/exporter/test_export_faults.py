@@ -389,7 +389,7 @@ def wait(*_):
     while True:
         signal.pause()
 
-export_writer.ExportWriter._whole = wait
+export_writer.ExportWriter._write_whole = wait
 main()
 """
 

@@ -179,9 +179,9 @@ def test_links_share_the_bytes_of_whole_files_and_copy_the_rest(artifact: Artifa
     artifact.add_tensors("x", {"x": ("U8", (1,), b"x")})
     exported = artifact.finish().export(links=True)
     path = artifact.store.path(layer.descriptor)
-    assert sum(exported.ways.values()) == 1
-    assert exported.ways[LinkMethod.COPIED] == 0
-    assert path.samefile(artifact.out / "w.gguf") == bool(exported.ways[LinkMethod.HARD_LINKED])
+    assert sum(exported.methods.values()) == 1
+    assert exported.methods[LinkMethod.COPIED] == 0
+    assert path.samefile(artifact.out / "w.gguf") == bool(exported.methods[LinkMethod.HARD_LINKED])
     assert artifact.out.joinpath("w.gguf").read_bytes() == DATA
     assert artifact.out.joinpath("packed").read_bytes() == DATA
     assert artifact.out.joinpath("model.safetensors").stat().st_nlink == 1
@@ -190,7 +190,7 @@ def test_links_share_the_bytes_of_whole_files_and_copy_the_rest(artifact: Artifa
 def test_without_links_nothing_is_shared(artifact: Artifact) -> None:
     layer = artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
     exported = artifact.finish().export()
-    assert exported.ways == {LinkMethod.COPIED: 1}
+    assert exported.methods == {LinkMethod.COPIED: 1}
     assert artifact.store.path(layer.descriptor).stat().st_nlink == 1
 
 
@@ -207,7 +207,7 @@ def test_reflinks_create_independent_files(
     monkeypatch.setattr(fcntl, "ioctl", ioctl)
     monkeypatch.setattr(sys, "platform", "linux")
     exported = artifact.finish().export(links=True)
-    assert exported.ways == {LinkMethod.REFLINKED: 1}
+    assert exported.methods == {LinkMethod.REFLINKED: 1}
     assert asked == [0x40049409]
     assert artifact.out.joinpath("w.gguf").read_bytes() == DATA
     assert artifact.out.joinpath("w.gguf").stat().st_mode & 0o777 == 0o644
@@ -226,7 +226,7 @@ def test_files_that_cannot_be_linked_are_copied(
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(directory, "_reflink", lambda *_: False)
     exported = artifact.finish().export(links=True, on_written=counted.append)
-    assert exported.ways == {LinkMethod.COPIED: 1}
+    assert exported.methods == {LinkMethod.COPIED: 1}
     assert artifact.out.joinpath("w.gguf").read_bytes() == DATA
     assert sum(counted) == len(DATA)
 

@@ -112,11 +112,11 @@ def test_several_quantizations_in_one_component(tmp_path: Path) -> None:
     _, out, _, again = round_trip(tmp_path, model.store)
     assert again.descriptor == made.descriptor
     assert tensors_in(out / WEIGHTS) == tensors | REST
-    from clowder_aimage.exporter.component_config import merged
+    from clowder_aimage.exporter.component_config import merge_quantization
     from clowder_aimage.formats.stored_weights import read_stored, weights_of
 
     weights = weights_of(read_stored(ImageLayout(model.store), artifact))["transformer"]
-    assert json.loads(merged({}, weights) or b"") == {
+    assert json.loads(merge_quantization({}, weights) or b"") == {
         "quantization": {
             "group_size": 64,
             "bits": 8,

@@ -37,7 +37,7 @@ def test_halves_are_exchanged_in_both_directions(tmp_path: Path) -> None:
     file = LayoutFile("f", (LayoutComponent("vae", "x", "p."),))
     (tensor,) = file_tensors(family, file, {"vae": [weight("a.weight")]}, False).values()
     assert (tensor.name, tensor.shape, tensor.nbytes) == ("p.b.weight", (4, 3), 12)
-    assert [(part.start, part.stop) for part in tensor.parts] == [(6, 12), (0, 6)]
+    assert [(part.start, part.stop) for part in tensor.chunks] == [(6, 12), (0, 6)]
     (tmp_path / "x").write_bytes(bytes([*range(6, 12), *range(6)]))
     theirs = replace(weight("b.weight").tensor, path=tmp_path / "x")
     back = restore(theirs, "a.weight", table.locate("a.weight"))
@@ -52,7 +52,10 @@ def test_halves_are_exchanged_in_both_directions(tmp_path: Path) -> None:
     ("weights", "message"),
     [
         ({}, "the model has no transformer"),
-        ({"transformer": [weight("other.weight")]}, "other.weight has no place in the layout"),
+        (
+            {"transformer": [weight("other.weight")]},
+            "other.weight has no counterpart in the layout",
+        ),
         ({"transformer": [weight(QUERY.format("q"))]}, "the 3 parts of layers.0.attention.qkv"),
         (
             {"transformer": [weight(QUERY.format(x), "I8" if x == "k" else "U8") for x in "qkv"]},

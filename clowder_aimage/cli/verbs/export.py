@@ -69,7 +69,7 @@ def export(reference: Reference, place: str, links: bool, dialect: str | None) -
         "files": exported.files,
         "tensors": exported.tensors,
         "size": exported.size,
-        **{way.value: exported.ways[way] for way in LinkMethod},
+        **{way.value: exported.methods[way] for way in LinkMethod},
         "quantized": dict(exported.quantized),
     }
     result(value, str(directory))
@@ -95,7 +95,7 @@ def _text(directory: Path, exported: ExportSummary, links: bool) -> str:
     weights = f" ({plural(exported.tensors, 'tensor')})" if exported.tensors else ""
     lines = [f"{directory}: {plural(exported.files, 'file')}{weights}, {size(exported.size)}"]
     if links:
-        count = exported.ways
+        count = exported.methods
         lines[0] += (
             f"; of the whole files {count[LinkMethod.REFLINKED]} reflinked, "
             f"{count[LinkMethod.HARD_LINKED]} hard-linked, {count[LinkMethod.COPIED]} copied"
