@@ -113,6 +113,7 @@ def fetch_files(
             if path.exists() or path.is_symlink():
                 raise UsageError(f"{path} exists", hint="choose another directory, or move it away")
         on_event(CopyEvent("plan", content, sum(layer.size for layer in titled), len(files)))
+        # The callbacks remove the written files after an error. Without one they are dropped.
         with contextlib.ExitStack() as stack:
             for path, layer in files:
                 _write(repository, layer, path, on_event)

@@ -263,6 +263,7 @@ class ProgressCounter:
 
     def __init__(self, progress: OnProgress | None) -> None:
         self._report = progress or (lambda _, __: None)
+        # Several threads transfer blobs, but a caller's function need not be thread-safe.
         self._lock = threading.Lock()
         self._done = self._total = 0
         # The bytes of each unfinished blob.

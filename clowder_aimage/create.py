@@ -128,6 +128,7 @@ def create_by_stem(store: ImageLayout, path: Path, **options: Any) -> Reference:
         words = re.findall(r"[a-z0-9]+(?:[._][a-z0-9]+)*", stem.lower()[:100]) or ["model"]
         name = Reference(None, "-".join(words), DEFAULT_TAG)
         with contextlib.suppress(NotFoundError):
+            # The same model again gets the same name.
             if store.resolve(name).digest != descriptor.digest:
                 name = Reference(
                     None, f"{name.repository}-{descriptor.digest.encoded[:8]}", DEFAULT_TAG

@@ -174,6 +174,7 @@ def _read(
 def _read_side(source: Source, reference: Reference, where: str) -> Side:
     try:
         _, manifest = select(source, source.resolve(reference), reference, ANY)
+    # The remedy of select has options that this verb lacks.
     except UsageError as error:
         error.remedy = ""
         error.hint = f"select one by digest, {reference.name}@DIGEST, or pull one of them"

@@ -137,6 +137,7 @@ class _Loader:
             f"{self.tar.name} is incomplete: {'; '.join(problems[:20])}",
             hint="the blobs that were read are kept; complete artifacts are named",
         )
+        # The counts are of blobs. Manifests and indexes are not counted.
         stored = self.stored - self.documents
         skipped = self.visited - self.documents - stored
         named_roots = set(self.names.values())

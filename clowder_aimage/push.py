@@ -105,12 +105,10 @@ def push(
         stored = _read(store, reference, dialect, lease)
 
         def send(source: Source) -> Descriptor:
-            plan, connections = (
-                plan_copy(source, source.resolve(reference)),
-                connection.connections(host),
-            )
+            plan = plan_copy(source, source.resolve(reference))
             if stored is not None:
                 source, plan = _missing_first(store, source, plan, stored, reference)
+            connections = connection.connections(host)
             return copy(
                 source, reference, repository, concurrency=connections, on_event=on_event, plan=plan
             )
@@ -208,6 +206,7 @@ def _transfer(
     plans: dict[Digest | Reference, tuple[CopyPlan, Reference]] = {}
     for source, target in pairs:
         plan = plan_copy(source_repository, source_repository.resolve(source))
+        # Attached artifacts come first: once the tag exists, its signatures do, too.
         for subject, _ in plan.documents if recursive else ():
             for _, _, entry in source_repository.all_referrers(subject.digest):
                 # Registries may list referrers that were deleted.
@@ -357,6 +356,7 @@ def _descend(
     host: str,
 ) -> Descriptor:
     """Push in the first dialect that fits and is accepted."""
+    # The first attempt uploads all blobs. Later attempts send manifests and configs only.
     refused: list[str] = []
     reasons: list[AImageError] = []
     for name in names:
@@ -370,6 +370,7 @@ def _descend(
         else:
             memory.record(host, refused, name)
             return sent
+    # If all dialects are refused, the cause is another one, and the cache would mislead.
     if len(refused) > 1:
         memory.remove(host)
     raise _final_error(reasons)

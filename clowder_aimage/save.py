@@ -106,6 +106,7 @@ def _plan(layout: ImageLayout, reference: Reference, root: Descriptor, lease: Le
             remedy="pull_whole",
             reference=reference,
         )
+    # A blob may exist with another size. That is damage, not absence.
     for blob in plan.missing(layout):
         try:
             check_size(blob, layout.path(blob).stat().st_size)
@@ -179,6 +180,7 @@ def _output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO, obje
                 hint="free some space, or write it to another disk",
             )
 
+        # A replaced archive keeps its permissions.
         def keep_mode(fd: int) -> None:
             if mode is not None:
                 os.fchmod(fd, stat.S_IMODE(mode))

@@ -95,6 +95,7 @@ def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = (
         if descriptor.digest not in needed:
             needed[descriptor.digest] = needs.of(descriptor)
     users = Counter(chain.from_iterable(stored for stored, _ in needed.values()))
+    # A blob that two manifests need is freed by neither of them alone.
     exclusive = {blob for blob, count in users.items() if count == 1}
     selected = set(only) or needed.keys()
     chosen = {digest: status for digest, status in needed.items() if digest in selected}

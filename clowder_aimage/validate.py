@@ -189,6 +189,7 @@ def check(
         violations += schemas.violations(schema, value)
     if schema in _GRAPH and isinstance(value, dict):
         violations += _check_graph(schema, value, raw, {violation.path for violation in violations})
+        # The reader stops at the first error, which the schema has reported.
         violations = violations or _check_reader(raw, media_type)
     if violations and has_lines:
         violations = locate(raw.decode(), violations)

@@ -51,8 +51,8 @@ def _drop_removed(
     if not any(problem.kind == "missing" for problem in problems):
         return problems
     current = {(name or str(root.digest), root.digest) for name, root in layout.entries()}
-    gone = {name for name, root in roots if (name, root.digest) not in current}
-    return [p for p in problems if p.kind != "missing" or not set(p.names) <= gone]
+    removed = {name for name, root in roots if (name, root.digest) not in current}
+    return [p for p in problems if p.kind != "missing" or not set(p.names) <= removed]
 
 
 def repair(
@@ -75,6 +75,7 @@ def repair(
     failed: dict[str, AImageError] = {}
     try:
         for problem in problems:
+            # A blob of the right size counts as stored, and would not be fetched again.
             if problem.kind == "damaged":
                 aside[problem] = _move_aside(layout, problem)
         for name in sorted({name for problem in problems for name in problem.names}):

@@ -130,8 +130,8 @@ class BlobDownload:
         """
         while True:
             with self._changed:
-                alone = current is not None and current.unclaimed and not current.readers
-                content = current if alone and not self._stopped else self._choose()
+                is_alone = current is not None and current.unclaimed and not current.readers
+                content = current if is_alone and not self._stopped else self._choose()
                 if isinstance(content, BlobTransfer):
                     content.readers += 1
                     self._large += content.is_large
@@ -178,10 +178,10 @@ class BlobDownload:
                     return max(joinable, key=lambda blob: 0 if self._is_ordered else blob.left)
             if self._elsewhere:
                 due, content = self._elsewhere[0]
-                if (left := due - time.monotonic()) <= 0:
+                if (wait := due - time.monotonic()) <= 0:
                     self._elsewhere.popleft()
                     return content
-                self._changed.wait(left)
+                self._changed.wait(wait)
                 continue
             if not self._active and not self._opening and not self._pending:
                 return None
@@ -253,8 +253,8 @@ class BlobDownload:
     def _fetch_chunk(self, blob: BlobTransfer, buffer: memoryview) -> None:
         """Fetch one chunk of a blob, and commit the blob after the last one."""
         with self._changed:
-            alone = self._pending or blob.is_fast
-            chunk = blob.claim(1 if alone else self._probe.value)
+            is_alone = self._pending or blob.is_fast
+            chunk = blob.claim(1 if is_alone else self._probe.value)
         # Without a chunk, other connections fetch all that is left.
         if chunk is not None:
             self._read(blob, chunk, buffer)

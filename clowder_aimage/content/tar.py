@@ -115,11 +115,11 @@ class TarReader:
             raise self._truncation_error()
 
     def _fill(self, view: memoryview) -> int:
-        done = 0
-        while done < len(view) and (count := self._source(view[done:])):
-            done += count
-        self.position += done
-        return done
+        count_read = 0
+        while count_read < len(view) and (count := self._source(view[count_read:])):
+            count_read += count
+        self.position += count_read
+        return count_read
 
     @contextmanager
     def _errors(self, message: str) -> Iterator[None]:

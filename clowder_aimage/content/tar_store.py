@@ -288,9 +288,9 @@ class TarStream:
             if (member := self._member(header)) is not None:
                 yield member
         # The padding after the end is read, so that a writer into a pipe does not fail.
-        buffer, left = new_buffer(), _TRAILER
-        while left > 0 and (count := self._input.readinto(buffer)):
-            left -= count
+        buffer, remaining = new_buffer(), _TRAILER
+        while remaining > 0 and (count := self._input.readinto(buffer)):
+            remaining -= count
 
     def _member(self, header: tarfile.TarInfo) -> TarMember | None:
         """Return the member of a header; None for a directory. Raises FormatError."""

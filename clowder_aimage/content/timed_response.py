@@ -38,21 +38,21 @@ class TimedReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int | None:
         """Read, as RawIOBase; return None at a partial deadline."""
         # None makes io.BufferedReader return the bytes that it has.
-        left = self._until - time.monotonic()
+        remaining = self._until - time.monotonic()
         has_part = self._is_partial and self._count > 0
-        if left <= 0 and not self._is_partial:
+        if remaining <= 0 and not self._is_partial:
             raise OverdueError("timed out")
-        if left <= 0 and has_part:
+        if remaining <= 0 and has_part:
             return None
-        if left < self.timeout and not self._is_partial:
-            self._sock.settimeout(left)
+        if remaining < self.timeout and not self._is_partial:
+            self._sock.settimeout(remaining)
         try:
             count = self._raw.readinto(buffer)
         except TimeoutError:
             if has_part:
                 # The next read fails
                 return None
-            if self._is_partial or left >= self.timeout:
+            if self._is_partial or remaining >= self.timeout:
                 raise
             raise OverdueError("timed out") from None
         self._count += count or 0

@@ -242,10 +242,10 @@ class FileIngest:
     def _catch_up(self) -> None:
         """Hash from the file up to the first missing byte."""
         scratch: memoryview | None = None
-        while (left := self._contiguous_end() - self._hashed) > 0:
+        while (remaining := self._contiguous_end() - self._hashed) > 0:
             scratch = scratch or new_buffer()
             with store_errors(self._root):
-                count = os.preadv(self._fd, [scratch[:left]], self._hashed)
+                count = os.preadv(self._fd, [scratch[:remaining]], self._hashed)
             if not count:
                 # The file is too short: commit raises.
                 return
@@ -270,11 +270,11 @@ class FileIngest:
                     return
                 self._synchronise()
                 with self._lock:
-                    left = _total(self._ranges) - self._journal_size
+                    unsynchronised = _total(self._ranges) - self._journal_size
             finally:
                 self._syncing.release()
             # More bytes than that mean that another writer skipped its checkpoint.
-            if left < JOURNALED:
+            if unsynchronised < JOURNALED:
                 return
 
     def _synchronise(self) -> None:

@@ -458,22 +458,26 @@ class ImageLayout(ContentStore):
         removed: dict[str, dict[str, Any]] = {}
         try:
             with edit_index(self.root) as index:
-                gone = [entry for entry in index["manifests"] if _is_entry_of(entry, names)]
-                for entry in gone:
+                removed_entries = [
+                    entry for entry in index["manifests"] if _is_entry_of(entry, names)
+                ]
+                for entry in removed_entries:
                     name = name_of(entry)
                     if (record := self._names.get(name)) is not None:
                         removed[name] = record
                         # Removed before the entry: a recorded name would be restored.
                         self._names.remove(name)
-                index["manifests"] = [entry for entry in index["manifests"] if entry not in gone]
+                index["manifests"] = [
+                    entry for entry in index["manifests"] if entry not in removed_entries
+                ]
         except BaseException:
             # The first error is raised
             with contextlib.suppress(AImageError):
                 for name, record in removed.items():
                     self._names.restore(name, record)
             raise
-        self._record_unnamed(_digests(gone))
-        return {name_of(entry) for entry in gone}
+        self._record_unnamed(_digests(removed_entries))
+        return {name_of(entry) for entry in removed_entries}
 
 
 def _digests(entries: Iterable[Any]) -> set[Digest]:

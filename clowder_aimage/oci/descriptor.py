@@ -30,7 +30,7 @@ class Descriptor:
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def from_json(cls, value: object, where: str = "descriptor") -> Descriptor:
+    def from_json(cls, value: object, label: str = "descriptor") -> Descriptor:
         """Parse a descriptor from JSON.
 
         An absent ``mediaType`` becomes the empty string: older ollama manifests have none.
@@ -39,18 +39,18 @@ class Descriptor:
             FormatError: a known field is missing or of the wrong type.
         """
         if not isinstance(value, dict):
-            raise FormatError(f"{where}: a descriptor must be an object")
+            raise FormatError(f"{label}: a descriptor must be an object")
         media_type = value.get("mediaType", "")
         size = value.get("size")
         if not isinstance(media_type, str):
-            raise FormatError(f"{where}: mediaType must be a string")
+            raise FormatError(f"{label}: mediaType must be a string")
         # JSON's true is an int in Python.
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= MAX_SIZE:
-            raise FormatError(f"{where}: size must be a number of bytes, not {size!r:.60}")
-        annotations = read_annotations(value, where)
+            raise FormatError(f"{label}: size must be a number of bytes, not {size!r:.60}")
+        annotations = read_annotations(value, label)
         extra = {key: item for key, item in value.items() if key not in _KNOWN}
         if extra:
-            check_spelling(extra, _KNOWN, where)
+            check_spelling(extra, _KNOWN, label)
         return cls(media_type, Digest.parse(value.get("digest")), size, annotations, extra)
 
     @classmethod
@@ -70,7 +70,7 @@ class Descriptor:
         return value
 
 
-def check_spelling(value: Mapping[str, Any], keys: frozenset[str], where: str) -> None:
+def check_spelling(value: Mapping[str, Any], keys: frozenset[str], label: str) -> None:
     """Reject keys that differ from ``keys`` only in case.
 
     Tools written in Go read ``Layers`` as ``layers``, so that one document could have two meanings
@@ -78,7 +78,7 @@ def check_spelling(value: Mapping[str, Any], keys: frozenset[str], where: str) -
     """
     for key in value:
         if key not in keys and key.casefold() in _fold(keys):
-            raise FormatError(f"{where}: invalid key {key!r}: keys are case-sensitive")
+            raise FormatError(f"{label}: invalid key {key!r}: keys are case-sensitive")
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def _fold(keys: frozenset[str]) -> frozenset[str]:
     return frozenset(key.casefold() for key in keys)
 
 
-def read_annotations(value: Mapping[str, Any], where: str) -> Mapping[str, str]:
+def read_annotations(value: Mapping[str, Any], label: str) -> Mapping[str, str]:
     """Return the annotations of a JSON object, none if absent or null. Raises FormatError."""
     annotations = value.get("annotations")
     if annotations is None:
@@ -94,5 +94,5 @@ def read_annotations(value: Mapping[str, Any], where: str) -> Mapping[str, str]:
     if not isinstance(annotations, dict) or not all(
         isinstance(item, str) for item in annotations.values()
     ):
-        raise FormatError(f"{where}: annotations must map strings to strings")
+        raise FormatError(f"{label}: annotations must map strings to strings")
     return annotations

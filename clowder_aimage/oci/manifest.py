@@ -102,8 +102,8 @@ def encode(value: object) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        around = text[max(0, error.start - 40) : error.end]
-        raise FormatError(f"invalid Unicode text: {around!r}") from None
+        context = text[max(0, error.start - 40) : error.end]
+        raise FormatError(f"invalid Unicode text: {context!r}") from None
 
 
 def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:

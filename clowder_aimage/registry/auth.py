@@ -67,7 +67,7 @@ class _Header:
 
     header: str = field(repr=False)
     challenge: _Challenge
-    until: float
+    expires_at: float
 
 
 class Authenticator:
@@ -100,7 +100,7 @@ class Authenticator:
         """Return the header for ``actions`` (``pull,push``), renewed if it has expired, or None."""
         with self._lock:
             current = self._headers.get(actions)
-            if current is not None and current.until <= self._connection.clock():
+            if current is not None and current.expires_at <= self._connection.clock():
                 current = self._answer(actions, current.challenge)
             return None if current is None else current.header
 
@@ -149,7 +149,7 @@ class Authenticator:
         scopes = frozenset((challenge.scope or default).split())
         key = (challenge, scopes)
         token = self._tokens.get(key)
-        if token is None or token.header == refused or token.until <= self._connection.clock():
+        if token is None or token.header == refused or token.expires_at <= self._connection.clock():
             token = self._tokens[key] = self._fetch(challenge, sorted(scopes))
         return token
 
@@ -158,7 +158,7 @@ class Authenticator:
             raise self._unauthorized_error("the WWW-Authenticate challenge has no realm")
         # Only a trusted service gets credentials.
         credential = self._find_credential() if self._check_realm(challenge.realm) else Credential()
-        began, exchange = self._connection.clock(), TokenExchange(self._send)
+        requested_at, exchange = self._connection.clock(), TokenExchange(self._send)
         try:
             token = exchange.token(challenge.realm, challenge.service, scopes, credential)
         except ValueError:
@@ -171,8 +171,8 @@ class Authenticator:
             raise self._unauthorized_error(
                 f"the token service returned no token ({exchange.status})"
             )
-        life = _life(exchange.fields, began)
-        return _Header(f"Bearer {token}", challenge, began + life - min(_MARGIN, life / 5))
+        life = _life(exchange.fields, requested_at)
+        return _Header(f"Bearer {token}", challenge, requested_at + life - min(_MARGIN, life / 5))
 
     def _check_realm(self, realm: str) -> bool:
         """Return True if ``realm`` may receive credentials. Raises UnauthorizedError."""

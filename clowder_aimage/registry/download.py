@@ -61,7 +61,7 @@ class BlobReader(RawReader):
         return 0
 
     def _read(self, view: memoryview) -> int:
-        began = time.monotonic()
+        started = time.monotonic()
         count = self._receive(view)
         if count == 0:
             raise BrokenOffError(
@@ -69,7 +69,7 @@ class BlobReader(RawReader):
             )
         self._in_window += count
         # The caller's time between reads does not count.
-        self._waited += time.monotonic() - began
+        self._waited += time.monotonic() - started
         if self._waited >= _WINDOW:
             is_slow = self._in_window < _SLOWEST * self._waited
             self._slow = self._slow + 1 if is_slow else 0

@@ -128,10 +128,10 @@ class PeerReader(RawReader):
         return count
 
     def _read(self, view: memoryview) -> int:
-        began = time.monotonic()
+        started = time.monotonic()
         with _errors(self._peer):
             count = self._response.readinto(view)
-        self._waited += time.monotonic() - began
+        self._waited += time.monotonic() - started
         if not count:
             raise PeerError(f"the response of peer {self._peer} ended early")
         if self._waited > self._limit:
@@ -254,5 +254,5 @@ def _is_range(headers: Mapping[str, str], span: PeerRange) -> bool:
     if "Transfer-Encoding" in headers or "Content-Encoding" in headers:
         return False
     is_as_long = headers.get("Content-Length") == str(span.end - span.start)
-    begin = f"bytes {span.start}-{span.end - 1}/"
-    return is_as_long and headers.get("Content-Range", "").startswith(begin)
+    prefix = f"bytes {span.start}-{span.end - 1}/"
+    return is_as_long and headers.get("Content-Range", "").startswith(prefix)

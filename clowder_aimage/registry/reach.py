@@ -45,10 +45,10 @@ def reach(address: str) -> Reach:
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address) and not (ip.is_loopback or ip.is_unspecified):
-        inside = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
-        if inside is None and any(ip in network for network in _CARRY_IPV4):
-            inside = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        ip = inside or ip
+        embedded = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if embedded is None and any(ip in network for network in _CARRY_IPV4):
+            embedded = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        ip = embedded or ip
     if ip.is_loopback or ip.is_unspecified:
         return Reach.MACHINE
     if ip.is_link_local or ip.is_multicast:

@@ -102,10 +102,10 @@ def retry_after(value: str, timestamp: float, longest: float = LONGEST_PAUSE) ->
     if re.fullmatch(r"[0-9]{1,9}", text):
         return min(float(text), longest)
     try:
-        until = email.utils.parsedate_to_datetime(text).timestamp()
+        retry_at = email.utils.parsedate_to_datetime(text).timestamp()
     except (ValueError, TypeError, OverflowError):
         return 0.0
-    return min(max(until - timestamp, 0.0), longest)
+    return min(max(retry_at - timestamp, 0.0), longest)
 
 
 class Pause:
@@ -120,9 +120,9 @@ class Pause:
         """Read the Retry-After of a response."""
         if status in TRANSIENT_STATUS:
             timestamp = self._clock()
-            until = timestamp + retry_after(headers.get("Retry-After", ""), timestamp)
+            retry_at = timestamp + retry_after(headers.get("Retry-After", ""), timestamp)
             with self._lock:
-                self._until = max(self._until, until)
+                self._until = max(self._until, retry_at)
 
     def wait(self) -> None:
         """Wait until a request may be sent."""

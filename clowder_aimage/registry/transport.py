@@ -82,11 +82,11 @@ class StreamBody:
         if type(sock) is socket.socket and isinstance(self.stream, FileStream):
             self._send_file(sock, self.stream)
             return
-        left = self.size
-        while left:
-            block = memoryview(self.stream.read(min(left, _BLOCK)))
-            left -= len(block)
-            if not block or (self.last and not left and self.stream.read(1)):
+        remaining = self.size
+        while remaining:
+            block = memoryview(self.stream.read(min(remaining, _BLOCK)))
+            remaining -= len(block)
+            if not block or (self.last and not remaining and self.stream.read(1)):
                 raise EOFError("the body does not match its declared length")
             for start in range(0, len(block), _STEP):
                 # Each block is sent within the timeout of the socket.
@@ -94,17 +94,20 @@ class StreamBody:
 
     def _send_file(self, sock: socket.socket, stream: FileStream) -> None:
         file, offset, end = stream.fileno(), self.offset, self.offset + self.size
-        # The offset that must be exceeded by the time ``until``.
-        due, until = offset, 0.0
+        # The offset that must be exceeded by the deadline.
+        next_offset, deadline = offset, 0.0
         while offset < end:
-            if offset >= due:
-                due, until = offset + _STEP, time.monotonic() + (sock.gettimeout() or math.inf)
+            if offset >= next_offset:
+                next_offset = offset + _STEP
+                deadline = time.monotonic() + (sock.gettimeout() or math.inf)
             try:
                 count = os.sendfile(sock.fileno(), file, offset, min(end - offset, _BLOCK))
             except BlockingIOError:
                 # A socket with a timeout does not block in the kernel.
-                left = until - time.monotonic()
-                if left <= 0 or not wait_for_write(sock, None if left == math.inf else left):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0 or not wait_for_write(
+                    sock, None if remaining == math.inf else remaining
+                ):
                     raise TimeoutError("timed out while sending the body") from None
                 continue
             if not count:
@@ -247,13 +250,13 @@ class Transport:
         """Send one request, with the headers of its origin, and report it."""
         if self._own_headers[1] and origin(url) == self._own_headers[0]:
             headers = {**headers, **self._own_headers[1]}
-        report, began = self._on_exchange, time.monotonic()
+        report, started = self._on_exchange, time.monotonic()
         if report is None:
             return self._send(method, url, headers, body, timeout)
 
         def exchange(status: int, **fields: Any) -> RequestTrace:
             size = body.size if isinstance(body, StreamBody) else len(body or b"")
-            seconds, sent = time.monotonic() - began, redact_headers(headers)
+            seconds, sent = time.monotonic() - started, redact_headers(headers)
             details = {"sent": size, "request_headers": sent, **fields}
             return RequestTrace(method, redact_url(url), status, seconds, **details)
 

@@ -76,27 +76,27 @@ class _Upload:
         # The least bytes of a chunk other than the last.
         self._least = 0
         # The bytes that the registry has.
-        self._at = 0
+        self._offset = 0
         # The highest offset so far: losing data is not progress.
         self.furthest = 0
 
     def attempt(self) -> None:
         """Continue at the registry's offset, or begin an upload."""
         resumed = self._resume()
-        if (not resumed or self._at == self._content.size) and self._has_arrived():
+        if (not resumed or self._offset == self._content.size) and self._has_arrived():
             # All of it arrived, but the response was lost.
             return
         if not resumed and not self._begin():
             # The blob was mounted.
             return
-        while (left := self._content.size - self._at) > (self._session.chunk or RESUMABLE):
+        while (remaining := self._content.size - self._offset) > (self._session.chunk or RESUMABLE):
             chunk = self._session.chunk
-            self._patch(max(chunk, self._least) if chunk else left)
+            self._patch(max(chunk, self._least) if chunk else remaining)
         self._put()
 
     def _begin(self) -> bool:
         """Mount the blob, or begin an upload; return True if one has begun."""
-        self._location, self._at = None, 0
+        self._location, self._offset = None, 0
         response = self._origins.begin(self._session, self._content)
         if response is None:
             return False
@@ -131,18 +131,18 @@ class _Upload:
             answer.finish()
             self._is_lost = True
             return False
-        at = _received_size(answer)
+        received = _received_size(answer)
         self._follow(answer)
-        self._advance(at if at <= self._content.size else 0)
-        return 0 < at <= self._content.size
+        self._advance(received if received <= self._content.size else 0)
+        return 0 < received <= self._content.size
 
-    def _advance(self, at: int) -> None:
-        self._at = at
-        self.furthest = max(self.furthest, at)
+    def _advance(self, offset: int) -> None:
+        self._offset = offset
+        self.furthest = max(self.furthest, offset)
 
     def _has_arrived(self) -> bool:
         """Return True if the whole blob arrived, and only the response was lost."""
-        if not self._is_lost and not self._at:
+        if not self._is_lost and not self._offset:
             return False
         self._is_lost = False
         answer = self._session.request("HEAD", self._session.url(f"blobs/{self._content.digest}"))
@@ -151,24 +151,24 @@ class _Upload:
 
     def _patch(self, size: int) -> None:
         """Send the next chunk; smaller ones follow if it is too large."""
-        end = min(self._content.size, self._at + size)
-        headers = {"Content-Length": str(end - self._at)}
+        end = min(self._content.size, self._offset + size)
+        headers = {"Content-Length": str(end - self._offset)}
         # No range for a whole blob, as in docker.
-        if self._at or end < self._content.size:
-            headers["Content-Range"] = f"{self._at}-{end - 1}"
+        if self._offset or end < self._content.size:
+            headers["Content-Range"] = f"{self._offset}-{end - 1}"
         answer = self._send("PATCH", self._location or "", headers, end)
         if answer.status_code not in (202, 204):
             raise self._failure(answer)
         arrived = _received_size(answer)
         self._follow(answer)
-        self._advance(arrived if self._at < arrived <= end else end)
+        self._advance(arrived if self._offset < arrived <= end else end)
 
     def _put(self) -> None:
         """Send the remaining bytes and close the upload."""
-        left = self._content.size - self._at
-        headers = {"Content-Length": str(left)}
-        if self._at and left:
-            headers["Content-Range"] = f"{self._at}-{self._content.size - 1}"
+        remaining = self._content.size - self._offset
+        headers = {"Content-Length": str(remaining)}
+        if self._offset and remaining:
+            headers["Content-Range"] = f"{self._offset}-{self._content.size - 1}"
         parts = urlsplit(self._location or "")
         digest = urlencode({"digest": str(self._content.digest)})
         url = urlunsplit(parts._replace(query=f"{parts.query}&{digest}".lstrip("&")))
@@ -182,10 +182,10 @@ class _Upload:
         self, method: str, url: str, headers: dict[str, str], end: int, wait: float = READ_TIMEOUT
     ) -> RegistryResponse:
         """Send the blob's bytes from the current offset to ``end``."""
-        size = end - self._at
+        size = end - self._offset
         with self._open_body() if size else io.BytesIO() as stream:
             is_last = end == self._content.size
-            body = StreamBody(stream, self._at, size, last=is_last) if size else b""
+            body = StreamBody(stream, self._offset, size, last=is_last) if size else b""
             answer = self._session.request(
                 method, url, headers={**_KIND, **headers}, body=body, read_timeout=wait
             )
@@ -198,7 +198,7 @@ class _Upload:
         return answer
 
     def _open_body(self) -> Reader:
-        stream = self._body(self._at)
+        stream = self._body(self._offset)
         # A wrong size of a file is known before it is sent.
         if isinstance(stream, FileStream):
             try:
@@ -206,7 +206,7 @@ class _Upload:
             except VerificationError:
                 stream.close()
                 raise
-        elif not self._at:
+        elif not self._offset:
             return VerifyingReader(stream, self._content)
         return stream
 

@@ -44,9 +44,9 @@ class ConfigFields:
         if key := unknown_key({key: self.raw(key) for key in KEYS}):
             raise self.refuse(key, "unsupported quantization")
 
-    def refuse(self, key: str, why: str) -> ModelError:
+    def refuse(self, key: str, reason: str) -> ModelError:
         """Return the error for an unusable value."""
-        return ModelError(f"{self.name}: {key} = {self.values.get(key)!r:.80}: {why}")
+        return ModelError(f"{self.name}: {key} = {self.values.get(key)!r:.80}: {reason}")
 
     def raw(self, key: str, default: Any = None) -> Any:
         """Return the value unchanged, or the default if it is absent or null."""
