@@ -155,7 +155,7 @@ async def delete(service: Service, reference: Reference) -> None:
 
 async def unload(service: Service, digest: Digest) -> None:
     """Unload a model: at once if it is unused, else after its last request."""
-    for model in service.engine.loaded():
+    for model in service.engine.list_loaded():
         if model.digest == digest:
             model.keep_alive = 0.0
     await service.engine.expire()

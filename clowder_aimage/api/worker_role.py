@@ -107,7 +107,7 @@ class WorkerRole(Role):
             await asyncio.sleep(EXPIRY)
             try:
                 await self._service.engine.expire()
-                self._service.transfers.look()
+                self._service.transfers.count_stalls()
             except Exception:
                 _log.exception("cannot unload idle models")
 

@@ -16,7 +16,8 @@ _LOAD_OPTIONS = (
     *("memory", "models", "lora_dir", "context", "parallel"),
 )
 _TUNING = ("compile", "attention", "device")
-NEVER, IF_MISSING, ALWAYS = "never", "if-missing", "always"  # when an AImage is pulled
+# When an AImage is pulled
+NEVER, IF_MISSING, ALWAYS = "never", "if-missing", "always"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,13 @@ class EngineLimits:
     context: int | None = None
 
     def load_options(self, reference: str) -> dict[str, Any]:
-        """Return the options with which a process loads the model ``reference``.
+        """Return the options of a process to load the model ``reference``.
 
-        ``library`` has those of the library that computes pictures, which the process passes on.
+        The entry ``library`` has the options of the library that computes pictures.
         """
         options = {name: getattr(self, name) for name in _LOAD_OPTIONS}
-        name = reference.partition("@")[0]  # the digest may have been resolved
+        # Backends are configured by name, and the digest may have been resolved
+        name = reference.partition("@")[0]
         library = {
             "backend": self.backends.get(name, self.backend),
             "dtype": self.dtype,
@@ -78,18 +80,18 @@ class Pace:
 
     def observe(self, seconds: float) -> None:
         """Count a request; later ones weigh more."""
-        before = seconds if self.seconds is None else self.seconds
-        self.seconds = 0.7 * before + 0.3 * seconds
+        previous = seconds if self.seconds is None else self.seconds
+        self.seconds = 0.7 * previous + 0.3 * seconds
 
     def wait(self, count: int, running: Sequence[float]) -> int:
-        """Return the seconds until ``count`` requests are served, which wait, and the running ones.
+        """Return the seconds until the running requests and ``count`` waiting ones are served.
 
-        ``running``: the seconds that each will have taken, if its steps say so.
+        ``running``: the estimated durations of running requests, as far as steps were measured.
         """
-        known = [*running, *([] if self.seconds is None else [self.seconds])]
-        if not known:
+        durations = [*running, *([] if self.seconds is None else [self.seconds])]
+        if not durations:
             return _UNKNOWN
-        total = sum(known) / len(known) * (count + 1) / max(1, len(running))
+        total = sum(durations) / len(durations) * (count + 1) / max(1, len(running))
         return max(1, min(_LONGEST, math.ceil(total)))
 
 
@@ -110,6 +112,6 @@ class StoppedError(AImageError):
     """A model or a transfer was stopped, or the worker is shutting down."""
 
 
-def ending() -> StoppedError:
+def shutdown_error() -> StoppedError:
     """Return the error for requests to a worker that is shutting down."""
     return StoppedError("the worker is shutting down", hint="try another worker")

@@ -12,10 +12,12 @@ from clowder_aimage import errors
 from clowder_aimage.errors import AImageError
 
 FIRST, LONGEST = 1.0, 300.0  # seconds of backing off
-HOUR, DAY = 3600.0, 86400.0  # after content that failed verification, which is fetched again whole
+# After content that failed verification: it is fetched again completely
+HOUR, DAY = 3600.0, 86400.0
 TIME, SPACE, CHANGE = "time", "space", "change"
 WRONG, STORE = "verification_failed", "store_failed"
-NEVER_FETCHED = "never_fetched"  # missing, with the policy "never"
+# The model is missing, and the policy is "never"
+NEVER_FETCHED = "never_fetched"
 
 # The code of an error and the condition of the next attempt: time alone (backoff, or the next
 # check of the tag), more space, or a change
@@ -44,7 +46,7 @@ class Backoff:
     delay: float
 
 
-def again(error: AImageError, attempts: int, chance: float, refresh: float) -> Backoff:
+def next_attempt(error: AImageError, attempts: int, chance: float, refresh: float) -> Backoff:
     """Return the attempt after ``attempts`` consecutive failures.
 
     The backoff is exponential with full jitter (Brooker, "Exponential Backoff And Jitter", 2015);
@@ -60,9 +62,9 @@ def again(error: AImageError, attempts: int, chance: float, refresh: float) -> B
     return Backoff(code, after, max(retry_after, longest * chance, 0.1))
 
 
-def whole(times: int, chance: float) -> float:
-    """Return the delay in seconds after content failed verification ``times`` times.
+def full_backoff(failures: int, chance: float) -> float:
+    """Return the delay in seconds after content failed verification ``failures`` times.
 
     ``chance``, in [0, 1), shortens it, so that nodes that failed together do not retry together.
     """
-    return min(DAY, HOUR * 2.0 ** min(times - 1, 10)) * (1.0 - chance / 4.0)
+    return min(DAY, HOUR * 2.0 ** min(failures - 1, 10)) * (1.0 - chance / 4.0)

@@ -1,7 +1,7 @@
 """The client of a batch at a worker or a gateway (OpenAI, "Files" and "Batch").
 
-A batch is found again by the digest of its requests, which is in its metadata, until its files are
-removed from the server.
+A batch is identified by the digest of its requests in its metadata, until its files are removed
+from the server.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from clowder_aimage.engine.batch_line import OVER
 from clowder_aimage.engine.worker_client import WorkerClient
 from clowder_aimage.errors import AccessError, AImageError, FormatError, NetworkError, NotFoundError
 
-PAUSE, PATIENCE = 1.0, 600.0  # seconds before a busy server is asked again, and in all
-_MARK = "aimage_batch"  # in the metadata of a batch
+# Seconds between two requests to a busy server, and until giving up
+PAUSE, PATIENCE = 1.0, 600.0
+# The key in the metadata of a batch
+_MARK = "aimage_batch"
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
 class RemoteBatch:
-    """A batch of the server of ``client``, as it was when it was read last."""
+    """A batch of the server of ``client``, in the state of the last response."""
 
     client: WorkerClient
     value: dict[str, Any]
 
     @property
     def is_over(self) -> bool:
-        """Return whether it has ended."""
+        """Return True if it has ended."""
         return self.value["status"] in OVER
 
     @property
@@ -48,10 +50,12 @@ class RemoteBatch:
             counts = self.value["request_counts"]
             show(counts["completed"] + counts["failed"])
             time.sleep(PAUSE)
-            self.value = patiently(lambda: self._ask("GET", f"/v1/batches/{self.value['id']}"))
+            self.value = retry_while_busy(
+                lambda: self._ask("GET", f"/v1/batches/{self.value['id']}")
+            )
 
     def cancel(self) -> None:
-        """End it; what was answered is kept. An error is ignored."""
+        """Cancel the batch; finished requests keep their results. An error is ignored."""
         with suppress(AImageError):
             self._ask("POST", f"/v1/batches/{self.value['id']}/cancel")
 
@@ -67,13 +71,13 @@ class RemoteBatch:
                 self._ask("DELETE", f"/v1/files/{name}")
 
     def has_results(self) -> bool:
-        """Return whether the results are still at the server."""
+        """Return True if the results are still at the server."""
         with suppress(NotFoundError):
             return bool([self._ask("GET", f"/v1/files/{name}") for name in self.files])
         return False
 
     def _ask(self, method: str, path: str) -> dict[str, Any]:
-        return _checked(self.client, self.client.ask(method, path))
+        return _check_object(self.client, self.client.ask(method, path))
 
 
 @dataclass(slots=True)
@@ -82,31 +86,32 @@ class BatchClient:
 
     client: WorkerClient
     name: str
-    _taken: set[str] = field(default_factory=set)  # batches that were returned
+    # Batches that were returned
+    _returned: set[str] = field(default_factory=set)
 
     def open(self, lines: bytes, url: str) -> RemoteBatch:
         """Return the batch of these lines: one that was begun before, or a new one."""
         mark = hashlib.sha256(self.name.encode() + b"\n" + lines).hexdigest()
-        batch = patiently(lambda: self._find(mark) or self._begin(mark, lines, url))
-        self._taken.add(batch.value["id"])
+        batch = retry_while_busy(lambda: self._find(mark) or self._begin(mark, lines, url))
+        self._returned.add(batch.value["id"])
         return batch
 
     def _find(self, mark: str) -> RemoteBatch | None:
-        for value in self._listed():
-            known = value.get("metadata") or {}
-            if known.get(_MARK) != mark or value["id"] in self._taken:
+        for value in self._list():
+            metadata = value.get("metadata") or {}
+            if metadata.get(_MARK) != mark or value["id"] in self._returned:
                 continue
             batch = RemoteBatch(self.client, value)
             if not batch.is_over or batch.has_results():
                 return batch
         return None
 
-    def _listed(self) -> Iterator[dict[str, Any]]:
+    def _list(self) -> Iterator[dict[str, Any]]:
         after = ""
         while True:
             path = f"/v1/batches?limit=100{after}"
             try:
-                page = _checked(self.client, self.client.ask("GET", path))
+                page = _check_object(self.client, self.client.ask("GET", path))
             except NotFoundError:
                 message = f"the server at {self.client.endpoint} has no batches"
                 hint = "use a worker or a gateway of this version of aimage"
@@ -119,17 +124,17 @@ class BatchClient:
     def _begin(self, mark: str, lines: bytes, url: str) -> RemoteBatch:
         file = self.client.upload("/v1/files", {"purpose": "batch"}, "requests.jsonl", lines)
         body = {
-            "input_file_id": _checked(self.client, file)["id"],
+            "input_file_id": _check_object(self.client, file)["id"],
             "endpoint": url,
             "completion_window": "24h",
             "metadata": {_MARK: mark},
         }
         value = self.client.ask("POST", "/v1/batches", body)
-        return RemoteBatch(self.client, _checked(self.client, value))
+        return RemoteBatch(self.client, _check_object(self.client, value))
 
 
-def patiently(call: Callable[[], _T]) -> _T:
-    """Return the result of ``call``, which is repeated while the server is busy or away."""
+def retry_while_busy(call: Callable[[], _T]) -> _T:
+    """Call ``call`` until the server is neither busy nor unreachable; return its result."""
     retryer = tenacity.Retrying(
         retry=tenacity.retry_if_exception(_is_busy),
         wait=tenacity.wait_fixed(PAUSE),
@@ -144,7 +149,7 @@ def _is_busy(error: BaseException) -> bool:
     return is_refused or isinstance(error, NetworkError)
 
 
-def _checked(client: WorkerClient, value: Any) -> dict[str, Any]:
+def _check_object(client: WorkerClient, value: Any) -> dict[str, Any]:
     """Return an object of the API. Raises FormatError for anything else."""
     if not isinstance(value, dict) or not isinstance(value.get("object"), str):
         raise FormatError(f"invalid response from {client.endpoint}: expected an object")

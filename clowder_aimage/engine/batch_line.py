@@ -17,9 +17,12 @@ Url = Literal[
 ]
 URLS: tuple[str, ...] = get_args(Url)
 MAX_LINE = 16 << 20  # bytes of a request
-MAX_LINES, MAX_FILE = 50_000, 200 << 20  # requests and bytes of a batch (OpenAI, "Batch API")
-OVER = ("completed", "failed", "cancelled", "expired")  # the last states of a batch
-UNSENT = ("batch_cancelled", "batch_expired")  # codes of requests that a batch has not sent
+# Requests and bytes of a batch (OpenAI, "Batch API")
+MAX_LINES, MAX_FILE = 50_000, 200 << 20
+# The last states of a batch
+OVER = ("completed", "failed", "cancelled", "expired")
+# Codes of requests that a batch has not sent
+UNSENT = ("batch_cancelled", "batch_expired")
 
 
 @dataclass(frozen=True, slots=True)

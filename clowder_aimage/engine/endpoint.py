@@ -56,7 +56,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether only this machine can connect; False for a name that must be resolved."""
+        """Return True if only this machine can connect; False for a name to be resolved."""
         try:
             return self.scheme == "unix" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:

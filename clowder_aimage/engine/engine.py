@@ -51,7 +51,8 @@ from clowder_aimage.oci import Digest, Reference
 
 Emit = Callable[[Event], None]
 
-PLACE = 1.0  # seconds after which the place of a waiting request is looked at again
+# Seconds between two checks of the position of a waiting request
+POSITION_INTERVAL = 1.0
 _NONE: Mapping[int, Reference] = {}
 _log = logging.getLogger("aimage.worker")
 
@@ -79,12 +80,13 @@ class Engine:
         self._requests: set[QueuedRequest] = set()
         self._numbers = itertools.count(1)
         self._pace = admission.Pace()
-        self._left = asyncio.Event()  # set when a request has ended
+        # Set when a request has ended
+        self._request_ended = asyncio.Event()
         self.is_draining = False
 
-    def loaded(self) -> list[ModelSlot]:
+    def list_loaded(self) -> list[ModelSlot]:
         """Return the models in memory, most recently used first."""
-        return self._scheduler.loaded()
+        return self._scheduler.list_loaded()
 
     def set_eviction_cost(self, cost: Callable[[Digest], float]) -> None:
         """Unload the models of the least cost first, in place of those that are idle longest."""
@@ -93,7 +95,7 @@ class Engine:
     @property
     def planned(self) -> int:
         """The bytes of the blobs of models that are being loaded."""
-        return sum(one.stored.size for one in self._scheduler.models if one.load is not None)
+        return sum(model.stored.size for model in self._scheduler.models if model.load is not None)
 
     @property
     def waiting(self) -> int:
@@ -118,11 +120,11 @@ class Engine:
         """Yield the events of a generation; closing the generator cancels it between two steps.
 
         ``make`` returns the parameters and is called once the AImage and those of ``adapters`` are
-        in the store. An error of an adapter has its index as the fact ``adapter``. ``is_text``: it
-        is for a language model, which serves several requests at once. ``is_admitted``: it is a
-        part of a request that was admitted before, and is not refused if the queue is full.
-        ``stored`` is what ``read`` returned for the request: the name is resolved again, and its
-        blobs are checked, only if the model is not in memory.
+        in the store. An error of an adapter has its index as the fact ``adapter``. ``is_text``: the
+        model is a language model and serves several requests at once. ``is_admitted``: it belongs
+        to a request that was admitted before, and is not refused if the queue is full. ``stored``
+        is the result of ``read`` for the request: the name is resolved again, and its blobs are
+        checked, only if the model is not in memory.
 
         Raises:
             BusyError, DeadlineError, StoppedError: The request was refused or ended.
@@ -130,9 +132,17 @@ class Engine:
             UsageError, ModelError: The model cannot serve the request, or failed.
             AImageError: An error of ``make``, of a pull or of loading.
         """
-        how = encoding or PictureEncoding()
-        request = QueuedRequest(reference, make, how, keep_alive, pull, adapters, is_text, stored)
-        request.is_admitted = is_admitted
+        request = QueuedRequest(
+            reference,
+            make,
+            encoding or PictureEncoding(),
+            keep_alive,
+            pull,
+            adapters,
+            is_text,
+            stored,
+            is_admitted=is_admitted,
+        )
         return self._stream(request)
 
     def load(
@@ -158,7 +168,7 @@ class Engine:
         return await run_generation(read_model, self.store, root)
 
     async def _stream(self, request: QueuedRequest) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request, which is served in a separate task until this is closed.
+        """Yield the events of a request. A separate task serves it until the generator is closed.
 
         Events are queued, so that a slow consumer does not block the model.
         """
@@ -166,7 +176,8 @@ class Engine:
 
         def end(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
-                task.exception()  # raised below, unless the consumer has closed the generator
+                # Raised below, unless the consumer has closed the generator
+                task.exception()
             events.put_nowait(None)
 
         task = asyncio.create_task(self._serve(request, events.put_nowait))
@@ -182,16 +193,17 @@ class Engine:
     def check_room(self, *, is_text: bool = False) -> None:
         """Raise BusyError or StoppedError if a request would be refused now."""
         if self.is_draining:
-            raise admission.ending()
-        busy = sum(one.is_begun for one in self._requests)
-        most = self.limits.models * (self.limits.parallel if is_text else 1)
-        idle = max(0, most - busy)  # requests that would start at once
+            raise admission.shutdown_error()
+        busy = sum(request.is_begun for request in self._requests)
+        capacity = self.limits.models * (self.limits.parallel if is_text else 1)
+        # Further requests that would start at once do not count for the queue
+        idle = max(0, capacity - busy)
         self._check_queue("waiting", self.limits.queue + idle)
 
     def refuse(self, count: int) -> BusyError:
         """Count a refusal, because of ``count`` other requests, and return its error."""
         self.metrics.refused.inc()
-        running = [one.seconds for one in self._requests if one.seconds]
+        running = [request.seconds for request in self._requests if request.seconds]
         return BusyError(count, self._pace.wait(count, running))
 
     async def _serve(self, request: QueuedRequest, emit: Emit) -> None:
@@ -211,7 +223,7 @@ class Engine:
             self._requests.discard(request)
             self._scheduler.leave(request)
             self.metrics.queue.set(self.waiting)
-            self._left.set()
+            self._request_ended.set()
 
     def _check_queue(self, stage: str, limit: int) -> None:
         """Raise BusyError if a stage has ``limit`` requests already.
@@ -220,8 +232,10 @@ class Engine:
         whose model is in the store.
         """
         is_pulling = stage == "pulling"
-        waiting = [one for one in self._requests if not one.is_begun and not one.deaths]
-        count = sum((one.stage == "pulling") == is_pulling for one in waiting)
+        waiting = [
+            request for request in self._requests if not request.is_begun and not request.deaths
+        ]
+        count = sum((request.stage == "pulling") == is_pulling for request in waiting)
         if count >= limit:
             raise self.refuse(count)
 
@@ -241,27 +255,29 @@ class Engine:
         await self._serve_stored(request, await self._pull(request, emit), emit)
 
     async def _serve_stored(self, request: QueuedRequest, stored: StoredAImage, emit: Emit) -> None:
-        """Serve a request, again if its process dies because of another one."""
+        """Serve a request; repeat it if its process dies because of another request."""
         make = request.make
         parameters = await run_generation(make, stored.aimage) if make else None
         if isinstance(parameters, TextRequest):
-            parameters = _seeded(parameters)
+            parameters = _set_seed(parameters)
         while True:
             try:
                 await self._take_turn(request, stored, parameters, emit)
                 return
             except DiedError as error:
                 if request.sent.is_ended:
-                    return  # only the report of the end is missing
+                    # The client has the whole text: only the last frame is missing
+                    return
                 if request.is_suspect and error.is_alone and request.model is not None:
-                    self._scheduler.acquit(request.model)
+                    self._scheduler.clear_suspects(request.model)
                 if not request.is_text or error.is_alone or request.is_interrupted:
                     raise
             self._scheduler.leave(request)
-            request.suspect()  # perhaps another request ended the process
+            # Another request may have crashed the process
+            request.suspect()
             request.wait_again()
             if isinstance(parameters, TextRequest):
-                parameters = request.sent.rest(parameters)
+                parameters = request.sent.continuation(parameters)
 
     async def _pull(self, request: QueuedRequest, emit: Emit) -> StoredAImage:
         """Pull the model of a request, or its variant; it waits in the queue from then on."""
@@ -273,15 +289,15 @@ class Engine:
         request.stage, request.number = "waiting", next(self._numbers)
         return stored
 
-    async def _wait_in_line(self, request: QueuedRequest, emit: Emit) -> None:
-        """Wait until the request may begin; emit its place, and again when it has changed."""
-        place = None
+    async def _wait_in_queue(self, request: QueuedRequest, emit: Emit) -> None:
+        """Wait until the request may begin; emit its position, and again when it has changed."""
+        position = None
         while True:
-            if (ahead := self._scheduler.ahead(request)) != place:
-                place = ahead
+            if (ahead := self._scheduler.ahead(request)) != position:
+                position = ahead
                 emit(QueuedEvent(ahead))
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PLACE):
+                async with asyncio.timeout(POSITION_INTERVAL):
                     await request.moved.wait()
                 return
 
@@ -295,7 +311,7 @@ class Engine:
         """Wait for the model and serve the request; raise DiedError if its process dies."""
         model = self._scheduler.enter(request, stored)
         with span("queue"):
-            await self._wait_in_line(request, emit)
+            await self._wait_in_queue(request, emit)
         if not request.is_begun:
             emit(LoadingEvent())
             with span("load", model=str(model.reference)):
@@ -308,7 +324,8 @@ class Engine:
         """Load a model while its blobs arrive. Raises the errors of ``make``."""
         make = request.make
         parameters = await run_generation(make, stored.aimage) if make else None
-        if runtime_of(stored.aimage) is None:  # language models are loaded when they are complete
+        # Language models are loaded when they are complete
+        if runtime_of(stored.aimage) is None:
             self._scheduler.prepare(request, stored, parameters)
 
     async def _fetch_adapters(self, request: QueuedRequest, emit: Emit) -> None:
@@ -330,8 +347,8 @@ class Engine:
         if request.reference.registry is None or request.pull != admission.ALWAYS:
             with contextlib.suppress(NotFoundError):
                 resolve = partial(self.store.resolve, request.reference)
-                known = request.stored
-                root = known.descriptor if known else await run_generation(resolve)
+                stored = request.stored
+                root = stored.descriptor if stored else await run_generation(resolve)
                 if (loaded := self._scheduler.find_loaded(root.digest)) is not None:
                     return loaded
         return await self._find_complete(request.reference, request.pull)
@@ -353,11 +370,11 @@ class Engine:
     ) -> None:
         assert request.runner is not None  # noqa: S101 - set when the turn has come
         _log.info("generating", extra={"model": str(model.reference)})
-        outcome, begun = "cancelled", self._clock()
+        outcome, started = "cancelled", self._clock()
         observed = (
-            self._observed_steps(model, request, parameters, emit)
+            self._observe_steps(model, request, parameters, emit)
             if isinstance(parameters, GenerateRequest)
-            else self._observed_text(model, request, emit)
+            else self._observe_text(model, request, emit)
         )
 
         name = model.pinned_name(request.reference)
@@ -368,55 +385,56 @@ class Engine:
         except AImageError as error:
             outcome = "refused" if isinstance(error, UsageError) else "failed"
             if isinstance(error, NoMemoryError) and isinstance(parameters, GenerateRequest):
-                self._scheduler.unload(model, "memory")  # other requests load it again
+                # Its process frees all memory; other requests load the model again
+                self._scheduler.unload(model, "memory")
             raise
         finally:
             if outcome == "cancelled" and request.is_interrupted:
                 outcome = "failed"
-            self._observe(model, outcome, self._clock() - begun)
+            self._observe(model, outcome, self._clock() - started)
 
-    def _observed_steps(
+    def _observe_steps(
         self, model: ModelSlot, request: QueuedRequest, parameters: GenerateRequest, emit: Emit
     ) -> Emit:
         """Return a function that counts the events of pictures and passes them on."""
-        begun = last = self._clock()
+        started = previous = self._clock()
 
         def on_event(event: Event) -> None:
-            nonlocal last
-            now = self._clock()
+            nonlocal previous
+            timestamp = self._clock()
             if isinstance(event, StartedEvent):
                 model.loras = parameters.adapters.loras
             elif isinstance(event, Step):
-                self.metrics.steps.observe(now - last)
-                request.count_step(event, now - begun, parameters.output.n)
+                self.metrics.steps.observe(timestamp - previous)
+                request.count_step(event, timestamp - started, parameters.output.n)
             elif isinstance(event, ImageEvent):
-                record("decode", now - last)
+                record("decode", timestamp - previous)
                 request.has_output = True
                 event = replace(event, digest=str(model.digest))
-            last = now
+            previous = timestamp
             emit(event)
 
         return on_event
 
-    def _observed_text(self, model: ModelSlot, request: QueuedRequest, emit: Emit) -> Emit:
+    def _observe_text(self, model: ModelSlot, request: QueuedRequest, emit: Emit) -> Emit:
         """Return a function that counts the events of a text and passes them on."""
-        begun = self._clock()
+        started = self._clock()
         metrics, label = self.metrics, self.metrics.model(model.reference.repository)
 
         def on_event(event: Event) -> None:
             if not isinstance(event, TextPiece | ToolCall | TextEnd):
                 emit(event)
                 return
-            for passed in request.sent.add(event, self._clock()):
-                if not request.has_output and isinstance(passed, TextPiece | ToolCall):
-                    metrics.first_tokens.observe(self._clock() - begun)
+            for complete_event in request.sent.add(event, self._clock()):
+                if not request.has_output and isinstance(complete_event, TextPiece | ToolCall):
+                    metrics.first_tokens.observe(self._clock() - started)
                     request.has_output = True
-                elif isinstance(passed, TextEnd):
-                    metrics.tokens.labels(label, "prompt").inc(passed.prompt_tokens)
-                    metrics.tokens.labels(label, "text").inc(passed.tokens)
-                    if passed.tokens > 1 and passed.seconds > 0:
-                        metrics.token_rates.observe(passed.tokens / passed.seconds)
-                emit(passed)
+                elif isinstance(complete_event, TextEnd):
+                    metrics.tokens.labels(label, "prompt").inc(complete_event.prompt_tokens)
+                    metrics.tokens.labels(label, "text").inc(complete_event.tokens)
+                    if complete_event.tokens > 1 and complete_event.seconds > 0:
+                        metrics.token_rates.observe(complete_event.tokens / complete_event.seconds)
+                emit(complete_event)
 
         return on_event
 
@@ -433,17 +451,20 @@ class Engine:
     # -- ending
 
     async def stop(self, reference: Reference) -> bool:
-        """Unload the models of ``reference`` at once; return whether any were loaded."""
+        """Unload the models of ``reference`` at once; return False if none was in memory."""
         digest = None
         with contextlib.suppress(NotFoundError):
             digest = (await run_generation(self.store.resolve, reference)).digest
-        models = self._scheduler.models
-        found = [one for one in models if one.digest == digest or one.reference == reference]
+        matches = [
+            model
+            for model in self._scheduler.models
+            if model.digest == digest or model.reference == reference
+        ]
         for request in self._requests:
-            if request.model in found:
+            if request.model in matches:
                 request.interrupt(StoppedError(f"{reference} was stopped"))
-        await asyncio.gather(*(self._scheduler.stop(model) for model in found))
-        return bool(found)
+        await asyncio.gather(*(self._scheduler.stop(model) for model in matches))
+        return bool(matches)
 
     async def expire(self) -> None:
         """Unload idle models whose keep-alive has expired; call this periodically."""
@@ -458,17 +479,17 @@ class Engine:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace):
                 while any(request.is_begun for request in self._requests):
-                    self._left.clear()
-                    await self._left.wait()
+                    self._request_ended.clear()
+                    await self._request_ended.wait()
         self._interrupt(lambda _: True)
         await self._scheduler.end()
 
     def _interrupt(self, matches: Callable[[QueuedRequest], bool]) -> None:
         for request in filter(matches, self._requests):
-            request.interrupt(admission.ending())
+            request.interrupt(admission.shutdown_error())
 
 
-def _seeded(request: TextRequest) -> TextRequest:
+def _set_seed(request: TextRequest) -> TextRequest:
     """Return a request with a seed, so that its draws can go on in another process."""
     if request.sampling.seed is not None:
         return request

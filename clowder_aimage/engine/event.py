@@ -69,7 +69,7 @@ class PreviewEvent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageEvent:
-    """A finished picture, encoded, and how it was made; ``digest`` is that of the AImage."""
+    """A finished picture, encoded, with its metadata; ``digest`` is that of the AImage."""
 
     data: bytes
     seed: int
@@ -101,7 +101,7 @@ class EventLog:
     """The most recent events of a worker, without prompts, for clients."""
 
     def __init__(self) -> None:
-        self._items: deque[LoggedEvent] = deque(maxlen=MAX_EVENTS)
+        self._retained: deque[LoggedEvent] = deque(maxlen=MAX_EVENTS)
         self._numbers = itertools.count(1)
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -112,7 +112,7 @@ class EventLog:
         self.attach()
         if kind in LOGGED:
             _log.info(kind, extra=facts)
-        self._items.append(LoggedEvent(next(self._numbers), kind, facts))
+        self._retained.append(LoggedEvent(next(self._numbers), kind, facts))
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -123,17 +123,18 @@ class EventLog:
     def record_from_thread(self, kind: str, **facts: Any) -> None:
         """Add an event from another thread, if an event loop is attached."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            # The loop is closed
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(partial(self.record, kind, **facts))
 
     async def listen(self, after: int = 0) -> AsyncGenerator[LoggedEvent, None]:
         """Yield the retained events after number ``after``, then new ones."""
         while True:
-            found = [item for item in self._items if item.id > after]
-            for item in found:
-                after = item.id
-                yield item
-            if not found:
+            events = [event for event in self._retained if event.id > after]
+            for event in events:
+                after = event.id
+                yield event
+            if not events:
                 if self._is_closed:
                     return
                 await self._changed.wait()

@@ -1,7 +1,7 @@
 """Threads for calls that block, of separate executors: none of a kind waits for another kind.
 
-Whatever waits for a lock of a store gives up after LOCK_TIMEOUT, and a queued call of a cancelled
-task is not begun. So no thread is left behind for long.
+A wait for a lock of a store ends after LOCK_TIMEOUT, and a queued call of a cancelled task is not
+begun, so that no thread is blocked for long.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import ParamSpec, TypeVar
 
 from clowder_aimage.layout.lock import PATIENCE
 
-LOCK_TIMEOUT = 10.0  # seconds of waiting for a lock of a store
-PROBE_TIMEOUT = 2.0  # seconds of a probe in all
+# Seconds of waiting for a lock of a store
+LOCK_TIMEOUT = 10.0
+# Seconds of a probe in all
+PROBE_TIMEOUT = 2.0
 _IO, _LOCKING, _GENERATION, _PROBE = "io", "locking", "generation", "probe"
 _THREADS = {_IO: 16, _LOCKING: 8, _GENERATION: 8, _PROBE: 2}
 _T = TypeVar("_T")
@@ -51,9 +53,10 @@ async def run_probe(call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs)
 
 async def _run(kind: str, patience: float, call: Callable[[], _T]) -> _T:
     loop = asyncio.get_running_loop()
-    known = _executors.setdefault(loop, {})
-    if kind not in known:
-        known[kind] = ThreadPoolExecutor(_THREADS[kind], f"aimage-{kind}")
+    executors = _executors.setdefault(loop, {})
+    if kind not in executors:
+        executors[kind] = ThreadPoolExecutor(_THREADS[kind], f"aimage-{kind}")
     context = contextvars.copy_context()
+    # Threads of an executor are shared: the timeout is a variable of the call's context
     context.run(PATIENCE.set, patience)
-    return await loop.run_in_executor(known[kind], context.run, call)
+    return await loop.run_in_executor(executors[kind], context.run, call)

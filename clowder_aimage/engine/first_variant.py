@@ -1,4 +1,4 @@
-"""Smaller variants, which a worker uses while it fetches the AImages themselves."""
+"""Smaller variants, for use until the AImages themselves are in the store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FirstVariant:
     _store: ImageLayout
     _transfers: TransferQueue
     _precision: str | None
-    _known: dict[Reference, Reference] = field(default_factory=dict)
+    _variants: dict[Reference, Reference] = field(default_factory=dict)
     _tasks: dict[Reference, asyncio.Task[None]] = field(default_factory=dict)
 
     async def fetch(
@@ -41,15 +41,15 @@ class FirstVariant:
 
         ``begin`` is as in ``model_fetch.fetch``.
         """
-        used = await self._choose(reference)
-        if used is None:
+        variant = await self._choose(reference)
+        if variant is None:
             await fetch(self._transfers, reference, emit, begin)
             return await run_generation(find, self._store, reference)
         try:
-            stored = await run_generation(find, self._store, used)
+            stored = await run_generation(find, self._store, variant)
         except NotFoundError:
-            await fetch(self._transfers, used, emit, begin)
-            stored = await run_generation(find, self._store, used)
+            await fetch(self._transfers, variant, emit, begin)
+            stored = await run_generation(find, self._store, variant)
         if reference not in self._tasks:
             self._tasks[reference] = task = asyncio.create_task(self._complete(reference))
             task.add_done_callback(lambda _: self._tasks.pop(reference))
@@ -62,21 +62,22 @@ class FirstVariant:
         with contextlib.suppress(NotFoundError):
             await run_generation(find, self._store, reference)
             return None
-        if reference not in self._known:
+        if reference not in self._variants:
             connection = self._transfers.connection
-            found = await run_io(find_variant, reference, connection, self._precision)
-            if found is None:
+            variant = await run_io(find_variant, reference, connection, self._precision)
+            if variant is None:
                 facts = {"model": str(reference), "precision": self._precision}
                 _log.info("no variant of this precision", extra=facts)
                 return None
-            self._known[reference] = found
-        return self._known[reference]
+            self._variants[reference] = variant
+        return self._variants[reference]
 
     async def _complete(self, reference: Reference) -> None:
-        with contextlib.suppress(AImageError):  # logged by the queue; the next request repeats it
+        # Logged by the queue; the next request repeats it
+        with contextlib.suppress(AImageError):
             with self._transfers.pull(reference, urgency=DESIRED) as transfer:
                 await transfer.end()
-            self._known.pop(reference, None)
+            self._variants.pop(reference, None)
 
     def close(self) -> None:
         """End the work in the background."""

@@ -1,7 +1,7 @@
-"""Frames to the worker. The pieces of fast texts are gathered, and written a few times a second.
+"""Frames to the worker. Tokens of fast texts are gathered for a short time.
 
-A frame for each token would wake the worker and its client for each token, and their work takes
-the cores on which the next token is computed.
+A frame for each token would wake the worker and its client for each token. Their work takes CPU
+time from the computation of the next token.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from typing import BinaryIO
 from clowder_aimage.engine import frame
 from clowder_aimage.model.text.language_model import TextPiece, join_pieces
 
-GATHERED = 0.01  # seconds between two frames of a text
+# Seconds between two frames of a text
+MIN_INTERVAL = 0.01
 
 
 class FrameWriter:
-    """Writes frames to a file, from any thread. ``clock`` measures what is held back.
+    """Writes frames to a file, from any thread. ``clock`` measures the intervals.
 
-    A piece is written at once, unless its text had one just before: then it is held back, for
-    ``GATHERED`` seconds at most while ``write_in_time`` runs, and joined to those that follow.
+    A token is written at once, unless its text had a frame just before: then it is held back, for
+    ``MIN_INTERVAL`` seconds at most while ``write_in_time`` runs, and joined to the next tokens.
     """
 
     def __init__(self, target: BinaryIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._target, self._clock = target, clock
-        self._lock = threading.Lock()  # guards all below
-        self._written: dict[int, float] = {}  # when a text had its last frame, by its request
+        # Guards all below
+        self._lock = threading.Lock()
+        # Time of the last frame of a text, by the number of the request
+        self._written: dict[int, float] = {}
         self._held: dict[int, list[TextPiece]] = {}
         self._is_held = threading.Event()
 
@@ -44,7 +47,7 @@ class FrameWriter:
         """Write a piece of the text of a request, or hold it back. Raises BrokenPipeError."""
         with self._lock:
             self._held.setdefault(number, []).append(piece)
-            if self._clock() - self._written.get(number, -GATHERED) >= GATHERED:
+            if self._clock() - self._written.get(number, -MIN_INTERVAL) >= MIN_INTERVAL:
                 self._write(self._release())
             elif not self._is_held.is_set():
                 self._is_held.set()
@@ -53,16 +56,16 @@ class FrameWriter:
         """Write pieces that are held back too long, until the worker has exited."""
         with contextlib.suppress(BrokenPipeError):
             while self._is_held.wait():
-                time.sleep(GATHERED)
+                time.sleep(MIN_INTERVAL)
                 with self._lock:
                     self._is_held.clear()
                     self._write(self._release())
 
     def _release(self) -> bytes:
         """Return the frames of the pieces that are held back: one for each text and kind."""
-        frames, now = [], self._clock()
+        frames, timestamp = [], self._clock()
         for number, pieces in self._held.items():
-            self._written[number] = now
+            self._written[number] = timestamp
             for piece in join_pieces(pieces):
                 frames.append(frame.encode({"is": "piece", "id": number, **asdict(piece)}))
         self._held.clear()

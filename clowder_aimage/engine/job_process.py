@@ -27,10 +27,14 @@ from clowder_aimage.layout.completeness import open_valid
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Reference
 
-_INTERVAL = 0.2  # seconds between two reports
-_NICE = 10  # added to the nice value
-_SHARE = 0.8  # of the available memory
-_CORES = 2  # a thread for each two cores
+# Seconds between two reports
+_INTERVAL = 0.2
+# Added to the nice value
+_NICE = 10
+# Share of the available memory for the process
+_SHARE = 0.8
+# A thread for each two cores
+_CORES = 2
 _log = logging.getLogger("aimage.worker")
 
 
@@ -79,14 +83,16 @@ class JobReport:
 
 
 def perform(command: frame.Message, report: JobReport) -> None:
-    """Change an AImage as a command says, and report its progress and the result or the error."""
+    """Execute a command; report its progress and the result or the error."""
     try:
-        packed, remark = _changed(command, report)
-    except BrokenPipeError:  # the worker has exited
+        packed, remark = _change(command, report)
+    except BrokenPipeError:
+        # The worker has exited
         raise
     except AImageError as error:
         report.send("error", kind=type(error).__name__, message=error.message, hint=error.hint)
-    except Exception as error:  # every error is reported to the worker
+    except Exception as error:
+        # Every error is reported to the worker
         if machine.lacks_memory(error):
             hint = "unload models, then try again"
             report.send("error", kind="NoMemoryError", message="not enough memory", hint=hint)
@@ -95,27 +101,31 @@ def perform(command: frame.Message, report: JobReport) -> None:
         message = f"the job failed: {type(error).__name__}"
         report.send("error", kind="ModelError", message=message, hint=None)
     else:
-        size = sum(one.layer.descriptor.size for one in packed.layers)
-        new = sum(one.layer.descriptor.size for one in packed.layers if not one.existed)
+        size = sum(packed_layer.layer.descriptor.size for packed_layer in packed.layers)
+        new = sum(
+            packed_layer.layer.descriptor.size
+            for packed_layer in packed.layers
+            if not packed_layer.existed
+        )
         digest = str(packed.descriptor.digest)
         report.send("done", digest=digest, size=size, new=new, remark=remark)
 
 
-def _changed(command: frame.Message, report: JobReport) -> tuple[PackedModel, str]:
+def _change(command: frame.Message, report: JobReport) -> tuple[PackedModel, str]:
     store = LayeredStore([Path(root) for root in command["roots"]])
     source, target = Reference.parse(command["model"]), Reference.parse(command["target"])
     threads = max(1, (os.cpu_count() or 1) // _CORES)
     if command["kind"] == "fuse":
-        return _fused(command, report, store, source, target, threads)
+        return _fuse(command, report, store, source, target, threads)
     from clowder_aimage.create import convert
 
     survey = {"on_survey": partial(report.begin, "reading"), "on_surveyed": report.advance}
     recipe = Recipe.parse(**command["recipe"])
-    how = {"is_attached": command["attach"], "threads": threads, **survey, **report.callbacks()}
-    return convert(store, source, target, recipe, **how), ""
+    options = {"is_attached": command["attach"], "threads": threads, **survey, **report.callbacks()}
+    return convert(store, source, target, recipe, **options), ""
 
 
-def _fused(
+def _fuse(
     command: frame.Message,
     report: JobReport,
     store: LayeredStore,
@@ -130,14 +140,14 @@ def _fused(
     directory = Path(command["lora_dir"]) if command["lora_dir"] else None
     with store.lease() as lease:
         finder = AdapterFinder(store, partial(open_valid, store, lease=lease), directory)
-        asked = [LoraUse(**use) for use in command["loras"]]
-        uses = [(found := finder.find(use), found.strength(use.strength)) for use in asked]
-        made = fuse(store, source, target, uses, threads=threads, **report.callbacks())
-    return made.packed, made.remark
+        requested = [LoraUse(**use) for use in command["loras"]]
+        uses = [(adapter := finder.find(use), adapter.strength(use.strength)) for use in requested]
+        result = fuse(store, source, target, uses, threads=threads, **report.callbacks())
+    return result.packed, result.remark
 
 
 def _await_end(source: BinaryIO) -> None:
-    """Exit when the worker has ended."""
+    """Exit when the worker has exited: its end of the pipe is closed then."""
     source.read()
     os._exit(1)
 
@@ -147,18 +157,20 @@ def main() -> None:
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    warnings.simplefilter("ignore")  # of libraries, about values from models
+    # Libraries warn of values from models, such as overflows
+    warnings.simplefilter("ignore")
     logging.raiseExceptions = False
     os.nice(_NICE)
-    if (found := frame.read(source)) is None:
+    if (received := frame.read(source)) is None:
         return
     threading.Thread(target=_await_end, args=(source,), daemon=True).start()
     free = machine.available()
     machine.limit_memory(None if free is None else int(free * _SHARE))
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
-        perform(found[0], JobReport(target))
+        perform(received[0], JobReport(target))
     sys.stderr.flush()
-    os._exit(0)  # without joining threads
+    # Without joining threads
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The jobs of a worker, which make an AImage from another: conversions, and adapters fused.
+"""The jobs of a worker: conversions of AImages, and fusions of adapters.
 
-They run one after another, each in its own process. A worker remembers its last jobs in memory
-only: they end with it.
+They run one after another, each in its own process. The latest jobs are kept in memory only: a
+worker that exits loses them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from clowder_aimage.engine import frame
-from clowder_aimage.engine.admission import BusyError, ending
+from clowder_aimage.engine.admission import BusyError, shutdown_error
 from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.runner import error_of, log_lines, start_process
 from clowder_aimage.errors import AImageError, ModelError, NoMemoryError
@@ -30,9 +30,12 @@ RUNNING: Final = "running"
 DONE: Final = "done"
 FAILED: Final = "failed"
 CANCELLED: Final = "cancelled"
-MAX_WAITING = 8  # jobs that are queued or running
-MAX_ENDED = 50  # ended jobs that are remembered
-_WAIT = 60  # seconds after which a refused job may be requested again
+# Limit of queued and running jobs
+MAX_WAITING = 8
+# Ended jobs that clients can still list
+MAX_ENDED = 50
+# Seconds after which a refused job may be requested again
+_WAIT = 60
 _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.job_process")
 
 
@@ -40,9 +43,9 @@ _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.job_process")
 class Job:
     """A job: it makes ``target`` from ``model``, by the options in ``command``.
 
-    ``stage`` is that of its process, in which ``completed`` of ``total`` bytes are done. ``result``
-    has the ``digest`` and the ``size`` of the new AImage, the bytes that are ``new`` in the store,
-    and a ``remark``. Times are seconds since the epoch.
+    ``completed`` of ``total`` bytes of the ``stage`` are done. ``result`` has the ``digest`` and
+    the ``size`` of the new AImage, the bytes that are ``new`` in the store, and a ``remark``. Times
+    are seconds since the epoch.
     """
 
     id: str
@@ -64,8 +67,8 @@ class Job:
     def is_over(self) -> bool:
         return self.ended is not None
 
-    def take(self, message: frame.Message) -> None:
-        """Note what the process has reported."""
+    def record(self, message: frame.Message) -> None:
+        """Record a report of the process."""
         facts = {key: value for key, value in message.items() if key != "is"}
         if message["is"] == "progress":
             self.stage, self.completed = facts["stage"], facts["completed"]
@@ -75,8 +78,8 @@ class Job:
         else:
             self.status, self.result, self.completed = DONE, facts, self.total
 
-    def take_end(self, code: int | None) -> None:
-        """Note the end of a process with the exit code ``code``."""
+    def record_end(self, code: int | None) -> None:
+        """Record the end of the process with the exit code ``code``."""
         if self.status != RUNNING:
             return
         self.status = FAILED
@@ -99,7 +102,7 @@ class JobQueue:
         lora_dir: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._place = {
+        self._store_options = {
             "roots": [str(root) for root in roots],
             "lora_dir": None if lora_dir is None else str(lora_dir),
         }
@@ -109,7 +112,7 @@ class JobQueue:
         self._turn = asyncio.Lock()
         self._is_closed = False
 
-    def all(self) -> list[Job]:
+    def list_jobs(self) -> list[Job]:
         """Return the known jobs, the latest first."""
         return list(reversed(self._jobs.values()))
 
@@ -117,25 +120,25 @@ class JobQueue:
         """Return the job with an id, or None."""
         return self._jobs.get(number)
 
-    def is_made(self, name: Reference) -> bool:
-        """Return whether a job that is not over makes an AImage with this name."""
+    def is_target(self, name: Reference) -> bool:
+        """Return True if a queued or running job makes an AImage with this name."""
         return any(job.target == name and not job.is_over for job in self._jobs.values())
 
     def add(self, kind: str, model: Reference, target: Reference, options: frame.Message) -> Job:
         """Queue a job. Raises BusyError if too many wait; StoppedError at the worker's end."""
         if self._is_closed:
-            raise ending()
+            raise shutdown_error()
         if len(self._tasks) >= MAX_WAITING:
             raise BusyError(len(self._tasks), _WAIT)
-        what = {"kind": kind, "model": str(model), "target": str(target)}
-        command = {**what, **self._place, **options}
+        names = {"kind": kind, "model": str(model), "target": str(target)}
+        command = {**names, **self._store_options, **options}
         job = Job(secrets.token_hex(8), kind, model, target, command, self._clock())
         self._jobs[job.id] = job
-        over = [one for one in self._jobs.values() if one.is_over]
-        for old in over[: max(0, len(over) - MAX_ENDED)]:
-            del self._jobs[old.id]
+        ended = [old for old in self._jobs.values() if old.is_over]
+        for oldest in ended[: max(0, len(ended) - MAX_ENDED)]:
+            del self._jobs[oldest.id]
         task = self._tasks[job.id] = asyncio.create_task(self._run(job))
-        task.add_done_callback(lambda _: self._ended(job))
+        task.add_done_callback(lambda _: self._finish(job))
         return job
 
     async def cancel(self, job: Job) -> None:
@@ -172,24 +175,24 @@ class JobQueue:
                     process.kill()
                 await process.wait()
                 await lines
-            job.take_end(process.returncode)
+            job.record_end(process.returncode)
 
     async def _follow(self, job: Job, process: asyncio.subprocess.Process) -> None:
-        """Send the command, and note what the process reports until it ends."""
+        """Send the command, and record the reports of the process until it ends."""
         assert process.stdin is not None and process.stdout is not None  # noqa: S101 - pipes
         with contextlib.suppress(ConnectionError):
             process.stdin.write(frame.encode(job.command))
             await process.stdin.drain()
-        while (found := await frame.receive(process.stdout)) is not None:
-            job.take(found[0])
+        while (received := await frame.receive(process.stdout)) is not None:
+            job.record(received[0])
         await process.wait()
 
-    def _ended(self, job: Job) -> None:
+    def _finish(self, job: Job) -> None:
         task = self._tasks.pop(job.id)
         if task.cancelled() and job.status in (QUEUED, RUNNING):
             job.status = CANCELLED
-        elif not task.cancelled() and (fault := task.exception()) is not None:
-            job.status, job.error = FAILED, ModelError(f"the job failed: {type(fault).__name__}")
+        elif not task.cancelled() and (error := task.exception()) is not None:
+            job.status, job.error = FAILED, ModelError(f"the job failed: {type(error).__name__}")
         job.ended = self._clock()
         facts = {"job": job.id, "change": job.kind, "model": str(job.model)}
         reason = {"reason": job.error.message} if job.error is not None else {}

@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions
 
 Check = Callable[[Reference, AImage], None]
-_GRACE = 2.0  # seconds for a pull to stop
+# Seconds for a pull to stop
+_GRACE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class FetchedAImage:
-    """A leased AImage, and its blobs, which may still be arriving by ``pull``."""
+    """A leased AImage and its blobs; they may still be arriving by ``pull``."""
 
     stored: StoredAImage
     files: BlobFiles
@@ -43,7 +44,7 @@ class FetchedAImage:
 
     @property
     def is_arriving(self) -> bool:
-        """Return whether blobs may be missing. Raises the error of a failed pull."""
+        """Return True if blobs may be missing. Raises the error of a failed pull."""
         return self.pull is not None and not self.pull.is_over()
 
     def end(self) -> None:
@@ -53,16 +54,16 @@ class FetchedAImage:
 
 
 class BackgroundPull:
-    """A pull in a thread of its own, which is stopped when the context ends.
+    """A pull in a separate thread. It is stopped when the context ends.
 
-    ``begun`` becomes the AImage, leased, before its blobs are fetched, or None if it cannot be used
-    before the end; ``result`` becomes its manifest, or the error of the pull.
+    ``arriving`` becomes the AImage, leased, before its blobs are fetched, or None if it cannot be
+    used before the end; ``result`` becomes its manifest, or the error of the pull.
     """
 
     def __init__(
         self, work: Callable[[PullOptions], Descriptor], lease: Lease, on_event: OnEvent
     ) -> None:
-        self.begun: Future[StoredAImage | None] = Future()
+        self.arriving: Future[StoredAImage | None] = Future()
         self.result: Future[Descriptor] = Future()
         self._work, self._lease, self._on_event = work, lease, on_event
         self._is_stopped = False
@@ -76,10 +77,11 @@ class BackgroundPull:
 
     def __exit__(self, *_: object) -> None:
         self._is_stopped = True
-        self._thread.join(_GRACE)  # it may hang on an unresponsive registry
+        # It may hang on an unresponsive registry
+        self._thread.join(_GRACE)
 
     def is_over(self) -> bool:
-        """Return whether the pull has ended. Raises its error."""
+        """Return True if the pull has ended. Raises its error."""
         if is_done := self.result.done():
             self.result.result()
         return is_done
@@ -92,16 +94,17 @@ class BackgroundPull:
         except BaseException as error:
             self.result.set_exception(error)
         finally:
-            if not self.begun.done():
-                self.begun.set_result(None)
+            if not self.arriving.done():
+                self.arriving.set_result(None)
 
     def _begin(self, stored: StoredAImage) -> tuple[str, ...]:
         lease_aimage(stored, self._lease)
-        self.begun.set_result(stored)
+        self.arriving.set_result(stored)
         return COMPONENTS
 
     def _watch(self, event: CopyEvent) -> None:
-        if self._is_stopped and event.kind in ("plan", "progress"):  # what has come is kept
+        # Between two chunks: partial blobs stay in the store for the next pull
+        if self._is_stopped and event.kind in ("plan", "progress"):
             raise AImageError("the pull was cancelled")
         self._on_event(event)
 
@@ -119,9 +122,9 @@ def fetch(
     """Yield a leased AImage from the store, or one that is being pulled from its registry.
 
     Its networks can be loaded while it arrives. If the block ends before the pull, the pull is
-    stopped: nothing is named then, and what has come is kept for the next one. ``connect`` is
-    called for a pull only. ``check`` raises an error for an AImage of another kind than wanted,
-    before its weights are fetched; by default ``check_pipeline``.
+    stopped: no tag is set, and partial blobs stay for the next pull. ``connect`` is called for a
+    pull only. ``check`` raises an error for an AImage of an unsuitable kind, before its weights
+    are fetched; by default ``check_pipeline``.
 
     Raises:
         NotFoundError: it is missing or partial in the store, and its name has no registry, or the
@@ -130,25 +133,26 @@ def fetch(
     """
     check = check or check_pipeline
     try:
-        known = read_aimage(store, reference)
+        existing = read_aimage(store, reference)
     except NotFoundError:
         pass
     else:
-        check(reference, known.aimage)
+        check(reference, existing.aimage)
     try:
-        found = FetchedAImage(open_valid(store, reference, lease), store)
+        fetched = FetchedAImage(open_valid(store, reference, lease), store)
     except NotFoundError as missing:
         connection = connect()
         if connection.expand(reference).registry is None:
             raise
         work = partial(_pull, store, reference, connection, missing)
     else:
-        yield found
+        yield fetched
         return
-    from clowder_aimage.pull import stored_name  # late: it takes 70 ms
+    # Imported here, as the import takes 70 ms and models are usually in the store
+    from clowder_aimage.pull import stored_name
 
     with BackgroundPull(work, lease, on_event) as pulling:
-        stored = pulling.begun.result()
+        stored = pulling.arriving.result()
         if stored is None:
             name = stored_name(reference, pulling.result.result())
             yield FetchedAImage(open_valid(store, name, lease), store)
@@ -167,13 +171,14 @@ def _pull(
 ) -> Descriptor:
     from clowder_aimage.pull import pull
 
-    words = ""
-    if isinstance(missing, IncompleteError):  # even if the tag has moved in the registry
-        reference, words = replace(reference, digest=missing.digest), f"; {missing.message}"
+    suffix = ""
+    # Complete the stored manifest, even if the tag has moved in the registry
+    if isinstance(missing, IncompleteError):
+        reference, suffix = replace(reference, digest=missing.digest), f"; {missing.message}"
     try:
         return pull(reference, store, connection, options).root
     except AImageError as error:
-        error.message += words
+        error.message += suffix
         raise
 
 
@@ -207,10 +212,11 @@ def check_pipeline(reference: Reference, aimage: AImage) -> None:
     if kind != "files" and any(layer.name == "model_index.json" for layer in aimage.layers):
         return
     if not kind and not any(layer.name.endswith(".tar") for layer in aimage.layers):
-        return  # the loader reports missing files
-    what = f"has the format {str(kind)[:60]!r}" if kind else "is packed as tar files"
+        # The loader reports missing files
+        return
+    reason = f"has the format {str(kind)[:60]!r}" if kind else "is packed as tar files"
     raise ModelError(
-        f"{reference} {what}, which cannot be run",
+        f"{reference} {reason}, which cannot be run",
         remedy="export_files" if kind else "export_to_pack",
         reference=reference,
     )

@@ -13,28 +13,32 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-_SHARE = 0.8  # of the memory; the rest is for the system and other processes
-_LIMITS = ("memory.max", "memory.limit_in_bytes")  # of cgroup version 2 and version 1
-_NO_MEMORY = ("allocate", "out of memory", "bad_alloc")  # in messages of MLX and its libraries
-_UNLIMITED = 1 << 60  # version 1 reports a huge number for no limit
+# Share of the memory for models; the system and other processes need the rest
+_SHARE = 0.8
+# The files of cgroup version 2 and version 1
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+# Words in the messages of MLX and its libraries
+_NO_MEMORY = ("allocate", "out of memory", "bad_alloc")
+# Version 1 reports a huge number for no limit
+_UNLIMITED = 1 << 60
 
 
 def memory(root: Path = Path("/")) -> int | None:
     """Return the number of bytes that a worker may use; None if unknown."""
     limits = (_number(group / name) for group in _groups(root) for name in _LIMITS)
-    found = [size for size in (_physical(), *limits) if 0 < size < _UNLIMITED]
-    return int(min(found) * _SHARE) if found else None
+    sizes = [size for size in (_physical(), *limits) if 0 < size < _UNLIMITED]
+    return int(min(sizes) * _SHARE) if sizes else None
 
 
 def available(root: Path = Path("/")) -> int | None:
     """Return the number of bytes available to a new process; None if unknown."""
     kilobytes = _fields(root / "proc/meminfo").get("MemAvailable:")
-    found = [] if kilobytes is None else [kilobytes * 1024]
+    sizes = [] if kilobytes is None else [kilobytes * 1024]
     for group in _groups(root):
-        limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-        if limit and used:
-            found.append(limit - used + _fields(group / "memory.stat").get("inactive_file", 0))
-    return max(0, min(found)) if found else None
+        limit, usage = _number(group / "memory.max"), _number(group / "memory.current")
+        if limit and usage:
+            sizes.append(limit - usage + _fields(group / "memory.stat").get("inactive_file", 0))
+    return max(0, min(sizes)) if sizes else None
 
 
 def _physical() -> int:
@@ -59,15 +63,16 @@ def _groups(root: Path) -> Iterator[Path]:
             continue
         mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         inner = mount / path.lstrip("/")
-        # in a container, the path may be the host's while the container's group is mounted
-        yield from (one for one in (inner, *inner.parents) if one.is_relative_to(mount))
+        # In a container, the path may be the host's while the container's group is mounted
+        yield from (group for group in (inner, *inner.parents) if group.is_relative_to(mount))
 
 
 def _number(file: Path) -> int:
     try:
         return int(file.read_text())
     except (OSError, ValueError):
-        return 0  # "max"
+        # Also for "max", the text for no limit
+        return 0
 
 
 def _fields(file: Path) -> dict[str, int]:
@@ -82,17 +87,18 @@ def _fields(file: Path) -> dict[str, int]:
 def limit_memory(share: int | None) -> None:
     """Make allocations beyond the machine's memory fail, before the system ends other processes.
 
-    ``share`` is what ``memory`` returns.
+    ``share`` is a result of ``memory``.
     """
     if sys.platform == "linux" and share is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        # The inverse of _SHARE: the limit is the whole memory
         total = share * 5 // 4
         soft = total if hard == resource.RLIM_INFINITY else min(total, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Return whether an allocation failed, for which MLX raises a RuntimeError."""
+    """Return True if an allocation failed. MLX raises a RuntimeError then."""
     text = str(error).lower()
     is_of_mlx = isinstance(error, RuntimeError) and any(word in text for word in _NO_MEMORY)
     return isinstance(error, MemoryError) or is_of_mlx

@@ -25,8 +25,10 @@ _LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 # Outcomes of resolving a tag. refused: an error response of the registry; failed: no response
 TAG_CHECKS = ("unchanged", "moved", "refused", "failed")
 SOURCES = ("registry", "mirror", "neighbour", "cache")
-_HOSTS = 20  # registries with their own label
-_MODELS = 50  # models with their own label
+# Registries with their own label
+_HOSTS = 20
+# Models with their own label
+_MODELS = 50
 _RATES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _SHORT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -97,29 +99,29 @@ class Metrics:
         self.model = partial(_label, set(), _MODELS)
         self._shown: set[str] = set()
 
-    def tag_checked(self, registry: str, outcome: str) -> None:
+    def count_tag_check(self, registry: str, outcome: str) -> None:
         """Count a resolved tag; ``outcome`` is one of TAG_CHECKS.
 
         All outcomes are created together: a counter that starts at 1 shows no increase.
         """
         host = self.host(registry)
-        for each in TAG_CHECKS:
-            self.tag_checks.labels(each, host)
+        for known_outcome in TAG_CHECKS:
+            self.tag_checks.labels(known_outcome, host)
         self.tag_checks.labels(outcome, host).inc()
 
     def show_models(self, loaded: Iterable[str]) -> None:
         """Set the models in memory."""
-        there = {self.model(name) for name in loaded}
-        for name in self._shown | there:
-            self.models.labels(name).set(name in there)
-        self._shown |= there
+        labels = {self.model(name) for name in loaded}
+        for name in self._shown | labels:
+            self.models.labels(name).set(name in labels)
+        self._shown |= labels
 
     def text(self) -> bytes:
         """Format all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-def _label(known: set[str], limit: int, name: str) -> str:
-    if len(known) < limit:
-        known.add(name)
-    return name if name in known else "other"
+def _label(labels: set[str], limit: int, name: str) -> str:
+    if len(labels) < limit:
+        labels.add(name)
+    return name if name in labels else "other"

@@ -10,7 +10,7 @@ from functools import partial
 
 import tenacity
 
-from clowder_aimage.engine.backoff import again
+from clowder_aimage.engine.backoff import next_attempt
 from clowder_aimage.engine.event import PullingEvent
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.transfer_queue import DESIRED, TransferQueue
@@ -20,8 +20,10 @@ from clowder_aimage.layout.completeness import check_stored, completion_advice, 
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_stored
 from clowder_aimage.oci import Descriptor, Reference
 
-MAX_DELAY = 60.0  # seconds between two attempts to fetch a model
-_INTERVAL = 0.2  # seconds between two events of a download
+# Seconds between two attempts to fetch a model
+MAX_DELAY = 60.0
+# Seconds between two events of a download
+_INTERVAL = 0.2
 
 Begin = Callable[[StoredAImage], Awaitable[None]]
 _log = logging.getLogger("aimage.worker")
@@ -39,13 +41,14 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
         raise NotFoundError(f"model {reference} not found", hint=hint) from None
     try:
         stored = read_stored(store, root)
-        found = check_stored(store, stored)
-    except (NotFoundError, VerificationError):  # of the manifest or the config
+        completeness = check_stored(store, stored)
+    except (NotFoundError, VerificationError):
+        # Raised for the manifest or the config
         missing = "its manifest or config"
     else:
-        if found.is_complete:
+        if completeness.is_complete:
             return stored
-        missing = describe_missing(stored, found)
+        missing = describe_missing(stored, completeness)
     raise NotFoundError(
         f"model {reference} is incomplete or damaged: the store lacks {missing}",
         **completion_advice(store, reference, root),
@@ -85,15 +88,17 @@ async def fetch(
 
 
 async def preload(store: ImageLayout, transfers: TransferQueue, names: Sequence[str]) -> None:
-    """Fetch models until all are in the store; log failures, and those that no registry has."""
+    """Fetch models until all are in the store; log failures, and missing local models."""
     references = [Reference.parse(name) for name in dict.fromkeys(names)]
-    for local in [one for one in references if one.registry is None]:
+    for local in [reference for reference in references if reference.registry is None]:
         try:
             await run_io(find, store, local)
         except AImageError as error:
             reason = f"{error.message}; {error.hint}" if error.hint else error.message
             _log.warning("wanted model missing", extra={"model": str(local), "reason": reason})
-    await asyncio.gather(*(_preload(transfers, one) for one in references if one.registry))
+    await asyncio.gather(
+        *(_preload(transfers, reference) for reference in references if reference.registry)
+    )
 
 
 async def _preload(transfers: TransferQueue, reference: Reference) -> None:
@@ -117,7 +122,7 @@ def _delay(state: tenacity.RetryCallState) -> float:
     if not isinstance(error, AImageError):
         return MAX_DELAY
     chance = random.random()  # noqa: S311 - jitter
-    return min(again(error, state.attempt_number, chance, MAX_DELAY).delay, MAX_DELAY)
+    return min(next_attempt(error, state.attempt_number, chance, MAX_DELAY).delay, MAX_DELAY)
 
 
 def _log_failure(reference: Reference, state: tenacity.RetryCallState) -> None:

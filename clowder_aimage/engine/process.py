@@ -40,15 +40,17 @@ from clowder_aimage.model.text.language_model import (
 from clowder_aimage.model.text.runtime import load_language_model, runtime_of
 from clowder_aimage.oci import Descriptor, Reference
 
-_INTERVAL = 1.0  # seconds between two reports of a load
-_FACTS = ("adapter", "controlnet", "field", "tokens", "context")  # of errors, for the worker
+# Seconds between two reports of a load
+_INTERVAL = 1.0
+# Facts of errors that the worker needs
+_FACTS = ("adapter", "controlnet", "field", "tokens", "context")
 
 _Text = TextEvent | Embeddings
 _log = logging.getLogger("aimage.worker")
 
 
 class _PinnedStore(LayeredStore):
-    """Stores in which every name resolves to one manifest, even if the tag has moved."""
+    """Stores that resolve every name to the same manifest, even if the tag has moved."""
 
     def __init__(self, roots: Sequence[Path], manifest: Descriptor) -> None:
         super().__init__(roots)
@@ -65,11 +67,15 @@ class ModelProcess:
         self._source, self._frames = source, FrameWriter(target)
         self._commands: queue.Queue[frame.Message | None] = queue.Queue()
         self._cancelled: set[int] = set()
-        self._is_orphaned = False  # the worker has exited
-        self._is_stuck = False  # a thread runs that cannot be ended
-        self._is_complete = False  # no more blobs will arrive
+        # The worker has exited
+        self._is_orphaned = False
+        # A thread of a library does not end: the process must exit
+        self._is_stuck = False
+        # No more blobs will arrive
+        self._is_complete = False
         self._model: Any = None
-        self._texts: dict[int, Generator[_Text, None, None]] = {}  # read in turns
+        # Served in turns, an event each
+        self._texts: dict[int, Generator[_Text, None, None]] = {}
         self._leases = contextlib.ExitStack()
 
     def run(self) -> None:
@@ -90,8 +96,8 @@ class ModelProcess:
 
     def _read(self) -> None:
         try:
-            while (found := frame.read(self._source)) is not None:
-                command, _ = found
+            while (received := frame.read(self._source)) is not None:
+                command, _ = received
                 if command["do"] == "cancel":
                     self._cancelled.add(command["id"])
                 else:
@@ -110,16 +116,18 @@ class ModelProcess:
 
     @contextlib.contextmanager
     def _reporting_errors(self, number: int | None) -> Iterator[None]:
-        """Report the error of a request, whose text ends then, to the worker."""
+        """Report the error of a request to the worker."""
         try:
             yield
-        except BrokenPipeError:  # the worker has exited
+        except BrokenPipeError:
+            # The worker has exited
             raise
         except AImageError as error:
             facts = {key: error.facts[key] for key in _FACTS if key in error.facts}
             self._fail(number, type(error).__name__, error.message, error.hint, **facts)
             self._is_stuck = isinstance(error, StuckError)
-        except Exception as error:  # every error is reported to the worker
+        except Exception as error:
+            # Every error is reported to the worker
             if machine.lacks_memory(error):
                 self._fail(number, "NoMemoryError", "not enough memory")
                 return
@@ -144,50 +152,53 @@ class ModelProcess:
                 else:
                     self._load_pipeline(local_fetch.FetchedAImage(stored, store), command)
                 return
-            # the worker ends this process if the pull fails
+            # The worker ends this process if the pull fails
             arrival = store, manifest, command["document"].encode(), lease, self._is_over
             self._load_pipeline(local_fetch.find_arriving(*arrival), command)
 
     def _load_text(self, store: LayeredStore, stored: StoredAImage, command: frame.Message) -> None:
         """Load a language model."""
         names = ("dtype", "context", "parallel", "memory", "models")
-        how = {name: command[name] for name in names if command.get(name) is not None}
-        self._model = model = load_language_model(store, stored.aimage, **how)
-        if model.device.startswith("cpu"):  # drivers of GPUs map more than there is
+        options = {name: command[name] for name in names if command.get(name) is not None}
+        self._model = model = load_language_model(store, stored.aimage, **options)
+        # Not with a GPU: its driver maps more than the machine's memory
+        if model.device.startswith("cpu"):
             machine.limit_memory(machine.memory())
         facts = {"parallel": model.parallel, "context": model.context}
         plan = f"a context of {model.context} tokens for each of {model.parallel} requests"
         self._report_loaded(model.device, model.dtype, plan, **facts)
 
-    def _load_pipeline(self, found: Any, command: frame.Message) -> None:
-        """Load an image model, whose blobs may be arriving."""
+    def _load_pipeline(self, fetched: Any, command: frame.Message) -> None:
+        """Load an image model. Its blobs may be arriving."""
         from clowder_aimage.generation.request import GenerateRequest
 
-        place, finder = (found.files, found.stored), self._finder(command)
-        self._model = _load_model(command.get("library", {}), *place, finder=finder)
+        content, finder = (fetched.files, fetched.stored), self._make_finder(command)
+        self._model = _load_model(command.get("library", {}), *content, finder=finder)
         if self._model.warning:
             _log.warning("%s", self._model.warning)
-        if self._model.device_memory is None:  # drivers of GPUs map more than there is
+        # Not with a GPU: its driver maps more than the machine's memory
+        if self._model.device_memory is None:
             machine.limit_memory(machine.memory())
         _set_memory(self._model, command)
-        if command.get("request"):  # its texts are encoded while other blobs arrive
+        # Its texts are encoded while other blobs arrive
+        if command.get("request"):
             self._model.prepare(GenerateRequest.of(**command["request"]))
-        usual = GenerateRequest.draft().for_model(found.stored.aimage)
-        memory = self._model.preload(usual)
+        defaults = GenerateRequest.draft().for_model(fetched.stored.aimage)
+        memory = self._model.preload(defaults)
         self._report_loaded(self._model.backend, self._model.dtype, memory)
 
     def _report_loaded(self, device: str, dtype: str, memory: str, **facts: int) -> None:
         size = resident_memory()
         self._send("loaded", device=device, dtype=dtype, memory=memory, bytes=size, **facts)
 
-    def _finder(self, command: frame.Message) -> Any:
-        """Return what finds adapters in the stores and the directory of a command."""
+    def _make_finder(self, command: frame.Message) -> Any:
+        """Return a finder of adapters in the stores and the directory of a command."""
         from clowder_aimage.model.adapter_source import AdapterFinder
 
         store = LayeredStore([Path(root) for root in command["roots"]])
-        lease, place = self._leases.enter_context(store.lease()), command.get("lora_dir")
+        lease, lora_dir = self._leases.enter_context(store.lease()), command.get("lora_dir")
         find = partial(open_valid, store, lease=lease)
-        return AdapterFinder(store, find, Path(place) if place else None)
+        return AdapterFinder(store, find, Path(lora_dir) if lora_dir else None)
 
     def _is_over(self) -> bool:
         return self._is_orphaned or self._is_complete
@@ -218,21 +229,24 @@ class ModelProcess:
         from clowder_aimage.model.pipeline import Image, Preview
         from clowder_aimage.pictures.generated_picture import encode_image
 
-        self._is_complete = True  # requests are sent when the AImage is in the store
+        # The worker sends requests only once the AImage is complete in the store
+        self._is_complete = True
         number: int = command["id"]
         request = GenerateRequest.of(**command["request"])
         encoding = PictureEncoding(**command["encoding"])
-        name = command["reference"].partition("@")[0]  # the digest is a separate fact
+        # Metadata has the digest in a separate field
+        name = command["reference"].partition("@")[0]
         facts = describe_picture(Reference.parse(name), self._model, request)
-        events = self._model.generate(request)  # raises at once if the request cannot be served
+        # Raises here, not on the first iteration, if the request cannot be served
+        events = self._model.generate(request)
         self._send("started", number)
         with contextlib.closing(events):
             for event in self._until_cancelled(number, events):
                 if isinstance(event, Image):
-                    made = encode_image(event, facts, encoding)
+                    encoded = encode_image(event, facts, encoding)
                     names = ("seed", "picture", "width", "height")
                     size = {name: getattr(event, name) for name in names}
-                    self._send("image", number, made.data, **size, facts=made.facts)
+                    self._send("image", number, encoded.data, **size, facts=encoded.facts)
                 elif isinstance(event, Preview):
                     data = encode_picture(event.pixels, None, encoding.kind, encoding.quality)
                     self._send("preview", number, data, number=event.number, picture=event.picture)
@@ -241,27 +255,28 @@ class ModelProcess:
         self._end(number)
 
     def _write(self, command: frame.Message) -> None:
-        """Open the text, or the embeddings, of a request, which are read in turns with others."""
+        """Open the text, or the embeddings, of a request; open requests are served in turns."""
         number: int = command["id"]
         if number not in self._cancelled:
             events: Generator[_Text, None, None]
             if command["do"] == "embed":
-                events = self._vectors(EmbeddingRequest.from_json(command["request"]))
-            else:  # raises at once if it cannot be served
+                events = self._embed(EmbeddingRequest.from_json(command["request"]))
+            else:
+                # Raises here, not on the first iteration, if the request cannot be served
                 events = self._model.generate(TextRequest.from_json(command["request"]))
             self._send("started", number)
             self._texts[number] = events
         else:
             self._end(number)
 
-    def _vectors(self, request: EmbeddingRequest) -> Generator[_Text, None, None]:
-        """Yield the embeddings, after a turn of the other requests for each part of the texts."""
-        found: list[Embeddings] = []
-        for part in request.parts():
-            found.append(self._model.embed(part))
+    def _embed(self, request: EmbeddingRequest) -> Generator[_Text, None, None]:
+        """Yield the embeddings, after a turn of the other requests for each batch of texts."""
+        results: list[Embeddings] = []
+        for batch in request.parts():
+            results.append(self._model.embed(batch))
             yield TextPiece("")
-        vectors = (vector for one in found for vector in one.vectors)
-        yield Embeddings(tuple(vectors), sum(one.tokens for one in found))
+        vectors = (vector for embeddings in results for vector in embeddings.vectors)
+        yield Embeddings(tuple(vectors), sum(embeddings.tokens for embeddings in results))
 
     def _advance(self, number: int, events: Generator[_Text, None, None]) -> None:
         """Send the next event of a text."""
@@ -283,7 +298,8 @@ class ModelProcess:
             self._send("end" if isinstance(event, TextEnd) else "call", number, **asdict(event))
 
     def _close(self, number: int) -> None:
-        with contextlib.suppress(Exception):  # of a library, at the end
+        # An error of a library at the end of a text does not matter
+        with contextlib.suppress(Exception):
             self._texts.pop(number).close()
 
     def _is_cancelled(self, number: int) -> bool:
@@ -309,7 +325,7 @@ class ModelProcess:
         self._frames.write({"is": kind, "id": request, **facts}, data)
 
 
-def _load_model(library: dict[str, Any], *place: Any, finder: Any) -> Any:
+def _load_model(library: dict[str, Any], *content: Any, finder: Any) -> Any:
     """Load a model with the options ``library`` of the worker's settings.
 
     Raises ModelError: the library is not installed, or does not support the options.
@@ -317,9 +333,10 @@ def _load_model(library: dict[str, Any], *place: Any, finder: Any) -> Any:
     try:
         from clowder_aimage import generate
 
-        return generate.load(*place, **library_options(library), finder=finder)
+        return generate.load(*content, **library_options(library), finder=finder)
     except UsageError as error:
-        advice = f" ({error.hint})" if error.hint else ""  # clients see messages only
+        # Clients see messages only
+        advice = f" ({error.hint})" if error.hint else ""
         message = f"this worker cannot run models: {error.message}{advice}"
         raise ModelError(message) from None
     except ModuleNotFoundError as error:
@@ -330,10 +347,10 @@ def _load_model(library: dict[str, Any], *place: Any, finder: Any) -> Any:
 
 
 def _log_error(event: str, error: BaseException | None) -> None:
-    """Log one line about an error, without its message, which may contain a prompt."""
+    """Log one line about an error, without its message: it may contain a prompt."""
     frames = traceback.extract_tb(error.__traceback__ if error is not None else None)
-    places = ", ".join(f"{each.filename}:{each.lineno} {each.name}" for each in frames[-5:])
-    _log.error("%s: %s at %s", event, type(error).__name__, places)
+    calls = ", ".join(f"{call.filename}:{call.lineno} {call.name}" for call in frames[-5:])
+    _log.error("%s: %s at %s", event, type(error).__name__, calls)
 
 
 def _set_memory(model: Any, command: frame.Message) -> None:
@@ -342,8 +359,10 @@ def _set_memory(model: Any, command: frame.Message) -> None:
     total = model.device_memory or machine.memory()
     share = total if command["memory"] is None else command["memory"]
     share = None if share is None else share // command["models"]
-    kept = command["text_encoder"]
-    model.pipeline.set_memory(AUTO, share, total, text_encoder=kept, limit=command["memory"])
+    text_encoder = command["text_encoder"]
+    model.pipeline.set_memory(
+        AUTO, share, total, text_encoder=text_encoder, limit=command["memory"]
+    )
 
 
 def main() -> None:
@@ -351,7 +370,8 @@ def main() -> None:
     source = os.fdopen(os.dup(0), "rb")
     target = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    warnings.simplefilter("ignore")  # of libraries, about values from models
+    # Libraries warn of values from models, such as overflows
+    warnings.simplefilter("ignore")
     # One line each, for the worker's log; no errors after the worker has exited
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.raiseExceptions = False
@@ -359,7 +379,8 @@ def main() -> None:
     threading.excepthook = lambda failed: _log_error("a thread failed", failed.exc_value)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         ModelProcess(source, target).run()
-    os._exit(0)  # without joining threads
+    # Without joining threads
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import Step
 from clowder_aimage.oci import Digest, Reference
 
-MAX_KEEP_ALIVE = 100 * 365 * 86400.0  # seconds; longer durations are unlimited
+# Seconds; longer durations are unlimited
+MAX_KEEP_ALIVE = 100 * 365 * 86400.0
 MakeRequest = Callable[[AImage], ModelRequest]
 _HINTS = {
     "waiting": "it was still queued; try again later",
@@ -37,8 +38,8 @@ class ModelSlot:
     """A model that is or recently was in use.
 
     ``served`` are the requests being served, ``users`` the number of requests that wait or are
-    being served. ``arrival`` is the part of the command to load it that is for a model whose blobs
-    are still arriving. ``loras`` are the adapters of the last request.
+    being served. ``arrival`` has the fields of the load command for a model with blobs that are
+    still arriving. ``loras`` are the adapters of the last request.
     """
 
     reference: Reference
@@ -48,15 +49,16 @@ class ModelSlot:
     clock: Callable[[], float] = time.monotonic
     runner: Runner | None = None
     load: asyncio.Task[Runner] | None = None
-    unloading: asyncio.Task[None] | None = None  # if it was stopped during the load
+    # If it was stopped during the load
+    unloading: asyncio.Task[None] | None = None
     served: set[QueuedRequest] = field(default_factory=set)
     loras: tuple[LoraUse, ...] = ()
     users: int = 0
     is_stopped: bool = False
-    used: float = field(init=False)
+    last_used: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.used = self.clock()
+        self.last_used = self.clock()
 
     @property
     def digest(self) -> Digest:
@@ -65,27 +67,31 @@ class ModelSlot:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the model is in memory."""
+        """Return True if the model is in memory."""
         return self.runner is not None and self.runner.is_alive
 
     @property
     def is_free(self) -> bool:
-        """Return whether the model is in memory and can serve a request at once."""
+        """Return True if the model is in memory and can serve a request at once."""
         runner = self.runner
         return runner is not None and len(self.served) < runner.parallel and runner.is_free
 
     @property
-    def left(self) -> float:
-        """The seconds until it may be unloaded."""
+    def remaining(self) -> float:
+        """The seconds until it expires."""
         if self.users:
             return self.keep_alive
-        return max(0.0, self.used + self.keep_alive - self.clock())
+        return max(0.0, self.last_used + self.keep_alive - self.clock())
 
     @property
     def until(self) -> datetime | None:
-        """The time at which it may be unloaded; None for never."""
-        left = self.left
-        return None if left >= MAX_KEEP_ALIVE else datetime.now(UTC) + timedelta(seconds=left)
+        """The time of its expiry; None if it never expires."""
+        remaining = self.remaining
+        return (
+            None
+            if remaining >= MAX_KEEP_ALIVE
+            else datetime.now(UTC) + timedelta(seconds=remaining)
+        )
 
     def pinned_name(self, reference: Reference) -> str:
         """Return ``reference`` with its digest at the model's first request."""
@@ -98,12 +104,12 @@ class QueuedRequest:
 
     ``make`` returns the parameters once the AImage is in the store; it is None for a request that
     only loads the model. ``stage`` is one of waiting, pulling, loading, drawing, writing. ``moved``
-    is set when the load begins or the turn has come, ``turn`` when the turn has come. ``adapters``
-    are the names of AImages, by the index of the adapter in the request. ``is_text``: it is for a
-    language model. ``stored`` is the AImage that the name meant when the request arrived, if the
-    store had one. ``sent`` is the part of its text that was sent. ``seconds``: what it will have
-    taken, estimated after each step; 0 before. ``deaths`` counts the processes that died while they
-    served it with others. ``is_suspect``: it may have ended one, and is served alone.
+    is set when the load or the request begins, ``turn`` when the request begins. ``adapters`` are
+    the names of AImages, by the index of the adapter in the request. ``is_text``: it is for a
+    language model. ``stored`` is the AImage of the name at the arrival of the request, if the store
+    had it. ``sent`` has the text that was sent. ``seconds``: the estimated duration, updated after
+    each step; 0 before. ``deaths`` counts the processes that crashed while they served it with
+    other requests. ``is_suspect``: it may have crashed a process, and is served alone.
     """
 
     reference: Reference
@@ -115,11 +121,13 @@ class QueuedRequest:
     is_text: bool = False
     stored: StoredAImage | None = None
 
-    is_admitted: bool = False  # as a part of another one
+    # As a part of an admitted request
+    is_admitted: bool = False
     number: int = 0
     stage: str = "waiting"
     model: ModelSlot | None = None
-    runner: Runner | None = None  # set with the turn
+    # Set together with turn
+    runner: Runner | None = None
     error: AImageError | None = None
     limit: asyncio.Timeout | None = None
     deadline: float = FOR_EVER
@@ -132,10 +140,10 @@ class QueuedRequest:
     turn: asyncio.Event = field(default_factory=asyncio.Event)
 
     def suspect(self) -> None:
-        """Be served alone from now on, as the process of the model died.
+        """Mark the request to be served alone, after its process crashed.
 
-        It comes before requests that arrive later, and those that arrived last come first: most
-        probably the newest one ended the process.
+        It is served before requests that arrive later. Among suspects the newest is first: most
+        probably it crashed the process.
         """
         self.deaths, self.is_suspect, self.number = self.deaths + 1, True, -abs(self.number)
 
@@ -147,12 +155,12 @@ class QueuedRequest:
 
     @property
     def is_begun(self) -> bool:
-        """Return whether its turn has come."""
+        """Return True once it is being served."""
         return self.turn.is_set()
 
     @property
     def is_interrupted(self) -> bool:
-        """Return whether the deadline has passed or the request was interrupted."""
+        """Return True if the deadline has passed or the request was interrupted."""
         return self.error is not None or (self.limit is not None and self.limit.expired())
 
     def count_step(self, step: Step, elapsed: float, pictures: int) -> None:

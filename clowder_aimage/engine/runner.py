@@ -1,4 +1,4 @@
-"""A loaded model in the worker: a child process with which it exchanges frames."""
+"""A loaded model in the worker: a child process. Both exchange frames."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from clowder_aimage.model.text.language_model import (
 )
 from clowder_aimage.oci import Descriptor
 
-GRACE = 2.0  # seconds for a process to end before it is killed
+# Seconds for a process to end before it is killed
+GRACE = 2.0
 _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
 _EVENTS: dict[str, type[Event]] = {"started": StartedEvent, "step": Step}
 _EVENTS |= {"preview": PreviewEvent, "image": ImageEvent}
@@ -52,25 +53,28 @@ _Reply = tuple[frame.Message, bytes]
 
 
 class Runner:
-    """A process with one model, which serves ``parallel`` requests at once.
+    """A process with one model. It serves ``parallel`` requests at once.
 
-    ``endings`` are the tasks that wait for the process to end a cancelled request. Lines that the
-    process writes to standard error are logged.
+    ``cancellations`` are the tasks that wait for the process to end a cancelled request. Lines of
+    the process's standard error are logged.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, cancel_timeout: float) -> None:
         self._process, self._cancel_timeout = process, cancel_timeout
         # By the number of the request; None: of the load. After the process has ended, None
         self._replies: dict[int | None, asyncio.Queue[_Reply | None]] = {None: asyncio.Queue()}
-        self._fault = ""  # of an invalid frame
-        self._is_alone = True  # at most one request was open when the process ended
+        # The reason, after an invalid frame
+        self._fault = ""
+        # At most one request was open when the process ended
+        self._is_alone = True
         self._numbers = itertools.count(1)
         self._logging = asyncio.create_task(log_lines(process))
         self.ended = asyncio.create_task(process.wait())
         self._receiving = asyncio.create_task(self._receive_all())
-        self.endings: set[asyncio.Task[None]] = set()
+        self.cancellations: set[asyncio.Task[None]] = set()
         self.device = self.dtype = ""
-        self.size = self.context = 0  # bytes; tokens of a language model
+        # Bytes; tokens of a language model
+        self.size = self.context = 0
         self.parallel = 1
 
     @classmethod
@@ -82,7 +86,7 @@ class Runner:
         limits: EngineLimits,
         arrival: frame.Message | None = None,
     ) -> Runner:
-        """Start a process and load an AImage from the store, where it is complete or arriving.
+        """Start a process and load an AImage of the store, complete or arriving.
 
         Cancellation kills the process. Raises AImageError reported by the process; NoMemoryError;
         ModelError if the process does not start, dies, or makes no progress during the load.
@@ -96,12 +100,12 @@ class Runner:
             ) from None
         runner = cls(process, limits.cancel_timeout)
         try:
-            place = {"roots": [str(root) for root in roots], "manifest": manifest.to_json()}
+            content = {"roots": [str(root) for root in roots], "manifest": manifest.to_json()}
             options = limits.load_options(reference)
             runner.send(
-                {"do": "load", "reference": reference, **place, **options, **(arrival or {})}
+                {"do": "load", "reference": reference, **content, **options, **(arrival or {})}
             )
-            message = await runner._loaded(limits.load_timeout)
+            message = await runner._await_loaded(limits.load_timeout)
             if message["is"] == "error":
                 raise error_of(message)
         except BaseException:
@@ -119,7 +123,7 @@ class Runner:
 
     @property
     def is_free(self) -> bool:
-        """Return whether a request would be accepted now."""
+        """Return True if a request would be accepted now."""
         return self.is_alive and len(self._replies) - 1 < self.parallel
 
     @property
@@ -133,7 +137,7 @@ class Runner:
         encoding: PictureEncoding,
         on_event: Callable[[Event], None],
     ) -> None:
-        """Serve a request; ``on_event`` is called with steps, pictures, or pieces of text.
+        """Serve a request; ``on_event`` is called with steps, pictures, or tokens of a text.
 
         On cancellation, the process ends the request after the current step, and this returns at
         once. The next request waits until the process is free, or until it was killed because a
@@ -141,8 +145,8 @@ class Runner:
 
         Raises AImageError reported by the process; ModelError if the process died.
         """
-        while self.endings and not self.is_free:
-            await asyncio.wait(self.endings, return_when=asyncio.FIRST_COMPLETED)
+        while self.cancellations and not self.is_free:
+            await asyncio.wait(self.cancellations, return_when=asyncio.FIRST_COMPLETED)
         number = next(self._numbers)
         is_done = False
         self._replies[number] = asyncio.Queue()
@@ -156,23 +160,24 @@ class Runner:
                 is_done = True
                 if message["is"] == "error":
                     raise error_of(message)
-                if message["cancelled"]:  # without a cancellation here: the process is exiting
-                    raise self._died()
+                # This side did not cancel it: the process is exiting
+                if message["cancelled"]:
+                    raise self._make_error()
                 self.size = message["bytes"]
                 return
         finally:
             if not is_done and self.is_alive:
-                ending = asyncio.create_task(self._cancel(number))
-                self.endings.add(ending)
-                ending.add_done_callback(self.endings.discard)
+                cancellation = asyncio.create_task(self._cancel(number))
+                self.cancellations.add(cancellation)
+                cancellation.add_done_callback(self.cancellations.discard)
             else:
                 del self._replies[number]
 
     async def stop(self) -> None:
-        """End the process, which frees all of its memory."""
+        """End the process, so that all of its memory is free."""
         await self.end(GRACE)
-        if self.endings:
-            await asyncio.wait(self.endings)
+        if self.cancellations:
+            await asyncio.wait(self.cancellations)
 
     def send(self, message: frame.Message) -> None:
         """Send a frame; if the process has exited, ``receive`` raises."""
@@ -187,18 +192,18 @@ class Runner:
         """
         replies = self._replies[number]
         if self._receiving.done() and replies.empty():
-            raise self._died()
-        if (found := await replies.get()) is None:
-            raise self._died()
-        return found
+            raise self._make_error()
+        if (reply := await replies.get()) is None:
+            raise self._make_error()
+        return reply
 
     async def _receive_all(self) -> None:
         """Pass each frame to its request until the process has ended."""
         assert self._process.stdout is not None  # noqa: S101 - it is a pipe
         try:
-            while (found := await frame.receive(self._process.stdout)) is not None:
-                if (replies := self._replies.get(found[0].get("id"))) is not None:
-                    replies.put_nowait(found)
+            while (reply := await frame.receive(self._process.stdout)) is not None:
+                if (replies := self._replies.get(reply[0].get("id"))) is not None:
+                    replies.put_nowait(reply)
         except ValueError as error:
             self._fault = f"the model process sent an invalid frame: {error}"
             self._kill()
@@ -208,7 +213,7 @@ class Runner:
             replies.put_nowait(None)
 
     async def end(self, grace: float) -> None:
-        """End the process within ``grace`` seconds or kill it, which frees its memory.
+        """End the process within ``grace`` seconds, or kill it.
 
         On cancellation, the process is killed at once.
         """
@@ -226,10 +231,10 @@ class Runner:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def _loaded(self, timeout: float) -> frame.Message:
+    async def _await_loaded(self, timeout: float) -> frame.Message:
         """Return the message that ends a load.
 
-        The process reports its memory: a load during which it does not change has stalled.
+        The process reports its memory: the load has stalled if that does not change.
         """
         loop, size = asyncio.get_running_loop(), None
         end = loop.time() + timeout
@@ -243,7 +248,7 @@ class Runner:
                     hint="check the worker's log, the disk and the device",
                 ) from None
             except ModelError as error:
-                # not sent by this worker: the system is out of memory
+                # This worker did not send SIGKILL: the system is out of memory
                 if self._process.returncode == -SIGKILL:
                     raise NoMemoryError(error.message, **error.advice) from None
                 raise
@@ -264,18 +269,19 @@ class Runner:
                 await self.end(0.0)
         del self._replies[number]
 
-    def _died(self) -> DiedError:
-        error = DiedError(self._fault or self._death(), hint="the next request restarts it")
+    def _make_error(self) -> DiedError:
+        error = DiedError(self._fault or self._describe_exit(), hint="the next request restarts it")
         error.is_alone = self._is_alone
         return error
 
-    def _death(self) -> str:
-        how, signal = "exited", -(self._process.returncode or 0)
-        if signal > 0:  # the advice is in the message, as a 5xx response has no hint
-            how = f"was killed by signal {signal}, possibly for lack of memory; "
-            less = "a smaller context or fewer requests at once"
-            how += f"try {less if self.context else 'a smaller picture'}"
-        return f"the model process {how}"
+    def _describe_exit(self) -> str:
+        reason, signal = "exited", -(self._process.returncode or 0)
+        # The advice is in the message, as hints are not sent with a 5xx response
+        if signal > 0:
+            reason = f"was killed by signal {signal}, possibly for lack of memory; "
+            advice = "a smaller context or fewer requests at once"
+            reason += f"try {advice if self.context else 'a smaller picture'}"
+        return f"the model process {reason}"
 
 
 def _command(request: ModelRequest, encoding: PictureEncoding) -> frame.Message:
@@ -332,7 +338,8 @@ async def log_lines(process: asyncio.subprocess.Process) -> None:
     while True:
         try:
             line = await process.stderr.readline()
-        except ValueError:  # the line exceeds the limit and is dropped
+        except ValueError:
+            # The line exceeds the limit and is dropped
             continue
         if not line:
             return

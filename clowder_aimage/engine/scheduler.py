@@ -54,9 +54,11 @@ class ModelScheduler:
         """The models that are loaded or requested."""
         return list(self._models.values())
 
-    def loaded(self) -> list[ModelSlot]:
+    def list_loaded(self) -> list[ModelSlot]:
         """Return the models in memory, most recently used first."""
-        return sorted((one for one in self.models if one.is_ready), key=lambda one: -one.used)
+        return sorted(
+            (model for model in self.models if model.is_ready), key=lambda model: -model.last_used
+        )
 
     def find_loaded(self, digest: Digest) -> StoredAImage | None:
         """Return the AImage of a model in memory."""
@@ -77,7 +79,7 @@ class ModelScheduler:
             request.stage = "loading"
             request.moved.set()
         self._queue.append(request)
-        self._queue.sort(key=lambda one: one.number)
+        self._queue.sort(key=lambda queued: queued.number)
         self.arrange()
         return model
 
@@ -86,26 +88,26 @@ class ModelScheduler:
     ) -> None:
         """Begin to load the model of a request whose blobs are arriving, if there is room.
 
-        It takes no room from others: their loads end this one, and their requests come first.
+        Other models have priority: their loads end this one, and their requests come first.
         """
-        known = self._models.get(stored.descriptor.digest)
-        is_known = known is not None and (known.load or known.runner) is not None
-        if not is_known and not self._has_room(stored.size):
+        existing = self._models.get(stored.descriptor.digest)
+        is_loading = existing is not None and (existing.load or existing.runner) is not None
+        if not is_loading and not self._has_room(stored.size):
             return
         model = self._slot(request, stored)
         model.users += 1
         request.model = model
-        if not is_known:
+        if not is_loading:
             model.arrival = {"document": stored.manifest.raw.decode()}
             if isinstance(parameters, GenerateRequest):
                 model.arrival["request"] = parameters.to_json()
             self._load(model)
 
     def _has_room(self, size: int) -> bool:
-        """Return whether a model can be loaded at once, without unloading another."""
+        """Return True if a model can be loaded at once, without unloading another."""
         is_busy = bool(self._loads or self._queue)
-        taken = len(self.loaded()) + len(self._unloads)
-        return not is_busy and taken < self._limits.models and not self._lacks(size)
+        occupied = len(self.list_loaded()) + len(self._unloads)
+        return not is_busy and occupied < self._limits.models and not self._lacks_memory(size)
 
     def _slot(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
         digest, keep_alive = stored.descriptor.digest, self._limits.keep_alive
@@ -124,7 +126,7 @@ class ModelScheduler:
 
     def ahead(self, request: QueuedRequest) -> int:
         """Return the number of requests ahead of this one."""
-        return sum(one.number < request.number for one in self._queue)
+        return sum(queued.number < request.number for queued in self._queue)
 
     def leave(self, request: QueuedRequest) -> None:
         """Remove a request that has ended."""
@@ -134,17 +136,18 @@ class ModelScheduler:
         if request in self._queue:
             self._queue.remove(request)
         model.served.discard(request)
-        model.used = self._clock()
+        model.last_used = self._clock()
         if request.keep_alive is not None:
             model.keep_alive = request.keep_alive
-        for ending in model.runner.endings if model.runner is not None else ():
-            ending.add_done_callback(lambda _: self.arrange())
+        for cancellation in model.runner.cancellations if model.runner is not None else ():
+            cancellation.add_done_callback(lambda _: self.arrange())
         self._forget(model)
         self.arrange()
 
     def arrange(self) -> None:
         """Serve the next requests and begin the next load."""
-        is_full = False  # a request waits for memory
+        # A request waits for memory
+        is_full = False
         for request in list(self._queue):
             model = request.model
             if model is None or request.error is not None:
@@ -157,20 +160,24 @@ class ModelScheduler:
                     self._start(request, model)
             elif model.load is None and not is_full:
                 is_full = not self._begin(model)
-        self._metrics.show_models(one.reference.repository for one in self.loaded())
+        self._metrics.show_models(model.reference.repository for model in self.list_loaded())
 
     def _may_start(self, request: QueuedRequest, model: ModelSlot) -> bool:
-        """Return whether no suspect would be served with another request."""
+        """Return True unless a suspect would be served with another request."""
         if request.is_suspect:
-            return not (model.served or (model.runner is not None and model.runner.endings))
-        return not any(one.is_suspect for one in (*model.served, *self._of(model)))
+            return not (model.served or (model.runner is not None and model.runner.cancellations))
+        return not any(
+            other_request.is_suspect
+            for other_request in (*model.served, *self._list_waiting(model))
+        )
 
-    def acquit(self, model: ModelSlot) -> None:
-        """Serve the suspects of a model together again, as another one ended its process.
+    def clear_suspects(self, model: ModelSlot) -> None:
+        """Serve the suspects of a model together again, as another request crashed its process.
 
-        A request whose processes died twice remains alone, so that nothing can end a third one.
+        A request whose processes crashed twice is served alone, so that it crashes no third time
+        with others.
         """
-        for request in self._of(model):
+        for request in self._list_waiting(model):
             request.is_suspect = request.deaths > 1
 
     def _start(self, request: QueuedRequest, model: ModelSlot) -> None:
@@ -185,39 +192,44 @@ class ModelScheduler:
     def _begin(self, model: ModelSlot) -> bool:
         """Load a model, or unload an idle one for it; return False if all models are busy."""
         if self._loads:
-            for other in self.models:
-                if other.arrival and other.load is not None:
-                    self.unload(other, "room")
-            return True  # one load at a time; this model is next
-        taken = len(self.loaded()) + len(self._unloads)
-        if taken < self._limits.models:
+            for loading in self.models:
+                if loading.arrival and loading.load is not None:
+                    self.unload(loading, "room")
+            # One load at a time; this model is next
+            return True
+        occupied = len(self.list_loaded()) + len(self._unloads)
+        if occupied < self._limits.models:
             self._load(model)
-        elif taken - len(self._unloads) >= self._limits.models:
-            if (idle := self._idle()) is None:
+        elif occupied - len(self._unloads) >= self._limits.models:
+            if (idle := self._select_idle()) is None:
                 return False
             self.unload(idle, "room")
         return True
 
-    def _idle(self) -> ModelSlot | None:
+    def _select_idle(self) -> ModelSlot | None:
         """Return the model to unload: that of the least cost, then the one idle for longest."""
-        idle = (one for one in self.loaded() if not one.served)
-        return min(idle, key=lambda one: (self.eviction_cost(one.digest), one.used), default=None)
+        idle = (model for model in self.list_loaded() if not model.served)
+        return min(
+            idle,
+            key=lambda model: (self.eviction_cost(model.digest), model.last_used),
+            default=None,
+        )
 
     def _load(self, model: ModelSlot) -> None:
         _log.info("loading", extra={"model": str(model.reference)})
         model.load = load = asyncio.create_task(self._run(model))
         self._loads.add(load)
-        load.add_done_callback(partial(self._ended, model, self._clock()))
-        for request in self._of(model):
+        load.add_done_callback(partial(self._finish_load, model, self._clock()))
+        for request in self._list_waiting(model):
             request.stage = "loading"
             request.moved.set()
 
     async def _run(self, model: ModelSlot) -> Runner:
-        while self._lacks(model.stored.size) and await self._unload_idle():
+        while self._lacks_memory(model.stored.size) and await self._unload_idle():
             pass
         name = model.pinned_name(model.reference)
-        place = self._roots, name, model.stored.descriptor
-        start = partial(Runner.start, *place, self._limits, model.arrival)
+        content = self._roots, name, model.stored.descriptor
+        start = partial(Runner.start, *content, self._limits, model.arrival)
         try:
             return await start()
         except NoMemoryError:
@@ -229,18 +241,18 @@ class ModelScheduler:
 
     async def _unload_idle(self) -> bool:
         """Unload the model that was idle longest; return False if none is idle."""
-        if (idle := self._idle()) is None:
+        if (idle := self._select_idle()) is None:
             return False
         await _wait([self.unload(idle, "memory")])
         return True
 
-    def _lacks(self, size: int) -> bool:
-        sizes = [one.runner.size for one in self.loaded() if one.runner is not None]
+    def _lacks_memory(self, size: int) -> bool:
+        sizes = [model.runner.size for model in self.list_loaded() if model.runner is not None]
         limit, free = self._limits.memory, self._free()
         is_above = limit is not None and limit < size + sum(sizes)
         return is_above or (free is not None and free < size)
 
-    def _ended(self, model: ModelSlot, begun: float, load: asyncio.Task[Runner]) -> None:
+    def _finish_load(self, model: ModelSlot, started: float, load: asyncio.Task[Runner]) -> None:
         self._loads.discard(load)
         model.load = None
         if load.cancelled():
@@ -249,24 +261,25 @@ class ModelScheduler:
             if not isinstance(error, AImageError):
                 _log.error("cannot load a model", exc_info=error)
                 error = ModelError(f"cannot load the model: {type(error).__name__}")
-            for request in self._of(model):
+            for request in self._list_waiting(model):
                 request.interrupt(error)
         else:
-            self._ready(model, load.result(), self._clock() - begun)
+            self._finish_start(model, load.result(), self._clock() - started)
         self._drop(model)
         self.arrange()
 
-    def _ready(self, model: ModelSlot, runner: Runner, seconds: float) -> None:
-        model.runner, model.used = runner, self._clock()
-        runner.ended.add_done_callback(lambda _: self._died(model, runner))
+    def _finish_start(self, model: ModelSlot, runner: Runner, seconds: float) -> None:
+        model.runner, model.last_used = runner, self._clock()
+        runner.ended.add_done_callback(lambda _: self._handle_exit(model, runner))
         self._metrics.loads.observe(seconds)
         self._events.record("load", model=str(model.reference), seconds=round(seconds, 3))
         if model.is_stopped:
             model.unloading = self.unload(model, "stopped")
 
-    def _died(self, model: ModelSlot, runner: Runner) -> None:
+    def _handle_exit(self, model: ModelSlot, runner: Runner) -> None:
         if model.runner is not runner:
-            return  # it was unloaded
+            # It was unloaded on purpose
+            return
         model.runner = None
         model.served.clear()
         self._metrics.evictions.labels("died").inc()
@@ -277,7 +290,7 @@ class ModelScheduler:
     def unload(self, model: ModelSlot, reason: str) -> asyncio.Task[Any] | None:
         """Unload a model or cancel its load; return the task that ends when its memory is free."""
         load, runner = model.load, model.runner
-        # a second cancellation would not wait for the process
+        # A second cancellation would not wait for the process
         if load is not None and not load.cancelling():
             load.cancel()
         model.runner = None
@@ -297,14 +310,16 @@ class ModelScheduler:
         """Unload a model at once; it serves no further requests."""
         model.is_stopped = True
         if self._models.get(model.digest) is model:
-            del self._models[model.digest]  # a new request loads it again
+            # A new request gets a new slot, and loads it again
+            del self._models[model.digest]
         await _wait([self.unload(model, "stopped")])
-        await _wait([model.unloading])  # if its load had just ended
+        # Set if the load ended during the cancellation
+        await _wait([model.unloading])
 
     async def expire(self) -> None:
         """Unload idle models whose keep-alive has expired."""
-        idle = [one for one in self.loaded() if not one.users and not one.left]
-        await _wait([self.unload(one, "idle") for one in idle])
+        idle = [model for model in self.list_loaded() if not model.users and not model.remaining]
+        await _wait([self.unload(model, "idle") for model in idle])
 
     async def end(self) -> None:
         """Unload all models and wait until they have ended."""
@@ -319,7 +334,7 @@ class ModelScheduler:
         if not is_needed and self._models.get(model.digest) is model:
             del self._models[model.digest]
 
-    def _of(self, model: ModelSlot) -> list[QueuedRequest]:
+    def _list_waiting(self, model: ModelSlot) -> list[QueuedRequest]:
         return [request for request in self._queue if request.model is model]
 
 

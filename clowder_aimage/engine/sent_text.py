@@ -1,4 +1,4 @@
-"""The part of a text that its client has, after which another process goes on with the text."""
+"""The part of a text that its client has received; another process can continue the text."""
 
 from __future__ import annotations
 
@@ -19,54 +19,58 @@ from clowder_aimage.model.text.language_model import (
 class SentText:
     """The tokens of the events that were passed on.
 
-    An event is passed on together with all others of its tokens, so that none is lost or repeated.
+    Events of the same tokens are passed on together, so that no token is lost or repeated.
     """
 
     def __init__(self) -> None:
-        self._waiting: list[TextPiece | ToolCall] = []  # for other events of their tokens
+        # Events that wait for other events of their tokens
+        self._partial: list[TextPiece | ToolCall] = []
         self._numbers: list[int | str] = []
         self._texts: list[str] = []
         self._held: tuple[Token, ...] = ()
-        self._count = self._begun = 0  # tokens; those of earlier processes
-        self._times: list[float] = []  # of the first and the last event of this process
-        self._seconds = 0.0  # between the first and the last event of each earlier process
+        # Tokens in all, and those of earlier processes
+        self._count = self._earlier_count = 0
+        # Times of the first and the last event of this process
+        self._times: list[float] = []
+        # Between the first and the last event of each earlier process
+        self._seconds = 0.0
         self.is_ended = False
 
-    def add(self, event: TextEvent, now: float) -> Sequence[TextEvent]:
-        """Return the events that are passed on after this one. ``now`` is in seconds."""
+    def add(self, event: TextEvent, timestamp: float) -> Sequence[TextEvent]:
+        """Return the events to pass on after this one. ``timestamp`` is in seconds."""
         if isinstance(event, TextEnd):
             self.is_ended = True
-            return (*self._take(now), self._whole(event))
-        self._waiting.append(event)
-        return () if event.drawn.is_partial else self._take(now)
+            return (*self._take(timestamp), self._add_earlier_counts(event))
+        self._partial.append(event)
+        return () if event.drawn.is_partial else self._take(timestamp)
 
-    def _take(self, now: float) -> Sequence[TextEvent]:
+    def _take(self, timestamp: float) -> Sequence[TextEvent]:
         """Return the events that waited, and record their tokens."""
-        passed, self._waiting = self._waiting, []
-        self._times = [*self._times[:1], now]
-        for event in passed:
+        complete, self._partial = self._partial, []
+        self._times = [*self._times[:1], timestamp]
+        for event in complete:
             self._numbers += event.drawn.numbers
             self._texts.append(event.drawn.text)
             self._count += event.drawn.count
             self._held = event.drawn.held
-        return passed
+        return complete
 
-    def _whole(self, end: TextEnd) -> TextEnd:
-        """Return the end with the counts of the whole text; the prompt was the request's alone."""
-        prompt = end.prompt_tokens - self._begun
+    def _add_earlier_counts(self, end: TextEnd) -> TextEnd:
+        """Return the end with the counts of the whole text; the prompt excludes earlier tokens."""
+        prompt = end.prompt_tokens - self._earlier_count
         return replace(
             end,
             prompt_tokens=prompt,
-            tokens=end.tokens + self._begun,
+            tokens=end.tokens + self._earlier_count,
             cached_tokens=min(end.cached_tokens, prompt),
             seconds=end.seconds + self._seconds,
         )
 
-    def rest(self, request: TextRequest) -> TextRequest:
+    def continuation(self, request: TextRequest) -> TextRequest:
         """Return the request for the rest of the text, after its process has died."""
         if self._times:
             self._seconds += self._times[-1] - self._times[0]
-        self._waiting, self._times, self._begun = [], [], self._count
+        self._partial, self._times, self._earlier_count = [], [], self._count
         text = "".join(self._texts)
-        begun = DrawnTokens(tuple(self._numbers), self._count, text, self._held)
-        return replace(request, begun=begun)
+        drawn = DrawnTokens(tuple(self._numbers), self._count, text, self._held)
+        return replace(request, begun=drawn)

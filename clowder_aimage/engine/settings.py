@@ -27,8 +27,10 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.registry.web_file import InputHosts
 from clowder_aimage.tensor.quantization import parse_precision
 
-camel = to_camel  # the name of a field in the configuration
-MAX_DURATION = 100 * 365 * 86400.0  # seconds; longer durations are unlimited
+# The name of a field in the configuration
+camel = to_camel
+# Seconds; longer durations are unlimited
+MAX_DURATION = 100 * 365 * 86400.0
 _PARTS = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
 DURATION = rf"[+-]?([0-9]+(\.[0-9]*)?|({_PARTS.pattern})+)"  # in lower case
 _URL = re.compile(
@@ -69,13 +71,13 @@ def _size(value: object) -> int | None:
 def _pairs(value: object, kind: str, form: str) -> object:
     if not isinstance(value, str):
         return value
-    found = {}
-    for part in filter(None, map(str.strip, value.split(","))):
-        name, equals, reference = part.partition("=")
+    pairs = {}
+    for pair in filter(None, map(str.strip, value.split(","))):
+        name, equals, reference = pair.partition("=")
         if not equals or not name or not reference:
-            raise ValueError(f"invalid {kind} {part!r}, expected {form}")
-        found[name.strip()] = reference.strip()
-    return found
+            raise ValueError(f"invalid {kind} {pair!r}, expected {form}")
+        pairs[name.strip()] = reference.strip()
+    return pairs
 
 
 _ALIASES = BeforeValidator(partial(_pairs, kind="alias", form="NAME=REF"))
@@ -100,20 +102,20 @@ def _base_url(value: object) -> str | None:
 
 def _origins(value: object) -> object:
     """Validate origins of web pages: scheme, host and optional port (RFC 6454, 6.2)."""
-    found = _list(value)
-    if not isinstance(found, tuple | list):
-        return found
-    found = tuple(str(one).lower().removesuffix("/") for one in found)
-    for one in found:
-        if _ORIGIN.fullmatch(one) is None:
-            raise ValueError(f"invalid origin {one!r}; expected one such as https://app.example")
-    return found
+    origins = _list(value)
+    if not isinstance(origins, tuple | list):
+        return origins
+    origins = tuple(str(origin).lower().removesuffix("/") for origin in origins)
+    for origin in origins:
+        if _ORIGIN.fullmatch(origin) is None:
+            raise ValueError(f"invalid origin {origin!r}; expected one such as https://app.example")
+    return origins
 
 
 def _inputs(value: object) -> object:
-    """Validate hosts from which pictures are fetched: HOST, HOST:PORT, *.DOMAIN or *."""
-    found = _list(value)
-    return InputHosts.parse(map(str, found)).entries if isinstance(found, tuple | list) else found
+    """Validate hosts of pictures to fetch: HOST, HOST:PORT, *.DOMAIN or *."""
+    hosts = _list(value)
+    return InputHosts.parse(map(str, hosts)).entries if isinstance(hosts, tuple | list) else hosts
 
 
 def _device(value: object) -> object:
@@ -134,7 +136,8 @@ Name = Annotated[str, BeforeValidator(_reference)]
 Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_list)]
 Seconds = Annotated[float, BeforeValidator(duration)]
-Limit = Annotated[float, BeforeValidator(lambda value: duration(value) or FOR_EVER)]  # 0: none
+# 0 means no limit
+Limit = Annotated[float, BeforeValidator(lambda value: duration(value) or FOR_EVER)]
 ServerSettingsT = TypeVar("ServerSettingsT", bound="ServerSettings")
 
 
@@ -208,7 +211,7 @@ class Settings(ServerSettings):
 
     @property
     def limits(self) -> EngineLimits:
-        same = {
+        shared_names = {
             "queue",
             "keep_alive",
             "deadline",
@@ -221,11 +224,11 @@ class Settings(ServerSettings):
             "memory",
             "first",
         }
-        same |= {"parallel", "context"}
-        place = None if self.lora_dir is None else str(self.lora_dir.absolute())
-        shared = self.model_dump(include=same)
-        backends = {str(Reference.parse(name)): one for name, one in self.backends.items()}
-        return EngineLimits(models=self.max_models, lora_dir=place, backends=backends, **shared)
+        shared_names |= {"parallel", "context"}
+        lora_dir = None if self.lora_dir is None else str(self.lora_dir.absolute())
+        shared = self.model_dump(include=shared_names)
+        backends = {str(Reference.parse(name)): backend for name, backend in self.backends.items()}
+        return EngineLimits(models=self.max_models, lora_dir=lora_dir, backends=backends, **shared)
 
 
 def gather(
@@ -241,36 +244,37 @@ def gather(
     """
     check_variables(kind.SECTION)
     section = read_section(file, kind) if file else {}
-    found = {name: (value, str(file)) for name, value in section.items()}
+    stated = {name: (value, str(file)) for name, value in section.items()}
     for name in kind.model_fields:
         if value := os.environ.get(variable := f"{kind.PREFIX}{name.upper()}"):
-            found[name] = value, variable
+            stated[name] = value, variable
     for name, value in options.items():
         if value not in (None, (), {}):
-            found[name] = value, "command line"
-    origins = {name: origin for name, (_, origin) in found.items()}
+            stated[name] = value, "command line"
+    origins = {name: origin for name, (_, origin) in stated.items()}
     try:
-        return kind(**{name: value for name, (value, _) in found.items()}), origins
+        return kind(**{name: value for name, (value, _) in stated.items()}), origins
     except ValidationError as error:
-        raise UsageError(_sentence(error, origins, spell)) from None
+        raise UsageError(_describe_error(error, origins, spell)) from None
 
 
 def read_section(file: Path, kind: type[ServerSettings] = Settings) -> dict[str, Any]:
     """Return a server's section of a configuration, by field. Raises UsageError."""
     section = read_configuration(file, lambda document: document.get(kind.SECTION, {}))
-    found = {name: section[key] for name in kind.model_fields if (key := camel(name)) in section}
-    paths = {name: str(file.parent / found[name]) for name in kind.PATHS if name in found}
-    return found | paths
+    values = {name: section[key] for name in kind.model_fields if (key := camel(name)) in section}
+    paths = {name: str(file.parent / values[name]) for name in kind.PATHS if name in values}
+    return values | paths
 
 
-def _sentence(
+def _describe_error(
     error: ValidationError, origins: Mapping[str, str], spell: Callable[[str], str]
 ) -> str:
-    first = error.errors(include_url=False)[0]
-    message = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:  # an error of several fields
+    details = error.errors(include_url=False)[0]
+    message = details["msg"].removeprefix("Value error, ")
+    # An error of several fields
+    if not details["loc"]:
         return message
-    name = str(first["loc"][0])
+    name = str(details["loc"][0])
     origin = origins.get(name, "")
     if origin == "command line":
         return f"{spell(name)}: {message}"

@@ -26,9 +26,11 @@ from clowder_aimage.model.pipeline import COMPONENTS
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.registry import Repository
 
-INTERVAL = 0.1  # seconds between two polls of a transfer
+# Seconds between two polls of a transfer
+INTERVAL = 0.1
 PULL, PUSH = "pull", "push"
-_WINDOW = 5.0  # seconds over which the rate is measured
+# Seconds over which the rate is measured
+_WINDOW = 5.0
 T = TypeVar("T")
 Work = Callable[["SharedTransfer", OnEvent], Descriptor]
 
@@ -59,23 +61,24 @@ class SharedTransfer:
         self.users = 0
         self.total = 0
         self.sources: Counter[str] = Counter()  # bytes by source
-        self.begun = self.moved = time.monotonic()
+        self.started = self.progressed = time.monotonic()
         self.is_stalled = False
         self.stored: StoredAImage | None = None
         self.result: asyncio.Future[Descriptor] = asyncio.get_running_loop().create_future()
-        self.result.add_done_callback(asyncio.Future.exception)  # marks it as retrieved
+        # asyncio logs exceptions that nothing retrieves
+        self.result.add_done_callback(asyncio.Future.exception)
         self._work, self._is_over = work, is_over
         self._blobs: dict[Digest, TransferBlob] = {}
-        self._passed: deque[tuple[float, int]] = deque(maxlen=64)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=64)
         self._lock = threading.Lock()
 
     @property
     def is_queued(self) -> bool:
-        """Return whether it waits for other transfers beyond the initial delay."""
-        return not self.is_begun and time.monotonic() - self.begun > 1.0
+        """Return True if it waits for other transfers beyond the initial delay."""
+        return not self.is_begun and time.monotonic() - self.started > 1.0
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def using(self) -> Iterator[None]:
         """Count a user while the context lasts."""
         self.users += 1
         try:
@@ -93,12 +96,12 @@ class SharedTransfer:
     @property
     def rate(self) -> float:
         """The bytes per second over the last seconds."""
-        now = time.monotonic()
+        timestamp = time.monotonic()
         with self._lock:
-            recent = [(at, count) for at, count in self._passed if now - at <= _WINDOW]
+            recent = [(at, count) for at, count in self._recent if timestamp - at <= _WINDOW]
         if not recent:
             return 0.0
-        return sum(count for _, count in recent) / max(now - recent[0][0], INTERVAL)
+        return sum(count for _, count in recent) / max(timestamp - recent[0][0], INTERVAL)
 
     def blobs(self) -> list[TransferBlob]:
         """Return the current state of all known blobs."""
@@ -108,29 +111,29 @@ class SharedTransfer:
     def start(self) -> None:
         """Run in a daemon thread."""
         self.is_begun = True
-        self.begun = self.moved = time.monotonic()
+        self.started = self.progressed = time.monotonic()
         run_in_thread(lambda: self._work(self, self._on_event), self.result, f"aimage-{self.kind}")
 
     def stop(self, *, is_now: bool = False) -> None:
-        """Stop the transfer; a running one stops between two pieces of a blob.
+        """Stop the transfer; a running one stops between two chunks of a blob.
 
-        With ``is_now``, do not wait for its thread, which may hang on an unresponsive registry.
+        With ``is_now``, do not wait for its thread: it may hang on an unresponsive registry.
         """
         self.is_stopped = True
         if (is_now or not self.is_begun) and not self.result.done():
-            self.result.set_exception(self._stopped())
+            self.result.set_exception(self._make_stopped_error())
 
     def check(self) -> None:
         """Raise StoppedError if the transfer must stop; called in its thread."""
         if self.is_stopped or self._is_over() or not (self.users or self.is_kept):
             self.is_stopped = True
-            raise self._stopped()
+            raise self._make_stopped_error()
 
-    def _stopped(self) -> StoppedError:
+    def _make_stopped_error(self) -> StoppedError:
         return StoppedError(f"the {self.kind} of {self.reference} was cancelled")
 
     def begin(self, stored: StoredAImage) -> tuple[str, ...]:
-        """Note the AImage, and return the order of its components; called in the pull's thread."""
+        """Record the AImage; return the order of its components. Called in the pull's thread."""
         self.stored = stored
         return COMPONENTS
 
@@ -140,7 +143,8 @@ class SharedTransfer:
             self.sources[source] += count
 
     def _on_event(self, event: CopyEvent) -> None:
-        if self.kind == PUSH:  # a pull may stop only between bytes of a blob: see TransferGate
+        # A pull may stop only between chunks of a blob: see TransferGate
+        if self.kind == PUSH:
             self.check()
         if event.kind == "plan":
             self.total = event.count
@@ -152,11 +156,11 @@ class SharedTransfer:
         blob = self._blobs.setdefault(content.digest, TransferBlob(content.digest, content.size))
         if event.kind == "progress":
             blob.completed = max(0, min(blob.total, blob.completed + event.count))
-            self.moved, self.is_stalled = time.monotonic(), False
-            if not self._passed or self.moved - self._passed[-1][0] >= INTERVAL:
-                self._passed.append((self.moved, 0))
-            at, count = self._passed[-1]
-            self._passed[-1] = at, count + max(0, event.count)
+            self.progressed, self.is_stalled = time.monotonic(), False
+            if not self._recent or self.progressed - self._recent[-1][0] >= INTERVAL:
+                self._recent.append((self.progressed, 0))
+            at, count = self._recent[-1]
+            self._recent[-1] = at, count + max(0, event.count)
         elif event.kind == "skip":
             blob.completed = blob.total
             self.sources["cache"] += blob.total
@@ -168,12 +172,13 @@ class SharedTransfer:
 
         Raises StoppedError, otherwise as ``pull`` or ``push``.
         """
-        seen: dict[Digest, int] = {}
+        reported: dict[Digest, int] = {}
         while True:
-            is_done = self.result.done()  # read before the blobs, so that no change is missed
+            # Read before the blobs, so that no change is missed
+            is_done = self.result.done()
             for blob in self.blobs():
-                if seen.get(blob.digest) != blob.completed:
-                    seen[blob.digest] = blob.completed
+                if reported.get(blob.digest) != blob.completed:
+                    reported[blob.digest] = blob.completed
                     yield blob
             if is_done:
                 break
@@ -190,7 +195,8 @@ def run_in_thread(call: Callable[[], T], result: asyncio.Future[T], name: str) -
     loop, call = asyncio.get_running_loop(), telemetry.bind_context(call)
 
     def settle(set_it: Callable[[Any], None], value: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
+        # The loop is closed
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(lambda: None if result.done() else set_it(value))
 
     def run() -> None:
@@ -203,7 +209,7 @@ def run_in_thread(call: Callable[[], T], result: asyncio.Future[T], name: str) -
 
 
 class TransferGate(Rate):
-    """An unlimited rate that stops a pull between two pieces of a blob.
+    """An unlimited rate that stops a pull between two chunks of a blob.
 
     At this point partial content is kept for the next pull and no lock is held.
     """
@@ -235,20 +241,21 @@ class CountedSource(WrappedSource):
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         reader = self._source.open(content, offset, length)
         if content.media_type in mediatype.DOCUMENTS:
-            return reader  # documents are numerous and read from memory
+            # Documents are numerous, and read from memory
+            return reader
 
-        def ended(count: int) -> None:
+        def report(count: int) -> None:
             source = self._source
             is_mirrored = isinstance(source, Repository) and source.was_mirrored(content)
             self._report("mirror" if is_mirrored else "registry", count)
 
-        return _CountedReader(reader, ended, self._rate)
+        return _CountedReader(reader, report, self._rate)
 
 
 class _CountedReader(SourceReader):
-    def __init__(self, source: Reader, ended: Callable[[int], None], rate: Rate | None) -> None:
+    def __init__(self, source: Reader, report: Callable[[int], None], rate: Rate | None) -> None:
         super().__init__(source)
-        self._ended, self._rate = ended, rate
+        self._report, self._rate = report, rate
         self._count = 0
 
     def _fill(self, view: memoryview) -> int:
@@ -262,4 +269,4 @@ class _CountedReader(SourceReader):
         is_open = not self.closed
         super().close()
         if is_open:
-            self._ended(self._count)
+            self._report(self._count)

@@ -15,8 +15,8 @@ from clowder_aimage.content import Rate, Source
 from clowder_aimage.content.copy_option import OnEvent
 from clowder_aimage.content.platform import ANY, ManifestSelector
 from clowder_aimage.dialect.selection import LayerSelection
-from clowder_aimage.engine.admission import BusyError, ending
-from clowder_aimage.engine.backoff import again
+from clowder_aimage.engine.admission import BusyError, shutdown_error
+from clowder_aimage.engine.backoff import next_attempt
 from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.shared_transfer import (
@@ -34,13 +34,19 @@ from clowder_aimage.pull import PullOptions, pull
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions
 
-MAX_TRANSFERS = 32  # interactive ones per registry: each has its own threads
-_MAX_ALL = 2 * MAX_TRANSFERS  # in total: an unresponsive registry cannot use them all
-INTERACTIVE, DESIRED, PREFETCH = range(3)  # urgencies
+# Interactive transfers per registry: each has its own threads
+MAX_TRANSFERS = 32
+# In total: an unresponsive registry cannot use them all
+_MAX_ALL = 2 * MAX_TRANSFERS
+# Urgencies
+INTERACTIVE, DESIRED, PREFETCH = range(3)
 URGENCIES = ("interactive", "desired", "prefetch")
-_PLACES = (8, 4, 2)  # by urgency: a transfer begins while fewer are running
-_EXTRA = 4  # additional places for registries without a running transfer
-STALL = 15.0  # seconds without a byte that count as a stall
+# Slots by urgency: a transfer begins while fewer are running
+_SLOTS = (8, 4, 2)
+# Additional slots for registries without a running transfer
+_EXTRA_SLOTS = 4
+# Seconds without a byte that count as a stall
+STALL = 15.0
 OnBytes = Callable[[str, int], object]
 Near = Callable[[Reference, OnBytes], Callable[[Source], Source]]
 _Key = tuple[str, str, object]
@@ -80,31 +86,40 @@ class TransferQueue:
         self.connection = connection
         self._store, self._selector = store, selector
         self._metrics, self._events = metrics, events
-        self._known: dict[_Key, SharedTransfer] = {}
+        self._transfers: dict[_Key, SharedTransfer] = {}
         self._numbers = itertools.count()
         self._settle = settle
 
     def of(self, reference: Reference) -> SharedTransfer | None:
         """Return the queued or running pull of ``reference``, if any."""
-        return next((one for one in self.pulls() if one.reference == reference), None)
+        return next(
+            (transfer for transfer in self.pulls() if transfer.reference == reference), None
+        )
 
     def pulls(self) -> list[SharedTransfer]:
         """Return all queued or running pulls."""
-        known = list(self._known.values())  # called from other threads too
-        return [one for one in known if one.kind == PULL and not one.is_stopped]
+        # A copy, as it is called from other threads too
+        transfers = list(self._transfers.values())
+        return [
+            transfer for transfer in transfers if transfer.kind == PULL and not transfer.is_stopped
+        ]
 
     def close(self) -> None:
         """Refuse new transfers and stop the others; partial content is kept."""
         self.is_over = True
-        for each in list(self._known.values()):
-            each.stop(is_now=True)
+        for transfer in list(self._transfers.values()):
+            transfer.stop(is_now=True)
 
-    def look(self) -> None:
+    def count_stalls(self) -> None:
         """Count stalled pulls; call this periodically."""
-        now = time.monotonic()
-        for each in self.pulls():
-            if each.is_begun and not each.is_stalled and now - each.moved > STALL:
-                each.is_stalled = True
+        timestamp = time.monotonic()
+        for transfer in self.pulls():
+            if (
+                transfer.is_begun
+                and not transfer.is_stalled
+                and timestamp - transfer.progressed > STALL
+            ):
+                transfer.is_stalled = True
                 self._metrics.pull_stalls.inc()
 
     @contextlib.contextmanager
@@ -120,8 +135,8 @@ class TransferQueue:
     ) -> Iterator[SharedTransfer]:
         """Join or begin the pull of ``reference``; a new user may raise its urgency.
 
-        With ``is_early`` a new one fetches blobs in the order in which a model is loaded. A pull is
-        shared only between users with the same credentials. Raises StoppedError, BusyError, and
+        With ``is_early`` a new pull fetches blobs in the order of their use during a load. A pull
+        is shared only between users with the same credentials. Raises StoppedError, BusyError, and
         UsageError if the reference has no registry.
         """
         if reference.registry is None:
@@ -153,21 +168,21 @@ class TransferQueue:
             return pull(reference, self._store, connection, options).root
 
         key = (PULL, str(reference), (credentials, components))
-        with self._joined(key, reference, work, urgency, priority) as found:
-            yield found
+        with self._join(key, reference, work, urgency, priority) as shared:
+            yield shared
 
     @contextlib.contextmanager
     def push(self, reference: Reference) -> Iterator[SharedTransfer]:
         """Join or begin the push of ``reference``. Raises as ``pull``."""
-        with self._joined(
+        with self._join(
             (PUSH, str(reference), None),
             reference,
             lambda _, on_event: push(self._store, reference, self.connection, on_event=on_event),
-        ) as found:
-            yield found
+        ) as transfer:
+            yield transfer
 
     @contextlib.contextmanager
-    def _joined(
+    def _join(
         self,
         key: _Key,
         reference: Reference,
@@ -175,94 +190,118 @@ class TransferQueue:
         urgency: int = INTERACTIVE,
         priority: int = 0,
     ) -> Iterator[SharedTransfer]:
-        found = self._known.get(key)
+        transfer = self._transfers.get(key)
         if self.is_over:
-            raise ending()
-        if found is None or found.is_stopped:
+            raise shutdown_error()
+        if transfer is None or transfer.is_stopped:
             if urgency == INTERACTIVE:
-                self._check_places(reference)
-            found = SharedTransfer(key[0], reference, work, lambda: self.is_over)
-            found.urgency, found.priority = urgency, priority
-            found.number = next(self._numbers)
-            self._known[key] = found
-            found.result.add_done_callback(lambda _: self._ended(key, found))
-        found.urgency = min(found.urgency, urgency)
-        found.priority = max(found.priority, priority)
-        with found.used():
+                self._check_limits(reference)
+            transfer = SharedTransfer(key[0], reference, work, lambda: self.is_over)
+            transfer.urgency, transfer.priority = urgency, priority
+            transfer.number = next(self._numbers)
+            self._transfers[key] = transfer
+            transfer.result.add_done_callback(lambda _: self._finish(key, transfer))
+        transfer.urgency = min(transfer.urgency, urgency)
+        transfer.priority = max(transfer.priority, priority)
+        with transfer.using():
             if urgency == INTERACTIVE:
-                self._turn()
+                self._start_next()
             else:
-                asyncio.get_running_loop().call_later(self._settle, self._turn)
-            yield found
+                asyncio.get_running_loop().call_later(self._settle, self._start_next)
+            yield transfer
 
-    def _check_places(self, reference: Reference) -> None:
-        interactive = [one for one in self._known.values() if one.urgency == INTERACTIVE]
-        of_one = sum(one.reference.registry == reference.registry for one in interactive)
-        if of_one >= MAX_TRANSFERS or len(interactive) >= _MAX_ALL:
+    def _check_limits(self, reference: Reference) -> None:
+        interactive = [
+            transfer for transfer in self._transfers.values() if transfer.urgency == INTERACTIVE
+        ]
+        of_registry = sum(
+            transfer.reference.registry == reference.registry for transfer in interactive
+        )
+        if of_registry >= MAX_TRANSFERS or len(interactive) >= _MAX_ALL:
             raise BusyError(len(interactive), 5)
 
-    def _turn(self) -> None:
-        known = [one for one in self._known.values() if not one.result.done()]
-        for one in _next(known):
-            one.start()
-        still = Counter(one.urgency for one in known if not one.is_begun and one.kind == PULL)
+    def _start_next(self) -> None:
+        open_transfers = [
+            transfer for transfer in self._transfers.values() if not transfer.result.done()
+        ]
+        for transfer in _select_next(open_transfers):
+            transfer.start()
+        waiting = Counter(
+            transfer.urgency
+            for transfer in open_transfers
+            if not transfer.is_begun and transfer.kind == PULL
+        )
         for urgency, name in enumerate(URGENCIES):
-            self._metrics.pull_queue.labels(name).set(still[urgency])
-        pulls = sum(one.is_begun for one in known if one.kind == PULL)
+            self._metrics.pull_queue.labels(name).set(waiting[urgency])
+        pulls = sum(transfer.is_begun for transfer in open_transfers if transfer.kind == PULL)
         self._metrics.pull_inflight.set(pulls)
 
-    def _ended(self, key: _Key, transfer: SharedTransfer) -> None:
-        if self._known.get(key) is transfer:
-            del self._known[key]
+    def _finish(self, key: _Key, transfer: SharedTransfer) -> None:
+        if self._transfers.get(key) is transfer:
+            del self._transfers[key]
         error = transfer.result.exception()
         outcome = "done" if error is None else "stopped" if transfer.is_stopped else "failed"
         facts: dict[str, Any] = {"reference": str(transfer.reference), "outcome": outcome}
         if transfer.kind == PULL and transfer.is_begun:
             self._count(transfer, outcome, error)
             fetched = {name: count for name, count in transfer.sources.items() if name != "cache"}
-            facts |= {"seconds": round(time.monotonic() - transfer.begun, 3), "bytes": fetched}
+            facts |= {"seconds": round(time.monotonic() - transfer.started, 3), "bytes": fetched}
         if isinstance(error, AImageError) and outcome == "failed":
             facts["reason"] = error.message
         self._events.record(transfer.kind, **facts)
-        self._turn()
+        self._start_next()
 
     def _count(self, pull: SharedTransfer, outcome: str, error: BaseException | None) -> None:
         metrics, host = self._metrics, self._metrics.host(pull.reference.registry or "")
         metrics.pulls.labels(outcome, host).inc()
-        metrics.pull_seconds.observe(time.monotonic() - pull.begun)
+        metrics.pull_seconds.observe(time.monotonic() - pull.started)
         for source, count in pull.sources.items():
             metrics.pull_bytes.labels(source).inc(count)
         metrics.dedup.inc(pull.sources["cache"])
-        if outcome == "failed":  # internal errors have the code "failed" too
-            code = again(error, 1, 0.0, 0.0).code if isinstance(error, AImageError) else "failed"
+        # Internal errors have the code "failed" too
+        if outcome == "failed":
+            code = (
+                next_attempt(error, 1, 0.0, 0.0).code
+                if isinstance(error, AImageError)
+                else "failed"
+            )
             metrics.pull_failures.labels(code, host).inc()
         if isinstance(error, VerificationError):
             metrics.mismatches.inc()
 
 
-def _next(known: list[SharedTransfer]) -> list[SharedTransfer]:
+def _select_next(transfers: list[SharedTransfer]) -> list[SharedTransfer]:
     """Return the transfers to start now, by urgency, then by priority.
 
-    A registry leaves the last place to another registry that can use it. When all places are taken,
-    each registry without a running transfer can use an extra place, by waiting time and not by
+    The last slot is reserved for another registry that can use it. When all slots are occupied,
+    each registry without a running transfer can use an extra slot, by waiting time and not by
     priority. Unresponsive registries therefore never block another one permanently: their transfers
-    end by timeouts, and the extra places go to the transfers that have waited longest.
+    end by timeouts, and the extra slots go to the transfers that have waited longest.
     """
-    running = [one for one in known if one.is_begun]
-    waiting = [one for one in known if not one.is_begun]
-    waiting.sort(key=lambda one: (one.urgency, -one.priority, one.number))
-    for left in (1, 0):  # in the second pass no other registry can use the place
-        for one in waiting:
-            most = _PLACES[one.urgency]
-            if one not in running and len(running) < most and _running(one, running) < most - left:
-                running.append(one)
-    for one in sorted(waiting, key=lambda one: (one.urgency, one.number)):
-        most = _PLACES[one.urgency]
-        is_due = sum(other.urgency < one.urgency for other in running) < most
-        if is_due and len(running) < most + _EXTRA and not _running(one, running):
-            running.append(one)
-    return [one for one in running if not one.is_begun]
+    running = [transfer for transfer in transfers if transfer.is_begun]
+    waiting = [transfer for transfer in transfers if not transfer.is_begun]
+    waiting.sort(key=lambda transfer: (transfer.urgency, -transfer.priority, transfer.number))
+    # In the second pass no other registry can use the reserved slot
+    for reserved in (1, 0):
+        for transfer in waiting:
+            limit = _SLOTS[transfer.urgency]
+            if (
+                transfer not in running
+                and len(running) < limit
+                and _count_of_registry(transfer, running) < limit - reserved
+            ):
+                running.append(transfer)
+    for transfer in sorted(waiting, key=lambda transfer: (transfer.urgency, transfer.number)):
+        limit = _SLOTS[transfer.urgency]
+        is_due = sum(started.urgency < transfer.urgency for started in running) < limit
+        if (
+            is_due
+            and len(running) < limit + _EXTRA_SLOTS
+            and not _count_of_registry(transfer, running)
+        ):
+            running.append(transfer)
+    return [transfer for transfer in running if not transfer.is_begun]
 
 
-def _running(one: SharedTransfer, running: list[SharedTransfer]) -> int:
-    return sum(other.reference.registry == one.reference.registry for other in running)
+def _count_of_registry(transfer: SharedTransfer, running: list[SharedTransfer]) -> int:
+    return sum(started.reference.registry == transfer.reference.registry for started in running)

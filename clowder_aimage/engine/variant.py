@@ -1,4 +1,4 @@
-"""Smaller variants of an AImage in its registry, which are used while the AImage is fetched.
+"""Smaller variants of an AImage in its registry, for use while the AImage is fetched.
 
 A variant is a manifest of the same index, or an AImage whose subject is the AImage. Both have the
 annotation ``vnd.clowder.aimage.variant`` with the precision (docs/format.md, "Variants").
@@ -20,7 +20,8 @@ from clowder_aimage.layout.stored_aimage import interpret, read_manifest
 from clowder_aimage.oci import Descriptor, Index, Reference, mediatype
 from clowder_aimage.registry import ClientOptions, Repository
 
-_SAME = ("family", "pipeline", "architecture", "format")  # properties of all variants
+# Properties of all variants
+_SAME = ("family", "pipeline", "architecture", "format")
 
 
 def find_variant(
@@ -40,54 +41,64 @@ def find_variant(
         base, manifest = select(
             repository, root, reference, ManifestSelector(fallback_variant=precision)
         )
-        found = _in_index(repository, root, reference, precision)
-        if found is None:
-            found = _referrer(repository, base, precision)
-        if found is None or found.digest == base.digest or isinstance(manifest, Index):
+        descriptor = _find_in_index(repository, root, reference, precision)
+        if descriptor is None:
+            descriptor = _find_referrer(repository, base, precision)
+        if descriptor is None or descriptor.digest == base.digest or isinstance(manifest, Index):
             return None
-        whole = interpret(repository, base, manifest).aimage
+        base_aimage = interpret(repository, base, manifest).aimage
         try:
-            other = interpret(repository, found, read_manifest(repository, found))
-            _check_same(whole, base, other.aimage)
+            variant = interpret(repository, descriptor, read_manifest(repository, descriptor))
+            _check_variant(base_aimage, base, variant.aimage)
         except FormatError as error:
             raise VerificationError(
-                f"the variant {precision} of {reference} is {found.digest}, which is not of the "
-                f"same AImage: {error.message}"
+                f"the variant {precision} of {reference} is {descriptor.digest}, "
+                f"which is not of the same AImage: {error.message}"
             ) from None
-        return reference.with_digest(found.digest)
+        return reference.with_digest(descriptor.digest)
 
 
-def _in_index(
+def _find_in_index(
     repository: Repository, root: Descriptor, reference: Reference, precision: str
 ) -> Descriptor | None:
     if root.media_type not in mediatype.INDEXES:
         return None
     index = read_document(repository, root)
     assert isinstance(index, Index)  # noqa: S101 (for mypy)
-    found = [one for one in candidates_in(repository, index) if one.variant == precision]
-    here = Platform.here()
-    return choose(found, ManifestSelector(), here, reference).descriptor if found else None
+    candidates = [
+        candidate
+        for candidate in candidates_in(repository, index)
+        if candidate.variant == precision
+    ]
+    platform = Platform.here()
+    return (
+        choose(candidates, ManifestSelector(), platform, reference).descriptor
+        if candidates
+        else None
+    )
 
 
-def _referrer(repository: Repository, base: Descriptor, precision: str) -> Descriptor | None:
-    for one in repository.referrers(base.digest, mediatype.AIMAGE_MANIFEST):
-        if one.annotations.get(mediatype.VARIANT) == precision:
-            return one
+def _find_referrer(repository: Repository, base: Descriptor, precision: str) -> Descriptor | None:
+    for referrer in repository.referrers(base.digest, mediatype.AIMAGE_MANIFEST):
+        if referrer.annotations.get(mediatype.VARIANT) == precision:
+            return referrer
     return None
 
 
-def _check_same(base: AImage, descriptor: Descriptor, other: AImage) -> None:
+def _check_variant(base: AImage, descriptor: Descriptor, variant: AImage) -> None:
     """Check that two AImages differ in the precision of their tensors only. Raises FormatError."""
-    if other.subject is not None and other.subject.digest != descriptor.digest:
-        raise FormatError(f"its subject is {other.subject.digest}")
+    if variant.subject is not None and variant.subject.digest != descriptor.digest:
+        raise FormatError(f"its subject is {variant.subject.digest}")
     for key in _SAME:
-        if base.properties.get(key) != other.properties.get(key):
+        if base.properties.get(key) != variant.properties.get(key):
             raise FormatError(f"it has another {key}")
-    layers = {layer.name: layer for layer in other.layers}
-    if odd := {layer.name for layer in base.layers} ^ layers.keys():
-        raise FormatError(f"only one of them has {min(odd)[:200]}")
+    layers = {layer.name: layer for layer in variant.layers}
+    if unmatched := {layer.name for layer in base.layers} ^ layers.keys():
+        raise FormatError(f"only one of them has {min(unmatched)[:200]}")
     for layer in base.layers:
-        same = layers[layer.name]
-        is_cast = layer.is_tensor and (layer.dtype is None or layer.dtype != same.dtype)
-        if same.shape != layer.shape or not (is_cast or same.descriptor == layer.descriptor):
+        variant_layer = layers[layer.name]
+        is_cast = layer.is_tensor and (layer.dtype is None or layer.dtype != variant_layer.dtype)
+        if variant_layer.shape != layer.shape or not (
+            is_cast or variant_layer.descriptor == layer.descriptor
+        ):
             raise FormatError(f"{layer.name[:200]} differs")

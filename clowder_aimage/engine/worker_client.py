@@ -28,14 +28,18 @@ if TYPE_CHECKING:
 
 _CONNECT = 10.0  # seconds
 _PROBE = 3.0  # seconds
-_REPLY = 300.0  # seconds for a complete reply; the removal of a large model is slow
-_SILENCE = 120.0  # seconds; a worker sends a comment into an event stream every ten seconds
-_MAX_LINE = 256 << 20  # bytes: ten large pictures in base64
+# Seconds for a complete reply; the removal of a large model is slow
+_REPLY = 300.0
+# Seconds; a worker sends a comment into an event stream every ten seconds
+_SILENCE = 120.0
+# Bytes: ten large pictures in base64
+_MAX_LINE = 256 << 20
 _MAX_REPLY = 16 << 20
 _MAX_ERROR = 64 << 10
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 _JSON = "application/json"
-_DONE = b"[DONE]"  # the last event of OpenAI's streams of texts
+# The last event of OpenAI's streams of texts
+_DONE = b"[DONE]"
 # An unreachable machine is detected after a minute, however long a picture takes
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -107,25 +111,29 @@ class WorkerClient:
             yield from filter(None, self._read(response))
 
     def is_worker(self, timeout: float = _CONNECT) -> bool:
-        """Return whether the server is a worker, by its headers. The token is not sent.
+        """Return True if the server is a worker, by its headers. The token is not sent.
 
-        A proxy may replace the header ``Server``; the answer has another of its own.
+        A proxy may replace the header ``Server``, but not ``X-Aimage-Version``.
         """
         with closing(_connect(self.endpoint, timeout)) as connection:
             connection.sock.settimeout(timeout)
-            own = {"User-Agent": "aimage"}
-            with closing(self._exchange(connection, "GET", "/api/version", None, own)) as response:
+            headers = {"User-Agent": "aimage"}
+            with closing(
+                self._exchange(connection, "GET", "/api/version", None, headers)
+            ) as response:
                 server = response.getheader("Server", "")
-                named = re.match(r"aimage\b", server) is not None
-                # a registry has the same header, but not this route
+                has_name = re.match(r"aimage\b", server) is not None
+                # A registry of this program has the same header, but not this route
                 has_route = response.status != http.client.NOT_FOUND
-                return has_route and (named or response.getheader("X-Aimage-Version") is not None)
+                return has_route and (
+                    has_name or response.getheader("X-Aimage-Version") is not None
+                )
 
     def lines(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
         """Yield the JSON lines of a reply as they arrive (ollama's API).
 
-        A line with an ``error`` is raised. Closing the generator closes the connection, which
-        cancels the request.
+        A line with an ``error`` is raised. Closing the generator closes the connection, so that the
+        worker cancels the request.
         """
         with self._request("POST", path, json.dumps(body).encode(), None) as response:
             for line in filter(None, self._read(response)):
@@ -142,7 +150,7 @@ class WorkerClient:
         """
         with self._request("POST", path, json.dumps(body).encode(), _SILENCE) as response:
             names = {name.lower() for name, _ in response.getheaders()}
-            yield "open", {each: "\n".join(response.headers.get_all(each, ())) for each in names}
+            yield "open", {field: "\n".join(response.headers.get_all(field, ())) for field in names}
             kind, data = "message", list[bytes]()
             for line in self._read(response):
                 name, _, text = line.partition(b":")
@@ -175,7 +183,7 @@ class WorkerClient:
             headers["Content-Type"] = kind
         with closing(_connect(self.endpoint)) as connection:
             connection.sock.settimeout(timeout)
-            # the response may own the socket now
+            # A response without keep-alive owns the socket now, and must be closed too
             with closing(self._exchange(connection, method, path, data, headers)) as response:
                 if not 200 <= response.status < 300:
                     raise self._refusal(response)
@@ -198,15 +206,16 @@ class WorkerClient:
             from clowder_aimage.registry.trace import RequestTrace, body_size, redact_headers
 
             seconds, sent = time.monotonic() - began, len(data or b"")
-            both = redact_headers(headers), redact_headers(reply)
+            redacted = redact_headers(headers), redact_headers(reply)
             url = f"{self.endpoint}{path}"
             received = body_size(reply)
-            one = RequestTrace(method, url, status, seconds, sent, received, error, *both)
-            self._on_exchange(one)
+            trace = RequestTrace(method, url, status, seconds, sent, received, error, *redacted)
+            self._on_exchange(trace)
 
         try:
             with self._network():
-                with suppress(BrokenPipeError, ConnectionResetError):  # it may have replied
+                # It may have replied, as with 413, before it read the whole body
+                with suppress(BrokenPipeError, ConnectionResetError):
                     connection.request(method, path, data, headers)
                 response = connection.getresponse()
         except NetworkError as error:
@@ -217,26 +226,27 @@ class WorkerClient:
 
     def _read(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         """Yield lines without line ends (``readline`` treats a broken connection as the end)."""
-        begun = bytearray()
-        while piece := self._piece(response):
-            first, *others = piece.split(b"\n")
-            begun += first
-            if len(begun) > _MAX_LINE:
+        line = bytearray()
+        while chunk := self._read_chunk(response):
+            end, *starts = chunk.split(b"\n")
+            line += end
+            if len(line) > _MAX_LINE:
                 raise FormatError(f"a line from {self.endpoint} exceeds {_MAX_LINE} bytes")
-            for other in others:
-                yield bytes(begun).removesuffix(b"\r")
-                begun = bytearray(other)
-        if begun:
-            yield bytes(begun)
+            for start in starts:
+                yield bytes(line).removesuffix(b"\r")
+                line = bytearray(start)
+        if line:
+            yield bytes(line)
 
-    def _piece(self, response: http.client.HTTPResponse) -> bytes:
+    def _read_chunk(self, response: http.client.HTTPResponse) -> bytes:
         with self._network():
             if isinstance(response, TimedResponse):
-                response.allow(response.timeout)  # a stream may last
-            piece = response.read1(_PIECE)
-            if not piece and response.length:
+                # A stream may last: the timeout is that between two reads
+                response.allow(response.timeout)
+            chunk = response.read1(_CHUNK)
+            if not chunk and response.length:
                 raise http.client.IncompleteRead(b"", response.length)
-        return piece
+        return chunk
 
     @contextmanager
     def _network(self) -> Iterator[None]:
@@ -299,7 +309,8 @@ def _error(value: Mapping[str, Any], status: object, retry_after: str | None = N
     error = value["error"]
     fields = error if isinstance(error, dict) else {**value, "message": error}
     message, hint = str(fields.get("message") or error), fields.get("hint")
-    if type(status) is not int:  # in OpenAI's streams
+    # Errors in OpenAI's streams have no status
+    if type(status) is not int:
         status = _TYPES.get(str(fields.get("type")), 500)
     needs_token = status == 401 and not hint
     if not hint and retry_after and retry_after.isdecimal():

@@ -163,7 +163,7 @@ class Placement:
     def loaded(self) -> frozenset[str]:
         """The digests of the models in memory."""
         engine = self._service.engine
-        return frozenset(str(one.digest) for one in engine.loaded() if one.is_ready)
+        return frozenset(str(one.digest) for one in engine.list_loaded() if one.is_ready)
 
     def eviction_cost(self, digest: str, *, is_wanted: bool = False) -> float:
         """Return the eviction cost of a model in memory here."""

@@ -22,7 +22,7 @@ from aiohttp.hdrs import METH_ALL
 from aiohttp.typedefs import Handler, Middleware
 
 from clowder_aimage.content import telemetry
-from clowder_aimage.engine.admission import ending
+from clowder_aimage.engine.admission import shutdown_error
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http import api_error as errors
@@ -290,7 +290,7 @@ def _refuse_at_the_end(roles: Sequence[Role]) -> Middleware:
 def check_running(roles: Sequence[Role], method: str) -> None:
     """Refuse new work during shutdown. Raises StoppedError."""
     if method not in ("GET", "HEAD") and any(role.is_draining for role in roles):
-        raise ending()
+        raise shutdown_error()
 
 
 def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:

@@ -21,8 +21,8 @@ from clowder_aimage.engine.backoff import (
     TIME,
     WRONG,
     Backoff,
-    again,
-    whole,
+    full_backoff,
+    next_attempt,
 )
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
 from clowder_aimage.layout.completeness import Completeness
@@ -248,7 +248,7 @@ def _evict(state: ModelState, shortage: Shortage, time: float) -> Step:
 def apply_failure(state: ModelState, time: float, event: Failure, chance: float) -> Step:
     """Apply the failure of an action."""
     error, attempts, before = event.error, state.attempts + 1, state.reason
-    failure = again(error, attempts, chance, state.spec.refresh)
+    failure = next_attempt(error, attempts, chance, state.spec.refresh)
     state = replace(state, attempts=attempts, failure=failure)
     actions: tuple[Action, ...] = ()
     if isinstance(error, NoSpaceError):
@@ -279,7 +279,7 @@ def _suspect(state: ModelState, event: Failure, time: float, chance: float) -> M
         return replace(state, suspect=None)
     previous = state.suspect
     count = previous.count + 1 if previous is not None and previous.root == root else 1
-    suspect = Suspect(root, event.error.message, count, time + whole(count, chance))
+    suspect = Suspect(root, event.error.message, count, time + full_backoff(count, chance))
     return replace(state, root=root, suspect=suspect)
 
 

@@ -241,7 +241,7 @@ class Node:
                 if model.spec.components != spec.components:
                     model.handover.close()
                 elif model.transfer is not None:
-                    model.handover.enter_context(model.transfer.used())
+                    model.handover.enter_context(model.transfer.using())
                 self._cancel(name)
             model.apply(partial(apply_spec, spec=spec), self._clock())
 

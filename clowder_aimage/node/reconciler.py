@@ -15,7 +15,7 @@ from functools import partial
 
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import StoppedError
-from clowder_aimage.engine.backoff import TIME, again
+from clowder_aimage.engine.backoff import TIME, next_attempt
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
@@ -184,11 +184,11 @@ class Reconciler:
         except StoppedError:
             raise
         except AImageError as error:
-            outcome = "failed" if again(error, 1, 0.0, 0.0).after == TIME else "refused"
+            outcome = "failed" if next_attempt(error, 1, 0.0, 0.0).after == TIME else "refused"
             raise
         finally:
             if model.state.is_here and outcome:
-                self._service.metrics.tag_checked(reference.registry or "", outcome)
+                self._service.metrics.count_tag_check(reference.registry or "", outcome)
         if resolved is None:
             return transition.apply_check
         return partial(transition.apply_check, root=resolved[0].digest, chosen=resolved[1].digest)
@@ -236,7 +236,7 @@ class Reconciler:
                 resolved = await self._registries.ask(model.spec.reference, None)
                 root = resolved[0].digest if resolved else None
         chance = self._chance()
-        delay = again(error, model.state.attempts + 1, chance, model.spec.refresh).delay
+        delay = next_attempt(error, model.state.attempts + 1, chance, model.spec.refresh).delay
         facts = {"model": model.spec.name, "reason": error.message, "again": delay}
         _log.warning("pull failed", extra=facts)
         event = Failure(_without_path(error), free, needed, began, root)

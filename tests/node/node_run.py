@@ -146,7 +146,7 @@ class LocalNode(NodeRun):
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the facts of all events of a kind so far."""
-        return [item.facts for item in list(self._service.events._items) if item.kind == kind]
+        return [item.facts for item in list(self._service.events._retained) if item.kind == kind]
 
     def end(self) -> None:
         if self._thread is None:

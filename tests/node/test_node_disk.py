@@ -57,7 +57,7 @@ async def told(bench: Bench, kind: str) -> list[Any]:
     """Return the facts of all events of a kind so far."""
     # Threads that have ended added their events as calls of the loop
     await asyncio.sleep(0)
-    return [item.facts for item in bench.events._items if item.kind == kind]
+    return [item.facts for item in bench.events._retained if item.kind == kind]
 
 
 def test_a_pull_without_space_fetches_no_blob_and_is_not_repeated(

@@ -49,7 +49,7 @@ async def turns(*benches: Bench, count: int = 4) -> None:
 async def evicted(bench: Bench) -> list[Any]:
     # Threads that have ended added their events as calls of the loop
     await asyncio.sleep(0)
-    return [item.facts["model"] for item in bench.events._items if item.kind == "evict"]
+    return [item.facts["model"] for item in bench.events._retained if item.kind == "evict"]
 
 
 def test_a_name_removed_from_the_list_is_pruned(tmp_path: Path, publisher: Publisher) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from clowder_aimage.engine.admission import FOR_EVER
-from clowder_aimage.engine.backoff import DAY, HOUR, whole
+from clowder_aimage.engine.backoff import DAY, HOUR, full_backoff
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
@@ -164,7 +164,7 @@ async def test_eviction_is_retried_until_it_frees_space(
 
 
 def test_the_pause_after_wrong_content_doubles_up_to_a_day() -> None:
-    assert [whole(times, 0.0) / HOUR for times in (1, 2, 3, 4, 5, 6, 99)] == [
+    assert [full_backoff(times, 0.0) / HOUR for times in (1, 2, 3, 4, 5, 6, 99)] == [
         1,
         2,
         4,
@@ -173,7 +173,7 @@ def test_the_pause_after_wrong_content_doubles_up_to_a_day() -> None:
         24,
         24,
     ]
-    assert whole(1, 0.999) < 0.8 * HOUR and whole(99, 0.5) < DAY
+    assert full_backoff(1, 0.999) < 0.8 * HOUR and full_backoff(99, 0.5) < DAY
 
 
 def test_two_nodes_keep_each_others_pins(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def played(
                 return await play(engine)
         finally:
             await engine.close(5)
-            assert not engine.loaded()
+            assert not engine.list_loaded()
 
     return asyncio.run(run())
 

@@ -65,7 +65,7 @@ def test_a_request_yields_queue_step_and_image_events(
         second = await served(engine, job(seed=7))
         with pytest.raises(UsageError, match="multiple of 16"):
             await served(engine, job(parameters={"width": 33}))
-        assert len(engine.loaded()) == 1
+        assert len(engine.list_loaded()) == 1
         encoding = PictureEncoding("jpeg", 80)
         asked = job(steps=4, encoding=encoding, parameters={"previews": 2})
         return first, second, await served(engine, asked)
@@ -99,12 +99,12 @@ def test_a_killed_process_fails_its_request_and_is_started_again(
         async for event in events:
             if isinstance(event, Step):
                 break
-        os.kill(engine.loaded()[0].runner.pid, signal.SIGKILL)
+        os.kill(engine.list_loaded()[0].runner.pid, signal.SIGKILL)
         with pytest.raises(ModelError, match="killed by signal 9"):
             async for _ in events:
                 pass
         second = await served(engine, job())
-        runner = engine.loaded()[0].runner
+        runner = engine.list_loaded()[0].runner
         os.kill(runner.pid, signal.SIGKILL)
         await until_async(lambda: not runner.is_alive)
         return second, await served(engine, job())
@@ -130,7 +130,7 @@ def test_a_tag_moved_during_a_load_does_not_affect_earlier_requests(
 
     async def play(engine: Any) -> Any:
         events = await served(engine, job())
-        assert [one.digest for one in engine.loaded()] == [before.digest]
+        assert [one.digest for one in engine.list_loaded()] == [before.digest]
         return events[-1]
 
     picture = played(stocked_store, play)

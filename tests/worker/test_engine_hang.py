@@ -58,7 +58,7 @@ async def at_work(engine: Any, name: str = "tiny", **options: Any) -> tuple[Clie
     """Return a client whose request runs, and the process id of its model."""
     client = Client(engine, job(name, steps=1000, **options))
     await client.hears(Step)
-    (model,) = (one for one in engine.loaded() if str(one.reference) == f"{name}:latest")
+    (model,) = (one for one in engine.list_loaded() if str(one.reference) == f"{name}:latest")
     return client, model.runner.pid
 
 
@@ -107,12 +107,12 @@ def test_a_process_that_dies_after_a_cancel_does_not_block_the_queue(
 def test_a_model_whose_process_dies_is_unloaded(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[Any, float | None]:
         await served(engine, job())
-        (model,) = engine.loaded()
+        (model,) = engine.list_loaded()
         shown = {"model": "tiny"}
         assert sample(engine, "aimage_model_loaded", **shown) == 1
         os.kill(model.runner.pid, signal.SIGKILL)
         await until_async(lambda: not model.is_ready)
-        loaded = engine.loaded()
+        loaded = engine.list_loaded()
         await until_async(lambda: sample(engine, "aimage_model_loaded", **shown) == 0)
         return loaded, sample(engine, "aimage_model_evictions_total", reason="died")
 
@@ -176,7 +176,7 @@ def test_a_cancelled_long_step_finishes_before_the_next_request(
         assert not any(isinstance(event, StartedEvent) for event in after.heard)
         os.kill(pid, signal.SIGCONT)
         await after.result()
-        return pid, engine.loaded()[0].runner.pid
+        return pid, engine.list_loaded()[0].runner.pid
 
     before, after = played(stocked_store, play)
     assert before == after
@@ -278,7 +278,7 @@ def test_stop_ends_a_model_that_has_just_been_loaded(
         await task
         gone = is_gone(pid)
         await client.leave()
-        return gone, engine.loaded()
+        return gone, engine.list_loaded()
 
     assert played(stocked_store, play) == (True, [])
 
@@ -289,7 +289,7 @@ def test_a_load_without_waiting_clients_is_cancelled(stocked_store: LayeredStore
         (other,) = await queued(engine, "other")
         await client.leave()
         heard = await other.result()
-        return is_gone(pid), heard, [str(one.reference) for one in engine.loaded()]
+        return is_gone(pid), heard, [str(one.reference) for one in engine.list_loaded()]
 
     gone, heard, names = played(stocked_store, play)
     assert gone and isinstance(heard[-1], ImageEvent)
@@ -337,7 +337,7 @@ def test_idle_models_are_evicted_when_a_load_runs_out_of_memory(
 
     async def play(engine: Any) -> tuple[Any, bool, float | None]:
         await served(engine, job("other"))
-        idle = engine.loaded()[0].runner.pid
+        idle = engine.list_loaded()[0].runner.pid
         client, pid = await loading(engine)
         os.kill(pid, signal.SIGKILL)
         heard = await client.result()
@@ -353,9 +353,9 @@ def test_idle_models_are_evicted_when_free_memory_is_too_small(stocked_store: La
 
     async def play(engine: Any) -> list[Any]:
         await served(engine, job("other"))
-        engine.loaded()[0].runner.size = limit
+        engine.list_loaded()[0].runner.size = limit
         await served(engine, job("tiny"))
-        return [str(one.reference) for one in engine.loaded()]
+        return [str(one.reference) for one in engine.list_loaded()]
 
     assert played(stocked_store, play, models=2, free=lambda: 1000) == ["tiny:latest"]
     assert played(stocked_store, play, models=2, free=lambda: None) == [
@@ -384,7 +384,7 @@ def test_a_closing_engine_loads_no_model(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[Any, list[Any], float | None]:
         client = Client(engine, job(steps=30))
         await client.hears(Step)
-        os.kill(pid := engine.loaded()[0].runner.pid, signal.SIGSTOP)
+        os.kill(pid := engine.list_loaded()[0].runner.pid, signal.SIGSTOP)
         (other,) = await queued(engine, "other")
         closing = asyncio.create_task(engine.close(60))
         with pytest.raises(StoppedError, match="shutting down"):

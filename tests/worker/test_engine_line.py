@@ -113,11 +113,11 @@ def test_an_idle_model_is_unloaded_after_keep_alive(stocked_store: LayeredStore)
 
     async def play(engine: Any) -> list[int]:
         await served(engine, job(keep_alive=0))
-        found = [len(engine.loaded())]
+        found = [len(engine.list_loaded())]
         await served(engine, job(keep_alive=60))
         for now[0] in (59.0, 61.0):
             await engine.expire()
-            found.append(len(engine.loaded()))
+            found.append(len(engine.list_loaded()))
         return found
 
     assert played(stocked_store, play, clock=lambda: now[0]) == [0, 1, 0]
@@ -127,7 +127,7 @@ def test_an_infinite_keep_alive_never_expires(stocked_store: LayeredStore) -> No
     async def play(engine: Any) -> Any:
         await served(engine, job(keep_alive=float("inf")))
         await engine.expire()
-        (model,) = engine.loaded()
+        (model,) = engine.list_loaded()
         return model.until
 
     assert played(stocked_store, play, keep_alive=0.0) is None
@@ -136,9 +136,9 @@ def test_an_infinite_keep_alive_never_expires(stocked_store: LayeredStore) -> No
 def test_the_longest_idle_model_is_evicted(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> tuple[Any, list[str]]:
         await served(engine, job("tiny"))
-        runner = engine.loaded()[0].runner
+        runner = engine.list_loaded()[0].runner
         await served(engine, job("other"))
-        return runner.is_alive, [str(model.reference) for model in engine.loaded()]
+        return runner.is_alive, [str(model.reference) for model in engine.list_loaded()]
 
     assert played(stocked_store, play, models=1) == (False, ["other:latest"])
 
@@ -151,7 +151,7 @@ def test_the_model_of_the_least_cost_is_evicted(stocked_store: LayeredStore) -> 
         await served(engine, job("other"))
         names = []
         for costs in ({}, {"other:latest": 1.0}, {"tiny:latest": 1.0}):
-            digests = {str(one.digest): str(one.reference) for one in engine.loaded()}
+            digests = {str(one.digest): str(one.reference) for one in engine.list_loaded()}
             engine.set_eviction_cost(lambda digest, w=costs, d=digests: w.get(d[str(digest)], 0.0))
             names.append(str(engine._scheduler._idle().reference))
         return names
@@ -162,7 +162,7 @@ def test_the_model_of_the_least_cost_is_evicted(stocked_store: LayeredStore) -> 
 def test_two_models_stay_loaded_within_the_limit(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> list[Any]:
         await asyncio.gather(served(engine, job("tiny")), served(engine, job("other")))
-        return sorted(str(model.reference) for model in engine.loaded())
+        return sorted(str(model.reference) for model in engine.list_loaded())
 
     assert played(stocked_store, play, models=2) == ["other:latest", "tiny:latest"]
 
@@ -177,7 +177,7 @@ def test_stop_ends_a_running_request(stocked_store: LayeredStore) -> None:
         with pytest.raises(StoppedError, match="was stopped"):
             async for _ in events:
                 pass
-        return len(engine.loaded()), await engine.stop(NAME)
+        return len(engine.list_loaded()), await engine.stop(NAME)
 
     assert played(stocked_store, play) == (0, False)
 
@@ -277,7 +277,7 @@ def test_requests_are_served_in_order_across_models(stocked_store: LayeredStore)
     async def play(engine: Any) -> tuple[list[Any], list[Any]]:
         first = Client(engine, job(steps=1000))
         await first.hears(Step)
-        is_running = engine.loaded()[0].runner.is_running
+        is_running = engine.list_loaded()[0].runner.is_running
         is_running.clear()
         order, clients = [], []
         for name in ("tiny", "other", "tiny", "tiny"):
@@ -299,12 +299,12 @@ def test_requests_are_served_in_order_across_models(stocked_store: LayeredStore)
 def test_a_waiting_request_is_told_its_new_place(
     stocked_store: LayeredStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clowder_aimage.engine.engine.PLACE", 0.01)
+    monkeypatch.setattr("clowder_aimage.engine.engine.POSITION_INTERVAL", 0.01)
 
     async def play(engine: Any) -> list[int]:
         first = Client(engine, job(steps=1000))
         await first.hears(Step)
-        engine.loaded()[0].runner.is_running.clear()
+        engine.list_loaded()[0].runner.is_running.clear()
         second = Client(engine, job())
         await second.hears(QueuedEvent)
         third = Client(engine, job())
@@ -312,7 +312,7 @@ def test_a_waiting_request_is_told_its_new_place(
         await second.leave()
         await until_async(lambda: len(third.heard) == 2)
         places = [getattr(event, "ahead", -1) for event in third.heard]
-        engine.loaded()[0].runner.is_running.set()
+        engine.list_loaded()[0].runner.is_running.set()
         await first.leave()
         await third.result()
         return places
@@ -437,11 +437,11 @@ def test_a_load_request_generates_nothing_and_skips_the_queue(stocked_store: Lay
     async def play(engine: Any) -> tuple[Any, bool, Any, Any]:
         first = Client(engine, job(keep_alive=0.0), loads=True)
         heard = await first.result()
-        gone = not engine.loaded()
+        gone = not engine.list_loaded()
         working = Client(engine, job(steps=1000))
         await working.hears(Step)
         again = await Client(engine, job(keep_alive=77.0), loads=True).result()
-        kept = engine.loaded()[0].keep_alive
+        kept = engine.list_loaded()[0].keep_alive
         await working.leave()
         return heard, gone, again, kept
 

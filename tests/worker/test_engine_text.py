@@ -246,8 +246,8 @@ def test_a_client_that_leaves_ends_only_its_own_text(stocked_store: LayeredStore
             async for event in events:
                 if isinstance(event, TextPiece):
                     break
-        (model,) = engine.loaded()
-        await until_async(lambda: not model.runner.endings)
+        (model,) = engine.list_loaded()
+        await until_async(lambda: not model.runner.cancellations)
         assert model.users == 1 and not other.done()
         return text_of(await other)
 
@@ -287,7 +287,7 @@ def test_the_advice_after_a_kill_is_for_language_models(stocked_store: LayeredSt
         async with contextlib.aclosing(written(engine, asked("slow " * 500))) as events:
             async for event in events:
                 if isinstance(event, TextPiece):
-                    os.kill(engine.loaded()[0].runner.pid, signal.SIGKILL)
+                    os.kill(engine.list_loaded()[0].runner.pid, signal.SIGKILL)
 
     with pytest.raises(ModelError, match=r"killed by signal 9, .* try a smaller context"):
         played(stocked_store, play)
@@ -296,7 +296,7 @@ def test_the_advice_after_a_kill_is_for_language_models(stocked_store: LayeredSt
 def test_a_stop_ends_all_texts(stocked_store: LayeredStore) -> None:
     async def play(engine: Any) -> list[Any]:
         clients = [asyncio.create_task(heard(engine, asked("slow " * 500))) for _ in range(3)]
-        await until_async(lambda: engine.loaded() and len(engine.loaded()[0].served) == 3)
+        await until_async(lambda: engine.list_loaded() and len(engine.list_loaded()[0].served) == 3)
         assert await engine.stop(NAME)
         return await asyncio.gather(*clients, return_exceptions=True)
 

@@ -57,7 +57,11 @@ def test_the_request_after_the_pull_uses_the_aimage_itself(
         one = job(f"{name}:v1")
         found = [used(await served(engine, one))]
         await until_async(lambda: not engine._first._tasks)
-        return [*found, used(await served(engine, one)), *(str(m.digest) for m in engine.loaded())]
+        return [
+            *found,
+            used(await served(engine, one)),
+            *(str(m.digest) for m in engine.list_loaded()),
+        ]
 
     first, second, loaded = played(store, play, first="int4")
     assert (first, second, loaded) == (digests["int4"], digests["v1"], digests["v1"])

@@ -7,7 +7,7 @@ import os
 import threading
 
 from clowder_aimage.engine import frame
-from clowder_aimage.engine.frame_writer import GATHERED, FrameWriter
+from clowder_aimage.engine.frame_writer import MIN_INTERVAL, FrameWriter
 from clowder_aimage.model.text.language_model import TextPiece, Token
 
 
@@ -37,7 +37,7 @@ def test_pieces_that_follow_soon_are_joined_and_the_first_one_does_not_wait() ->
     assert len(read_frames(target)) == 1
     writer.write_piece(2, TextPiece("x"))  # the first one of another text
     assert read_frames(target)[1:] == [("piece", 1, "bc"), ("piece", 2, "x")]
-    clock.now += 2 * GATHERED
+    clock.now += 2 * MIN_INTERVAL
     writer.write_piece(1, TextPiece("d"))
     assert read_frames(target)[3:] == [("piece", 1, "d")]
 

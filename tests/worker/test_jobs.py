@@ -198,14 +198,14 @@ def test_jobs_run_one_after_another_and_are_cancelled(tmp_path: Path) -> None:
             add(queue, "more")
         await until_async(lambda: first.stage)
         assert first.total == 100 and {job.status for job in rest} == {"queued"}
-        assert queue.is_made(Reference.parse("n0"))
+        assert queue.is_target(Reference.parse("n0"))
         await queue.cancel(first)
         assert first.status == CANCELLED and first.is_over
-        assert not queue.is_made(Reference.parse("n0"))
+        assert not queue.is_target(Reference.parse("n0"))
         await queue.cancel(rest[-1])
         assert rest[-1].status == CANCELLED and rest[-1].started is None
         await queue.close()
-        assert {job.status for job in queue.all()} == {CANCELLED}
+        assert {job.status for job in queue.list_jobs()} == {CANCELLED}
         with pytest.raises(StoppedError):
             add(queue, "late")
 
@@ -216,7 +216,7 @@ def test_a_killed_process_is_a_failed_job() -> None:
     for code, text in (-9, "signal 9"), (1, "exit code 1"):
         tiny = Reference.parse("tiny")
         job = Job("0", "convert", tiny, tiny, {}, 0.0, status="running")
-        job.take_end(code)
+        job.record_end(code)
         assert job.status == FAILED and job.error is not None and text in job.error.message
 
 
@@ -230,6 +230,10 @@ def test_ended_jobs_are_forgotten_in_order(tmp_path: Path, monkeypatch: pytest.M
             job = add(queue, f"n{number}")
             await until_async(partial(getattr, job, "is_over"))
             assert job.error is not None and "cannot start" in job.error.message
-        assert [str(job.target) for job in queue.all()] == ["n4:latest", "n3:latest", "n2:latest"]
+        assert [str(job.target) for job in queue.list_jobs()] == [
+            "n4:latest",
+            "n3:latest",
+            "n2:latest",
+        ]
 
     asyncio.run(check())

@@ -531,7 +531,7 @@ def test_a_full_queue_is_503_with_retry_after(live: LocalWorker, client: Any) ->
 @pytest.mark.worker_only("requests wait in its own queue")
 def test_the_sdk_retries_after_a_full_queue(live: LocalWorker) -> None:
     with begun(live.url) as answer:
-        (model,) = live.service.engine.loaded()
+        (model,) = live.service.engine.list_loaded()
         assert model.runner is not None
         pid = model.runner.pid
         os.kill(pid, signal.SIGSTOP)  # until the SDK has its first response
@@ -555,7 +555,7 @@ def test_the_sdk_retries_after_a_full_queue(live: LocalWorker) -> None:
 
 def test_a_killed_model_process_is_an_error_event_and_restarts(live: LocalWorker) -> None:
     with begun(live.url, stream_format="ollama") as answer:
-        (model,) = live.service.engine.loaded()
+        (model,) = live.service.engine.list_loaded()
         assert model.runner is not None
         os.kill(model.runner.pid, signal.SIGKILL)
         *_, name, data, end = answer.read().decode().split("\n")[:-1]

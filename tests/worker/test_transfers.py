@@ -221,7 +221,7 @@ def test_urgent_pulls_start_first_and_joining_raises_urgency(tmp_path: Path, pro
             released.set()
             await asyncio.gather(*(each.end() for each in pulls), return_exceptions=True)
         assert it.counted("aimage_pull_queue_depth", **{"class": "prefetch"}) == 0
-        begun = [pull.begun for pull in pulls]
+        begun = [pull.started for pull in pulls]
         assert max(begun[1], *begun[3:]) < begun[2] < begun[0]  # the order of completion is random
 
     played(tmp_path, play)

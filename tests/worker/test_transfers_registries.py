@@ -237,8 +237,8 @@ def test_a_cancelled_pull_is_not_counted_as_a_failure(tmp_path: Path, silent: No
 
 def test_the_first_tag_check_initializes_all_outcomes(tmp_path: Path) -> None:
     metrics = Metrics()
-    metrics.tag_checked("a.example", "failed")
-    metrics.tag_checked("a.example", "failed")
+    metrics.count_tag_check("a.example", "failed")
+    metrics.count_tag_check("a.example", "failed")
     assert {
         outcome: metrics.registry.get_sample_value(
             "aimage_tag_checks_total", {"outcome": outcome, "registry": "a.example"}

@@ -68,7 +68,7 @@ def drawn(worker: LocalWorker, /, **fields: Any) -> tuple[bytes, dict[str, Any]]
 
 
 def slot(worker: LocalWorker) -> ModelSlot:
-    (found,) = worker.service.engine.loaded()
+    (found,) = worker.service.engine.list_loaded()
     return found
 
 

@@ -117,7 +117,7 @@ class OllamaRequest:
 
     async def _unload(self) -> web.StreamResponse:
         found = await run_generation(self._resolve)
-        loaded = self.service.engine.loaded()
+        loaded = self.service.engine.list_loaded()
         digests = {found.digest} if found else set()
         digests |= {one.digest for one in loaded if one.reference == self.reference}
         if not digests:

@@ -88,7 +88,7 @@ def _model(store: ImageLayout, item: model_list.ModelEntry) -> OllamaModel:
 
 
 async def _ps(service: Service, _: Request) -> web.StreamResponse:
-    slots = service.engine.loaded()
+    slots = service.engine.list_loaded()
     describe = partial(_loaded, service.store)
     models = await run_io(lambda: model_list.describe_all(slots, describe))
     return web.json_response({"models": models})

@@ -42,7 +42,7 @@ class JobRoutes:
         self._service = service
 
     async def list_all(self, _: web.Request) -> web.StreamResponse:
-        data = [_described(job) for job in self._service.jobs.all()]
+        data = [_described(job) for job in self._service.jobs.list_jobs()]
         return web.json_response({"object": "list", "data": data})
 
     async def add(self, request: web.Request) -> web.StreamResponse:
@@ -54,7 +54,7 @@ class JobRoutes:
         if found is None:
             raise ApiError(404, f"model {model} not found", code="model_not_found", param="model")
         is_taken = await run_io(model_list.entry, service.store, target) is not None
-        if is_taken or service.jobs.is_made(target):
+        if is_taken or service.jobs.is_target(target):
             message = f"{target} exists already, or a job makes it; use another name, or delete it"
             raise ApiError(409, message, code="name_taken", param="target")
         options["model"] = str(model.with_digest(found.digest))  # the name may move

@@ -103,7 +103,7 @@ class StoreReport:
 
     def _memory(self) -> MemoryFacts:
         engine = self._service.engine
-        runners = [one.runner for one in engine.loaded()]
+        runners = [one.runner for one in engine.list_loaded()]
         limit = engine.limits.memory
         return {
             "budget": machine.memory() if limit is None else limit,
