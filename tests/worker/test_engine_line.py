@@ -234,7 +234,7 @@ def test_a_closing_engine_refuses_requests_and_finishes_running_ones(
 ) -> None:
     async def play(engine: Any) -> Any:
         running = asyncio.create_task(served(engine, job(steps=50)))
-        await until_async(engine.loaded)
+        await until_async(engine.list_loaded)
         closing = asyncio.create_task(engine.close(60))
         await asyncio.sleep(0)
         with pytest.raises(StoppedError):
