@@ -77,7 +77,7 @@ class FakeRunner:
     """Simulate a model without a process. It pauses while ``is_running`` is cleared."""
 
     pid, size, device, dtype, parallel = 0, 1000, "none", "float32", 1
-    endings: tuple[asyncio.Task[None], ...] = ()
+    cancellations: tuple[asyncio.Task[None], ...] = ()
 
     def __init__(self) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -117,7 +117,7 @@ def test_a_process_reports_every_error(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(job_process, "_changed", fail)
+    monkeypatch.setattr(job_process, "_change", fail)
     (found,) = frames(command(changing, kind="convert"))
     assert (found["is"], found["kind"]) == ("error", kind)
 
