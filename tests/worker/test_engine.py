@@ -204,7 +204,7 @@ def test_a_failed_pull_ends_the_process_that_was_loaded_for_it(
     before, engines = children(), list[Any]()
 
     def gone() -> Answer:
-        awaited(lambda: engines[0].loaded() if is_loaded else children() - before)
+        awaited(lambda: engines[0].list_loaded() if is_loaded else children() - before)
         return Answer(404)
 
     # the encoder, the last part of the VAE, is not loaded
