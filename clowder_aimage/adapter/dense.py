@@ -44,6 +44,7 @@ def effect(weight: Floats, change: Change, strength: float) -> Floats:
         return np.asarray(t * changed)
     sums = difference(change.changes)
     magnitude = change.magnitude
+    # With peft's norm the strength is inside the norm; ComfyUI scales the difference afterwards.
     if change.norm is Norm.CHANGED:
         changed = weight + t * sums
         return np.asarray(

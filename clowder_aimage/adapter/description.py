@@ -106,6 +106,7 @@ def _scalar(file: BinaryIO, header: Header, name: str) -> float | None:
         return None
     file.seek(header.data_offset + info.start)
     data = file.read(info.nbytes)
+    # BF16 is the upper half of a float32.
     data = b"\0\0" + data if info.dtype == "BF16" else data
     return float(struct.unpack(_CODES[info.dtype], data)[0])
 

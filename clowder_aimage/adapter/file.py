@@ -18,6 +18,7 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import read_header
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+# The opcode PROTO of a pickle, and the zip archive of torch.save.
 _PICKLES = (b"\x80", b"PK\x03\x04")
 _AGAIN = "download the file again"
 # Values that an adapter of a small base may have.

@@ -41,6 +41,7 @@ class LoadedAdapter:
         """Return the effects on a linear layer; their changes are released."""
         if name not in self._effects:
             self._effects[name] = [prepare(change) for change in self._changes[name]]
+            # Effects are copies of the arrays: both would take twice the memory.
             del self._changes[name]
         return self._effects[name]
 
@@ -58,7 +59,9 @@ class AdapterCache:
     def get(self, key: str, read: Callable[[], Adapter]) -> LoadedAdapter:
         """Return the adapter with ``key`` from the cache, else from ``read``."""
         adapter = self._entries.pop(key, None) or LoadedAdapter(key, read())
+        # The last entry is the most recently used.
         self._entries[key] = adapter
+        # The adapter of this request stays, even if it exceeds the limit.
         while (
             len(self._entries) > 1
             and sum(cached.nbytes for cached in self._entries.values()) > self.limit

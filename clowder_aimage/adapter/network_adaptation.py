@@ -49,6 +49,7 @@ class NetworkAdaptation(ABC):
         if network is not self._network:
             self.release()
             self._network = network
+        # Successive requests often have the same adapters.
         if self._applied == self._uses:
             return
         self._undo()

@@ -46,6 +46,7 @@ class Pattern:
             raise FormatError(f"{label} is not an object")
         ends: dict[str, tuple[int, float]] = {}
         anchored: dict[str, tuple[int, float]] = {}
+        # The first matching key has precedence in peft, hence the positions.
         for position, (key, number) in enumerate(value.items()):
             plain = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
             if _SYNTAX.search(plain):

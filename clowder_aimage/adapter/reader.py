@@ -224,7 +224,8 @@ class MatchedAdapter:
         configs = (self.source.config, metadata.get(target.component) or metadata.get(""))
         stated = [config for config in configs if config is not None]
         if kind == LOKR and stated and stated[0].kind == "LOKR":
-            rank = stated[0].rank_of(module) or rank  # peft scales whole factors, too
+            # peft scales LoKr factors that are matrices too, by the rank of the configuration.
+            rank = stated[0].rank_of(module) or rank
         if rank is None:
             return None
         flags = (

@@ -106,6 +106,8 @@ class TargetTable:
                 return None
             stem = stem[match.end() :]
             if match["text"]:
+                # lora_te_, lora_te1_ and text_encoder are the first encoder, lora_te2_ and
+                # text_encoder_2 the second.
                 number = match["number"] or (match["second"] or "").removeprefix("_")
                 is_first = number in ("", "1")
                 components, has_text = (

@@ -16,6 +16,7 @@ from clowder_aimage.tensor import Header
 from clowder_aimage.tensor.float_code import e4m3, e5m2
 
 _AGAIN = "download the file again"
+# BF16 and float8 are read as unsigned integers, since numpy lacks them.
 _TYPES = {
     "F64": "<f8",
     "F32": "<f4",

@@ -63,6 +63,7 @@ _PAIR = (DOWN, UP)
 _THIRDS = "qkv"
 _THIRD = re.compile(r"(?P<block>.+)\.(?:to_|(?P<added>add_))(?P<letter>[qkv])(?(added)_proj)")
 _ORDER = (*_PAIR, *_KINDS)
+# Metadata that is not true of the converted file: a configuration and the hashes of kohya-ss.
 _STALE = (METADATA, "sshs_model_hash", "sshs_legacy_hash")
 _PEFT_SUFFIXES = {
     DOWN: "lora_A.weight",

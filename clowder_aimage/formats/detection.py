@@ -105,7 +105,7 @@ def _detect_safetensors(path: Path) -> str:
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Return True if most of these tensor names belong to an adapter.
+    """Return True if most of these tensor names are those of an adapter.
 
     They are recognised by their suffixes, such as ``lora_A`` and ``lora_B`` (peft). Some whole
     models include adapters, and parameters named alpha.

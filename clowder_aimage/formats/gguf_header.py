@@ -20,7 +20,8 @@ from clowder_aimage.formats.model_tree import OTHER
 
 MAGIC = b"GGUF"
 BIG_ENDIAN = b"FUGG"
-OLDER = (b"lmgg", b"fmgg", b"tjgg", b"algg")  # GGML, GGMF, GGJT, GGLA
+# The magic numbers of GGML, GGMF, GGJT and GGLA, which are little-endian words.
+OLDER = (b"lmgg", b"fmgg", b"tjgg", b"algg")
 VERSIONS = (2, 3)
 MAX_KEYS = 65_536
 # Bytes, as in the specification.

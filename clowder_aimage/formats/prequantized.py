@@ -261,7 +261,7 @@ def _check_method(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_unused(tensors: Mapping[str, SourceTensor]) -> None:
-    """Reject unused tensors that belong to quantized weights. Raises FormatError."""
+    """Reject unused tensors of quantized weights. Raises FormatError."""
     # The owner of ``x.scale_weight`` and of ``x.weight_scale`` is ``x``.
     split_names = [name.rpartition(".") for name in tensors]
     scaled = {

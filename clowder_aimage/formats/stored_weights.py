@@ -119,7 +119,7 @@ class StoredLayer:
 
 
 def join(layers: Sequence[StoredLayer], stated: QuantizationLookup) -> list[StoredLayer]:
-    """Return the layers; scales in layers of their own move to the weight of their codes.
+    """Return the layers; scales in separate layers move to the weight of their codes.
 
     Codes without a stated quantization remain U32 values.
 

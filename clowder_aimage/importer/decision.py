@@ -16,7 +16,8 @@ from clowder_aimage.tensor.weight import FLOATS, Weight
 
 # The quantization of a component with different quantizations.
 MIXED = "mixed"
-Entry = tuple[str, str, tuple[int, ...]]  # name, dtype and shape in a header
+# Name, dtype and shape of a tensor in a header.
+Entry = tuple[str, str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)

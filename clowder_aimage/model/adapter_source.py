@@ -390,9 +390,14 @@ class AdapterSource:
         from clowder_aimage.adapter.reader import read_adapter
 
         def read() -> Adapter:
-            how: dict[str, Any] = {"what": found.name, "base": self._name, "config": found.config}
             try:
-                return read_adapter(found.path, self._shapes(), **how)
+                return read_adapter(
+                    found.path,
+                    self._shapes(),
+                    label=found.name,
+                    base=self._name,
+                    config=found.config,
+                )
             except OSError as error:
                 message = f"cannot read {found.name}: {error.strerror or error}"
                 raise StoreError(message) from None

@@ -206,7 +206,7 @@ class Adapters(Target):
         shapes = rng.choice((self._shapes, None))
         with np.errstate(all="ignore"):
             permitted(lora.take, self._path)
-            permitted(read_adapter, self._path, self._shapes, what="it", base="base")
+            permitted(read_adapter, self._path, self._shapes, label="it", base="base")
             dialect = rng.choice(sorted(DIALECT_NAMES))
             permitted(self._convert, dialect, shapes)
 

@@ -1,4 +1,4 @@
-"""Tensors of GGUF files under their own names, quantized ones decoded to float32.
+"""Tensors of GGUF files, quantized ones decoded to float32.
 
 Dimensions are in the order of other formats: rows first, their length last. ComfyUI-GGUF joins
 rows to make whole blocks, and states the shape in ``comfy.gguf.orig_shape.NAME``.
