@@ -214,8 +214,8 @@ def create_enhancer(
 ) -> tuple[PackedModel, tuple[str, ...]]:
     """Name ``target`` the language model that is the text encoder of ``base``.
 
-    The blobs are those of ``base``; ``weights``, a language model or another image model with the
-    same text encoder, has those that differ. Their names are returned.
+    The blobs are those of ``base``. ``weights``, a language model or another image model with the
+    same text encoder, replaces the different ones. Their names are returned.
 
     Raises:
         NotFoundError: An AImage is not in the store, or not all of it.

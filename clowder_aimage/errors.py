@@ -71,7 +71,7 @@ def describe_each(
 ) -> Iterator[_V]:
     """Yield the description of each item of a list; pass malformed items to ``on_error``.
 
-    An item may come from a stranger: it must not hide the others.
+    Items may be untrusted: a malformed one must not hide the others.
     """
     for item in items:
         try:

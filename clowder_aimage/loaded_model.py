@@ -149,12 +149,14 @@ class Model:
 
         events, total = self._loaded.generate(request), request.sampling.steps * request.output.n
         counter.begin(total)
-        facts = describe_picture(self.reference, self._loaded, request)
+        metadata = describe_picture(self.reference, self._loaded, request)
         pictures = []
         with closing(events):
             for event in events:
                 if isinstance(event, Image):
-                    pictures.append(Picture(event.pixels, event.seed, facts | {"seed": event.seed}))
+                    pictures.append(
+                        Picture(event.pixels, event.seed, metadata | {"seed": event.seed})
+                    )
                 elif isinstance(event, Step):
                     # With an image there are fewer steps.
                     if total != (total := event.total * request.output.n):

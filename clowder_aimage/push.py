@@ -75,7 +75,7 @@ def push(
     that another repository of the registry has, by the names in ``store``, are mounted.
 
     ``on_fallback`` is called with the next dialect and the reason; ``on_remembered`` with the
-    dialect that is tried first because of ``ladder``, and the one that it replaces.
+    dialect that is tried first because of ``ladder``, and the dialect that it replaces.
 
     Returns:
         The descriptor of the manifest in the registry.
@@ -137,7 +137,7 @@ def transfer(
     """Copy the artifact ``source`` unchanged to ``target``, without storing it on disk.
 
     Each blob is streamed, or mounted within one registry if that is allowed. With ``recursive``
-    the artifacts that are attached to it are copied first, and those that are attached to them.
+    attached artifacts are copied first, at all levels.
 
     Raises:
         UsageError: a name without a registry host, or a digest that is not the source's.

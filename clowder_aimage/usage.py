@@ -82,7 +82,7 @@ class DiskUsage:
 
 
 def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = ()) -> UsageReport:
-    """Return the usage of each manifest in ``layout``, or each of ``only``, beside all others.
+    """Return the usage of each manifest in ``layout``, or of those in ``only``, compared with all.
 
     ``roots`` are the directories of the stores in ``layout``. Raises StoreError.
     """

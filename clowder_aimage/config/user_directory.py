@@ -56,7 +56,7 @@ def check_variables(section: str) -> None:
 def misspelt_variables() -> Iterator[tuple[str, str]]:
     """Yield unknown environment variables that resemble a known one, with the known one.
 
-    Unlike unknown settings of a server they are no errors: scripts have variables such as
+    These are not errors, unlike unknown settings of a server: scripts have variables such as
     AIMAGE_DIGEST.
     """
     prefixes = tuple(_SECTIONS.values())
@@ -113,7 +113,7 @@ def _state_directory() -> Path:
 
 
 def config_file() -> Path:
-    """Return the path of the configuration: config.json, or config.yaml beside it.
+    """Return the path of the configuration: config.json, or config.yaml in the same directory.
 
     Raises UsageError: both exist, or the file in AIMAGE_CONFIG does not exist.
     """

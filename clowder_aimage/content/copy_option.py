@@ -72,7 +72,7 @@ class Rate:
 class CopyOptions:
     """Options of a copy: concurrency, event listener and rate limit.
 
-    With ``is_ordered``, blobs are begun in the given order, for a user of the first ones.
+    With ``is_ordered``, blobs are started in the given order: a caller uses the first ones early.
     """
 
     concurrency: int = DEFAULT_CONCURRENCY

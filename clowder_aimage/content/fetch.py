@@ -1,8 +1,8 @@
 """The download engine: many blobs over a few connections.
 
 All blobs share a limited number of connections. A connection begins a new blob; if there is none,
-it joins the blob with the most bytes left, and takes an unclaimed chunk, or half of the rest of a
-slow one. Chunks may arrive in any order: the ingest hashes them in order, from the buffer if
+it joins the blob with the most remaining bytes, and takes an unclaimed chunk, or half of a slow
+one. Chunks may arrive in any order: the ingest hashes them in order, from the buffer if
 possible and otherwise from its file. No byte is trusted before the digest of the whole blob is
 verified.
 """
@@ -199,7 +199,7 @@ class BlobDownload:
         return small
 
     def _begin(self, content: Descriptor) -> BlobTransfer | None:
-        """Open the ingest of a blob; return None if there is nothing to fetch now."""
+        """Open the ingest of a blob; return None if this connection has no bytes to fetch."""
         try:
             ingest = self._target.ingest(content.digest.encoded, content)
         except IngestBusyError as error:

@@ -163,7 +163,7 @@ class IngestBusyError(AccessError):
 
 
 class Ingest(Protocol):
-    """A blob being written. Ranges may arrive in any order; nothing is visible until commit."""
+    """A blob being written. Ranges may arrive in any order; commit makes the blob visible."""
 
     def missing(self) -> list[tuple[int, int]]:
         """Return the ranges [start, end) of the expected size that have not been written yet."""
@@ -184,7 +184,7 @@ class Ingest(Protocol):
         """Keep the written bytes for a later ingest of the same key."""
 
     def abort(self) -> None:
-        """Remove everything written so far."""
+        """Remove the written bytes."""
 
 
 class BlobFiles(Protocol):

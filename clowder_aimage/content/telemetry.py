@@ -70,21 +70,21 @@ def stop() -> None:
 
 
 def span(
-    name: str, *, headers: Mapping[str, str] | None = None, **facts: object
+    name: str, *, headers: Mapping[str, str] | None = None, **attributes: object
 ) -> AbstractContextManager[Any]:
     """Return the context of a span, None while nothing is recorded.
 
     Args:
         name: Its name, with few different values.
         headers: Of a request that a server received: ``traceparent`` is the span's parent.
-        facts: Its attributes, as ``aimage.NAME``.
+        attributes: Its attributes, as ``aimage.NAME``.
     """
-    return contextlib.nullcontext() if _trace is None else _span(name, headers, facts)
+    return contextlib.nullcontext() if _trace is None else _span(name, headers, attributes)
 
 
 @contextlib.contextmanager
 def _span(
-    name: str, headers: Mapping[str, str] | None, facts: Mapping[str, object]
+    name: str, headers: Mapping[str, str] | None, attributes: Mapping[str, object]
 ) -> Iterator[Any]:
     from opentelemetry import propagate
 
@@ -95,7 +95,7 @@ def _span(
         name,
         context,
         _trace.SpanKind.INTERNAL if headers is None else _trace.SpanKind.SERVER,
-        {f"aimage.{key}": value for key, value in facts.items()},
+        {f"aimage.{key}": value for key, value in attributes.items()},
         record_exception=False,
         set_status_on_exception=False,
     ) as current:

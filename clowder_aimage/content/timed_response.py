@@ -14,7 +14,7 @@ from typing import Any
 
 
 class OverdueError(TimeoutError):
-    """A response did not arrive in time, although bytes of it did."""
+    """A response did not arrive completely before its deadline."""
 
 
 class TimedReader(io.RawIOBase):

@@ -1,4 +1,4 @@
-"""AImages as container images, for registries that accept nothing else.
+"""AImages as container images, for registries that accept only these.
 
 The config is an OCI image config (image-spec, config.md) whose ``diff_ids`` are the digests of the
 original blobs. Tools that copy images may compress such layers and drop their annotations (skopeo

@@ -17,8 +17,8 @@ _MAX_LISTED = 20
 class LayerSelection:
     """The layers in one of the ``components``, or with a name like one of the ``patterns``.
 
-    A component is the first part of a name, or more of it (``adapters/style``). In a pattern ``*``
-    matches anything, including slashes. Components include the top-level files that are not
+    A component is the first segment of a name, or several (``adapters/style``). In a pattern ``*``
+    matches any characters, including slashes. Components include the top-level files that are not
     weights, such as ``model_index.json``.
     """
 
@@ -29,7 +29,7 @@ class LayerSelection:
         """Return the names of the selected layers.
 
         Raises:
-            NotFoundError: a component or pattern selects nothing; the error lists the layers.
+            NotFoundError: a component or pattern matches no layer; the error lists the layers.
         """
         chosen: set[str] = set()
         unmatched: list[str] = []

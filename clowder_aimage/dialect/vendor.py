@@ -103,28 +103,28 @@ def at(value: object, *keys: str) -> Any:
     return value
 
 
-def vendor_config(layers: Sequence[Layer], facts: Mapping[str, Sequence[object]]) -> bytes:
-    """Return an AImage config (schemas/aimage-config.schema.json) from layers and ``facts``.
+def vendor_config(layers: Sequence[Layer], candidates: Mapping[str, Sequence[object]]) -> bytes:
+    """Return an AImage config (schemas/aimage-config.schema.json) from layers and ``candidates``.
 
-    ``facts`` has candidates for each property. The first valid one is used.
+    The first valid candidate of each property is used.
     """
-    value: dict[str, Any] = {"schemaVersion": 1}
+    properties: dict[str, Any] = {"schemaVersion": 1}
     for key, parse in _PROPERTIES.items():
-        values = (parse(fact) for fact in facts.get(key, ()))
-        fact = next((fact for fact in values if fact is not None), None)
+        values = (parse(candidate) for candidate in candidates.get(key, ()))
+        value = next((value for value in values if value is not None), None)
         if key == "format":
-            fact = _format(layers) or fact
-        if fact is not None:
-            value[key] = fact
-    value["size"] = sum(layer.descriptor.size for layer in layers)
-    return encode(value | {"components": {}})
+            value = _format(layers) or value
+        if value is not None:
+            properties[key] = value
+    properties["size"] = sum(layer.descriptor.size for layer in layers)
+    return encode(properties | {"components": {}})
 
 
-def read_count(fact: object) -> int | None:
+def read_count(candidate: object) -> int | None:
     """Parse a number of parameters: an integer, or text such as ``8B`` or ``361.82 M``."""
-    if type(fact) is int:
-        return fact if 0 <= fact <= _MAX_COUNT else None
-    match = _COUNT.fullmatch(fact.strip()) if isinstance(fact, str) else None
+    if type(candidate) is int:
+        return candidate if 0 <= candidate <= _MAX_COUNT else None
+    match = _COUNT.fullmatch(candidate.strip()) if isinstance(candidate, str) else None
     if match is None or ("." in match[1] and not match[2]):
         return None
     # Imported late: it takes a tenth of the time of a listing.
@@ -140,26 +140,26 @@ def _format(layers: Sequence[Layer]) -> str | None:
     return next((word for word in FORMATS.values() if word in formats), None)
 
 
-def _text(fact: object) -> str | None:
-    text = fact.strip() if isinstance(fact, str) else ""
+def _text(candidate: object) -> str | None:
+    text = candidate.strip() if isinstance(candidate, str) else ""
     return text if text and len(text) <= 1024 and text.isprintable() else None
 
 
-def _word(fact: object) -> str | None:
-    text = (_text(fact) or "").lower()
+def _word(candidate: object) -> str | None:
+    text = (_text(candidate) or "").lower()
     return text if re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", text) else None
 
 
-def _context(fact: object) -> int | None:
-    return fact if type(fact) is int and 1 <= fact <= _MAX_COUNT else None
+def _context(candidate: object) -> int | None:
+    return candidate if type(candidate) is int and 1 <= candidate <= _MAX_COUNT else None
 
 
-def _dtype(fact: object) -> str | None:
-    return _PRECISIONS.get(fact.lower()) if isinstance(fact, str) else None
+def _dtype(candidate: object) -> str | None:
+    return _PRECISIONS.get(candidate.lower()) if isinstance(candidate, str) else None
 
 
-def _time(fact: object) -> str | None:
-    return fact if isinstance(fact, str) and _TIME.fullmatch(fact) else None
+def _time(candidate: object) -> str | None:
+    return candidate if isinstance(candidate, str) and _TIME.fullmatch(candidate) else None
 
 
 _PROPERTIES: dict[str, Callable[[object], Any]] = {

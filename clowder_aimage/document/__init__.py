@@ -1,1 +1,1 @@
-"""Documents of strangers: JSON, YAML and templates, read with bounds and checked by schemas."""
+"""Untrusted documents: JSON, YAML and templates, read with bounds and checked by schemas."""

@@ -1,9 +1,9 @@
-"""Jinja templates of strangers, with budgets of steps, bytes and time.
+"""Untrusted Jinja templates, rendered with budgets of steps, bytes and time.
 
-Everything that makes a value is charged: calls, filters, tests and operators by hooks of Jinja's
+Each operation that makes a value is charged: calls, filters, tests and operators by hooks of the
 sandbox; loops, literals, slices, comparisons and ``~`` by filters that are inserted into the syntax
 tree. One operation is bounded by the size of its operands, so that none takes long by itself.
-Nothing is evaluated while a template is compiled. Methods and filters are those of tables.
+The compiler evaluates no constants. Only the methods and filters in tables are allowed.
 Import this on use: it needs jinja2.
 """
 
@@ -99,7 +99,7 @@ class TemplateLimits:
         steps: Iterations, calls and elements.
         text: Characters of the output and of any string.
         size: Bytes of all values that are made.
-        seconds: The time of the processor, so that a busy machine refuses nothing.
+        seconds: Processor time, so that the result does not depend on the load of the machine.
     """
 
     steps: int = 1_000_000

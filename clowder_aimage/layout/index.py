@@ -1,8 +1,8 @@
 """index.json: read as a whole, merged and replaced under an interprocess lock.
 
 Other tools do not lock, and may overwrite changes. Every name that aimage sets is first recorded
-beside the index (``.aimage/names``); one missing from the index is read from there and restored by
-the next write. The fingerprint changes when a name or a blob is added or removed.
+in a separate file (``.aimage/names``). A name that is missing from the index is read from there,
+and restored by the next write. The fingerprint changes when a name or a blob is added or removed.
 """
 
 from __future__ import annotations

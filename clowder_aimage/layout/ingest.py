@@ -375,7 +375,7 @@ class FileIngest:
             self.abort()
 
     def abort(self) -> None:
-        """Discard everything written so far."""
+        """Discard the written bytes."""
         with self._syncing:
             if self._fd < 0:
                 # The ingest has ended, and the file may be another process's

@@ -92,7 +92,7 @@ class ImageLayout(ContentStore):
         return {}
 
     def _check_exists(self) -> None:
-        """Raise StoreError if the directory existed before and is gone: it is not created again."""
+        """Raise StoreError if the directory existed before and does not: it may be unmounted."""
         # Read before the check: another thread may create the directory after it.
         existed = self._existed
         if self.root.is_dir():

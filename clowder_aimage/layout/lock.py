@@ -157,8 +157,8 @@ def report_wait(resource: str, file: int | str | Path) -> None:
     if not ON_WAIT:
         import logging
 
-        facts = {"pid": pid, "what": resource}
-        logging.getLogger("aimage.store").warning("waiting for another process", extra=facts)
+        fields = {"pid": pid, "what": resource}
+        logging.getLogger("aimage.store").warning("waiting for another process", extra=fields)
 
 
 def holder_pid(file: int | str | Path) -> int | None:

@@ -1,4 +1,4 @@
-"""Metadata beside the index: small JSON objects, each in its own file.
+"""Private metadata of a store: small JSON objects, each in a separate file.
 
 Processes that write different keys do not interfere, with or without locks; one key is replaced
 atomically. An unreadable file is an error, so that pinned content is never removed.
@@ -177,9 +177,9 @@ def weight_type(properties: Mapping[str, Any]) -> object:
         return name
     components = properties.get("components")
     for component in components.values() if isinstance(components, dict) else ():
-        facts = component.get("quantization") if isinstance(component, dict) else None
-        if isinstance(facts, dict) and isinstance(facts.get("type"), str):
-            return facts["type"]
+        quantization = component.get("quantization") if isinstance(component, dict) else None
+        if isinstance(quantization, dict) and isinstance(quantization.get("type"), str):
+            return quantization["type"]
     return properties.get("dtype")
 
 

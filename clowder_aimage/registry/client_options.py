@@ -48,7 +48,7 @@ class ClientOptions:
     setting. If ``plain_http`` is None, ``uses_http`` decides. ``basic_auth`` (base64) takes
     precedence over stored credentials, ``headers`` are added to each request to the registry, and
     ``client_certificate`` (a file of the certificate and one of its key, or one of both) is
-    presented to it; none of them is for mirrors. ``addresses`` are connected to instead of those of
+    presented to it; mirrors get none of these. ``addresses`` are connected to instead of those of
     a host and port. ``max_reach`` is the most internal allowed reach of the registry's own address.
     ``on_exchange`` gets each request.
     """

@@ -50,7 +50,7 @@ class Credential:
 
     @classmethod
     def of_basic(cls, basic: str) -> Credential | None:
-        """Parse base64 of ``user:password``; return None for anything else."""
+        """Parse base64 of ``user:password``; return None for other text."""
         try:
             text = base64.b64decode(basic, validate=True).decode()
         except (binascii.Error, ValueError):

@@ -269,7 +269,7 @@ def manifest_failure(response: RegistryResponse, resource: str) -> AImageError:
 
 
 def deletion_failure(response: RegistryResponse, reference: Reference, digest: str) -> AImageError:
-    """Return the error for a refused deletion; many registries delete no tags, or nothing."""
+    """Return the error for a refused deletion. Many registries do not support deletion of tags."""
     refusal = ResponseFailure.of(response)
     is_tag = reference.digest is None
     is_unsupported = refusal.status in (405, 501) or refusal.code == "UNSUPPORTED"

@@ -85,7 +85,7 @@ class TokenExchange(requests.Session):
 
 
 def _object(raw: bytes) -> dict[str, Any]:
-    """Return a JSON object, an empty one for anything else."""
+    """Return a JSON object, an empty one for other content."""
     with contextlib.suppress(FormatError):
         value = read_json(raw, "it")
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Files from URLs, fetched within limits of size, time and addresses.
 
-A URL may come from a stranger, and its host chooses the targets of redirects. Each redirect is
-followed here, so that its host and address are checked like the first ones.
+URLs are untrusted, and their hosts choose the targets of redirects. Each redirect is followed here,
+so that its host and address are checked like the first ones.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def fetch(
 
     http is for hosts of this machine, and for those allowed in ``hosts``. With ``hosts`` the host
     of the URL and of each redirect must be among them, at an address that they permit; without,
-    a redirect may lead to addresses as public as that of the URL. Nothing but the User-Agent is
-    sent along, no credentials and no certificate for a registry.
+    a redirect may lead to addresses as public as that of the URL. Only the User-Agent is sent:
+    no credentials and no certificate for a registry.
 
     Raises:
         UsageError: It is not such a URL.

@@ -82,7 +82,7 @@ def find_tensor(tensors: Mapping[str, BlobTensor], name: str, component: str) ->
     Candidates are the name itself, the name with its component, and LEGACY_KEY. Source: ollama,
     x/imagegen/manifest.
 
-    Raises FormatError if the blob holds none of them, or other tensors as well.
+    Raises FormatError if the blob has no candidate, or also other tensors.
     """
     for key in (name, f"{component}/{name}", LEGACY_KEY):
         if key in tensors:
@@ -100,7 +100,7 @@ def find_group(
     """Return all tensors of a packed group, by their names without ``component``.
 
     The layer is named ``prefix``, such as ``model.layers.1.mlp.experts``. Stacked experts may be
-    named beside it (``model.layers.1.mlp.switch_mlp.up_proj.weight``), but nowhere else.
+    named as siblings of it (``model.layers.1.mlp.switch_mlp.up_proj.weight``).
 
     Raises:
         FormatError: The blob is empty, a tensor is outside of the group or has its name, or two

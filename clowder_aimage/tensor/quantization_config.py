@@ -50,7 +50,7 @@ class QuantizationConfig:
 def mlx_entry(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
     """Return the entry for a module in MLX's table in a component's config.json.
 
-    A module's own entry inherits nothing from the table (the default mode is affine, the default
+    A module's entry does not inherit from the table (the default mode is affine, the default
     group size follows from the shapes). Without one the table itself is returned.
     """
     for key in KEYS:
