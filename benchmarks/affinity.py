@@ -31,7 +31,7 @@ from unittest import mock
 from benchmarks.gateway import LOAD, MODELS, TEXT, SleepingRole, know_models, service_of
 from benchmarks.jobs import percentiles
 from clowder_aimage.fleet import joined_worker
-from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
 from clowder_aimage.fleet.name import INTERACTIVE, FleetNames
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.local_call import LocalCalls
@@ -148,7 +148,7 @@ class SimulatedWorker(JoinedWorker):
 
     def __init__(self, queue: Queue, name: str, role: SleepingRole, results: list[Any]) -> None:
         service = service_of(role, SLOTS)
-        super().__init__(queue, service, LocalCalls(role), WorkerPlace(name))  # type: ignore[arg-type]
+        super().__init__(queue, service, LocalCalls(role), WorkerIdentity(name))  # type: ignore[arg-type]
         know_models(self)
         now = asyncio.get_running_loop().time
         self._watch.workers._clock = now
@@ -168,7 +168,7 @@ class SimulatedWorker(JoinedWorker):
         self._results.append((is_warm, begun - message.at, now))
         message.done.set()
         self._slots.leave(digest)
-        self._placement.demand.served(digest, begun)
+        self._placement.demand.record_end(digest, begun)
         self._wake.set()
 
     async def _publish_status(self) -> None:

@@ -42,7 +42,7 @@ from aiohttp import web
 from benchmarks.jobs import ENVIRONMENT, PICTURES, Program, free_port, percentiles
 from clowder_aimage.api.request_body import read_checked
 from clowder_aimage.errors import NotFoundError
-from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
 from clowder_aimage.fleet.link import WORKER, FleetAccess, FleetLink
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import listen
@@ -173,7 +173,7 @@ async def run_workers(options: argparse.Namespace) -> None:
             role = SleepingRole(options.slots, options.seconds, (*warm, "m1:latest"))
             link = FleetLink(FleetAccess((options.nats,)), WORKER, f"w{at}")
             service = service_of(role, options.slots)
-            joined = JoinedWorker(link, service, LocalCalls(role), WorkerPlace(f"w{at}"))
+            joined = JoinedWorker(link, service, LocalCalls(role), WorkerIdentity(f"w{at}"))
             know_models(joined)
             listening = listen(f"127.0.0.1:{port}", has_tokens=False)
             await stack.enter_async_context(joined.running())

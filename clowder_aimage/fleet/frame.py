@@ -1,14 +1,14 @@
-"""Frames: the pieces of a response, as a worker stores them for gateways.
+"""Frames: the parts of a response, as a worker stores them for gateways.
 
 The frames of a job are the messages of one subject, in a stream that keeps them for a time: a
 gateway reads them as they are published, and again from the stream if it missed some. Each attempt
 to serve a job numbers its frames from 0. All frames but HEAD and DATA are marks: they are stored in
 a second subject first, each only after the mark that its writer knows as the last one. So the marks
-of a job are a chain: of two attempts that begin at once one does, an attempt ends only if none
-began after it, and nothing follows the last mark. Other frames of an attempt that another one
-followed count for nothing, wherever they are in the stream.
+of a job are a chain: of two simultaneous attempts only one begins, an attempt ends only if none
+began after it, and nothing follows the last mark. The other frames of a superseded attempt are
+ignored, at any position in the stream.
 
-BEGIN   an attempt begins; the data are its own, and tell it from others with its number
+BEGIN   an attempt begins; the data are random, and tell it from others with its number
 HEAD    status and headers of the response, as JSON
 DATA    bytes of the body
 END     the response is complete; the last mark of a job
@@ -25,8 +25,10 @@ from dataclasses import dataclass
 
 BEGIN, HEAD, DATA, END = "begin", "head", "data", "end"
 RELEASED, FAILED, DEAD, ADMITTED = "released", "failed", "dead", "admitted"
-LAST = (END, DEAD)  # no mark follows
-PIECE = 256 * 1024  # bytes of a frame at most; NATS allows 1 MiB for a message
+# No mark follows.
+LAST = (END, DEAD)
+# Bytes of a frame at most; NATS allows 1 MiB for a message.
+CHUNK = 256 * 1024
 _KIND, _PLACE, _WORKER, _PAST = "Aimage-Frame", "Aimage-Place", "Aimage-Worker", "Aimage-Past"
 
 
@@ -46,19 +48,19 @@ class Frame:
 
     def headers(self) -> dict[str, str]:
         """Return the headers of the message."""
-        found = {_KIND: self.kind, _PLACE: f"{self.attempt} {self.number}", _WORKER: self.worker}
-        return {**found, _PAST: ",".join(self.past)} if self.past else found
+        fields = {_KIND: self.kind, _PLACE: f"{self.attempt} {self.number}", _WORKER: self.worker}
+        return {**fields, _PAST: ",".join(self.past)} if self.past else fields
 
     @classmethod
     def parse(cls, headers: Mapping[str, str] | None, data: bytes | None) -> Frame | None:
         """Return the frame in a message; None for another message."""
-        known = headers or {}
+        fields = headers or {}
         try:
-            attempt, number = map(int, known[_PLACE].split())
-            kind, worker = known[_KIND], known.get(_WORKER, "")
+            attempt, number = map(int, fields[_PLACE].split())
+            kind, worker = fields[_KIND], fields.get(_WORKER, "")
         except (KeyError, ValueError):
             return None
-        past = tuple(filter(None, known.get(_PAST, "").split(",")))
+        past = tuple(filter(None, fields.get(_PAST, "").split(",")))
         return cls(kind, attempt, number, data or b"", worker, past)
 
 
@@ -70,12 +72,12 @@ class Attempt:
     past: tuple[str, ...]
 
     @classmethod
-    def following(cls, last: Frame | None) -> Attempt:
-        """Return the attempt after the ``last`` mark of a job, which is not of kind LAST.
+    def following(cls, mark: Frame | None) -> Attempt:
+        """Return the attempt after the last ``mark`` of a job. The mark is not of a kind in LAST.
 
-        An attempt that did not say that it was released counts as failed: its worker vanished.
+        An attempt without RELEASED counts as failed: its worker vanished.
         """
-        if last is None:
+        if mark is None:
             return cls(1, ())
-        is_fault = last.kind not in (RELEASED, ADMITTED)
-        return cls(last.attempt + 1, (*last.past, last.worker) if is_fault else last.past)
+        is_fault = mark.kind not in (RELEASED, ADMITTED)
+        return cls(mark.attempt + 1, (*mark.past, mark.worker) if is_fault else mark.past)

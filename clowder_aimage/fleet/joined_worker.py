@@ -47,40 +47,48 @@ from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Role
 from clowder_aimage.oci import read_json
 
-REPORT = 3.0  # seconds between two reports of a worker that has not changed
-LOOK = 0.25  # seconds between two checks for a change
-SWEEP = 1.0  # seconds between two looks for jobs that were announced to nobody
-READERS = 3  # workers that try to read a job before it is given up
+# Seconds between two reports of a worker that has not changed.
+REPORT = 3.0
+# Seconds between two checks for a change.
+LOOK = 0.25
+# Seconds between two looks for jobs whose announcement reached no worker.
+SWEEP = 1.0
+# Workers that try to read a job before it is given up.
+READERS = 3
 REMEMBERED = 1000  # cancelled jobs
-IDLE = 3600.0  # seconds after which a queue without jobs loses its consumer
-_ALL = 1 << 62  # above all numbers of messages
+# Seconds after which a queue without jobs loses its consumer.
+IDLE = 3600.0
+# Greater than the number of any message.
+_ALL = 1 << 62
 _NEXT = json.dumps({"batch": 1, "no_wait": True}).encode()
 _log = logging.getLogger("aimage.fleet")
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """The id of a worker in its fleet, which no other may have, and the address of its own API."""
+class WorkerIdentity:
+    """The unique id of a worker in its fleet, and the address of its API."""
 
     id: str
     address: str = ""
 
 
 class JoinedWorker(Role):
-    """Takes jobs as long as there is room, and reports what this worker has.
+    """Takes jobs while slots are free, and reports the status of this worker.
 
     ``calls`` are those of the interfaces that serve the jobs.
     """
 
     def __init__(
-        self, link: FleetLink, service: Service, calls: LocalCalls, place: WorkerPlace
+        self, link: FleetLink, service: Service, calls: LocalCalls, identity: WorkerIdentity
     ) -> None:
-        self._link, self._service, self._place = link, service, place
+        self._link, self._service, self._identity = link, service, identity
         self._calls = calls
         self._watch = WorkerWatch(link)
         self._view = StoreView(service.store)
         self._slots = SlotCounter(service.settings.max_models, service.settings.parallel)
-        self._placement = Placement(service, self._view, self._slots, self._watch.workers, place.id)
+        self._placement = Placement(
+            service, self._view, self._slots, self._watch.workers, identity.id
+        )
         self._choice = JobChoice(self._placement.wait, self._placement.lacks_room)
         service.engine.set_eviction_cost(self._eviction_cost)
         self._wake = asyncio.Event()
@@ -88,7 +96,8 @@ class JoinedWorker(Role):
         # a job may be cancelled while its message is on the way here
         self._cancelled: deque[str] = deque(maxlen=REMEMBERED)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._consumers: dict[Key, float] = {}  # when each was asked last
+        # The time of the last request to each.
+        self._consumers: dict[Key, float] = {}
         self._is_subscribed = False
         self._swept = self._reported = 0.0
         self._last_published: object = None
@@ -137,7 +146,7 @@ class JoinedWorker(Role):
         with contextlib.suppress(*LOST, JetStreamError):
             if self._link.is_ready:
                 bucket = await self._link.streams.key_value(self._link.names.workers)
-                await bucket.delete(self._place.id)
+                await bucket.delete(self._identity.id)
 
     def _eviction_cost(self, digest: object) -> float:
         """Return the eviction cost of a model in memory: highest with a job on the queue."""
@@ -148,7 +157,7 @@ class JoinedWorker(Role):
     # -- taking jobs
 
     async def _take(self) -> None:
-        """Ask for a job once there may be one that this worker has room for."""
+        """Ask for a job once there may be one that this worker can serve."""
         key, soonest = self._choice.next(time.monotonic())
         if key is None or not self.takes_jobs or not self._link.is_ready:
             self._wake.clear()
@@ -159,17 +168,18 @@ class JoinedWorker(Role):
         is_late = (self._placement.wait(key[1]) or 0.0) >= job_choice.ELSEWHERE
         if is_late and not await self._has_waited(key):
             return
-        asked = time.monotonic()
+        request_time = time.monotonic()
         message = await self._ask(key)
         if message is None:
-            self._choice.forget(key, asked)
+            self._choice.forget(key, request_time)
             return
-        self._choice.delivered(key, message.metadata.sequence.stream)
+        self._choice.record_delivery(key, message.metadata.sequence.stream)
         digest = f"sha256:{key[1]}"
         is_new = digest not in {*self._placement.loaded, *self._slots.digests}
         self._slots.take(digest)
         self._begin(self._serve(message, key))
-        if is_new:  # before others load it too
+        # At once: other workers would load it too.
+        if is_new:
             self._begin(self._publish_status())
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
@@ -178,39 +188,45 @@ class JoinedWorker(Role):
         task.add_done_callback(self._tasks.discard)
 
     async def _has_waited(self, key: Key) -> bool:
-        """Return whether a job of a queue has waited long enough that this worker loads its model.
+        """Return True if a job of a queue has waited long enough for this worker to load its model.
 
-        An announcement says when a job came, and the server which jobs have been delivered. Without
-        it, a worker that asks would take a job that came just now.
+        The times are those of announcements; the server has the number of the last delivered job.
+        Without this check, a request would take a job that came just now.
         """
         names = self._link.names
         try:
             info = await self._link.streams.consumer_info(names.jobs, names.consumer(*key))
-        except NotFoundError:  # no worker has asked yet
+        except NotFoundError:
+            # No worker has asked yet.
             return True
         except (*LOST, JetStreamError):
             self._choice.forget(key)
             return False
         is_empty = not info.num_pending
         number = info.delivered.stream_seq if info.delivered else 0
-        self._choice.delivered(key, _ALL if is_empty else number)
+        self._choice.record_delivery(key, _ALL if is_empty else number)
         if is_empty and not info.num_ack_pending:
             self._choice.forget(key)
         return self._choice.is_due(key, time.monotonic())
 
     async def _ask(self, key: Key) -> Msg | None:
-        """Return a job of a queue; None if it is empty, or was not to be reached."""
+        """Return a job of a queue; None if it is empty or unreachable."""
         names = self._link.names
         consumer = names.consumer(*key)
         try:
-            if (now := time.monotonic()) - self._consumers.get(key, -IDLE) > IDLE / 2:
+            if (timestamp := time.monotonic()) - self._consumers.get(key, -IDLE) > IDLE / 2:
                 await self._link.streams.add_consumer(names.jobs, self._consumer(key))
-            self._consumers[key] = now
+            self._consumers[key] = timestamp
             subject = f"$JS.API.CONSUMER.MSG.NEXT.{names.jobs}.{consumer}"
             message = await self._link.client.request(
-                subject, _NEXT, timeout=2.0, old_style=True
-            )  # with an inbox of its own, as the answer has the subject of the job
-        except (*LOST, JetStreamError):  # perhaps it was removed, of which NATS says nothing
+                subject,
+                _NEXT,
+                timeout=2.0,
+                old_style=True,
+                # A new inbox for each request: the answer has the subject of the job.
+            )
+        except (*LOST, JetStreamError):
+            # The consumer may have been removed: NATS does not answer then.
             self._consumers.pop(key, None)
             return None
         status = (message.headers or {}).get("Status")
@@ -229,7 +245,7 @@ class JoinedWorker(Role):
         )
 
     async def _serve(self, message: Msg, key: Key) -> None:
-        begun, digest = time.monotonic(), f"sha256:{key[1]}"
+        start, digest = time.monotonic(), f"sha256:{key[1]}"
         try:
             workers = self._watch.workers
             async with heartbeat(message):
@@ -238,7 +254,7 @@ class JoinedWorker(Role):
                 self._link,
                 self._calls,
                 self._service,
-                self._place.id,
+                self._identity.id,
                 workers,
                 message,
                 job,
@@ -248,11 +264,12 @@ class JoinedWorker(Role):
             try:
                 outcome = await run.serve()
             finally:
-                if self._runs.get(job.id) is run:  # else it was delivered again meanwhile
+                # Else it was delivered again meanwhile.
+                if self._runs.get(job.id) is run:
                     del self._runs[job.id]
             self.done += outcome == DONE
             self.failed += outcome == GIVEN_UP
-            if outcome == GIVEN_BACK and workers.on_disk_elsewhere(digest, self._place.id):
+            if outcome == GIVEN_BACK and workers.on_disk_elsewhere(digest, self._identity.id):
                 self._choice.leave(key, time.monotonic())
         except FormatError as error:
             with contextlib.suppress(*LOST):
@@ -263,43 +280,44 @@ class JoinedWorker(Role):
             _log.exception("a job was given back")
         finally:
             self._slots.leave(digest)
-            self._placement.demand.served(digest, begun)
+            self._placement.demand.record_end(digest, start)
             self._wake.set()
 
     async def _refuse(self, message: Msg, error: FormatError) -> None:
-        """Give a job that cannot be read to others, which may be newer; the last one ends it."""
+        """Give an unreadable job to other workers: they may be newer; the last one ends it."""
         _log.error("a job cannot be read", extra={"reason": error.message})
         if (message.metadata.num_delivered or 0) < READERS:
             await message.nak(delay=LATER)
             return
         link, job = self._link, (message.headers or {}).get(MESSAGE_ID, "")
-        last, after = await link.last(link.names.mark(job))
-        if last is None or last.kind not in LAST:
-            log = JobLog(link, job, self._place.id, Attempt.following(last))
+        mark, after = await link.read_last(link.names.mark(job))
+        if mark is None or mark.kind not in LAST:
+            log = JobLog(link, job, self._identity.id, Attempt.following(mark))
             text = f"the job was given up, as no worker can read it: {error.message}"
             try:
                 await log.begin(after)
                 await log.end(DEAD, {"status": 500, "code": "job_given_up", "message": text})
-            except LastFrameError:  # another worker can read it
+            except LastFrameError:
+                # Another worker can read it.
                 return
         await message.term()
 
     async def _sweep(self) -> None:
-        """Listen to the fleet once connected, and look for jobs that were announced to nobody."""
+        """Subscribe once connected, and look for jobs whose announcement reached no worker."""
         names = self._link.names
         if not self._link.is_ready:
             return
         if not self._is_subscribed:
             await self._listen()
-        now = time.monotonic()
-        if self.takes_jobs and now >= self._swept:
-            self._swept = now + SWEEP * random.uniform(0.8, 1.2)  # noqa: S311
+        timestamp = time.monotonic()
+        if self.takes_jobs and timestamp >= self._swept:
+            self._swept = timestamp + SWEEP * random.uniform(0.8, 1.2)  # noqa: S311
             info = await self._link.streams.stream_info(names.jobs, subjects_filter=">")
             for subject in info.state.subjects or {}:
                 self._record(subject)
 
     def _record(self, subject: str, number: int = 0) -> None:
-        key = self._link.names.wanted(subject)
+        key = self._link.names.parse_job_subject(subject)
         if key is not None:
             self._choice.record(key, time.monotonic(), number)
             self._wake.set()
@@ -310,14 +328,14 @@ class JoinedWorker(Role):
         names, subscribe = self._link.names, self._link.client.subscribe
         await subscribe(names.announcements, cb=self._on_announcement)
         await subscribe(names.cancel("*"), cb=self._on_cancel)
-        await subscribe(names.call(self._place.id), cb=self._on_call)
-        await subscribe(names.control(self._place.id), cb=self._on_order)
+        await subscribe(names.call(self._identity.id), cb=self._on_call)
+        await subscribe(names.control(self._identity.id), cb=self._on_order)
         self._is_subscribed = True
 
     async def _on_announcement(self, message: Msg) -> None:
         subject, _, number = message.data.decode("ascii", "replace").partition(" ")
         self._record(subject, int(number) if number.isdecimal() else 0)
-        if (key := self._link.names.wanted(subject)) is not None:
+        if (key := self._link.names.parse_job_subject(subject)) is not None:
             self._placement.demand.record(f"sha256:{key[1]}")
 
     async def _on_cancel(self, message: Msg) -> None:
@@ -340,7 +358,7 @@ class JoinedWorker(Role):
         return self._status().encode()
 
     async def _on_order(self, message: Msg) -> None:
-        """Take or refuse jobs from now on, as an operator says; answer with the status."""
+        """Follow an operator's order to take or refuse jobs; answer with the status."""
         with contextlib.suppress(FormatError):
             order = read_json(message.data, "an order")
             self.takes_jobs = order.get("order") != "drain" if isinstance(order, Mapping) else True
@@ -356,9 +374,9 @@ class JoinedWorker(Role):
         settings = self._service.settings
         minutes = max(1.0, time.monotonic() - self._started_at) / 60
         return WorkerStatus(
-            id=self._place.id,
+            id=self._identity.id,
             version=__version__,
-            address=self._place.address,
+            address=self._identity.address,
             slots=self._slots.slots,
             running=self._slots.running,
             loaded=tuple(sorted(self._placement.loaded)),
@@ -379,7 +397,7 @@ class JoinedWorker(Role):
         with contextlib.suppress(*LOST, JetStreamError):
             if self._link.is_ready:
                 bucket = await self._link.streams.key_value(self._link.names.workers)
-                await bucket.put(self._place.id, self._status().encode())
+                await bucket.put(self._identity.id, self._status().encode())
 
     async def _report(self) -> None:
         """Put the status if it has changed, or is old."""

@@ -1,7 +1,7 @@
 """The connection of a gateway or a worker to a fleet on a NATS server.
 
-It is made in the background and made again when it is lost; until it is there, and the streams of
-the fleet are as they must be, ``check`` says why nothing can be done.
+It is opened in the background and reopened when it is lost. ``check`` raises the reason while there
+is no connection, or the streams of the fleet are missing or wrong.
 """
 
 from __future__ import annotations
@@ -30,22 +30,33 @@ from clowder_aimage.fleet.stream import FleetShape, differences
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.background import end_tasks
 
-MIN_VERSION = (2, 9)  # of the server: direct reads of streams
-MIN_PAYLOAD = 1 << 20  # bytes of a message that the server must accept; its default
-CHECK = 5.0  # seconds between two looks whether the streams are still there
-LATER = 2  # seconds between two attempts, and in Retry-After
-PAUSE = 0.2  # seconds between two attempts of a call
-PATIENCE = 30.0  # seconds that a publication may take, over all attempts
-MESSAGE_ID = "Nats-Msg-Id"  # by which a stream recognises a repetition
+# The first version of the server with direct reads of streams.
+MIN_VERSION = (2, 9)
+# Bytes of a message that the server must accept; its default.
+MIN_PAYLOAD = 1 << 20
+# Seconds between two checks that the streams exist.
+CHECK = 5.0
+# Seconds between two attempts, and in Retry-After.
+LATER = 2
+# Seconds between two attempts of a call.
+PAUSE = 0.2
+# Seconds that a publication may take, over all attempts.
+PATIENCE = 30.0
+# The header by which a stream recognises a repetition.
+MESSAGE_ID = "Nats-Msg-Id"
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
-_SMALL = (10023, 10047)  # the disk of JetStream, or of an account, has no room for a stream
-FULL = (10077, 10122)  # error codes of JetStream
+# The disk of JetStream, or of an account, has no room for a stream.
+_SMALL = (10023, 10047)
+# Error codes of JetStream.
+FULL = (10077, 10122)
 _WRONG_LAST, _NO_LEADER, _FEW_SERVERS = 10071, 10008, 10005
-_UNSETTLED = (10004, _FEW_SERVERS, _NO_LEADER, 10009)  # a cluster that elects a leader
+# A cluster that elects a leader.
+_UNSETTLED = (10004, _FEW_SERVERS, _NO_LEADER, 10009)
 _log = logging.getLogger("aimage.fleet")
 GATEWAY, WORKER, OPERATOR = "gateway", "worker", "operator"
 LOST = (NatsError, TimeoutError, OSError)
-_LASTING = (UsageError, UnauthorizedError)  # reasons that do not go away while one waits
+# Reasons that waiting does not remove.
+_LASTING = (UsageError, UnauthorizedError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +77,16 @@ class FleetAccess:
 
     def options(self) -> dict[str, Any]:
         """Return the options of the client. Raises UsageError."""
-        found: dict[str, Any] = {"servers": list(self.servers)}
+        arguments: dict[str, Any] = {"servers": list(self.servers)}
         for path in filter(None, (self.creds, self.nkey, self.ca_file)):
             if not path.is_file():
                 raise UsageError(f"file not found: {path}")
         if self.creds is not None:
             _check_creds(self.creds)
-            found["user_credentials"] = str(self.creds)
+            arguments["user_credentials"] = str(self.creds)
         if self.nkey is not None:
             _check_seed(self.nkey)
-            found["nkeys_seed"] = str(self.nkey)
+            arguments["nkeys_seed"] = str(self.nkey)
         if self.ca_file is not None or self.certificate is not None:
             try:
                 context = ssl.create_default_context(cafile=self.ca_file)
@@ -83,8 +94,8 @@ class FleetAccess:
                     context.load_cert_chain(*self.certificate)
             except (OSError, ssl.SSLError) as error:
                 raise UsageError(f"cannot use the certificates for NATS: {error}") from None
-            found["tls"] = context
-        return found
+            arguments["tls"] = context
+        return arguments
 
 
 def _check_seed(path: Path) -> None:
@@ -122,9 +133,9 @@ def unavailable(message: str, **advice: Any) -> ApiError:
 class FleetLink:
     """The connection to one fleet.
 
-    ``kind`` is GATEWAY, WORKER or OPERATOR, each of which has subjects of its own for replies, so
-    that permissions can separate them. ``name`` is shown by the server. ``on_ready`` are called
-    each time the fleet can be used.
+    ``kind`` is GATEWAY, WORKER or OPERATOR: each has separate subjects for replies, so that
+    permissions can tell them apart. ``name`` is shown by the server. ``on_ready`` are called each
+    time the fleet becomes usable.
     """
 
     def __init__(self, access: FleetAccess, kind: str, name: str = "") -> None:
@@ -135,7 +146,8 @@ class FleetLink:
         self._js = JetStreamContext(self._client)
         self._reason: AImageError | None = None
         self._ready = asyncio.Event()
-        self._due = 0.0  # when the streams are looked at again
+        # When the streams are looked at again.
+        self._due = 0.0
         self.on_ready: list[Callable[[], object]] = []
 
     # -- the connection
@@ -143,7 +155,7 @@ class FleetLink:
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Connect in the background, also to a server that is not there yet; close at the end."""
-        self._reason = NetworkError(f"NATS at {self._places} does not answer")
+        self._reason = NetworkError(f"NATS at {self._addresses} does not answer")
         task = asyncio.create_task(self._connect())
         try:
             yield
@@ -153,7 +165,7 @@ class FleetLink:
             with contextlib.suppress(*LOST):
                 await self._client.close()
 
-    async def connected(self, timeout: float) -> None:
+    async def wait_until_ready(self, timeout: float) -> None:
         """Wait until the fleet can be used. Raises the reason if it cannot in time."""
         end = asyncio.get_running_loop().time() + timeout
         while not self._ready.is_set():
@@ -175,7 +187,9 @@ class FleetLink:
                         raise self._reason
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise self._reason or NetworkError(f"NATS at {self._places} does not answer") from None
+            raise self._reason or NetworkError(
+                f"NATS at {self._addresses} does not answer"
+            ) from None
         self._check_server()
         left = end - asyncio.get_running_loop().time()
         retryer = tenacity.AsyncRetrying(
@@ -187,27 +201,27 @@ class FleetLink:
         try:
             return await retryer(shape.make, self._js, self.names)
         except (APIError, TimeoutError) as error:
-            raise self._refused_streams(error) from None
+            raise self._convert_stream_error(error) from None
 
-    def _refused_streams(self, error: APIError | TimeoutError) -> AImageError:
+    def _convert_stream_error(self, error: APIError | TimeoutError) -> AImageError:
         if not isinstance(error, APIError) or error.err_code == _NO_LEADER:
-            return NetworkError(f"NATS at {self._places} is not ready")
+            return NetworkError(f"NATS at {self._addresses} is not ready")
         if isinstance(error, ServiceUnavailableError):
-            message = f"NATS at {self._places} has no JetStream"
+            message = f"NATS at {self._addresses} has no JetStream"
             return UsageError(message, hint="enable it in the configuration of the server")
         hint = "choose a smaller size, or raise max_file_store of the server"
         message = f"NATS refuses the streams: {error.description}"
         return UsageError(message, hint=hint if error.err_code in _SMALL else None)
 
     @property
-    def _places(self) -> str:
+    def _addresses(self) -> str:
         return ", ".join(
-            one.rpartition("@")[2].removeprefix("nats://") for one in self._access.servers
+            server.rpartition("@")[2].removeprefix("nats://") for server in self._access.servers
         )
 
     @property
     def is_ready(self) -> bool:
-        """Return whether the fleet can be used."""
+        """Return True if the fleet can be used."""
         return self._ready.is_set() and self._client.is_connected
 
     def check(self) -> None:
@@ -220,7 +234,7 @@ class FleetLink:
         raise unavailable(reason.message, remedy=reason.remedy, hint=reason.hint, **reason.facts)
 
     def check_lasting(self) -> None:
-        """Raise ApiError (503) if the fleet cannot be used until somebody changes something."""
+        """Raise ApiError (503) if the fleet cannot be used until its configuration changes."""
         if isinstance(self._reason, _LASTING):
             self.check()
 
@@ -254,39 +268,41 @@ class FleetLink:
             return
         except LOST as error:
             if not self._ready.is_set():
-                self._reason = NetworkError(f"NATS at {self._places} does not answer: {error!r}")
+                self._reason = NetworkError(f"NATS at {self._addresses} does not answer: {error!r}")
             return
         self._reason, self._due = None, asyncio.get_running_loop().time() + CHECK
         if self._ready.is_set():
             return
         self._ready.set()
         _log.info("connected to the fleet", extra={"fleet": self.names.fleet})
-        for each in self.on_ready:
-            each()
+        for callback in self.on_ready:
+            callback()
 
     def _check_server(self) -> None:
         """Raise UsageError if the server is too old, or accepts only short messages."""
-        version, most = self._client.connected_server_version, self._client.max_payload
+        version, max_payload = self._client.connected_server_version, self._client.max_payload
         if (version.major, version.minor) < MIN_VERSION:
             needed = ".".join(map(str, MIN_VERSION))
             raise UsageError(f"the NATS server has version {version}; {needed} is needed")
-        if most < MIN_PAYLOAD:
-            message = f"the NATS server accepts messages of {most} bytes; set max_payload in its "
+        if max_payload < MIN_PAYLOAD:
+            message = (
+                f"the NATS server accepts messages of {max_payload} bytes; set max_payload in its "
+            )
             raise UsageError(f"{message}configuration to {MIN_PAYLOAD} or more")
 
     async def _on_error(self, error: Exception) -> None:
         text = str(error) or type(error).__name__
         if "authorization" in text.lower() or "authentication" in text.lower():
-            self._reason = UnauthorizedError(f"NATS at {self._places} refuses the credentials")
+            self._reason = UnauthorizedError(f"NATS at {self._addresses} refuses the credentials")
         elif isinstance(self._reason, NetworkError):
-            self._reason = NetworkError(f"NATS at {self._places} does not answer: {text}")
+            self._reason = NetworkError(f"NATS at {self._addresses} does not answer: {text}")
         _log.debug("NATS", extra={"reason": text})
 
     async def _on_disconnected(self) -> None:
         if self._ready.is_set():
             _log.warning("the connection to NATS was lost")
         self._ready.clear()
-        self._reason, self._due = NetworkError(f"NATS at {self._places} does not answer"), 0.0
+        self._reason, self._due = NetworkError(f"NATS at {self._addresses} does not answer"), 0.0
 
     # -- messages
 
@@ -300,7 +316,7 @@ class FleetLink:
         """The client of JetStream."""
         return self._js
 
-    async def tell(
+    async def publish(
         self, subject: str, data: bytes = b"", headers: dict[str, str] | None = None
     ) -> None:
         """Publish a message that may be lost."""
@@ -318,17 +334,17 @@ class FleetLink:
     ) -> int:
         """Publish a message into its stream, and return its number there.
 
-        It is published again until the server has acknowledged it: ``headers`` have the id by which
-        the stream recognises a repetition.
+        It is published again until the server has acknowledged it: the stream recognises a
+        repetition by the id in ``headers``.
 
         Raises:
             LastFrameError: The last message of the subject has not the number ``after``. It may be
-                this one, which was stored though its acknowledgement was lost.
+                this one: it may be stored though its acknowledgement was lost.
             FullStoreError: The stream has no room.
             NetworkError: The server did not acknowledge it in ``patience`` seconds.
-            ApiError: The fleet cannot be used until somebody changes something.
+            ApiError: The fleet cannot be used until its configuration changes.
         """
-        more = {} if after is None else {_EXPECTED: str(after)}
+        expected = {} if after is None else {_EXPECTED: str(after)}
         retryer = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(LOST),
             wait=tenacity.wait_fixed(PAUSE),
@@ -336,38 +352,39 @@ class FleetLink:
             reraise=True,
         )
         try:
-            return await retryer(self._publish, subject, data, {**(headers or {}), **more})
+            return await retryer(self._publish, subject, data, {**(headers or {}), **expected})
         except LOST as error:
             reason = str(error) or "no answer"
             raise NetworkError(f"NATS did not store a message: {reason}") from None
 
     async def _publish(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
         try:
-            found = await self._js.publish(subject, data, timeout=2.0, headers=headers)
+            acknowledgement = await self._js.publish(subject, data, timeout=2.0, headers=headers)
         except APIError as error:
-            raise _refused(error) from None
+            raise _convert_error(error) from None
         except LOST:
-            self._due = 0.0  # the stream may be missing
+            # The stream may be missing.
+            self._due = 0.0
             self.check_lasting()
             raise
-        return found.seq
+        return acknowledgement.seq
 
     async def store_later(self, subject: str, frame: Frame) -> asyncio.Future[api.PubAck]:
         """Publish a frame without waiting; the future is the acknowledgement."""
         return await self._js.publish_async(subject, frame.data, headers=frame.headers())
 
-    async def last(self, subject: str) -> tuple[Frame | None, int]:
+    async def read_last(self, subject: str) -> tuple[Frame | None, int]:
         """Return the last frame of a subject and its number in the stream, or None and 0.
 
         Raises NatsError, TimeoutError.
         """
         try:
-            found = await self._js.get_msg(self.names.logs, subject=subject)
+            message = await self._js.get_msg(self.names.logs, subject=subject)
         except NotFoundError:
             return None, 0
-        return Frame.parse(found.headers, found.data), found.seq or 0
+        return Frame.parse(message.headers, message.data), message.seq or 0
 
-    async def stored(
+    async def read_messages(
         self, subject: str, after: int, stream: str = ""
     ) -> AsyncIterator[tuple[int, Msg | Any]]:
         """Yield the messages of a subject after a number of the stream, with their numbers.
@@ -376,22 +393,22 @@ class FleetLink:
         """
         while True:
             try:
-                found = await self._js.get_msg(
+                message = await self._js.get_msg(
                     stream or self.names.logs, seq=after + 1, subject=subject, next=True
                 )
             except NotFoundError:
                 return
-            after = found.seq or after + 1
-            yield after, found
+            after = message.seq or after + 1
+            yield after, message
 
 
 def _is_early(error: BaseException) -> bool:
-    """Return whether a cluster that was started just now has no leader yet, or too few servers."""
+    """Return True if a cluster that has just been started has no leader, or too few servers."""
     is_electing = isinstance(error, APIError) and error.err_code in (_NO_LEADER, _FEW_SERVERS)
     return is_electing or isinstance(error, TimeoutError)
 
 
-def _refused(error: APIError) -> AImageError:
+def _convert_error(error: APIError) -> AImageError:
     if error.err_code == _WRONG_LAST:
         return LastFrameError("another mark of the job was stored")
     if error.err_code in FULL:
@@ -402,12 +419,12 @@ def _refused(error: APIError) -> AImageError:
 async def check_streams(
     js: JetStreamContext, names: FleetNames, *, is_gateway: bool = False
 ) -> None:
-    """Raise UsageError unless the streams of a fleet exist and are as they must be."""
+    """Raise UsageError unless the streams of a fleet exist and are configured correctly."""
     advice = {"remedy": "fleet_init", "fleet": names.fleet}
-    own = (names.files, f"KV_{names.batches}") if is_gateway else ()
-    for name in (names.jobs, names.logs, names.dead, f"KV_{names.workers}", *own):
+    gateway_streams = (names.files, f"KV_{names.batches}") if is_gateway else ()
+    for name in (names.jobs, names.logs, names.dead, f"KV_{names.workers}", *gateway_streams):
         try:
-            found = await js.stream_info(name)
+            stream = await js.stream_info(name)
         except NotFoundError:
             message = f"the NATS server has no fleet {names.fleet!r}: no stream {name}"
             raise UsageError(message, **advice) from None
@@ -416,6 +433,6 @@ async def check_streams(
                 raise TimeoutError from None
             message = f"the NATS server refuses access to the stream {name}: {error.description}"
             raise UsageError(message) from None
-        wrong = differences(names, found.config)
+        wrong = differences(names, stream.config)
         if wrong:
             raise UsageError(f"the stream {name} is configured otherwise: {wrong}", **advice)

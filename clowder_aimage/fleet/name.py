@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 
 INTERACTIVE, BATCH = "interactive", "batch"
-PRIORITIES = (INTERACTIVE, BATCH)  # the first is served first
+# The first is served first.
+PRIORITIES = (INTERACTIVE, BATCH)
 DEFAULT_FLEET = "aimage"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
@@ -27,12 +28,12 @@ class FleetNames:
 
     @property
     def jobs(self) -> str:
-        """The stream of jobs: a work queue, from which a finished job is removed."""
+        """The stream of jobs: a work queue. A finished job is removed."""
         return f"{self.fleet}-jobs"
 
     @property
     def logs(self) -> str:
-        """The stream of what was sent in response to jobs, and of large bodies."""
+        """The stream of the responses to jobs, and of large bodies."""
         return f"{self.fleet}-logs"
 
     @property
@@ -47,7 +48,7 @@ class FleetNames:
 
     @property
     def files(self) -> str:
-        """The stream of the pieces of files."""
+        """The stream of the chunks of files."""
         return f"{self.fleet}-files"
 
     @property
@@ -57,7 +58,7 @@ class FleetNames:
 
     @property
     def announcements(self) -> str:
-        """The subject on which new jobs are announced."""
+        """The subject of announcements of new jobs."""
         return f"{self.fleet}.news"
 
     def job(self, priority: str, digest: str, caller: str = "*") -> str:
@@ -73,23 +74,23 @@ class FleetNames:
         return f"{self.fleet}.mark.{job}"
 
     def body(self, job: str) -> str:
-        """Return the subject of the pieces of a job's body."""
+        """Return the subject of the chunks of a job's body."""
         return f"{self.fleet}.body.{job}"
 
-    def file(self, piece: str) -> str:
-        """Return the subject of a piece of a file."""
-        return f"{self.fleet}.file.{piece}"
+    def file(self, chunk: str) -> str:
+        """Return the subject of a chunk of a file."""
+        return f"{self.fleet}.file.{chunk}"
 
     def dead_letter(self, job: str) -> str:
-        """Return the subject of the reason why a job was given up."""
+        """Return the subject of the entry for a job that was given up."""
         return f"{self.fleet}.dead.{job}"
 
     def cancel(self, job: str) -> str:
-        """Return the subject on which a job is cancelled."""
+        """Return the subject of the cancellation of a job."""
         return f"{self.fleet}.cancel.{job}"
 
     def call(self, worker: str) -> str:
-        """Return the subject of requests to one worker, which are not queued."""
+        """Return the subject of requests to one worker. They are not queued."""
         return f"{self.fleet}.call.{worker}"
 
     def control(self, worker: str) -> str:
@@ -101,7 +102,7 @@ class FleetNames:
         """Return the name of the consumer of jobs for a manifest."""
         return f"{priority}-{digest[:32]}"
 
-    def wanted(self, subject: str) -> tuple[str, str] | None:
+    def parse_job_subject(self, subject: str) -> tuple[str, str] | None:
         """Return the priority and the digest of the subject of a job; None for another."""
         parts = subject.split(".")
         is_job = len(parts) == 5 and parts[:2] == [self.fleet, "job"] and parts[2] in PRIORITIES

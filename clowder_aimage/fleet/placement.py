@@ -1,7 +1,7 @@
-"""The suitability of a worker for jobs, by what it has and by the reports of the other workers.
+"""The suitability of a worker for jobs, by its models and by the status of the other workers.
 
-Every worker hears of every job of its fleet, and has the status of all workers. So all have nearly
-the same figures, and each of them can tell which one should load a model.
+Every worker receives the announcement of every job of its fleet, and the status of all workers. So
+all have nearly the same figures, and each can compute the worker that should load a model.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from clowder_aimage.fleet.job import choice as job_choice
 from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
 
-AHEAD = 2  # jobs for pictures of one model: one is served, and one follows it without a pause
-LAST = 1000  # jobs that count
-BUSY = 0.8  # share of its time that a copy of a model may be at work before another one is needed
-_FRESH = 0.5  # seconds after which the statuses are read again, though none has arrived
-_WANTED = 1e9  # eviction cost of a model for which a job is on the queue
+# Jobs for pictures of one model: one is served, and one follows it without a pause.
+AHEAD = 2
+# The last jobs of the fleet that are counted.
+LAST = 1000
+# Share of its time that a copy of a model may be at work before another one is needed.
+BUSY = 0.8
+# Seconds after which the statuses are read again, though none has arrived.
+_FRESH = 0.5
+# Eviction cost of a model for which a job is on the queue.
+_WANTED = 1e9
 
 
 class SlotCounter:
@@ -52,7 +57,7 @@ class SlotCounter:
         return len(self._jobs) >= self.slots
 
     def has(self, digest: str, *, is_text: bool) -> bool:
-        """Return whether there is room for a job."""
+        """Return True if a job for a digest has a slot."""
         if digest in self._jobs:
             return self._jobs[digest] < (self._parallel if is_text else AHEAD)
         return not self.is_full
@@ -86,19 +91,20 @@ class DemandStats:
         if len(self._jobs) > LAST:
             self._counts[self._jobs.popleft()[1]] -= 1
 
-    def served(self, digest: str, begun: float) -> None:
-        """Count a job that was served here since ``begun``; jobs of a model may follow closely."""
-        now = self.clock()
-        taken = now - max(begun, self._ended.get(digest, begun))
-        self._ended[digest] = now
+    def record_end(self, digest: str, start: float) -> None:
+        """Count a job that was served here since ``start``; jobs of a model may follow closely."""
+        end = self.clock()
+        duration = end - max(start, self._ended.get(digest, start))
+        self._ended[digest] = end
         self._served[digest] += 1
-        self._seconds[digest] = self._seconds.get(digest, 0.0) + taken
+        self._seconds[digest] = self._seconds.get(digest, 0.0) + duration
 
-    def needed(self, digest: str) -> int:
-        """Return how many copies in memory the jobs for a digest keep at work."""
+    def count_needed(self, digest: str) -> int:
+        """Return the number of copies in memory that the jobs for a digest keep busy."""
         count = self._served[digest]
         seconds = self._seconds.get(digest, 0.0)
-        if not count:  # nothing is known but the mean of other models
+        # Nothing is known but the mean of other models.
+        if not count:
             count, seconds = self._served.total(), sum(self._seconds.values())
         if not count or not self._counts[digest]:
             return 1
@@ -107,7 +113,7 @@ class DemandStats:
 
     def eviction_cost(self, digest: str, copies: int) -> float:
         """Return the eviction cost of one of ``copies`` in memory; 0 if the others suffice."""
-        return 0.0 if copies > self.needed(digest) else (1 + self._counts[digest]) / copies
+        return 0.0 if copies > self.count_needed(digest) else (1 + self._counts[digest]) / copies
 
     def price(
         self,
@@ -116,7 +122,7 @@ class DemandStats:
         slots: int,
         copies: Mapping[str, int],
     ) -> float | None:
-        """Return the cost of what a worker would unload to load a model; None without room.
+        """Return the cost of the model that a worker would unload for another; None if busy.
 
         ``copies`` counts the copies in memory of the fleet.
         """
@@ -124,7 +130,11 @@ class DemandStats:
             return None
         if len({*loaded, *at_work}) < slots:
             return 0.0
-        idle = (self.eviction_cost(one, copies.get(one, 1)) for one in loaded if one not in at_work)
+        idle = (
+            self.eviction_cost(digest, copies.get(digest, 1))
+            for digest in loaded
+            if digest not in at_work
+        )
         return min(idle, default=None)
 
 
@@ -144,7 +154,7 @@ class OtherWorkers:
 
 
 class Placement:
-    """Knows how well the worker ``place`` is suited among ``workers``."""
+    """The suitability of ``worker`` among ``workers``."""
 
     def __init__(
         self,
@@ -152,18 +162,18 @@ class Placement:
         view: StoreView,
         slots: SlotCounter,
         workers: WorkerRegistry,
-        place: str,
+        worker: str,
     ) -> None:
         self._service, self._view, self._slots = service, view, slots
-        self._workers, self._place = workers, place
+        self._workers, self._worker = workers, worker
         self.demand = DemandStats()
-        self._known = OtherWorkers(0.0, -1, Counter(), {}, {})
+        self._read_others = OtherWorkers(0.0, -1, Counter(), {}, {})
 
     @property
     def loaded(self) -> frozenset[str]:
         """The digests of the models in memory."""
         engine = self._service.engine
-        return frozenset(str(one.digest) for one in engine.list_loaded() if one.is_ready)
+        return frozenset(str(model.digest) for model in engine.list_loaded() if model.is_ready)
 
     def eviction_cost(self, digest: str, *, is_wanted: bool = False) -> float:
         """Return the eviction cost of a model in memory here."""
@@ -171,7 +181,7 @@ class Placement:
         return _WANTED if is_wanted else self.demand.eviction_cost(digest, copies)
 
     def wait(self, digest: str) -> float | None:
-        """Return the seconds to wait before asking for a model's jobs; None if there is no room.
+        """Return the seconds to wait before asking for a model's jobs; None without a free slot.
 
         ``digest`` is its hexadecimal part.
         """
@@ -185,49 +195,54 @@ class Placement:
         at_work = self._slots.of(name)
         if at_work and not is_text:
             return job_choice.FOLLOW
-        others = self._others()
+        other_workers = self._others()
         if at_work or name in self.loaded:
-            copies = others.loaded.get(name, ())
-            rank = sum(one < self._place for one in copies)
+            copies = other_workers.loaded.get(name, ())
+            rank = sum(worker < self._worker for worker in copies)
             rank += bool(copies and self._slots.running > at_work)
             return job_choice.claim_delay_loaded(rank)
-        return self._load(name, others)
+        return self._load(name, other_workers)
 
     def lacks_room(self, digest: str) -> bool:
-        """Return whether a model that is in the store waits for others to end."""
+        """Return True if a model in the store waits for a slot."""
         name = f"sha256:{digest}"
         return self._slots.is_full and not self._slots.of(name) and name in self._view.kinds
 
-    def _load(self, name: str, others: OtherWorkers) -> float:
+    def _load(self, name: str, other_workers: OtherWorkers) -> float:
         loaded = self.loaded
-        copies = others.copies + Counter({*loaded, *self._slots.digests})
-        found = self.demand.price(loaded, self._slots.digests, self._slots.slots, copies)
-        price = _WANTED if found is None else found
-        rank = sum(one < (price, self._place) for one in others.prices.get(name, ()))
-        is_elsewhere = others.copies[name] > 0
-        return job_choice.claim_delay_stored(rank, is_elsewhere=is_elsewhere, is_missed=price > 0)
+        copies = other_workers.copies + Counter({*loaded, *self._slots.digests})
+        cost = self.demand.price(loaded, self._slots.digests, self._slots.slots, copies)
+        price = _WANTED if cost is None else cost
+        rank = sum(
+            other_price < (price, self._worker)
+            for other_price in other_workers.prices.get(name, ())
+        )
+        is_elsewhere = other_workers.copies[name] > 0
+        return job_choice.claim_delay_stored(
+            rank, is_elsewhere=is_elsewhere, evicts_last_copy=price > 0
+        )
 
     def _fetch(self, name: str) -> float | None:
         if self._service.settings.pull == NEVER:
             return None
-        is_there = self._workers.on_disk_elsewhere(name, self._place)
+        is_there = self._workers.on_disk_elsewhere(name, self._worker)
         return job_choice.FETCH_TOO if is_there else job_choice.FETCH
 
     def _others(self) -> OtherWorkers:
         """Return the other workers, read again when a status has arrived, or after a time."""
-        now, known = self.demand.clock(), self._known
-        if known.revision != self._workers.revision or now - known.read > _FRESH:
-            self._known = known = self._read(now)
-        return known
+        timestamp, last_read = self.demand.clock(), self._read_others
+        if last_read.revision != self._workers.revision or timestamp - last_read.read > _FRESH:
+            self._read_others = last_read = self._read(timestamp)
+        return last_read
 
-    def _read(self, now: float) -> OtherWorkers:
-        statuses = self._workers.others(self._place)
+    def _read(self, timestamp: float) -> OtherWorkers:
+        statuses = self._workers.others(self._worker)
         in_memory = {status.id: {*status.loaded, *status.at_work} for status in statuses}
-        own = {*self.loaded, *self._slots.digests}
-        copies = Counter(one for found in in_memory.values() for one in found)
+        local = {*self.loaded, *self._slots.digests}
+        copies = Counter(copy for digests in in_memory.values() for copy in digests)
         loaded = defaultdict[str, list[str]](list)
         prices = defaultdict[str, list[tuple[float, str]]](list)
-        total = copies + Counter(own)
+        total = copies + Counter(local)
         for status in statuses:
             for digest in status.loaded:
                 loaded[digest].append(status.id)
@@ -235,4 +250,4 @@ class Placement:
             if price is not None:
                 for digest in {*status.models.values()} - in_memory[status.id]:
                     prices[digest].append((price, status.id))
-        return OtherWorkers(now, self._workers.revision, copies, loaded, prices)
+        return OtherWorkers(timestamp, self._workers.revision, copies, loaded, prices)

@@ -22,7 +22,7 @@ class StoreView:
     store: ImageLayout
     models: dict[str, str] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
-    _known: dict[str, str] = field(default_factory=dict)
+    _cached_kinds: dict[str, str] = field(default_factory=dict)
     _fingerprint: Hashable = None
 
     def read(self) -> None:
@@ -37,12 +37,15 @@ class StoreView:
             is_whole &= not item.missing
             if item.missing:
                 continue
-            if digest not in self._known:
+            if digest not in self._cached_kinds:
                 try:
-                    self._known[digest] = kind_of(read_aimage(self.store, item.reference).aimage)
+                    self._cached_kinds[digest] = kind_of(
+                        read_aimage(self.store, item.reference).aimage
+                    )
                 except AImageError:
-                    self._known[digest] = ""
+                    self._cached_kinds[digest] = ""
             models[str(item.reference)] = digest
-            kinds[digest] = self._known[digest]
+            kinds[digest] = self._cached_kinds[digest]
         self.models, self.kinds = models, kinds
-        self._fingerprint = fingerprint if is_whole else None  # blobs arrive without a new name
+        # Blobs arrive without a new name.
+        self._fingerprint = fingerprint if is_whole else None

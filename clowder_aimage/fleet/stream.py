@@ -1,4 +1,4 @@
-"""The streams and the bucket of a fleet: how they are made, and what must not differ."""
+"""The streams and the bucket of a fleet: their creation, and the check of their configuration."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from nats.js.errors import NotFoundError
 
 from clowder_aimage.fleet.name import FleetNames
 
-STATUS_TTL = 15.0  # seconds after its last report that a worker counts as gone
-REPEATED = 120.0  # seconds in which a frame that is published twice is one frame
+# Seconds after its last report that a worker counts as gone.
+STATUS_TTL = 15.0
+# Seconds in which a frame that is published twice is one frame.
+REPEATED = 120.0
 _HOUR, _DAY = 3600.0, 86400.0
 
 
@@ -23,7 +25,8 @@ class FleetShape:
     keep: float = 3600.0
     max_bytes: int = 8 << 30
     keep_dead: float = 7 * _DAY
-    keep_files: float = 32 * _DAY  # somewhat longer than their records
+    # Somewhat longer than their records.
+    keep_files: float = 32 * _DAY
 
     def streams(self, names: FleetNames) -> list[api.StreamConfig]:
         """Return the configurations of the streams.
@@ -31,14 +34,14 @@ class FleetShape:
         A full stream refuses messages (``discard``): nothing is lost silently.
         """
 
-        def stream(name: str, *subjects: str, **more: Any) -> api.StreamConfig:
+        def stream(name: str, *subjects: str, **options: Any) -> api.StreamConfig:
             return api.StreamConfig(
                 name=name,
                 subjects=list(subjects),
                 storage=api.StorageType.FILE,
                 discard=api.DiscardPolicy.NEW,
                 num_replicas=self.replicas,
-                **more,
+                **options,
             )
 
         fleet = names.fleet
@@ -47,7 +50,8 @@ class FleetShape:
             f"{fleet}.job.>",
             retention=api.RetentionPolicy.WORK_QUEUE,
             max_bytes=self.max_bytes // 4,
-            duplicate_window=min(_HOUR, self.keep),  # of jobs with an idempotency key
+            # Jobs with an idempotency key are repeated within this time.
+            duplicate_window=min(_HOUR, self.keep),
         )
         logs = stream(
             names.logs,
@@ -77,14 +81,14 @@ class FleetShape:
 
     async def make(self, js: JetStreamContext, names: FleetNames) -> list[str]:
         """Make or change the streams; return the names of those that were made."""
-        made = []
+        created = []
         for config in self.streams(names):
             assert config.name is not None  # noqa: S101
             try:
                 await js.stream_info(config.name)
             except NotFoundError:
                 await js.add_stream(config)
-                made.append(config.name)
+                created.append(config.name)
             else:
                 await js.update_stream(config)
         for bucket, ttl in (names.workers, STATUS_TTL), (names.batches, None):
@@ -98,25 +102,25 @@ class FleetShape:
                     storage=api.StorageType.FILE,
                     replicas=self.replicas,
                 )
-                made.append(bucket)
+                created.append(bucket)
             else:
                 config = (await js.stream_info(f"KV_{bucket}")).config
                 if config.num_replicas != self.replicas:
                     await js.update_stream(config.evolve(num_replicas=self.replicas))
-        return made
+        return created
 
 
-def differences(names: FleetNames, found: api.StreamConfig) -> str:
-    """Return what is wrong with a stream of a fleet, or the empty text."""
-    wanted = {one.name: one for one in FleetShape().streams(names)}.get(found.name)
-    if wanted is None:  # a bucket
-        is_wrong = found.name == f"KV_{names.workers}" and not found.max_age
+def differences(names: FleetNames, config: api.StreamConfig) -> str:
+    """Return the faults of a stream of a fleet as a text, empty if there are none."""
+    expected = {stream.name: stream for stream in FleetShape().streams(names)}.get(config.name)
+    if expected is None:  # a bucket
+        is_wrong = config.name == f"KV_{names.workers}" and not config.max_age
         return "entries do not expire" if is_wrong else ""
-    wrong = []
-    if set(found.subjects or ()) != set(wanted.subjects or ()):
-        wrong.append(f"its subjects are {', '.join(found.subjects or ())}")
-    if found.retention != wanted.retention:
-        wrong.append(f"its retention is {found.retention}")
-    if found.discard != wanted.discard:
-        wrong.append("it drops old messages when it is full")
-    return "; ".join(wrong)
+    faults = []
+    if set(config.subjects or ()) != set(expected.subjects or ()):
+        faults.append(f"its subjects are {', '.join(config.subjects or ())}")
+    if config.retention != expected.retention:
+        faults.append(f"its retention is {config.retention}")
+    if config.discard != expected.discard:
+        faults.append("it drops old messages when it is full")
+    return "; ".join(faults)

@@ -27,9 +27,9 @@ from clowder_aimage.oci.reference import DEFAULT_TAG
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker's report: what it has, and how busy it is.
+    """A worker's report: its models and its load.
 
-    ``models`` are the digests of complete models by name, ``kinds`` what each digest is ("image",
+    ``models`` are the digests of complete models by name, ``kinds`` the kinds of digests ("image",
     "text" or "embedder"), ``loaded`` the digests in memory, ``at_work`` those that jobs use or
     load. ``slots`` jobs run at once. ``rate`` is jobs per minute.
     """
@@ -59,18 +59,18 @@ class WorkerStatus:
     @classmethod
     def decode(cls, raw: bytes) -> WorkerStatus:
         """Return the status in JSON; unknown fields are of a later version. Raises FormatError."""
-        known = read_json(raw, "the status of a worker")
+        document = read_json(raw, "the status of a worker")
         try:
-            found = {name: known[name] for name in cls.__dataclass_fields__ if name in known}
+            fields = {name: document[name] for name in cls.__dataclass_fields__ if name in document}
             for name in ("loaded", "at_work", "default_for"):
-                found[name] = tuple(found.get(name, ()))
-            return cls(**found)
+                fields[name] = tuple(fields.get(name, ()))
+            return cls(**fields)
         except (AttributeError, TypeError):
             raise FormatError("the status of a worker cannot be read") from None
 
 
 @dataclass(frozen=True, slots=True)
-class FoundModel:
+class FleetModel:
     """A model of the fleet: its full name, and the digest that most workers have under it."""
 
     name: str
@@ -79,7 +79,7 @@ class FoundModel:
 
 
 class WorkerRegistry:
-    """The workers of a fleet, as their statuses say; a status counts for a time after it arrived.
+    """The workers of a fleet by their statuses; a status is current for STATUS_TTL seconds.
 
     The time is that of this machine alone: the clocks of workers do not matter.
     """
@@ -87,7 +87,8 @@ class WorkerRegistry:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._statuses: dict[str, tuple[WorkerStatus, float]] = {}
-        self.revision = 0  # changes with each status
+        # Changes with each status.
+        self.revision = 0
 
     def put(self, status: WorkerStatus) -> None:
         """Take a status that arrived now."""
@@ -102,46 +103,48 @@ class WorkerRegistry:
     def statuses(self) -> list[WorkerStatus]:
         """Return the statuses of the workers that are there, by id."""
         oldest = self._clock() - STATUS_TTL
-        self._statuses = {key: each for key, each in self._statuses.items() if each[1] >= oldest}
+        self._statuses = {key: entry for key, entry in self._statuses.items() if entry[1] >= oldest}
         return [status for _, (status, _) in sorted(self._statuses.items())]
 
     def others(self, worker: str) -> list[WorkerStatus]:
         """Return the statuses of the other workers that take jobs."""
-        return [each for each in self.statuses() if not each.is_draining and each.id != worker]
+        return [
+            status for status in self.statuses() if not status.is_draining and status.id != worker
+        ]
 
     def on_disk_elsewhere(self, digest: str, worker: str, *past: str) -> bool:
-        """Return whether another worker that takes jobs, not of ``past``, has a model on disk."""
-        others = (status for status in self.others(worker) if status.id not in past)
-        return any(digest in status.models.values() for status in others)
+        """Return True if another worker that takes jobs, not in ``past``, has a model on disk."""
+        statuses = (status for status in self.others(worker) if status.id not in past)
+        return any(digest in status.models.values() for status in statuses)
 
     def may_pull(self) -> bool:
-        """Return whether a worker fetches models that it lacks."""
+        """Return True if a worker may pull missing models."""
         return any(status.may_pull and not status.is_draining for status in self.statuses())
 
     def reference(self, name: str | None) -> Reference:
-        """Return the AImage to which a client's name refers. Raises UsageError."""
+        """Return the reference of a client's name for a model. Raises UsageError."""
         statuses = self.statuses()
         text = (_alias(statuses, name) or name) if name else _default(statuses, None)
         if not text:
             raise UsageError("the request has no model, and the workers have no default model")
         return Reference.parse(text)
 
-    def find(self, name: str | None) -> FoundModel | None:
+    def find(self, name: str | None) -> FleetModel | None:
         """Return the model that a client names; None if no worker has it.
 
         A name without a model means the default model. Raises UsageError for an invalid name.
         """
-        statuses, wanted = self.statuses(), self.reference(name)
-        found = _named(statuses, wanted)
-        is_exact = wanted.registry is not None or wanted.digest is not None
+        statuses, reference = self.statuses(), self.reference(name)
+        match = _resolve(statuses, reference)
+        is_exact = reference.registry is not None or reference.digest is not None
         is_literal = name is None or _alias(statuses, name) is None
         default = None if is_exact and is_literal else _default(statuses, name)
-        if found is None and default is not None:
-            found = _named(statuses, Reference.parse(default))
-        if found is None:
+        if match is None and default is not None:
+            match = _resolve(statuses, Reference.parse(default))
+        if match is None:
             return None
-        kind = next((status.kinds[found[1]] for status in statuses if found[1] in status.kinds), "")
-        return FoundModel(*found, kind)
+        kind = next((status.kinds[match[1]] for status in statuses if match[1] in status.kinds), "")
+        return FleetModel(*match, kind)
 
     @property
     def default_model(self) -> str | None:
@@ -160,11 +163,11 @@ class WorkerRegistry:
         )
 
 
-def _named(statuses: Iterable[WorkerStatus], wanted: Reference) -> tuple[str, str] | None:
+def _resolve(statuses: Iterable[WorkerStatus], reference: Reference) -> tuple[str, str] | None:
     """Return a name and its digest; of several digests that of most workers, then the lowest."""
-    name = str(wanted)
-    if wanted.digest is not None:
-        digest = str(wanted.digest)
+    name = str(reference)
+    if reference.digest is not None:
+        digest = str(reference.digest)
         is_here = any(digest in status.models.values() for status in statuses)
         return (name, digest) if is_here else None
     counts = Counter(status.models[name] for status in statuses if name in status.models)
@@ -174,17 +177,19 @@ def _named(statuses: Iterable[WorkerStatus], wanted: Reference) -> tuple[str, st
 
 
 def _alias(statuses: Iterable[WorkerStatus], name: str) -> str | None:
-    other = name.removesuffix(f":{DEFAULT_TAG}")
-    other = other if other != name else f"{name}:{DEFAULT_TAG}"
-    found = (status.aliases.get(name) or status.aliases.get(other) for status in statuses)
-    return next(filter(None, found), None)
+    variant = name.removesuffix(f":{DEFAULT_TAG}")
+    variant = variant if variant != name else f"{name}:{DEFAULT_TAG}"
+    aliases = (status.aliases.get(name) or status.aliases.get(variant) for status in statuses)
+    return next(filter(None, aliases), None)
 
 
 def _default(statuses: Iterable[WorkerStatus], name: str | None) -> str | None:
     """Return the default model that replaces a name that clients have built in."""
     plain = (name or "").removesuffix(f":{DEFAULT_TAG}")
     for status in statuses:
-        is_built_in = name is None or any(fnmatchcase(plain, one) for one in status.default_for)
+        is_built_in = name is None or any(
+            fnmatchcase(plain, pattern) for pattern in status.default_for
+        )
         if status.default_model and is_built_in:
             return status.default_model
     return None
@@ -213,7 +218,8 @@ class WorkerWatch:
         if not self._link.is_ready:
             return False
         await self._link.client.subscribe(f"{self._subject}*", cb=self._take)
-        with contextlib.suppress(*LOST, JetStreamError):  # workers report again
+        # Workers report again.
+        with contextlib.suppress(*LOST, JetStreamError):
             for status in (await read_workers(self._link)).statuses():
                 self.workers.put(status)
         return True

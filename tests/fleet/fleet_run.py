@@ -19,7 +19,7 @@ from clowder_aimage.api.service import Service, make_service
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 from clowder_aimage.fleet.gateway.role import GatewayRole
-from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
 from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetAccess, FleetLink
 from clowder_aimage.fleet.name import FleetNames
 from clowder_aimage.fleet.stream import FleetShape
@@ -145,7 +145,7 @@ class FleetRun:
         try:
             async with role.running(), accepting(build_app(role, tokens=tokens), listening):
                 if is_awaited:
-                    await link.connected(PATIENCE)
+                    await link.wait_until_ready(PATIENCE)
                 yield listening.urls[0]
         finally:
             listening.close()
@@ -159,9 +159,9 @@ class FleetRun:
         service = make_service(Settings(**settings), LayeredStore([self.store]), connection)
         role = own if isinstance(own, Role) else own(service)
         link = FleetLink(self.access_of(WORKER), WORKER, name)
-        joined = JoinedWorker(link, service, LocalCalls(role), WorkerPlace(name))
+        joined = JoinedWorker(link, service, LocalCalls(role), WorkerIdentity(name))
         async with role.running(), joined.running():
-            await link.connected(PATIENCE)
+            await link.wait_until_ready(PATIENCE)
             await until_async(lambda: joined._is_subscribed and bool(joined._view.models))
             await joined._publish_status()
             yield joined

@@ -11,7 +11,7 @@ from functools import partial
 from clowder_aimage.api.service import Service
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 from clowder_aimage.fleet.gateway.role import GatewayRole
-from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
 from clowder_aimage.fleet.link import GATEWAY, OPERATOR, WORKER, FleetAccess, FleetLink
 from clowder_aimage.fleet.name import FleetNames
 from clowder_aimage.fleet.stream import FleetShape
@@ -32,11 +32,11 @@ async def gateway_before(nats: Nats, service: Service, own: Role) -> AsyncIterat
     async with operator.open():
         await operator.make(FleetShape(max_bytes=256 << 20), 30)
     link = FleetLink(access, WORKER, "w1")
-    joined = JoinedWorker(link, service, LocalCalls(own), WorkerPlace("w1"))
+    joined = JoinedWorker(link, service, LocalCalls(own), WorkerIdentity("w1"))
     resolve = partial(_resolve, service)
     gateway = GatewayRole(FleetLink(access, GATEWAY), GatewayMetrics(), resolve=resolve)
     async with joined.running(), gateway.running():
-        await link.connected(PATIENCE)
+        await link.wait_until_ready(PATIENCE)
         await until_async(lambda: gateway._watch.workers.statuses())
         yield gateway
         await joined.drain(0.0, asyncio.Event())

@@ -400,7 +400,7 @@ async def _given_up(fleet: FleetRun) -> list[dict[str, Any]]:
     """Return the jobs that were given up."""
     link = fleet.operator()
     async with link.open():
-        await link.connected(PATIENCE)
+        await link.wait_until_ready(PATIENCE)
         found = []
         info = await link.streams.stream_info(link.names.dead)
         for number in range(info.state.first_seq, info.state.last_seq + 1):
@@ -417,7 +417,7 @@ def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
             # As if the workers of four attempts had been killed in the middle
             link = fleet.operator()
             async with link.open():
-                await link.connected(PATIENCE)
+                await link.wait_until_ready(PATIENCE)
                 key = {"headers": {"Idempotency-Key": "killed"}}
                 told = asyncio.create_task(fleet.ask(url, "x", **key))
                 assert (await told)[0] == 200
@@ -446,13 +446,13 @@ async def _published_again(link: FleetLink, job: str, fleet: FleetRun, url: str)
     again = FleetJob(job, PICTURES, "infer", "me", "tiny", "tiny:latest", digest, fields=body)
     subject = names.job("interactive", digest.partition(":")[2], "me")
     await link.store(subject, again.encode())
-    await link.tell(names.announcements, subject.encode())
+    await link.publish(names.announcements, subject.encode())
 
     async def is_dead() -> bool:
         return (await fleet.status(url))["given_up"] == 1
 
     await until_async(is_dead)
-    last, _ = await link.last(names.mark(job))
+    last, _ = await link.read_last(names.mark(job))
     assert last is not None
     return str(json.loads(last.data)["message"])
 
@@ -471,7 +471,7 @@ def test_a_drained_worker_ends_its_work_and_takes_no_more(play: Play) -> None:
             await fleet.know(url, 1)
             link = fleet.operator()
             async with link.open():
-                await link.connected(PATIENCE)
+                await link.wait_until_ready(PATIENCE)
                 asked = asyncio.create_task(fleet.ask(url, "a", seed=1))
                 await begun.wait()
                 status = await give_order(link, "first", "drain")
@@ -590,7 +590,7 @@ def test_a_fleet_that_is_not_prepared_is_named(play: Play) -> None:
     async def scene(fleet: FleetRun) -> None:
         link = fleet.operator()
         async with link.open():
-            await link.connected(PATIENCE)
+            await link.wait_until_ready(PATIENCE)
             config = (await link.streams.stream_info(link.names.logs)).config
             config.subjects = ["other.>"]
             await link.streams.update_stream(config)
@@ -628,7 +628,7 @@ def test_a_stream_that_is_deleted_while_gateways_are_connected_is_named(
     async def scene(fleet: FleetRun) -> None:
         link, (role, begun, go_on) = fleet.operator(), held_role()
         async with fleet.gateway() as url, fleet.worker("w1", role), link.open():
-            await link.connected(PATIENCE)
+            await link.wait_until_ready(PATIENCE)
             await fleet.know(url, 1)
             for name in (link.names.jobs, link.names.logs):
                 begun.clear()
@@ -757,7 +757,7 @@ def test_the_shipped_configuration_allows_what_a_fleet_does(
             assert (await fleet.status(url))["jobs"] == 0
             link = fleet.operator()
             async with link.open():
-                await link.connected(PATIENCE)
+                await link.wait_until_ready(PATIENCE)
                 assert (await give_order(link, "w1", "drain"))["is_draining"]
 
     try:
@@ -770,7 +770,7 @@ def test_a_finished_job_that_the_server_left_on_the_queue_is_removed(play: Play)
     async def scene(fleet: FleetRun) -> None:
         link = fleet.operator()
         async with link.open(), fleet.gateway() as url:
-            await link.connected(PATIENCE)
+            await link.wait_until_ready(PATIENCE)
             for name, kind in (("done", END), ("running", BEGIN)):
                 subject = link.names.job(BATCH, name, "me")
                 await link.store(subject, b"x", {MESSAGE_ID: name})

@@ -50,9 +50,9 @@ A, B, C = (f"sha256:{letter * 64}" for letter in "abc")
 
 def test_names_of_a_fleet_are_read_from_subjects() -> None:
     names = FleetNames("team")
-    assert names.wanted(names.job(BATCH, "ab", "me")) == (BATCH, "ab")
+    assert names.parse_job_subject(names.job(BATCH, "ab", "me")) == (BATCH, "ab")
     for other in ("team.job.batch.ab", "other.job.batch.ab.me", "team.job.urgent.ab.me"):
-        assert names.wanted(other) is None
+        assert names.parse_job_subject(other) is None
     for wrong in ("", "a.b", "a b", "a*", "x" * 33):
         with pytest.raises(ValueError, match="letters"):
             FleetNames(wrong)
@@ -64,7 +64,7 @@ def test_a_job_is_read_as_it_was_written() -> None:
     assert FleetJob.decode(job.encode()) == job
     plain = FleetJob("1", "/v1/x", "infer", "me", "", "m", A, fields={"options": {"seed": 1}})
     assert FleetJob.decode(plain.encode()) == plain
-    assert plain.named("m@" + A).fields == {"options": {"seed": 1}, "model": "m@" + A}
+    assert plain.with_model("m@" + A).fields == {"options": {"seed": 1}, "model": "m@" + A}
     for wrong in (b"[]", b"{}", b'{"id": 1, "x": 2}', b"{", b'{"id":"1","id":"2"}'):
         with pytest.raises(FormatError):
             FleetJob.decode(wrong)
@@ -186,13 +186,13 @@ def test_no_job_follows_another_while_an_earlier_one_lacks_room() -> None:
     choice.record(here, 1.0, 1)
     choice.record(there, 2.0, 2)
     assert choice.next(5.0)[0] == here  # it came first
-    choice.delivered(here, 1)
+    choice.record_delivery(here, 1)
     choice.record(here, 3.0, 3)
     assert choice.next(5.0)[0] is None
     choice.forget(there)
     assert choice.next(5.0)[0] == here
     choice.record((BATCH, "here"), 1.0, 4)
-    choice.delivered(here, 3)
+    choice.record_delivery(here, 3)
     choice.record(there, 4.0, 5)
     assert choice.next(5.0)[0] is None  # a batch waits for others
     choice.forget(there, 3.0)
@@ -210,7 +210,7 @@ def test_a_job_that_was_given_back_is_left_to_others() -> None:
     assert choice.next(2.0)[0] == key
     choice.leave(key, 2.0)
     assert choice.next(2.0)[0] == key
-    choice.delivered(key, 7)
+    choice.record_delivery(key, 7)
     choice.record(key, 2.1 + LEFT)
     assert choice.next(2.1 + LEFT)[0] == key
 
@@ -222,9 +222,9 @@ def test_what_is_remembered_of_queues_that_nobody_serves_is_bounded() -> None:
         choice.record((BATCH, str(number)), 0.0)
     assert len(choice._announced[key]) == MOST and len(choice._announced) == MOST
     assert choice._since(key) == 1.0
-    choice.delivered(key, 2 * MOST - 2)
+    choice.record_delivery(key, 2 * MOST - 2)
     assert choice.is_wanted("m")  # the last one is there
-    choice.delivered(key, 2 * MOST - 1)
+    choice.record_delivery(key, 2 * MOST - 1)
     assert not choice.is_wanted("m")
 
 
@@ -235,9 +235,9 @@ def test_a_worker_that_would_load_a_model_waits_for_a_job_that_is_old_enough() -
     choice.record(key, 0.9, 8)
     choice.record(key, 0.1)  # a look at the queue, which has jobs that are being served too
     assert choice.is_due(key, 1.0) and choice.is_wanted("m") and not choice.is_wanted("n")
-    choice.delivered(key, 7)
+    choice.record_delivery(key, 7)
     assert not choice.is_due(key, 1.8) and choice.is_due(key, 1.9)
-    choice.delivered(key, 8)
+    choice.record_delivery(key, 8)
     assert not choice.is_wanted("m") and choice.is_due(key, 1.1)  # perhaps one is delivered again
     choice.forget(key)
     assert not choice.is_due(key, 9.0)
@@ -245,14 +245,15 @@ def test_a_worker_that_would_load_a_model_waits_for_a_job_that_is_old_enough() -
 
 def test_workers_wait_in_the_order_of_their_ranks() -> None:
     copies = [claim_delay_loaded(rank) for rank in range(4)]
-    loads = [claim_delay_stored(rank, is_missed=True) for rank in range(4)]
+    loads = [claim_delay_stored(rank, evicts_last_copy=True) for rank in range(4)]
     assert copies == sorted(copies) and copies[0] == 0.0 and copies[1] < ON_DISK == loads[0]
     assert all(later - one >= 0.02 for one, later in pairwise(loads))  # more than messages differ
     waits = [
-        claim_delay_stored(0, is_elsewhere=True, is_missed=is_missed) for is_missed in (False, True)
+        claim_delay_stored(0, is_elsewhere=True, evicts_last_copy=evicts_last_copy)
+        for evicts_last_copy in (False, True)
     ]
     assert loads[-1] < ELSEWHERE == waits[0] < waits[1]
-    assert claim_delay_stored(99, is_missed=True) < ELSEWHERE
+    assert claim_delay_stored(99, evicts_last_copy=True) < ELSEWHERE
 
 
 def test_a_model_with_fewer_jobs_costs_less_to_evict_and_a_copy_too_many_nothing() -> None:
@@ -262,18 +263,18 @@ def test_a_model_with_fewer_jobs_costs_less_to_evict_and_a_copy_too_many_nothing
         now += 0.1
         demand.record(A)
     demand.record(B)
-    demand.served(A, now - 0.05)  # half of a copy is at work
-    assert demand.needed(A) == 1 and demand.needed("sha256:c") == 1
+    demand.record_end(A, now - 0.05)  # half of a copy is at work
+    assert demand.count_needed(A) == 1 and demand.count_needed("sha256:c") == 1
     assert (
         demand.eviction_cost(A, 1) > demand.eviction_cost(B, 1) > 0.0 == demand.eviction_cost(A, 2)
     )
-    demand.served(A, now - 0.35)  # which followed the other closely, and took no longer
-    assert demand.needed(A) == 1
+    demand.record_end(A, now - 0.35)  # which followed the other closely, and took no longer
+    assert demand.count_needed(A) == 1
     now += 10.0
     for _ in range(9):
-        demand.served(A, now - 9.0)
+        demand.record_end(A, now - 9.0)
         now += 1.0
-    assert demand.needed(A) > 2 and demand.eviction_cost(A, 2) > demand.eviction_cost(B, 1)
+    assert demand.count_needed(A) > 2 and demand.eviction_cost(A, 2) > demand.eviction_cost(B, 1)
     copies = Counter({A: 1, B: 1})
     assert demand.price((A, B), (A, B), 2, copies) is None  # no room
     assert demand.price((A,), (), 2, copies) == 0.0
@@ -284,7 +285,7 @@ def test_a_model_with_fewer_jobs_costs_less_to_evict_and_a_copy_too_many_nothing
 def placed(worker: str, loaded: tuple[str, ...], *statuses: WorkerStatus) -> Placement:
     """Return the placement of a worker with two slots, which has the models A and B."""
     models = [SimpleNamespace(digest=digest, is_ready=True) for digest in loaded]
-    engine = SimpleNamespace(loaded=lambda: models)
+    engine = SimpleNamespace(list_loaded=lambda: models)
     service: Any = SimpleNamespace(engine=engine, settings=SimpleNamespace(pull=NEVER))
     view: Any = SimpleNamespace(kinds={A: "image", B: "image", C: "image"})
     workers = WorkerRegistry()
@@ -301,14 +302,14 @@ def test_a_worker_waits_by_what_the_others_have() -> None:
     assert placed("w0", (A,), busy).wait(a) == claim_delay_loaded(0)
     assert placed("w2", (), busy).wait(a) == ELSEWHERE
     assert placed("w2", (B, C), busy).wait(a) == claim_delay_stored(
-        0, is_elsewhere=True, is_missed=True
+        0, is_elsewhere=True, evicts_last_copy=True
     )
     loading = status_of("w1", slots=2, at_work=(A,), models=models)
     assert placed("w2", (), loading).wait(a) == ELSEWHERE  # soon it has it
     free = status_of("w1", slots=2, models=models)
-    assert placed("w2", (), free).wait(a) == claim_delay_stored(1, is_missed=False)
-    assert placed("w0", (), free).wait(a) == claim_delay_stored(0, is_missed=False)
-    assert placed("w0", (B, C), free).wait(a) == claim_delay_stored(1, is_missed=True)
+    assert placed("w2", (), free).wait(a) == claim_delay_stored(1, evicts_last_copy=False)
+    assert placed("w0", (), free).wait(a) == claim_delay_stored(0, evicts_last_copy=False)
+    assert placed("w0", (B, C), free).wait(a) == claim_delay_stored(1, evicts_last_copy=True)
     assert placed("w2", (), free).wait("unknown") is None
     here = placed("w2", (A,), busy)
     here._slots.take(A)
@@ -332,7 +333,7 @@ def test_a_job_whose_response_is_stored_is_only_acknowledged() -> None:
         acknowledged.append(True)
 
     async def serve() -> str:
-        link: Any = SimpleNamespace(names=FleetNames(), last=last)
+        link: Any = SimpleNamespace(names=FleetNames(), read_last=last)
         message: Any = SimpleNamespace(ack=ack)
         job = FleetJob("1", "/v1/x", "infer", "me", "", "m", A)
         nothing: Any = None  # which a second attempt would need
@@ -359,7 +360,7 @@ def test_a_job_is_cancelled_again_if_its_cancellation_was_lost(
         has_ended.append(True)
 
     async def serve() -> str:
-        link: Any = SimpleNamespace(names=FleetNames(), last=last)
+        link: Any = SimpleNamespace(names=FleetNames(), read_last=last)
         message: Any = SimpleNamespace(term=term)
         job = FleetJob("1", "/v1/x", "infer", "me", "", "m", A)
         nothing: Any = None
@@ -384,7 +385,7 @@ def test_a_message_that_nats_counts_and_does_not_have_is_no_job() -> None:
     async def count(subjects: dict[str, int]) -> int:
         link: Any = SimpleNamespace(names=names, streams=SimpleNamespace(get_msg=get_msg))
         info: Any = SimpleNamespace(state=SimpleNamespace(subjects=subjects))
-        return (await FleetStatus(link, WorkerRegistry())._queued(info)).total()
+        return (await FleetStatus(link, WorkerRegistry())._count_jobs(info)).total()
 
     assert asyncio.run(count({there: 2, gone: 1, "other": 1})) == 2
     assert asyncio.run(count({gone: 1})) == 0
@@ -420,7 +421,7 @@ def test_callers_have_their_turns_one_after_another() -> None:
 
 
 async def _take_turns() -> None:
-    line, order = FairQueue(lambda _: 1, most=10), list[str]()
+    line, order = FairQueue(lambda _: 1, max_waiting=10), list[str]()
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(line.turn("first", INTERACTIVE, A))
 
@@ -444,7 +445,7 @@ async def _take_turns() -> None:
 
 def test_jobs_that_no_worker_takes_hold_up_no_other_model() -> None:
     async def run() -> None:
-        line, order = FairQueue({A: 2, B: 1}.__getitem__, most=9), list[str]()
+        line, order = FairQueue({A: 2, B: 1}.__getitem__, max_waiting=9), list[str]()
 
         async def job(caller: str) -> None:
             async with line.turn(caller, INTERACTIVE, B):
@@ -485,7 +486,7 @@ async def _stay(line: FairQueue) -> None:
 
 def test_a_full_line_refuses_and_a_job_that_has_begun_makes_room() -> None:
     async def run() -> None:
-        line = FairQueue(lambda _: 1, most=1)
+        line = FairQueue(lambda _: 1, max_waiting=1)
         async with line.turn("a", INTERACTIVE, A) as begun:
             waiting = asyncio.create_task(_pass(line))
             await asyncio.sleep(0)
@@ -505,7 +506,7 @@ async def _pass(line: FairQueue) -> None:
 def test_the_age_of_the_oldest_job_is_that_of_jobs_that_no_worker_has_begun() -> None:
     async def run() -> None:
         now = 0.0
-        line = FairQueue(lambda _: 1, most=9, clock=lambda: now)
+        line = FairQueue(lambda _: 1, max_waiting=9, clock=lambda: now)
         assert line.age(INTERACTIVE) == 0.0
         async with line.turn("a", INTERACTIVE, A) as begun:
             waiting = asyncio.create_task(_pass(line))
@@ -545,22 +546,22 @@ def picture(kind: str, text: str) -> dict[str, str]:
 def test_progress_of_a_second_attempt_begins_where_the_first_one_ended() -> None:
     stream = Continuation(SSE)
     first = sse("queued behind 0", "step 1 of 4", "step 2 of 4", picture("partial_image", "p1"))
-    assert stream.feed(first[:50]) + stream.feed(first[50:]) == first
-    assert stream.feed(b"data: {half of an ev") == b""
+    assert stream.deduplicate(first[:50]) + stream.deduplicate(first[50:]) == first
+    assert stream.deduplicate(b"data: {half of an ev") == b""
     stream.begin()
     again = sse("queued behind 2", "loading", "step 1 of 4", "step 2 of 4")
-    assert stream.feed(again + sse(picture("partial_image", "p1"))) == b""
+    assert stream.deduplicate(again + sse(picture("partial_image", "p1"))) == b""
     rest = sse("step 3 of 4", picture("partial_image", "p2"), picture("completed", "x" * 99_999))
-    assert stream.feed(rest) == rest
+    assert stream.deduplicate(rest) == rest
 
 
 def test_a_finished_picture_is_not_sent_twice() -> None:
     stream = Continuation(SSE)
     large = sse(picture("completed", "x" * 99_999), {"step": 1, "total": 2})
-    assert stream.feed(large) == large
+    assert stream.deduplicate(large) == large
     stream.begin()
-    assert stream.feed(large) == b""
-    assert stream.feed(sse(picture("completed", "y"))) == sse(picture("completed", "y"))
+    assert stream.deduplicate(large) == b""
+    assert stream.deduplicate(sse(picture("completed", "y"))) == sse(picture("completed", "y"))
 
 
 def chunk(text: str, name: str, **more: object) -> dict[str, object]:
@@ -569,12 +570,12 @@ def chunk(text: str, name: str, **more: object) -> dict[str, object]:
 
 def test_a_text_goes_on_after_its_last_character() -> None:
     stream = Continuation(SSE)
-    stream.feed(sse(chunk("The c", "a"), chunk("at s", "a")))
+    stream.deduplicate(sse(chunk("The c", "a"), chunk("at s", "a")))
     stream.begin()
-    assert stream.feed(sse(chunk("The", "b"), chunk(" cat ", "b"))) == b""
-    found = stream.feed(sse(chunk("sat", "b"), chunk("", "b", finish_reason="stop")))
+    assert stream.deduplicate(sse(chunk("The", "b"), chunk(" cat ", "b"))) == b""
+    found = stream.deduplicate(sse(chunk("sat", "b"), chunk("", "b", finish_reason="stop")))
     assert found == sse(chunk("at", "a"), chunk("", "a", finish_reason="stop"))
-    assert stream.feed(b"data: [DONE]\n\n") == b"data: [DONE]\n\n"
+    assert stream.deduplicate(b"data: [DONE]\n\n") == b"data: [DONE]\n\n"
 
 
 def test_lines_of_ollama_go_on_too() -> None:
@@ -582,15 +583,15 @@ def test_lines_of_ollama_go_on_too() -> None:
         return b"".join(_text(one) + b"\n" for one in values)
 
     stream = Continuation(NDJSON)
-    stream.feed(lines({"completed": 1, "done": False}, {"completed": 2, "done": False}))
+    stream.deduplicate(lines({"completed": 1, "done": False}, {"completed": 2, "done": False}))
     stream.begin()
-    assert stream.feed(lines({"completed": 1, "done": False})) == b""
+    assert stream.deduplicate(lines({"completed": 1, "done": False})) == b""
     rest = lines({"completed": 3, "done": False}, {"image": "x", "done": True})
-    assert stream.feed(rest) == rest
+    assert stream.deduplicate(rest) == rest
     stream = Continuation(NDJSON)
-    stream.feed(lines({"message": {"role": "assistant", "content": "Hel"}, "done": False}))
+    stream.deduplicate(lines({"message": {"role": "assistant", "content": "Hel"}, "done": False}))
     stream.begin()
-    found = stream.feed(
+    found = stream.deduplicate(
         lines({"message": {"role": "assistant", "content": "Hello"}, "done": False})
     )
     assert found == lines({"message": {"role": "assistant", "content": "lo"}, "done": False})

@@ -155,7 +155,7 @@ def test_credentials_of_an_operator_select_the_tenant(play: Play, tmp_path: Path
             link = fleet.operator()
             async with link.open():
                 with pytest.raises(Exception, match="no fleet"):
-                    await link.connected(PATIENCE)
+                    await link.wait_until_ready(PATIENCE)
 
     with server(tmp_path, text) as own:
         play(scene, own, creds=files["one"])
@@ -188,8 +188,8 @@ def test_a_tenant_neither_reads_nor_writes_another_s_jobs(
 
             curious = FleetLink(other.access_of(GATEWAY), GATEWAY, "curious")
             async with link.open(), curious.open():
-                await link.connected(PATIENCE)
-                await curious.connected(PATIENCE)
+                await link.wait_until_ready(PATIENCE)
+                await curious.wait_until_ready(PATIENCE)
                 await curious.client.subscribe(link.names.log("*"), cb=hear)
                 await curious.client.subscribe(f"$KV.{link.names.workers}.>", cb=hear)
                 await curious.client.flush()
@@ -228,7 +228,7 @@ def test_gateways_and_workers_are_limited_to_their_fleet(
                 into.append(str(error))
 
             async with link.open():
-                await link.connected(PATIENCE)
+                await link.wait_until_ready(PATIENCE)
                 link.client._error_cb = note
                 await link.client.subscribe(names.log("*"))
                 await link.client.subscribe(names.job("interactive", "*"))
@@ -245,7 +245,7 @@ def test_gateways_and_workers_are_limited_to_their_fleet(
                         await link.streams.stream_info(names.jobs)
         watching = team.operator()
         async with watching.open():
-            await watching.connected(PATIENCE)
+            await watching.wait_until_ready(PATIENCE)
             for name in (names.jobs, names.logs):
                 assert (await watching.streams.stream_info(name)).state.last_seq == 0
 
@@ -259,7 +259,7 @@ def test_a_worker_s_user_cannot_make_jobs_or_give_orders(
     async def scene(fleet: FleetRun) -> None:
         link = FleetLink(fleet.access_of(WORKER), WORKER, "bad")
         async with link.open():
-            await link.connected(PATIENCE)
+            await link.wait_until_ready(PATIENCE)
             with pytest.raises(NetworkError):
                 await link.store(link.names.job("interactive", "a", "b"), b"", patience=0.1)
             with pytest.raises((NatsTimeoutError, TimeoutError)):

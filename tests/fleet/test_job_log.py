@@ -30,7 +30,7 @@ Play = Callable[..., None]
 
 async def begin(link: FleetLink, job: str, worker: str) -> JobLog:
     """Begin the next attempt at a job, as a worker does that gets its message."""
-    last, after = await link.last(link.names.mark(job))
+    last, after = await link.read_last(link.names.mark(job))
     log = JobLog(link, job, worker, Attempt.following(last))
     await log.begin(after)
     return log
@@ -42,7 +42,7 @@ async def say(log: JobLog, text: str) -> None:
 
 
 async def marks(link: FleetLink, job: str) -> list[str]:
-    found = [one async for _, one in link.stored(link.names.mark(job), 0)]
+    found = [one async for _, one in link.read_messages(link.names.mark(job), 0)]
     frames = [Frame.parse(one.headers, one.data) for one in found]
     return [frame.kind for frame in frames if frame is not None]
 
@@ -54,7 +54,7 @@ async def on_queue(link: FleetLink) -> str:
     async def is_there() -> bool:
         names = link.names
         subject = f"{names.fleet}.job.>"
-        found.extend([one async for _, one in link.stored(subject, 0, names.jobs)])
+        found.extend([one async for _, one in link.read_messages(subject, 0, names.jobs)])
         return bool(found)
 
     await until_async(is_there)
@@ -92,7 +92,7 @@ def test_the_client_gets_the_response_of_the_attempt_that_began_last(play: Play)
             with pytest.raises(LastFrameError):  # it was stopped before it acknowledged the job
                 await c.end(RELEASED)
             assert await fleet.ask(url, "x", **key) == (200, "c")
-            last, _ = await link.last(link.names.log(job))
+            last, _ = await link.read_last(link.names.log(job))
             assert last is not None and last.attempt < 3  # and yet the job is known to be over
 
             async def is_removed() -> bool:
@@ -150,7 +150,8 @@ def test_a_job_that_another_worker_reads_is_not_ended_by_one_that_cannot(
             await begin(worker._link, "j", "new")
             metadata = SimpleNamespace(num_delivered=9)
             message: Any = SimpleNamespace(headers={MESSAGE_ID: "j"}, metadata=metadata, term=term)
-            monkeypatch.setattr(worker._link, "last", none)  # it looked before the other one began
+            # It looked before the other one began.
+            monkeypatch.setattr(worker._link, "read_last", none)
             await worker._refuse(message, FormatError("unknown field"))
             monkeypatch.undo()
             assert await marks(worker._link, "j") == [BEGIN] and not ended
@@ -175,7 +176,7 @@ def test_a_model_that_a_job_pulled_has_the_name_that_was_asked_for(play: Play) -
             async def served(model: str, scope: str, digest: str, **fields: Any) -> str:
                 job = FleetJob("j", "/", scope, "", model, model, digest, fields=fields)
                 run = JobRun(link, nothing, worker._service, "w", WorkerRegistry(), nothing, job)
-                name = str((run._pinned().fields or {}).get("model", "unchanged"))
+                name = str((run._pin().fields or {}).get("model", "unchanged"))
                 await run._name()
                 return name
 

@@ -52,20 +52,20 @@ def test_a_call_lasts_as_long_as_its_worker_gives_signs_of_life(
             fleet.gateway() as url,
             fleet.worker("w", OneRoute("POST", "/api/copy", copy)) as w,
         ):
-            tell = w._link.tell
+            tell = w._link.publish
 
             async def observed(subject: str, data: bytes = b"", headers: Any = None) -> None:
                 await tell(subject, data, headers)
                 if (headers or {}).get(PART) == ALIVE:
                     signs.release()
 
-            monkeypatch.setattr(w._link, "tell", observed)
+            monkeypatch.setattr(w._link, "publish", observed)
             await fleet.know(url, 1)
             body = {"source": "a", "destination": "b"}
             async with fleet.session.post(f"{url}/api/copy", json=body) as answer:
                 assert (answer.status, await answer.json()) == (200, {"copied": True})
             monkeypatch.setattr(worker_call, "SILENCE", 0.2)
-            monkeypatch.setattr(w._link, "tell", tell)
+            monkeypatch.setattr(w._link, "publish", tell)
             begun.clear()
             asked = asyncio.create_task(fleet.session.post(f"{url}/api/copy", json=body))
             await begun.wait()

@@ -58,7 +58,7 @@ def with_tags(
 
 
 def is_file(name: str, directory: Path | None = None) -> bool:
-    """Return whether a name is that of a file here, and not of an AImage."""
+    """Return True if a name is that of a file here, and not of an AImage."""
     from clowder_aimage.model.adapter_source import file_in, is_path
 
     return is_path(name) or (directory is not None and file_in(directory, name) is not None)

@@ -479,7 +479,7 @@ class VerbSettings(NamedTuple):
 
     @property
     def has_connection(self) -> bool:
-        """Return whether a connection option is given."""
+        """Return True if a connection option is given."""
         return any(self[VerbSettings._fields.index("plain_http") :])
 
     def connection(self, *registries: str | None) -> ClientOptions:

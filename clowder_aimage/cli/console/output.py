@@ -131,22 +131,22 @@ def remark(text: str) -> None:
 
 
 def wants_json() -> bool:
-    """Return whether ``--json`` is given. Call this only in the main thread."""
+    """Return True if ``--json`` is given. Call this only in the main thread."""
     return _is_given("as_json")
 
 
 def wants_value() -> bool:
-    """Return whether ``--json`` or a template is given. Call this only in the main thread."""
+    """Return True if ``--json`` or a template is given. Call this only in the main thread."""
     return wants_json() or _is_given("template")
 
 
 def is_quiet() -> bool:
-    """Return whether ``-q`` is given. Call this only in the main thread."""
+    """Return True if ``-q`` is given. Call this only in the main thread."""
     return _is_given("quiet")
 
 
 def is_verbose() -> bool:
-    """Return whether ``-v`` is given. Call this only in the main thread."""
+    """Return True if ``-v`` is given. Call this only in the main thread."""
     return _is_given("verbose")
 
 
@@ -236,7 +236,7 @@ def left_out(row: object, error: Exception) -> None:
 
 
 def is_too_wide(lines: Sequence[str]) -> bool:
-    """Return whether stdout is a terminal with lines shorter than ``lines``."""
+    """Return True if stdout is a terminal with lines shorter than ``lines``."""
     import shutil
 
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -37,7 +37,7 @@ class PictureOutput:
 
     @property
     def is_stdout(self) -> bool:
-        """Return whether the bytes are written to stdout."""
+        """Return True if the bytes are written to stdout."""
         return self.name == "-"
 
     @property

@@ -48,7 +48,7 @@ class Enhancement:
 
 
 def is_enhanced(values: Mapping[str, Any]) -> bool:
-    """Return whether prompts are enhanced. Raises UsageError: an instruction for nothing."""
+    """Return True if prompts are enhanced. Raises UsageError: an instruction for nothing."""
     is_wanted = bool(values["enhance"] or values["enhancer"])
     if values["instruction"] is not None and not is_wanted:
         raise UsageError("--enhance-instruction requires --enhance")

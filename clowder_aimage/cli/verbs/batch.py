@@ -106,7 +106,7 @@ def read_batch(file: Path) -> Iterator[BatchRequest]:
 
 
 def read_results(file: Path, *, without_failed: bool = False) -> dict[str, bool]:
-    """Return whether each request in a file of results succeeded, by its custom_id.
+    """Return True if each request in a file of results succeeded, by its custom_id.
 
     A last line that was not written whole is removed from the file, and results that are errors if
     ``without_failed`` is set. Raises UsageError for another file.
@@ -136,7 +136,7 @@ def read_results(file: Path, *, without_failed: bool = False) -> dict[str, bool]
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
-    """Return whether a result is a response that is not an error."""
+    """Return True if a result is a response that is not an error."""
     return result["error"] is None and bool(result["response"]["status_code"] == 200)
 
 

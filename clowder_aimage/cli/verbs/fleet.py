@@ -232,7 +232,7 @@ def _run(
     async def run() -> _T:
         async with link.open():
             if is_ready:
-                await link.connected(PATIENCE)
+                await link.wait_until_ready(PATIENCE)
             return await work(link)
 
     try:

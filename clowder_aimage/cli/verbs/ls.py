@@ -112,7 +112,7 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _passes(row: dict[str, Any], filters: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether one pattern of each filtered field matches; only names have a case."""
+    """Return True if one pattern of each filtered field matches; only names have a case."""
 
     def passes(field: str, patterns: tuple[str, ...]) -> bool:
         if field == "reference":

@@ -340,7 +340,7 @@ def check_stores(stores: Sequence[Path]) -> None:
 
 
 def _is_directory(store: Path) -> bool:
-    """Return whether it exists. Raises OSError if it is not a directory."""
+    """Return True if it exists. Raises OSError if it is not a directory."""
     try:
         with os.scandir(store):
             return True
@@ -440,11 +440,11 @@ def run_server(
 
 def _joined(service: Service, calls: LocalCalls, fleet: FleetAccess, urls: Sequence[str]) -> Role:
     """Return the role of a worker that takes the jobs of a fleet."""
-    from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerPlace
+    from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
     from clowder_aimage.fleet.link import WORKER, FleetLink
 
     port = urls[0].rpartition(":")[2] if urls and urls[0].startswith("http") else str(os.getpid())
     machine = re.sub(r"[^A-Za-z0-9_-]", "-", platform.node().partition(".")[0])[:48] or "worker"
     name = service.settings.worker_name or f"{machine}-{port}"
     link = FleetLink(fleet, WORKER, name)
-    return JoinedWorker(link, service, calls, WorkerPlace(name, urls[0] if urls else ""))
+    return JoinedWorker(link, service, calls, WorkerIdentity(name, urls[0] if urls else ""))

@@ -106,7 +106,7 @@ def _matches(listed: Iterable[Mapping[str, Any]], reference: Reference) -> list[
 
 
 def _prefers_worker() -> bool:
-    """Return whether the configuration prefers the default worker. Raises UsageError."""
+    """Return True if the configuration prefers the default worker. Raises UsageError."""
     from clowder_aimage.config.user_directory import config_file
     from clowder_aimage.document.schema import read_configuration
 

@@ -65,7 +65,7 @@ class LocalEnhancer:
             self._model.unload()
 
     def _has_memory(self) -> bool:
-        """Return whether the language model can stay while pictures are generated."""
+        """Return True if the language model can stay while pictures are generated."""
         from clowder_aimage.engine.machine import available
         from clowder_aimage.layout.stored_aimage import read_aimage
 

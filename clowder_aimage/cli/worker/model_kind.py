@@ -22,7 +22,7 @@ _SHARED = ("seed", "dtype", "memory", "local", "remote")  # options of both kind
 
 
 def is_language_model(reference: Reference, client: WorkerClient | None, *, local: bool) -> bool:
-    """Return whether an AImage is a language model.
+    """Return True if an AImage is a language model.
 
     It is known from the worker of ``client``; without one from the store, from the default worker
     unless ``local``, or from the registry. If it is unknown there, the answer is no.

@@ -1,4 +1,4 @@
-"""Files and batches of gateways: records in a bucket of NATS, pieces in a stream."""
+"""Files and batches of gateways: records in a bucket of NATS, chunks in a stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nats.js.kv import KeyValue
 
 from clowder_aimage.api.batch.store import ChangedRecordError, Record, is_id
 from clowder_aimage.errors import NotFoundError
-from clowder_aimage.fleet.frame import PIECE
+from clowder_aimage.fleet.frame import CHUNK
 from clowder_aimage.fleet.link import (
     FULL,
     LOST,
@@ -30,8 +30,10 @@ from clowder_aimage.fleet.link import (
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.oci import read_json
 
-_CLOCK = "clock"  # the key of an entry whose time is that of the server
-_FRESH = 600.0  # seconds after which the server's time is asked for again
+# The key of an entry whose time is that of the server.
+_CLOCK = "clock"
+# Seconds after which the server's time is asked for again.
+_FRESH = 600.0
 
 
 class FleetBatchStore:
@@ -39,27 +41,28 @@ class FleetBatchStore:
 
     def __init__(self, link: FleetLink) -> None:
         self._link, self._names = link, link.names
-        self._clock: tuple[float, float] | None = None  # the server's time, and ours without epoch
+        # The server's time, and ours without epoch.
+        self._clock: tuple[float, float] | None = None
 
     async def now(self) -> float:
         """Return the time of the NATS server: the clocks of gateways may be hours apart."""
-        known = self._clock
-        if known is None or time.monotonic() - known[1] > _FRESH:
-            with self._answers():
+        reading = self._clock
+        if reading is None or time.monotonic() - reading[1] > _FRESH:
+            with self._converting_errors():
                 await (await self._bucket()).put(_CLOCK, b"")
                 subject = f"$KV.{self._names.batches}.{_CLOCK}"
                 stream = f"KV_{self._names.batches}"
-                found = await self._link.streams.get_msg(stream, subject=subject)
-                assert found.time is not None  # noqa: S101 - every message has one
-                self._clock = known = found.time.timestamp(), time.monotonic()
-        return known[0] + time.monotonic() - known[1]
+                message = await self._link.streams.get_msg(stream, subject=subject)
+                assert message.time is not None  # noqa: S101 - every message has one
+                self._clock = reading = message.time.timestamp(), time.monotonic()
+        return reading[0] + time.monotonic() - reading[1]
 
     async def _bucket(self) -> KeyValue:
         return await self._link.streams.key_value(self._names.batches)
 
     async def read(self, id: str) -> tuple[Record, int] | None:  # noqa: A002
         """Return a record and its revision, or None."""
-        with self._answers():
+        with self._converting_errors():
             try:
                 entry = await (await self._bucket()).get(id)
             except KeyNotFoundError:
@@ -69,7 +72,7 @@ class FleetBatchStore:
     async def write(self, id: str, value: Record, revision: int) -> int:  # noqa: A002
         """Replace a record with that revision. Raises ChangedRecordError."""
         raw = json.dumps(value, separators=(",", ":")).encode()
-        with self._answers():
+        with self._converting_errors():
             bucket = await self._bucket()
             try:
                 if not revision:
@@ -80,40 +83,42 @@ class FleetBatchStore:
 
     async def remove(self, id: str) -> None:  # noqa: A002
         """Remove a record."""
-        with self._answers():
+        with self._converting_errors():
             await (await self._bucket()).purge(id)
 
     async def ids(self) -> list[str]:
         """Return the ids of all records."""
-        with self._answers():
+        with self._converting_errors():
             try:
                 return sorted(filter(is_id, await (await self._bucket()).keys()))
             except NoKeysError:
                 return []
 
     async def put(self, name: str, data: bytes) -> None:
-        """Keep a piece, in messages."""
-        with self._answers():
-            for at in range(0, len(data), PIECE):
-                mark = {MESSAGE_ID: f"{name}-{at}"}
-                await self._link.store(self._names.file(name), data[at : at + PIECE], mark)
+        """Store a chunk as messages."""
+        with self._converting_errors():
+            for offset in range(0, len(data), CHUNK):
+                headers = {MESSAGE_ID: f"{name}-{offset}"}
+                await self._link.store(
+                    self._names.file(name), data[offset : offset + CHUNK], headers
+                )
 
     async def get(self, name: str) -> bytes:
-        """Return a piece. Raises NotFoundError."""
-        with self._answers():
-            found = self._link.stored(self._names.file(name), 0, self._names.files)
-            parts = [one.data or b"" async for _, one in found]
-        if not parts:
+        """Return a chunk. Raises NotFoundError."""
+        with self._converting_errors():
+            messages = self._link.read_messages(self._names.file(name), 0, self._names.files)
+            chunks = [message.data or b"" async for _, message in messages]
+        if not chunks:
             raise NotFoundError("a part of the file has expired")
-        return b"".join(parts)
+        return b"".join(chunks)
 
     async def drop(self, name: str) -> None:
-        """Remove a piece, which may be missing."""
-        with self._answers():
+        """Remove a chunk; it may be missing."""
+        with self._converting_errors():
             await self._link.streams.purge_stream(self._names.files, subject=self._names.file(name))
 
     @contextlib.contextmanager
-    def _answers(self) -> Iterator[None]:
+    def _converting_errors(self) -> Iterator[None]:
         """Convert errors of NATS to responses. Raises ApiError."""
         self._link.check()
         try:

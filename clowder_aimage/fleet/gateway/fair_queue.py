@@ -24,14 +24,17 @@ _Key = tuple[str, str]
 class FairQueue:
     """The jobs that wait, and the number of those that are on the queue, by model.
 
-    ``window`` returns how many jobs of a model may be on the queue and not yet begun. ``most`` jobs
-    wait here at most.
+    ``window`` returns the number of jobs of a model that may be on the queue and not yet begun. At
+    most ``max_waiting`` jobs wait here.
     """
 
     def __init__(
-        self, window: Callable[[str], int], most: int, clock: Callable[[], float] = time.monotonic
+        self,
+        window: Callable[[str], int],
+        max_waiting: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._window, self._most, self._clock = window, most, clock
+        self._window, self._max_waiting, self._clock = window, max_waiting, clock
         # since when each job that no worker has begun is here; the first is the oldest
         self._since: dict[str, dict[object, float]] = {priority: {} for priority in PRIORITIES}
         # by priority and model, then by caller
@@ -44,7 +47,7 @@ class FairQueue:
         return sum(len(line) for lines in self._waiting.values() for line in lines.values())
 
     def age(self, priority: str) -> float:
-        """Return for how many seconds the oldest job has waited for a worker, here and queued."""
+        """Return the seconds that the oldest job has waited for a worker, here and queued."""
         return self._clock() - next(iter(self._since[priority].values()), self._clock())
 
     @contextlib.asynccontextmanager
@@ -64,7 +67,7 @@ class FairQueue:
             raise
         is_over = False
 
-        def begun() -> None:
+        def begin() -> None:
             nonlocal is_over
             if not is_over:
                 is_over = True
@@ -72,9 +75,9 @@ class FairQueue:
                 self._leave_queue(model)
 
         try:
-            yield begun
+            yield begin
         finally:
-            begun()
+            begin()
 
     async def _wait(self, key: _Key, caller: str) -> None:
         turn: _Turn = asyncio.get_running_loop().create_future()
@@ -82,11 +85,12 @@ class FairQueue:
         lines.setdefault(caller, deque()).append(turn)
         self._advance(key[1])
         try:
-            if not turn.done() and self.waiting > self._most:
-                raise BusyError(self._most, 5)
+            if not turn.done() and self.waiting > self._max_waiting:
+                raise BusyError(self._max_waiting, 5)
             await turn
         except (asyncio.CancelledError, BusyError):
-            if turn.done() and not turn.cancelled():  # its turn had come
+            # Its turn had come.
+            if turn.done() and not turn.cancelled():
                 self._leave_queue(key[1])
             else:
                 self._remove(key, caller, turn)

@@ -21,8 +21,8 @@ from clowder_aimage.errors import AImageError, NetworkError, UsageError
 from clowder_aimage.fleet.frame import (
     ADMITTED,
     BEGIN,
+    CHUNK,
     LAST,
-    PIECE,
     Frame,
 )
 from clowder_aimage.fleet.gateway.fair_queue import FairQueue
@@ -33,7 +33,7 @@ from clowder_aimage.fleet.gateway.response_relay import ResponseRelay
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.reader import JobReader
 from clowder_aimage.fleet.job.request import FORWARDED
-from clowder_aimage.fleet.job.run import PIECES
+from clowder_aimage.fleet.job.run import CHUNKS
 from clowder_aimage.fleet.link import (
     LOST,
     MESSAGE_ID,
@@ -43,21 +43,25 @@ from clowder_aimage.fleet.link import (
     unavailable,
 )
 from clowder_aimage.fleet.name import BATCH
-from clowder_aimage.fleet.worker_registry import FoundModel, WorkerWatch
+from clowder_aimage.fleet.worker_registry import FleetModel, WorkerWatch
 from clowder_aimage.http.access import bearer_token
 from clowder_aimage.http.api_error import OLLAMA, ApiError, api_error, interface_of, registry_error
 from clowder_aimage.http.background import background_tasks, run_in_daemon_thread
 from clowder_aimage.http.local_request import LocalRequest, Request
 from clowder_aimage.oci import Digest, Reference
 
-MIN_WINDOW = 8  # jobs of a model on the queue that are not begun, at least
-WITHDRAWN = 2.0  # seconds that a request waits until its job is removed from the queue
-_MAX_NAMED = 10  # models in a message
-_INLINE = 2 * PIECE  # bytes of a job that is one message
+# Jobs of a model on the queue that are not begun, at least.
+MIN_WINDOW = 8
+# Seconds that a request waits until its job is removed from the queue.
+WITHDRAWN = 2.0
+# Models in a message.
+_MAX_NAMED = 10
+# Bytes of a job that is one message.
+_INLINE = 2 * CHUNK
 
 
 @dataclass(frozen=True, slots=True)
-class _Admitted:
+class _AdmittedJob:
     """A job on the queue.
 
     ``is_kept``: it goes on if its client leaves. ``is_old``: it was admitted before.
@@ -92,19 +96,23 @@ class JobGateway:
         self.queue = FairQueue(self.window, most)
 
     def window(self, digest: str = "") -> int:
-        """Return how many jobs of this gateway for a model, or for all, may be on the queue."""
+        """Return the number of jobs of this gateway, for a model or all, that may be queued."""
         statuses = self._watch.workers.statuses()
-        able = [one.slots for one in statuses if not digest or digest in one.kinds or one.may_pull]
-        return max(MIN_WINDOW, 2 * sum(able))
+        slots = [
+            status.slots
+            for status in statuses
+            if not digest or digest in status.kinds or status.may_pull
+        ]
+        return max(MIN_WINDOW, 2 * sum(slots))
 
     async def answer(
         self, request: Request, parsed: ParsedRequest, headers: JobHeaders
     ) -> web.StreamResponse:
         """Respond with the response of a worker. Raises AImageError."""
         self._link.check()
-        job = await self._job(request, parsed, headers.priority)
+        job = await self._make_job(request, parsed, headers.priority)
         if key := headers.key:
-            job = replace(job, id=_keyed(job.caller, key))
+            job = replace(job, id=_make_job_id(job.caller, key))
         with self._metrics.job(job.priority) as statuses:
             relay = ResponseRelay(request)
             async with background_tasks(*([relay.keep_alive()] if parsed.is_events else [])):
@@ -117,14 +125,14 @@ class JobGateway:
     ) -> web.StreamResponse:
         """Serve a job; an error after the begin of a stream is its last event."""
         try:
-            return await self._in_time(relay, job, parsed, is_keyed=is_keyed)
+            return await self._serve_in_time(relay, job, parsed, is_keyed=is_keyed)
         except AImageError as error:
             if not relay.has_begun:
                 raise
             await relay.fail(api_error(error))
             return await relay.end()
 
-    async def _in_time(
+    async def _serve_in_time(
         self, relay: ResponseRelay, job: FleetJob, parsed: ParsedRequest, *, is_keyed: bool
     ) -> web.StreamResponse:
         is_kept = is_keyed or job.priority == BATCH
@@ -135,22 +143,23 @@ class JobGateway:
                 JobReader(self._link, job.id).open() as reader,
             ):
                 admitting = self._admit(job, parsed, is_kept=is_kept, is_keyed=is_keyed)
-                admitted = await (admitting if is_kept else self._until_admitted(admitting))
+                admitted = await (admitting if is_kept else self._wait_until_admitted(admitting))
                 frames = reader.frames(from_start=admitted.is_old)
                 return await self._pass_on(relay, admitted, frames, started)
         except TimeoutError:
             raise ApiError(504, "the deadline has passed", code="deadline_exceeded") from None
-        except ConnectionResetError:  # of the client
+        except ConnectionResetError:
+            # Of the client: LOST, below, is of NATS.
             raise
         except LOST as error:
             raise unavailable("the connection to NATS was lost; try again later") from error
 
     # -- admission
 
-    async def _job(self, request: Request, parsed: ParsedRequest, priority: str) -> FleetJob:
+    async def _make_job(self, request: Request, parsed: ParsedRequest, priority: str) -> FleetJob:
         """Return the job of a request, pinned to a digest. Raises ApiError."""
-        found = await self._find(request, parsed)
-        request["model"] = found.name
+        model = await self._find(request, parsed)
+        request["model"] = model.name
         headers = {name: request.headers[name] for name in FORWARDED if name in request.headers}
         return FleetJob(
             id=secrets.token_hex(16),
@@ -158,8 +167,8 @@ class JobGateway:
             scope=request.get("scope", "infer"),
             caller=caller_of(request),
             asked=parsed.model or "",
-            model=found.name,
-            digest=found.digest,
+            model=model.name,
+            digest=model.digest,
             priority=priority,
             headers={**headers, "X-Request-Id": request["id"]},
             fields={**parsed.fields, **parsed.chosen},
@@ -167,42 +176,42 @@ class JobGateway:
             timeout=self._deadline,
         )
 
-    async def _find(self, request: Request, parsed: ParsedRequest) -> FoundModel:
+    async def _find(self, request: Request, parsed: ParsedRequest) -> FleetModel:
         """Return the model of a request. Raises ApiError."""
         workers = self._watch.workers
         if not workers.statuses():
             raise unavailable("no worker of the fleet is running; try again later")
         try:
-            reference, found = workers.reference(parsed.model), workers.find(parsed.model)
+            reference, model = workers.reference(parsed.model), workers.find(parsed.model)
         except UsageError as error:
             code = "invalid_value" if parsed.model else "missing_required_parameter"
             message = error.message.encode("ascii", "backslashreplace").decode()[:300]
             raise ApiError(400, message, code=code, param="model") from None
         may_pull = parsed.pull != NEVER and reference.registry is not None and workers.may_pull()
-        if found is not None and not (parsed.pull == ALWAYS and may_pull):
-            return found
+        if model is not None and not (parsed.pull == ALWAYS and may_pull):
+            return model
         if may_pull:
             try:
                 digest = await run_in_daemon_thread(partial(self._resolve, reference))
             except AImageError as error:
                 raise registry_error(error) from None
-            return FoundModel(str(reference), str(digest))
+            return FleetModel(str(reference), str(digest))
         if interface_of(request) == OLLAMA:
             raise unknown(reference)
-        raise self._missing(parsed)
+        raise self._make_not_found(parsed)
 
-    def _missing(self, parsed: ParsedRequest) -> ApiError:
+    def _make_not_found(self, parsed: ParsedRequest) -> ApiError:
         names = self._watch.workers.names(*parsed.kinds)
         if not names:
             return unknown_model(parsed.model or "")
-        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        remainder = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         listed = ", ".join(names[:_MAX_NAMED])
-        message = f"model {(parsed.model or '')[:200]!r} not found; available: {listed}{more}"
+        message = f"model {(parsed.model or '')[:200]!r} not found; available: {listed}{remainder}"
         return ApiError(404, message, code="model_not_found", param="model")
 
     async def _admit(
         self, job: FleetJob, parsed: ParsedRequest, *, is_kept: bool, is_keyed: bool
-    ) -> _Admitted:
+    ) -> _AdmittedJob:
         """Put a job on the queue, unless its idempotency key was used before. Raises ApiError.
 
         A job that was admitted and not begun is published again, as its gateway may have died
@@ -212,18 +221,20 @@ class JobGateway:
         subject = names.job(job.priority, job.digest.partition(":")[2], job.caller)
         try:
             if is_keyed and await self._was_admitted(job, _fingerprint(job, parsed)):
-                is_old, (last, _) = True, await self._link.last(names.mark(job.id))
-                if last is not None and last.kind != ADMITTED:
-                    return _Admitted(job, is_kept, is_old)
+                is_old, (mark, _) = True, await self._link.read_last(names.mark(job.id))
+                if mark is not None and mark.kind != ADMITTED:
+                    return _AdmittedJob(job, is_kept, is_old)
             sequence = await self._put(job, subject)
         except FullStoreError:
             raise unavailable("the queue of the fleet is full; try again later") from None
         except (NetworkError, *LOST):
             raise unavailable("NATS does not answer; try again later") from None
-        await self._link.tell(names.announcements, f"{subject} {sequence}".encode())
-        return _Admitted(job, is_kept, is_old, sequence)
+        await self._link.publish(names.announcements, f"{subject} {sequence}".encode())
+        return _AdmittedJob(job, is_kept, is_old, sequence)
 
-    async def _until_admitted(self, admission: Coroutine[Any, Any, _Admitted]) -> _Admitted:
+    async def _wait_until_admitted(
+        self, admission: Coroutine[Any, Any, _AdmittedJob]
+    ) -> _AdmittedJob:
         """Return an admitted job; if the client leaves meanwhile, admit it and remove it again.
 
         A message that NATS has not acknowledged yet may be on the queue.
@@ -236,40 +247,41 @@ class JobGateway:
             await asyncio.wait([withdrawing], timeout=WITHDRAWN)
             raise
 
-    async def _withdraw(self, admitting: asyncio.Task[_Admitted]) -> None:
-        with contextlib.suppress(AImageError):  # it was not admitted
+    async def _withdraw(self, admitting: asyncio.Task[_AdmittedJob]) -> None:
+        # It was not admitted.
+        with contextlib.suppress(AImageError):
             await self._cancel(await admitting)
 
     async def _put(self, job: FleetJob, subject: str) -> int:
-        """Put a job on the queue, a large one as pieces, which have a subject of their own.
+        """Put a job on the queue, a large one in chunks under a new subject.
 
-        So no piece is that of another upload, as when a request is repeated.
+        A repeated request uploads its chunks again: a new subject keeps the uploads apart.
         """
         payload, headers = job.encode(), {MESSAGE_ID: job.id}
         if len(payload) > _INLINE:
             upload = secrets.token_hex(16)
-            pieces = [payload[at : at + PIECE] for at in range(0, len(payload), PIECE)]
-            for number, piece in enumerate(pieces):
-                own = {MESSAGE_ID: f"{upload} {number}"}
-                await self._link.store(self._link.names.body(upload), piece, own)
-            payload, headers[PIECES] = upload.encode(), str(len(pieces))
+            chunks = [payload[start : start + CHUNK] for start in range(0, len(payload), CHUNK)]
+            for number, chunk in enumerate(chunks):
+                chunk_headers = {MESSAGE_ID: f"{upload} {number}"}
+                await self._link.store(self._link.names.body(upload), chunk, chunk_headers)
+            payload, headers[CHUNKS] = upload.encode(), str(len(chunks))
         return await self._link.store(subject, payload, headers)
 
-    async def _was_admitted(self, job: FleetJob, own: bytes) -> bool:
-        """Return whether a request with the idempotency key of a job was accepted before.
+    async def _was_admitted(self, job: FleetJob, fingerprint: bytes) -> bool:
+        """Return True if a request with the idempotency key of a job was accepted earlier.
 
         Raises ApiError (422): it was another request.
         """
         subject = self._link.names.mark(job.id)
-        admitted = Frame(ADMITTED, 0, 0, own)
+        admitted = Frame(ADMITTED, 0, 0, fingerprint)
         try:
-            await self._link.store(subject, own, admitted.headers(), after=0)
+            await self._link.store(subject, fingerprint, admitted.headers(), after=0)
         except LastFrameError:
             pass
         else:
             return False
-        async for _, message in self._link.stored(subject, 0):
-            if (message.data or b"") != own:
+        async for _, message in self._link.read_messages(subject, 0):
+            if (message.data or b"") != fingerprint:
                 text = "the idempotency key was used for another request"
                 raise ApiError(422, text, code="idempotency_key_reused")
             break
@@ -280,7 +292,7 @@ class JobGateway:
     async def _pass_on(
         self,
         relay: ResponseRelay,
-        admitted: _Admitted,
+        admitted: _AdmittedJob,
         frames: AsyncGenerator[Frame, None],
         started: Callable[[], None],
     ) -> web.StreamResponse:
@@ -300,10 +312,10 @@ class JobGateway:
                 cancelling = asyncio.create_task(self._cancel(admitted))
                 await asyncio.shield(cancelling)
 
-    async def _cancel(self, admitted: _Admitted) -> None:
+    async def _cancel(self, admitted: _AdmittedJob) -> None:
         """Remove a job from the queue, and end the work on it."""
         names = self._link.names
-        await self._link.tell(names.cancel(admitted.job.id))
+        await self._link.publish(names.cancel(admitted.job.id))
         with contextlib.suppress(*LOST, JetStreamError):
             await self._link.streams.delete_msg(names.jobs, admitted.sequence)
 
@@ -316,12 +328,12 @@ def caller_of(request: Request) -> str:
     return hashlib.sha256((token or f"@{request.remote}").encode()).hexdigest()[:16]
 
 
-def _keyed(caller: str, key: str) -> str:
-    """Return the id of the job of an idempotency key, which is one for each caller."""
+def _make_job_id(caller: str, key: str) -> str:
+    """Return the id of the job of a caller's idempotency key."""
     return hashlib.sha256(f"{caller} {key}".encode()).hexdigest()[:32]
 
 
 def _fingerprint(job: FleetJob, parsed: ParsedRequest) -> bytes:
-    """Return a digest of what a client asked for, without choices that were made for it."""
-    asked = replace(job, headers={}, digest="", model="", timeout=None, fields=parsed.fields)
-    return hashlib.sha256(asked.encode()).hexdigest().encode()
+    """Return a digest of a client's request, without the seed and the names chosen here."""
+    request = replace(job, headers={}, digest="", model="", timeout=None, fields=parsed.fields)
+    return hashlib.sha256(request.encode()).hexdigest().encode()

@@ -13,7 +13,7 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet.name import PRIORITIES
 from clowder_aimage.http.api_error import ApiError, api_error
 
-# Outcomes of jobs. "refused" by the worker: the request is invalid; "unavailable": try again later
+# Outcomes of jobs. "refused" by the worker: the request is invalid; "unavailable": try again later.
 DONE, REFUSED, FAILED, CANCELLED = "done", "refused", "failed", "cancelled"
 GIVEN_UP, EXPIRED, UNAVAILABLE = "given_up", "expired", "unavailable"
 OUTCOMES = (DONE, REFUSED, FAILED, CANCELLED, GIVEN_UP, EXPIRED, UNAVAILABLE)
@@ -37,7 +37,8 @@ class GatewayMetrics:
             buckets=_LONG,
             registry=registry,
         )
-        for priority in PRIORITIES:  # a counter that starts at 1 shows no increase
+        # A counter that starts at 1 shows no increase.
+        for priority in PRIORITIES:
             for outcome in OUTCOMES:
                 self.jobs.labels(priority, outcome)
         self.deliveries = Counter(
@@ -75,16 +76,16 @@ class GatewayMetrics:
 
         Without either its client has disconnected.
         """
-        begun, statuses, code = time.monotonic(), list[int](), None
+        start, statuses, code = time.monotonic(), list[int](), None
         try:
             yield statuses
         except AImageError as error:
-            found: ApiError = api_error(error)
-            statuses, code = [found.status], found.code
+            response_error: ApiError = api_error(error)
+            statuses, code = [response_error.status], response_error.code
             raise
         finally:
             outcome = outcome_of(statuses[-1], code) if statuses else CANCELLED
-            self.jobs.labels(priority, outcome).observe(time.monotonic() - begun)
+            self.jobs.labels(priority, outcome).observe(time.monotonic() - start)
 
 
 def outcome_of(status: int, code: str | None) -> str:

@@ -21,8 +21,10 @@ from clowder_aimage.fleet.gateway.status import FleetFacts
 from clowder_aimage.http.operation import HEALTH, Answer, Operation
 from clowder_aimage.http.route import INFER
 
-MAX_KEY = 255  # characters of an idempotency key
-_LOST = (503, 504)  # no worker, or none that responds
+# Characters of an idempotency key.
+MAX_KEY = 255
+# No worker, or none that responds.
+_LOST = (503, 504)
 
 
 class JobHeaders(Parameters):
@@ -61,7 +63,8 @@ JOBS = tuple(
         ),
     )
 )
-LISTS = (  # an operation, its list, and what is one entry
+# An operation, the field of its list, and the key of an entry.
+LISTS = (
     (openai_operation.LIST_MODELS.refusing(*_LOST), "data", "id"),
     (store_operation.ADAPTERS.refusing(*_LOST), "data", "id"),
     (ollama_operation.TAGS.refusing(*_LOST), "models", "name"),
@@ -76,7 +79,8 @@ QUESTIONS = (
     ollama_operation.PUSH.refusing(*_LOST),
     storage.GET.refusing(*_LOST),
 )
-OF_WORKERS = (  # what each worker has of its own
+# Data of a single worker: a gateway refuses these routes.
+LOCAL = (
     store_operation.DESCRIBE,
     EVENTS,
     job_operation.LIST_JOBS,

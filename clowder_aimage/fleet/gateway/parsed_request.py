@@ -44,8 +44,10 @@ from clowder_aimage.engine.admission import IF_MISSING, NEVER, BusyError
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN
 
-MAX_UPLOADS = 32  # requests with pictures whose bodies are read at once
-_PARSED = 2  # of them, whose bodies are parsed at once
+# Requests with pictures whose bodies are read at once.
+MAX_UPLOADS = 32
+# Bodies of these requests that are parsed at once.
+_PARSED = 2
 _PICTURES: Mapping[str, type[ImageRequest]] = {
     "/v1/images/generations": ImageRequest,
     "/v1/images/edits": EditRequest,
@@ -62,7 +64,8 @@ _OLLAMA: Mapping[str, type[RequestBody]] = {
     "/api/embeddings": OllamaEmbedBody,
 }
 GENERATE = "/api/generate"
-WITH_PICTURES = (*_PICTURES, GENERATE)  # their bodies are streamed
+# Their bodies are streamed.
+WITH_PICTURES = (*_PICTURES, GENERATE)
 EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 
 
@@ -70,7 +73,7 @@ EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 class ParsedRequest:
     """The request of a client: the name of a model, and the fields of the body.
 
-    ``chosen`` are fields that were chosen for it. ``is_change``: the request only loads, unloads or
+    ``chosen`` are fields added by the gateway. ``is_change``: the request only loads, unloads or
     stops the model. ``is_events``: the response is a stream of events.
     """
 
@@ -107,7 +110,7 @@ KindOf = Callable[[str | None], str]
 
 
 class RequestValidator:
-    """Reads requests. ``kind_of`` returns what the model of a name is, or the empty text."""
+    """Reads requests. ``kind_of`` returns the kind of a named model; an empty text if unknown."""
 
     def __init__(self, kind_of: KindOf) -> None:
         self._kind_of = kind_of
@@ -118,9 +121,9 @@ class RequestValidator:
         path = request.path
         if path not in WITH_PICTURES:
             if path in _TEXTS:
-                return await read_checked(request, partial(_of_openai, request))
-            parsed = await read_checked(request, partial(_of_ollama, path))
-            return _pulling(request, parsed)
+                return await read_checked(request, partial(_parse_openai, request))
+            parsed = await read_checked(request, partial(_parse_ollama, path))
+            return _with_pull(request, parsed)
         body = PictureBody(request, self._bodies)
         try:
             fields = await body.fields(
@@ -129,16 +132,16 @@ class RequestValidator:
         finally:
             self._bodies.leave(body)
         if path == GENERATE:
-            return _pulling(request, self._of_prompt(fields))
-        return _of_picture(request, fields, is_form=body.is_form)
+            return _with_pull(request, self._parse_prompt(fields))
+        return _parse_picture(request, fields, is_form=body.is_form)
 
-    def _of_prompt(self, fields: dict[str, Any]) -> ParsedRequest:
+    def _parse_prompt(self, fields: dict[str, Any]) -> ParsedRequest:
         name = fields.get("model") or fields.get("name")
         if self._kind_of(name if isinstance(name, str) else None) in (TEXT, EMBEDDER):
-            return _of_ollama(GENERATE, fields)
-        given = take_bare_pictures(dict(fields))
-        rest = {key: value for key, value in fields.items() if key not in given}
-        body = check_fields(rest, OllamaPictureBody).with_options()
+            return _parse_ollama(GENERATE, fields)
+        pictures = take_bare_pictures(dict(fields))
+        parameters = {key: value for key, value in fields.items() if key not in pictures}
+        body = check_fields(parameters, OllamaPictureBody).with_options()
         unloads = body.stop or body.keep_alive == 0
         if not (body.prompt or body.enhance):
             return ParsedRequest(
@@ -148,22 +151,22 @@ class RequestValidator:
         return ParsedRequest(body.reference, fields, (PICTURES,), chosen=seed)
 
 
-def _of_openai(request: Request, fields: dict[str, Any]) -> ParsedRequest:
+def _parse_openai(request: Request, fields: dict[str, Any]) -> ParsedRequest:
     body = check_ignored(check_fields(fields, _TEXTS[request.path]), strict=is_strict(request))
     pull = body.pull if request.get("scope") == ADMIN else NEVER
     if not isinstance(body, TextBody):
         return ParsedRequest(body.model, fields, (EMBEDDER, TEXT), pull)
     body.requests()  # raises ApiError
     parsed = ParsedRequest(body.model, fields, (TEXT,), pull, is_events=body.stream)
-    return replace(parsed, chosen=_seed_for(fields))
+    return replace(parsed, chosen=_draw_seed(fields))
 
 
-def _of_picture(request: Request, fields: dict[str, Any], *, is_form: bool) -> ParsedRequest:
+def _parse_picture(request: Request, fields: dict[str, Any], *, is_form: bool) -> ParsedRequest:
     kind = _PICTURES[request.path]
-    rest = dict(fields)
-    given = take_pictures(rest)
-    body = read_request(rest, kind, strict=is_strict(request), is_form=is_form)
-    body.check_rules(given)
+    parameters = dict(fields)
+    pictures = take_pictures(parameters)
+    body = read_request(parameters, kind, strict=is_strict(request), is_form=is_form)
+    body.check_rules(pictures)
     pull = body.pull if request.get("scope") == ADMIN else NEVER
     seed = {"seed": str(body.first_seed) if is_form else body.first_seed}
     is_events = body.stream
@@ -172,12 +175,12 @@ def _of_picture(request: Request, fields: dict[str, Any], *, is_form: bool) -> P
     )
 
 
-def _pulling(request: Request, parsed: ParsedRequest) -> ParsedRequest:
-    """Return a request of ollama's API, for which an administrator's missing model is pulled."""
+def _with_pull(request: Request, parsed: ParsedRequest) -> ParsedRequest:
+    """Return a request of ollama's API: it pulls a missing model of an administrator."""
     return replace(parsed, pull=IF_MISSING) if request.get("scope") == ADMIN else parsed
 
 
-def _of_ollama(path: str, fields: dict[str, Any]) -> ParsedRequest:
+def _parse_ollama(path: str, fields: dict[str, Any]) -> ParsedRequest:
     kind: type[Any] = OllamaPromptBody if path == GENERATE else _OLLAMA[path]
     body = check_fields(fields, kind)
     unloads = body.stop or body.keep_alive == 0
@@ -188,10 +191,10 @@ def _of_ollama(path: str, fields: dict[str, Any]) -> ParsedRequest:
         return ParsedRequest(body.reference, fields, (TEXT,), is_change=True, unloads=unloads)
     body.request()
     options = fields.get("options") or {}
-    chosen = {"options": {**options, **_seed_for(options)}}
+    chosen = {"options": {**options, **_draw_seed(options)}}
     return ParsedRequest(body.reference, fields, (TEXT,), chosen=chosen)
 
 
-def _seed_for(fields: Mapping[str, Any]) -> dict[str, int]:
+def _draw_seed(fields: Mapping[str, Any]) -> dict[str, int]:
     """Return a seed for a text that has none."""
     return {} if fields.get("seed") is not None else {"seed": secrets.randbits(31)}

@@ -22,8 +22,8 @@ from clowder_aimage.oci import read_json
 class ResponseRelay:
     """Makes a response of the frames of a job.
 
-    A stream is passed on while it arrives, anything else when it is complete. ``status`` is that of
-    the response, or of the error with which its stream ended.
+    A stream is sent while it arrives, anything else when it is complete. ``status`` is that of the
+    response, or of the error at the end of its stream.
     """
 
     def __init__(self, request: Request) -> None:
@@ -55,18 +55,18 @@ class ResponseRelay:
         if self._head["status"] == 200 and is_stream(self._type):
             if self._continuation is None:
                 self._continuation = Continuation(self._type)
-            await self._write(self._continuation.feed(data))
+            await self._write(self._continuation.deduplicate(data))
         else:
             self._body.append(data)
 
     @property
     def _type(self) -> str:
-        named = (text for name, text in self._head["headers"] if name.lower() == "content-type")
-        return next(named, "")
+        types = (text for name, text in self._head["headers"] if name.lower() == "content-type")
+        return next(types, "")
 
     @property
     def has_begun(self) -> bool:
-        """Return whether a part of a stream was sent."""
+        """Return True if bytes of a stream were sent."""
         return self._stream is not None
 
     async def keep_alive(self) -> None:
@@ -111,14 +111,15 @@ class ResponseRelay:
         """Return the response, complete."""
         body = b"".join(self._body)
         if self._stream is not None:
-            if self._continuation is not None and body:  # a later attempt was refused
+            # A later attempt was refused.
+            if self._continuation is not None and body:
                 await self._fail_late(body)
             return await self._stream.end()
-        answer = web.Response(body=body)
-        answer.headers.pop("Content-Type", None)
-        self._add_headers(answer)
-        self.status = answer.status
-        return answer
+        response = web.Response(body=body)
+        response.headers.pop("Content-Type", None)
+        self._add_headers(response)
+        self.status = response.status
+        return response
 
     async def _fail_late(self, body: bytes) -> None:
         assert self._continuation is not None  # noqa: S101

@@ -98,10 +98,10 @@ class GatewayRole(Role):
 
     def _kind_of(self, name: str | None) -> str:
         try:
-            found = self._watch.workers.find(name)
+            model = self._watch.workers.find(name)
         except UsageError:
             return ""
-        return found.kind if found else ""
+        return model.kind if model else ""
 
     async def _job(self, request: Request) -> web.StreamResponse:
         self._link.check()
@@ -124,7 +124,7 @@ class GatewayRole(Role):
         return web.json_response({"status": "ok"})
 
     async def _ready(self, _: web.Request) -> web.Response:
-        """Respond whether jobs can be put on the queue; a fleet without workers is ready."""
+        """Respond with the readiness for jobs; a fleet without workers is ready."""
         reasons = []
         try:
             self._link.check()
@@ -137,7 +137,7 @@ class GatewayRole(Role):
         return web.json_response(body, status=503 if reasons else 200, headers=headers)
 
     async def _worker(self, request: web.Request) -> web.Response:
-        """Respond as a worker, with the name of the fleet, which says that this is a gateway."""
+        """Respond as a worker; the name of the fleet identifies a gateway."""
         scope, workers = request.get("scope"), self._watch.workers
         body: dict[str, Any] = {"version": __version__, "scope": scope}
         if scope is not None:

@@ -19,8 +19,10 @@ from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink
 from clowder_aimage.fleet.name import PRIORITIES
 from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
 
-INTERVAL = 2.0  # seconds between two looks at the queue
-_LOOKS = 5  # jobs that are looked at each time
+# Seconds between two looks at the queue.
+INTERVAL = 2.0
+# Jobs checked in each turn.
+_LOOKS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +55,15 @@ class FleetStatus:
 
     def __init__(self, link: FleetLink, workers: WorkerRegistry) -> None:
         self._link, self._workers = link, workers
-        self._looked = 0  # number of the last message on the queue that was looked at
+        # Number of the last message on the queue that was looked at.
+        self._last_checked = 0
 
     async def read(self) -> FleetFacts:
         """Return the status. Raises TimeoutError, NatsError."""
         names, streams = self._link.names, self._link.streams
         jobs = await streams.stream_info(names.jobs, subjects_filter=">")
         logs, dead = await streams.stream_info(names.logs), await streams.stream_info(names.dead)
-        queued = await self._queued(jobs)
+        queued = await self._count_jobs(jobs)
         return FleetFacts(
             fleet=names.fleet,
             workers=self._workers.statuses(),
@@ -74,7 +77,7 @@ class FleetStatus:
             given_up=dead.state.messages,
         )
 
-    async def _queued(self, jobs: StreamInfo) -> Counter[tuple[str, str]]:
+    async def _count_jobs(self, jobs: StreamInfo) -> Counter[tuple[str, str]]:
         """Count the jobs on the queue by priority and digest.
 
         NATS 2.9 may count messages that are not there after it was killed, in all and by subject.
@@ -83,13 +86,13 @@ class FleetStatus:
         queued: Counter[tuple[str, str]] = Counter()
         subjects = jobs.state.subjects or {}
         for subject, count in subjects.items():
-            key = self._link.names.wanted(subject)
-            if key is not None and (len(subjects) > _LOOKS or await self._has(subject)):
+            key = self._link.names.parse_job_subject(subject)
+            if key is not None and (len(subjects) > _LOOKS or await self._has_message(subject)):
                 queued[key] += count
         return queued
 
-    async def _has(self, subject: str) -> bool:
-        """Return whether a message of a subject is on the queue."""
+    async def _has_message(self, subject: str) -> bool:
+        """Return True if a message of a subject is on the queue."""
         try:
             await self._link.streams.get_msg(
                 self._link.names.jobs, seq=1, subject=subject, next=True
@@ -107,20 +110,21 @@ class FleetStatus:
             for priority in PRIORITIES:
                 metrics.age.labels(priority).set(queue.age(priority))
             metrics.connected.set(self._link.is_ready)
-            queue.look()  # workers may have joined
+            # Workers may have joined.
+            queue.look()
             with contextlib.suppress(*LOST, JetStreamError):
                 if self._link.is_ready:
-                    await self._depth(metrics)
+                    await self._measure_queue(metrics)
                     await self._remove_finished()
             await asyncio.sleep(INTERVAL)
 
-    async def _depth(self, metrics: GatewayMetrics) -> None:
+    async def _measure_queue(self, metrics: GatewayMetrics) -> None:
         names, streams = self._link.names, self._link.streams
         jobs = await streams.stream_info(names.jobs, subjects_filter=">")
-        metrics.depth.set((await self._queued(jobs)).total())
+        metrics.depth.set((await self._count_jobs(jobs)).total())
         metrics.dead.set((await streams.stream_info(names.dead)).state.messages)
         consumers = await streams.consumers_info(names.jobs)
-        metrics.running.set(sum(each.num_ack_pending or 0 for each in consumers))
+        metrics.running.set(sum(consumer.num_ack_pending or 0 for consumer in consumers))
 
     async def _remove_finished(self) -> None:
         """Look at a few jobs on the queue, in turns, and remove those that are finished.
@@ -131,14 +135,17 @@ class FleetStatus:
         names, streams = self._link.names, self._link.streams
         for _ in range(_LOOKS):
             try:
-                found = await streams.get_msg(
-                    names.jobs, seq=self._looked + 1, subject=f"{names.fleet}.job.>", next=True
+                message = await streams.get_msg(
+                    names.jobs,
+                    seq=self._last_checked + 1,
+                    subject=f"{names.fleet}.job.>",
+                    next=True,
                 )
             except NotFoundError:
-                self._looked = 0
+                self._last_checked = 0
                 return
-            self._looked = found.seq or 0
-            job = (found.headers or {}).get(MESSAGE_ID, "")
-            last, _ = await self._link.last(names.mark(job)) if job else (None, 0)
-            if last is not None and last.kind in LAST:
-                await streams.delete_msg(names.jobs, self._looked)
+            self._last_checked = message.seq or 0
+            job = (message.headers or {}).get(MESSAGE_ID, "")
+            mark, _ = await self._link.read_last(names.mark(job)) if job else (None, 0)
+            if mark is not None and mark.kind in LAST:
+                await streams.delete_msg(names.jobs, self._last_checked)

@@ -32,9 +32,12 @@ from clowder_aimage.http.response_writer import is_gone
 from clowder_aimage.http.route import INFER, Route, serve
 from clowder_aimage.oci import Reference, read_json
 
-PATIENCE = 5.0  # seconds for a list
-SILENCE = 10.0  # seconds without a sign of life after which a worker counts as gone
-_WATCH = 0.5  # seconds between two looks at the progress
+# Seconds for a list.
+PATIENCE = 5.0
+# Seconds without a sign of life after which a worker counts as gone.
+SILENCE = 10.0
+# Seconds between two looks at the progress.
+_WATCH = 0.5
 _WAITING = {"status": "waiting for workers"}
 PUSH = "/api/push"
 _STREAMS = ("/api/pull", PUSH)
@@ -51,45 +54,50 @@ class WorkerAnswer:
 
     def response(self) -> web.Response:
         """Return the response to the client."""
-        found = web.Response(body=self.body, status=self.status)
-        found.headers.pop("Content-Type", None)
+        answer = web.Response(body=self.body, status=self.status)
+        answer.headers.pop("Content-Type", None)
         for name, text in self.headers:
-            found.headers[name] = text
-        if self.status >= 400:  # also the last line of a stream
-            found.content_type = "application/json"
-        return found
+            answer.headers[name] = text
+        # Also the last line of a stream.
+        if self.status >= 400:
+            answer.content_type = "application/json"
+        return answer
 
 
 class TransferProgress:
     """Joins the lines of workers (ollama, "Pull a model"): the bytes are those of all of them."""
 
     def __init__(self) -> None:
-        self._known: dict[str, dict[str, Mapping[str, Any]]] = {}  # by status and worker
-        self._sizes: dict[str, int] = {}  # of all blobs, by worker
+        # Lines by status and worker.
+        self._lines: dict[str, dict[str, Mapping[str, Any]]] = {}
+        # Bytes of all blobs, by worker.
+        self._sizes: dict[str, int] = {}
         self._new: dict[str, None] = {}  # in order
 
     def take(self, worker: str, line: Mapping[str, Any]) -> None:
         """Take a line of a worker."""
         status = str(line.get("status"))
-        is_new = status not in self._known
-        self._known.setdefault(status, {})[worker] = line
+        is_new = status not in self._lines
+        self._lines.setdefault(status, {})[worker] = line
         self._sizes[worker] = int(line.get("size", self._sizes.get(worker, 0)))
         if is_new or "digest" in line:
             self._new[status] = None
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return what is new since the last call, without the end: that follows for all at once."""
-        found = [self._joined(status) for status in self._new if status != "success"]
+        """Return the new lines since the last call, without the end of the transfer."""
+        joined = [self._join(status) for status in self._new if status != "success"]
         self._new.clear()
-        return found
+        return joined
 
-    def _joined(self, status: str) -> dict[str, Any]:
-        parts = list(self._known[status].values())
-        line = dict(parts[-1])
+    def _join(self, status: str) -> dict[str, Any]:
+        worker_lines = list(self._lines[status].values())
+        line = dict(worker_lines[-1])
         if "digest" in line:
             counts = Counter[str]()
-            for part in parts:
-                counts.update({name: int(part.get(name, 0)) for name in ("total", "completed")})
+            for worker_line in worker_lines:
+                counts.update(
+                    {name: int(worker_line.get(name, 0)) for name in ("total", "completed")}
+                )
             line |= {**counts, "size": sum(self._sizes.values())}
         return line
 
@@ -102,20 +110,23 @@ class WorkerCalls:
 
     def routes(self) -> list[Route]:
         """Return the routes of a worker that need no job."""
-        found = [
-            serve(listing, partial(self._merged, name, key))
+        served = [
+            serve(listing, partial(self._merge, name, key))
             for listing, name, key in operation.LISTS
         ]
-        found += [serve(question, self._first) for question in operation.QUESTIONS]
-        found += [Route(own.method, own.path, _not_here, own.scope) for own in operation.OF_WORKERS]
-        changes = (  # a failure of one worker is that of all, or one that can is sufficient
-            (operation.PULL, _worst),
-            (operation.ADD_CONTENT, _worst),
+        served += [serve(question, self._answer_first) for question in operation.QUESTIONS]
+        served += [
+            Route(local.method, local.path, _refuse_local, local.scope) for local in operation.LOCAL
+        ]
+        # Either a failure of one worker fails the request, or one success suffices.
+        changes = (
+            (operation.PULL, _select_worst),
+            (operation.ADD_CONTENT, _select_worst),
             (operation.COPY, first),
             (operation.DELETE, first),
             (operation.DELETE_CONTENT, first),
         )
-        return found + [
+        return served + [
             serve(change, partial(self._change, outcome)) for change, outcome in changes
         ]
 
@@ -136,13 +147,13 @@ class WorkerCalls:
         if not statuses:
             raise unavailable("no worker of the fleet is running; try again later")
         if request.path == PUSH:
-            statuses = _pushing(statuses, fields)
+            statuses = _select_for_push(statuses, fields)
         calls = (self._call(request, status.id, fields, patience, on_line) for status in statuses)
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        for one in found:
-            if isinstance(one, BaseException) and not isinstance(one, LOST):
-                raise one
-        return [one for one in found if not isinstance(one, BaseException)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, LOST):
+                raise outcome
+        return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
     async def _call(
         self,
@@ -164,9 +175,11 @@ class WorkerCalls:
             headers={"Host": request.host},
             fields=fields,
         )
-        data, most = job.encode(), self._link.client.max_payload
-        if len(data) > most:
-            message = f"the request has {len(data)} bytes, and a message of NATS at most {most}: "
+        data, max_payload = job.encode(), self._link.client.max_payload
+        if len(data) > max_payload:
+            message = (
+                f"the request has {len(data)} bytes, and a message of NATS at most {max_payload}: "
+            )
             message += "raise max_payload in the configuration of the NATS server"
             raise ApiError(413, message, code="too_large")
         async with asyncio.timeout(patience):
@@ -187,62 +200,63 @@ class WorkerCalls:
     async def _collect(
         self, arrived: asyncio.Queue[Msg], worker: str, on_line: OnLine | None
     ) -> WorkerAnswer:
-        """Return the response that the messages are, after lines of its transfer and a new status.
+        """Join the messages of a response, which follow lines of its transfer and a new status.
 
-        Raises TimeoutError after a long silence, in which the worker may have begun again.
+        Raises TimeoutError after a long silence: the worker may have been restarted.
         """
         body = bytearray()
         while True:
             async with asyncio.timeout(SILENCE):
                 message = await arrived.get()
-            known = message.headers or {}
-            if known.get("Status") == "503":
+            headers_received = message.headers or {}
+            if headers_received.get("Status") == "503":
                 raise NoRespondersError
-            kind = known.get(PART)
+            kind = headers_received.get(PART)
             if kind == STATUS:
                 with contextlib.suppress(FormatError):
                     self._workers.put(WorkerStatus.decode(message.data))
             elif kind == LINE and on_line is not None:
                 on_line(worker, read_json(message.data, "a line of a transfer"))
-            elif kind == BODY or ANSWER in known:
+            elif kind == BODY or ANSWER in headers_received:
                 body += message.data
-            if ANSWER in known:
-                facts = read_json(known[ANSWER].encode(), "an answer")
+            if ANSWER in headers_received:
+                facts = read_json(headers_received[ANSWER].encode(), "an answer")
                 if len(body) != facts["size"]:
-                    raise TimeoutError  # a part was lost
+                    # A part was lost.
+                    raise TimeoutError
                 headers = [(name, text) for name, text in facts["headers"]]
                 return WorkerAnswer(facts["status"], headers, bytes(body))
 
-    async def _merged(self, field: str, key: str, request: web.Request) -> web.StreamResponse:
+    async def _merge(self, field: str, key: str, request: web.Request) -> web.StreamResponse:
         """Respond with the entries of all workers, each once, in the order of the first.
 
         If all workers refuse the request, the response is the first refusal.
         """
-        found: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
         answers = await self.all(request)
         if (best := first(answers)).status != 200:
             return best.response()
-        whole = read_json(best.body, "a list")
+        envelope = read_json(best.body, "a list")
         for answer in answers:
             value = read_json(answer.body, "a list") if answer.status == 200 else {}
             for entry in value.get(field, ()):
-                found.setdefault(str(entry.get(key)), entry)
-        return web.json_response({**whole, field: list(found.values())})
+                entries.setdefault(str(entry.get(key)), entry)
+        return web.json_response({**envelope, field: list(entries.values())})
 
-    async def _first(self, request: web.Request) -> web.StreamResponse:
-        """Respond as the first worker that has what is asked for."""
-        fields = await _fields(request)
+    async def _answer_first(self, request: web.Request) -> web.StreamResponse:
+        """Respond as the first worker that has the requested object."""
+        fields = await _read_fields(request)
         if request.path == PUSH:
-            return await self._in_time(request, fields, first)
+            return await self._respond_with_progress(request, fields, first)
         return first(await self.all(request, fields)).response()
 
     async def _change(
         self, outcome: Callable[[list[WorkerAnswer]], WorkerAnswer], request: web.Request
     ) -> web.StreamResponse:
         """Respond when all workers have changed their stores."""
-        return await self._in_time(request, await _fields(request), outcome)
+        return await self._respond_with_progress(request, await _read_fields(request), outcome)
 
-    async def _in_time(
+    async def _respond_with_progress(
         self,
         request: web.Request,
         fields: dict[str, Any] | None,
@@ -259,16 +273,16 @@ class WorkerCalls:
                     raise ConnectionResetError("the client disconnected")
                 if is_stream:
                     await lines.write(*(progress.lines() or [_WAITING]))
-            found = outcome(task.result())
+            answer = outcome(task.result())
         finally:
             task.cancel()
-        if (rest := progress.lines()) or lines.has_begun:
-            await lines.write(*rest, read_json(found.body, "an answer"))
+        if (remaining := progress.lines()) or lines.has_begun:
+            await lines.write(*remaining, read_json(answer.body, "an answer"))
             return await lines.end()
-        return found.response()
+        return answer.response()
 
 
-def _pushing(statuses: list[WorkerStatus], fields: Any) -> list[WorkerStatus]:
+def _select_for_push(statuses: list[WorkerStatus], fields: Any) -> list[WorkerStatus]:
     """Return a worker that has the model of a push; all of them if none has it."""
     name = str(fields.get("model") or fields.get("name") or "")
     with contextlib.suppress(UsageError):
@@ -276,13 +290,13 @@ def _pushing(statuses: list[WorkerStatus], fields: Any) -> list[WorkerStatus]:
     return next(([status] for status in statuses if name in status.models), statuses)
 
 
-async def _not_here(request: web.Request) -> web.StreamResponse:
-    """Refuse a request for what each worker has of its own."""
+async def _refuse_local(request: web.Request) -> web.StreamResponse:
+    """Refuse a request for data of a single worker."""
     message = f"a gateway has no {request.path}; ask a worker at its own address: see /v1/fleet"
     raise ApiError(501, message, code="not_at_a_gateway")
 
 
-async def _fields(request: web.Request) -> dict[str, Any] | None:
+async def _read_fields(request: web.Request) -> dict[str, Any] | None:
     raw = await request.read()
     return read_object(raw) if raw or request.method == "POST" else None
 
@@ -291,9 +305,9 @@ def first(answers: list[WorkerAnswer]) -> WorkerAnswer:
     """Return the first response that is not an error, else the first one. Raises ApiError."""
     if not answers:
         raise ApiError(504, "no worker responded", code="deadline_exceeded")
-    return next((one for one in answers if one.status < 400), answers[0])
+    return next((answer for answer in answers if answer.status < 400), answers[0])
 
 
-def _worst(answers: list[WorkerAnswer]) -> WorkerAnswer:
+def _select_worst(answers: list[WorkerAnswer]) -> WorkerAnswer:
     """Return the first response that is an error, else the first one. Raises ApiError."""
-    return next((one for one in answers if one.status >= 400), None) or first(answers)
+    return next((answer for answer in answers if answer.status >= 400), None) or first(answers)

@@ -1,8 +1,8 @@
 """A job: a request of the HTTP interfaces, as a gateway puts it on the queue.
 
-The fields of the body were validated by the gateway with the code of the worker. The worker takes
-them from the queue, to which others may write, and validates them once more, as those of any
-client. Random choices have been made in them: so a second attempt gives the same picture.
+The fields of the body were validated by the gateway with the code of the worker. The worker
+validates them once more, as those of any client: other programs may write to the queue. The seed is
+in the fields, so a second attempt gives the same picture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.name import INTERACTIVE
 from clowder_aimage.oci import read_json
 
-MAX_JOB = 192 << 20  # bytes of a job's fields as JSON
+# Bytes of a job's fields as JSON.
+MAX_JOB = 192 << 20
 _BYTES = "base64"
 
 
@@ -29,7 +30,7 @@ class FleetJob:
     ``asked`` is the model in the client's words, ``model`` the name that a gateway found for it.
     ``scope`` is that of the client's token, ``caller`` an opaque name of the client. ``fields`` are
     those of the body, as texts, files or lists of them if ``is_form``. ``timeout`` is in seconds.
-    ``size`` is the number of bytes from which the job was decoded.
+    ``size`` is the number of bytes of the encoded job.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -51,25 +52,30 @@ class FleetJob:
 
     def encode(self) -> bytes:
         """Return the job as JSON."""
-        known = asdict(self)
-        del known["size"]
+        values = asdict(self)
+        del values["size"]
         if self.is_form and self.fields is not None:
-            known["fields"] = {name: _written(value) for name, value in self.fields.items()}
-        return json.dumps(known, separators=(",", ":")).encode()
+            values["fields"] = {name: _encode_field(value) for name, value in self.fields.items()}
+        return json.dumps(values, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> FleetJob:
         """Return the job in JSON. Raises FormatError."""
-        known = read_json(raw, "the job", MAX_JOB)
+        values = read_json(raw, "the job", MAX_JOB)
         try:
-            job = _JOB.validate_python({**known, "size": len(raw)})
+            job = _JOB.validate_python({**values, "size": len(raw)})
             if job.is_form and job.fields is not None:
-                job = replace(job, fields={key: _read(one) for key, one in job.fields.items()})
+                job = replace(
+                    job,
+                    fields={
+                        key: _decode_field(field_value) for key, field_value in job.fields.items()
+                    },
+                )
         except (LookupError, TypeError, ValueError):
             raise FormatError("the job was written by another version") from None
         return job
 
-    def named(self, name: str) -> FleetJob:
+    def with_model(self, name: str) -> FleetJob:
         """Return the job with another name of its model in the body."""
         return replace(self, fields={**(self.fields or {}), "model": name})
 
@@ -77,13 +83,13 @@ class FleetJob:
 _JOB = TypeAdapter(FleetJob)
 
 
-def _written(value: Any) -> Any:
+def _encode_field(value: Any) -> Any:
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
-    return [_written(one) for one in value] if isinstance(value, list) else value
+    return [_encode_field(element) for element in value] if isinstance(value, list) else value
 
 
-def _read(value: Any) -> Any:
+def _decode_field(value: Any) -> Any:
     if isinstance(value, dict):
         return base64.b64decode(value[_BYTES])
-    return [_read(one) for one in value] if isinstance(value, list) else value
+    return [_decode_field(element) for element in value] if isinstance(value, list) else value

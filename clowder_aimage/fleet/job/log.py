@@ -12,11 +12,13 @@ import tenacity
 from nats.js import api
 
 from clowder_aimage.errors import AImageError
-from clowder_aimage.fleet.frame import BEGIN, DATA, END, HEAD, PIECE, Attempt, Frame
+from clowder_aimage.fleet.frame import BEGIN, CHUNK, DATA, END, HEAD, Attempt, Frame
 from clowder_aimage.fleet.link import LOST, FleetLink, LastFrameError
 
-ACKNOWLEDGED = 5.0  # seconds for the acknowledgement of a frame before it is published again
-FULL = 1.0  # seconds before a message is published again that was not stored
+# Seconds for the acknowledgement of a frame before it is published again.
+ACKNOWLEDGED = 5.0
+# Seconds before a message is published again that was not stored.
+FULL = 1.0
 
 
 class JobLog:
@@ -47,8 +49,8 @@ class JobLog:
 
     async def data(self, data: bytes) -> None:
         """Write bytes of the body."""
-        for start in range(0, len(data), PIECE):
-            await self._send(self._frame(DATA, data[start : start + PIECE]))
+        for start in range(0, len(data), CHUNK):
+            await self._send(self._frame(DATA, data[start : start + CHUNK]))
 
     async def end(self, kind: str = END, facts: Mapping[str, Any] | None = None) -> None:
         """Write the last frame of the attempt, once all others are stored.
@@ -63,10 +65,10 @@ class JobLog:
         try:
             number = await self._store(self._marks, frame, after=self._after)
         except LastFrameError:
-            last, number = await self._last()
-            if last != frame:
+            stored, number = await self._last()
+            if stored != frame:
                 raise
-        await self._link.tell(self._subject, frame.data, frame.headers())
+        await self._link.publish(self._subject, frame.data, frame.headers())
         return number
 
     def _frame(self, kind: str, data: bytes = b"") -> Frame:
@@ -99,7 +101,7 @@ class JobLog:
         retryer = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(LOST), wait=tenacity.wait_fixed(FULL)
         )
-        return await retryer(self._link.last, self._marks)
+        return await retryer(self._link.read_last, self._marks)
 
 
 def _json(value: Any) -> bytes:

@@ -12,7 +12,8 @@ from nats.aio.subscription import Subscription
 from clowder_aimage.fleet.frame import BEGIN, LAST, Frame
 from clowder_aimage.fleet.link import LOST, FleetLink
 
-SILENCE = 2.0  # seconds without a frame after which the stream is read
+# Seconds without a frame after which the stream is read.
+SILENCE = 2.0
 
 
 class FrameOrder:
@@ -24,30 +25,30 @@ class FrameOrder:
 
     def __init__(self) -> None:
         self._attempt, self._next = 0, 0
-        self._begun = b""
+        self._begin_data = b""
         self._early: dict[int, Frame] = {}
 
     @property
     def has_gap(self) -> bool:
-        """Return whether a frame is missing before one that has arrived."""
+        """Return True if a frame is missing before one that has arrived."""
         return bool(self._early)
 
     def add(self, frame: Frame) -> list[Frame]:
         """Take a frame, and return those whose turn has come."""
         is_begin = frame.kind == BEGIN
-        is_other = is_begin and self._next > 0 and frame.data != self._begun
+        is_other = is_begin and self._next > 0 and frame.data != self._begin_data
         if frame.attempt > self._attempt or (is_other and frame.attempt == self._attempt):
             self._attempt, self._next = frame.attempt, 0
             self._early.clear()
         if frame.attempt < self._attempt or frame.number < self._next or frame.attempt == 0:
             return []
-        self._begun = frame.data if is_begin else self._begun
+        self._begin_data = frame.data if is_begin else self._begin_data
         self._early[frame.number] = frame
-        found = []
-        while (known := self._early.pop(self._next, None)) is not None:
-            found.append(known)
+        ready = []
+        while (next_frame := self._early.pop(self._next, None)) is not None:
+            ready.append(next_frame)
             self._next += 1
-        return found
+        return ready
 
 
 class JobReader:
@@ -81,12 +82,12 @@ class JobReader:
         """
         must_read = from_start
         while True:
-            found = await self._read() if must_read else await self._listen()
-            for frame in found:
+            batch = await self._read() if must_read else await self._listen()
+            for frame in batch:
                 yield frame
                 if frame.kind in LAST:
                     return
-            must_read = not must_read and (not found or self._order.has_gap)
+            must_read = not must_read and (not batch or self._order.has_gap)
 
     async def _listen(self) -> list[Frame]:
         try:
@@ -97,15 +98,15 @@ class JobReader:
             return []
 
     async def _read(self) -> list[Frame]:
-        found: list[Frame] = []
+        frames: list[Frame] = []
         with contextlib.suppress(*LOST):
             for subject, after in self._read_to.items():
-                async for number, message in self._link.stored(subject, after):
+                async for number, message in self._link.read_messages(subject, after):
                     self._read_to[subject] = number
                     frame = Frame.parse(message.headers, message.data)
                     if frame is not None:
-                        found += self._order.add(frame)
-        return found
+                        frames += self._order.add(frame)
+        return frames
 
 
 async def _end(subscription: Subscription) -> None:

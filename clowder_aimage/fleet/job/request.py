@@ -1,6 +1,6 @@
 """Jobs as requests to the routes of this process, with the scope of their clients' tokens.
 
-Those that a gateway did not queue are requests to this worker alone, which is answered directly.
+Requests to this worker alone are not queued, and are answered directly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from aiohttp import web
 from nats.aio.msg import Msg
 
 from clowder_aimage.errors import AImageError
-from clowder_aimage.fleet.frame import PIECE
+from clowder_aimage.fleet.frame import CHUNK
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.link import FleetLink
 from clowder_aimage.http.background import background_tasks
@@ -24,18 +24,20 @@ from clowder_aimage.http.local_call import LocalCalls, body_of
 from clowder_aimage.http.local_request import LocalRequest, Sink
 from clowder_aimage.oci import read_json
 
-# Headers of a client that change the response, and those of tracing (W3C, "Trace Context")
+# Headers of a client that change the response, and those of tracing (W3C, "Trace Context").
 FORWARDED = ("Accept", "Host", "Traceparent", "Tracestate", "X-Request-Id", "X-Stainless-Lang")
 # A direct response has one or more messages. The last one has the header ANSWER: status, headers,
 # and the size of the body. The others have PART: a line of a transfer, a status, a part of the body
 PART, ANSWER = "Aimage-Part", "Aimage-Answer"
 LINE, STATUS, BODY, ALIVE = "line", "status", "body", "alive"
-SIGN = 1.0  # seconds between two signs of life
-_EVERY = 0.25  # seconds between two lines for the same blob of a transfer
+# Seconds between two signs of life.
+SIGN = 1.0
+# Seconds between two lines for the same blob of a transfer.
+_EVERY = 0.25
 
 
 def request_of(job: FleetJob, sink: Sink) -> LocalRequest:
-    """Return the request of a job, whose fields are checked by its route."""
+    """Return the request of a job. Its route checks the fields."""
     return LocalRequest(
         job.method,
         job.path,
@@ -55,7 +57,7 @@ async def answer_call(
     """Respond to a request by the routes of this process.
 
     The lines of a transfer are published as they arrive, and the last one is the response. After a
-    change of the store ``renew`` returns the status of this worker, which is sent before it.
+    change of the store, the status of this worker, returned by ``renew``, is sent before it.
     """
     facts: dict[str, Any] = {"status": 500, "headers": []}
     async with background_tasks(_show_life(link, message.reply)):
@@ -66,21 +68,22 @@ async def answer_call(
             facts["headers"] = [*response.headers.items()]
             body = lines.last or body_of(response)
             if job.method not in ("GET", "HEAD"):
-                with contextlib.suppress(AImageError):  # the store cannot be read
-                    await link.tell(message.reply, await renew(), {PART: STATUS})
+                # The store cannot be read.
+                with contextlib.suppress(AImageError):
+                    await link.publish(message.reply, await renew(), {PART: STATUS})
         except (AImageError, ConnectionError) as error:
             body = str(error).encode()
     facts["size"] = len(body)
-    while len(body) > PIECE:
-        await link.tell(message.reply, body[:PIECE], {PART: BODY})
-        body = body[PIECE:]
-    await link.tell(message.reply, body, {ANSWER: json.dumps(facts)})
+    while len(body) > CHUNK:
+        await link.publish(message.reply, body[:CHUNK], {PART: BODY})
+        body = body[CHUNK:]
+    await link.publish(message.reply, body, {ANSWER: json.dumps(facts)})
 
 
 async def _show_life(link: FleetLink, reply: str) -> None:
     while True:
         await asyncio.sleep(SIGN)
-        await link.tell(reply, b"", {PART: ALIVE})
+        await link.publish(reply, b"", {PART: ALIVE})
 
 
 class _TransferLines:
@@ -88,7 +91,7 @@ class _TransferLines:
 
     def __init__(self, link: FleetLink, reply: str) -> None:
         self._link, self._reply = link, reply
-        self._told = dict[str, float]()
+        self._published = dict[str, float]()
         self.last, self.status = b"", 0
 
     async def begin(self, response: web.StreamResponse) -> None:
@@ -97,10 +100,10 @@ class _TransferLines:
     async def write(self, data: bytes) -> None:
         for self.last in data.splitlines(keepends=True):
             value = read_json(self.last, "a line of a transfer")
-            name, now = str(value.get("status")), time.monotonic()
+            name, timestamp = str(value.get("status")), time.monotonic()
             is_whole = value.get("completed") == value.get("total")
             if "error" in value:
                 self.status = value.get("status", 500)
-            elif is_whole or now - self._told.get(name, 0.0) >= _EVERY:
-                self._told[name] = now
-                await self._link.tell(self._reply, self.last, {PART: LINE})
+            elif is_whole or timestamp - self._published.get(name, 0.0) >= _EVERY:
+                self._published[name] = timestamp
+                await self._link.publish(self._reply, self.last, {PART: LINE})

@@ -29,11 +29,16 @@ from clowder_aimage.http.local_call import LocalCalls, body_of
 from clowder_aimage.http.route import ADMIN
 from clowder_aimage.oci import Digest, Reference
 
-ACK_WAIT = 4.0  # seconds after the last sign of life of its worker that a job goes elsewhere
-ALIVE = ACK_WAIT / 4  # seconds between two signs of life
-ATTEMPTS = 4  # that fail before a job is given up
-LATER = 0.5  # seconds before a job that a worker gave back is delivered again
-_RETRIED = (500, 502, 503, 507)  # another worker may be able to
+# Seconds after the last sign of life of its worker that a job goes elsewhere.
+ACK_WAIT = 4.0
+# Seconds between two signs of life.
+ALIVE = ACK_WAIT / 4
+# Failed attempts before a job is given up.
+ATTEMPTS = 4
+# Seconds before a job that a worker gave back is delivered again.
+LATER = 0.5
+# Failures that may not occur on another worker.
+_RETRIED = (500, 502, 503, 507)
 _BUSY = 503
 DONE, GIVEN_BACK, GIVEN_UP, CANCELLED = "done", "given back", "given up", "cancelled"
 _log = logging.getLogger("aimage.fleet")
@@ -59,7 +64,8 @@ class JobRun:
     message: Msg
     job: FleetJob
     is_cancelled: bool = False
-    is_nameless: bool = False  # this worker's store has no such name
+    # This worker's store has no such name.
+    is_unnamed: bool = False
     task: asyncio.Task[str] | None = None
 
     async def cancel(self) -> None:
@@ -88,20 +94,21 @@ class JobRun:
 
     async def _serve(self) -> str:
         try:
-            last, after = await self.link.last(self.link.names.mark(self.job.id))
+            mark, after = await self.link.read_last(self.link.names.mark(self.job.id))
         except LOST:
             return await self._give_back()
-        if last is not None and last.kind in LAST:
+        if mark is not None and mark.kind in LAST:
             await self._acknowledge()
             return DONE
-        attempt = Attempt.following(last)
+        attempt = Attempt.following(mark)
         if self.worker in attempt.past and self._has_others(attempt.past):
             return await self._give_back()
         log = JobLog(self.link, self.job.id, self.worker, attempt)
         try:
             await log.begin(after)
             return await self._attempt(log)
-        except LastFrameError:  # another worker serves the job: this attempt does not count
+        except LastFrameError:
+            # Another worker serves the job: this attempt does not count.
             return GIVEN_BACK
         except asyncio.CancelledError:
             if not self.is_cancelled:
@@ -133,7 +140,8 @@ class JobRun:
             )
             await self._release(log, FAILED if is_fault else RELEASED, reason)
             return GIVEN_BACK
-        if reason:  # the client gets the response of the last worker
+        # The client gets the response of the last worker.
+        if reason:
             return await self._give_up(log, reason, END)
         await self._name()
         await log.end(END)
@@ -147,7 +155,7 @@ class JobRun:
         """
         stream = _LoggedResponse(log, self.job.model)
         try:
-            response = await self.calls.send(request_of(await run_io(self._pinned), stream))
+            response = await self.calls.send(request_of(await run_io(self._pin), stream))
         except ConnectionError as error:
             raise _FailedAttemptError(str(error), is_fault=True) from None
         if stream.has_begun:
@@ -161,20 +169,22 @@ class JobRun:
         await stream.write(body)
         return reason
 
-    def _pinned(self) -> FleetJob:
-        """Return the job with a body that names the manifest for which it was admitted.
+    def _pin(self) -> FleetJob:
+        """Return the job with the admitted manifest as its model. Blocks.
 
-        It is unchanged if its name has that digest here, as it nearly always has. Run in a thread.
+        It is unchanged if its name has that digest here, as it nearly always has.
         """
         job, is_named = self.job, False
-        for name in (job.asked, job.model):  # the default model has another name than was asked for
+        # The default model has another name than the requested one.
+        for name in (job.asked, job.model):
             with contextlib.suppress(AImageError):
                 reference = self.service.reference(name or None)
                 if str(self.service.store.resolve(reference).digest) == job.digest:
-                    return job if name == job.asked else job.named(name)
-                is_named = True  # as another one
-        self.is_nameless = not is_named
-        return job.named(str(self._by_digest()))
+                    return job if name == job.asked else job.with_model(name)
+                # The name exists here, with another digest.
+                is_named = True
+        self.is_unnamed = not is_named
+        return job.with_model(str(self._by_digest()))
 
     def _by_digest(self) -> Reference:
         return replace(Reference.parse(self.job.model), digest=Digest.parse(self.job.digest))
@@ -183,7 +193,7 @@ class JobRun:
         """Give a model that was pulled by its digest the name that its client used."""
         may_pull = (self.job.fields or {}).get("pull") != NEVER and self.job.scope == ADMIN
         name = Reference.parse(self.job.model)
-        if self.is_nameless and may_pull and name.registry is not None and name.digest is None:
+        if self.is_unnamed and may_pull and name.registry is not None and name.digest is None:
             with contextlib.suppress(AImageError):
                 source = self._by_digest()
                 await run_locking(copy_name, self.service.store, source, name)
@@ -211,7 +221,8 @@ class JobRun:
         try:
             async with asyncio.timeout(ACK_WAIT / 2):
                 await log.end(kind, {"reason": reason})
-        except LastFrameError:  # another worker has the job
+        except LastFrameError:
+            # Another worker has the job.
             return
         except TimeoutError:
             pass
@@ -244,8 +255,9 @@ class _LoggedResponse:
 
     async def begin(self, response: web.StreamResponse) -> None:
         self.has_begun = True
-        named = {"X-Aimage-Model": self._model}  # not by its digest, unless it was asked so
-        headers = [(name, named.get(name, text)) for name, text in response.headers.items()]
+        # A pinned job names the model by its digest: the client sees the name that it used.
+        replaced = {"X-Aimage-Model": self._model}
+        headers = [(name, replaced.get(name, text)) for name, text in response.headers.items()]
         await self._log.head(response.status, headers)
 
     async def write(self, data: bytes) -> None:
@@ -254,7 +266,7 @@ class _LoggedResponse:
 
 @contextlib.asynccontextmanager
 async def heartbeat(message: Msg) -> AsyncIterator[None]:
-    """Tell the server that the job is being served, so that it goes to no other worker."""
+    """Extend the server's deadline for an acknowledgement, so that the job is not redelivered."""
 
     async def tell() -> None:
         while True:
@@ -270,16 +282,19 @@ async def heartbeat(message: Msg) -> AsyncIterator[None]:
 
 
 async def read_job(link: FleetLink, message: Msg) -> FleetJob:
-    """Return the job in a message; a large one is in pieces in the stream of logs.
+    """Return the job in a message; a large one is in chunks in the stream of logs.
 
-    Raises FormatError, or what LOST contains.
+    Raises FormatError, and the exceptions of LOST.
     """
-    count = int((message.headers or {}).get(PIECES, "0"))
+    count = int((message.headers or {}).get(CHUNKS, "0"))
     if not count:
         return FleetJob.decode(message.data)
     subject = link.names.body(message.data.decode("ascii", "replace"))
-    pieces = [one.data or b"" async for _, one in link.stored(subject, 0)]
-    return FleetJob.decode(b"".join(pieces[:count]))
+    chunks = [
+        message_chunk.data or b"" async for _, message_chunk in link.read_messages(subject, 0)
+    ]
+    return FleetJob.decode(b"".join(chunks[:count]))
 
 
-PIECES = "Aimage-Pieces"  # the header of a job in pieces; its data is the id of the job
+# The header of a job in chunks; the data of the message is the subject of the chunks.
+CHUNKS = "Aimage-Pieces"
