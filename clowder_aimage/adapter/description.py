@@ -134,8 +134,8 @@ def _tags(text: str) -> list[str | None]:
     for tags in counts.values() if isinstance(counts, dict) else ():
         if isinstance(tags, dict) and tags:
             numbers = {tag: n for tag, n in tags.items() if isinstance(n, int)}
-            most = max(numbers.values(), default=0)
-            common_tags += [tag.strip() for tag, n in numbers.items() if n == most]
+            highest = max(numbers.values(), default=0)
+            common_tags += [tag.strip() for tag, n in numbers.items() if n == highest]
     return common_tags[:_MAX_TAGS]
 
 

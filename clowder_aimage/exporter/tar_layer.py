@@ -93,12 +93,12 @@ class TarExtractor:
             raise self._rejection(name, f"it has {member.size} bytes; the limit is {limit}")
         mode = _PROGRAM if member.mode & 0o100 else FILE_MODE
         with new_file(self._root, self._add_file(name), mode) as file:
-            left = member.size
-            while left:
-                view = self._buffer[: min(left, len(self._buffer))]
+            remaining = member.size
+            while remaining:
+                view = self._buffer[: min(remaining, len(self._buffer))]
                 self._tar.read_exactly(view)
                 write_all(file, view)
-                left -= len(view)
+                remaining -= len(view)
         self.files += 1
         self.size += member.size
 

@@ -183,19 +183,19 @@ class ExportWriter:
     def _gather(self, blob: Descriptor, chunks: Sequence[FileChunk]) -> None:
         """Copy the chunks of a blob to their files."""
         # Empty chunks come first: _scatter drops complete chunks from the front.
-        left = sorted(chunks, key=lambda file_chunk: (file_chunk.start, file_chunk.nbytes))
+        pending = sorted(chunks, key=lambda file_chunk: (file_chunk.start, file_chunk.nbytes))
         files: dict[str, int] = {}
         try:
             for name in {file_chunk.name for file_chunk in chunks}:
                 with faults(self._path):
                     files[name] = self._root.open(name, os.O_WRONLY)
             if any(file_chunk.shape for file_chunk in chunks):
-                self._reorder(b"".join(map(bytes, self._read_verified(blob))), left, files)
+                self._reorder(b"".join(map(bytes, self._read_verified(blob))), pending, files)
                 return
             position = 0
             for chunk in self._read_verified(blob):
                 with faults(self._path):
-                    left = _scatter(chunk, position, left, files)
+                    pending = _scatter(chunk, position, pending, files)
                 position += len(chunk)
                 self._on_written(len(chunk))
         finally:
@@ -265,15 +265,15 @@ class ExportWriter:
 
 
 def _scatter(
-    chunk: memoryview, position: int, left: Sequence[FileChunk], files: dict[str, int]
+    chunk: memoryview, position: int, pending: Sequence[FileChunk], files: dict[str, int]
 ) -> list[FileChunk]:
-    """Write the ranges of the chunk at ``position`` of a blob that overlap with ``left``.
+    """Write the ranges of the chunk at ``position`` of a blob that overlap with ``pending``.
 
     Return the file chunks that are not complete yet.
     """
     end = position + len(chunk)
-    done = 0
-    for file_chunk in left:
+    complete = 0
+    for file_chunk in pending:
         if file_chunk.start >= end:
             break
         start, stop = (
@@ -283,5 +283,5 @@ def _scatter(
         if start < stop:
             view = chunk[start - position : stop - position]
             write_all(files[file_chunk.name], view, file_chunk.offset + start - file_chunk.start)
-        done += file_chunk.start + file_chunk.nbytes <= end
-    return list(left[done:])
+        complete += file_chunk.start + file_chunk.nbytes <= end
+    return list(pending[complete:])

@@ -69,12 +69,14 @@ def check_fit(shapes: Shapes, base: Shapes, label: str, model: str) -> None:
         raise _misfit(label, model, "it is not a Z-Image")
     # The embedder of later control networks also takes a mask and inpainting latents: more columns.
     if len(embedded) != 2 or embedded[0] != patches[0] or embedded[1] < patches[1]:
-        least = f"at least {list(patches)}"
-        raise _misfit(label, model, f"{EMBEDDER} has the shape {list(embedded)}, not {least}")
+        minimum = f"at least {list(patches)}"
+        raise _misfit(label, model, f"{EMBEDDER} has the shape {list(embedded)}, not {minimum}")
     layers = {name.removeprefix(_BASE).partition(".")[0] for name in base if name.startswith(_BASE)}
     if not 1 <= (count := count_layers(shapes)) <= len(layers):
         raise _misfit(label, model, f"it has {count} control layers for {len(layers)} layers")
 
 
-def _misfit(label: str, model: str, why: str) -> FormatError:
-    return FormatError(f"{label} does not fit {model}: {why}", hint="it is of another base model")
+def _misfit(label: str, model: str, problem: str) -> FormatError:
+    return FormatError(
+        f"{label} does not fit {model}: {problem}", hint="it is of another base model"
+    )

@@ -134,10 +134,10 @@ class _Cursor:
         self._file.seek(self.position)
 
     def _check(self, count: int, label: str) -> None:
-        left = self._size - self.position
-        if count > left:
+        remaining = self._size - self.position
+        if count > remaining:
             raise FormatError(
-                f"at byte {self.position}, {label} takes {count} bytes, but {left} are "
+                f"at byte {self.position}, {label} takes {count} bytes, but {remaining} are "
                 "left: truncated or damaged"
             )
 
@@ -148,9 +148,11 @@ class _Cursor:
         """Read a count of items of at least ``min_size`` bytes each."""
         position = self.position
         count: int = self.number(_U64, f"the number of {label}")
-        left = self._size - self.position
-        if count > limit or count * min_size > left:
-            raise FormatError(f"at byte {position}, {count} {label} do not fit in {left} bytes")
+        remaining = self._size - self.position
+        if count > limit or count * min_size > remaining:
+            raise FormatError(
+                f"at byte {position}, {count} {label} do not fit in {remaining} bytes"
+            )
         return count
 
     def short_text(self, label: str, limit: int) -> str | None:

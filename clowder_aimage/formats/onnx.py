@@ -68,13 +68,15 @@ def _facts(models: Sequence[OnnxModel]) -> dict[str, object]:
     return {"formatVersion": versions.pop() if len(versions) == 1 else None}
 
 
-def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[SourceFile], OnnxModel]:
+def _take_model(
+    root: Path, path: Path, boundary: Path | None
+) -> tuple[list[SourceFile], OnnxModel]:
     """Return the files of one model, named relative to ``root``.
 
-    The links of the model are not restricted if ``inside`` is None.
+    The links of the model are not restricted if ``boundary`` is None.
     """
     name = path.relative_to(root).as_posix()
-    main = source_file(inside, path, name, mediatype.AIMAGE_ONNX)
+    main = source_file(boundary, path, name, mediatype.AIMAGE_ONNX)
     with model_tree.naming(path):
         with path.open("rb") as file:
             model = read_model(file, main.size)
@@ -90,7 +92,7 @@ def _take_model(root: Path, path: Path, inside: Path | None) -> tuple[list[Sourc
                 )
             file_name = data_path.relative_to(root).as_posix()
             files[file_name] = source_file(
-                inside or root, data_path, file_name, mediatype.AIMAGE_ONNX
+                boundary or root, data_path, file_name, mediatype.AIMAGE_ONNX
             )
             if extent.end > files[file_name].size:
                 raise FormatError(

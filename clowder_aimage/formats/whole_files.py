@@ -23,8 +23,8 @@ def take(path: Path) -> Inventory:
         raise ModelError(f"{path} does not exist")
     if not paths:
         raise ModelError(f"{path} contains no files")
-    inside = root if path.is_dir() else None
-    files = [model_tree.source_file(inside, p, p.relative_to(root).as_posix()) for p in paths]
+    boundary = root if path.is_dir() else None
+    files = [model_tree.source_file(boundary, p, p.relative_to(root).as_posix()) for p in paths]
     is_pickled = any(p.suffix.lower() in model_tree.PICKLED for p in paths)
     facts = {"pickled": True} if is_pickled else {}
     license_ = model_tree.read_license(path) if path.is_dir() else None

@@ -110,8 +110,8 @@ class _Writer:
         if planned.size <= self._size and not planned.compression:
             return self._push(planned)
         is_cheap = not (planned.is_quantizing or planned.is_computed)
-        likely = planned.size in self._sizes and is_cheap
-        if not likely or planned.compression:
+        is_probable = planned.size in self._sizes and is_cheap
+        if not is_probable or planned.compression:
             return self._ingest(planned)
         layer = planned.layer(self._digest(planned))
         if self._exists(layer):

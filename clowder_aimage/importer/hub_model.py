@@ -326,18 +326,18 @@ class _Fetch:
 def _call_in_time(size: int, call: Callable[[], _T]) -> _T:
     """Call a function of the library, with a timeout for ``size`` bytes. Raises NetworkError."""
     # The library limits only each read. A slower call continues in its daemon thread.
-    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            done.put((call(), None))
+            results.put((call(), None))
         except BaseException as error:
-            done.put((None, error))
+            results.put((None, error))
 
     threading.Thread(target=run, name="aimage-hub", daemon=True).start()
     seconds = _MIN_SECONDS + size / _MIN_RATE
     try:
-        value, error = done.get(timeout=seconds)
+        value, error = results.get(timeout=seconds)
     except queue.Empty:
         raise NetworkError(f"{_THE_HUB} does not answer in time ({seconds:.0f} s)") from None
     if error is not None:

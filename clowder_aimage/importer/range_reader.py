@@ -22,7 +22,7 @@ class RangeReader:
     def __init__(self, file_range: FileRange, stopped: threading.Event) -> None:
         self._range = file_range
         self._stopped = stopped
-        self._left = file_range.nbytes
+        self._remaining = file_range.nbytes
         self._decoded_chunks = file_range.decoded.parts() if file_range.decoded else None
         self._chunk = memoryview(b"")
         with self._errors():
@@ -38,15 +38,15 @@ class RangeReader:
             ParallelStoppedError: The write was cancelled.
         """
         count = 0
-        while self._left and count < len(buffer):
+        while self._remaining and count < len(buffer):
             if self._stopped.is_set():
                 raise ParallelStoppedError
             with self._errors():
-                read = self._fill(buffer[count : count + self._left])
+                read = self._fill(buffer[count : count + self._remaining])
             if not read:
                 raise changed_error(self._range.path)
             count += read
-            self._left -= read
+            self._remaining -= read
         return count
 
     def _fill(self, buffer: memoryview) -> int:
@@ -64,13 +64,13 @@ class RangeReader:
 
     def chunks(self, size: int) -> Iterator[memoryview]:
         """Yield the rest of the range in one buffer of ``size`` bytes. Raises as ``readinto``."""
-        buffer = memoryview(bytearray(min(size, self._left)))
+        buffer = memoryview(bytearray(min(size, self._remaining)))
         while count := self.readinto(buffer):
             yield buffer[:count]
 
     def read(self) -> bytearray:
         """Return the rest of the range. Raises as ``readinto``."""
-        data = bytearray(self._left)
+        data = bytearray(self._remaining)
         self.readinto(memoryview(data))
         return data
 
