@@ -25,7 +25,7 @@ from clowder_aimage.layout.stored_aimage import (
     interpret,
     read_manifest,
 )
-from clowder_aimage.model.adapter_source import FoundAdapter
+from clowder_aimage.model.adapter_source import AdapterEntry
 from clowder_aimage.oci import Reference, mediatype
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.tensor.blob import SCALE
@@ -39,7 +39,7 @@ ADAPTED = ("text_encoder", "transformer")
 FUSION_FILE = "lora_fusion_info.json"
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _ODD = re.compile(r"[^A-Za-z0-9._-]+")
-Used = tuple[FoundAdapter, float]
+Used = tuple[AdapterEntry, float]
 OnPlan = Callable[[CreatePlan], None]
 
 
@@ -181,7 +181,7 @@ def _shapes(stored: StoredAImage) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _read(adapter: FoundAdapter, shapes: Mapping[str, tuple[int, ...]], base: str) -> Adapter:
+def _read(adapter: AdapterEntry, shapes: Mapping[str, tuple[int, ...]], base: str) -> Adapter:
     from clowder_aimage.adapter.reader import read_adapter
 
     return read_adapter(adapter.path, shapes, label=adapter.name, base=base, config=adapter.config)
@@ -214,7 +214,7 @@ def _free_name(name: str, names: Mapping[str, Any]) -> str:
     return free_name
 
 
-def _files(adapter: FoundAdapter, folder: str) -> list[PlannedLayer]:
+def _files(adapter: AdapterEntry, folder: str) -> list[PlannedLayer]:
     name = f"{folder}/{_WEIGHTS}"
     source = model_tree.source_file(None, adapter.path, name, mediatype.AIMAGE_LORA)
     layers = [file_layer(source)]

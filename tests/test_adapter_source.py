@@ -23,7 +23,7 @@ from clowder_aimage.generation.request import GenerateRequest, LoraUse
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model import adapter_source
-from clowder_aimage.model.adapter_source import AdapterFinder, FoundAdapter, is_path
+from clowder_aimage.model.adapter_source import AdapterEntry, AdapterFinder, is_path
 from clowder_aimage.model.lora_text import missing_words, parse_use, take_tags
 from clowder_aimage.oci import Digest, Reference
 from tests.conftest import TINY
@@ -268,7 +268,7 @@ def test_an_error_has_the_index_of_its_adapter(layout: ImageLayout) -> None:
 @pytest.mark.parametrize("weight", [1e9, -101, True, "x", None])
 def test_a_recommended_strength_out_of_bounds_is_not_used(weight: object) -> None:
     digest = Digest("sha256", "0" * 64)
-    found = FoundAdapter("x", digest, Path("x"), {"weight": weight})
+    found = AdapterEntry("x", digest, Path("x"), {"weight": weight})
     assert found.strength(None) == 1.0 and found.strength(0.0) == 0.0
 
 

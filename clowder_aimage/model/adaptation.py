@@ -1,4 +1,4 @@
-"""Adapters in a network: applied beside its weights, and undone, without loading it again."""
+"""Adapters in a network, applied and undone without loading the weights again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Layer:
 
 
 class Adaptation(NetworkAdaptation):
-    """The adapters of a network of MLX, which computes in ``dtype``."""
+    """The adapters of a network of MLX with the compute type ``dtype``."""
 
     def __init__(
         self,
@@ -48,25 +48,25 @@ class Adaptation(NetworkAdaptation):
         layers: dict[str, list[tuple[str, Use]]] = {}
         for use in uses:
             for name in self.tensors(use[0]):
-                stem, _, last = name.rpartition(".")
-                is_layer = bool(stem) and f".{last}" in (_WEIGHT, _BIAS)
+                stem, _, suffix = name.rpartition(".")
+                is_layer = bool(stem) and f".{suffix}" in (_WEIGHT, _BIAS)
                 layers.setdefault(stem if is_layer else name, []).append((name, use))
-        for name, named in layers.items():
-            self._adapt(name, named)
+        for name, layer_uses in layers.items():
+            self._adapt(name, layer_uses)
 
     def _adapt(self, name: str, uses: list[tuple[str, Use]]) -> None:
         """Change the layer, or the parameter, called ``name``."""
-        own = self._sanitize(f"{name}{_WEIGHT}").removesuffix(_WEIGHT)
-        place = self._find(own)
-        if not isinstance(place.layer, (Linear, QuantizedLinear)):
-            if isinstance(place.layer, mx.array):
-                self._change_array(place, [use for _, use in uses], name)
+        path = self._sanitize(f"{name}{_WEIGHT}").removesuffix(_WEIGHT)
+        target = self._find(path)
+        if not isinstance(target.layer, (Linear, QuantizedLinear)):
+            if isinstance(target.layer, mx.array):
+                self._change_array(target, [use for _, use in uses], name)
                 return
             for tensor in sorted({tensor for tensor, _ in uses}):
-                inside = _Layer(place.layer, tensor.rpartition(".")[2], None)
-                named = [use for other, use in uses if other == tensor]
+                inside = _Layer(target.layer, tensor.rpartition(".")[2], None)
+                tensor_uses = [use for used_tensor, use in uses if used_tensor == tensor]
                 values = inside.parent.get(inside.step)
-                self._change_array(_Layer(inside.parent, inside.step, values), named, tensor)
+                self._change_array(_Layer(inside.parent, inside.step, values), tensor_uses, tensor)
             return
         effects: list[tuple[Effect, float]] = []
         biases: list[tuple[Change, float]] = []
@@ -75,38 +75,38 @@ class Adaptation(NetworkAdaptation):
             if tensor.endswith(_BIAS):
                 biases += [(change, strength) for change in adapter.changes(full)]
             else:
-                make = partial(prepare, layer=place.layer, dtype=self.dtype)
-                found = adapter.effects(full, make)
-                effects += [(effect, strength) for effect in found]
-        bias = _extra_bias(place.layer, biases, self.dtype) if biases else None
-        place.put(AdaptedLinear(place.layer, effects, bias))
-        self._undoing.append(partial(place.put, place.layer))
+                make = partial(prepare, layer=target.layer, dtype=self.dtype)
+                layer_effects = adapter.effects(full, make)
+                effects += [(effect, strength) for effect in layer_effects]
+        bias = _extra_bias(target.layer, biases, self.dtype) if biases else None
+        target.put(AdaptedLinear(target.layer, effects, bias))
+        self._undoing.append(partial(target.put, target.layer))
 
-    def _change_array(self, place: _Layer, uses: Sequence[Use], tensor: str) -> None:
+    def _change_array(self, target: _Layer, uses: Sequence[Use], tensor: str) -> None:
         """Change the values of a parameter: a norm's, a pad token, an embedding."""
         full = f"{self.component}/{tensor}"
-        if not isinstance(place.layer, mx.array):
+        if not isinstance(target.layer, mx.array):
             raise ModelError(f"{uses[0][0].label}: {full[:200]} cannot be changed by an adapter")
         changes = [(change, t) for adapter, t in uses for change in adapter.changes(full)]
-        if not mx.issubdtype(place.layer.dtype, mx.floating):
+        if not mx.issubdtype(target.layer.dtype, mx.floating):
             raise ModelError(f"{uses[0][0].label}: {full[:200]} is quantized and cannot be changed")
-        weight = np.array(place.layer.astype(mx.float32))
-        place.put(mx.array(dense.apply_changes(weight, changes)).astype(place.layer.dtype))
-        self._undoing.append(partial(place.put, place.layer))
+        weight = np.array(target.layer.astype(mx.float32))
+        target.put(mx.array(dense.apply_changes(weight, changes)).astype(target.layer.dtype))
+        self._undoing.append(partial(target.put, target.layer))
 
-    def _find(self, own: str) -> _Layer:
-        """Return the place of a layer or a parameter in the network."""
-        parent, found, step = None, self._network, ""
-        for step in own.split("."):
-            parent = found
-            found = found[int(step)] if isinstance(found, list) else found[step]
-        return _Layer(parent, int(step) if isinstance(parent, list) else step, found)
+    def _find(self, path: str) -> _Layer:
+        """Return a layer or a parameter, with its parent."""
+        parent, current, step = None, self._network, ""
+        for step in path.split("."):
+            parent = current
+            current = current[int(step)] if isinstance(current, list) else current[step]
+        return _Layer(parent, int(step) if isinstance(parent, list) else step, current)
 
 
 def _extra_bias(layer: Any, changes: Sequence[tuple[Change, float]], dtype: mx.Dtype) -> mx.array:
-    """Return what is added to the layer's bias, or to none."""
+    """Return the bias delta; a layer without a bias counts as one of zeros."""
     bias = layer.get("bias")
-    own = None if bias is None else np.array(bias.astype(mx.float32))
+    base_bias = None if bias is None else np.array(bias.astype(mx.float32))
     shape = next(change.shape for change, _ in changes)
-    base = np.zeros(shape, np.float32) if own is None else own
+    base = np.zeros(shape, np.float32) if base_bias is None else base_bias
     return mx.array(dense.apply_changes(base, changes) - base).astype(dtype)

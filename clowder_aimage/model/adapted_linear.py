@@ -31,7 +31,8 @@ from clowder_aimage.model.compute.array_block import Array, to_fastest, to_mlx
 from clowder_aimage.model.compute.operation import add_low_rank, linear
 from clowder_aimage.model.quantized import QuantizedArray, QuantizedLinear
 
-_TINY = float(np.finfo(np.float32).tiny)  # of a row that is zero: no magnitude can turn it
+# The least norm of a row: a row of zeros has no direction, and would be a division by zero
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 class LayerInput:
@@ -45,7 +46,7 @@ class LayerInput:
         """Return W x, without the bias."""
         return self.y if (bias := self.base.get("bias")) is None else self.y - bias
 
-    def scaled(self, factors: mx.array) -> LayerInput:
+    def scale_columns(self, factors: mx.array) -> LayerInput:
         """Return the input with each column times a factor."""
         x = self.x * factors
         return LayerInput(self.base, x, self.base(x))
@@ -54,8 +55,8 @@ class LayerInput:
 class Effect(Protocol):
     """A change, ready to be applied."""
 
-    def added(self, given: LayerInput, strength: float) -> Array:
-        """Return what the change adds to the layer's output."""
+    def output_delta(self, layer_input: LayerInput, strength: float) -> Array:
+        """Return the delta of the layer's output."""
         ...
 
 
@@ -67,8 +68,8 @@ class PairEffect:
     up: mx.array
     scale: float
 
-    def added(self, given: LayerInput, strength: float) -> Array:
-        middle = linear(given.x, self.down, None) * (strength * self.scale)
+    def output_delta(self, layer_input: LayerInput, strength: float) -> Array:
+        middle = linear(layer_input.x, self.down, None) * (strength * self.scale)
         return linear(middle, self.up, None)
 
 
@@ -79,9 +80,9 @@ class MatrixEffect:
     matrix: mx.array
     is_whole: bool = False
 
-    def added(self, given: LayerInput, strength: float) -> Array:
-        product = linear(given.x, self.matrix, None)
-        return strength * (product - given.product if self.is_whole else product)
+    def output_delta(self, layer_input: LayerInput, strength: float) -> Array:
+        product = linear(layer_input.x, self.matrix, None)
+        return strength * (product - layer_input.product if self.is_whole else product)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,8 +95,8 @@ class KroneckerEffect:
     start: int
     stop: int | None
 
-    def added(self, given: LayerInput, strength: float) -> Array:
-        x = given.x
+    def output_delta(self, layer_input: LayerInput, strength: float) -> Array:
+        x = layer_input.x
         split = x.reshape(*x.shape[:-1], self.first.shape[1], self.second.shape[1])
         inner = linear(split, self.second, None).swapaxes(-1, -2)
         outer = linear(inner, self.first, None).swapaxes(-1, -2)
@@ -110,37 +111,44 @@ class DecomposedEffect:
     parts: tuple[Effect, ...]
     norm: Norm
     magnitude: Floats
-    weight_norms: Floats  # of rows: squares if CHANGED; the divisors if ROWS or COLUMNS
+    # Of rows: squares if CHANGED; the divisors if ROWS or COLUMNS
+    weight_norms: Floats
     products: Floats
     squares: Floats
 
-    def added(self, given: LayerInput, strength: float) -> Array:
-        kind = given.y.dtype
+    def output_delta(self, layer_input: LayerInput, strength: float) -> Array:
+        kind = layer_input.y.dtype
         if self.norm is Norm.COLUMNS:
-            turned = given.scaled(mx.array(self.magnitude / self.weight_norms).astype(kind))
-            return strength * (turned.product - given.product + self._moved(turned))
+            scaled_input = layer_input.scale_columns(
+                mx.array(self.magnitude / self.weight_norms).astype(kind)
+            )
+            return strength * (
+                scaled_input.product - layer_input.product + self._sum_deltas(scaled_input)
+            )
         if self.norm is Norm.CHANGED:
             t = np.float32(strength)
             squares = self.weight_norms + 2 * t * self.products + t * t * self.squares
             factor = self.magnitude / np.sqrt(np.maximum(squares, _TINY))
-            own, other = factor - 1, factor * t
+            base_factor, delta_factor = factor - 1, factor * t
         else:
             factor = self.magnitude / self.weight_norms
-            own, other = strength * (factor - 1), strength * factor
-        own_part = mx.array(own.astype(np.float32)).astype(kind) * given.product
-        return own_part + mx.array(other.astype(np.float32)).astype(kind) * self._moved(given)
+            base_factor, delta_factor = strength * (factor - 1), strength * factor
+        base_term = mx.array(base_factor.astype(np.float32)).astype(kind) * layer_input.product
+        return base_term + mx.array(delta_factor.astype(np.float32)).astype(
+            kind
+        ) * self._sum_deltas(layer_input)
 
-    def _moved(self, given: LayerInput) -> Array:
-        total = self.parts[0].added(given, 1.0)
-        for part in self.parts[1:]:
-            total = total + part.added(given, 1.0)
+    def _sum_deltas(self, layer_input: LayerInput) -> Array:
+        total = self.parts[0].output_delta(layer_input, 1.0)
+        for effect in self.parts[1:]:
+            total = total + effect.output_delta(layer_input, 1.0)
         return total
 
 
 class AdaptedLinear(Network):
     """A linear layer, quantized or not, with effects and the strength of each.
 
-    ``extra_bias`` is added to the output, if it is not None.
+    ``extra_bias`` is output_delta to the output, if it is not None.
     """
 
     def __init__(
@@ -165,9 +173,9 @@ class AdaptedLinear(Network):
         if isinstance(x, np.ndarray) and (self.others or self.extra_bias is not None):
             return to_fastest(self(to_mlx(x)))
         y = self.base(x)
-        given = LayerInput(self.base, x, y)
+        layer_input = LayerInput(self.base, x, y)
         for effect, strength in self.others:
-            y = y + effect.added(given, strength)
+            y = y + effect.output_delta(layer_input, strength)
         if self.extra_bias is not None:
             y = y + self.extra_bias
         return y if self.pair is None else add_low_rank(y, x, *self.pair)
@@ -182,26 +190,26 @@ class AdaptedLinear(Network):
 def prepare(change: Change, layer: Any, dtype: mx.Dtype) -> Effect:
     """Return the effect of ``change`` on a linear layer, with arrays in ``dtype``."""
 
-    def typed(values: Floats) -> mx.array:
+    def cast(values: Floats) -> mx.array:
         return mx.array(values).astype(dtype)
 
     match change:
         case LowRank() if change.rank * sum(change.shape) > math.prod(change.shape):
-            return MatrixEffect(typed(dense.delta(change)))
+            return MatrixEffect(cast(dense.delta(change)))
         case LowRank():
-            return PairEffect(typed(change.down), typed(change.up), change.scale)
+            return PairEffect(cast(change.down), cast(change.up), change.scale)
         case Hadamard():
             return prepare(_pair(change) or DenseChange(dense.delta(change)), layer, dtype)
         case Kronecker():
-            first, second = dense.matrix(change.first), dense.matrix(change.second)
-            place = (change.scale, change.start, change.stop)
-            return KroneckerEffect(typed(first), typed(second), *place)
+            left, right = dense.matrix(change.first), dense.matrix(change.second)
+            bounds = (change.scale, change.start, change.stop)
+            return KroneckerEffect(cast(left), cast(right), *bounds)
         case DenseChange():
-            return MatrixEffect(typed(change.values))
+            return MatrixEffect(cast(change.values))
         case Replacement():
-            return MatrixEffect(typed(change.values), is_whole=True)
+            return MatrixEffect(cast(change.values), is_whole=True)
         case Decomposed():
-            return _decomposed(change, layer, dtype)
+            return _decompose(change, layer, dtype)
 
 
 def _pair(change: Hadamard) -> LowRank | None:
@@ -209,29 +217,29 @@ def _pair(change: Hadamard) -> LowRank | None:
 
     The product by element of two products is the product of all pairs of their columns and rows.
     """
-    (out, columns), first, second = change.shape, change.first, change.second
-    rank = first.rank * second.rank
+    (out, columns), left, right = change.shape, change.first, change.second
+    rank = left.rank * right.rank
     if rank * (out + columns) > out * columns // 2:
         return None
-    down = (first.down[:, None] * second.down[None]).reshape(rank, columns)
-    up = (first.up[:, :, None] * second.up[:, None]).reshape(out, rank)
+    down = (left.down[:, None] * right.down[None]).reshape(rank, columns)
+    up = (left.up[:, :, None] * right.up[:, None]).reshape(out, rank)
     return LowRank(down, up, change.scale)
 
 
-def _decomposed(change: Decomposed, layer: Any, dtype: mx.Dtype) -> DecomposedEffect:
-    parts = tuple(prepare(part, layer, dtype) for part in change.changes)
+def _decompose(change: Decomposed, layer: Any, dtype: mx.Dtype) -> DecomposedEffect:
+    parts = tuple(prepare(inner_change, layer, dtype) for inner_change in change.changes)
     weight, sums = weights(layer), dense.difference(change.changes)
     products = squares = np.empty(0, np.float32)
     if change.norm is Norm.CHANGED:
-        own = np.einsum("ij,ij->i", weight, weight)
+        norms = np.einsum("ij,ij->i", weight, weight)
         products = np.einsum("ij,ij->i", weight, sums)
         squares = np.einsum("ij,ij->i", sums, sums)
     elif change.norm is Norm.ROWS:
-        own = dense.norms(weight, 1) + dense.EPSILON
+        norms = dense.norms(weight, 1) + dense.EPSILON
     else:
-        own = dense.norms(weight + sums, 0) + dense.EPSILON
+        norms = dense.norms(weight + sums, 0) + dense.EPSILON
     return DecomposedEffect(
-        parts, change.norm, change.magnitude, own.astype(np.float32), products, squares
+        parts, change.norm, change.magnitude, norms.astype(np.float32), products, squares
     )
 
 
@@ -245,7 +253,7 @@ def weights(layer: Any) -> Floats:
             layer.get("biases"),
             layer.get("global_scale"),
         )
-        weight = codes.dequantized(mx.float32)
+        weight = codes.dequantize(mx.float32)
     else:
         weight = layer.weight.astype(mx.float32)
     return np.array(weight)

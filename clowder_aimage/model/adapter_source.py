@@ -1,4 +1,4 @@
-"""Adapters and control networks of requests: found in the store or in a directory, and kept."""
+"""Adapters and control networks of requests: read from the store or from a directory."""
 
 from __future__ import annotations
 
@@ -30,19 +30,24 @@ from clowder_aimage.model.lora_text import missing_words
 from clowder_aimage.model.pipeline import StoredControlNet
 from clowder_aimage.oci import Digest, Reference, read_json
 
-if TYPE_CHECKING:  # a worker without numpy stores models
+# A worker without numpy stores models, so these are not imported at run time
+if TYPE_CHECKING:
     from clowder_aimage.adapter.adapter import Adapter
     from clowder_aimage.adapter.loaded_adapter import LoadedAdapter
 
 SUFFIX = ".safetensors"
-MEMORY = 2 << 30  # bytes of loaded adapters
+# Bytes of loaded adapters that stay in memory
+MEMORY = 2 << 30
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")
-OWN = "adapters/"  # the directory of the adapters in a model
+# Adapters that are packed with a model have names in this directory
+OWN = "adapters/"
 _CONFIG = "adapter_config.json"
 _WEIGHTS = f"adapter_model{SUFFIX}"
 _MAX_CONFIG = 1 << 20  # bytes
-_MAX_WORDS = 8  # of an adapter; others are words of its training, not triggers
-_MAX_LISTED = 1000  # files of a directory
+# Longer lists are words of the training, not triggers
+_MAX_WORDS = 8
+# Files of a directory
+_MAX_LISTED = 1000
 
 OpenStored = Callable[[Reference], StoredAImage]
 
@@ -51,7 +56,7 @@ ReadConfig = Callable[[], Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class FoundAdapter:
+class AdapterEntry:
     """An adapter: the file of its weights, its ``facts`` (of its AImage's config), peft's config.
 
     ``name`` is recorded in pictures, ``digest`` that of the manifest, or of a file.
@@ -65,24 +70,24 @@ class FoundAdapter:
 
     @property
     def config(self) -> Mapping[str, Any] | None:
-        """The content of ``adapter_config.json``, if there is one. Raises FormatError."""
+        """Return the content of ``adapter_config.json``, or None. Raises FormatError."""
         return self.read_config()
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The trigger words."""
-        found = self.facts.get("triggerWords")
-        return tuple(map(str, found[:_MAX_WORDS])) if isinstance(found, list) else ()
+        """Return the trigger words."""
+        listed = self.facts.get("triggerWords")
+        return tuple(map(str, listed[:_MAX_WORDS])) if isinstance(listed, list) else ()
 
-    def strength(self, given: float | None) -> float:
-        """Return the given strength, else the one that the adapter recommends, else 1."""
-        own = self.facts.get("weight")
-        if not isinstance(own, int | float) or abs(own) > MAX_STRENGTH:
-            own = 1.0
-        return float(own) if given is None else given
+    def strength(self, requested: float | None) -> float:
+        """Return the requested strength, else the recommended one, else 1."""
+        recommended = self.facts.get("weight")
+        if not isinstance(recommended, int | float) or abs(recommended) > MAX_STRENGTH:
+            recommended = 1.0
+        return float(recommended) if requested is None else requested
 
     def use(self, strength: float | None) -> LoraUse:
-        """Return its use with a strength, or with the one that it recommends."""
+        """Return a use of the adapter; None selects the recommended strength."""
         return LoraUse(self.name, self.strength(strength), str(self.digest))
 
 
@@ -97,24 +102,25 @@ class AdapterFile:
 
 
 def is_adapter(aimage: AImage) -> bool:
-    """Return whether an AImage is an adapter, and not a model."""
+    """Return True if an AImage is an adapter."""
     return aimage.properties.get("format") == "lora"
 
 
 def is_path(text: str) -> bool:
-    """Return whether a text names a file, and not an AImage: by its beginning or its end."""
+    """Return True if the beginning or the end of a text shows that it is a path."""
     is_place = text.startswith(("/", "./", "../", "~"))
     return is_place or text.endswith((SUFFIX, *PICKLED)) or os.path.isfile(text)  # noqa: PTH113
 
 
 def file_in(directory: Path, name: str) -> Path | None:
-    """Return the file of a name in a directory; None if there is none, or it is elsewhere."""
+    """Return a file of a directory; None if it is missing or a link leads outside."""
     try:
         check_name(name)
         root = directory.resolve()
         path = (root / f"{name.removesuffix(SUFFIX)}{SUFFIX}").resolve()
         is_inside = path.is_relative_to(root) and stat.S_ISREG(path.stat().st_mode)
-    except (FormatError, OSError, RuntimeError, ValueError):  # a loop of links, a long name
+    except (FormatError, OSError, RuntimeError, ValueError):
+        # A loop of links, or a long name
         return None
     return path if is_inside else None
 
@@ -124,8 +130,8 @@ class AdapterFinder:
     """Adapters by name: files, if ``has_files``; a ``directory`` of files; AImages.
 
     ``open_stored`` returns an AImage that is complete in ``store``, and may pull it. A digest of a
-    file is computed once, until the file changes. A file is found again by the name in its use,
-    which may lack its directory.
+    file is computed once, until the file changes. A use may name a file
+    without its directory.
     """
 
     store: BlobFiles
@@ -136,41 +142,41 @@ class AdapterFinder:
     _paths: dict[tuple[str, str | None], Path] = field(default_factory=dict)
     _facts: dict[tuple[Path, float], Mapping[str, Any]] = field(default_factory=dict)
 
-    def find(self, use: LoraUse) -> FoundAdapter:
+    def find(self, use: LoraUse) -> AdapterEntry:
         """Return the adapter of a use.
 
         Raises:
             NotFoundError: There is none with this name.
-            UsageError: The name is invalid, or that of an AImage which is not an adapter.
+            UsageError: The name is invalid, or that of another kind of AImage.
             VerificationError: The file is not the one with the digest of the use.
             FormatError: Its metadata or its config is invalid.
         """
         path = self._paths.get((use.model, use.digest)) or self._file(use.model)
         if path is None:
-            return self._stored(use)
-        found = self._read_file(path, self._name(use.model, path))
-        self._paths[found.name, str(found.digest)] = path
-        if use.digest not in (None, str(found.digest)):
+            return self._open_stored(use)
+        adapter = self._read_file(path, self._name(use.model, path))
+        self._paths[adapter.name, str(adapter.digest)] = path
+        if use.digest not in (None, str(adapter.digest)):
             raise VerificationError(
-                f"{use.model} is not the adapter that was used: it has the digest {found.digest}, "
+                f"{use.model} is not the adapter that was used: its digest is {adapter.digest}, "
                 f"not {use.digest}"
             )
-        return found
+        return adapter
 
-    def find_all(self, request: GenerateRequest, base: AImage | None = None) -> list[FoundAdapter]:
-        """Return the adapters of a request for a model, which may have some of its own.
+    def find_all(self, request: GenerateRequest, base: AImage | None = None) -> list[AdapterEntry]:
+        """Return the adapters of a request, including adapters that are packed with the model.
 
         Raises as ``find``; an error has the index of its adapter as a fact.
         """
 
-        def find(use: LoraUse) -> FoundAdapter:
-            own = own_adapter(base, self.store, use.model) if base is not None else None
-            return own or self.find(use)
+        def find(use: LoraUse) -> AdapterEntry:
+            packed = find_packed_adapter(base, self.store, use.model) if base is not None else None
+            return packed or self.find(use)
 
-        return list(_indexed(request.adapters.loras, find))
+        return list(_act_on_each(request.adapters.loras, find))
 
     def fetch(self, request: GenerateRequest) -> None:
-        """Find what a request uses apart from its model. Raises as ``find``, ``find_control``."""
+        """Find the adapters and ControlNet of a request. Raises as ``find``, ``find_control``."""
         for use in request.adapters.loras:
             if not use.model.startswith(OWN):
                 self.find(use)
@@ -184,26 +190,26 @@ class AdapterFinder:
 
         These are trigger words of its adapters, and of those that the model (``base``, ``files``)
         has for all requests; they are added to the prompt with ``adds_words``. Raises as
-        ``find_all``, ``own_adapters``.
+        ``find_all``, ``list_packed_adapters``.
         """
-        found = self.find_all(request, base)
-        uses = zip(found, request.adapters.loras, strict=True)
-        adapters = Adapters(tuple(adapter.use(use.strength) for adapter, use in uses))
-        own = (adapter for adapter, _ in own_adapters(files, base))
-        known = [word for adapter in (*own, *found) for word in adapter.words]
-        words, prompt = missing_words(request.prompt, known), request.prompt
+        adapters = self.find_all(request, base)
+        uses = zip(adapters, request.adapters.loras, strict=True)
+        resolved = Adapters(tuple(adapter.use(use.strength) for adapter, use in uses))
+        packed = (adapter for adapter, _ in list_packed_adapters(files, base))
+        triggers = [word for adapter in (*packed, *adapters) for word in adapter.words]
+        words, prompt = missing_words(request.prompt, triggers), request.prompt
         if adds_words:
             words, prompt = [], ", ".join(filter(None, [prompt, *words]))
-        return replace(request, prompt=prompt, adapters=adapters), words
+        return replace(request, prompt=prompt, adapters=resolved), words
 
     def is_file(self, name: str) -> bool:
-        """Return whether a name is that of a file, and not of an AImage."""
+        """Return True if a name is that of a file."""
         return self._file(name) is not None
 
     def files(self) -> list[AdapterFile]:
-        """Return the files in the directory, by name; leave out what is not an adapter."""
-        found = (self.file(name) for name in self._names())
-        return [file for file in found if file is not None]
+        """Return the adapters in the directory, by name."""
+        readable = (self.file(name) for name in self._names())
+        return [file for file in readable if file is not None]
 
     def file(self, name: str) -> AdapterFile | None:
         """Return a file in the directory; None if there is none, or its header is damaged."""
@@ -222,22 +228,22 @@ class AdapterFinder:
         """Return at most 1,000 names in the directory; links to directories are left out."""
         if self.directory is None:
             return []
-        found = list[str]()
+        names = list[str]()
         for folder, folders, files in os.walk(self.directory):
             folders.sort()
             base = Path(folder).relative_to(self.directory)
-            found += [
+            names += [
                 (base / name).as_posix().removesuffix(SUFFIX)
                 for name in sorted(files)
                 if name.endswith(SUFFIX)
             ]
-            if len(found) >= _MAX_LISTED:
+            if len(names) >= _MAX_LISTED:
                 break
-        return sorted(found[:_MAX_LISTED])
+        return sorted(names[:_MAX_LISTED])
 
     def _file(self, name: str) -> Path | None:
-        if (found := self._in_directory(name)) is not None:
-            return found
+        if (in_directory := self._in_directory(name)) is not None:
+            return in_directory
         path = os.path.expanduser(name)  # noqa: PTH111 - pathlib's raises for unknown users
         within = os.path.join(path, _WEIGHTS)  # noqa: PTH118
         path = within if os.path.isfile(within) else path  # noqa: PTH113
@@ -255,11 +261,11 @@ class AdapterFinder:
 
     def _name(self, text: str, path: Path) -> str:
         """Return the recorded name of a file: without directories of this machine."""
-        given = Path(text)
-        is_own = given.is_absolute() or text.startswith("~") or ".." in given.parts
+        path_in_text = Path(text)
+        is_own = path_in_text.is_absolute() or text.startswith("~") or ".." in path_in_text.parts
         return path.name if is_own else text
 
-    def _read_file(self, path: Path, name: str) -> FoundAdapter:
+    def _read_file(self, path: Path, name: str) -> AdapterEntry:
         try:
             file = path.stat()
             key = path, file.st_ino, file.st_size, file.st_mtime_ns
@@ -271,15 +277,16 @@ class AdapterFinder:
             raise StoreError(f"cannot read {name}: {error.strerror or error}") from None
         try:
             facts = lora.read_facts(path)
-        except FormatError as error:  # callers of a worker must not see the path
+        except FormatError as error:
+            # Callers of a worker must not see the path
             error.message = error.message.replace(str(path), name)
             raise
         beside = path.with_name(_CONFIG)
         is_peft = path.name == _WEIGHTS and beside.is_file()
         read = partial(_read_beside, beside, name) if is_peft else None
-        return _found(name, self._digests[key], path, facts, read)
+        return _make_adapter(name, self._digests[key], path, facts, read)
 
-    def _stored(self, use: LoraUse) -> FoundAdapter:
+    def _open_stored(self, use: LoraUse) -> AdapterEntry:
         try:
             reference = Reference.parse(use.model)
         except UsageError as error:
@@ -302,9 +309,9 @@ class AdapterFinder:
         places += ["in the directory of adapters"] if self.directory else []
         return f"; it is not {' or '.join(places)} either" if places else ""
 
-    def _of(self, stored: StoredAImage, name: str) -> FoundAdapter:
+    def _of(self, stored: StoredAImage, name: str) -> AdapterEntry:
         aimage = stored.aimage
-        layers = [one for one in aimage.layers if one.name.endswith(SUFFIX)]
+        layers = [layer for layer in aimage.layers if layer.name.endswith(SUFFIX)]
         if not is_adapter(aimage) or len(layers) != 1:
             kind = aimage.properties.get("format") or aimage.properties.get("pipeline")
             about = f" ({str(kind)[:60]})" if kind else ""
@@ -312,10 +319,10 @@ class AdapterFinder:
         path = self.store.path(layers[0].descriptor)
         facts = aimage.properties.get("adapter")
         read = _reader(self.store, aimage.find(_CONFIG))
-        return _found(name, stored.descriptor.digest, path, facts, read)
+        return _make_adapter(name, stored.descriptor.digest, path, facts, read)
 
 
-def own_adapter(base: AImage, files: BlobFiles, name: str) -> FoundAdapter | None:
+def find_packed_adapter(base: AImage, files: BlobFiles, name: str) -> AdapterEntry | None:
     """Return the adapter ``adapters/NAME`` that was packed with a model; None for another name."""
     if not name.startswith(OWN):
         return None
@@ -327,13 +334,13 @@ def own_adapter(base: AImage, files: BlobFiles, name: str) -> FoundAdapter | Non
     if len(weights) != 1:
         return None
     (layer,) = weights
-    known = base.properties.get("adapters")
-    facts = known.get(name.removeprefix(OWN)) if isinstance(known, dict) else None
+    facts_by_name = base.properties.get("adapters")
+    facts = facts_by_name.get(name.removeprefix(OWN)) if isinstance(facts_by_name, dict) else None
     read = _reader(files, base.find(f"{name}/{_CONFIG}"))
-    return _found(name, layer.descriptor.digest, files.path(layer.descriptor), facts, read)
+    return _make_adapter(name, layer.descriptor.digest, files.path(layer.descriptor), facts, read)
 
 
-def own_adapters(files: BlobFiles, base: AImage) -> list[tuple[FoundAdapter, float]]:
+def list_packed_adapters(files: BlobFiles, base: AImage) -> list[tuple[AdapterEntry, float]]:
     """Return the adapters that are packed with a model for all requests, and their strengths.
 
     Raises FormatError: one of them is not in the AImage.
@@ -341,16 +348,16 @@ def own_adapters(files: BlobFiles, base: AImage) -> list[tuple[FoundAdapter, flo
     pairs = []
     for use in base.properties.get("loras", ()):
         name, strength = f"{OWN}{use['adapter']}", float(use["strength"])
-        if (found := own_adapter(base, files, name)) is None:
+        if (adapter := find_packed_adapter(base, files, name)) is None:
             raise FormatError(f"the AImage has no adapter {use['adapter'][:200]!r}, which it uses")
-        pairs.append((found, strength))
+        pairs.append((adapter, strength))
     return pairs
 
 
 class AdapterSource:
-    """The adapters of a loaded model, of which the most recently used stay in memory.
+    """The adapters of a loaded model, with a cache of the most recently used.
 
-    files: of the model ``base``, which may have adapters that all requests use. shapes: return the
+    files: of the model ``base`` and the adapters packed with it. shapes: return the
     shapes of its tensors, by ``component/name``. Used on the thread of the model.
     """
 
@@ -365,7 +372,7 @@ class AdapterSource:
 
         self._finder, self._files = finder, files
         self._base, self._shapes = base.aimage, shapes
-        self._own = own_adapters(files, base.aimage)
+        self._own = list_packed_adapters(files, base.aimage)
         self._name = str(base.aimage.properties.get("name") or base.descriptor.digest.short)
         self._cache = AdapterCache(MEMORY)
 
@@ -375,40 +382,40 @@ class AdapterSource:
         Raises as ``AdapterFinder.find`` and ``read_adapter``; an error has the index of its
         adapter as a fact.
         """
-        own = [(self._load(found), strength) for found, strength in self._own]
-        return [*own, *_indexed(uses, self._open)]
+        packed = [(self._load(adapter), strength) for adapter, strength in self._own]
+        return [*packed, *_act_on_each(uses, self._open)]
 
     def _open(self, use: LoraUse) -> tuple[LoadedAdapter, float]:
-        found = own_adapter(self._base, self._files, use.model)
-        if found is None:
+        adapter = find_packed_adapter(self._base, self._files, use.model)
+        if adapter is None:
             if self._finder is None:
                 raise NotFoundError(f"adapter {use.model[:200]!r} not found")
-            found = self._finder.find(use)
-        return self._load(found), found.strength(use.strength)
+            adapter = self._finder.find(use)
+        return self._load(adapter), adapter.strength(use.strength)
 
-    def _load(self, found: FoundAdapter) -> LoadedAdapter:
+    def _load(self, adapter: AdapterEntry) -> LoadedAdapter:
         from clowder_aimage.adapter.reader import read_adapter
 
         def read() -> Adapter:
             try:
                 return read_adapter(
-                    found.path,
+                    adapter.path,
                     self._shapes(),
-                    label=found.name,
+                    label=adapter.name,
                     base=self._name,
-                    config=found.config,
+                    config=adapter.config,
                 )
             except OSError as error:
-                message = f"cannot read {found.name}: {error.strerror or error}"
+                message = f"cannot read {adapter.name}: {error.strerror or error}"
                 raise StoreError(message) from None
 
         # of the weights alone for a file: another config is another adapter
-        config = json.dumps(found.config, sort_keys=True) if found.config else ""
-        return self._cache.get(f"{found.digest} {config}", read)
+        config = json.dumps(adapter.config, sort_keys=True) if adapter.config else ""
+        return self._cache.get(f"{adapter.digest} {config}", read)
 
 
 def is_controlnet(aimage: AImage) -> bool:
-    """Return whether an AImage is a control network, and not a model."""
+    """Return True if an AImage is a control network."""
     return aimage.properties.get("architecture") == controlnet.CLASS
 
 
@@ -425,15 +432,15 @@ def find_control(name: str, open_stored: OpenStored) -> StoredAImage:
         error.message = f"ControlNet {error.message}"
         raise
     if not is_controlnet(stored.aimage):
-        known = stored.aimage.properties
-        kind = known.get("format") or known.get("pipeline")
+        properties = stored.aimage.properties
+        kind = properties.get("format") or properties.get("pipeline")
         about = f" ({str(kind)[:60]})" if kind else ""
         raise UsageError(f"{name} is not a ControlNet, but another AImage{about}")
     return stored
 
 
 class ControlSource:
-    """The control networks of a loaded model, of which the last one is kept.
+    """The control networks of a loaded model, with a cache of the last one.
 
     ``open_stored`` returns an AImage that is complete in ``files``, and may pull it.
     """
@@ -452,12 +459,12 @@ class ControlSource:
         stored = find_control(name, self._open_stored)
         key = str(stored.descriptor.digest)
         if self._last is None or self._last[0] != key:
-            own = StoredControlNet(self._files, stored.aimage, name)
-            self._last = key, own
+            control = StoredControlNet(self._files, stored.aimage, name)
+            self._last = key, control
         return self._last[1]
 
 
-def _indexed(uses: Sequence[LoraUse], act: Callable[[LoraUse], Any]) -> Iterator[Any]:
+def _act_on_each(uses: Sequence[LoraUse], act: Callable[[LoraUse], Any]) -> Iterator[Any]:
     for index, use in enumerate(uses):
         try:
             yield act(use)
@@ -466,15 +473,15 @@ def _indexed(uses: Sequence[LoraUse], act: Callable[[LoraUse], Any]) -> Iterator
             raise
 
 
-def _found(
+def _make_adapter(
     name: str, digest: Digest, path: Path, facts: object, read: ReadConfig | None
-) -> FoundAdapter:
-    known = facts if isinstance(facts, dict) else {}
-    return FoundAdapter(name, digest, path, known, read or (lambda: None))
+) -> AdapterEntry:
+    checked_facts = facts if isinstance(facts, dict) else {}
+    return AdapterEntry(name, digest, path, checked_facts, read or (lambda: None))
 
 
 def _reader(files: BlobFiles, layer: Layer | None) -> ReadConfig | None:
-    """Return a function that reads ``adapter_config.json``; None without one."""
+    """Return a reader of ``adapter_config.json``, or None without the file."""
     if layer is None:
         return None
 
@@ -492,8 +499,8 @@ def _read_beside(path: Path, name: str) -> Mapping[str, Any]:
         raise StoreError(f"cannot read {_CONFIG} of {name}: {error.strerror or error}") from None
 
 
-def _config(data: bytes, what: str) -> Mapping[str, Any]:
-    value = read_json(data, what, _MAX_CONFIG)
+def _config(data: bytes, label: str) -> Mapping[str, Any]:
+    value = read_json(data, label, _MAX_CONFIG)
     if not isinstance(value, dict):
-        raise FormatError(f"{what} is not a JSON object")
+        raise FormatError(f"{label} is not a JSON object")
     return value

@@ -40,11 +40,11 @@ class ModuleParameter:
         """
         return match_tensors(self.component, self.module.sanitize, self.shapes, names)
 
-    def check_shape(self, name: str, shape: tuple[int, ...], own: str) -> None:
+    def check_shape(self, name: str, shape: tuple[int, ...], parameter: str) -> None:
         """Check the shape of the tensor ``name`` against its parameter. Raises ModelError."""
-        check_shape(self.component, name, shape, _torch_shape(self.shapes[own]))
+        check_shape(self.component, name, shape, _torch_shape(self.shapes[parameter]))
 
-    def check(self, tensor: StoredTensor, own: str) -> None:
+    def check(self, tensor: StoredTensor, parameter: str) -> None:
         """Check a tensor against its parameter.
 
         Raises:
@@ -53,22 +53,22 @@ class ModuleParameter:
         """
         name = f"{self.component}/{tensor.name}"
         if tensor.quantization is not None:
-            owner = self.owner(own)
-            if not own.endswith(_WEIGHT) or not isinstance(owner, (Linear, Embedding)):
+            owner = self.owner(parameter)
+            if not parameter.endswith(_WEIGHT) or not isinstance(owner, (Linear, Embedding)):
                 raise FormatError(
                     f"{name}: {type(owner).__name__} does not support {tensor.dtype} weights",
                     hint="only linear layers and embeddings can be quantized",
                 )
         elif tensor.dtype not in FLOATS:
             raise ModelError(f"{name}: weights of type {tensor.dtype} are not supported")
-        self.check_shape(tensor.name, tensor.shape, own)
+        self.check_shape(tensor.name, tensor.shape, parameter)
 
     def owner(self, parameter: str) -> Any:
         """Return the layer of a parameter."""
-        found = self.module
+        layer = self.module
         for step in parameter.split(".")[:-1]:
-            found = found[int(step)] if isinstance(found, (list, tuple)) else found[step]
-        return found
+            layer = layer[int(step)] if isinstance(layer, (list, tuple)) else layer[step]
+        return layer
 
     def replace(self, parameter: str, layer: Any) -> None:
         """Replace the layer of a parameter by ``layer``."""
@@ -79,15 +79,15 @@ class ModuleParameter:
 
 def load_into(
     target: ModuleParameter,
-    wanted: Mapping[str, str],
+    parameters: Mapping[str, str],
     find: Callable[[str], StoredTensor],
     dtype: mx.Dtype | None,
     *,
     keep_quantized: bool,
 ) -> None:
-    """Read the ``wanted`` tensors into their parameters, strictly.
+    """Read the ``parameters`` tensors into their parameters, strictly.
 
-    Each is checked once ``find`` returns it, which may wait for its blob.
+    Each is checked once ``find`` returns it; ``find`` may wait for its blob.
 
     Raises:
         ModelError: A blob cannot be loaded. The module is unchanged then. Also as ``check``.
@@ -95,21 +95,21 @@ def load_into(
     weights: list[tuple[str, mx.array]] = []
     layers: dict[str, QuantizedArray] = {}
 
-    def checked(name: str) -> StoredTensor:
-        target.check(tensor := find(name), wanted[name])
+    def find_checked(name: str) -> StoredTensor:
+        target.check(tensor := find(name), parameters[name])
         return tensor
 
-    found = read_arrays(map(checked, wanted), dtype, keep_quantized=keep_quantized)
-    for own, (_, value) in zip(wanted.values(), found, strict=True):
+    arrays = read_arrays(map(find_checked, parameters), dtype, keep_quantized=keep_quantized)
+    for parameter, (_, value) in zip(parameters.values(), arrays, strict=True):
         if isinstance(value, QuantizedArray):
-            layers[own] = value
+            layers[parameter] = value
         else:
-            weights.append((own, _channels_last(value)))
-    for own, value in layers.items():
-        layer = quantized_layer(target.owner(own), value, dtype)
-        target.replace(own, layer)
-        path = own.removesuffix(_WEIGHT)
-        weights += [(f"{path}.{name}", part) for name, part in value.parts.items()]
+            weights.append((parameter, _channels_last(value)))
+    for parameter, value in layers.items():
+        layer = quantized_layer(target.owner(parameter), value, dtype)
+        target.replace(parameter, layer)
+        path = parameter.removesuffix(_WEIGHT)
+        weights += [(f"{path}.{name}", array) for name, array in value.parts.items()]
     target.module.load_weights(weights, strict=True)
     mx.eval(target.module.parameters())
 

@@ -15,13 +15,14 @@ from typing import Any
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.quantized import QuantizedArray
-from clowder_aimage.model.stored_tensor import StoredTensor, TensorSpan
+from clowder_aimage.model.stored_tensor import StoredTensor, TensorRange
 from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
 
 CHUNK_BLOBS = 16
 CHUNK_BYTES = 64 * 1024 * 1024
 PENDING_BYTES = 3 * CHUNK_BYTES
-_PENDING = 8  # chunks that MLX reads ahead
+# MLX reads this number of chunks ahead
+_PENDING = 8
 Value = mx.array | QuantizedArray
 _TYPES = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F16", "BF16", "F32", "C64")
 
@@ -41,21 +42,22 @@ def read_arrays(
     for chunk in _chunks(tensors):
         size = sum(tensor.nbytes for tensor in chunk)
         while pending and size + sum(before for before, _ in pending) > PENDING_BYTES:
-            yield from _evaluated(pending)
+            yield from _evaluate(pending)
         files = _open(chunk)
-        found = [(tensor, _value(tensor, files, dtype, keep_quantized)) for tensor in chunk]
-        mx.async_eval(_arrays(found))  # type: ignore[no-untyped-call]
-        pending.append((size, found))
+        values = [(tensor, _value(tensor, files, dtype, keep_quantized)) for tensor in chunk]
+        mx.async_eval(_arrays(values))  # type: ignore[no-untyped-call]
+        pending.append((size, values))
         if len(pending) > _PENDING:
-            yield from _evaluated(pending)
+            yield from _evaluate(pending)
     while pending:
-        yield from _evaluated(pending)
+        yield from _evaluate(pending)
 
 
-_Pending = tuple[int, list[tuple[StoredTensor, Value]]]  # bytes as stored, and the arrays
+# The stored bytes of a chunk, and its arrays
+_Pending = tuple[int, list[tuple[StoredTensor, Value]]]
 
 
-def _evaluated(pending: deque[_Pending]) -> list[tuple[StoredTensor, Value]]:
+def _evaluate(pending: deque[_Pending]) -> list[tuple[StoredTensor, Value]]:
     """Return the oldest chunk, evaluated; memory freed by its casts is returned to the system."""
     _, chunk = pending.popleft()
     try:
@@ -78,13 +80,13 @@ def _chunks(tensors: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
     paths: set[str] = set()
     size = 0
     for tensor in tensors:
-        own = {span.path for span in tensor.spans}
+        blob_paths = {tensor_range.path for tensor_range in tensor.ranges}
         nbytes = tensor.nbytes
-        if chunk and (len(paths | own) > CHUNK_BLOBS or size + nbytes > CHUNK_BYTES):
+        if chunk and (len(paths | blob_paths) > CHUNK_BLOBS or size + nbytes > CHUNK_BYTES):
             yield chunk
             chunk, paths, size = [], set(), 0
         chunk.append(tensor)
-        paths |= own
+        paths |= blob_paths
         size += nbytes
     if chunk:
         yield chunk
@@ -97,32 +99,35 @@ def _open(chunk: list[StoredTensor]) -> Files:
     """Return the arrays of every file in the chunk, by path and key; each is opened once."""
     files: Files = {}
     for tensor in chunk:
-        for span in tensor.spans:
-            if span.dtype not in _TYPES:  # MLX would return bytes for an 8-bit float
-                raise ModelError(f"{tensor.name}: weights of type {span.dtype} are not supported")
-            if span.path in files:
+        for tensor_range in tensor.ranges:
+            # MLX would return bytes for an 8-bit float
+            if tensor_range.dtype not in _TYPES:
+                raise ModelError(
+                    f"{tensor.name}: weights of type {tensor_range.dtype} are not supported"
+                )
+            if tensor_range.path in files:
                 continue
             try:
-                loaded: Any = mx.load(span.path, format="safetensors")
+                loaded: Any = mx.load(tensor_range.path, format="safetensors")
             except RuntimeError as error:
                 raise ModelError(f"{tensor.name}: cannot be loaded: {error}") from error
-            files[span.path] = loaded
+            files[tensor_range.path] = loaded
     return files
 
 
 def _value(
     tensor: StoredTensor, files: Files, dtype: mx.Dtype | None, keep_quantized: bool
 ) -> Value:
-    def array(span: TensorSpan) -> mx.array:
-        return files[span.path][span.key]
+    def array(tensor_range: TensorRange) -> mx.array:
+        return files[tensor_range.path][tensor_range.key]
 
     value = array(tensor.values)
     if tensor.quantization is None:
         if dtype is not None and mx.issubdtype(value.dtype, mx.floating):
             return value.astype(dtype)
         return value
-    parts = {part: array(span) for part, span in tensor.parts.items()}
+    parts = {component: array(tensor_range) for component, tensor_range in tensor.parts.items()}
     quantized = QuantizedArray(
         tensor.quantization, value, parts[SCALE], parts.get(BIAS), parts.get(GLOBAL_SCALE)
     )
-    return quantized.cast(dtype) if keep_quantized else quantized.dequantized(dtype)
+    return quantized.cast(dtype) if keep_quantized else quantized.dequantize(dtype)

@@ -39,7 +39,8 @@ __all__ = [
     "tree_flatten",
 ]
 
-STRIP = 1 << 25  # bytes; larger blocks are returned to the system and cleared again by it each time
+# Bytes; larger blocks are returned to the system and cleared again by it each time
+STRIP = 1 << 25
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 
 
@@ -63,8 +64,8 @@ class Conv2d(convolution.Conv2d):
         outputs, side, _, _ = self.weight.shape
         rows = max(1, STRIP // (width * side * side * channels * x.dtype.size))
         if rows >= height or side == 1 or on_gpu():
-            whole: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
-            return whole
+            output: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
+            return output
         edge = side // 2
         result = mx.zeros((1, height, width, outputs), x.dtype)
         mx.eval(x, result)
@@ -74,7 +75,8 @@ class Conv2d(convolution.Conv2d):
             padding = ([edge - (top - above), edge], [edge - (below - bottom), edge])
             strip = mx.conv_general(x[:, above:below], self.weight, padding=padding)
             result[:, top:bottom] = strip + self.bias if "bias" in self else strip
-            mx.eval(result)  # in place
+            # Evaluated in place: otherwise all strips would be in memory at once
+            mx.eval(result)
         return result
 
 

@@ -2,8 +2,8 @@
 
 Both generations are supported: a quantized tensor in one blob, and codes, scales and biases in
 separate layers (``x.weight``, ``x.weight_scale``, ``x.weight_qbias``; MLX: ``x.scales``,
-``x.biases``). A blob in which no tensor has the name of its layer is a packed group: the layer's
-name is a prefix, and the header lists its tensors.
+``x.biases``). A blob without a tensor of its layer's name is a packed group: the layer's name is a
+prefix, and the header lists its tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from clowder_aimage.errors import AImageError, FormatError, NotFoundError
 from clowder_aimage.formats.stored_weights import EXPERTS, name_layer, tensors_of
 from clowder_aimage.model.stored_tensor import (
     StoredTensor,
-    TensorSpan,
+    TensorRange,
     WeightBlob,
     read_plain,
 )
@@ -38,7 +38,8 @@ from clowder_aimage.tensor.quantization_config import (
     part_layers,
 )
 
-_FLOATS = ("F64", "F32", "F16", "BF16")  # always values, whatever layers exist beside them
+# Always values, also beside layers with names of scales
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Catalogue:
@@ -66,8 +67,8 @@ class Catalogue:
 
     @cached_property
     def _layers(self) -> dict[str, Layer]:
-        taken = {name for parts in self._parts.values() for name in parts.values()}
-        return {name: layer for name, layer in self._all.items() if name not in taken}
+        component_layers = {name for parts in self._parts.values() for name in parts.values()}
+        return {name: layer for name, layer in self._all.items() if name not in component_layers}
 
     def _is_codes(self, name: str) -> bool:
         """Return True if the blob of a layer holds only codes, whose scales are other layers.
@@ -80,7 +81,8 @@ class Catalogue:
         try:
             tensors = WeightBlob.read(self._store, layer).header.tensors
         except AImageError:
-            return True  # the error is raised when it is read
+            # Not an answer here: reading the tensor raises the error
+            return True
         return len(tensors) == 1 and not any(info.dtype in _FLOATS for info in tensors.values())
 
     def names(self) -> tuple[str, ...]:
@@ -123,8 +125,8 @@ class Catalogue:
             tensor = self._tensors(layer_name).get(name)
             if tensor is not None:
                 return tensor
-        whole = f"{self._component}/{name}" if self._component else name
-        raise NotFoundError(f"tensor {whole[:200]} not found in the model")
+        full_name = f"{self._component}/{name}" if self._component else name
+        raise NotFoundError(f"tensor {full_name[:200]} not found in the model")
 
     def _candidates(self, name: str) -> Iterator[str]:
         """Yield the layer of that name, and the layers that may be groups containing it."""
@@ -153,45 +155,47 @@ class Catalogue:
 
     def _inside(self, layer_name: str, blob: WeightBlob) -> Iterator[tuple[str, StoredTensor]]:
         if parts := self._parts.get(layer_name):
-            yield layer_name, self._joined(layer_name, blob, parts)
+            yield layer_name, self._join(layer_name, blob, parts)
             return
-        found = read_tensors(self._completed(blob.header, layer_name))
+        tensors = read_tensors(self._complete_header(blob.header, layer_name))
         if blob.layer.is_shard:
-            for name, tensor in found.items():
+            for name, tensor in tensors.items():
                 yield name, blob.tensor(name, tensor)
             return
-        for name, inside in tensors_of(blob.layer, layer_name, found).items():
+        for name, inside in tensors_of(blob.layer, layer_name, tensors).items():
             if name == layer_name:
                 _check(blob.layer, inside)
             yield name, blob.tensor(name, inside)
 
-    def _completed(self, header: Header, layer_name: str) -> Header:
-        def stated(key: str) -> StatedType:
+    def _complete_header(self, header: Header, layer_name: str) -> Header:
+        def stated_type(key: str) -> StatedType:
             name = layer_name if key == LEGACY_KEY else key
             return self._stated.of(name.removeprefix(f"{self._component}/"))
 
-        return complete(header, stated)
+        return complete(header, stated_type)
 
-    def _joined(self, name: str, blob: WeightBlob, parts: Mapping[str, str]) -> StoredTensor:
+    def _join(self, name: str, blob: WeightBlob, parts: Mapping[str, str]) -> StoredTensor:
         """Return a quantized tensor whose codes, scales and biases are separate layers."""
         codes = blob.span(self._single(name, blob).key)
-        spans = {part: self._part(layer_name) for part, layer_name in parts.items()}
+        ranges = {
+            component: self._component_range(layer_name) for component, layer_name in parts.items()
+        }
         if codes.dtype != CODES:
             raise FormatError(f"values with separate scales must be {CODES}, not {codes.dtype}")
         infos = {
-            name + part: TensorInfo(span.dtype, span.shape, 0, span.nbytes)
-            for part, span in {"": codes, **spans}.items()
+            name + component: TensorInfo(span.dtype, span.shape, 0, span.nbytes)
+            for component, span in {"": codes, **ranges}.items()
         }
-        found = read_tensors(self._completed(Header(infos, {}, 0), name))[name]
-        _check(blob.layer, found)
-        return StoredTensor(name, found.dtype, found.shape, codes, found.quantization, spans)
+        joined = read_tensors(self._complete_header(Header(infos, {}, 0), name))[name]
+        _check(blob.layer, joined)
+        return StoredTensor(name, joined.dtype, joined.shape, codes, joined.quantization, ranges)
 
-    def _part(self, layer_name: str) -> TensorSpan:
+    def _component_range(self, layer_name: str) -> TensorRange:
         layer = self._all[layer_name]
         blob = WeightBlob.read(self._store, layer)
-        found = self._single(layer_name, blob)
-        _check(layer, found)
-        return blob.span(found.key)
+        tensor = self._single(layer_name, blob)
+        _check(layer, tensor)
+        return blob.span(tensor.key)
 
     def _single(self, name: str, blob: WeightBlob) -> BlobTensor:
         return find_tensor(read_tensors(blob.header), name, self._component)

@@ -37,22 +37,22 @@ def dequantize(
     stacked. global_scale: one factor per tensor, per matrix of a stack, or per row.
     """
     kind = quantization.type
-    found = unpack(codes, kind.bits)
-    grouped = found.reshape(*found.shape[:-1], -1, quantization.group_size)
+    unpacked = unpack(codes, kind.bits)
+    grouped = unpacked.reshape(*unpacked.shape[:-1], -1, quantization.group_size)
     if biases is not None:
         values = grouped.astype(np.float32) * scales[..., None] + biases[..., None]
     else:
         table = E4M3 if kind.bits == 8 else E2M1
         decode = E4M3 if kind.name == "nvfp4" else E8M0
         values = table[grouped] * decode[scales][..., None]
-    values = values.reshape(found.shape)
+    values = values.reshape(unpacked.shape)
     if global_scale is None:
         return values
     return values * global_scale.reshape(factor_shape(global_scale.shape, values.ndim))
 
 
 def factor_shape(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    """Return the shape in which factors of ``shape`` broadcast to values of ``ndim`` dimensions.
+    """Return the shape for factors of ``shape`` to broadcast to values of ``ndim`` dimensions.
 
     The dimensions are the leading ones of the values, followed by ones.
     """

@@ -1,4 +1,4 @@
-"""The library that computes image models: MLX or PyTorch, whichever is installed and faster here.
+"""The library that computes image models: MLX or PyTorch.
 
 Importing this module imports neither.
 """
@@ -20,13 +20,16 @@ from clowder_aimage.errors import UsageError
 
 AUTO, MLX, TORCH = "auto", "mlx", "torch"
 BACKENDS = (AUTO, MLX, TORCH)
-SLOW = "cpu (no fast BLAS)"  # of MLX
+# The description of MLX on a CPU without a fast BLAS
+SLOW = "cpu (no fast BLAS)"
 OLDEST = {"torch": (2, 6), "diffusers": (0, 42), "transformers": (5, 0)}
 _OTHERS = {MLX: ("jinja2", "numpy", "PIL", "tokenizers"), TORCH: ("diffusers", "transformers")}
 _MODULES = {MLX: "clowder_aimage.model.backend", TORCH: "clowder_aimage.model.torch.library"}
 _DEVICES = "clowder_aimage.model.torch.device"
-_GPUS = ("/dev/nvidia0", "/dev/kfd")  # files of the drivers of NVIDIA and AMD
-_SHORT = {"f32": "float32", "bf16": "bfloat16"}  # common names of weight types
+# Files of the drivers of NVIDIA and AMD
+_GPUS = ("/dev/nvidia0", "/dev/kfd")
+# Common names of weight types
+_SHORT = {"f32": "float32", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ NO_TUNING = TorchTuning()
 
 @dataclass(slots=True)
 class _TorchAttempt:
-    """The attempt of AUTO to use PyTorch: why it cannot be used, if it failed."""
+    """The attempt of AUTO to use PyTorch, with the reason of a failure."""
 
     fault: str | None = None
 
@@ -66,20 +69,20 @@ _attempt = _TorchAttempt()
 
 
 def library_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of ``generate.load`` from what a message has: backend, dtype, tuning."""
+    """Return arguments of ``generate.load`` from a message: backend, dtype, tuning."""
     return {**values, "tuning": TorchTuning(**values.get("tuning", {}))}
 
 
 def choose_library(name: str | None = None, tuning: TorchTuning = NO_TUNING) -> str:
     """Return MLX or TORCH for a name; None and AUTO select one.
 
-    AUTO is MLX wherever it is installed, unless only PyTorch can use the GPU.
+    AUTO prefers MLX if it is installed, unless only PyTorch can use the GPU.
 
     Raises:
         UsageError: The name is unknown, the library is not installed, too old or lacks the options
             ``tuning``, or the device that these name does not work.
     """
-    library = _suited() if name in (None, AUTO) else _named(str(name))
+    library = _select_library() if name in (None, AUTO) else _check_name(str(name))
     tuning.check(library)
     if library == TORCH:
         _check_versions()
@@ -88,7 +91,7 @@ def choose_library(name: str | None = None, tuning: TorchTuning = NO_TUNING) -> 
     return library
 
 
-def _named(name: str) -> str:
+def _check_name(name: str) -> str:
     if name not in _MODULES:
         raise UsageError(f"unknown backend {name!r:.40}: use {', '.join(BACKENDS)}")
     if not _is_installed(name):
@@ -100,7 +103,7 @@ def type_name(name: str | None, *, is_gpu: bool) -> str:
     """Return the full name of the compute type, such as bfloat16 for bf16.
 
     None selects bfloat16 on a GPU and float32 on a CPU. Raises UsageError for an unknown name, and
-    for float16, in which Z-Image overflows.
+    for float16: Z-Image overflows in it.
     """
     if name is None:
         return "bfloat16" if is_gpu else "float32"
@@ -134,12 +137,12 @@ def unused_gpu(library: str, why: str) -> str | None:
 
 
 @cache
-def _suited() -> str:
-    found = [name for name in (MLX, TORCH) if _is_installed(name)]
-    if not found:
+def _select_library() -> str:
+    installed = [name for name in (MLX, TORCH) if _is_installed(name)]
+    if not installed:
         raise _missing(MLX if _driver() is None else TORCH)
-    if len(found) == 1 or sys.platform == "darwin" or _driver() is None:
-        return found[0]
+    if len(installed) == 1 or sys.platform == "darwin" or _driver() is None:
+        return installed[0]
     return TORCH if not _on_gpu(MLX) and _torch_on_gpu() else MLX
 
 
@@ -148,11 +151,12 @@ def _on_gpu(name: str) -> bool:
 
 
 def _torch_on_gpu() -> bool:
-    """Return whether PyTorch can be used and computes on a GPU; MLX is there if it cannot."""
+    """Return True if PyTorch computes on a GPU; an error selects MLX."""
     try:
         _check_versions()
         return _on_gpu(TORCH)
-    except Exception as error:  # of many libraries, and undocumented
+    except Exception as error:
+        # Importing PyTorch raises errors of many libraries, none of them documented
         _attempt.fault = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         return False
 
@@ -161,12 +165,13 @@ def _check_versions() -> None:
     """Reject libraries of TORCH that are too old, before an import fails. Raises UsageError."""
     for name, oldest in OLDEST.items():
         try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:  # a build without metadata
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            # A build without metadata
             continue
-        if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < oldest:
+        if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < oldest:
             needed = ".".join(map(str, oldest))
-            message = f"{name} {found} is too old: {needed} or newer is required"
+            message = f"{name} {version} is too old: {needed} or newer is required"
             raise UsageError(message, remedy="install_extra", extra=TORCH)
 
 
@@ -176,7 +181,7 @@ def _driver() -> str | None:
 
 
 def _is_installed(name: str) -> bool:
-    return all(find_spec(one) is not None for one in (name, *_OTHERS[name]))
+    return all(find_spec(module) is not None for module in (name, *_OTHERS[name]))
 
 
 def _missing(name: str) -> UsageError:

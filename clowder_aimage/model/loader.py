@@ -28,7 +28,7 @@ def load_pipeline(
     tuning: TorchTuning = NO_TUNING,
     request: GenerateRequest | None = None,
 ) -> FlowPipeline:
-    """Load the model on the calling thread, which must be the only one to use it.
+    """Load the model on the calling thread; no other thread may use it.
 
     backend: "mlx", "torch", or None for the one that suits this machine.
     dtype: "float32", "bfloat16", or None for bfloat16 on a GPU and float32 on a CPU.
@@ -52,11 +52,11 @@ def load_pipeline(
             f"unsupported pipeline in model_index.json: {name!r:.80}",
             hint=f"supported: {', '.join(PIPELINES)}",
         )
-    place, kind = (store, aimage), PIPELINES[name]
+    source, kind = (store, aimage), PIPELINES[name]
     if choose_library(backend, tuning) == MLX:
-        components, kinds = _open_mlx(kind, place, dtype, keep_quantized)
+        components, kinds = _open_mlx(kind, source, dtype, keep_quantized)
     else:
-        components, kinds = _open_torch(kind, place, dtype, tuning)
+        components, kinds = _open_torch(kind, source, dtype, tuning)
     family = _read_family(kind, store, aimage)
     if request is not None:
         family.sides.check(request)
@@ -72,7 +72,7 @@ def _read_family(kind: str, store: BlobFiles, aimage: AImage) -> FlowFamily:
 
 
 def _open_mlx(
-    kind: str, place: tuple[BlobFiles, AImage], dtype: str | None, keep_quantized: bool | None
+    kind: str, source: tuple[BlobFiles, AImage], dtype: str | None, keep_quantized: bool | None
 ) -> tuple[ModelComponents, NetworkKinds]:
     from clowder_aimage.model.backend import compute_dtype
     from clowder_aimage.model.flow.mlx_library import MlxComponents, MlxLibrary
@@ -81,11 +81,11 @@ def _open_mlx(
 
     kinds = {Z_IMAGE: Z_IMAGE_NETWORKS, FLUX2: FLUX2_NETWORKS}
     library = MlxLibrary(compute_dtype(dtype))
-    return MlxComponents(*place, library, keep_quantized), kinds[kind]
+    return MlxComponents(*source, library, keep_quantized), kinds[kind]
 
 
 def _open_torch(
-    kind: str, place: tuple[BlobFiles, AImage], dtype: str | None, tuning: TorchTuning
+    kind: str, source: tuple[BlobFiles, AImage], dtype: str | None, tuning: TorchTuning
 ) -> tuple[ModelComponents, NetworkKinds]:
     from clowder_aimage.model.torch.component import TorchComponents
     from clowder_aimage.model.torch.flux2 import NETWORKS as FLUX2_NETWORKS
@@ -93,4 +93,4 @@ def _open_torch(
     from clowder_aimage.model.torch.zimage import NETWORKS as Z_IMAGE_NETWORKS
 
     kinds = {Z_IMAGE: Z_IMAGE_NETWORKS, FLUX2: FLUX2_NETWORKS}
-    return TorchComponents(*place, TorchLibrary.create(dtype, tuning)), kinds[kind]
+    return TorchComponents(*source, TorchLibrary.create(dtype, tuning)), kinds[kind]

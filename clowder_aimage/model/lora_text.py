@@ -21,10 +21,10 @@ def parse_use(text: str, is_file: Callable[[str], bool] = lambda _: False) -> Lo
     """
     name, number = _split(text)
     if number is None:
-        return LoraUse(_named(text, text))
-    name = _named(name, text)
-    last = name.rpartition("/")[2]
-    is_strength = not number.isdecimal() or ":" in last or "@" in last or is_file(name)
+        return LoraUse(_check_name(text, text))
+    name = _check_name(name, text)
+    base_name = name.rpartition("/")[2]
+    is_strength = not number.isdecimal() or ":" in base_name or "@" in base_name or is_file(name)
     return LoraUse(name, float(number)) if is_strength else LoraUse(text)
 
 
@@ -34,22 +34,22 @@ def take_tags(prompt: str) -> tuple[str, tuple[LoraUse, ...]]:
     The tags are those of stable-diffusion-webui: the strength is any last number, and optional.
     Raises UsageError: a tag has no name.
     """
-    text, *rest = _TAG.split(prompt)
-    if not rest:
+    text, *fragments = _TAG.split(prompt)
+    if not fragments:
         return prompt, ()
     uses = []
-    for inner, after in zip(rest[::2], rest[1::2], strict=True):
+    for inner, after in zip(fragments[::2], fragments[1::2], strict=True):
         name, number = _split(inner)
         strength = None if number is None else float(number)
-        uses.append(LoraUse(_named(name, f"<lora:{inner}>"), strength))
-        text = _joined(text.rstrip(), after.lstrip())
+        uses.append(LoraUse(_check_name(name, f"<lora:{inner}>"), strength))
+        text = _join_text(text.rstrip(), after.lstrip())
     return text.strip(), tuple(uses)
 
 
 def missing_words(prompt: str, words: Iterable[str]) -> list[str]:
     """Return the trigger words that the prompt lacks, in any case of its letters."""
-    known = prompt.casefold()
-    return [word for word in dict.fromkeys(words) if word.casefold() not in known]
+    folded_prompt = prompt.casefold()
+    return [word for word in dict.fromkeys(words) if word.casefold() not in folded_prompt]
 
 
 def _split(text: str) -> tuple[str, str | None]:
@@ -59,14 +59,14 @@ def _split(text: str) -> tuple[str, str | None]:
     return (name, number) if is_number else (text, None)
 
 
-def _named(name: str, text: str) -> str:
+def _check_name(name: str, text: str) -> str:
     if not (name := name.strip()):
         raise UsageError(f"{text[:60]!r} has no name of an adapter")
     return name
 
 
-def _joined(before: str, after: str) -> str:
-    """Join what a tag has separated, without doubled spaces and commas."""
+def _join_text(before: str, after: str) -> str:
+    """Join the text around a tag, without doubled spaces and commas."""
     if before[-1:] in ("", ",") and after.startswith(","):
         after = after[1:].lstrip()
     space = " " if before and after[:1] not in ("", ",", ".", ";") else ""

@@ -8,31 +8,35 @@ from collections.abc import Callable, Collection, Iterable
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.stored_tensor import some
 
-FLOATS = ("F32", "F16", "BF16")  # types of weights that are values
+# Types of weights that are values
+FLOATS = ("F32", "F16", "BF16")
 
 
 def match_tensors(
-    component: str, sanitize: Callable[[str], str], known: Collection[str], names: Iterable[str]
+    component: str,
+    sanitize: Callable[[str], str],
+    parameters: Collection[str],
+    names: Iterable[str],
 ) -> dict[str, str]:
-    """Map the names of all tensors to those of the ``known`` parameters, one to one.
+    """Map the names of all tensors to those of the ``parameters`` parameters, one to one.
 
     ``sanitize`` returns the name of the parameter of a tensor.
 
     Raises:
         ModelError: A tensor is missing, unexpected, or duplicated.
     """
-    wanted = {name: sanitize(name) for name in names}
-    given = Counter(wanted.values())
-    if twice := sorted(own for own, count in given.items() if count > 1):
+    matches = {name: sanitize(name) for name in names}
+    counts = Counter(matches.values())
+    if twice := sorted(parameter for parameter, count in counts.items() if count > 1):
         raise ModelError(f"{component}: duplicate tensors for {some(twice)}")
-    if missing := sorted(set(known) - set(given)):
+    if missing := sorted(set(parameters) - set(counts)):
         raise ModelError(f"{component}: missing tensors {some(missing)}")
-    if extra := sorted(name for name, own in wanted.items() if own not in known):
+    if extra := sorted(name for name, parameter in matches.items() if parameter not in parameters):
         raise ModelError(
             f"{component}: unexpected tensors {some(extra)}",
             hint="the weights do not match the configuration",
         )
-    return wanted
+    return matches
 
 
 def check_shape(

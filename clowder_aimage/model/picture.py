@@ -1,4 +1,4 @@
-"""Picture files, which store how they were made (``picture_metadata``)."""
+"""Picture files with generation settings (``picture_metadata``)."""
 
 from __future__ import annotations
 
@@ -21,38 +21,46 @@ from clowder_aimage.generation.encoding import FORMATS
 from clowder_aimage.model.picture_metadata import (
     KEY,
     QUALITIES,
-    facts_of,
+    add_quality,
     kind_of,
     maker_note,
     parameters_text,
-    stated_facts,
+    read_metadata,
 )
 
 Pixels = npt.NDArray[np.uint8]
-_LARGEST_EXIF = 65_533  # bytes in a segment of a JPEG file
-_THUMBNAIL, _MARGIN, _CAPTION = 256, 8, 18  # pixels of a sheet
+# A segment of a JPEG file has a length of 16 bits
+_LARGEST_EXIF = 65_533
+# Pixels of a sheet
+_THUMBNAIL, _MARGIN, _CAPTION = 256, 8, 18
 _PAPER, _INK = (246, 246, 244), (40, 40, 40)
-_TOLERANCE = 4.0  # of 255: the mean difference of equal pictures in a lossy format
-_MAX_BYTES = 256 << 20  # of a file
-_MAX_PIXELS = 1 << 26  # 8192 by 8192, more than pictures that are made
+# Levels of 255: the mean difference of equal pictures in a lossy format
+_TOLERANCE = 4.0
+# The limit of a picture file
+_MAX_BYTES = 256 << 20
+# 8192 by 8192, more than pictures that are made
+_MAX_PIXELS = 1 << 26
 
 
 def encode_picture(
     pixels: Pixels,
-    facts: Mapping[str, Any] | None,
+    metadata: Mapping[str, Any] | None,
     kind: str = "png",
     quality: int | None = None,
 ) -> bytes:
     """Encode ``pixels`` (height, width, 3) as a file of ``encoding.FORMATS``.
 
-    The file stores ``facts``; ``quality`` (0 to 100, the best) applies to JPEG and WebP.
+    The file stores ``metadata``; ``quality`` (0 to 100, the best) applies to JPEG and WebP.
     """
     options: dict[str, Any] = {}
     if kind in QUALITIES:
         options["quality"] = QUALITIES[kind] if quality is None else quality
-    if facts is not None:
+    if metadata is not None:
         height, width, *_ = pixels.shape
-        stated, text = stated_facts(facts, kind, quality), parameters_text(facts, width, height)
+        stated, text = (
+            add_quality(metadata, kind, quality),
+            parameters_text(metadata, width, height),
+        )
         if kind == "png":
             options["pnginfo"] = _chunks(stated, text)
         else:
@@ -70,8 +78,8 @@ def contact_sheet(pictures: Sequence[tuple[int, bytes]]) -> bytes:
     """
     thumbnails = [_thumbnail(data) for _, data in pictures]
     columns = math.ceil(math.sqrt(len(pictures)))
-    across = max(one.width for one in thumbnails) + _MARGIN
-    down = max(one.height for one in thumbnails) + _CAPTION + _MARGIN
+    across = max(small.width for small in thumbnails) + _MARGIN
+    down = max(small.height for small in thumbnails) + _CAPTION + _MARGIN
     rows = -(-len(pictures) // columns)
     sheet = Image.new("RGB", (columns * across + _MARGIN, rows * down + _MARGIN), _PAPER)
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
@@ -85,8 +93,8 @@ def contact_sheet(pictures: Sequence[tuple[int, bytes]]) -> bytes:
 
 
 @contextlib.contextmanager
-def _opened(data: bytes) -> Iterator[Image.Image]:
-    """Open a picture file. Raises what Pillow does, also for too many pixels."""
+def _open_picture(data: bytes) -> Iterator[Image.Image]:
+    """Open a picture file. Raises Pillow's errors, also for too many pixels."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(io.BytesIO(data), formats=[kind.upper() for kind in FORMATS]) as image:
@@ -97,32 +105,34 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
 
 def _thumbnail(data: bytes) -> Image.Image:
     try:
-        with _opened(data) as image:
+        with _open_picture(data) as image:
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))
             return image.convert("RGB")
-    except Exception:  # Pillow has no common class for what it raises for damaged files
+    except Exception:
+        # Pillow has no common class for the errors of damaged files
         raise FormatError("a picture is damaged, or too large for the sheet") from None
 
 
-def _chunks(facts: Mapping[str, Any], text: str) -> PngImagePlugin.PngInfo:
+def _chunks(metadata: Mapping[str, Any], text: str) -> PngImagePlugin.PngInfo:
     info = PngImagePlugin.PngInfo()
-    info.add_itxt(KEY, json.dumps(facts, ensure_ascii=False))
-    info.add_itxt("Description", str(facts.get("prompt", "")))
+    info.add_itxt(KEY, json.dumps(metadata, ensure_ascii=False))
+    info.add_itxt("Description", str(metadata.get("prompt", "")))
     info.add_text("parameters", text)
     info.add_text("Software", "aimage")
     return info
 
 
-def _exif(facts: Mapping[str, Any], text: str, limit: float) -> bytes:
-    """Return Exif data with facts and a comment (Exif 2.3, 4.6.5).
+def _exif(metadata: Mapping[str, Any], text: str, limit: float) -> bytes:
+    """Return Exif data with metadata and a comment (Exif 2.3, 4.6.5).
 
-    Within a limit, without the comment if both are too long, and none if the facts are.
+    Within a limit, without the comment if both are too long, and none if the metadata are.
     """
     comment = b"UNICODE\0" + text.encode("utf-16-be", "replace")
-    note = (int(ExifTags.Base.MakerNote), maker_note(facts))
+    note = (int(ExifTags.Base.MakerNote), maker_note(metadata))
     for tags in ([note, (int(ExifTags.Base.UserComment), comment)], [note]):
         exif = Image.Exif()
-        exif.endian = ">"  # programs read the UTF-16 of the comment in this order
+        # Programs read the UTF-16 of the comment in this order
+        exif.endian = ">"
         exif[ExifTags.Base.Software] = "aimage"
         exif.get_ifd(ExifTags.IFD.Exif).update(tags)
         if len(data := exif.tobytes()) <= limit:
@@ -132,11 +142,11 @@ def _exif(facts: Mapping[str, Any], text: str, limit: float) -> bytes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredPicture:
-    """The pixels (height, width, 3) of a file in a format, and its facts, empty without any."""
+    """The pixels (height, width, 3) of a file in a format, and its metadata, empty without any."""
 
     pixels: Pixels
     kind: str
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 def read_file(path: Path) -> bytes:
@@ -161,20 +171,21 @@ def read_picture(data: bytes, name: str) -> StoredPicture:
         FormatError: Its Exif data is damaged.
     """
     try:
-        with _opened(data) as image:
+        with _open_picture(data) as image:
             pixels = np.asarray(image.convert("RGB"))
     except Image.DecompressionBombError:
         raise UsageError(f"{name} has more than {_MAX_PIXELS} pixels") from None
-    except Exception:  # Pillow has no common class for what it raises for damaged files
+    except Exception:
+        # Pillow has no common class for the errors of damaged files
         raise UsageError(f"{name} is not a valid PNG, JPEG or WebP file") from None
     try:
-        return StoredPicture(pixels, kind_of(data), facts_of(data))
+        return StoredPicture(pixels, kind_of(data), read_metadata(data))
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
 
 
-def no_facts(name: str) -> UsageError:
-    """Return the error of a picture without facts."""
+def missing_metadata(name: str) -> UsageError:
+    """Return the error for a picture without metadata."""
     return UsageError(
         f"{name} has no generation settings",
         hint="only pictures that this program wrote can be replayed, if they were not edited",
@@ -192,19 +203,21 @@ class PictureDifference:
 
 
 def compare_pictures(
-    pixels: Pixels, made: Pixels, kind: str, quality: object = None
+    pixels: Pixels, generated: Pixels, kind: str, quality: object = None
 ) -> PictureDifference | None:
-    """Compare the pixels of a file with those that were made; None if the sizes differ.
+    """Compare the pixels of a file with generated pixels; None if the sizes differ.
 
     In a lossy format they are compared as files of the same quality, and may differ by _TOLERANCE:
     other versions of its encoder round differently.
     """
-    if pixels.shape != made.shape:
+    if pixels.shape != generated.shape:
         return None
     if kind in QUALITIES:
-        used = quality if type(quality) is int and 0 <= quality <= 100 else None
-        made = read_picture(encode_picture(made, None, kind, used), "it").pixels
-    difference = np.abs(made.astype(np.int16) - pixels.astype(np.int16))
+        checked_quality = quality if type(quality) is int and 0 <= quality <= 100 else None
+        generated = read_picture(
+            encode_picture(generated, None, kind, checked_quality), "it"
+        ).pixels
+    difference = np.abs(generated.astype(np.int16) - pixels.astype(np.int16))
     largest, mean = int(difference.max()), float(difference.mean())
     is_equal = mean <= _TOLERANCE if kind in QUALITIES else not largest
     return PictureDifference(largest, mean, float((difference > 0).mean()), is_equal)

@@ -6,7 +6,8 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:  # a worker without numpy stores models and still parses requests
+# A worker without numpy stores models and still parses requests
+if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
@@ -92,11 +93,11 @@ class Pipeline(Protocol):
         ...
 
     def generate(
-        self, request: GenerateRequest, given: PictureInput | None = None
+        self, request: GenerateRequest, picture: PictureInput | None = None
     ) -> Generator[PipelineEvent, None, None]:
         """Yield steps, previews and pictures; closing the generator cancels the generation.
 
-        ``given`` is the picture of a request with an image.
+        ``picture`` is the picture of a request with an image.
 
         Raises:
             UsageError: Immediately, if this model does not support the request.
@@ -119,7 +120,7 @@ class Pipeline(Protocol):
         """
         ...
 
-    def check(self, request: GenerateRequest, given: PictureInput | None = None) -> None:
+    def check(self, request: GenerateRequest, picture: PictureInput | None = None) -> None:
         """Reject a request, or its picture, that this model does not support; change nothing.
 
         Raises UsageError.
@@ -129,12 +130,12 @@ class Pipeline(Protocol):
     def preload(self, request: GenerateRequest) -> str:
         """Load all networks if they can stay in memory while the request's pictures are made.
 
-        Returns what stays in memory, in words. Raises as ``ModelWeights.apply`` does.
+        Returns a description of the memory. Raises as ``ModelWeights.apply`` does.
         """
         ...
 
     def prepare(self, request: GenerateRequest) -> None:
-        """Encode the texts of a request, which follows. Raises as ``generate`` does."""
+        """Encode the texts of the next request. Raises as ``generate`` does."""
         ...
 
     @property

@@ -13,6 +13,6 @@ def resident_memory() -> int:
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return used if sys.platform == "darwin" else used * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
     return pages * os.sysconf("SC_PAGE_SIZE")

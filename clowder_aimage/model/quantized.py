@@ -1,4 +1,4 @@
-"""Quantized weights in MLX, and the layers that compute with them.
+"""Quantized weights in MLX, and their layers.
 
 MLX's own quantized layers quantize random weights first, and do not support a global factor; these
 use stored weights. Sums and products have the type of the input.
@@ -47,7 +47,7 @@ class QuantizedArray:
             return self
         return replace(self, scales=self.scales.astype(dtype), biases=self.biases.astype(dtype))
 
-    def dequantized(self, dtype: mx.Dtype | None = None) -> mx.array:
+    def dequantize(self, dtype: mx.Dtype | None = None) -> mx.array:
         """Return the values (rows, columns) in ``dtype``, computed in float32.
 
         None selects the type of affine scales, otherwise bfloat16.
@@ -109,14 +109,14 @@ class QuantizedEmbedding(_QuantizedLayer):
         self.dtype = dtype
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        rows = QuantizedArray(
+        selected = QuantizedArray(
             self.quantization,
             self.weight[tokens],
             self.scales[tokens],
             self.biases[tokens] if "biases" in self else None,
             self._factors(tokens),
         )
-        return rows.dequantized(self.dtype)
+        return selected.dequantize(self.dtype)
 
     def _factors(self, tokens: mx.array) -> mx.array | None:
         if "global_scale" not in self:

@@ -25,12 +25,13 @@ from clowder_aimage.tensor import (
 )
 from clowder_aimage.tensor.blob import CODES
 
-_FIRST = 4096  # bytes: contains the header of nearly every blob
+# Bytes: contains the header of nearly every blob
+_FIRST = 4096
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpan:
+class TensorRange:
     """One array: ``key`` in the header of the file ``path``, ``nbytes`` bytes from ``start``."""
 
     path: str
@@ -53,17 +54,17 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    values: TensorSpan
+    values: TensorRange
     quantization: Quantization | None = None
-    parts: Mapping[str, TensorSpan] = field(default_factory=dict)
+    parts: Mapping[str, TensorRange] = field(default_factory=dict)
 
     @property
-    def spans(self) -> tuple[TensorSpan, ...]:
+    def ranges(self) -> tuple[TensorRange, ...]:
         return (self.values, *self.parts.values())
 
     @property
     def nbytes(self) -> int:
-        return sum(span.nbytes for span in self.spans)
+        return sum(span.nbytes for span in self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +91,26 @@ class WeightBlob:
         except OSError as error:
             raise StoreError(f"{layer.name}: cannot be read: {error.strerror or error}") from None
 
-    def span(self, key: str) -> TensorSpan:
+    def span(self, key: str) -> TensorRange:
         """Return the location of the array ``key``."""
         info = self.header.tensors[key]
         start = self.header.data_offset + info.start
-        return TensorSpan(self.path, key, info.dtype, info.shape, start, info.nbytes)
+        return TensorRange(self.path, key, info.dtype, info.shape, start, info.nbytes)
 
-    def tensor(self, name: str, found: BlobTensor) -> StoredTensor:
-        """Return ``found`` in this blob as a stored tensor with the name ``name``."""
-        parts = {part: self.span(key) for part, key in found.parts.items()}
-        value = self.span(found.key)
-        return StoredTensor(name, found.dtype, found.shape, value, found.quantization, parts)
+    def tensor(self, name: str, blob_tensor: BlobTensor) -> StoredTensor:
+        """Return a tensor of this blob as a stored tensor called ``name``."""
+        parts = {component: self.span(key) for component, key in blob_tensor.parts.items()}
+        value = self.span(blob_tensor.key)
+        return StoredTensor(
+            name, blob_tensor.dtype, blob_tensor.shape, value, blob_tensor.quantization, parts
+        )
 
 
 def read_plain(store: BlobFiles, layer: Layer, name: str) -> StoredTensor | None:
     """Return the tensor of a blob, or None if its header must be parsed.
 
-    The header is compared with the bytes that ``encode_header`` makes for the layer, which takes
-    half of the time of parsing; a model has a thousand blobs.
+    The header is compared with the bytes of ``encode_header`` for the layer. This takes half of the
+    time of parsing; a model has a thousand blobs.
     """
     dtype, shape = layer.dtype, layer.shape
     if shape is None or dtype not in DTYPE_BITS or dtype == CODES:
@@ -119,7 +122,7 @@ def read_plain(store: BlobFiles, layer: Layer, name: str) -> StoredTensor | None
         try:
             is_whole = os.fstat(handle).st_size == layer.descriptor.size == len(header) + size
             if is_whole and os.read(handle, len(header)) == header:
-                span = TensorSpan(path, name, dtype, shape, len(header), size)
+                span = TensorRange(path, name, dtype, shape, len(header), size)
                 return StoredTensor(name, dtype, shape, span)
         finally:
             os.close(handle)
@@ -133,10 +136,11 @@ def _header(path: str, content: Descriptor) -> Header:
         size = os.fstat(handle).st_size
         if size != content.size:
             raise FormatError(f"the file has {size} bytes, expected {content.size}")
-        first = os.read(handle, _FIRST)
-        end = 8 + int.from_bytes(first[:8], "little")
-        if end <= min(len(first), size):  # the check of read_header, without a file object
-            return parse_header(first[8:end], size - end)
+        beginning = os.read(handle, _FIRST)
+        end = 8 + int.from_bytes(beginning[:8], "little")
+        # The same check as in read_header, without a file object
+        if end <= min(len(beginning), size):
+            return parse_header(beginning[8:end], size - end)
         os.lseek(handle, 0, os.SEEK_SET)
         with io.FileIO(handle, closefd=False) as file:
             return read_header(file, size)
@@ -146,5 +150,5 @@ def _header(path: str, content: Descriptor) -> Header:
 
 def some(names: list[str], limit: int = 8) -> str:
     """Return the first names, and the number of the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(name[:120] for name in names[:limit]) + more
+    suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(name[:120] for name in names[:limit]) + suffix

@@ -1,6 +1,6 @@
 """Tensors for other runtimes: numpy and torch arrays over the blobs, without MLX.
 
-Arrays are views of the file's pages, which processes share; safetensors makes those of torch. Only
+Arrays are views of the file's pages, shared by processes; safetensors makes those of torch. Only
 types that the library does not support are copied: BF16 and 8-bit floats to float32 in numpy,
 quantized tensors in both.
 """
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from clowder_aimage.errors import ModelError, StoreError
 from clowder_aimage.model.dequantize import dequantize
-from clowder_aimage.model.stored_tensor import StoredTensor, TensorSpan
+from clowder_aimage.model.stored_tensor import StoredTensor, TensorRange
 from clowder_aimage.tensor import Quantization
 from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
 from clowder_aimage.tensor.float_code import e4m3, e5m2, e8m0
@@ -40,33 +40,38 @@ def numpy_tensor(tensor: StoredTensor) -> Array:
         StoreError: The blob cannot be opened.
     """
     if tensor.quantization is None:
-        return numpy_span(tensor.values)
-    values = _dequantized(tensor, tensor.quantization)
+        return numpy_range(tensor.values)
+    values = _dequantize(tensor, tensor.quantization)
     values.flags.writeable = False
     return values
 
 
-def _dequantized(tensor: StoredTensor, quantization: Quantization) -> Array:
-    parts = {part: numpy_span(span) for part, span in tensor.parts.items()}
+def _dequantize(tensor: StoredTensor, quantization: Quantization) -> Array:
+    parts = {
+        component: numpy_range(tensor_range) for component, tensor_range in tensor.parts.items()
+    }
     return dequantize(
         quantization,
-        numpy_span(tensor.values),
+        numpy_range(tensor.values),
         _single(parts[SCALE]),
         _single(parts[BIAS]) if BIAS in parts else None,
         parts.get(GLOBAL_SCALE),
     )
 
 
-def numpy_span(span: TensorSpan) -> Array:
+def numpy_range(tensor_range: TensorRange) -> Array:
     """Return one array as stored, read-only. Raises as ``numpy_tensor`` does."""
-    if span.dtype in _NUMPY:
-        return _view(span, _NUMPY[span.dtype])
-    if span.dtype == "BF16":
-        values = np.asarray(_view(span, "<u2").astype(np.uint32) << 16).view(np.float32)
-    elif span.dtype in _DECODED:
-        values = np.asarray(_DECODED[span.dtype](_view(span, "u1")))  # a scalar is not an array
+    if tensor_range.dtype in _NUMPY:
+        return _view(tensor_range, _NUMPY[tensor_range.dtype])
+    if tensor_range.dtype == "BF16":
+        values = np.asarray(_view(tensor_range, "<u2").astype(np.uint32) << 16).view(np.float32)
+    elif tensor_range.dtype in _DECODED:
+        values = np.asarray(
+            _DECODED[tensor_range.dtype](_view(tensor_range, "u1"))
+            # A scalar is not an array
+        )
     else:
-        raise ModelError(f"{span.key}: numpy does not support {span.dtype}")
+        raise ModelError(f"{tensor_range.key}: numpy does not support {tensor_range.dtype}")
     values.flags.writeable = False
     return values
 
@@ -85,36 +90,46 @@ def torch_tensor(tensor: StoredTensor) -> Any:
             "PyTorch is not installed", hint="install torch, or read the tensors as numpy arrays"
         ) from None
     if tensor.quantization is not None:
-        return torch.from_numpy(_dequantized(tensor, tensor.quantization))
-    span = tensor.values
+        return torch.from_numpy(_dequantize(tensor, tensor.quantization))
+    tensor_range = tensor.values
     try:
-        with safetensors.safe_open(span.path, framework="pt") as file:
-            values = file.get_tensor(span.key)
+        with safetensors.safe_open(tensor_range.path, framework="pt") as file:
+            values = file.get_tensor(tensor_range.key)
     except OSError as error:
-        raise StoreError(f"{span.path} cannot be mapped: {error.strerror or error}") from None
-    except (AttributeError, safetensors.SafetensorError) as error:  # also of a truncated file
-        raise ModelError(f"{span.key}: PyTorch cannot read {span.dtype}: {error}") from None
-    is_aligned = values.data_ptr() % values.element_size() == 0  # a header may have no padding
+        raise StoreError(
+            f"{tensor_range.path} cannot be mapped: {error.strerror or error}"
+        ) from None
+    except (AttributeError, safetensors.SafetensorError) as error:
+        # SafetensorError is also raised for a truncated file
+        raise ModelError(
+            f"{tensor_range.key}: PyTorch cannot read {tensor_range.dtype}: {error}"
+        ) from None
+    # torch requires alignment, but a header may have no padding
+    is_aligned = values.data_ptr() % values.element_size() == 0
     return values if is_aligned else values.clone()
 
 
-def _view(span: TensorSpan, dtype: str) -> Array:
-    count = span.nbytes // np.dtype(dtype).itemsize
-    flat = np.frombuffer(_mapped(span), dtype, count, span.start) if count else np.empty(0, dtype)
-    values = flat.reshape(span.shape)
+def _view(tensor_range: TensorRange, dtype: str) -> Array:
+    count = tensor_range.nbytes // np.dtype(dtype).itemsize
+    flat = (
+        np.frombuffer(_map_range(tensor_range), dtype, count, tensor_range.start)
+        if count
+        else np.empty(0, dtype)
+    )
+    values = flat.reshape(tensor_range.shape)
     values.flags.writeable = False
     return values
 
 
-def _mapped(span: TensorSpan) -> Any:
-    buffer = map_file(span.path)
-    if len(buffer) < span.start + span.nbytes:
-        raise StoreError(f"{span.path} was truncated after its header was read")
+def _map_range(tensor_range: TensorRange) -> Any:
+    buffer = map_file(tensor_range.path)
+    if len(buffer) < tensor_range.start + tensor_range.nbytes:
+        raise StoreError(f"{tensor_range.path} was truncated after its header was read")
     return buffer
 
 
 def _single(values: Array) -> Array:
-    """Return scales as bytes, or as float32, which represents all of their types exactly."""
+    """Return scales as bytes, or as float32, exact for all of their types."""
     return values if values.dtype == np.uint8 else values.astype(np.float32)
 
 
@@ -139,7 +154,8 @@ def map_file(path: str) -> Any:
         raise StoreError(f"{path} cannot be mapped: {error.strerror or error}") from None
     buffer = (ctypes.c_char * size).from_address(address)
     unmapping = weakref.finalize(buffer, _library().munmap, address, size)
-    unmapping.atexit = False  # at exit the buffer may still be in use
+    # At exit the buffer may still be in use
+    unmapping.atexit = False
     return buffer
 
 
@@ -163,7 +179,8 @@ def _library() -> Any:
         ctypes.c_int,
         ctypes.c_int,
         ctypes.c_int,
-        ctypes.c_longlong,  # off_t, on every 64-bit system
+        # off_t, on every 64-bit system
+        ctypes.c_longlong,
     )
     library.munmap.restype = ctypes.c_int
     library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)

@@ -26,11 +26,16 @@ from clowder_aimage.formats.model_tree import MAX_JSON
 from clowder_aimage.tensor.config_fields import parse_object
 
 _SECONDS = 1.5
-_MAX_TEXT = 1 << 20  # characters of a normalized text
-_MAX_TOKEN = 1024  # characters of an added token or of a pattern
-_MAX_ADDED = 1 << 19  # characters of all added tokens
-_MAX_AFFIX = 64  # characters of what a model writes in place of others or beside them
-_MAX_PIECES = 64  # tokens that a post-processor adds
+# Characters of a normalized text
+_MAX_TEXT = 1 << 20
+# Characters of an added token or of a pattern
+_MAX_TOKEN = 1024
+# Characters of all added tokens
+_MAX_ADDED = 1 << 19
+# Characters of replacements, prefixes and suffixes
+_MAX_AFFIX = 64
+# Tokens that a post-processor adds
+_MAX_PIECES = 64
 _MAX_COMPONENTS = 64
 _ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
 # Characters that a normalizer makes of one at most (Unicode, UAX #15, "Maximum Expansion Factor")
@@ -75,8 +80,10 @@ class TokenizerBackend:
     ) -> None:
         self._backend, self._growth, self.decoders = backend, growth, decoders
         _check_tokens(added, growth)
-        known = {token.content for token in backend.get_added_tokens_decoder().values()}
-        new = [AddedToken(text, **given) for text, given in added.items() if text not in known]
+        existing = {token.content for token in backend.get_added_tokens_decoder().values()}
+        new = [
+            AddedToken(text, **options) for text, options in added.items() if text not in existing
+        ]
         with _quiet("the tokenizer cannot be read"):
             backend.add_tokens(new)
             backend.no_padding()
@@ -120,20 +127,20 @@ class TokenizerBackend:
 
     def find(self, token: str) -> int | None:
         """Return the id of a token, or None."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
 
     def text(self, token: int) -> str | None:
         """Return the text of a token as it is in the vocabulary, or None."""
-        found: str | None = self._backend.id_to_token(token)
-        return found
+        content: str | None = self._backend.id_to_token(token)
+        return content
 
     @functools.cached_property
     def added(self) -> dict[int, bool]:
-        """The added tokens, and whether each is special."""
+        """Return the added tokens, with True for special ones."""
         return {
-            token: bool(one.special)
-            for token, one in self._backend.get_added_tokens_decoder().items()
+            token: bool(options.special)
+            for token, options in self._backend.get_added_tokens_decoder().items()
         }
 
     def encode(self, text: str, *, limits: EncodingLimits | None = None) -> list[int]:
@@ -167,11 +174,12 @@ class _Work(threading.Thread):
     def run(self) -> None:
         try:
             self._result = self._call()
-        except BaseException as error:  # raised by result()
+        except BaseException as error:
+            # Also panics; result() raises it in the caller's thread
             self._error = error
 
     def result(self, seconds: float) -> Any:
-        """Return or raise what the call did. Raises StuckError."""
+        """Return the result of the call, or raise its error. Raises StuckError."""
         self.join(seconds)
         if self.is_alive():
             raise StuckError(f"the tokenizer takes longer than {seconds:g} seconds")
@@ -182,12 +190,13 @@ class _Work(threading.Thread):
 
 @contextlib.contextmanager
 def _quiet(failure: str, is_private: bool = False) -> Iterator[None]:
-    """Discard what the library prints, and raise ModelError in place of its errors and panics.
+    """Discard the output of the library, and raise ModelError for its errors and panics.
 
     With ``is_private``, the message has the kind of the error alone: its text may quote the prompt.
     """
     with _STDERR, contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # there is no standard error
+        # A daemon may have no standard error
+        with contextlib.suppress(OSError):
             sys.stderr.flush()
             stack.callback(os.close, saved := os.dup(2))
             stack.callback(os.dup2, saved, 2)
@@ -207,16 +216,17 @@ def _quiet(failure: str, is_private: bool = False) -> Iterator[None]:
 def _check_tokens(contents: Iterable[str], growth: int) -> None:
     total = 0
     for content in contents:
-        total += len(content) + 16  # an empty one takes time too
+        # Each token takes time, an empty one too
+        total += len(content) + 16
         if len(content) > _MAX_TOKEN or total > _MAX_ADDED:
             raise ModelError(f"an added token exceeds {_MAX_TOKEN} characters, or all {_MAX_ADDED}")
         _check_length(len(content), growth)
 
 
 def _check_components(value: dict[str, Any]) -> None:
-    """Refuse what takes long to compile, repeats the text, or adds many tokens or long ones."""
+    """Refuse slow patterns, repetition of the text, and many or long added tokens."""
     parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-    nodes = [part for name in parts for part in _components(value.get(name))]
+    nodes = [component for name in parts for component in _components(value.get(name))]
     if len(nodes) > _MAX_COMPONENTS:
         raise ModelError(f"the tokenizer has more than {_MAX_COMPONENTS} components")
     for node in nodes:
@@ -237,17 +247,17 @@ def _check_components(value: dict[str, Any]) -> None:
         _check_template(node)
 
 
-def _components(part: Any) -> Iterator[dict[str, Any]]:
+def _components(component: Any) -> Iterator[dict[str, Any]]:
     """Yield a component with all in it."""
-    if isinstance(part, dict):
-        yield part
+    if isinstance(component, dict):
+        yield component
         for kind in ("normalizers", "pretokenizers", "processors", "decoders"):
-            for each in part.get(kind) or ():
-                yield from _components(each)
+            for child in component.get(kind) or ():
+                yield from _components(child)
 
 
 def _check_template(node: dict[str, Any]) -> None:
-    """Refuse a template that repeats the text, whose parts beyond the limit would multiply."""
+    """Refuse a template that repeats the text: the length would multiply."""
     tokens = node.get("special_tokens") or {}
     texts = [text for token in tokens.values() for text in token["tokens"]]
     texts += [node[name][0] for name in ("sep", "cls") if name in node]
@@ -270,7 +280,7 @@ def _check_length(length: int, growth: int, limit: int = _MAX_TEXT) -> None:
 
 
 def _growth(normalizer: Any) -> int:
-    """Return how many characters a normalizer makes of one at most."""
+    """Return the most characters that a normalizer makes of one."""
     if not isinstance(normalizer, dict):
         return 1
     kind = normalizer.get("type")
@@ -282,7 +292,8 @@ def _growth(normalizer: Any) -> int:
         return max(1, len(normalizer["content"]) + beside)
     if kind == "Prepend":
         return 1 + len(normalizer["prepend"])
-    if kind == "Precompiled":  # the size of a trie, the trie, then texts that end with NUL
+    # The size of a trie, the trie, then texts that end with NUL
+    if kind == "Precompiled":
         data = base64.b64decode(normalizer["precompiled_charsmap"])
         texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
         return max(1, *map(len, texts))

@@ -6,7 +6,7 @@
 
 A blob's header is checked against its layer before its weights are read; ``check`` checks all
 headers and the module's shapes. The store may still be fetching the blobs: ``apply`` reads them in
-the order of the layers, each when it is there. MLX is imported only by methods that use it, on one
+the order of the layers, as they arrive. MLX is imported only by methods that use it, on one
 thread.
 """
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from clowder_aimage.model.array import Value
     from clowder_aimage.model.backend import mx
 
-MAX_FILE = 256 * 1024 * 1024  # bytes of a file; the largest vocabularies take about a tenth
+# Bytes of a file; the largest vocabularies take about a tenth
+MAX_FILE = 256 * 1024 * 1024
 
 
 class ModelWeights:
@@ -100,14 +101,13 @@ class ModelWeights:
         return self._catalogue.find(name).shape
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors. Raises as ``stated``."""
-        return {name: self.stated(name)[0] for name in self.keys()}
+        """Return the shapes of all tensors. Raises as ``shape_and_dtype``."""
+        return {name: self.shape_and_dtype(name)[0] for name in self.keys()}
 
-    def stated(self, name: str) -> tuple[tuple[int, ...], str | None]:
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str | None]:
         """Return the shape of a tensor, dequantized, and its type, None if it is quantized.
 
-        Of a blob that is arriving this is what its layer states, or None. Raises as
-        ``quantization``.
+        For an arriving blob, both are from its layer's metadata. Raises as ``quantization``.
         """
         if (layer := self._catalogue.arriving(name)) is not None:
             return layer.shape or (), layer.dtype if layer.dtype in FLOATS else None
@@ -151,7 +151,7 @@ class ModelWeights:
         if value is None:
             tensor = self._catalogue.find(name)
             ((_, value),) = read_arrays([tensor], None, keep_quantized=False)
-        return value if isinstance(value, mx.array) else value.dequantized(self._dtype)
+        return value if isinstance(value, mx.array) else value.dequantize(self._dtype)
 
     def release(self) -> None:
         """Release the tensors that ``load`` has read."""
@@ -167,8 +167,7 @@ class ModelWeights:
     ) -> tuple[str, ...]:
         """Load every tensor except the skipped ones into ``module``, strictly, and evaluate it.
 
-        ``module`` is an ``nn.Module`` with ``sanitize``, which returns the name of the parameter
-        for a tensor.
+        ``module`` is an ``nn.Module`` with ``sanitize``: from a tensor's name to its parameter's.
 
         ``dtype`` is the compute type; None leaves weights unchanged. With ``keep_quantized``
         layers with codes are replaced by quantized ones; None does so only on a GPU, because a CPU
@@ -182,9 +181,9 @@ class ModelWeights:
         """
         from clowder_aimage.model.apply import load_into
 
-        target, wanted, skipped = self._match(module, skip)
+        target, parameters, skipped = self._match(module, skip)
         find, keeps = self._catalogue.find, _keeps(keep_quantized)
-        load_into(target, wanted, find, dtype, keep_quantized=keeps)
+        load_into(target, parameters, find, dtype, keep_quantized=keeps)
         return skipped
 
     def check(
@@ -195,21 +194,21 @@ class ModelWeights:
         dtype: mx.Dtype | None = None,
         keep_quantized: bool | None = None,
     ) -> tuple[int, tuple[str, ...]]:
-        """Check what ``apply`` checks, except values, and raise the same errors.
+        """Check all that ``apply`` checks, except values, and raise the same errors.
 
-        A blob that is still being fetched is represented by what its layer states. Returns the
+        A blob that is still being fetched is represented by its layer's metadata. Returns the
         bytes that the module would take, and the names of skipped tensors.
         """
-        target, wanted, skipped = self._match(module, skip)
+        target, parameters, skipped = self._match(module, skip)
         has_codes = _keeps(keep_quantized)
         size = 0
-        for name, own in wanted.items():
+        for name, parameter in parameters.items():
             if (layer := self._catalogue.arriving(name)) is not None:
                 shape, nbytes = layer.shape or (), layer.descriptor.size
                 is_quantized = layer.dtype not in FLOATS
-                target.check_shape(name, shape, own)
+                target.check_shape(name, shape, parameter)
             else:
-                target.check(tensor := self._catalogue.find(name), own)
+                target.check(tensor := self._catalogue.find(name), parameter)
                 shape, nbytes = tensor.shape, tensor.nbytes
                 is_quantized = tensor.quantization is not None
             if dtype is None or (has_codes and is_quantized):
@@ -261,8 +260,11 @@ class ModelWeights:
         tensor = self._catalogue.find(name)
         if tensor.quantization is None:
             raise FormatError(f"{name[:200]} is not quantized: it is {tensor.dtype}")
-        spans = {"": tensor.values, **tensor.parts}
-        return {part: tensor_view.numpy_span(span) for part, span in spans.items()}
+        ranges = {"": tensor.values, **tensor.parts}
+        return {
+            component: tensor_view.numpy_range(tensor_range)
+            for component, tensor_range in ranges.items()
+        }
 
 
 def _keeps(requested: bool | None) -> bool:

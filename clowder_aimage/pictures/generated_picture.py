@@ -35,10 +35,10 @@ class MadePicture:
 def encode_image(image: Image, facts: Mapping[str, Any], encoding: PictureEncoding) -> MadePicture:
     """Return the file of an image; ``facts`` are those of its request, without its own seed."""
     from clowder_aimage.model.picture import encode_picture  # late: it imports numpy
-    from clowder_aimage.model.picture_metadata import stated_facts
+    from clowder_aimage.model.picture_metadata import add_quality
 
     kind, quality = encoding.kind, encoding.quality
-    stated = stated_facts({**facts, "seed": image.seed}, kind, quality)
+    stated = add_quality({**facts, "seed": image.seed}, kind, quality)
     shown = stated if encoding.has_facts else None
     data = encode_picture(image.pixels, shown, kind, quality)
     return MadePicture(data, image.seed, kind, stated)

@@ -139,7 +139,7 @@ def decode(data: bytes, what: str) -> Picture:
         raise
     except Image.DecompressionBombError:  # by Pillow's own limit, above this one
         raise TooLargeError(f"{what} has more than {MAX_PIXELS} pixels") from None
-    except Exception:  # Pillow has no common class for what it raises for damaged files
+    except Exception:  # Pillow has no common class for the errors of damaged files
         raise UsageError(
             f"{what} is not a picture that can be read", hint="use a PNG, JPEG or WebP file"
         ) from None

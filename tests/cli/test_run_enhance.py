@@ -17,7 +17,7 @@ from clowder_aimage.cli.worker.local_model import LocalOptions
 from clowder_aimage.engine import machine
 from clowder_aimage.errors import ModelError
 from clowder_aimage.generation.request import GenerateRequest
-from clowder_aimage.model.picture_metadata import facts_of
+from clowder_aimage.model.picture_metadata import read_metadata
 from clowder_aimage.model.text.enhancement import ANY
 from clowder_aimage.model.text.language_model import TextPiece, TextRequest
 from clowder_aimage.oci import Reference
@@ -68,7 +68,7 @@ def test_each_picture_has_a_prompt_of_its_seed_and_both_prompts_are_stated(
     said = named("run", "x", "fox", "--enhance", *SMALL, "--seed", 4, "-n", 2)
     assert said.out == "fox-4.png\nfox-5.png\n" and "prompt: a fox of 5, in the snow" in said.err
     assert asked_before_load == [2]
-    found = [facts_of((here.home / f"fox-{seed}.png").read_bytes()) for seed in (4, 5)]
+    found = [read_metadata((here.home / f"fox-{seed}.png").read_bytes()) for seed in (4, 5)]
     assert [one["prompt"] for one in found] == [f"a fox of {n}, in the snow" for n in (4, 5)]
     assert {one["original_prompt"] for one in found} == {"fox"}
     assert all(one["enhancer"].startswith("talk@sha256:") for one in found)

@@ -54,9 +54,9 @@ def drawn(here: Aimage, *words: object, prompt: str = "a fox") -> bytes:
 
 
 def facts(data: bytes) -> dict[str, Any]:
-    from clowder_aimage.model.picture_metadata import facts_of
+    from clowder_aimage.model.picture_metadata import read_metadata
 
-    return facts_of(data)
+    return read_metadata(data)
 
 
 def pixels(data: bytes) -> bytes:

@@ -387,20 +387,20 @@ def read_challenge(n: int, _: Path) -> Action:
 
 
 def read_facts(n: int, _: Path) -> Action:
-    from clowder_aimage.model.picture_metadata import facts_of
+    from clowder_aimage.model.picture_metadata import read_metadata
 
     raw = png(n)
-    return lambda: facts_of(raw)
+    return lambda: read_metadata(raw)
 
 
 def read_exif(n: int, _: Path) -> Action:
-    from clowder_aimage.model.picture_metadata import facts_of
+    from clowder_aimage.model.picture_metadata import read_metadata
 
     tags = struct.pack("<HHII", 0x8769, 4, 1, 8) * min(n, 65_535)  # each leads to the directory
     exif = b"II*\0" + struct.pack("<IH", 8, min(n, 65_535)) + tags
     chunks = struct.pack("<4sI", b"VP8 ", 0) * n + struct.pack("<4sI", b"EXIF", len(exif)) + exif
     raw = b"RIFF\0\0\0\0WEBP" + chunks
-    return lambda: facts_of(raw)
+    return lambda: read_metadata(raw)
 
 
 def read_settings(n: int, _: Path) -> Action:

@@ -33,7 +33,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
     """Return a function that sets what is installed, and what sees the GPU, if there is one."""
 
     def of(*installed: str, gpu: tuple[str, ...] | None = None, platform: str = "linux") -> None:
-        library_choice._suited.cache_clear()
+        library_choice._select_library.cache_clear()
         library_choice._attempt.fault = None
         driver = tmp_path / "nvidia0"
         driver.unlink(missing_ok=True)
@@ -48,7 +48,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
             monkeypatch.setitem(sys.modules, module, found)
 
     yield of
-    library_choice._suited.cache_clear()
+    library_choice._select_library.cache_clear()
     library_choice._attempt.fault = None
 
 

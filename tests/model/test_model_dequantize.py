@@ -119,7 +119,7 @@ def check_factors(shape: tuple[int, ...], factors: tuple[int, ...]) -> None:
         expected[row] *= factor[place[: len(factors)]]
     same(dequantize(how, codes, scales.astype(np.uint8), None, factor), expected)
     kept = QuantizedArray(how, mx.array(codes), mx.array(scales), None, mx.array(factor))
-    same(np.array(kept.dequantized(mx.float32)), expected)
+    same(np.array(kept.dequantize(mx.float32)), expected)
 
 
 def test_8_bit_floats_are_decoded() -> None:

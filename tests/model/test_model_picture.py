@@ -24,7 +24,7 @@ from clowder_aimage.model.picture import (
     encode_picture,
     read_picture,
 )
-from clowder_aimage.model.picture_metadata import QUALITIES, facts_of
+from clowder_aimage.model.picture_metadata import QUALITIES, read_metadata
 from tests.picture_file import load_picture
 
 PIXELS = np.zeros((16, 32, 3), np.uint8)
@@ -121,7 +121,7 @@ def test_facts_too_long_for_a_jpeg_leave_the_picture_readable(kind: str) -> None
     for length, has_comment, has_facts in ((40_000, False, True), (70_000, False, False)):
         facts = FACTS | {"prompt": "x" * length}
         data = encode_picture(PIXELS, facts, kind)
-        assert bool(facts_of(data)) == (has_facts or kind == "webp")
+        assert bool(read_metadata(data)) == (has_facts or kind == "webp")
         with Image.open(io.BytesIO(data)) as image:
             assert image.size == (32, 16)
             comment = image.getexif().get_ifd(ExifTags.IFD.Exif).get(ExifTags.Base.UserComment)
@@ -155,13 +155,13 @@ def test_damaged_exif_data_is_an_error_of_ours(kind: str) -> None:
         changed = bytearray(data)
         changed[start + draw.randrange(120)] = draw.randrange(256)
         try:
-            facts_of(bytes(changed))
+            read_metadata(bytes(changed))
         except FormatError as error:
             damaged += error.exit_code == 5
     assert damaged
     for end in range(start, start + 100, 7):
         with contextlib.suppress(FormatError):
-            assert facts_of(data[:end]) == {}
+            assert read_metadata(data[:end]) == {}
 
 
 def test_compressed_facts_of_a_png_are_read() -> None:
@@ -172,7 +172,7 @@ def test_compressed_facts_of_a_png_are_read() -> None:
     for chunks, facts in ((info, FACTS), (bomb, {})):
         buffer = io.BytesIO()
         Image.fromarray(PIXELS).save(buffer, "PNG", pnginfo=chunks)
-        assert facts_of(buffer.getvalue()) == facts
+        assert read_metadata(buffer.getvalue()) == facts
 
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp"])

@@ -399,7 +399,8 @@ def test_the_encoder_of_pictures_is_counted_for_requests_with_one(tiny: Model) -
     modules = sum(module.size for module in held.networks.budget.modules)
     work = max(stage.work for stage in held.stages(SMALL))
     held.set_memory("auto", 1)
-    held.networks.budget.memory = int(held.networks.budget._own + work + modules - encoder.size)
+    budget = held.networks.budget
+    budget.memory = int(budget._base_memory + work + modules - encoder.size)
     assert held.networks.budget.keeps(held.stages(SMALL))
     assert not held.networks.budget.keeps(held._all_stages(request))
 

@@ -79,7 +79,7 @@ def test_tiles_are_no_larger_than_the_picture_needs() -> None:
 
 def test_seams_are_mixed_linearly() -> None:
     grid = TileGrid.cover(192, 64, (128, 64))
-    assert grid.places == ((0, 0), (64, 0))
+    assert grid.origins == ((0, 0), (64, 0))
     dark, light = (np.full((64, 128, 3), value, np.uint8) for value in (0, 240))
     row = grid.join([dark, light])[32, :, 0].astype(int)
     assert (row[:64] == 0).all() and (row[128:] == 240).all()
@@ -101,7 +101,7 @@ def test_what_is_made_keeps_the_shapes_of_the_picture_and_its_own_details() -> N
 
 
 def test_neighbours_overlap_by_a_quarter_at_least() -> None:
-    starts = sorted({x for x, _ in TileGrid.cover(1000, 64, (256, 64)).places})
+    starts = sorted({x for x, _ in TileGrid.cover(1000, 64, (256, 64)).origins})
     assert starts[0] == 0 and starts[-1] == 1000 - 256
     assert max(np.diff(starts)) <= 256 * 3 / 4
 

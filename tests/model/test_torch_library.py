@@ -134,7 +134,7 @@ def pictures(pipeline: Any) -> list[np.ndarray]:
 def squeeze(pipeline: Any) -> int:
     """Leave the memory for one layer of each network; return it."""
     pipeline.set_memory("auto", 1)
-    stages, own = pipeline.stages(REQUEST), pipeline.networks.budget._own
+    stages, own = pipeline.stages(REQUEST), pipeline.networks.budget._base_memory
     least, whole = (max(getattr(one, name) for one in stages) for name in ("least", "size"))
     assert least < whole
     pipeline.networks.budget.memory = pipeline.networks.budget.limit = own + int(least) + 1

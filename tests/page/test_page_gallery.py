@@ -18,7 +18,7 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 
 from playwright.sync_api import expect
 
-from clowder_aimage.model.picture_metadata import facts_of
+from clowder_aimage.model.picture_metadata import read_metadata
 from tests.page.picture_steps import kept, make, opened, png
 from tests.page.test_page_accessible import violations
 from tests.process import run
@@ -168,8 +168,8 @@ def test_a_picture_again_with_one_thing_changed_is_compared_with_it(open_page: O
     viewer.get_by_role("button", name="Make it again").click()
     compare = dialog(page, "Compare")
     expect(compare.locator(".fact")).to_have_text(["Seed7", "Seed41"])
-    made = facts_of(kept(page, 2))
-    assert made == facts_of(kept(page, 1)) | {"seed": 41}
+    made = read_metadata(kept(page, 2))
+    assert made == read_metadata(kept(page, 1)) | {"seed": 41}
     slider = compare.get_by_role("slider")
     slider.focus()
     page.keyboard.press("Shift+ArrowRight")
@@ -202,7 +202,7 @@ def test_a_grid_of_two_settings_is_made_cancelled_and_saved(
     expect(heads[0]).to_have_text(["Steps 1", "Steps 2", "Steps 3"])
     expect(heads[1]).to_have_text(["Seed 7", "Seed 8"])
     expect(page.get_by_text("6 of 6 pictures")).to_be_visible()
-    found = [facts_of(kept(page, number)) for number in range(2, 8)]
+    found = [read_metadata(kept(page, number)) for number in range(2, 8)]
     assert [(one["seed"], one["steps"]) for one in found] == [
         (s, t) for s in (7, 8) for t in (1, 2, 3)
     ]
@@ -278,7 +278,7 @@ def test_a_picture_that_the_browser_cannot_keep_is_shown_and_said(open_page: Ope
     expect(page.locator(".notice-bad")).to_contain_text("no room to keep")
     with page.expect_download() as saved:
         page.get_by_role("button", name="Download").click()
-    assert facts_of(saved.value.path().read_bytes())["prompt"] == "a red circle"
+    assert read_metadata(saved.value.path().read_bytes())["prompt"] == "a red circle"
 
 
 def test_axe_finds_nothing_in_the_views_of_pictures(open_page: Open) -> None:
@@ -358,7 +358,7 @@ def test_a_download_and_copied_commands_have_the_bytes_of_the_worker(
     )
     data = saved.value.path().read_bytes()
     assert data == kept(page, number)
-    assert facts_of(data)["seed"] == 2**64 - 1
+    assert read_metadata(data)["seed"] == 2**64 - 1
     assert run_all(page, shapes_worker, tmp_path) == [data] * 3
     assert not (tmp_path / "no").exists()
 

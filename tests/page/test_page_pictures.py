@@ -19,7 +19,7 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 
 from playwright.sync_api import expect
 
-from clowder_aimage.model.picture_metadata import facts_of
+from clowder_aimage.model.picture_metadata import read_metadata
 from tests.conftest import TINY
 from tests.controlnet_file import tensors, write_file
 from tests.page.conftest import Watch
@@ -137,7 +137,7 @@ def test_strength_and_the_picture_are_in_the_request(open_page: Open) -> None:
     page.get_by_role("button", name=re.compile("^Make")).click()
     page.get_by_role("button", name="Use this").click()
     made = draft(page)["images"][0]
-    facts = facts_of(made)
+    facts = read_metadata(made)
     assert (facts["strength"], facts["image"]) == (0.5, digest(RED[2]))
     assert (facts["width"], facts["height"]) == (128, 96)
     assert facts["prompt"] == "a red square"
@@ -151,7 +151,7 @@ def result(page: Page) -> tuple[dict[str, Any], tuple[int, int]]:
         "import('/page/gallery_store.js').then((it) => it.list()).then((it) => it[0].id)"
     )
     data = kept(page, number)
-    return facts_of(data), opened(data).size
+    return read_metadata(data), opened(data).size
 
 
 def test_a_result_is_enlarged_and_a_picture_is_painted_around(open_page: Open) -> None:
@@ -273,7 +273,7 @@ def test_a_mask_stays_over_a_reload_and_only_its_part_is_painted(open_page: Open
         "import('/page/gallery_store.js').then((it) => it.list()).then((it) => it[0].id)"
     )
     made = kept(page, number)
-    facts = facts_of(made)
+    facts = read_metadata(made)
     assert (facts["paste"], facts["feather"], facts["strength"]) == (True, 6, 1.0)
     pixels = np.asarray(opened(made).convert("RGB"))
     assert (pixels[:, :40] == (255, 0, 0)).all()

@@ -15,7 +15,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from clowder_aimage.api.text.enhance_field import EnhanceFields, PromptEnhancer
-from clowder_aimage.model.picture_metadata import facts_of
+from clowder_aimage.model.picture_metadata import read_metadata
 from clowder_aimage.model.text.enhancement import INSTRUCTION
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
@@ -118,7 +118,7 @@ def test_the_picture_states_both_prompts(worker: LocalWorker) -> None:
     assert status == 200 and entry["revised_prompt"] == WRITTEN
     status, line = ask(worker, OLLAMA, **wish, stream=False)
     for data in (entry["b64_json"], line["image"]):
-        facts = facts_of(base64.b64decode(data))
+        facts = read_metadata(base64.b64decode(data))
         assert facts["prompt"] == WRITTEN and facts["original_prompt"] == wish["prompt"]
         assert facts["enhancer"].startswith("enhancer@sha256:")
     assert entry["b64_json"] == line["image"]

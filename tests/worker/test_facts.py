@@ -18,7 +18,7 @@ pytest.importorskip("aiohttp")
 
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.model.picture_metadata import facts_of
+from clowder_aimage.model.picture_metadata import read_metadata
 from clowder_aimage.oci import Reference
 from tests.model.model_oracle import CASES
 from tests.picture_file import load_picture
@@ -85,7 +85,7 @@ def test_all_interfaces_make_identical_files(worker: LocalWorker) -> None:
     assert drawn(worker.url) == alone
     assert ollama(worker.url) == alone
     assert run(worker, "--steps", 2, AIMAGE_HOST=worker.url) == alone
-    facts = facts_of(alone)
+    facts = read_metadata(alone)
     assert (facts["seed"], facts["steps"], facts["prompt"]) == (7, 2, "a dog")
     assert re.fullmatch("sha256:[0-9a-f]{64}", facts["digest"])
     assert facts["digest"] in worker.aimage("show", "tiny").out
@@ -93,7 +93,7 @@ def test_all_interfaces_make_identical_files(worker: LocalWorker) -> None:
 
 def test_png_facts_can_be_omitted(worker: LocalWorker) -> None:
     said, silent = drawn(worker.url), drawn(worker.url, png_facts=False)
-    assert facts_of(said)["seed"] == 7
+    assert read_metadata(said)["seed"] == 7
     assert not [kind for kind in CHUNKS if kind in silent]
     assert b"a dog" in said and b"a dog" not in silent
     assert ollama(worker.url, png_facts=False) == silent
@@ -118,7 +118,7 @@ def test_a_worker_supports_all_options_of_run(worker: LocalWorker, tmp_path: Pat
     made = pixels(alone, tmp_path).tobytes()
     assert pixels(alone, tmp_path).shape == (64, 48, 3)
     said = {"shift": 1.5, "guidance_end": 0.5, "cache_threshold": 10}
-    assert said.items() <= facts_of(alone).items()
+    assert said.items() <= read_metadata(alone).items()
     wishes: dict[str, Any] = {"width": 48, "guidance": 2, "negative_prompt": "a cat", "steps": 3}
     assert drawn(worker.url, **wishes | said, strict=True) == alone
     for name, other in {"shift": 3, "guidance_end": 1, "cache_threshold": 0}.items():
@@ -215,10 +215,10 @@ def test_pictures_of_a_worker_match_diffusers(
 
 def test_settings_of_the_worker_apply_to_requests_without_fields(worker: LocalWorker) -> None:
     silent = worker.start("--no-png-facts", "--stream-format", "openai", "--pull", "never")
-    assert facts_of(drawn(silent.url)) == {}
-    assert facts_of(drawn(silent.url, png_facts=True))["seed"] == 7
-    assert facts_of(ollama(silent.url)) == {}
-    assert facts_of(run(worker, AIMAGE_HOST=silent.url))["seed"] == 7  # it can be replayed
+    assert read_metadata(drawn(silent.url)) == {}
+    assert read_metadata(drawn(silent.url, png_facts=True))["seed"] == 7
+    assert read_metadata(ollama(silent.url)) == {}
+    assert read_metadata(run(worker, AIMAGE_HOST=silent.url))["seed"] == 7  # it can be replayed
     for said, name in ({}, b"image_generation.completed"), ({"stream_format": "auto"}, b"done"):
         events = ask(silent.url, stream=True, **said)[2]
         assert re.findall(rb"^event: (.*)$", events, re.MULTILINE)[-1] == name

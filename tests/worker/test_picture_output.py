@@ -17,7 +17,7 @@ pytest.importorskip("aiohttp")
 from clowder_aimage.api.service import make_service
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.model.picture_metadata import facts_of
+from clowder_aimage.model.picture_metadata import read_metadata
 from clowder_aimage.oci import Descriptor, Digest, mediatype
 from clowder_aimage.registry import ClientOptions
 from clowder_aimage.registry.host_settings import HostSettings
@@ -97,7 +97,7 @@ def test_the_quality_of_a_pushed_picture_is_recorded(worker: LocalWorker, host: 
     fields = {"output_format": "webp", "output_compression": 20, "png_facts": False}
     status, answer = ask(worker, output={"push": target}, **fields)
     assert status == 200, answer
-    assert facts_of(first(answer)) == {}
+    assert read_metadata(first(answer)) == {}
     replaying = Aimage(worker.aimage.home, worker.aimage.store)
     assert replaying("replay", f"oci://{target}").line == "equal"
 

@@ -21,7 +21,7 @@ import safetensors.numpy
 from PIL import Image
 
 from clowder_aimage.engine.queued_request import ModelSlot
-from clowder_aimage.model.picture_metadata import facts_of
+from clowder_aimage.model.picture_metadata import read_metadata
 from tests.lora_file import write_lora
 from tests.process import Aimage
 from tests.store import copy_store
@@ -62,7 +62,7 @@ def drawn(worker: LocalWorker, /, **fields: Any) -> tuple[bytes, dict[str, Any]]
     status, answer = ask(worker, **fields)
     assert status == 200, answer
     data = base64.b64decode(answer["data"][0]["b64_json"])
-    facts = facts_of(data)
+    facts = read_metadata(data)
     assert facts.get("loras") == answer.get("loras")
     return Image.open(io.BytesIO(data)).tobytes(), facts
 

@@ -20,7 +20,7 @@ from clowder_aimage.model.lora_text import missing_words, parse_use, take_tags
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
     from clowder_aimage.layout.stored_aimage import StoredAImage
-    from clowder_aimage.model.adapter_source import AdapterFinder, FoundAdapter
+    from clowder_aimage.model.adapter_source import AdapterEntry, AdapterFinder
     from clowder_aimage.oci import Reference
     from clowder_aimage.registry import ClientOptions
 
@@ -91,7 +91,7 @@ def adapter_finder(directory: Path | None, connect: Callable[[], ClientOptions])
     return AdapterFinder(layout, open_stored, directory, has_files=True)
 
 
-def find_uses(texts: Iterable[str]) -> list[tuple[FoundAdapter, float]]:
+def find_uses(texts: Iterable[str]) -> list[tuple[AdapterEntry, float]]:
     """Return the adapters of the option and their strengths. Raises as ``AdapterFinder.find``."""
     request = GenerateRequest.of("", loras=read_uses(texts, None))
     with needs("adapters", "mlx"):

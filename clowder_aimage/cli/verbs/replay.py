@@ -92,7 +92,7 @@ def replay(
         from clowder_aimage.model.picture import compare_pictures
 
     read = _read(picture)
-    facts = read.facts
+    facts = read.metadata
     reference = _reference(picture, facts)
     request = _request(picture, facts)
     _note_registry(picture, reference)
@@ -144,7 +144,7 @@ def replay(
 
 def _read(picture: str) -> StoredPicture:
     """Return a picture, of a file or of an artifact, and how it was made."""
-    from clowder_aimage.model.picture import no_facts, read_file, read_picture
+    from clowder_aimage.model.picture import missing_metadata, read_file, read_picture
 
     data, stated = b"", dict[str, Any]()
     if picture.lower().startswith("oci://"):
@@ -152,10 +152,10 @@ def _read(picture: str) -> StoredPicture:
     else:
         data = read_file(Path(picture))
     read = read_picture(data, picture)
-    if not (stated or read.facts):
-        raise no_facts(picture)
-    own = {name: read.facts[name] for name in ("quality",) if name in read.facts}
-    return replace(read, facts={**stated, **own} if stated else read.facts)
+    if not (stated or read.metadata):
+        raise missing_metadata(picture)
+    own = {name: read.metadata[name] for name in ("quality",) if name in read.metadata}
+    return replace(read, metadata={**stated, **own} if stated else read.metadata)
 
 
 def _one(source: str | None) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from clowder_aimage.cli.console.lora_option import to_worker
 from clowder_aimage.cli.console.picture_option import to_request
 from clowder_aimage.errors import FormatError
 from clowder_aimage.generation.request import places
-from clowder_aimage.model.picture_metadata import facts_of, kind_of
+from clowder_aimage.model.picture_metadata import kind_of, read_metadata
 from clowder_aimage.pictures.generated_picture import MadePicture
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def picture_of(reply: Mapping[str, Any], seed: int, kind: str) -> MadePicture:
     if kind_of(data) != kind:
         raise FormatError(f"invalid response from the worker: expected a {kind.upper()} picture")
     try:
-        facts = facts_of(data)
+        facts = read_metadata(data)
     except FormatError:
         facts = {}
     return MadePicture(data, seed, kind, facts)

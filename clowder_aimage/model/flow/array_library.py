@@ -1,6 +1,6 @@
 """The interface of libraries that compute networks: MLX, or PyTorch.
 
-What is between two networks (latents, noise, masks, pixels) are numpy's arrays, in float32.
+Latents, noise, masks and pixels between networks are arrays of numpy, in float32.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ MIB = 1 << 20
 
 
 class DeviceMemory(Protocol):
-    """The memory of the device on which a library computes; all numbers are bytes."""
+    """The memory of a library's device; all numbers are bytes."""
 
     @property
     def is_shared(self) -> bool:
-        """True if it is that of this process."""
+        """Return True if the device uses the memory of this process."""
         ...
 
     @property
     def total(self) -> int | None:
-        """The usable memory of a GPU, or None if it is unknown or the machine's."""
+        """Return the usable memory of a GPU; None if unknown, or on a CPU."""
         ...
 
     @property
     def active(self) -> int:
-        """The memory of arrays now."""
+        """Return the present memory of arrays."""
         ...
 
     def begin(self) -> None:
@@ -38,7 +38,7 @@ class DeviceMemory(Protocol):
 
     @property
     def peak(self) -> int | None:
-        """The peak since ``begin``, or None if it is not measured."""
+        """Return the peak since ``begin``, or None if it is not measured."""
         ...
 
     def clear(self) -> None:
@@ -50,11 +50,12 @@ class ArrayLibrary(Protocol):
     """A library on a device, with one compute type of ``itemsize`` bytes."""
 
     itemsize: int
-    warning: str | None  # about the device
+    # A warning about the device
+    warning: str | None
 
     @property
     def dtype_name(self) -> str:
-        """The name of the compute type: float32 or bfloat16."""
+        """Return the name of the compute type: float32 or bfloat16."""
         ...
 
     def describe(self) -> str:
@@ -63,7 +64,7 @@ class ArrayLibrary(Protocol):
 
     @property
     def memory(self) -> DeviceMemory:
-        """The memory of the device."""
+        """Return the memory of the device."""
         ...
 
     def array(self, values: npt.NDArray[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The captions of a generation, and what guides it."""
+"""The captions and the guidance of a generation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Caption:
 class Conditioning:
     """The captions of a generation; ``negative`` only with guidance.
 
-    ``weight`` is that of the guidance, which is off at times after ``end``; its result is at most
+    ``weight`` is that of the guidance, up to the time ``end``; its result is at most
     ``normalization`` times as long as the positive velocity, if that is not 0. ``inputs``
     are those of the transformer beside the latents: a control, or reference pictures.
     """

@@ -29,11 +29,12 @@ class TextEncoderConfig:
     qkv_bias: bool
     output_bias: bool
     qk_norm: bool
-    windows: tuple[int | None, ...]  # per layer: tokens of context, or None for all
+    # Per layer: tokens of context, or None for all
+    windows: tuple[int | None, ...]
     rope: RopeConfig
 
     def is_unused(self, name: str, layers: int) -> bool:
-        """Return whether the first ``layers`` layers, without the last norm, lack a tensor."""
+        """Return True if the first ``layers`` layers, without the last norm, lack a tensor."""
         if name in ("norm.weight", "lm_head.weight"):
             return True
         layer = re.match(r"layers\.([0-9]{1,6})\.", name)
@@ -86,9 +87,9 @@ def _windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:
     window = None
     if fields.boolean("use_sliding_window", False):
         window = fields.integer("sliding_window", 4096)
-    first = fields.raw("max_window_layers", 28)
+    first_windowed = fields.raw("max_window_layers", 28)
     default = [
-        "sliding_attention" if window is not None and index >= first else "full_attention"
+        "sliding_attention" if window is not None and index >= first_windowed else "full_attention"
         for index in range(layers)
     ]
     kinds = fields.raw("layer_types", default)
@@ -101,7 +102,7 @@ def _windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True, slots=True)
 class AutoencoderConfig:
-    """An autoencoder of residual blocks, without what scales its latents.
+    """An autoencoder of residual blocks, without the scale of its latents.
 
     ``read`` has the arguments of the constructor, for those of a family.
     """

@@ -1,8 +1,8 @@
 """The steps of a picture: from noise to latents, with guidance and a cache of steps.
 
 Both directions of guidance are computed one after another: on a CPU two at once took 0.93 of the
-time of two, with twice the memory. Latents are numpy's float32 between steps, whatever the library
-and the dtype of the networks.
+time of two, with twice the memory. Latents are numpy's float32 between steps, with any library
+and dtype of the networks.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Denoiser:
         schedule: Schedule,
         seed: int,
     ) -> tuple[Floats, Keep]:
-        """Return the latents before the first step, and what keeps a part of them after each."""
+        """Return the first latents, and a function to restore unpainted cells after a step."""
         if encoded is None:
             return self.noise(request, seed), lambda latents, _: latents
         normalize = partial(self.family.normalize, networks=self.networks)
-        begun = start(encoded, normalize, seed, schedule)
-        return begun.latents, begun.keep
+        picture_start = start(encoded, normalize, seed, schedule)
+        return picture_start.latents, picture_start.keep
 
     def steps(
         self,
@@ -96,11 +96,11 @@ class Denoiser:
         caches, library = _NO_CACHES, self.networks.library
         if threshold:
             caches = library.step_cache(threshold), library.step_cache(threshold)
-        last = len(schedule.times) - 1
+        last_index = len(schedule.times) - 1
         steps = zip(schedule.times, np.diff(schedule.sigmas), strict=True)
         for index, (time, change) in enumerate(steps):
-            used = caches if index < last else _NO_CACHES
-            velocity = self.velocity(latents, float(time), conditioning, used)
+            step_caches = caches if index < last_index else _NO_CACHES
+            velocity = self.velocity(latents, float(time), conditioning, step_caches)
             latents = latents - np.float32(change) * velocity
             latents = keep(latents, float(schedule.sigmas[index + 1]))
             yield latents
@@ -142,7 +142,7 @@ class Denoiser:
         """Return the picture predicted at step ``step`` (from 0), at half its size.
 
         It shows the end of the straight line from ``before`` through ``after``: decoded, or
-        approximated where the factors of the VAE are known.
+        approximated with the factors of a known VAE.
         """
         sigma, lower = float(schedule.sigmas[step]), float(schedule.sigmas[step + 1])
         end = float(schedule.sigmas[-1])

@@ -1,4 +1,4 @@
-"""The interface of families of models: all that differs between them, as frozen values."""
+"""The interface of families of models: their differences, as frozen values."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class FlowFamily(NetworkConfigs, Protocol):
-    """A model of a family: its configurations, and what follows from them.
+    """A model of a family: its configurations and derived values.
 
-    Nothing here changes anything; the arrays are those of any library.
+    Methods change no state; the arrays are those of any library.
     """
 
     # Beginnings of names of the tensors that captions depend on
@@ -47,7 +47,7 @@ class FlowFamily(NetworkConfigs, Protocol):
         ...
 
     def refuse(self, request: GenerateRequest) -> None:
-        """Reject a request with what only other families have. Raises UsageError."""
+        """Reject a request with features of other families. Raises UsageError."""
         ...
 
     def check_length(self, tokens: int) -> None:
@@ -70,18 +70,18 @@ class FlowFamily(NetworkConfigs, Protocol):
         """Return latents as the encoder computes them, scaled for the transformer."""
         ...
 
-    def fit(self, given: PictureInput) -> PictureInput:
+    def fit(self, picture: PictureInput) -> PictureInput:
         """Return pictures in the sizes that the family sees. Raises UsageError: unsuitable."""
         ...
 
     def encode_pictures(
         self,
         request: GenerateRequest,
-        given: PictureInput,
+        picture: PictureInput,
         encoder: PictureEncoder,
         control: Module | None,
     ) -> tuple[EncodedPicture | None, Any]:
-        """Return the picture to begin with, and inputs of steps beside the latents, evaluated.
+        """Return the picture to begin with, and the conditioning inputs, evaluated.
 
         ``control`` is the request's control network. Raises as ``ModelWeights.apply`` does.
         """

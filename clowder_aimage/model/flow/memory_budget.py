@@ -19,8 +19,10 @@ from clowder_aimage.model.hardware import machine_memory
 from clowder_aimage.model.process_memory import resident_memory
 
 AUTO, KEEP, RELEASE = "auto", "keep", "release"
-_LIBRARIES = 64 * MIB  # that BLAS and the system's allocator take when they compute
-_MARGIN = 1.05  # of the least memory that is recommended, for libraries that differ between runs
+# BLAS and the system's allocator take these bytes when they compute
+_LIBRARIES = 64 * MIB
+# The least memory that is recommended has a margin: libraries differ between runs
+_MARGIN = 1.05
 
 N = TypeVar("N")
 C = TypeVar("C")
@@ -52,7 +54,7 @@ class OffloadedModule(Generic[N, C]):
 
     @property
     def least(self) -> int:
-        """The bytes without which it cannot be used."""
+        """Return the least bytes for its use."""
         return self.size
 
     def use(self, *, in_layers: bool) -> None:  # noqa: ARG002 - whole networks of MLX
@@ -76,15 +78,15 @@ class OffloadedModule(Generic[N, C]):
 
 
 class LayeredModule(OffloadedModule[N, C]):
-    """A network whose layers can be in memory one by one, which ``load(in_layers=True)`` loads.
+    """A network with layers in memory one by one, loaded by ``load(in_layers=True)``.
 
     ``sizes``: the bytes of all layers, and the least.
     """
 
     def __init__(
-        self, config: C, sizes: tuple[int, int], load: Callable[..., N], *others: Any
+        self, config: C, sizes: tuple[int, int], load: Callable[..., N], *options: Any
     ) -> None:
-        super().__init__(config, sizes[0], self._load_network, *others)
+        super().__init__(config, sizes[0], self._load_network, *options)
         self._least, self._make, self._is_in_layers = sizes[1], load, False
 
     @property
@@ -124,17 +126,17 @@ class Stage:
 
     @property
     def least(self) -> float:
-        """Return the memory with their layers one by one, where that is possible."""
+        """Return the memory with layers loaded one by one, if possible."""
         return self.work + sum(module.least for module in self.modules)
 
 
 class MemoryBudget:
     """The memory for modules and pictures: estimated before the first picture, then measured.
 
-    modules: in the order in which they are released when room is short; others are first once they
+    modules: in the order of their release when memory is short; others come first once they
     are used. memory: bytes for the process (None: sufficient). limit: requests that need more bytes
-    are refused. is_last: no further request follows. total: memory of the device in bytes (None:
-    unknown), which the arrays of a picture must fit.
+    are refused. is_last: no further request follows. total: memory of the device in bytes, for
+    the arrays of a picture (None: unknown).
     """
 
     def __init__(self, device: DeviceMemory, *modules: Module) -> None:
@@ -144,23 +146,24 @@ class MemoryBudget:
         self.is_last = False
         self.total = device.total or machine_memory()
         self._policy, self._policies = AUTO, dict[Module, str]()
-        self._own = 0
-        self._peaks: dict[str, dict[int, int]] = {}  # by stage: bytes by the pixels of a picture
+        self._base_memory = 0
+        # By stage: bytes by the pixels of a picture
+        self._peaks: dict[str, dict[int, int]] = {}
 
     def set_memory(
         self, memory: int | None, *, limit: int | None = None, is_last: bool = False
     ) -> None:
-        """Set the memory for this process, of which the interpreter and libraries have a part."""
+        """Set the memory for this process, including the interpreter and libraries."""
         if self.device.is_shared:
-            self._own = max(0, resident_memory() - self.device.active) + _LIBRARIES
+            self._base_memory = max(0, resident_memory() - self.device.active) + _LIBRARIES
         self.memory, self.limit, self.is_last = memory, limit, is_last
 
-    def set_policies(self, policy: str, others: Mapping[Module, str]) -> None:
-        """Set the policy of all modules but ``others``.
+    def set_policies(self, policy: str, exceptions: Mapping[Module, str]) -> None:
+        """Set the policy of all modules but ``exceptions``.
 
         It is KEEP, RELEASE, or AUTO to release a module when room is short.
         """
-        self._policy, self._policies = policy, dict(others)
+        self._policy, self._policies = policy, dict(exceptions)
 
     def policy(self, module: Module) -> str:
         """Return the policy of a module."""
@@ -168,7 +171,9 @@ class MemoryBudget:
 
     def forget(self, module: Module) -> None:
         """Release a module that is not used again."""
-        self.modules = tuple(one for one in self.modules if one is not module)
+        self.modules = tuple(
+            kept_module for kept_module in self.modules if kept_module is not module
+        )
         module.release()
 
     def use(self, stage: Stage) -> None:
@@ -179,22 +184,30 @@ class MemoryBudget:
         new = [module for module in stage.modules if module not in self.modules]
         self.modules = *new, *self.modules
         for module in self.modules:
-            if module.is_loaded and module not in stage.modules and self._must_go(module, stage):
+            if (
+                module.is_loaded
+                and module not in stage.modules
+                and self._must_release(module, stage)
+            ):
                 module.release()
         for module in stage.modules:
             module.use(in_layers=not self._has_room(stage.size))
 
-    def _must_go(self, module: Module, stage: Stage) -> bool:
+    def _must_release(self, module: Module, stage: Stage) -> bool:
         if (policy := self.policy(module)) != AUTO:
             return policy == RELEASE
-        loaded = [one for one in self.modules if one.is_loaded and one not in stage.modules]
-        return not self._has_room(stage.size + sum(one.size for one in loaded))
+        loaded = [
+            loaded_module
+            for loaded_module in self.modules
+            if loaded_module.is_loaded and loaded_module not in stage.modules
+        ]
+        return not self._has_room(stage.size + sum(loaded_module.size for loaded_module in loaded))
 
     def _has_room(self, size: float) -> bool:
-        return self.memory is None or self._own + size <= self.memory
+        return self.memory is None or self._base_memory + size <= self.memory
 
     def keeps(self, stages: Sequence[Stage]) -> bool:
-        """Return whether the modules of all stages can stay in memory."""
+        """Return True if the modules of all stages can stay in memory."""
         modules = {module for stage in stages for module in stage.modules}
         policies = {self.policy(module) for module in modules}
         if RELEASE in policies:
@@ -211,7 +224,7 @@ class MemoryBudget:
 
     def check(self, stages: Sequence[Stage]) -> None:
         """Refuse a request that exceeds a limit. Raises UsageError with the least memory."""
-        least = self._own + max(stage.least for stage in stages)
+        least = self._base_memory + max(stage.least for stage in stages)
         if self.limit is not None and least > self.limit:
             raise UsageError(
                 f"{self.limit // MIB} MiB of memory are insufficient for this model and size: "
@@ -219,11 +232,13 @@ class MemoryBudget:
             )
 
     def describe(self, stages: Sequence[Stage]) -> str:
-        """Return what stays in memory, and an estimate of the peak."""
+        """Describe the networks that stay in memory, and estimate the peak."""
         modules = {module for stage in stages for module in stage.modules}
-        sizes = [one.size if self._has_room(one.size) else one.least for one in stages]
+        sizes = [
+            planned.size if self._has_room(planned.size) else planned.least for planned in stages
+        ]
         size = max(sizes)
-        if sizes != [one.size for one in stages]:
+        if sizes != [planned.size for planned in stages]:
             text = "layers of networks are loaded one by one"
         elif self.is_last:
             text = "each network is released after its last use"
@@ -233,7 +248,7 @@ class MemoryBudget:
         else:
             text = "networks that are not in use are released"
         limit = "" if self.memory is None else f" of {self.memory // MIB} MiB"
-        return f"{text}, about {math.ceil((self._own + size) / MIB)} MiB{limit}"
+        return f"{text}, about {math.ceil((self._base_memory + size) / MIB)} MiB{limit}"
 
     def work(self, stage: str, pixels: int, guess: float) -> float:
         """Return the memory that a stage needs besides its modules, for a picture of this size.

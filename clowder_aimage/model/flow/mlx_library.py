@@ -82,10 +82,13 @@ class MlxLibrary:
 
     def decoding(self, width: int, pixels: int) -> float:
         layer = pixels * width * self.itemsize
-        if self.dtype != mx.float32 and not on_gpu():  # MLX computes whole layers in float32 too
+        # MLX computes whole layers in float32 too
+        if self.dtype != mx.float32 and not on_gpu():
             return 12 * layer + 4 * STRIP
-        full = 3 if is_fast() and not on_gpu() else 5  # such layers exist at the same time
-        return full * layer + min(2 * STRIP, 10 * layer)  # 3 by 3 pixels for each
+        # Such layers exist at the same time
+        full = 3 if is_fast() and not on_gpu() else 5
+        # A convolution copies the 3 by 3 neighbours of each pixel
+        return full * layer + min(2 * STRIP, 10 * layer)
 
     def transforming(self, width: int, hidden: int, heads: int, length: int) -> float:
         attention = min(2 * heads * length**2 * self.itemsize, MAX_SCORES)
@@ -94,7 +97,7 @@ class MlxLibrary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MlxComponents(ModelComponents):
-    """Networks of MLX, which ``make`` makes from their config.
+    """Networks of MLX, made by ``make`` from their config.
 
     ``keep_quantized`` is as in ``ModelWeights.apply``.
     """
@@ -111,17 +114,21 @@ class MlxComponents(ModelComponents):
         is_adapted: bool = True,
     ) -> Module:
         dtype = self.library.dtype
-        how: dict[str, Any] = {"dtype": dtype, "keep_quantized": self.keep_quantized}
+        options: dict[str, Any] = {"dtype": dtype, "keep_quantized": self.keep_quantized}
 
         def load() -> Network:
             network: Network = make(config)
-            weights.apply(network, skip=network.skip, **how)
-            mx.random.seed(0)  # the keys of initial values, never computed, grow with each load
+            weights.apply(network, skip=network.skip, **options)
+            # Reset: the lazy keys of initial values would grow with each load
+            mx.random.seed(0)
             return network
 
-        unloaded = make(config)  # its arrays are never computed
-        size, left_out = weights.check(unloaded, skip=unloaded.skip, **how)
+        # Only shapes are read; its arrays are lazy and never computed
+        unloaded = make(config)
+        size, left_out = weights.check(unloaded, skip=unloaded.skip, **options)
         skipped = tuple(f"{weights.component}/{name}" for name in left_out)
         adaptation = Adaptation(weights.component, unloaded.sanitize, unloaded.skip, dtype)
-        used = adaptation if is_adapted else None
-        return OffloadedModule(config, size, load, used, self.library.memory.clear, skipped)
+        request_adaptation = adaptation if is_adapted else None
+        return OffloadedModule(
+            config, size, load, request_adaptation, self.library.memory.clear, skipped
+        )

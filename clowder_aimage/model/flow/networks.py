@@ -23,7 +23,7 @@ from clowder_aimage.model.weights import ModelWeights
 
 
 class NetworkConfigs(Protocol):
-    """The configurations of the networks of a model, which fit each other."""
+    """The matching configurations of the networks of a model."""
 
     # The chat template's option
     IS_THINKING: ClassVar[bool]
@@ -39,7 +39,7 @@ class NetworkConfigs(Protocol):
 
 
 class FlowNetworks:
-    """The networks and the tokenizer of a model; ``budget`` decides which stay in memory.
+    """The networks and the tokenizer of a model; ``budget`` decides on their release.
 
     ``weights`` are those of the components that adapters may change. ``tokens`` returns the tokens
     of a text; recent ones are cached.
@@ -123,18 +123,18 @@ class FlowNetworks:
                 configuration.
             ModelError: It has no tensors.
         """
-        what = f"the ControlNet {stored.name}"
+        label = f"the ControlNet {stored.name}"
         if (kind := self._kinds.control) is None:
             raise UsageError(
-                f"{what} cannot be used: the family of this model has no control networks"
+                f"{label} cannot be used: the family of this model has no control networks"
             )
         weights = ModelWeights.open(stored.files, stored.aimage, stored.component, has_config=False)
-        controlnet.check_fit(weights.shapes(), self.shapes, what, "the model")
+        controlnet.check_fit(weights.shapes(), self.shapes, label, "the model")
         try:
             config = kind.read(weights, self.transformer.config)
             return self._components.module(weights, config, kind.make, is_adapted=False)
         except ModelError as error:
-            message = f"{what} does not fit the model: {error.message}"
+            message = f"{label} does not fit the model: {error.message}"
             raise FormatError(message, hint=error.hint) from None
 
     def decode(self, latents: Floats) -> npt.NDArray[np.uint8]:

@@ -31,7 +31,8 @@ _LOG = (
     -2.4999993993e-1,
     3.3333331174e-1,
 )
-_LN2 = (0.693359375, -2.12194440e-4)  # high and low part
+# ln 2 in two parts, for a product without cancellation
+_LN2 = (0.693359375, -2.12194440e-4)
 _SIN = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
 _COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
 _QUARTER_PI = (-0.78515625, -2.4187564849853515625e-4, -3.77489497744594108e-8)  # three parts
@@ -40,7 +41,7 @@ _QUARTER_PI = (-0.78515625, -2.4187564849853515625e-4, -3.77489497744594108e-8) 
 def randn(seed: int, shape: tuple[int, ...]) -> Floats:
     """Return ``torch.randn(shape, generator=torch.Generator().manual_seed(seed))``.
 
-    seed: an integer, of which only the low 32 bits are used.
+    seed: an integer; only the low 32 bits are used.
     """
     return draws(seed, shape, 1)[0]
 
@@ -55,9 +56,9 @@ def draws(seed: int, shape: tuple[int, ...], count: int) -> list[Floats]:
 def _many(source: np.random.RandomState, size: int) -> Floats:
     """Draw whole blocks of 16; a remainder is covered by one more block over the last 16."""
     values = _uniforms(source, size)
-    whole = size - size % BLOCK
-    values[:whole] = _box_muller(values[:whole])
-    if whole < size:
+    in_blocks = size - size % BLOCK
+    values[:in_blocks] = _box_muller(values[:in_blocks])
+    if in_blocks < size:
         values[-BLOCK:] = _box_muller(_uniforms(source, BLOCK))
     return values
 
@@ -80,7 +81,7 @@ def _box_muller(uniforms: Floats) -> Floats:
     return np.stack([radius * cosine, radius * sine], axis=1).reshape(-1)
 
 
-def _fused(a: Floats, b: Floats | float, c: Floats | float) -> Floats:
+def _multiply_add(a: Floats, b: Floats | float, c: Floats | float) -> Floats:
     """Return a * b + c, rounded once; constants are float32."""
     factor, summand = np.float32(b).astype(np.float64), np.float32(c).astype(np.float64)
     result: Floats = (a.astype(np.float64) * factor + summand).astype(np.float32)
@@ -90,20 +91,21 @@ def _fused(a: Floats, b: Floats | float, c: Floats | float) -> Floats:
 def _polynomial(coefficients: Sequence[float], x: Floats) -> Floats:
     result = np.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
-        result = _fused(result, x, coefficient)
+        result = _multiply_add(result, x, coefficient)
     return result
 
 
 def _log(x: Floats) -> Floats:
-    mantissa, exponent = np.frexp(x)  # x = mantissa * 2**exponent, mantissa in [0.5, 1)
+    # x = mantissa * 2**exponent, mantissa in [0.5, 1)
+    mantissa, exponent = np.frexp(x)
     small = mantissa < np.float32(0.707106781186547524)
     turns = (exponent - small).astype(np.float32)
     m = (mantissa - np.float32(1)) + np.where(small, mantissa, np.float32(0))
     square = m * m
     y = _polynomial(_LOG, m) * m
-    y = _fused(y, square, turns * np.float32(_LN2[1]))
-    y = _fused(square, -0.5, y)
-    return _fused(turns, _LN2[0], m + y)
+    y = _multiply_add(y, square, turns * np.float32(_LN2[1]))
+    y = _multiply_add(square, -0.5, y)
+    return _multiply_add(turns, _LN2[0], m + y)
 
 
 def _sine_cosine(x: Floats) -> tuple[Floats, Floats]:
@@ -111,12 +113,12 @@ def _sine_cosine(x: Floats) -> tuple[Floats, Floats]:
     octant = (x * np.float32(4 / math.pi)).astype(np.int32)
     octant = (octant + 1) & ~1
     turns = octant.astype(np.float32)
-    for part in _QUARTER_PI:
-        x = _fused(turns, part, x)
+    for quarter_pi in _QUARTER_PI:
+        x = _multiply_add(turns, quarter_pi, x)
     square = x * x
     cosine = _polynomial(_COS, square) * square
-    cosine = _fused(cosine, square, -(square * np.float32(0.5))) + np.float32(1)
-    sine = _fused(_polynomial(_SIN, square) * square, x, x)
+    cosine = _multiply_add(cosine, square, -(square * np.float32(0.5))) + np.float32(1)
+    sine = _multiply_add(_polynomial(_SIN, square) * square, x, x)
     swapped = octant & 2 != 0
     sine, cosine = np.where(swapped, cosine, sine), np.where(swapped, sine, cosine)
     sine = np.where(octant & 4 != 0, -sine, sine)
@@ -128,8 +130,8 @@ def _few(source: np.random.RandomState, size: int) -> Floats:
     """Draw one pair at a time: angle from the first 53-bit uniform, radius from the second."""
     values: list[float] = []
     while len(values) < size:
-        turn, rest = _double(source), _double(source)
-        radius, angle = math.sqrt(-2 * math.log1p(-rest)), 2 * math.pi * turn
+        turn, uniform = _double(source), _double(source)
+        radius, angle = math.sqrt(-2 * math.log1p(-uniform)), 2 * math.pi * turn
         values += [radius * math.cos(angle), radius * math.sin(angle)]
     return np.array(values[:size], dtype=np.float32)
 

@@ -46,12 +46,12 @@ class PictureEncoder:
         """Return the normalized mode of the latents of a picture: (channels, height, width)."""
         return self.normalize(self.distribution(values)[0], self.networks)
 
-    def begin(self, given: PictureInput) -> EncodedPicture | None:
+    def begin(self, picture: PictureInput) -> EncodedPicture | None:
         """Return the distribution of the latents of the picture to begin with, if there is one."""
-        if given.pixels is None:
+        if picture.pixels is None:
             return None
-        means, deviations = self.distribution(to_values(given.pixels))
-        scale, mask = self.networks.vae.config.scale, given.mask
+        means, deviations = self.distribution(to_values(picture.pixels))
+        scale, mask = self.networks.vae.config.scale, picture.mask
         return EncodedPicture(means, deviations, None if mask is None else cells_of(mask, scale))
 
     def finish(self) -> None:

@@ -1,7 +1,7 @@
-"""Generation from a picture: the noisy latents of the first step, and what a mask keeps.
+"""Generation from a picture: the noisy latents of the first step, and masks.
 
 Source: diffusers 0.42, pipelines/z_image/pipeline_z_image_img2img.py and _inpaint.py. Each picture
-of a request is what diffusers makes with its seed alone: the sample of the encoder is drawn first,
+of a request equals that of diffusers with its seed alone: the sample of the encoder is drawn first,
 then the noise.
 """
 
@@ -41,8 +41,8 @@ class PictureStart:
         """Return latents at a noise level with the unpainted cells of the picture."""
         if self.cells is None:
             return latents
-        kept = sigma * self.noise + (1 - sigma) * self.clean
-        return (1 - self.cells) * kept + self.cells * latents
+        noisy = sigma * self.noise + (1 - sigma) * self.clean
+        return (1 - self.cells) * noisy + self.cells * latents
 
 
 def cells_of(mask: npt.NDArray[np.uint8], scale: int) -> Floats:

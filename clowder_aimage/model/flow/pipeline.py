@@ -38,8 +38,8 @@ from clowder_aimage.model.pipeline import (
 class FlowPipeline:
     """A model that makes the pictures of requests, step by step.
 
-    ``family`` says what differs between models, and is frozen; ``networks`` computes; ``state`` has
-    what requests change.
+    ``family`` has the differences between models, and is frozen; ``networks`` computes; ``state``
+    changes with requests.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class FlowPipeline:
     def preload(self, request: GenerateRequest) -> str:
         """Load all networks if they can stay in memory while the request's pictures are made.
 
-        Returns what stays in memory. Raises as ``ModelWeights.apply`` does.
+        Returns a description of the networks that stay. Raises as ``ModelWeights.apply`` does.
         """
         stages, budget = self._all_stages(request), self.networks.budget
         if budget.keeps(stages) and not budget.is_last:
@@ -116,10 +116,10 @@ class FlowPipeline:
         self.check(request)
         self.conditioning(request)
 
-    def check(self, request: GenerateRequest, given: PictureInput | None = None) -> None:
+    def check(self, request: GenerateRequest, picture: PictureInput | None = None) -> None:
         """Reject a request that this model does not support; change nothing. Raises UsageError.
 
-        ``given`` is the picture of a request with an image.
+        ``picture`` is the picture of a request with an image.
         """
         family, budget = self.family, self.networks.budget
         needs = partial(least_memory, family, self.networks)
@@ -127,8 +127,8 @@ class FlowPipeline:
         family.refuse(request)
         for text in list_texts(family, request):
             self.prompts.ids(text)
-        if given is not None and given.mask is not None:
-            cells_of(given.mask, family.vae.scale)
+        if picture is not None and picture.mask is not None:
+            cells_of(picture.mask, family.vae.scale)
         budget.check(self._all_stages(request))
 
     def _control(self, request: GenerateRequest) -> Module | None:
@@ -139,8 +139,8 @@ class FlowPipeline:
         if request.control.image is None:
             return None
         if request.control.network is not None:
-            used = self.state.control
-            return None if used is None else used.module
+            current = self.state.control
+            return None if current is None else current.module
         if (packed := self.networks.packed_control) is None:
             raise UsageError(
                 "this model has no ControlNet of its own",
@@ -157,34 +157,34 @@ class FlowPipeline:
         return [*plan_pictures(self.pictures, request), *self.stages(request)]
 
     def generate(
-        self, request: GenerateRequest, given: PictureInput | None = None
+        self, request: GenerateRequest, pictures: PictureInput | None = None
     ) -> Generator[PipelineEvent, None, None]:
         """Yield steps, previews and pictures; closing the generator cancels the generation.
 
-        ``given`` is the picture to begin with, of the request's size, or references of any size.
+        ``pictures`` is the picture to begin with, of the request's size, or references of any size.
 
         Raises:
             UsageError: Immediately, if this model does not support the request.
             ModelError: Later, if the model computes values that are not finite.
         """
-        self.check(request, given)
-        count = 0 if given is None else len(given.references)
+        self.check(request, pictures)
+        count = 0 if pictures is None else len(pictures.references)
         if count < len(request.input.references):
             raise UsageError(
                 f"{count} of {len(request.input.references)} reference pictures are given"
             )
         if request.control.image is not None and self._control(request) is None:
             raise UsageError(f"the ControlNet {request.control.network} is not loaded")
-        given = None if given is None else self.family.fit(given)
-        return self._generate(request, self.schedule(request), given)
+        pictures = None if pictures is None else self.family.fit(pictures)
+        return self._generate(request, self.schedule(request), pictures)
 
     def _generate(
-        self, request: GenerateRequest, schedule: Schedule, given: PictureInput | None
+        self, request: GenerateRequest, schedule: Schedule, pictures: PictureInput | None
     ) -> Generator[PipelineEvent, None, None]:
         conditioning, budget = self.conditioning(request), self.networks.budget
         encoded = None
-        if given is not None:
-            parts = request, given, self.pictures, self._control(request)
+        if pictures is not None:
+            parts = request, pictures, self.pictures, self._control(request)
             encoded, inputs = self.family.encode_pictures(*parts)
             conditioning = replace(conditioning, inputs=inputs)
         _, denoise, decode = self.stages(request)
@@ -204,7 +204,8 @@ class FlowPipeline:
             if is_last:
                 budget.finish(*denoise.modules)
             elif not budget.keeps((denoise, decode)):
-                continue  # the transformer is released once, not after each picture
+                # The transformer is released once, not after each picture
+                continue
             budget.use(decode)
             for latents, seed, number in waiting:
                 with budget.measure(decode, pixels):
@@ -219,10 +220,12 @@ class FlowPipeline:
         if request.input.strength is None:
             return self.family.schedule(steps, tokens, request.sampling.shift)
         if request.input.fine:
-            whole = whole_steps(steps, request.input.strength)
-            return self.family.schedule(whole, tokens, request.sampling.shift).after(whole - steps)
-        first = first_step(steps, request.input.strength)
-        return self.family.schedule(steps, tokens, request.sampling.shift).after(first)
+            full_steps = whole_steps(steps, request.input.strength)
+            return self.family.schedule(full_steps, tokens, request.sampling.shift).after(
+                full_steps - steps
+            )
+        first_index = first_step(steps, request.input.strength)
+        return self.family.schedule(steps, tokens, request.sampling.shift).after(first_index)
 
     def conditioning(self, request: GenerateRequest) -> Conditioning:
         """Return the request's texts, encoded and refined. Raises as ``PromptEncoder.encode``."""

@@ -1,4 +1,4 @@
-"""The texts of requests as captions, of which recent ones are cached."""
+"""The texts of requests as captions, with a cache of recent ones."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from clowder_aimage.model.backend import mx
 from clowder_aimage.model.compute.array_block import Array, Floats, in_blocks, memory
 from clowder_aimage.model.flow.rope_config import RopeConfig
 
-Table = tuple[mx.array, mx.array]  # cosines and sines
+# Cosines and sines
+Table = tuple[mx.array, mx.array]
 
 
 def table(angles: npt.NDArray[np.floating[Any]], scale: float = 1.0) -> Table:
@@ -38,7 +39,7 @@ def rotate_halves(arrays: list[Array], rope: Table) -> list[Array]:
     arrays: (1, length, heads, d); they may be overwritten.
     """
     if not isinstance(arrays[0], np.ndarray):
-        return [_rotated_halves(array, rope) for array in arrays]
+        return [_rotate_half_arrays(array, rope) for array in arrays]
     tables = (memory(table)[:, None] for table in rope)
     in_blocks(_turn_halves, *tables, *(array[0] for array in arrays))
     return arrays
@@ -46,19 +47,17 @@ def rotate_halves(arrays: list[Array], rope: Table) -> list[Array]:
 
 def _turn_halves(cosines: Floats, sines: Floats, *arrays: Floats) -> None:
     for array in arrays:
-        first, second = np.split(array, 2, axis=-1)
-        turned = first * cosines - second * sines
-        second *= cosines
-        second += first * sines
-        first[...] = turned
+        low, high = np.split(array, 2, axis=-1)
+        turned = low * cosines - high * sines
+        high *= cosines
+        high += low * sines
+        low[...] = turned
 
 
-def _rotated_halves(x: mx.array, rope: Table) -> mx.array:
-    cosines, sines = (part[:, None].astype(x.dtype) for part in rope)
-    first, second = mx.split(x, 2, axis=-1)
-    return mx.concatenate(
-        [first * cosines - second * sines, second * cosines + first * sines], axis=-1
-    )
+def _rotate_half_arrays(x: mx.array, rope: Table) -> mx.array:
+    cosines, sines = (component[:, None].astype(x.dtype) for component in rope)
+    low, high = mx.split(x, 2, axis=-1)
+    return mx.concatenate([low * cosines - high * sines, high * cosines + low * sines], axis=-1)
 
 
 def rotate_pairs(arrays: list[Array], rope: Table) -> list[Array]:
@@ -67,18 +66,18 @@ def rotate_pairs(arrays: list[Array], rope: Table) -> list[Array]:
     arrays: (1, length, heads, d); they may be overwritten.
     """
     if not isinstance(arrays[0], np.ndarray):
-        return [_rotated(array, *rope) for array in arrays]
+        return [_rotate_pair_array(array, *rope) for array in arrays]
     cosines, sines = (memory(table) for table in rope)
     turns = cosines + 1j * sines
     in_blocks(_turn, turns[:, None], *(array[0].view(np.complex64) for array in arrays))
     return arrays
 
 
-def _rotated(x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
+def _rotate_pair_array(x: mx.array, cosines: mx.array, sines: mx.array) -> mx.array:
     cosines, sines = cosines[:, None], sines[:, None]
     pairs = x.astype(mx.float32).reshape(*x.shape[:-1], -1, 2)
-    first, second = pairs[..., 0], pairs[..., 1]
-    turned = mx.stack([first * cosines - second * sines, first * sines + second * cosines], axis=-1)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    turned = mx.stack([even * cosines - odd * sines, even * sines + odd * cosines], axis=-1)
     return turned.reshape(x.shape).astype(x.dtype)
 
 

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from clowder_aimage.tensor.config_fields import ConfigFields
 
 Floats = npt.NDArray[np.float32]
-MIN_THETA = 1.001  # the logarithm of the base is a divisor
+# The logarithm of the base is a divisor
+MIN_THETA = 1.001
 
 
 def place_pixels(positions: npt.NDArray[np.int64], height: int, width: int) -> None:
@@ -88,11 +89,11 @@ class RopeConfig:
     def _yarn_keep(self) -> Floats:
         """Return the share of every frequency that YaRN leaves unchanged, 1 to 0."""
 
-        def dimension(turns: float) -> float:
+        def dimension_of(turns: float) -> float:
             period = self.original_length / (turns * 2 * math.pi)
             return self.dim * math.log(period) / (2 * math.log(self.theta))
 
-        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        low, high = dimension_of(self.beta_fast), dimension_of(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
@@ -108,12 +109,12 @@ def _yarn_attention(fields: ConfigFields, factor: float) -> float:
     if fields.raw("attention_factor") is not None:
         return fields.number("attention_factor", minimum=1e-3, maximum=1e3)
 
-    def scaled(weight: float) -> float:
+    def scale_of(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if fields.raw("mscale") and fields.raw("mscale_all_dim"):
         above, below = (
             fields.number(key, minimum=0, maximum=1e3) for key in ("mscale", "mscale_all_dim")
         )
-        return scaled(above) / scaled(below)
-    return scaled(1.0)
+        return scale_of(above) / scale_of(below)
+    return scale_of(1.0)

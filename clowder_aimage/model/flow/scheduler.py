@@ -20,20 +20,21 @@ from clowder_aimage.generation.check import wrong
 from clowder_aimage.tensor.config_fields import ConfigFields
 
 Floats = npt.NDArray[np.float32]
-_MOST = 1.001  # 1, and its rounding
+# The largest sigma: 1, and its rounding
+_MOST = 1.001
 _RHO = 7.0  # arXiv 2206.00364
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Noise levels: ``sigmas`` has one entry more than ``times``, which is 1 - sigma."""
+    """Noise levels: ``sigmas`` has one entry more than ``times`` (1 - sigma)."""
 
     sigmas: Floats
     times: Floats
 
-    def after(self, first: int) -> Schedule:
-        """Return the steps from ``first`` on, from 0."""
-        return Schedule(self.sigmas[first:], self.times[first:])
+    def after(self, start: int) -> Schedule:
+        """Return the steps from ``start`` on, from 0."""
+        return Schedule(self.sigmas[start:], self.times[start:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class FlowScheduler:
     max_image_seq_len: int
     shift_terminal: float | None
     time_shift_type: str
-    spacing: str  # "shifted", "karras" or "exponential"
+    # "shifted", "karras" or "exponential"
+    spacing: str
     invert: bool
 
     @classmethod
@@ -106,10 +108,11 @@ class FlowScheduler:
         if shift is not None and self.dynamic:
             raise wrong("shift", "cannot be set: this model derives it from the size")
         with suppress(ArithmeticError, ValueError), np.errstate(all="ignore"):
-            found = self._levels(steps, image_tokens, shift, mu)
-            is_noise = (found.sigmas >= 0) & (found.sigmas <= _MOST)  # false for NaN
-            if is_noise.all() and np.isfinite(found.times).all():
-                return found
+            levels = self._levels(steps, image_tokens, shift, mu)
+            # Comparisons with NaN are false
+            is_noise = (levels.sigmas >= 0) & (levels.sigmas <= _MOST)
+            if is_noise.all() and np.isfinite(levels.times).all():
+                return levels
         raise ModelError(
             "the scheduler gives no noise levels from 0 to 1 for these steps and this size"
         )
@@ -124,8 +127,8 @@ class FlowScheduler:
             factor = np.float32(self.shift if shift is None else shift)
             sigmas = factor * sigmas / (1 + (factor - np.float32(1)) * sigmas)
         if self.shift_terminal is not None:
-            rest = 1 - sigmas
-            sigmas = 1 - rest / (rest[-1] / np.float32(1 - self.shift_terminal))
+            remainder = 1 - sigmas
+            sigmas = 1 - remainder / (remainder[-1] / np.float32(1 - self.shift_terminal))
         sigmas = self._space(sigmas).astype(np.float32)
         if self.invert:
             sigmas = np.float32(1) - sigmas
@@ -135,7 +138,8 @@ class FlowScheduler:
         return Schedule(np.append(sigmas, end), times)
 
     def _mu(self, tokens: int) -> float:
-        span = self.max_image_seq_len - self.base_image_seq_len  # not zero: see parse
+        # Not zero: see parse
+        span = self.max_image_seq_len - self.base_image_seq_len
         slope = (self.max_shift - self.base_shift) / span
         return tokens * slope + self.base_shift - slope * self.base_image_seq_len
 
@@ -145,13 +149,13 @@ class FlowScheduler:
 
     def _space(self, sigmas: Floats) -> npt.NDArray[np.floating[Any]]:
         """Return the sigmas, unchanged or with another spacing between their ends."""
-        first, last = float(sigmas[0]), float(sigmas[-1])
+        highest, lowest = float(sigmas[0]), float(sigmas[-1])
         if self.spacing == "karras":
             ramp = np.linspace(0, 1, len(sigmas))
-            start, end = first ** (1 / _RHO), last ** (1 / _RHO)
+            start, end = highest ** (1 / _RHO), lowest ** (1 / _RHO)
             return np.asarray((start + ramp * (end - start)) ** _RHO)
         if self.spacing == "exponential":
-            return np.exp(np.linspace(math.log(first), math.log(last), len(sigmas)))
+            return np.exp(np.linspace(math.log(highest), math.log(lowest), len(sigmas)))
         return sigmas
 
 
@@ -159,9 +163,9 @@ def _linspace(start: float, end: float, count: int) -> Floats:
     """Return torch.linspace in float32: from the start up to the middle, then from the end."""
     if count == 1:
         return np.array([start], dtype=np.float32)
-    first, last = np.float32(start), np.float32(end)
-    step = (last - first) / np.float32(count - 1)
+    low, high = np.float32(start), np.float32(end)
+    step = (high - low) / np.float32(count - 1)
     index = np.arange(count)
-    rising = first + step * index.astype(np.float32)
-    falling = last - step * (count - 1 - index).astype(np.float32)
+    rising = low + step * index.astype(np.float32)
+    falling = high - step * (count - 1 - index).astype(np.float32)
     return np.where(index < count // 2, rising, falling).astype(np.float32)

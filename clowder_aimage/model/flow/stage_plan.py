@@ -22,7 +22,7 @@ def plan_stages(
 ) -> tuple[Stage, Stage, Stage]:
     """Return the stages of a request; ``control`` is its control network."""
     library, budget = networks.library, networks.budget
-    pixels, seen, layer = request.sampling.pixels, area(request), family.layer
+    pixels, seen_pixels, layer = request.sampling.pixels, area(request), family.layer
     tokens, length = _lengths(family, networks, request)
     text = family.text_encoder
     sizes = text.hidden_size, text.intermediate_size, text.num_attention_heads
@@ -30,23 +30,23 @@ def plan_stages(
     denoise = library.transforming(*layer, length)
     decodes = request.output.previews > 0 and family.draft is None
     drawing = "previews" if decodes else "denoise"
-    measured = budget.work(drawing, seen, denoise)
+    measured = budget.work(drawing, seen_pixels, denoise)
     # on a CPU, numpy's arrays are not measured
     denoise = max(denoise, measured) if library.memory.is_shared else measured
     if request.sampling.cache_threshold:
         count = CACHED_ARRAYS * len(list_texts(family, request))
         denoise += count * length * layer[0] * library.itemsize
     decode = budget.work("decode", pixels, library.decoding(family.vae.widest, pixels))
-    used = [networks.transformer]
+    modules = [networks.transformer]
     if control is not None:
-        used.append(control)
+        modules.append(control)
         denoise += control.config.hint_width * length * library.itemsize
     if decodes:
-        used.append(networks.vae)
+        modules.append(networks.vae)
         denoise = max(denoise, decode)
     return (
         Stage("encode", (networks.text_encoder,), encode),
-        Stage(drawing, tuple(used), denoise),
+        Stage(drawing, tuple(modules), denoise),
         Stage("decode", (networks.vae,), decode),
     )
 

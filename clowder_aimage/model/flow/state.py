@@ -1,4 +1,4 @@
-"""The state of a pipeline: everything about it that requests change, except loaded networks."""
+"""The state of a pipeline: all changes by requests, except loaded networks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CACHED_TEXTS = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UsedControl:
-    """A control network in use, and where it is stored."""
+    """A control network in use, and its files."""
 
     stored: StoredControlNet
     module: Module

@@ -4,7 +4,7 @@ The first block of a transformer runs at every step. If its residual, the change
 its input, is near that of the last computed step, the other blocks are skipped, and the change
 that they made then is added. This is the rule of ParaAttention's "first block cache" and of
 ``hooks/first_block_cache.py`` in diffusers: mean(|r - r'|) / mean(|r'|) is compared with a
-threshold, where r' is from the last computed step.
+threshold; r' is from the last computed step.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ class StepCache:
         # Of the first block, and of all others
         self._residuals: tuple[Array, Array] | None = None
 
-    def run(self, x: Array, first: Layers, others: Layers) -> Array:
-        """Return ``others(first(x))``, or an approximation without a call of ``others``."""
-        before = x.astype(x.dtype)  # another object: a layer may add to x in place
-        after = first(x)
+    def run(self, x: Array, first_block: Layers, remaining_blocks: Layers) -> Array:
+        """Return the result of all blocks, or an approximation from the first block alone."""
+        # Another object: a layer may add to x in place
+        before = x.astype(x.dtype)
+        after = first_block(x)
         residual = after - before
         if self._residuals and _change(self._residuals[0], residual) < self._threshold:
             return after + self._residuals[1]
-        result = others(after.astype(after.dtype))
+        result = remaining_blocks(after.astype(after.dtype))
         self._residuals = residual, result - after
-        mx.eval(self._residuals)  # a lazy array keeps what it is computed from in memory
+        # A lazy array would keep its operands in memory
+        mx.eval(self._residuals)
         return result
 
 
-def _change(one: Array, other: Array) -> float:
-    """Return mean(|other - one|) / mean(|one|), which is NaN or infinite if ``one`` is 0."""
-    one, other = (to_mlx(each).astype(mx.float32) for each in (one, other))
-    return float(mx.abs(other - one).mean() / mx.abs(one).mean())
+def _change(previous: Array, current: Array) -> float:
+    """Return mean(|current - previous|) / mean(|previous|), not finite for zeros."""
+    previous, current = (to_mlx(array).astype(mx.float32) for array in (previous, current))
+    return float(mx.abs(current - previous).mean() / mx.abs(previous).mean())

@@ -73,14 +73,14 @@ class DecoderLayer(Network):
         return add(x, self.mlp(self.post_attention_layernorm(x)))
 
 
-def _mask(length: int, window: int | None, known: int) -> mx.array:
-    """Return True where a row sees a column: none that follow it, and only ``window`` of them.
+def _mask(length: int, window: int | None, text_length: int) -> mx.array:
+    """Return True if a row sees a column: the last ``window`` up to its own.
 
-    Columns from ``known`` on are padding, which no row sees.
+    Columns from ``text_length`` on are padding and hidden.
     """
     columns = mx.arange(length)[None, :]
     back = mx.arange(length)[:, None] - columns
-    return (back >= 0) & (back < (window or length)) & (columns < known)
+    return (back >= 0) & (back < (window or length)) & (columns < text_length)
 
 
 class TextEncoder(Network):
@@ -97,22 +97,25 @@ class TextEncoder(Network):
         windows = config.windows[: max(self.outputs)]
         self.layers = [DecoderLayer(config, window) for window in windows]
 
-    def __call__(self, tokens: mx.array, known: int | None = None) -> mx.array:
+    def __call__(self, tokens: mx.array, text_length: int | None = None) -> mx.array:
         """Encode tokens: (length,) integers; returns (length, states * hidden).
 
-        The tokens from ``known`` on are padding.
+        The tokens from ``text_length`` on are padding.
         """
         length = tokens.shape[0]
         rope = text_table(self.config.rope, length)
-        masks = {one.window: _mask(length, one.window, known or length) for one in self.layers}
+        masks = {
+            decoder_layer.window: _mask(length, decoder_layer.window, text_length or length)
+            for decoder_layer in self.layers
+        }
         hidden = to_fastest(self.embed_tokens(tokens[None]))
         states = {0: hidden}
         for index, layer in enumerate(self.layers, 1):
             hidden = layer(hidden, rope, masks[layer.window])
             if index in self.outputs:
                 states[index] = hidden
-        found = [states[index][0] for index in self.outputs]
-        return to_mlx(library(hidden).concatenate(found, axis=-1))
+        selected = [states[index][0] for index in self.outputs]
+        return to_mlx(library(hidden).concatenate(selected, axis=-1))
 
     @staticmethod
     def sanitize(name: str) -> str:

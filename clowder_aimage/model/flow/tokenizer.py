@@ -22,7 +22,8 @@ from clowder_aimage.model.tokenizer_backend import TokenizerBackend
 
 MAX_TOKENS = 512
 FOLDER = "tokenizer"
-_PAD = "<|endoftext|>"  # of Qwen
+# The padding token of Qwen
+_PAD = "<|endoftext|>"
 
 
 class Tokenizer:
@@ -64,16 +65,17 @@ class Tokenizer:
             return cls(backend, template, config, is_thinking=is_thinking)
         except ModelError:
             raise
-        except Exception as error:  # any field may have any type
+        except Exception as error:
+            # Untrusted JSON: any field may have any type
             raise ModelError(f"the tokenizer cannot be read: {error}") from error
 
     @property
     def padding(self) -> int:
         """Return the token that texts are padded with. Raises ModelError: there is none."""
-        found = self._backend.find(self._pad)
-        if found is None:
+        token = self._backend.find(self._pad)
+        if token is None:
             raise ModelError(f"the tokenizer has no token {self._pad[:80]!r} for padding")
-        return found
+        return token
 
     def render(self, prompt: str) -> str:
         """Return the prompt in the model's chat template, with the generation prompt.

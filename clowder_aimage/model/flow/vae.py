@@ -71,11 +71,11 @@ class MidBlock(Network):
         self.attentions = [VaeAttention(config, channels)] if attention else []
 
     def __call__(self, x: mx.array) -> mx.array:
-        first, last = self.resnets
-        x = first(x)
+        before, after = self.resnets
+        x = before(x)
         for layer in self.attentions:
             x = layer(x)
-        return last(x)
+        return after(x)
 
 
 class Upsample(Network):
@@ -93,12 +93,12 @@ class UpBlock(Network):
     """Residual blocks, then upsampling, except in the last block."""
 
     def __init__(
-        self, config: AutoencoderConfig, channels: int, out_channels: int, *, last: bool
+        self, config: AutoencoderConfig, channels: int, out_channels: int, *, is_last: bool
     ) -> None:
         super().__init__()
         widths = [channels] + [out_channels] * config.layers_per_block
         self.resnets = [ResnetBlock(config, width, out_channels) for width in widths]
-        self.upsamplers = [] if last else [Upsample(out_channels)]
+        self.upsamplers = [] if is_last else [Upsample(out_channels)]
 
     def __call__(self, x: mx.array) -> mx.array:
         for layer in [*self.resnets, *self.upsamplers]:
@@ -116,7 +116,7 @@ class Decoder(Network):
         self.mid_block = MidBlock(config, widths[0])
         pairs = list(zip((widths[0], *widths), widths, strict=False))
         self.up_blocks = [
-            UpBlock(config, before, after, last=index == len(pairs) - 1)
+            UpBlock(config, before, after, is_last=index == len(pairs) - 1)
             for index, (before, after) in enumerate(pairs)
         ]
         self.conv_norm_out = _norm(config, widths[-1])
@@ -144,12 +144,12 @@ class DownBlock(Network):
     """Residual blocks, then downsampling, except in the last block."""
 
     def __init__(
-        self, config: AutoencoderConfig, channels: int, out_channels: int, *, last: bool
+        self, config: AutoencoderConfig, channels: int, out_channels: int, *, is_last: bool
     ) -> None:
         super().__init__()
         widths = [channels] + [out_channels] * (config.layers_per_block - 1)
         self.resnets = [ResnetBlock(config, width, out_channels) for width in widths]
-        self.downsamplers = [] if last else [Downsample(out_channels)]
+        self.downsamplers = [] if is_last else [Downsample(out_channels)]
 
     def __call__(self, x: mx.array) -> mx.array:
         for layer in [*self.resnets, *self.downsamplers]:
@@ -166,7 +166,7 @@ class Encoder(Network):
         self.conv_in = Conv2d(config.out_channels, widths[0], 3, padding=1)
         pairs = list(zip((widths[0], *widths), widths, strict=False))
         self.down_blocks = [
-            DownBlock(config, before, after, last=index == len(pairs) - 1)
+            DownBlock(config, before, after, is_last=index == len(pairs) - 1)
             for index, (before, after) in enumerate(pairs)
         ]
         self.mid_block = MidBlock(config, widths[-1])
@@ -181,7 +181,7 @@ class Encoder(Network):
 
 
 class Autoencoder(Network):
-    """Half of an autoencoder; a family adds what scales its latents.
+    """Half of an autoencoder; a family adds the scale of its latents.
 
     ``OTHERS``: the beginnings of names of tensors that it does not use.
     """

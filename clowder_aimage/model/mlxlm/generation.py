@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.mlxlm.prompt_cache import Cache, KeptCaches
+from clowder_aimage.model.mlxlm.prompt_cache import Cache, PromptCache
 from clowder_aimage.model.mlxlm.token_sampler import TokenSampler
 from clowder_aimage.model.text.language_model import (
     LENGTH,
@@ -50,7 +50,7 @@ class TextGeneration:
     """Generates texts with a network; ``ends`` are the tokens that end one."""
 
     def __init__(
-        self, network: Any, kept: KeptCaches, table: TokenTable, ends: frozenset[int]
+        self, network: Any, kept: PromptCache, table: TokenTable, ends: frozenset[int]
     ) -> None:
         self._network, self._kept, self._table, self._ends = network, kept, table, ends
 

@@ -22,7 +22,7 @@ from clowder_aimage.model.mlxlm.network_weights import (
     parameter_bytes,
     type_name,
 )
-from clowder_aimage.model.mlxlm.prompt_cache import KeptCaches, cache_size
+from clowder_aimage.model.mlxlm.prompt_cache import PromptCache, cache_size
 from clowder_aimage.model.mlxlm.token_sampler import TokenSampler
 from clowder_aimage.model.text.chat_template import ChatTemplate, check_request, require_template
 from clowder_aimage.model.text.language_model import (
@@ -103,7 +103,7 @@ class MlxModel:
     ) -> None:
         self._network, self._backend, self._template = network, backend, template
         self._table, self._ends, self._defaults = TokenTable(backend), ends, defaults
-        self._kept = KeptCaches(network, plan.kept)
+        self._kept = PromptCache(network, plan.kept)
         self._embedding: TextEmbedding | None = None
         self.context, self.parallel, self.dtype = plan.context, plan.parallel, dtype
         self.device = library.describe()

@@ -89,7 +89,7 @@ def _read(
     quantized: dict[str, Quantization] = {}
     for name, value in weights.read(dtype, keep_quantized=keep_quantized):
         if isinstance(value, QuantizedArray) and value.global_scale is not None:
-            value = value.dequantized(dtype)  # MLX's layers have no factor
+            value = value.dequantize(dtype)  # MLX's layers have no factor
         if not isinstance(value, QuantizedArray):
             arrays[name] = value
             continue

@@ -21,7 +21,7 @@ class _Entry:
     size: int
 
 
-class KeptCaches:
+class PromptCache:
     """The caches of the last requests, at most ``count`` and of ``limit`` bytes together."""
 
     def __init__(self, network: Any, limit: int, count: int = 8) -> None:

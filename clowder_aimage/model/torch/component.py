@@ -168,7 +168,7 @@ def _check(
     wanted = match_tensors(component, network.sanitize, known, names)
     types: set[str | None] = set()
     for name, own in wanted.items():
-        shape, kind = weights.stated(name)
+        shape, kind = weights.shape_and_dtype(name)
         check_shape(component, name, shape, known[own])
         if kind not in (None, *FLOATS):
             raise _type_error(component, name)
