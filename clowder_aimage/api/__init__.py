@@ -1,1 +1,1 @@
-"""The worker's interfaces; each module has ``routes(service)``, which returns its routes."""
+"""The worker's interfaces; ``routes(service)`` of each module returns its routes."""

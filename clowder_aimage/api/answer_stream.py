@@ -20,15 +20,21 @@ from clowder_aimage.http.api_error import ApiError, api_error, response
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.response_writer import ResponseWriter, abort, is_gone
 
-TICK = 0.5  # seconds between two checks that the client is still connected
-KEEP_ALIVE = 10.0  # seconds of silence before a comment is sent: some proxies time out after 15
-STALL = 60.0  # seconds within which a client must receive a piece
-EVENT_HEADERS = {  # of a stream of events
+# Seconds between two checks that the client is still connected
+TICK = 0.5
+# Seconds of silence before a comment is sent: some proxies time out after 15
+KEEP_ALIVE = 10.0
+# Seconds within which a client must receive a chunk
+STALL = 60.0
+# Headers of a stream of events
+EVENT_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache, no-store",
-    "X-Accel-Buffering": "no",  # disables nginx's buffering
+    # Disables nginx's buffering
+    "X-Accel-Buffering": "no",
 }
-_PIECE = 64 * 1024
+# Small enough for a slow client to receive one within STALL
+_CHUNK = 64 * 1024
 
 _log = logging.getLogger("aimage.worker")
 T = TypeVar("T")
@@ -42,18 +48,20 @@ def frame(event: str | None, data: Any, *, mark: str | None = None) -> bytes:
             raise ValueError(f"invalid event name {event!r}")
         head += f"event: {event}\n"
     text = data if isinstance(data, str) else json.dumps(data, allow_nan=False)
+    # All line ends of the standard: a client would split the data at each
     lines = re.split(r"\r\n|\r|\n", text)
     return (head + "".join(f"data: {line}\n" for line in lines) + "\n").encode()
 
 
 def comment(text: str) -> bytes:
-    """Return a comment line, which clients ignore."""
+    """Return a comment line. Clients ignore it."""
     return f": {' '.join(text.split())}\n\n".encode()
 
 
 def add_warnings(headers: CIMultiDict[str], warnings: Iterable[str]) -> None:
-    """Add a header for each sentence about what has no effect."""
+    """Add a header for each warning about fields without effect."""
     for text in dict.fromkeys(warnings):
+        # Header values are ASCII only
         headers.add("X-Aimage-Warning", text.encode("ascii", "backslashreplace").decode())
 
 
@@ -76,7 +84,8 @@ class Arrivals(Generic[T]):
         self._task.cancel()
         await asyncio.wait([self._task])
         if not self._task.cancelled():
-            self._task.exception()  # raised by ``take``, unless the consumer has left
+            # ``take`` raises it, unless the consumer has left; asyncio logs unretrieved errors
+            self._task.exception()
 
     async def _collect(self) -> None:
         async with contextlib.aclosing(self._events):
@@ -94,14 +103,14 @@ class Arrivals(Generic[T]):
                 async with asyncio.timeout(every or TICK):
                     await self._is_new.wait()
         self._is_new.clear()
-        found, self._arrived = self._arrived, []
-        if self._task.done() and not found:
+        arrived, self._arrived = self._arrived, []
+        if self._task.done() and not arrived:
             self._task.result()
             return None
-        return found
+        return arrived
 
 
-async def ticking(
+async def with_keepalive(
     events: AsyncGenerator[T, None], every: float | None = None
 ) -> AsyncGenerator[T | None, None]:
     """Yield the events as they arrive, and None after every ``every`` seconds of silence.
@@ -109,10 +118,10 @@ async def ticking(
     Closing the generator closes ``events`` and waits for that. Raises the errors of ``events``.
     """
     async with Arrivals(events) as arrivals:
-        while (found := await arrivals.take(every)) is not None:
-            for event in found:
+        while (arrived := await arrivals.take(every)) is not None:
+            for event in arrived:
                 yield event
-            if not found:
+            if not arrived:
                 yield None
 
 
@@ -136,7 +145,7 @@ class EventStream:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether the headers were sent."""
+        """Return True if the headers were sent."""
         return self._writer.has_begun
 
     async def open(self) -> None:
@@ -145,11 +154,11 @@ class EventStream:
 
     async def send(self, *frames: bytes) -> None:
         """Send frames without delay. Raises ConnectionResetError."""
-        for whole in frames:
-            for start in range(0, len(whole), _PIECE):
+        for data in frames:
+            for start in range(0, len(data), _CHUNK):
                 if is_gone(self._request):
                     raise ConnectionResetError("the client disconnected")
-                await self._in_time(self._writer.write(whole[start : start + _PIECE]))
+                await self._in_time(self._writer.write(data[start : start + _CHUNK]))
         if frames:
             self._sent = self._clock()
 
@@ -163,7 +172,7 @@ class EventStream:
 
     @property
     def is_silent(self) -> bool:
-        """Return whether nothing was sent for a long time."""
+        """Return True if nothing was sent for a long time."""
         return self._clock() - self._sent >= KEEP_ALIVE
 
     async def keep_alive(self) -> None:
@@ -207,14 +216,14 @@ async def stream_events(
     stream = EventStream(request, headers)
     async with Arrivals(events) as arrivals:
         try:
-            while (found := await arrivals.take()) is not None:
-                frames = b"".join(one for event in found for one in form.frames(event))
+            while (arrived := await arrivals.take()) is not None:
+                frames = b"".join(data for event in arrived for data in form.frames(event))
                 if not stream.has_begun and (form.is_early or frames or stream.is_silent):
                     add_warnings(stream.response.headers, form.warnings)
                     await stream.open()
                 if frames:
                     await stream.send(frames)
-                elif not found:
+                elif not arrived:
                     await stream.keep_alive()
             await stream.send(b"".join(form.end()))
         except ConnectionError:
@@ -228,12 +237,13 @@ async def stream_events(
 
 def _error_data(request: Request, error: Exception) -> str:
     if not isinstance(error, AImageError):
-        _log.error("stream failed: %s", type(error).__name__)  # its text may contain a prompt
+        # Only the type is logged: the text may contain a prompt
+        _log.error("stream failed: %s", type(error).__name__)
         error = ApiError(500, "internal error; see the server's log", code="internal_error")
-    found = api_error(error)
-    if found.status >= 500:
-        _log.warning("request failed: %s", found.message)
-    return response(request, found).text or ""
+    api_failure = api_error(error)
+    if api_failure.status >= 500:
+        _log.warning("request failed: %s", api_failure.message)
+    return response(request, api_failure).text or ""
 
 
 class NdjsonStream:
@@ -250,14 +260,14 @@ class NdjsonStream:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether a line was sent."""
+        """Return True if a line was sent."""
         return self._writer.has_begun
 
     async def write(self, *values: Mapping[str, Any]) -> None:
         """Send lines without delay."""
         if not self.has_begun:
             await self._writer.begin()
-        lines = [json.dumps(one, ensure_ascii=False, separators=(",", ":")) for one in values]
+        lines = [json.dumps(value, ensure_ascii=False, separators=(",", ":")) for value in values]
         await self._writer.write("".join(f"{line}\n" for line in lines).encode())
 
     async def fail(self, error: AImageError) -> web.StreamResponse:
@@ -267,9 +277,9 @@ class NdjsonStream:
         """
         if not self.has_begun:
             raise error
-        found = api_error(error)
-        facts = {"error": found.message, "status": found.status}
-        await self.write({**facts, "code": found.code} if found.code else facts)
+        api_failure = api_error(error)
+        facts = {"error": api_failure.message, "status": api_failure.status}
+        await self.write({**facts, "code": api_failure.code} if api_failure.code else facts)
         return await self.end()
 
     async def end(self) -> web.StreamResponse:

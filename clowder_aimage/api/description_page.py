@@ -55,14 +55,14 @@ def _operation(document: _Json, method: str, path: str, operation: _Json) -> str
     parts = [f"<p>{_text(operation['description'])}</p>"] if "description" in operation else []
     parts.append(f"<p><small>Scope: {escape(operation['x-aimage-scope'])}</small></p>")
     parameters = [
-        (one["name"], _kind(one["schema"]), one.get("description", ""))
-        for one in operation.get("parameters", ())
+        (value["name"], _kind(value["schema"]), value.get("description", ""))
+        for value in operation.get("parameters", ())
     ]
     parts.append(_table("Parameter", parameters))
     for media, body in operation.get("requestBody", {}).get("content", {}).items():
         title = "Field" if media == "application/json" else "Part"
-        for one in body["schema"].get("anyOf", [body["schema"]]):
-            parts.append(_fields(document, title, one))
+        for value in body["schema"].get("anyOf", [body["schema"]]):
+            parts.append(_fields(document, title, value))
     answers = [
         (code, "", _resolve(document, answer)["description"])
         for code, answer in operation["responses"].items()
@@ -73,26 +73,26 @@ def _operation(document: _Json, method: str, path: str, operation: _Json) -> str
 
 
 def _fields(document: _Json, title: str, schema: _Json) -> str:
-    """Return the table of an object's fields, and what it is."""
-    found = _resolve(document, schema)
-    fields = found["properties"].items()
-    rows = ((name, _kind(one), one.get("description", "")) for name, one in fields)
-    return f"<p>{_text(found['description'])}</p>{_table(title, rows)}"
+    """Return the description of an object, and the table of its fields."""
+    component = _resolve(document, schema)
+    fields = component["properties"].items()
+    rows = ((name, _kind(field), field.get("description", "")) for name, field in fields)
+    return f"<p>{_text(component['description'])}</p>{_table(title, rows)}"
 
 
 def _resolve(document: _Json, value: _Json) -> _Json:
     """Return the component that a ``$ref`` names, else the value."""
-    found: Any = document if "$ref" in value else value
+    component: Any = document if "$ref" in value else value
     for key in value.get("$ref", "").split("/")[1:]:
-        found = found[key]
-    return found  # type: ignore[no-any-return]
+        component = component[key]
+    return component  # type: ignore[no-any-return]
 
 
 def _kind(schema: _Json) -> str:
     """Return the values of a field, without null: it counts as absent."""
     if "enum" in schema or "const" in schema:
         values = schema.get("enum", [schema.get("const")])
-        return " | ".join(str(one) or '""' for one in values if one is not None)
+        return " | ".join(str(choice) or '""' for choice in values if choice is not None)
     if "anyOf" in schema:
         return " | ".join(filter(None, map(_kind, schema["anyOf"])))
     if "$ref" in schema:

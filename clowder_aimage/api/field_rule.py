@@ -1,4 +1,4 @@
-"""Rules between the fields of a body, which are checked and are part of its JSON Schema."""
+"""Rules between the fields of a body: checked, and part of its JSON Schema."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 from pydantic.config import JsonDict
 
-Unset = Callable[[str], list[Any]]  # the values of a field that count as absent
+# The values of a field that count as absent
+Unset = Callable[[str], list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
     """Fields that require one of ``others``, or if they ``exclude`` them, that none is set.
 
-    Without fields, every body requires one of ``others``. words: what is required or excluded; by
-    default the name of a field.
+    Without fields, every body requires one of ``others``. words: the required or excluded thing in
+    messages; by default the name of a field.
     """
 
     fields: tuple[str, ...]
@@ -25,32 +26,32 @@ class FieldRule:
     exclude: bool = False
 
     def fault(self, is_set: Callable[[str], bool]) -> tuple[str, str] | None:
-        """Return a field of a body and why it is refused; None if the body observes the rule."""
+        """Return a field and the reason of its refusal; None if the body observes the rule."""
         fields = [field for field in self.fields if is_set(field)]
-        others = [other for other in self.others if is_set(other)]
-        if self.exclude and fields and others:
-            return fields[0], f"cannot be combined with {self.words or others[0]}"
-        if self.exclude or others:
+        set_others = [name for name in self.others if is_set(name)]
+        if self.exclude and fields and set_others:
+            return fields[0], f"cannot be combined with {self.words or set_others[0]}"
+        if self.exclude or set_others:
             return None
         if not self.fields:
             return self.others[0], "is required"
         return (fields[0], f"requires {self.words or self.others[0]}") if fields else None
 
-    def schema(self, known: Collection[str], unset: Unset) -> JsonDict | None:
-        """Return the JSON Schema of a body with ``known`` fields; None if it cannot break it."""
-        fields = [name for name in self.fields if name in known]
-        others = [name for name in self.others if name in known]
-        if not others or (self.fields and not fields):
+    def schema(self, names: Collection[str], unset: Unset) -> JsonDict | None:
+        """Return the JSON Schema of a body with ``names`` fields; None if it cannot break it."""
+        fields = [name for name in self.fields if name in names]
+        alternatives = [name for name in self.others if name in names]
+        if not alternatives or (self.fields and not fields):
             return None
         cases = [_without(fields, unset)] if fields else []
-        return {"anyOf": [*cases, *self._cases(others, unset)]}
+        return {"anyOf": [*cases, *self._cases(alternatives, unset)]}
 
-    def _cases(self, others: list[str], unset: Unset) -> list[JsonDict]:
+    def _cases(self, alternatives: list[str], unset: Unset) -> list[JsonDict]:
         if self.exclude:
-            return [_without(others, unset)]
+            return [_without(alternatives, unset)]
         return [
             {"required": [name], "properties": {name: {"not": {"enum": unset(name)}}}}
-            for name in others
+            for name in alternatives
         ]
 
 
@@ -63,11 +64,11 @@ def needs(*fields: str) -> FieldRule:
     return FieldRule((), fields)
 
 
-def requires(fields: str | tuple[str, ...], *others: str, words: str = "") -> FieldRule:
+def requires(fields: str | tuple[str, ...], *alternatives: str, words: str = "") -> FieldRule:
     """Return the rule that fields require one of the others."""
-    return FieldRule((fields,) if isinstance(fields, str) else fields, others, words)
+    return FieldRule((fields,) if isinstance(fields, str) else fields, alternatives, words)
 
 
-def excludes(field: str, *others: str, words: str = "") -> FieldRule:
+def excludes(field: str, *excluded: str, words: str = "") -> FieldRule:
     """Return the rule that a field cannot be combined with any of the others."""
-    return FieldRule((field,), others, words, exclude=True)
+    return FieldRule((field,), excluded, words, exclude=True)

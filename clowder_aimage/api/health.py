@@ -9,14 +9,15 @@ from aiohttp import web
 
 from clowder_aimage import __version__
 from clowder_aimage.api import health_operation as operation
-from clowder_aimage.api.answer_stream import EventStream, comment, frame, ticking
+from clowder_aimage.api.answer_stream import EventStream, comment, frame, with_keepalive
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_probe
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
 from clowder_aimage.http.metrics_role import MetricsRole
 from clowder_aimage.http.route import INFER, Route, serve
 
-ALIVE = 15.0  # seconds of silence before a comment is sent
+# Seconds of silence before a comment is sent
+ALIVE = 15.0
 
 
 def routes(service: Service) -> list[Route]:
@@ -46,15 +47,15 @@ class Health:
         service, node = self._service, self._service.node
         missing = node.missing() if node is not None else ()
         try:
-            reasons = await run_probe(service.readiness.against, service.required, missing)
+            reasons = await run_probe(service.readiness.list_reasons, service.required, missing)
         except TimeoutError:
             reasons = [{"reason": "store not readable"}]
         if node is not None:
-            reasons = node.against() + reasons
+            reasons = node.list_reasons() + reasons
         if service.engine.is_draining:
             reasons.insert(0, {"reason": "draining"})
         if request.get("scope") is None:
-            reasons = [{"reason": each["reason"]} for each in reasons]
+            reasons = [{"reason": reason["reason"]} for reason in reasons]
         body: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
         if node is not None:
             body["warnings"] = list(node.warnings())
@@ -62,7 +63,7 @@ class Health:
         return web.json_response(body, status=503 if reasons else 200, headers=headers)
 
     async def worker(self, request: web.Request) -> web.Response:
-        """Respond with what the token of the request allows; its settings only with a token."""
+        """Respond with the scope of the token; with the settings only if there is a token."""
         scope, settings = request.get("scope"), self._service.settings
         body: dict[str, Any] = {"version": __version__, "scope": scope}
         if scope is not None:
@@ -71,9 +72,10 @@ class Health:
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Stream events as server-sent events (HTML, 9.2), from ``Last-Event-ID`` on."""
-        mark = f"{self._service.started:.3f}-"  # event numbers restart with each worker
-        last = request.headers.get("Last-Event-ID", "")
-        after = last.removeprefix(mark) if last.startswith(mark) else "0"
+        # Event numbers restart with each worker
+        mark = f"{self._service.started:.3f}-"
+        last_id = request.headers.get("Last-Event-ID", "")
+        after = last_id.removeprefix(mark) if last_id.startswith(mark) else "0"
         if not after.isascii() or not after.isdigit() or len(after) > 15:
             raise ApiError(400, "invalid Last-Event-ID", param="Last-Event-ID")
         answer = EventStream(request)
@@ -81,12 +83,12 @@ class Health:
         if request.method == "HEAD":
             return answer.response
         await answer.send(b"retry: 2000\n\n")
-        items = ticking(self._service.events.listen(int(after)), ALIVE)
-        async with contextlib.aclosing(items):
-            async for item in items:
-                if item is None:
+        events = with_keepalive(self._service.events.listen(int(after)), ALIVE)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if event is None:
                     await answer.send(comment("alive"))
                     continue
-                facts = {"at": item.at, **item.facts}
-                await answer.send(frame(item.kind, facts, mark=f"{mark}{item.id}"))
+                facts = {"at": event.at, **event.facts}
+                await answer.send(frame(event.kind, facts, mark=f"{mark}{event.id}"))
         return await answer.close()

@@ -19,7 +19,7 @@ class Alive(TypedDict):
 
 
 class Reason(TypedDict):
-    """A reason for which a server is not ready."""
+    """A reason against the readiness of a server."""
 
     reason: str
     model: NotRequired[Annotated[str, Field(description="Only in a response to a known token.")]]
@@ -36,7 +36,7 @@ class Readiness(TypedDict):
 
 
 class WorkerFacts(TypedDict):
-    """A server, and what the token of the request allows."""
+    """A server, and the scope of the request's token."""
 
     version: str
     scope: Literal["admin", "infer", "node"] | None

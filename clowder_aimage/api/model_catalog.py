@@ -19,7 +19,8 @@ from clowder_aimage.model.text.text_facts import text_facts
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.pictures.input_kind import max_images
 
-_MAX_KNOWN = 4096  # cached manifests
+# Cached manifests
+_MAX_KNOWN = 4096
 
 
 def unknown_model(name: str) -> ApiError:
@@ -33,27 +34,28 @@ class ModelCatalog:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._known: dict[Digest, dict[str, Any] | None] = {}
+        self._cached: dict[Digest, dict[str, Any] | None] = {}
 
     def all(self) -> list[dict[str, Any]]:
         """Return all runnable models by name, their aliases, and the adapters of both places."""
 
-        def described(tag: tuple[str, Descriptor]) -> tuple[str, dict[str, Any] | None]:
-            with contextlib.suppress(UsageError):  # another tool's name, invalid in a request
+        def describe(tag: tuple[str, Descriptor]) -> tuple[str, dict[str, Any] | None]:
+            # Another tool's name, invalid in a request
+            with contextlib.suppress(UsageError):
                 reference = Reference.parse(tag[0])
                 return str(reference), self._facts(reference, tag[1].digest)
             return tag[0], None
 
-        listed = describe_all(self._service.store.tags(), described)
-        known = {name: facts for name, facts in listed if facts is not None}
-        known = {name: known[name] for name in sorted(known)}
-        found = {name: facts for name, facts in known.items() if "adapter" not in facts}
-        models = [_model(name, facts) for name, facts in found.items()]
-        models += [_model(alias, facts) for alias, facts in self._aliases(found)]
-        rest = {name: facts for name, facts in known.items() if "adapter" in facts}
-        files = {one.name: _file_facts(one) for one in self._service.adapters.files()}
-        bases = self._names() if rest else {}
-        adapters = {**files, **rest}.items()
+        listed = describe_all(self._service.store.tags(), describe)
+        facts_by_name = {name: facts for name, facts in listed if facts is not None}
+        facts_by_name = {name: facts_by_name[name] for name in sorted(facts_by_name)}
+        runnable = {name: facts for name, facts in facts_by_name.items() if "adapter" not in facts}
+        models = [_model(name, facts) for name, facts in runnable.items()]
+        models += [_model(alias, facts) for alias, facts in self._aliases(runnable)]
+        stored = {name: facts for name, facts in facts_by_name.items() if "adapter" in facts}
+        files = {file.name: _file_facts(file) for file in self._service.adapters.files()}
+        bases = self._names() if stored else {}
+        adapters = {**files, **stored}.items()
         return models + [_adapter(name, facts, bases) for name, facts in adapters]
 
     def one(self, name: str) -> dict[str, Any]:
@@ -70,36 +72,38 @@ class ModelCatalog:
             raise unknown_model(name)
         return _adapter(name, facts, self._names()) if "adapter" in facts else _model(name, facts)
 
-    def _aliases(self, found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _aliases(self, models: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
         for alias in sorted(self._service.settings.aliases):
             try:
                 name = str(self._service.reference(alias))
             except NotFoundError:
                 continue
-            if name in found and alias not in found:
-                yield alias, found[name]
+            if name in models and alias not in models:
+                yield alias, models[name]
 
     def _facts(self, reference: Reference, digest: Digest) -> dict[str, Any] | None:
         """Return the facts of a model; None if it is not runnable or not readable."""
         try:
-            facts = self._known[digest]
+            facts = self._cached[digest]
         except KeyError:
             try:
                 facts = self._read(reference)
             except (NotFoundError, StoreError):
-                return None  # it may be stored, or readable, later
+                # Not cached: the model may be stored, or readable, later
+                return None
             except AImageError:
                 facts = None
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known[digest] = facts
+            if len(self._cached) >= _MAX_KNOWN:
+                self._cached.clear()
+            self._cached[digest] = facts
         if facts is None:
             return None
         facts = {**facts, "owned_by": reference.registry or "local"}
-        if (aimage := facts.pop("text", None)) is not None:  # its files may be stored later
-            known = text_facts(self._service.store, digest, aimage)
-            facts["capabilities"] = list(known.capabilities)
-            facts |= {"context_length": known.context} if known.context else {}
+        # Not cached: the files of a language model may be stored later
+        if (aimage := facts.pop("text", None)) is not None:
+            text = text_facts(self._service.store, digest, aimage)
+            facts["capabilities"] = list(text.capabilities)
+            facts |= {"context_length": text.context} if text.context else {}
         return facts
 
     def _read(self, reference: Reference) -> dict[str, Any] | None:
@@ -113,11 +117,12 @@ class ModelCatalog:
             facts = {"text": stored.aimage}
         elif kind == PICTURES:
             facts = {"capabilities": [PICTURES], "max_images": max_images(properties)}
-            own = GenerateRequest.draft().for_model(stored.aimage).values()
-            facts["defaults"] = {name: own[name] for name in MODEL_DEFAULTS}
+            defaults = GenerateRequest.draft().for_model(stored.aimage).values()
+            facts["defaults"] = {name: defaults[name] for name in MODEL_DEFAULTS}
         else:
             return None
-        with contextlib.suppress(KeyError, ValueError, OverflowError):  # an invalid date
+        # An invalid date
+        with contextlib.suppress(KeyError, ValueError, OverflowError):
             created = datetime.fromisoformat(properties["created"])
             return {"created": int(created.timestamp()), **facts}
         path = store.path(stored.descriptor)
@@ -131,9 +136,9 @@ class ModelCatalog:
 
 def _adapter(name: str, facts: dict[str, Any], names: Mapping[Digest, str]) -> dict[str, Any]:
     """Return the entry of an adapter: ``parent`` is a name of its base, if the store has it."""
-    known = {key: value for key, value in facts.items() if key not in ("base", "adapter")}
+    fields = {key: value for key, value in facts.items() if key not in ("base", "adapter")}
     parent = None if facts["base"] is None else names.get(facts["base"])
-    return _model(name, known) | {"parent": parent, "adapter": facts["adapter"]}
+    return _model(name, fields) | {"parent": parent, "adapter": facts["adapter"]}
 
 
 def _file_facts(file: AdapterFile) -> dict[str, Any]:

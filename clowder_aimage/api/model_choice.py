@@ -11,7 +11,7 @@ from typing import Protocol
 from urllib.parse import quote
 
 from clowder_aimage.api.model_catalog import ModelCatalog, unknown_model
-from clowder_aimage.api.model_kind import PICTURES, check_kind, unsupported
+from clowder_aimage.api.model_kind import PICTURES, check_kind, unsupported_model
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
@@ -27,7 +27,8 @@ MODEL_HEADERS = {
     "X-Aimage-Model": "The AImage that did the work.",
     "X-Aimage-Alias": "The requested name, if it is an alias.",
 }
-_MAX_NAMED = 10  # models in a message
+# Models in a message
+_MAX_NAMED = 10
 
 
 class ModelChoice(Protocol):
@@ -42,10 +43,10 @@ class ModelChoice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SelectedModel:
-    """The AImage of a request, if it is in the store, and when it may be pulled.
+    """The AImage of a request, if it is in the store, and its pull policy.
 
-    ``is_default``: it replaces another model. ``adapter``: the request names an adapter, whose base
-    model this is.
+    ``is_default``: it replaces another model. ``adapter``: the request names an adapter of this
+    base model.
     """
 
     reference: Reference
@@ -60,16 +61,16 @@ class SelectedModel:
 
     def headers(self, service: Service, body: ModelChoice) -> dict[str, str]:
         """Return the headers with the name of the model, and the alias that was requested."""
-        found = {"X-Aimage-Model": str(self.reference)}
+        fields = {"X-Aimage-Model": str(self.reference)}
         if body.model and service.alias(body.model) and not self.is_default:
-            found["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
-        return found
+            fields["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
+        return fields
 
 
 async def choose_model(
-    service: Service, body: ModelChoice, wanted: Sequence[str], *, may_pull: bool
+    service: Service, body: ModelChoice, kinds: Sequence[str], *, may_pull: bool
 ) -> SelectedModel:
-    """Return the model of one of the ``wanted`` kinds that serves a request.
+    """Return the model that serves a request, of one of ``kinds``.
 
     The worker's default replaces only unknown names that clients have built in, see ``default_for``
     of the settings. A name with a registry or a digest is never replaced. Raises ApiError, also if
@@ -77,25 +78,25 @@ async def choose_model(
     """
     pull = body.pull if may_pull else NEVER
     reference = _parse(service, body.model)
-    stored, is_default = await _read(service, reference, wanted[0]), False
+    stored, is_default = await _read(service, reference, kinds[0]), False
     if stored is None and not (reference.registry and pull != NEVER):
         is_exact = reference.registry is not None or reference.digest is not None
         is_literal = service.alias(body.model) is None if body.model else False
         is_built_in = body.model is None or _is_built_in(service, body.model)
         has_default = service.settings.default_model is not None
-        missing = partial(_missing, service, body.model or str(reference), wanted)
+        missing = partial(_missing_model, service, body.model or str(reference), kinds)
         if not (has_default and is_built_in) or (is_exact and is_literal):
             raise await run_io(missing)
         reference, is_default = service.reference(None), True
-        stored = await _read(service, reference, wanted[0])
+        stored = await _read(service, reference, kinds[0])
         if stored is None and not (reference.registry and pull != NEVER):
             raise await run_io(missing)
     adapter = None
-    if stored is not None and is_adapter(stored.aimage) and PICTURES in wanted:
+    if stored is not None and is_adapter(stored.aimage) and PICTURES in kinds:
         adapter, reference = reference, await run_io(_base_of, service, reference, stored.aimage)
-        stored = await _read(service, reference, wanted[0])
+        stored = await _read(service, reference, kinds[0])
     elif stored is not None:
-        check_kind(reference, stored.aimage, *wanted)
+        check_kind(reference, stored.aimage, *kinds)
     if reference.registry is None and pull == ALWAYS:
         pull = IF_MISSING
     return SelectedModel(reference, stored, pull, is_default, adapter)
@@ -106,7 +107,8 @@ def _base_of(service: Service, reference: Reference, adapter: AImage) -> Referen
     digest = adapter.subject and adapter.subject.digest
     for name, descriptor in sorted(service.store.tags(), key=lambda tag: tag[0]):
         if descriptor.digest == digest:
-            with contextlib.suppress(UsageError):  # another tool's name
+            # Another tool's name
+            with contextlib.suppress(UsageError):
                 return Reference.parse(name)
     message = f"model {reference} is an adapter, whose base model is not here: use it in loras"
     raise ApiError(422, message, code="model_not_supported", param="model")
@@ -117,15 +119,15 @@ def _is_built_in(service: Service, name: str) -> bool:
     return any(fnmatchcase(plain, pattern) for pattern in service.settings.default_for)
 
 
-def _missing(service: Service, name: str, wanted: Sequence[str]) -> ApiError:
-    """Return the error for a missing model, with the names of those that could serve it."""
+def _missing_model(service: Service, name: str, kinds: Sequence[str]) -> ApiError:
+    """Return the error for a missing model, with the names of suitable models."""
     models = [model for model in ModelCatalog(service).all() if "adapter" not in model]
-    is_picture = PICTURES in wanted
+    is_picture = PICTURES in kinds
     names = [model["id"] for model in models if (PICTURES in model["capabilities"]) == is_picture]
     if not names:
         return unknown_model(name)
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    message = f"model {name[:200]!r} not found; available: {', '.join(names[:_MAX_NAMED])}{more}"
+    suffix = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    message = f"model {name[:200]!r} not found; available: {', '.join(names[:_MAX_NAMED])}{suffix}"
     return ApiError(404, message, code="model_not_found", param="model")
 
 
@@ -139,11 +141,11 @@ def _parse(service: Service, name: str | None) -> Reference:
         raise ApiError(400, error.message, code=code, param="model") from None
 
 
-async def _read(service: Service, reference: Reference, wanted: str) -> StoredAImage | None:
+async def _read(service: Service, reference: Reference, kind: str) -> StoredAImage | None:
     """Return the AImage if it is in the store. Raises ApiError if its config is invalid."""
     try:
         return await service.engine.read(reference)
     except NotFoundError:
         return None
     except FormatError:
-        raise unsupported(reference, wanted=wanted) from None
+        raise unsupported_model(reference, expected=kind) from None

@@ -1,4 +1,4 @@
-"""Kinds of AImages, and which interface serves them: known without loading a model."""
+"""Kinds of AImages, and the interfaces for them: known without loading a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DOES = {
 
 
 def is_runnable(aimage: AImage) -> bool:
-    """Return whether the AImage belongs to a family of image models that can be run.
+    """Return True if the AImage belongs to a supported family of image models.
 
     An AImage of another tool may lack its family; then its components are checked.
     """
@@ -39,7 +39,7 @@ def is_runnable(aimage: AImage) -> bool:
 
 
 def kind_of(aimage: AImage) -> str:
-    """Return PICTURES, TEXT or EMBEDDER for what can be run, else another word."""
+    """Return PICTURES, TEXT or EMBEDDER for a runnable model, else another word."""
     properties = aimage.properties
     if properties.get("format") == "lora" or "adapter" in properties:
         return _ADAPTER
@@ -50,15 +50,15 @@ def kind_of(aimage: AImage) -> str:
     return PICTURES if is_runnable(aimage) else _OTHER
 
 
-def check_kind(reference: Reference, aimage: AImage, *wanted: str, interface: str = OPENAI) -> None:
-    """Raise ApiError if the AImage is of none of the ``wanted`` kinds: it names the right route."""
+def check_kind(reference: Reference, aimage: AImage, *kinds: str, interface: str = OPENAI) -> None:
+    """Raise ApiError if the AImage is of none of ``kinds``. The message names the right route."""
     kind = kind_of(aimage)
-    if kind not in wanted:
-        raise unsupported(reference, kind, wanted[0], interface)
+    if kind not in kinds:
+        raise unsupported_model(reference, kind, kinds[0], interface)
 
 
-def unsupported(
-    reference: Reference, kind: str = _OTHER, wanted: str = PICTURES, interface: str = OPENAI
+def unsupported_model(
+    reference: Reference, kind: str = _OTHER, expected: str = PICTURES, interface: str = OPENAI
 ) -> ApiError:
     """Return the error for an AImage that a route cannot serve."""
     if kind in _DOES:
@@ -68,6 +68,6 @@ def unsupported(
     elif kind == _CONTROLNET:
         message = "is a ControlNet; name an image model, and this as controlnet"
     else:
-        message = f"is not a supported {'image' if wanted == PICTURES else 'language'} model"
+        message = f"is not a supported {'image' if expected == PICTURES else 'language'} model"
     message = f"model {reference} {message}"
     return ApiError(422, message, code="model_not_supported", param="model")

@@ -32,7 +32,8 @@ from clowder_aimage.model.text.language_model import COMPLETION, EMBEDDING, THIN
 from clowder_aimage.model.text.text_facts import TextFacts, text_facts
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-_MOST = (1 << 53) - 1  # parameters
+# The largest integer of JavaScript; a larger number of parameters is not plausible
+_MOST = (1 << 53) - 1
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 _log = logging.getLogger("aimage.worker")
 _T = TypeVar("_T")
@@ -52,8 +53,10 @@ class ModelEntry:
 def items(store: ImageLayout) -> list[ModelEntry]:
     """Return all names that a client can request, in order; skip unreadable ones."""
     tags = store.tags()
-    found = describe_each(tags, lambda tag: item_of(store, Reference.parse(tag[0]), tag[1]), _skip)
-    return sorted(found, key=lambda item: str(item.reference))
+    entries = describe_each(
+        tags, lambda tag: item_of(store, Reference.parse(tag[0]), tag[1]), _skip
+    )
+    return sorted(entries, key=lambda item: str(item.reference))
 
 
 def describe_all(models: Iterable[_T], describe: Callable[[_T], _V]) -> list[_V]:
@@ -80,10 +83,10 @@ def item(store: ImageLayout, reference: Reference) -> ModelEntry | None:
 
 def entry(store: ImageLayout, reference: Reference) -> Descriptor | None:
     """Return the descriptor of exactly this name; a digest does not match other names."""
-    wanted = index_name(reference)
-    parsed = Reference.parse(wanted)
+    text = index_name(reference)
+    parsed = Reference.parse(text)
     for name, descriptor in store.tags():
-        is_same = name == wanted or same_name(name, parsed)
+        is_same = name == text or same_name(name, parsed)
         if is_same and reference.digest in (None, descriptor.digest):
             return descriptor
     return None
@@ -91,31 +94,31 @@ def entry(store: ImageLayout, reference: Reference) -> Descriptor | None:
 
 def item_of(store: ImageLayout, reference: Reference, descriptor: Descriptor) -> ModelEntry:
     """Return the entry of a name and its manifest. Raises as ``item``."""
-    found = check_completeness(store, descriptor)
-    return ModelEntry(reference, descriptor, found.total, found.missing)
+    completeness = check_completeness(store, descriptor)
+    return ModelEntry(reference, descriptor, completeness.total, completeness.missing)
 
 
-def described_model(
+def describe_model(
     store: ImageLayout, reference: Reference
 ) -> tuple[dict[str, Any], AImage | None, TextFacts | None]:
     """Return the config of an AImage, itself, and the facts of a language model.
 
     The config is empty if it is not an AImage or unreadable; the others are None if it is invalid.
     """
-    known: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
     try:
         stored = read_aimage(store, reference)
-        known = dict(stored.aimage.properties)
+        properties = dict(stored.aimage.properties)
         stored.aimage.validate()
     except AImageError:
-        return known, None, None
+        return properties, None, None
     is_text = kind_of(stored.aimage) in (TEXT, EMBEDDER)
     facts = text_facts(store, stored.descriptor.digest, stored.aimage) if is_text else None
-    return known, stored.aimage, facts
+    return properties, stored.aimage, facts
 
 
-def changed(store: ImageLayout, descriptor: Descriptor) -> datetime:
-    """Return the time at which the manifest was stored."""
+def read_stored_time(store: ImageLayout, descriptor: Descriptor) -> datetime:
+    """Return the modification time of the stored manifest."""
     with contextlib.suppress(OSError):
         return datetime.fromtimestamp(store.path(descriptor).stat().st_mtime, UTC)
     return datetime.fromtimestamp(0, UTC)
@@ -134,8 +137,8 @@ async def delete(service: Service, reference: Reference) -> None:
     StoreError; ApiError (409) if the name is pinned, or in a read-only store.
     """
     store = service.store
-    found = await run_io(entry, store, reference)
-    if found is None:
+    descriptor = await run_io(entry, store, reference)
+    if descriptor is None:
         raise unknown(reference)
     if await run_io(store.pins.get, index_name(reference)) is not None:
         raise ApiError(409, f"{reference} is pinned; unpin it first", code="pinned")
@@ -143,12 +146,13 @@ async def delete(service: Service, reference: Reference) -> None:
         await run_locking(store.untag, reference)
     except NotFoundError as error:
         if await run_io(entry, store, reference) is None:
-            raise unknown(reference) from None  # removed concurrently
+            # Another request has removed it
+            raise unknown(reference) from None
         message = f"{reference} is in a read-only store"
         raise ApiError(409, message, code="read_only") from error
-    others = await run_io(lambda: {one.digest for _, one in store.tags()})
-    if found.digest not in others:
-        await unload(service, found.digest)
+    remaining = await run_io(lambda: {tagged.digest for _, tagged in store.tags()})
+    if descriptor.digest not in remaining:
+        await unload(service, descriptor.digest)
     service.on_removed()
     await run_locking(_collect, store)
 
@@ -183,17 +187,17 @@ class ModelDetails(TypedDict):
     quantization_level: str
 
 
-def details(known: Mapping[str, Any]) -> ModelDetails:
+def details(properties: Mapping[str, Any]) -> ModelDetails:
     """Return the ``details`` of a model."""
-    family = str(known.get("family") or known.get("architecture") or "")
-    count = known.get("parameters")
+    family = str(properties.get("family") or properties.get("architecture") or "")
+    count = properties.get("parameters")
     return {
         "parent_model": "",
-        "format": str(known.get("format") or "safetensors"),
+        "format": str(properties.get("format") or "safetensors"),
         "family": family,
         "families": [family] if family else [],
         "parameter_size": _short(count) if type(count) is int and 0 <= count <= _MOST else "",
-        "quantization_level": str(weight_type(known) or "").upper(),
+        "quantization_level": str(weight_type(properties) or "").upper(),
     }
 
 
@@ -210,7 +214,7 @@ def used_loras(loras: Sequence[LoraUse]) -> list[UsedLora]:
     return [{"model": use.model, "strength": use.strength, "digest": use.digest} for use in loras]
 
 
-def described(loras: Sequence[LoraUse], warnings: Sequence[str] = ()) -> dict[str, list[Any]]:
+def describe_use(loras: Sequence[LoraUse], warnings: Sequence[str] = ()) -> dict[str, list[Any]]:
     """Return the fields of a response with the adapters in use, and with warnings, if any."""
     fields: dict[str, list[Any]] = {
         "loras": used_loras(loras),
@@ -233,4 +237,8 @@ def capabilities(aimage: AImage | None, facts: TextFacts | None) -> list[str]:
     """
     if facts is None:
         return [PICTURES] if aimage is not None and kind_of(aimage) == PICTURES else []
-    return [one for one in (COMPLETION, EMBEDDING, TOOLS, THINKING) if one in facts.capabilities]
+    return [
+        capability
+        for capability in (COMPLETION, EMBEDDING, TOOLS, THINKING)
+        if capability in facts.capabilities
+    ]

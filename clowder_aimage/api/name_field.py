@@ -15,7 +15,7 @@ _LENGTH = f"([^/]*[.:][^/]*/|localhost/)?[^:@]{{0,{MAX_REPOSITORY}}}([:@][^/]*)?
 
 
 def _check(text: str) -> str:
-    """Return the name, which may be empty. Raises ValueError."""
+    """Return a valid or empty name. Raises ValueError."""
     try:
         if text:
             Reference.parse(text)
@@ -37,7 +37,7 @@ def _check_tag(text: str) -> str:
     return text
 
 
-def _described(**allowed: bool) -> Any:
+def _make_field(**allowed: bool) -> Any:
     return Field(json_schema_extra=name_schema(f"({pattern(**allowed)})?"))
 
 
@@ -46,6 +46,6 @@ def name_schema(names: str, prefix: str = "") -> JsonDict:
     return {"pattern": f"^{prefix}{names}$", "allOf": [{"pattern": f"^{prefix}{_LENGTH}$"}]}
 
 
-Name = Annotated[str, AfterValidator(_check), _described()]
-RemoteName = Annotated[str, AfterValidator(_check_remote), _described(is_remote=True)]
-TagName = Annotated[str, AfterValidator(_check_tag), _described(has_digest=False)]
+Name = Annotated[str, AfterValidator(_check), _make_field()]
+RemoteName = Annotated[str, AfterValidator(_check_remote), _make_field(is_remote=True)]
+TagName = Annotated[str, AfterValidator(_check_tag), _make_field(has_digest=False)]

@@ -73,24 +73,25 @@ class OllamaError(TypedDict):
 
 def description_routes(kind: str) -> list[Route]:
     """Return the routes of the description of a kind of server: as JSON, and as a page."""
-    made: list[dict[str, Any]] = []  # at the first request
+    # The document, made at the first request
+    documents: list[dict[str, Any]] = []
 
-    async def made_for(app: web.Application) -> dict[str, Any]:
-        if not made:
+    async def make_document(app: web.Application) -> dict[str, Any]:
+        if not documents:
             make = partial(
                 document, app["routes"], title=f"{PRODUCT} {kind}", has_tokens=app["has_tokens"]
             )
-            made.append(await run_io(make))
-        return made[0]
+            documents.append(await run_io(make))
+        return documents[0]
 
     async def describe(request: web.Request) -> web.Response:
-        return web.json_response(await made_for(request.app))
+        return web.json_response(await make_document(request.app))
 
     async def show(request: web.Request) -> web.Response:
         from clowder_aimage.api.description_page import POLICY, page
 
         headers = {"Content-Security-Policy": POLICY}
-        shown = page(await made_for(request.app))
+        shown = page(await make_document(request.app))
         return web.Response(text=shown, content_type="text/html", headers=headers)
 
     return [serve(DESCRIBE, describe), serve(SHOW, show)]
@@ -104,8 +105,8 @@ def document(routes: Iterable[Route], *, title: str, has_tokens: bool) -> dict[s
     refusals: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     for operation in operations:
-        found = _described(operation, schemas, refusals, has_tokens=has_tokens)
-        paths.setdefault(_path(operation), {})[operation.method.lower()] = found
+        description = _describe(operation, schemas, refusals, has_tokens=has_tokens)
+        paths.setdefault(_path(operation), {})[operation.method.lower()] = description
     tags = {operation.tag.name: operation.tag.description for operation in operations}
     about = _ABOUT + (
         " `x-aimage-scope` is the scope that an operation requires: `open` requires no token, and "
@@ -150,7 +151,7 @@ def _path(operation: Operation) -> str:
 # -- operations
 
 
-def _described(
+def _describe(
     operation: Operation,
     schemas: Mapping[int, Any],
     refusals: dict[str, Any],
@@ -158,24 +159,24 @@ def _described(
     has_tokens: bool,
 ) -> dict[str, Any]:
     needs_token = has_tokens and operation.scope != OPEN
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "operationId": operation.name,
         "tags": [operation.tag.name],
         "summary": operation.summary,
     }
     if operation.details:
-        found["description"] = operation.details
-    found["x-aimage-scope"] = operation.scope
+        description["description"] = operation.details
+    description["x-aimage-scope"] = operation.scope
     if has_tokens:
         scopes = [operation.scope]
-        found["security"] = [{"token": scopes}, {"password": scopes}] if needs_token else []
+        description["security"] = [{"token": scopes}, {"password": scopes}] if needs_token else []
     if parameters := list(_parameters(operation, schemas)):
-        found["parameters"] = parameters
+        description["parameters"] = parameters
     bodies = {JSON: operation.body, "multipart/form-data": operation.form}
     content = {name: {"schema": schemas[id(kind)]} for name, kind in bodies.items() if kind}
     if content:
-        found["requestBody"] = {"required": True, "content": content}
-    answers = {str(one.status): _answer(one, schemas) for one in operation.answers}
+        description["requestBody"] = {"required": True, "content": content}
+    answers = {str(answer.status): _answer(answer, schemas) for answer in operation.answers}
     prefix = "Ollama" if operation.path.startswith("/api/") else ""
     for status in _statuses(operation, needs_token=needs_token):
         if str(status) not in answers:
@@ -183,21 +184,25 @@ def _described(
             error = schemas[id(OllamaError if prefix else OpenAIError)]
             refusals[name] = _refusal(status, error)
             answers[str(status)] = {"$ref": _RESPONSES + name}
-    found["responses"] = dict(sorted(answers.items()))
-    return found
+    description["responses"] = dict(sorted(answers.items()))
+    return description
 
 
 def _statuses(operation: Operation, *, needs_token: bool) -> list[int]:
     """Return the statuses of refusals: also those that follow from the scope and the body."""
-    found = {403, 500, *operation.refusals, *([401] if needs_token else [])}
+    statuses = {403, 500, *operation.refusals, *([401] if needs_token else [])}
     if operation.body or operation.form:
-        found |= {400, 408, 413, 415}
-    return sorted(found | {400} if operation.query else found)
+        statuses |= {400, 408, 413, 415}
+    return sorted(statuses | {400} if operation.query else statuses)
 
 
 def _parameters(operation: Operation, schemas: Mapping[int, Any]) -> Iterable[dict[str, Any]]:
-    places = (("path", operation.places), ("query", operation.query), ("header", operation.headers))
-    for place, kind in places:
+    types = (
+        ("path", operation.path_fields),
+        ("query", operation.query),
+        ("header", operation.headers),
+    )
+    for location, kind in types:
         if kind is None:
             continue
         fields: dict[str, Any] = schemas[id(kind)]
@@ -205,7 +210,7 @@ def _parameters(operation: Operation, schemas: Mapping[int, Any]) -> Iterable[di
             schema = dict(schema)
             text = {"description": schema.pop("description")} if "description" in schema else {}
             is_required = name in fields.get("required", ())
-            yield {"name": name, "in": place, "required": is_required, **text, "schema": schema}
+            yield {"name": name, "in": location, "required": is_required, **text, "schema": schema}
 
 
 def _answer(answer: Answer, schemas: Mapping[int, Any]) -> dict[str, Any]:
@@ -213,20 +218,21 @@ def _answer(answer: Answer, schemas: Mapping[int, Any]) -> dict[str, Any]:
     if answer.body is not None:
         content[JSON] = {"schema": schemas[id(answer.body)]}
     content |= {name: {} for name in answer.media}
-    found: dict[str, Any] = {"description": answer.description}
+    description: dict[str, Any] = {"description": answer.description}
     if answer.headers:
-        found["headers"] = _headers(answer.headers)
-    return found | ({"content": content} if content else {})
+        description["headers"] = _headers(answer.headers)
+    return description | ({"content": content} if content else {})
 
 
 def _refusal(status: int, error: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"description": _REFUSALS[status][1]}
+    description: dict[str, Any] = {"description": _REFUSALS[status][1]}
     if status in _HEADERS:
-        found["headers"] = _headers(_HEADERS[status])
-    return found | {"content": {JSON: {"schema": error}}}
+        description["headers"] = _headers(_HEADERS[status])
+    return description | {"content": {JSON: {"schema": error}}}
 
 
-def _headers(named: Mapping[str, str]) -> dict[str, Any]:
+def _headers(descriptions: Mapping[str, str]) -> dict[str, Any]:
     return {
-        name: {"description": text, "schema": {"type": "string"}} for name, text in named.items()
+        name: {"description": text, "schema": {"type": "string"}}
+        for name, text in descriptions.items()
     }

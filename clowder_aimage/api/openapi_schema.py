@@ -1,4 +1,4 @@
-"""The JSON Schemas of the types of operations: pydantic's, in which null counts as absent."""
+"""The JSON Schemas of the types of operations: pydantic's; null counts as absent."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ SCHEMAS = "#/components/schemas/"
 
 
 def schemas_of(
-    operations: Sequence[Operation], *others: object
+    operations: Sequence[Operation], *types: object
 ) -> tuple[dict[int, Any], dict[str, Any]]:
     """Return the schemas of all types by their identity, and the components that they name."""
-    kinds: dict[int, Any] = {id(kind): kind for kind in others}
+    kinds: dict[int, Any] = {id(kind): kind for kind in types}
     texts: list[Any] = []
-    for one in operations:
-        texts += [one.places, one.query, one.headers, one.form]
-        for kind in (one.body, *(answer.body for answer in one.answers)):
+    for operation in operations:
+        texts += [operation.path_fields, operation.query, operation.headers, operation.form]
+        for kind in (operation.body, *(answer.body for answer in operation.answers)):
             if kind is not None:
                 kinds[id(kind)] = kind
     adapters = [(key, "validation", TypeAdapter(kind)) for key, kind in kinds.items()]
-    found, rest = TypeAdapter.json_schemas(
+    generated, definitions = TypeAdapter.json_schemas(
         adapters,  # type: ignore[arg-type]
         ref_template=SCHEMAS + "{model}",
         schema_generator=_Schema,
     )
-    schemas: dict[int, Any] = {key: schema for (key, _), schema in found.items()}
+    schemas: dict[int, Any] = {key: schema for (key, _), schema in generated.items()}
     for kind in texts:
         if kind is not None:
             schemas[id(kind)] = TypeAdapter(kind).json_schema(schema_generator=_TextSchema)
-    return schemas, dict(sorted(rest["$defs"].items()))
+    return schemas, dict(sorted(definitions["$defs"].items()))
 
 
 class _Schema(GenerateJsonSchema):
@@ -53,54 +53,59 @@ class _Schema(GenerateJsonSchema):
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         value = schema.get("default")
-        if value is None or isinstance(value, BaseModel):  # an object without fields
+        # An object without fields
+        if value is None or isinstance(value, BaseModel):
             return self.generate_inner(schema["schema"])
         return super().default_schema(schema)
 
     def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> JsonSchemaValue:
-        found = super().typed_dict_schema(schema)
-        found.pop("title", None)
-        return found
+        json_schema = super().typed_dict_schema(schema)
+        json_schema.pop("title", None)
+        return json_schema
 
     def model_schema(self, schema: core_schema.ModelSchema) -> JsonSchemaValue:
-        found, kind = super().model_schema(schema), schema["cls"]
-        found.pop("title", None)
-        found["description"] = found.get("description", "").replace("``", "`")
-        if not issubclass(kind, RequestBody) or "properties" not in found or not self.has_null:
-            return found
-        fields, required = found["properties"], found.get("required", ())
+        json_schema, kind = super().model_schema(schema), schema["cls"]
+        json_schema.pop("title", None)
+        json_schema["description"] = json_schema.get("description", "").replace("``", "`")
+        if (
+            not issubclass(kind, RequestBody)
+            or "properties" not in json_schema
+            or not self.has_null
+        ):
+            return json_schema
+        fields, required = json_schema["properties"], json_schema.get("required", ())
         for name in fields.keys() - {*required}:
             fields[name] = _or_null(fields[name])
         no_effect = {"description": "Accepted, and has no effect."}
         rules = [rule.schema(fields.keys(), kind.unset) for rule in kind.rules()]
         if stated := [rule for rule in rules if rule is not None]:
-            found["allOf"] = [*found.get("allOf", ()), *stated]
+            json_schema["allOf"] = [*json_schema.get("allOf", ()), *stated]
         fields |= dict.fromkeys(sorted(kind.NO_EFFECT), no_effect)
         if issubclass(kind, OpenBody):
             lenient = {"properties": {"strict": {"enum": [False, 0, None]}}}
             strict = {"propertyNames": {"enum": sorted(fields)}}
-            found["allOf"] = [*found.get("allOf", ()), {"anyOf": [lenient, strict]}]
-        return found
+            json_schema["allOf"] = [*json_schema.get("allOf", ()), {"anyOf": [lenient, strict]}]
+        return json_schema
 
 
 class _TextSchema(_Schema):
-    """The schemas of parameters and of forms, which are texts and never null."""
+    """The schemas of parameters and of forms: texts, and never null."""
 
     has_null = False
 
 
 def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
     """Return a schema that null satisfies too."""
-    found = dict(schema)
-    if "enum" in found:
-        found["enum"] = list(dict.fromkeys((*found["enum"], None)))
-    kind = found.get("type")
+    nullable = dict(schema)
+    if "enum" in nullable:
+        nullable["enum"] = list(dict.fromkeys((*nullable["enum"], None)))
+    kind = nullable.get("type")
     if isinstance(kind, str) and kind != "null":
-        found["type"] = [kind, "null"]
-    elif "const" in found and kind is None:
-        found = {"anyOf": [found, {"type": "null"}]}
-    elif "anyOf" in found and {"type": "null"} not in found["anyOf"]:
-        found["anyOf"] = [*found["anyOf"], {"type": "null"}]
-    elif "$ref" in found:
-        found["anyOf"] = [{"$ref": found.pop("$ref")}, {"type": "null"}]
-    return found
+        nullable["type"] = [kind, "null"]
+    elif "const" in nullable and kind is None:
+        nullable = {"anyOf": [nullable, {"type": "null"}]}
+    elif "anyOf" in nullable and {"type": "null"} not in nullable["anyOf"]:
+        nullable["anyOf"] = [*nullable["anyOf"], {"type": "null"}]
+    elif "$ref" in nullable:
+        nullable["anyOf"] = [{"$ref": nullable.pop("$ref")}, {"type": "null"}]
+    return nullable

@@ -1,4 +1,4 @@
-"""The page for browsers at ``/``: static files, which use the other routes as any client does."""
+"""The page for browsers at ``/``: static files that use the public routes only."""
 
 from __future__ import annotations
 
@@ -50,18 +50,21 @@ _FILE = Operation(
         Answer("The file.", media=tuple(_TYPES.values())),
         Answer("The browser has the file.", status=304),
     ),
-    places=PagePath,
+    path_fields=PagePath,
     refusals=(404,),
 )
-_DOCUMENTS = (".html", ".svg")  # which a browser shows by themselves
+# Types that a browser shows by themselves
+_DOCUMENTS = (".html", ".svg")
 _OF_DOCUMENTS = {
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
 }
-_HEADERS = {  # of every file: few, as there are many files
-    "Cache-Control": "no-cache",  # the browser asks whether its copy is current
+# Headers of every file: few, as there are many files
+_HEADERS = {
+    # The browser validates its copy by the ETag
+    "Cache-Control": "no-cache",
     "Vary": "Accept-Encoding",
 }
 

@@ -26,7 +26,8 @@ _BOUNDS = {
     "min_length": "least",
     "max_length": "most",
 }
-_MAX_WHOLE = (1 << 53) - 1  # of which a number of JavaScript holds each
+# The largest integer that JavaScript's numbers represent exactly
+_MAX_WHOLE = (1 << 53) - 1
 _STRENGTHS = {"image": STRENGTH, "upscale": UPSCALE_STRENGTH, "control": CONTROL_STRENGTH}
 
 
@@ -37,14 +38,14 @@ def module(table: Mapping[str, Place]) -> str:
     flag, one, list and object; ``of`` has the choices, the item of a list, or the fields.
     """
     entries = [
-        f"  {name}: {json.dumps({'group': place.group, **_described(place.parameter)})},\n"
+        f"  {name}: {json.dumps({'group': place.group, **_describe(place.parameter)})},\n"
         for name, place in table.items()
     ]
     strengths = f"export const STRENGTHS = {json.dumps(_STRENGTHS)};\n"
     return f"export const PARAMETERS = {{\n{''.join(entries)}}};\n{strengths}"
 
 
-def _described(parameter: Parameter) -> dict[str, Any]:
+def _describe(parameter: Parameter) -> dict[str, Any]:
     words, name, default = parameter.words, parameter.name, parameter.default
     optional = {
         "default": None if default is MISSING else default,
@@ -65,11 +66,15 @@ def _type(accepted: ValueType, unit: str = "") -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {"kind": "one", "of": get_args(kind), **bounds}
     if get_origin(kind) is tuple:
-        item, *others = get_args(kind)
-        count = {} if others == [...] else {"least": 1 + len(others), "most": 1 + len(others)}
+        item, *other_types = get_args(kind)
+        count = (
+            {}
+            if other_types == [...]
+            else {"least": 1 + len(other_types), "most": 1 + len(other_types)}
+        )
         return {"kind": "list", "of": _type(ValueType.of(item), unit), **bounds, **count}
     if isinstance(kind, type) and is_dataclass(kind):
-        fields = {each.attribute: _described(each) for each in parameters(kind)}
+        fields = {field.attribute: _describe(field) for field in parameters(kind)}
         return {"kind": "object", "of": fields, **bounds}
     if kind is int and bounds.get("most", 0) > _MAX_WHOLE:
         return {"kind": "digits", **bounds, "most": str(bounds["most"])}

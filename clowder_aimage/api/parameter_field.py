@@ -19,30 +19,36 @@ from clowder_aimage.http.api_error import ApiError
 
 
 class ParameterBody(RequestBody):
-    """A body with parameters, which are None where it does not state them."""
+    """A body with parameters; those that it does not state are None."""
 
     PARAMETERS: ClassVar[tuple[Parameter, ...]] = ()
 
     @classmethod
     def unset(cls, name: str) -> list[Any]:
-        default = next((each.default for each in cls.PARAMETERS if each.field == name), None)
+        default = next(
+            (parameter.default for parameter in cls.PARAMETERS if parameter.field == name), None
+        )
         is_neutral = isinstance(default, str) or (type(default) is int and default == 0)
         return [*super().unset(name), *([default] if is_neutral else [])]
 
     @property
     def stated(self) -> Mapping[str, Any]:
         """The parameters in the body by their names."""
-        found: dict[str, Any] = {}
-        for each in self.PARAMETERS:
-            for name in (each.field, *each.words.synonyms):
+        values: dict[str, Any] = {}
+        for parameter in self.PARAMETERS:
+            for name in (parameter.field, *parameter.words.synonyms):
                 if (value := getattr(self, name)) is not None:
-                    found[each.name] = value
-        return found
+                    values[parameter.name] = value
+        return values
 
     def arguments(self, owner: type) -> dict[str, Any]:
         """Return the stated parameters of a dataclass as its arguments."""
-        stated, known = self.stated, parameters(owner)
-        return {each.attribute: stated[each.name] for each in known if each.name in stated}
+        stated, owned = self.stated, parameters(owner)
+        return {
+            parameter.attribute: stated[parameter.name]
+            for parameter in owned
+            if parameter.name in stated
+        }
 
 
 _BodyT = TypeVar("_BodyT", bound=ParameterBody)
@@ -54,21 +60,28 @@ def with_parameters(
     """Return a decorator that adds parameters of dataclasses to a body, ``without`` some."""
 
     def add(body: type[_BodyT]) -> type[_BodyT]:
-        added = [one for owner in owners for one in parameters(owner) if one.name not in without]
+        added = [
+            candidate
+            for owner in owners
+            for candidate in parameters(owner)
+            if candidate.name not in without
+        ]
         fields: dict[str, Any] = {
-            name: (_type(each), None)
-            for each in added
-            for name in (each.field, *each.words.synonyms)
+            name: (_type(parameter), None)
+            for parameter in added
+            for name in (parameter.field, *parameter.words.synonyms)
         }
-        made = create_model(
+        model = create_model(
             body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields
         )
         bases = [base.PARAMETERS for base in body.__bases__ if issubclass(base, ParameterBody)]
-        made.RULES = tuple(
-            excludes(name, each.field) for each in added for name in each.words.synonyms
+        model.RULES = tuple(
+            excludes(name, parameter.field)
+            for parameter in added
+            for name in parameter.words.synonyms
         )
-        made.PARAMETERS = (*chain.from_iterable(bases), *added)
-        return made
+        model.PARAMETERS = (*chain.from_iterable(bases), *added)
+        return model
 
     return add
 
@@ -81,11 +94,13 @@ def _type(parameter: Parameter) -> Any:
     shown = {} if constant is None else {"default": constant}
     described = Field(description=parameter.words.help + default, json_schema_extra=shown)
     limited: Any = Annotated[kind, *limits]
-    read = BeforeValidator(reader(parameter), json_schema_input_type=_accepted(parameter, limited))
+    read = BeforeValidator(
+        reader(parameter), json_schema_input_type=_make_input_type(parameter, limited)
+    )
     return Annotated[limited | None, read, described]
 
 
-def _accepted(parameter: Parameter, limited: Any) -> Any:
+def _make_input_type(parameter: Parameter, limited: Any) -> Any:
     """Return the type of a field's value before it is read: numbers in a row may be one text."""
     if parameter.type.is_scalar:
         return limited

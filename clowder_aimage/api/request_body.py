@@ -1,7 +1,7 @@
 """Request bodies: strict JSON parsed into pydantic models; errors name the field.
 
-Requests for a generation have the name of a model, and fields that this worker does not know, which
-are ignored unless the request is strict.
+Requests for a generation have the name of a model. Unknown fields are ignored unless the request is
+strict.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ from clowder_aimage.http.local_request import LocalRequest, Request
 from clowder_aimage.oci import read_json
 
 _NAMED = needs("model", "name")
-_UNSET: tuple[Any, ...] = (None, False, "", [])  # values of fields
-_MAX_IGNORED = 20  # names in a header
+# Values of fields
+_UNSET: tuple[Any, ...] = (None, False, "", [])
+# Limit of the names in a header
+_MAX_IGNORED = 20
 IGNORED = {"X-Aimage-Ignored": "The ignored fields."}
-_SHORT = 1 << 16  # bytes of a body that is parsed at once, in the event loop
+# Bytes of a body that is parsed at once, in the event loop
+_SHORT = 1 << 16
 _T = TypeVar("_T")
 _BodyT = TypeVar("_BodyT", bound="RequestBody")
 _OpenT = TypeVar("_OpenT", bound="OpenBody")
@@ -51,8 +54,10 @@ class RequestBody(BaseModel):
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
-    NO_EFFECT: ClassVar[frozenset[str]] = frozenset()  # accepted and discarded
-    RULES: ClassVar[tuple[FieldRule, ...]] = ()  # in addition to those of the bases
+    # Accepted and discarded
+    NO_EFFECT: ClassVar[frozenset[str]] = frozenset()
+    # Rules in addition to those of the base classes
+    RULES: ClassVar[tuple[FieldRule, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -60,11 +65,11 @@ class RequestBody(BaseModel):
         """Return the fields without nulls and without integers that are written as floats."""
         if not isinstance(value, Mapping):
             return value
-        known = cls.model_fields if cls.model_config.get("extra") == "forbid" else value
+        names = cls.model_fields if cls.model_config.get("extra") == "forbid" else value
         return {
-            name: _integers(each)
-            for name, each in value.items()
-            if name not in cls.NO_EFFECT and (each is not None or name not in known)
+            name: _integers(field)
+            for name, field in value.items()
+            if name not in cls.NO_EFFECT and (field is not None or name not in names)
         }
 
     @classmethod
@@ -80,36 +85,36 @@ class RequestBody(BaseModel):
         return [*_UNSET, *([] if default in _UNSET else [default])]
 
     def is_set(self, name: str) -> bool:
-        """Return whether the body has a field with a value that does not count as absent."""
+        """Return True if the body has a field with a value that does not count as absent."""
         if name not in type(self).model_fields:
             return False
         value = getattr(self, name)
-        return not any(type(each) is type(value) and each == value for each in self.unset(name))
+        return not any(type(unset) is type(value) and unset == value for unset in self.unset(name))
 
     def check_rules(
-        self, others: Collection[str] = (), rules: Sequence[FieldRule] | None = None
+        self, other_fields: Collection[str] = (), rules: Sequence[FieldRule] | None = None
     ) -> None:
-        """Check the rules between the fields, and ``others`` that are set. Raises ApiError."""
+        """Check the rules between the fields and set ``other_fields``. Raises ApiError."""
         for rule in self.rules() if rules is None else rules:
-            if fault := rule.fault(lambda name: name in others or self.is_set(name)):
+            if fault := rule.fault(lambda name: name in other_fields or self.is_set(name)):
                 raise wrong(*fault, "" if rule.fields else "missing_required_parameter")
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        known = type(self).model_fields.keys()
-        self.check_rules(rules=[rule for rule in self.rules() if known & {*rule.others}])
+        names = type(self).model_fields.keys()
+        self.check_rules(rules=[rule for rule in self.rules() if names & {*rule.others}])
         return self
 
 
 def _integers(value: object) -> object:
-    """Return a number, or a list, in which 1.0 is 1."""
+    """Return a number, or a list of them, with 1.0 as 1."""
     if isinstance(value, list):
-        return [_integers(each) for each in value]
+        return [_integers(element) for element in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Parameters(BaseModel):
-    """The parameters in a path, a query or headers, which are texts; unknown ones are ignored."""
+    """The parameters in a path, a query or headers: texts. Unknown ones are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -141,7 +146,7 @@ class StreamedBody(ModelBody):
 
 
 class NamedBody(ModelBody):
-    """The name of a model, which is needed."""
+    """The required name of a model."""
 
     RULES: ClassVar[tuple[FieldRule, ...]] = (_NAMED,)
 
@@ -193,7 +198,7 @@ class OpenBody(RequestBody):
 
 
 class GenerationBody(OpenBody):
-    """The model of a request of OpenAI's API, and what the worker does with the request."""
+    """The model of a request of OpenAI's API, and its pull policy."""
 
     model: Annotated[str, Field(max_length=1024)] | None = Field(
         default=None,
@@ -217,18 +222,18 @@ def read_headers(request: Request, kind: type[_ParametersT]) -> _ParametersT:
 
 def _read_parameters(values: MultiMapping[str], kind: type[_ParametersT]) -> _ParametersT:
     names = [field.alias or name for name, field in kind.model_fields.items()]
-    known = {name: values.getall(name) for name in names if name in values}
-    for name, each in known.items():
-        if len(each) > 1:
+    stated = {name: values.getall(name) for name in names if name in values}
+    for name, texts in stated.items():
+        if len(texts) > 1:
             raise wrong(name, "must be there once only")
     try:
-        return kind.model_validate({name: each[0] for name, each in known.items()})
+        return kind.model_validate({name: texts[0] for name, texts in stated.items()})
     except ValidationError as error:
         raise _field_error(error) from None
 
 
 def is_strict(request: Request) -> bool:
-    """Return whether the query asks for the refusal of unknown fields. Raises ApiError."""
+    """Return True if the query requests that unknown fields are refused. Raises ApiError."""
     return read_query(request, StrictQuery).strict in ("1", "true")
 
 
@@ -247,7 +252,7 @@ async def read_body(request: Request, kind: type[_BodyT]) -> _BodyT:
 
 
 async def read_checked(request: Request, check: Callable[[dict[str, Any]], _T]) -> _T:
-    """Return what ``check`` makes of the fields of a body; a large body is read in a thread.
+    """Return the result of ``check`` with the fields of a body; read a large one in a thread.
 
     Raises ApiError (400) if it is not a JSON object, and the errors of ``check``.
     """
@@ -290,7 +295,9 @@ def check_fields(
 
     The values of a form are texts. Raises ApiError (400) if a field is malformed.
     """
-    absent = {name: each for name, each in (defaults or {}).items() if value.get(name) is None}
+    absent = {
+        name: default for name, default in (defaults or {}).items() if value.get(name) is None
+    }
     try:
         fields, context = {**value, **absent}, {"is_form": is_form}
         return kind.model_validate(fields, strict=not is_form, context=context)
@@ -300,27 +307,27 @@ def check_fields(
 
 def _field_error(error: ValidationError) -> ApiError:
     """Return the response to the first malformed field. Its value is not repeated."""
-    first: Any = error.errors(include_url=False)[0]
-    param, kind = _path(first["loc"])[:60], first["type"]
+    details: Any = error.errors(include_url=False)[0]
+    param, kind = _path(details["loc"])[:60], details["type"]
     if kind == "missing":
         message = f"missing required field: {param}"
         return ApiError(400, message, code="missing_required_parameter", param=param)
     if kind == "extra_forbidden":
         return wrong(param, "is not supported", "unknown_parameter")
-    message = re.sub(r"^(Input|String|List) should ", "must ", first["msg"])
+    message = re.sub(r"^(Input|String|List) should ", "must ", details["msg"])
     message = message.replace(" after validation", "")
-    is_literal = kind == "literal_error" and not isinstance(first["input"], str)
+    is_literal = kind == "literal_error" and not isinstance(details["input"], str)
     is_type = kind.endswith("_type") or is_literal
     return wrong(param, message.removeprefix("Value error, "), "invalid_type" if is_type else "")
 
 
-def _path(place: tuple[int | str, ...]) -> str:
-    """Return the name of a field and of what it is in: ``loras[0].model``.
+def _path(location: tuple[int | str, ...]) -> str:
+    """Return the path of a field: ``loras[0].model``.
 
     ollama's ``options`` are named alone, since they may be in the body too.
     """
-    named = place[1:] if place[:1] == ("options",) and len(place) > 1 else place
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in named)
+    shown = location[1:] if location[:1] == ("options",) and len(location) > 1 else location
+    parts = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in shown)
     return "".join(parts).removeprefix(".")
 
 

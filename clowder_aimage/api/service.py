@@ -31,7 +31,8 @@ from clowder_aimage.registry.web_file import InputHosts
 if TYPE_CHECKING:
     from clowder_aimage.pictures.input_source import InputSource
 
-BY_NODE = "node"  # pins checked by the node, which may need only some components
+# Pins checked by the node, which may need only some components
+BY_NODE = "node"
 
 
 class NodeState(Protocol):
@@ -40,8 +41,8 @@ class NodeState(Protocol):
     def missing(self) -> Sequence[str]:
         """Return the desired models that are not present."""
 
-    def against(self) -> list[dict[str, str]]:
-        """Return the other reasons for which the server is not ready."""
+    def list_reasons(self) -> list[dict[str, str]]:
+        """Return the other reasons against the readiness of the server."""
 
     def warnings(self) -> Sequence[str]:
         """Return the problems that do not affect readiness."""
@@ -53,27 +54,29 @@ class Readiness:
     def __init__(self, store: ImageLayout) -> None:
         self._store = store
         self._completeness = CompletenessCache(store)
-        self._readable: Hashable = None  # the fingerprint of the store when it was read last
+        # The fingerprint of the store at the last successful read
+        self._readable: Hashable = None
 
-    def against(
-        self, wanted: Sequence[str] = (), missing: Sequence[str] = ()
+    def list_reasons(
+        self, models: Sequence[str] = (), missing: Sequence[str] = ()
     ) -> list[dict[str, str]]:
-        """Return the reasons for which the server is not ready: the store and missing models.
+        """Return the reasons against the readiness of the server: the store and missing models.
 
         A store failure is a reason, not an error. ``missing`` are models known to be missing.
         """
-        found = [] if _is_writable(self._store) else [{"reason": "store not writable"}]
+        reasons = [] if _is_writable(self._store) else [{"reason": "store not writable"}]
         try:
             self._check_names()
             pins = self._store.pins.items()
             pinned = sorted(name for name, value in pins if value.get("by") != BY_NODE)
-            others = [name for name in (*wanted, *pinned) if not self._is_complete(name)]
-        except (AImageError, OSError):  # the pinned models are unknown
-            found = found or [{"reason": "store not readable"}]
-            others = [*wanted]
-        for name in dict.fromkeys((*missing, *others)):
-            found.append({"reason": "model missing", "model": name})
-        return found
+            incomplete = [name for name in (*models, *pinned) if not self._is_complete(name)]
+        except (AImageError, OSError):
+            # The pinned models are unknown
+            reasons = reasons or [{"reason": "store not readable"}]
+            incomplete = [*models]
+        for name in dict.fromkeys((*missing, *incomplete)):
+            reasons.append({"reason": "model missing", "model": name})
+        return reasons
 
     def _check_names(self) -> None:
         """Read the names unless the store is unchanged. Raises StoreError."""
@@ -93,12 +96,13 @@ class Readiness:
 
 
 def _is_writable(store: ImageLayout) -> bool:
-    """Return whether the location of the store is writable. No file is left behind."""
-    place = store.root / ".aimage"
+    """Return True if the location of the store is writable. The test leaves no file."""
+    directory = store.root / ".aimage"
     try:
-        while not place.exists() and place != place.parent:  # it may be inaccessible
-            place = place.parent
-        with tempfile.TemporaryFile(dir=place) as file:
+        # A missing directory is writable if its first existing parent is
+        while not directory.exists() and directory != directory.parent:
+            directory = directory.parent
+        with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"x")
             file.flush()
             os.fsync(file.fileno())
@@ -142,7 +146,8 @@ class Service:
         With ``may_pull`` also those in the registries that are configured for models, unless this
         worker pulls nothing.
         """
-        from clowder_aimage.pictures.input_source import InputSource  # late: it imports numpy
+        # Imported here, as it imports numpy
+        from clowder_aimage.pictures.input_source import InputSource
 
         hosts = InputHosts.parse(self.settings.allow_inputs)
         may_pull = may_pull and self.settings.pull != NEVER
@@ -151,8 +156,8 @@ class Service:
 
     def _registries(self) -> frozenset[str]:
         """Return the hosts of the configuration, and those of the models in the settings."""
-        named = (self.settings.default_model, *self.settings.aliases.values(), *self.wanted)
-        models = (Reference.parse(name).registry for name in named if name is not None)
+        names = (self.settings.default_model, *self.settings.aliases.values(), *self.wanted)
+        models = (Reference.parse(name).registry for name in names if name is not None)
         default = self.connection.default_registry.partition("/")[0]
         return frozenset(filter(None, (*self.connection.registries, default, *models)))
 
@@ -165,7 +170,7 @@ class Service:
         return (name, *self.wanted)
 
     def reference(self, name: str | None) -> Reference:
-        """Return the AImage to which a client's ``name`` refers.
+        """Return the AImage of a client's ``name``.
 
         Raises UsageError without a name; NotFoundError if it is neither an alias nor a reference.
         """
@@ -183,9 +188,9 @@ class Service:
 
         Clients append ``:latest`` to a name without a tag.
         """
-        other = name.removesuffix(f":{DEFAULT_TAG}")
-        other = other if other != name else f"{name}:{DEFAULT_TAG}"
-        return self.settings.aliases.get(name) or self.settings.aliases.get(other)
+        variant = name.removesuffix(f":{DEFAULT_TAG}")
+        variant = variant if variant != name else f"{name}:{DEFAULT_TAG}"
+        return self.settings.aliases.get(name) or self.settings.aliases.get(variant)
 
 
 def make_service(

@@ -23,8 +23,10 @@ from clowder_aimage.http.background import background_tasks
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Exchange, Role, Route
 
-_BATCH = 4  # requests of a batch at the same time
-EXPIRY = 1.0  # seconds between two checks for idle models
+# Requests of a batch at the same time
+_BATCH = 4
+# Seconds between two checks for idle models
+EXPIRY = 1.0
 
 _log = logging.getLogger("aimage.worker")
 
@@ -43,7 +45,8 @@ class WorkerRole(Role):
         self._makes_pictures = makes_pictures
         self.calls = LocalCalls(self, advice)
         settings, store = service.settings, DirectoryBatchStore(service.store.root)
-        at_once = max(1, min(_BATCH, settings.queue))  # others have their turn
+        # Less than the queue, so that other requests have their turn
+        at_once = max(1, min(_BATCH, settings.queue))
         self._batches = BatchRunner(store, self.calls, lambda: at_once)
 
     @property
@@ -57,13 +60,13 @@ class WorkerRole(Role):
     def _routes(self) -> list[Route]:
         """The routes, made once: uploads and links are those of all requests."""
         service = self._service
-        found = health.routes(service) + ollama_routes.routes(service) + storage.routes(service)
-        found += page.routes(is_shown=self._makes_pictures and service.settings.page)
-        found += store_routes.routes(service)
-        found += description_routes("worker" if self._makes_pictures else "node")
+        common = health.routes(service) + ollama_routes.routes(service) + storage.routes(service)
+        common += page.routes(is_shown=self._makes_pictures and service.settings.page)
+        common += store_routes.routes(service)
+        common += description_routes("worker" if self._makes_pictures else "node")
         if not self._makes_pictures:
-            return found
-        # Import what pictures and texts need
+            return common
+        # Imported here, as only a worker needs these modules: nodes start faster
         from clowder_aimage.api.batch.routes import BatchRoutes
         from clowder_aimage.api.ollama import generate as ollama_generate
         from clowder_aimage.api.ollama import text as ollama_text
@@ -73,10 +76,10 @@ class WorkerRole(Role):
         from clowder_aimage.api.store import adapter_list, job_routes
 
         uploads = PictureUploads(service)
-        found += BatchRoutes(self._batches, lambda _: "").routes()
-        found += ollama_generate.routes(uploads) + ollama_text.routes(service)
-        found += adapter_list.routes(service) + job_routes.routes(service)
-        return [*openai.routes(service, uploads), *TextRoutes(service).routes(), *found]
+        common += BatchRoutes(self._batches, lambda _: "").routes()
+        common += ollama_generate.routes(uploads) + ollama_text.routes(service)
+        common += adapter_list.routes(service) + job_routes.routes(service)
+        return [*openai.routes(service, uploads), *TextRoutes(service).routes(), *common]
 
     def count(self, exchange: Exchange) -> None:
         self._service.metrics.requests.labels(exchange.route, str(exchange.status)).inc()

@@ -41,7 +41,7 @@ _ELSEWHERE = (
 )
 # Missing blobs listed in one response
 MAX_LISTED = 100
-# Set by one PUT
+# Limit of the tags that one PUT sets
 MAX_TAGS = 100
 
 
@@ -166,7 +166,7 @@ class ManifestRoutes:
             digest = entry.descriptor.digest
             if self._catalog.reach(remaining, digest) is None:
                 name = self._catalog.qualify(reference.with_digest(digest))
-                # It is not stored
+                # A manifest that is not stored cannot be tagged, and need not be kept
                 with contextlib.suppress(NotFoundError):
                     self._layout.tag(entry.descriptor, name)
 

@@ -121,7 +121,7 @@ class RegistryRole(Role):
         while True:
             await asyncio.sleep(self._uploads.expiry / 10)
             await self._uploads.expire()
-            # Until the next time
+            # The old leases are released at the next try
             with contextlib.suppress(StoreBusyError):
                 await run_locking(self._leases.rotate)
 

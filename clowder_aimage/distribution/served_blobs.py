@@ -61,7 +61,7 @@ class ServedBlobs:
 
     def __init__(self, layout: ImageLayout, catalog: Catalog, leases: ServedLeases) -> None:
         self._layout, self._catalog, self._leases = layout, catalog, leases
-        # With the version whose names did not need it
+        # Deleted blobs, and the version of the names by which they were checked last
         self._deleted: dict[Digest, Version] = {}
 
     def open(self, digest: Digest) -> BinaryIO:

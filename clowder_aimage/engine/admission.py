@@ -16,7 +16,7 @@ _LOAD_OPTIONS = (
     *("memory", "models", "lora_dir", "context", "parallel"),
 )
 _TUNING = ("compile", "attention", "device")
-# When an AImage is pulled
+# Pull policies, named as those of Kubernetes
 NEVER, IF_MISSING, ALWAYS = "never", "if-missing", "always"
 
 

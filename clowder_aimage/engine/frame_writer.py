@@ -29,7 +29,7 @@ class FrameWriter:
 
     def __init__(self, target: BinaryIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._target, self._clock = target, clock
-        # Guards all below
+        # Guards the fields below
         self._lock = threading.Lock()
         # Time of the last frame of a text, by the number of the request
         self._written: dict[int, float] = {}

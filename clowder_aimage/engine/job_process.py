@@ -169,7 +169,7 @@ def main() -> None:
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         perform(received[0], JobReport(target))
     sys.stderr.flush()
-    # Without joining threads
+    # Exit at once, without joining the threads of libraries
     os._exit(0)
 
 

@@ -77,7 +77,7 @@ class BackgroundPull:
 
     def __exit__(self, *_: object) -> None:
         self._is_stopped = True
-        # It may hang on an unresponsive registry
+        # With a timeout: the thread may hang on an unresponsive registry
         self._thread.join(_GRACE)
 
     def is_over(self) -> bool:

@@ -180,7 +180,7 @@ class ModelProcess:
         if self._model.device_memory is None:
             machine.limit_memory(machine.memory())
         _set_memory(self._model, command)
-        # Its texts are encoded while other blobs arrive
+        # The texts of a waiting request are encoded while other blobs arrive
         if command.get("request"):
             self._model.prepare(GenerateRequest.of(**command["request"]))
         defaults = GenerateRequest.draft().for_model(fetched.stored.aimage)
@@ -379,7 +379,7 @@ def main() -> None:
     threading.excepthook = lambda failed: _log_error("a thread failed", failed.exc_value)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         ModelProcess(source, target).run()
-    # Without joining threads
+    # Exit at once, without joining the threads of libraries
     os._exit(0)
 
 

@@ -49,7 +49,7 @@ class ModelSlot:
     clock: Callable[[], float] = time.monotonic
     runner: Runner | None = None
     load: asyncio.Task[Runner] | None = None
-    # If it was stopped during the load
+    # Set if the model was stopped during the load
     unloading: asyncio.Task[None] | None = None
     served: set[QueuedRequest] = field(default_factory=set)
     loras: tuple[LoraUse, ...] = ()
@@ -121,7 +121,7 @@ class QueuedRequest:
     is_text: bool = False
     stored: StoredAImage | None = None
 
-    # As a part of an admitted request
+    # True for a part of a request that was admitted before
     is_admitted: bool = False
     number: int = 0
     stage: str = "waiting"

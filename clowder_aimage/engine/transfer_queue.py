@@ -90,7 +90,7 @@ class TransferQueue:
         self._numbers = itertools.count()
         self._settle = settle
 
-    def of(self, reference: Reference) -> SharedTransfer | None:
+    def find_pull(self, reference: Reference) -> SharedTransfer | None:
         """Return the queued or running pull of ``reference``, if any."""
         return next(
             (transfer for transfer in self.pulls() if transfer.reference == reference), None

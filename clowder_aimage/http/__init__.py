@@ -1,4 +1,4 @@
 """The HTTP server shell (aiohttp) shared by the registry, the worker and the node."""
 
-# In headers (RFC 9110, "Server")
+# The name in the headers Server and User-Agent (RFC 9110)
 PRODUCT = "aimage"

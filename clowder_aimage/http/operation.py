@@ -55,7 +55,7 @@ class Operation:
     """A method and a path with their description for clients.
 
     ``name`` identifies it, as a function in generated clients. ``limit`` is that of the body, as of
-    ``Route``. ``body`` is the type of the JSON body, ``form`` of a multipart one. ``places``,
+    ``Route``. ``body`` is the type of the JSON body, ``form`` of a multipart one. ``path_fields``,
     ``query`` and ``headers`` are the types of the parameters. ``refusals`` are the statuses of
     errors other than those that follow from the scope and the body.
     """
@@ -71,7 +71,7 @@ class Operation:
     limit: int | None = BODY
     body: object = None
     form: object = None
-    places: type | None = None
+    path_fields: type | None = None
     query: type | None = None
     headers: type | None = None
     refusals: tuple[int, ...] = ()

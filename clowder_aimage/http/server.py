@@ -221,7 +221,7 @@ async def accepting(
         # A disconnected client cancels its request
         "handler_cancellation": True,
         "shutdown_timeout": LINGER,
-        # For the rest of a rejected body
+        # Time to receive and drop the rest of a rejected body
         "lingering_time": LINGER,
         "max_line_size": MAX_HEADER,
         "max_field_size": MAX_HEADER,

@@ -76,7 +76,7 @@ class Daemon(Role):
 
     async def status(self, _: web.Request) -> web.Response:
         """Return the status of the node (docs/api.md, "Node")."""
-        node, reasons = self.node, await self._against()
+        node, reasons = self.node, await self._list_reasons()
         started = datetime.fromtimestamp(self._service.started, UTC)
         body = {
             "id": node.id,
@@ -100,13 +100,13 @@ class Daemon(Role):
             raise ApiError(404, f"{name} is not a desired model", code="not_wanted", param="ref")
         return web.Response(status=202)
 
-    async def _against(self) -> list[dict[str, str]]:
+    async def _list_reasons(self) -> list[dict[str, str]]:
         readiness, missing = self._service.readiness, self.node.missing()
         try:
-            reasons = await run_probe(readiness.against, (), missing)
+            reasons = await run_probe(readiness.list_reasons, (), missing)
         except TimeoutError:
             reasons = [{"reason": "store not readable"}]
-        return self.node.against() + reasons
+        return self.node.list_reasons() + reasons
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -136,7 +136,7 @@ class Daemon(Role):
         while True:
             try:
                 metrics.ready.set(
-                    not await self._against() and not self._service.engine.is_draining
+                    not await self._list_reasons() and not self._service.engine.is_draining
                 )
                 states = Counter(peer["state"] for peer in self._sharing.peers.states())
                 for state in ("live", "silent"):

@@ -94,7 +94,7 @@ class Node:
         """Return the names of the models that are not fully present."""
         return [model.spec.name for model in self._models.values() if not model.state.is_here]
 
-    def against(self) -> list[dict[str, str]]:
+    def list_reasons(self) -> list[dict[str, str]]:
         """Return the reasons, other than missing models, why the node is not ready."""
         return [] if self._is_known else [{"reason": "desired state never read"}]
 

@@ -103,7 +103,7 @@ class BatchServer(Role):
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BatchServer]:
-    monkeypatch.setattr(batch_run, "BEAT", 0.02)
+    monkeypatch.setattr(batch_run, "FLUSH_INTERVAL", 0.02)
     monkeypatch.setattr(batch_client, "PAUSE", 0.01)
     found = BatchServer(tmp_path / "server")
     with found.serving():

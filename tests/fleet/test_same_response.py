@@ -152,7 +152,7 @@ def test_a_request_has_the_same_response_by_all_ways(
     play: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("mlx.core", reason="mlx is not installed")
-    monkeypatch.setattr(batch_run, "BEAT", 0.05)
+    monkeypatch.setattr(batch_run, "FLUSH_INTERVAL", 0.05)
     caplog.set_level(logging.INFO, "aimage.http")
 
     async def scene(fleet: FleetRun) -> None:

@@ -280,14 +280,14 @@ class Documents(Target):
             adapters=SimpleNamespace(files=list),
         )
         for each in model_list.items(layout):
-            permitted(lambda one: json.dumps(ollama_routes._model(layout, one)), each)
+            permitted(lambda one: json.dumps(ollama_routes._describe_entry(layout, one)), each)
         permitted(lambda: json.dumps(_shown(layout, reference)))
         permitted(lambda: json.dumps(ModelCatalog(service).all()))
 
 
 def _shown(layout: ImageLayout, reference: Reference) -> object:
     item = model_list.item(layout, reference)
-    return item and ollama_routes._shown(layout, item)
+    return item and ollama_routes._describe_model(layout, item)
 
 
 def _content(data: bytes) -> dict[str, Any]:

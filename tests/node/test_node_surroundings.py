@@ -49,16 +49,16 @@ def test_an_unreadable_store_is_a_readiness_reason(
     for name in ("stat", "listdir", "open"):
         break_calls(monkeypatch, name, store_with_pin.root)
     missing = {"reason": "model missing", "model": REF}
-    assert Readiness(store_with_pin).against([REF]) == [NOT_WRITABLE, missing]
+    assert Readiness(store_with_pin).list_reasons([REF]) == [NOT_WRITABLE, missing]
 
 
 def test_unreadable_pins_are_a_readiness_reason(
     store_with_pin: ImageLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = {"reason": "model missing", "model": "pinned:v1"}
-    assert Readiness(store_with_pin).against() == [missing]
+    assert Readiness(store_with_pin).list_reasons() == [missing]
     break_calls(monkeypatch, "listdir", store_with_pin.root / ".aimage" / "pins")
-    assert Readiness(store_with_pin).against() == [{"reason": "store not readable"}]
+    assert Readiness(store_with_pin).list_reasons() == [{"reason": "store not readable"}]
 
 
 def refused(node: Any, method: Any, path: Any, body: Any) -> tuple[int, Any]:
@@ -117,7 +117,7 @@ def test_a_failing_measurement_is_logged_once_and_repeated(
 ) -> None:
     looks: list[Any]
     readiness, looks = daemon._service.readiness, []
-    real = readiness.against
+    real = readiness.list_reasons
     ready = daemon.node.metrics.ready._value.get
 
     def failing(wanted: Any, missing: Any) -> list[dict[str, str]]:
@@ -136,7 +136,7 @@ def test_a_failing_measurement_is_logged_once_and_repeated(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    monkeypatch.setattr(readiness, "against", failing)
+    monkeypatch.setattr(readiness, "list_reasons", failing)
     asyncio.run(play())
     assert [each.levelname for each in caplog.records] == ["ERROR", "ERROR"]
 

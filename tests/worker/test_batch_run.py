@@ -55,7 +55,7 @@ async def add(store: DirectoryBatchStore, *prompts: str, now: int = 1 << 40) -> 
     batch = _new_batch(body, now)
     record: dict[str, Any] = {"owner": "", "object": batch, "scope": "infer", "caller": ""}
     record |= {"host": "h", "keep": 3600, "runner": None, "outputs": [], "errors": []}
-    record |= {"pieces": writer.pieces, "sizes": {"outputs": 0, "errors": 0}}
+    record |= {"pieces": writer.chunks, "sizes": {"outputs": 0, "errors": 0}}
     await store.write(batch["id"], record, 0)
     return str(batch["id"])
 
@@ -95,7 +95,7 @@ def play(scene: Coroutine[Any, Any, None]) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_run, "BEAT", 0.01)
+    monkeypatch.setattr(batch_run, "FLUSH_INTERVAL", 0.01)
     monkeypatch.setattr(batch_run, "PAUSE", 0.001)
 
 
@@ -152,7 +152,7 @@ def test_a_batch_of_a_server_that_has_gone_goes_on(tmp_path: Path) -> None:
 def test_what_is_not_answered_in_time_has_expired_and_is_removed_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_file, "PIECE", 100)
+    monkeypatch.setattr(stored_file, "CHUNK_SIZE", 100)
 
     async def scene() -> None:
         store = DirectoryBatchStore(tmp_path)

@@ -25,7 +25,7 @@ OWNERS = {"a": "a" * 32, "b": "b" * 32}
 @pytest.fixture(scope="module")
 def client(worker: LocalWorker) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_run, "BEAT", 0.05)
+        patch.setattr(batch_run, "FLUSH_INTERVAL", 0.05)
         with openai.OpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0) as found:
             yield found
 

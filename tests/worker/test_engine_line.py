@@ -421,7 +421,7 @@ def test_closing_the_engine_stops_requests_that_wait_for_a_download(
             await asked.hears(PullingEvent)
             other = Reference.parse(f"{host}/team/y")
             pull = asyncio.create_task(fetch(engine._transfers, other, lambda _: None))
-            await until_async(lambda: engine._transfers.of(other))
+            await until_async(lambda: engine._transfers.find_pull(other))
             await engine.close(60)
             for each in (asked.task, pull):
                 with pytest.raises(StoppedError):

@@ -85,7 +85,7 @@ def test_readiness_has_a_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(executor, "PROBE_TIMEOUT", 0.05)
-    service.readiness = SimpleNamespace(against=lambda *_: block.wait())
+    service.readiness = SimpleNamespace(list_reasons=lambda *_: block.wait())
 
     status, body, after = ready(service)
     assert (status, body["reasons"]) == (503, [{"reason": "store not readable"}])

@@ -109,15 +109,15 @@ def test_an_incomplete_pinned_model_is_missing(stocked: Path, tmp_path: Path) ->
     store = ImageLayout(tmp_path / "store")
     store.pins.put("tiny:latest", {}, durable=False)
     readiness = Readiness(store)
-    assert readiness.against(["tiny"]) == []
+    assert readiness.list_reasons(["tiny"]) == []
     smallest = min(
         (path for path in (store.root / "blobs" / "sha256").iterdir()),
         key=lambda p: p.stat().st_size,
     )
     smallest.unlink()
     missing = {"reason": "model missing", "model": "tiny:latest"}
-    assert readiness.against() == [missing]
-    assert readiness.against(["tiny:latest", "Not A Name"]) == [
+    assert readiness.list_reasons() == [missing]
+    assert readiness.list_reasons(["tiny:latest", "Not A Name"]) == [
         missing,
         {"reason": "model missing", "model": "Not A Name"},
     ]
@@ -141,14 +141,14 @@ def test_a_probe_checks_blobs_again_only_after_a_change(
     blobs = tmp_path / "store" / "blobs" / "sha256"
     os.utime(blobs, (1, 1))  # a later change has another time, whatever the file system's clock
     readiness = Readiness(store)
-    assert readiness.against() == [] and seen
+    assert readiness.list_reasons() == [] and seen
     seen.clear()
-    assert readiness.against() == [] and not seen
-    assert readiness.against(["absent"]) == [{"reason": "model missing", "model": "absent"}]
+    assert readiness.list_reasons() == [] and not seen
+    assert readiness.list_reasons(["absent"]) == [{"reason": "model missing", "model": "absent"}]
     assert not seen
     (blob, *_) = blobs.iterdir()
     blob.unlink()
-    assert readiness.against() == [{"reason": "model missing", "model": "tiny:latest"}]
+    assert readiness.list_reasons() == [{"reason": "model missing", "model": "tiny:latest"}]
 
 
 def test_a_model_is_missing_only_while_the_index_is_unreadable(
@@ -160,8 +160,8 @@ def test_a_model_is_missing_only_while_the_index_is_unreadable(
     with monkeypatch.context() as broken:
         break_calls(broken, "open", store.root / "index.json")
         missing = {"reason": "model missing", "model": "tiny"}
-        assert readiness.against(["tiny"]) == [{"reason": "store not readable"}, missing]
-    assert readiness.against(["tiny"]) == []
+        assert readiness.list_reasons(["tiny"]) == [{"reason": "store not readable"}, missing]
+    assert readiness.list_reasons(["tiny"]) == []
 
 
 def test_a_model_known_to_be_missing_is_not_resolved(
@@ -170,7 +170,7 @@ def test_a_model_known_to_be_missing_is_not_resolved(
     store = ImageLayout(stocked)
     monkeypatch.setattr(store, "resolve", None)
     missing = {"reason": "model missing", "model": "tiny:latest"}
-    assert Readiness(store).against(missing=["tiny:latest"]) == [missing]
+    assert Readiness(store).list_reasons(missing=["tiny:latest"]) == [missing]
 
 
 def _garbage(root: Path) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("aiohttp")
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.model_catalog import ModelCatalog
-from clowder_aimage.api.ollama.routes import _model, _shown
+from clowder_aimage.api.ollama.routes import _describe_entry, _describe_model
 from clowder_aimage.content import bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage
 from clowder_aimage.layout import ImageLayout
@@ -70,12 +70,12 @@ def test_any_number_in_a_config_can_be_listed(
     layout: ImageLayout, caplog: pytest.LogCaptureFixture
 ) -> None:
     items = model_list.items(layout)
-    listed = model_list.describe_all(items, partial(_model, layout))
+    listed = model_list.describe_all(items, partial(_describe_entry, layout))
     assert [one["name"] for one in listed] == sorted(f"{n}:latest" for n in (*CONFIGS, "good"))
     sizes = {one["name"]: one["details"]["parameter_size"] for one in listed}
     assert sizes["good:latest"] == "6.2B"
     assert {size for name, size in sizes.items() if "good" not in name} <= {""}
-    assert len(model_list.describe_all(items, partial(_shown, layout))) == len(items)
+    assert len(model_list.describe_all(items, partial(_describe_model, layout))) == len(items)
     assert caplog.records == []
     json.dumps(listed, allow_nan=False)
 

@@ -19,7 +19,7 @@ from clowder_aimage.api.picture.request import (
     ImageRequest,
     read_request,
 )
-from clowder_aimage.api.picture.upload import KeptPictures
+from clowder_aimage.api.picture.upload import StoredPictures
 from clowder_aimage.api.request_body import read_object
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import UsageError
@@ -208,7 +208,7 @@ def test_invalid_fields_are_refused_by_name(field: str, value: object, code: str
 
 def test_a_larger_picture_is_reduced_unless_a_size_is_given() -> None:
     photo = InputFile(Descriptor.of("image/png", b""), 4000, 3000)
-    pictures = KeptPictures((photo,))
+    pictures = StoredPictures((photo,))
     for wish, said in (
         (
             image_request(),

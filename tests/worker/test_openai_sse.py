@@ -53,7 +53,7 @@ def test_ticking_yields_none_during_silence() -> None:
             yield 2
 
         seen: list[int | None] = []
-        async for event in answer_stream.ticking(events(), 0.001):
+        async for event in answer_stream.with_keepalive(events(), 0.001):
             seen.append(event)
             if seen.count(None) == 3:
                 gate.set()
@@ -76,7 +76,7 @@ def test_closing_ticking_waits_for_the_generators_end() -> None:
                 await asyncio.sleep(0)  # cleanup yields to the event loop
                 ended.append("ended")
 
-        async with contextlib.aclosing(answer_stream.ticking(events())) as coming:
+        async with contextlib.aclosing(answer_stream.with_keepalive(events())) as coming:
             await anext(coming)
         return ended
 
@@ -91,7 +91,7 @@ def test_ticking_reraises_the_generators_error() -> None:
 
         seen = []
         with pytest.raises(UsageError, match="broken"):
-            async for event in answer_stream.ticking(events()):
+            async for event in answer_stream.with_keepalive(events()):
                 seen.append(event)
         return seen
 

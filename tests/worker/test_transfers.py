@@ -90,11 +90,11 @@ def test_a_pull_without_waiting_clients_is_cancelled(tmp_path: Path, proxy: Prox
     async def play(it: Played) -> None:
         with it.all.pull(reference) as pull:
             await asyncio.to_thread(proxy.wait_until, lambda: proxy.held > 0)
-            assert it.all.of(reference) is pull
+            assert it.all.find_pull(reference) is pull
         proxy.release()
         with pytest.raises(StoppedError, match="was cancelled"):
             await pull.end()
-        assert it.all.of(reference) is None
+        assert it.all.find_pull(reference) is None
         with pytest.raises(NotFoundError):
             it.store.resolve(reference)
         assert it.counted("aimage_pulls_total", outcome="stopped", registry=proxy.host) == 1

@@ -1,1 +1,1 @@
-"""OpenAI's files and batches: requests in a file, which a worker or a gateway sends to itself."""
+"""OpenAI's files and batches: a worker or a gateway sends the requests in a file to itself."""

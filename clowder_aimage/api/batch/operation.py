@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from clowder_aimage.api.batch.stored_file import KEPT, FileObject
+from clowder_aimage.api.batch.stored_file import LIFETIME, FileObject
 from clowder_aimage.api.request_body import (
     IGNORED,
     OpenBody,
@@ -19,18 +19,19 @@ from clowder_aimage.engine.batch_line import MAX_FILE, Url
 from clowder_aimage.http.operation import BATCH, Answer, Operation
 from clowder_aimage.http.route import INFER
 
-MIN_KEPT = 3600  # seconds
-_PAIRS, _KEY, _VALUE = 16, 64, 512  # of the metadata, the last two in characters
+MIN_LIFETIME = 3600  # seconds
+# Limits of the metadata; the last two are in characters
+_PAIRS, _KEY, _VALUE = 16, 64, 512
 ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 
 class FileExpiry(RequestBody):
-    """The seconds for which files are kept."""
+    """The seconds that files are kept."""
 
     model_config = ConfigDict(extra="forbid")
 
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=MIN_KEPT, le=KEPT)]
+    seconds: Annotated[int, Field(ge=MIN_LIFETIME, le=LIFETIME)]
 
 
 def _check_metadata(value: dict[str, str]) -> dict[str, str]:
@@ -77,7 +78,9 @@ class FileForm(BaseModel):
     file: bytes = Field(description=f"JSON lines, up to {MAX_FILE >> 20} MiB.")
     purpose: Literal["batch"]
     anchor: Literal["created_at"] = Field(default="created_at", alias="expires_after[anchor]")
-    seconds: int = Field(default=KEPT, ge=MIN_KEPT, le=KEPT, alias="expires_after[seconds]")
+    seconds: int = Field(
+        default=LIFETIME, ge=MIN_LIFETIME, le=LIFETIME, alias="expires_after[seconds]"
+    )
 
 
 class BatchesQuery(Parameters):
@@ -216,7 +219,7 @@ SHOW_FILE = Operation(
     "showFile",
     "Describe a file.",
     (Answer("The file.", FileObject),),
-    places=FilePath,
+    path_fields=FilePath,
     refusals=(404, 503),
 )
 DELETE_FILE = Operation(
@@ -227,7 +230,7 @@ DELETE_FILE = Operation(
     "deleteFile",
     "Delete a file that no running batch needs.",
     (Answer("The file is deleted.", DeletedFile),),
-    places=FilePath,
+    path_fields=FilePath,
     refusals=(404, 409, 503),
 )
 READ_FILE = Operation(
@@ -238,7 +241,7 @@ READ_FILE = Operation(
     "readFile",
     "Download a file.",
     (Answer("The bytes.", media=("application/octet-stream",)),),
-    places=FilePath,
+    path_fields=FilePath,
     refusals=(404, 503),
     has_head=False,
 )
@@ -279,7 +282,7 @@ SHOW_BATCH = Operation(
     "showBatch",
     "Describe a batch.",
     (Answer("The batch.", BatchObject),),
-    places=BatchPath,
+    path_fields=BatchPath,
     refusals=(404, 503),
 )
 CANCEL_BATCH = Operation(
@@ -290,6 +293,6 @@ CANCEL_BATCH = Operation(
     "cancelBatch",
     "Cancel a batch; what was answered is kept.",
     (Answer("The batch.", BatchObject),),
-    places=BatchPath,
+    path_fields=BatchPath,
     refusals=(404, 409, 503, 507),
 )

@@ -14,7 +14,7 @@ from aiohttp.http import HttpProcessingError
 from clowder_aimage.api.batch import operation
 from clowder_aimage.api.batch.operation import (
     ANCHOR,
-    MIN_KEPT,
+    MIN_LIFETIME,
     SECONDS,
     BatchBody,
     BatchesQuery,
@@ -24,12 +24,12 @@ from clowder_aimage.api.batch.run import BatchRunner
 from clowder_aimage.api.batch.store import ChangedRecordError, Record
 from clowder_aimage.api.batch.stored_file import (
     INPUT,
-    KEPT,
+    LIFETIME,
     MAX_FILES,
     FileWriter,
     delete_file,
     names,
-    read_own,
+    read_record,
     records,
 )
 from clowder_aimage.api.request_body import (
@@ -46,7 +46,8 @@ from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.body_stream import too_large
 from clowder_aimage.http.route import INFER, Route, serve
 
-TIMEOUT = 600.0  # seconds for a file to arrive
+# Seconds for a file to arrive
+TIMEOUT = 600.0
 _MAX_FIELD, _MAX_PARTS, _CHUNK = 1024, 10, 1 << 16
 _MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, RuntimeWarning)
 _FIELDS = ("purpose", ANCHOR, SECONDS)
@@ -94,51 +95,54 @@ class BatchRoutes:
             keep = _expiry(fields)
             if fields.get("purpose") != INPUT:
                 raise wrong("purpose", f"must be {INPUT}", "unsupported_value")
-            found = await writer.end(name, owner, keep=keep)
+            file = await writer.end(name, owner, keep=keep)
         except BaseException as error:
             await asyncio.shield(writer.abandon())
             if isinstance(error, TimeoutError):
                 raise ApiError(408, "timed out reading the file", code="timeout") from None
             raise
-        return web.json_response(found)
+        return web.json_response(file)
 
     async def _files(self, request: web.Request) -> web.StreamResponse:
-        found = await records(self._store, "file-", _owner(request))
+        stored = await records(self._store, "file-", _owner(request))
         query = read_query(request, FilesQuery)
-        listed = [
-            one["object"] for one in found if query.purpose in (None, one["object"]["purpose"])
+        files = [
+            record["object"]
+            for record in stored
+            if query.purpose in (None, record["object"]["purpose"])
         ]
         if query.order == "asc":
-            listed.reverse()
-        return _page(listed, query)
+            files.reverse()
+        return _page(files, query)
 
-    async def _own(self, request: web.Request) -> tuple[Record, int]:
+    async def _read_record(self, request: web.Request) -> tuple[Record, int]:
         kind = "batch" if request.path.startswith("/v1/batches/") else "file"
-        return await read_own(self._store, request.match_info["id"], _owner(request), kind)
+        return await read_record(self._store, request.match_info["id"], _owner(request), kind)
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response((await self._own(request))[0]["object"])
+        return web.json_response((await self._read_record(request))[0]["object"])
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
-        record, _ = await self._own(request)
-        for one in await records(self._store, "batch_", record["owner"]):
-            is_over = one["object"]["status"] in OVER
-            if one["object"]["input_file_id"] == record["object"]["id"] and not is_over:
-                message = f"the batch {one['object']['id']} needs the file"
+        record, _ = await self._read_record(request)
+        for other_record in await records(self._store, "batch_", record["owner"]):
+            is_over = other_record["object"]["status"] in OVER
+            if other_record["object"]["input_file_id"] == record["object"]["id"] and not is_over:
+                message = f"the batch {other_record['object']['id']} needs the file"
                 raise ApiError(409, message, code="file_in_use")
         await delete_file(self._store, record)
-        found = {"id": record["object"]["id"], "object": "file", "deleted": True}
-        return web.json_response(found)
+        answer = {"id": record["object"]["id"], "object": "file", "deleted": True}
+        return web.json_response(answer)
 
     async def _content(self, request: web.Request) -> web.StreamResponse:
-        record, _ = await self._own(request)
+        record, _ = await self._read_record(request)
         answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         answer.content_length = record["object"]["bytes"]
-        pieces = [*names(record["pieces"])]
-        first = await self._store.get(pieces[0]) if pieces else b""  # before the status is sent
+        chunk_names = [*names(record["pieces"])]
+        # Read before the status is sent, so that a missing chunk is an error
+        first_chunk = await self._store.get(chunk_names[0]) if chunk_names else b""
         await answer.prepare(request)
-        await answer.write(first)
-        for name in pieces[1:]:
+        await answer.write(first_chunk)
+        for name in chunk_names[1:]:
             await answer.write(await self._store.get(name))
         await answer.write_eof()
         return answer
@@ -149,11 +153,11 @@ class BatchRoutes:
         fields = read_object(await request.read())
         body = check_ignored(check_fields(fields, BatchBody), strict=is_strict(request))
         owner = _owner(request)
-        file, _ = await read_own(self._store, body.input_file_id, owner, param="input_file_id")
+        file, _ = await read_record(self._store, body.input_file_id, owner, param="input_file_id")
         if file["object"]["purpose"] != INPUT:
             raise wrong("input_file_id", f"must be a file with the purpose {INPUT}")
-        now = int(await self._store.now())
-        batch = _new_batch(body, now)
+        timestamp = int(await self._store.now())
+        batch = _new_batch(body, timestamp)
         expiry = body.output_expires_after
         record = {
             "owner": owner,
@@ -161,7 +165,7 @@ class BatchRoutes:
             "scope": request.get("scope") or INFER,
             "caller": self._caller(request),
             "host": request.host,
-            "keep": expiry.seconds if expiry else KEPT,
+            "keep": expiry.seconds if expiry else LIFETIME,
             "pieces": file["pieces"],
             "runner": None,
             "outputs": [],
@@ -169,19 +173,19 @@ class BatchRoutes:
             "sizes": {"outputs": 0, "errors": 0},
         }
         await self._store.write(batch["id"], record, 0)
-        self._runner.news.set()
+        self._runner.has_news.set()
         return web.json_response(batch, headers=body.headers)
 
     async def _batches(self, request: web.Request) -> web.StreamResponse:
-        found = await records(self._store, "batch_", _owner(request))
-        return _page([one["object"] for one in found], read_query(request, BatchesQuery))
+        stored = await records(self._store, "batch_", _owner(request))
+        return _page([record["object"] for record in stored], read_query(request, BatchesQuery))
 
     async def _batch(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response((await self._own(request))[0]["object"])
+        return web.json_response((await self._read_record(request))[0]["object"])
 
     async def _cancel(self, request: web.Request) -> web.StreamResponse:
         while True:
-            record, revision = await self._own(request)
+            record, revision = await self._read_record(request)
             batch = record["object"]
             if batch["status"] in (*OVER, "finalizing"):
                 message = f"the batch is {batch['status']} and cannot be cancelled"
@@ -211,20 +215,20 @@ async def _read_form(request: web.Request, writer: FileWriter) -> tuple[str, dic
     try:
         reader = await request.multipart()
         for _ in range(_MAX_PARTS):
-            part = await reader.next()
-            if part is None:
+            field = await reader.next()
+            if field is None:
                 break
-            if not isinstance(part, BodyPartReader) or not part.name:
+            if not isinstance(field, BodyPartReader) or not field.name:
                 raise ValueError
-            if part.name == "file":
+            if field.name == "file":
                 if name:
                     raise wrong("file", "is given twice")
-                name = (part.filename or "file.jsonl")[:200]
-                await _take_file(part, writer)
+                name = (field.filename or "file.jsonl")[:200]
+                await _store_file(field, writer)
                 continue
-            if part.name not in _FIELDS:
-                raise wrong(part.name[:60], "is not supported", "unknown_parameter")
-            fields[part.name] = bytes(await part.read_chunk(_MAX_FIELD)).decode()
+            if field.name not in _FIELDS:
+                raise wrong(field.name[:60], "is not supported", "unknown_parameter")
+            fields[field.name] = bytes(await field.read_chunk(_MAX_FIELD)).decode()
     except _MALFORMED:
         raise ApiError(400, "the form is malformed", code="invalid_body") from None
     if not name:
@@ -233,38 +237,38 @@ async def _read_form(request: web.Request, writer: FileWriter) -> tuple[str, dic
     return name, fields
 
 
-async def _take_file(part: BodyPartReader, writer: FileWriter) -> None:
-    while piece := await part.read_chunk(_CHUNK):
-        if writer.size + len(piece) > MAX_FILE:
+async def _store_file(file: BodyPartReader, writer: FileWriter) -> None:
+    while chunk := await file.read_chunk(_CHUNK):
+        if writer.size + len(chunk) > MAX_FILE:
             raise ApiError(413, "the file is too large", code="too_large", param="file")
-        await writer.write(bytes(piece))
+        await writer.write(bytes(chunk))
 
 
 def _expiry(fields: dict[str, str]) -> int:
     """Return the seconds that a file is kept. Raises ApiError."""
     if fields.get(ANCHOR, "created_at") != "created_at":
         raise wrong("expires_after", "must have the anchor created_at")
-    seconds = fields.get(SECONDS, str(KEPT))
-    if not seconds.isdecimal() or not MIN_KEPT <= int(seconds[:12]) <= KEPT:
-        raise wrong("expires_after", f"must have {MIN_KEPT} to {KEPT} seconds")
+    seconds = fields.get(SECONDS, str(LIFETIME))
+    if not seconds.isdecimal() or not MIN_LIFETIME <= int(seconds[:12]) <= LIFETIME:
+        raise wrong("expires_after", f"must have {MIN_LIFETIME} to {LIFETIME} seconds")
     return int(seconds)
 
 
-def _page(found: list[dict[str, Any]], query: FilesQuery | BatchesQuery) -> web.Response:
-    """Return the part of a list that a query asks for. Raises ApiError."""
+def _page(entries: list[dict[str, Any]], query: FilesQuery | BatchesQuery) -> web.Response:
+    """Return the page of a list that a query selects. Raises ApiError."""
     if query.after is not None:
-        places = [place for place, one in enumerate(found) if one["id"] == query.after]
+        places = [index for index, entry in enumerate(entries) if entry["id"] == query.after]
         if not places:
             raise ApiError(404, "after must be the id of an entry", code="not_found", param="after")
-        found = found[places[0] + 1 :]
-    shown = found[: query.limit]
+        entries = entries[places[0] + 1 :]
+    shown = entries[: query.limit]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
     ends = ends or {"first_id": None, "last_id": None}
-    body = {"object": "list", "data": shown, **ends, "has_more": len(found) > len(shown)}
+    body = {"object": "list", "data": shown, **ends, "has_more": len(entries) > len(shown)}
     return web.json_response(body)
 
 
-def _new_batch(body: BatchBody, now: int) -> dict[str, Any]:
+def _new_batch(body: BatchBody, timestamp: int) -> dict[str, Any]:
     times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling")
     return {
         "id": f"batch_{secrets.token_hex(12)}",
@@ -276,9 +280,9 @@ def _new_batch(body: BatchBody, now: int) -> dict[str, Any]:
         "status": "validating",
         "output_file_id": None,
         "error_file_id": None,
-        "created_at": now,
+        "created_at": timestamp,
         **{f"{name}_at": None for name in (*times, "cancelled")},
-        "expires_at": now + 86400,
+        "expires_at": timestamp + 86400,
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
         "metadata": body.metadata,
     }

@@ -23,8 +23,8 @@ from aiohttp import web
 from clowder_aimage.api.batch.store import BatchStore, ChangedRecordError, Record
 from clowder_aimage.api.batch.stored_file import (
     OUTPUT,
+    add_chunk,
     add_file,
-    add_piece,
     lines,
     remove_expired,
 )
@@ -35,11 +35,16 @@ from clowder_aimage.http.local_request import LocalRequest
 from clowder_aimage.oci import read_json
 
 MAX_ANSWER = 1 << 30  # bytes of a response
-MAX_ERRORS = 20  # malformed lines that are named
-BEAT = 2.0  # seconds between two records of a batch that is being run
-STALE = 15.0  # seconds without a record after which another server goes on
-SWEEP = 600.0  # seconds between two looks for what has expired
-PAUSE = 1.0  # seconds before a request is repeated because the server was busy
+# Malformed lines in the errors of a batch
+MAX_ERRORS = 20
+# Seconds between two records of a running batch
+FLUSH_INTERVAL = 2.0
+# Seconds without a new record after which another server continues
+STALE = 15.0
+# Seconds between two removals of expired files
+SWEEP = 600.0
+# Seconds before a request is repeated because the server was busy
+PAUSE = 1.0
 _BUSY = (429, 503)
 _log = logging.getLogger("aimage.batch")
 
@@ -49,9 +54,9 @@ class _StoppedBatchError(Exception):
 
 
 class BatchRunner:
-    """Runs the batches in ``store`` by ``calls``; ``parallel`` returns how many at once.
+    """Runs the batches in ``store`` by ``calls``; ``parallel`` returns their number at once.
 
-    ``look`` ends the wait for new batches.
+    Set ``has_news`` to begin new batches at once.
     """
 
     def __init__(
@@ -63,64 +68,65 @@ class BatchRunner:
     ) -> None:
         self.store, self.calls, self.parallel = store, calls, parallel
         self.id = secrets.token_hex(8)
-        self.news = asyncio.Event()
+        self.has_news = asyncio.Event()
         self._clock = clock
-        self._seen: dict[str, tuple[int, float]] = {}  # revisions of others' batches, since when
-        self._over: set[str] = set()
+        # Revisions of the batches of other servers, and the time of the last change
+        self._foreign: dict[str, tuple[int, float]] = {}
+        self._ended: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Begin the batches that nobody runs, for ever."""
+        """Begin the batches that no server runs, until it is cancelled."""
         swept = self._clock()
         try:
             while True:
                 try:
-                    await self._look()
+                    await self._begin_free()
                     if self._clock() - swept > SWEEP:
                         swept = self._clock()
                         await remove_expired(self.store)
                 except (AImageError, OSError, TimeoutError) as error:
                     _log.debug("batches cannot be read", extra={"reason": str(error)})
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(BEAT):
-                        await self.news.wait()
-                self.news.clear()
+                    async with asyncio.timeout(FLUSH_INTERVAL):
+                        await self.has_news.wait()
+                self.has_news.clear()
         finally:
             tasks = list(self._tasks.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _look(self) -> None:
-        for each in await self.store.ids():
-            if not each.startswith("batch_") or each in self._over or each in self._tasks:
+    async def _begin_free(self) -> None:
+        for name in await self.store.ids():
+            if not name.startswith("batch_") or name in self._ended or name in self._tasks:
                 continue
-            if (found := await self.store.read(each)) is None:
+            if (stored := await self.store.read(name)) is None:
                 continue
-            record, revision = found
+            record, revision = stored
             if record["object"]["status"] in OVER:
-                self._over.add(each)
-            elif self._is_free(each, record, revision):
-                self._begin(each, record, revision)
+                self._ended.add(name)
+            elif self._is_free(name, record, revision):
+                self._begin(name, record, revision)
 
     def _is_free(self, name: str, record: Record, revision: int) -> bool:
         if record["runner"] is None:
             return True
-        known = self._seen.get(name)
-        if known is None or known[0] != revision:
-            self._seen[name] = revision, self._clock()
+        previous = self._foreign.get(name)
+        if previous is None or previous[0] != revision:
+            self._foreign[name] = revision, self._clock()
             return False
-        return self._clock() - known[1] >= STALE
+        return self._clock() - previous[1] >= STALE
 
     def _begin(self, name: str, record: Record, revision: int) -> None:
         run = BatchRun(self, record, revision)
         task = self._tasks[name] = asyncio.create_task(run.serve())
 
-        def ended(_: object) -> None:
+        def forget(_: object) -> None:
             del self._tasks[name]
-            self.news.set()
+            self.has_news.set()
 
-        task.add_done_callback(ended)
+        task.add_done_callback(forget)
 
 
 @dataclass(slots=True)
@@ -132,24 +138,24 @@ class BatchRun:
     revision: int
     done: set[str] = field(default_factory=set)
     mark: str = field(default_factory=lambda: secrets.token_hex(16))
-    fresh: dict[str, bytearray] = field(
+    unsaved: dict[str, bytearray] = field(
         default_factory=lambda: {"outputs": bytearray(), "errors": bytearray()}
     )
 
     @property
     def batch(self) -> dict[str, Any]:
         """The batch object of the API."""
-        found: dict[str, Any] = self.record["object"]
-        return found
+        batch_object: dict[str, Any] = self.record["object"]
+        return batch_object
 
     async def serve(self) -> None:
-        """Run the batch to its end; it is begun again by another server if this one fails."""
+        """Run the batch to its end. After a failure another server continues it."""
         try:
             self.record["runner"] = self.runner.id
             await self._save()
             if self.batch["status"] == "validating" and not await self._validate():
                 return
-            await self._remember()
+            await self._restore_progress()
             reason = await self._answer_all()
             await self._finish(reason)
         except _StoppedBatchError:
@@ -158,7 +164,8 @@ class BatchRun:
             _log.warning("a batch waits", extra={"batch": self.batch["id"], "reason": str(error)})
         except asyncio.CancelledError:
             with contextlib.suppress(Exception):
-                self.record["runner"] = None  # another server may begin at once
+                # Another server may begin at once
+                self.record["runner"] = None
                 await asyncio.wait_for(self._flush(), 2)
             raise
 
@@ -173,33 +180,33 @@ class BatchRun:
             raise
 
     async def _merge(self) -> None:
-        """Read what was written by others. Raises _StoppedBatchError."""
-        found = await self.runner.store.read(self.batch["id"])
-        if found is None or found[0]["runner"] not in (None, self.runner.id):
+        """Merge the changes of other servers. Raises _StoppedBatchError."""
+        stored = await self.runner.store.read(self.batch["id"])
+        if stored is None or stored[0]["runner"] not in (None, self.runner.id):
             raise _StoppedBatchError from None
-        theirs, self.revision = found
-        if theirs["object"]["status"] == "cancelling":
+        record, self.revision = stored
+        if record["object"]["status"] == "cancelling":
             self.batch["status"] = "cancelling"
-            self.batch["cancelling_at"] = theirs["object"]["cancelling_at"]
+            self.batch["cancelling_at"] = record["object"]["cancelling_at"]
 
     # -- the input
 
     async def _validate(self) -> bool:
         """Check all lines before any is sent; return False if the batch has failed."""
-        wrong, total = await self._faults()
-        now = int(await self.runner.store.now())
+        wrong, total = await self._find_faults()
+        timestamp = int(await self.runner.store.now())
         if wrong:
-            self.batch.update({"status": "failed", "failed_at": now})
+            self.batch.update({"status": "failed", "failed_at": timestamp})
             self.batch["errors"] = {"object": "list", "data": wrong}
         elif self.batch["status"] == "validating":
-            self.batch.update({"status": "in_progress", "in_progress_at": now})
+            self.batch.update({"status": "in_progress", "in_progress_at": timestamp})
         self.batch["request_counts"]["total"] = total
         await self._save()
         return not wrong
 
-    async def _faults(self) -> tuple[list[dict[str, Any]], int]:
-        """Return what is wrong with the first lines that are malformed, and the number of lines."""
-        known, wrong, number = set[str](), list[dict[str, Any]](), 0
+    async def _find_faults(self) -> tuple[list[dict[str, Any]], int]:
+        """Return the faults of the first malformed lines, and the number of lines."""
+        custom_ids, wrong, number = set[str](), list[dict[str, Any]](), 0
 
         def fault(code: str, message: str, param: str | None = None) -> None:
             wrong.append({"code": code, "line": number, "message": message, "param": param})
@@ -215,17 +222,17 @@ class BatchRun:
             except FormatError as error:
                 fault("invalid_request", error.message)
                 continue
-            if request.custom_id in known:
+            if request.custom_id in custom_ids:
                 fault("duplicate_custom_id", "another line has this custom_id", "custom_id")
             if request.url != self.batch["endpoint"]:
                 fault("mismatched_endpoint", "url must be that of the batch", "url")
-            known.add(request.custom_id)
+            custom_ids.add(request.custom_id)
         if not number:
             fault("empty_file", "the file has no requests")
         return wrong, number
 
-    async def _remember(self) -> None:
-        """Read which requests were answered, and how, by a server that has gone."""
+    async def _restore_progress(self) -> None:
+        """Read the responses that another server stored, and count them."""
         counts = self.batch["request_counts"]
         for kind, count in ("outputs", "completed"), ("errors", "failed"):
             counts[count] = 0
@@ -236,36 +243,36 @@ class BatchRun:
     # -- requests
 
     async def _answer_all(self) -> str:
-        """Send the requests that have no answer; return why others are not sent, or ""."""
+        """Send the requests without an answer; return the reason if some are not sent, or ""."""
         tasks, reason = set[asyncio.Task[None]](), ""
-        beat = asyncio.create_task(self._beat())
+        beat = asyncio.create_task(self._flush_periodically())
         try:
-            async for request in self._unanswered():
-                reason = await _until_fewer(tasks, beat, max(1, self.runner.parallel()))
+            async for request in self._read_unanswered():
+                reason = await _wait_until_fewer(tasks, beat, max(1, self.runner.parallel()))
                 if reason:
                     break
                 tasks.add(asyncio.create_task(self._answer(request)))
-            reason = reason or await _until_fewer(tasks, beat, 1)
+            reason = reason or await _wait_until_fewer(tasks, beat, 1)
         finally:
             for task in (*tasks, beat):
                 task.cancel()
             await asyncio.gather(*tasks, beat, return_exceptions=True)
         if reason:
-            async for request in self._unanswered():
+            async for request in self._read_unanswered():
                 message = f"the batch was {reason} before this request was answered"
                 self._add(request, None, {"code": f"batch_{reason}", "message": message})
         return reason
 
-    async def _unanswered(self) -> AsyncIterator[BatchRequest]:
+    async def _read_unanswered(self) -> AsyncIterator[BatchRequest]:
         async for line in lines(self.runner.store, self.record["pieces"]):
             request = read_line(line)
             if request.custom_id not in self.done:
                 yield request
 
-    async def _beat(self) -> str:
-        """Store answers and the record now and then; return why the batch ends, if it must."""
+    async def _flush_periodically(self) -> str:
+        """Store answers and the record periodically; return the reason if the batch must end."""
         while True:
-            await asyncio.sleep(BEAT)
+            await asyncio.sleep(FLUSH_INTERVAL)
             await self._flush()
             if self.batch["status"] == "cancelling":
                 return "cancelled"
@@ -294,7 +301,7 @@ class BatchRun:
             "Host": self.record["host"],
             "Idempotency-Key": hashlib.sha256(name.encode()).hexdigest()[:40],
         }
-        asked = LocalRequest(
+        local_request = LocalRequest(
             "POST",
             request.url,
             scope=self.record["scope"],
@@ -303,8 +310,8 @@ class BatchRun:
             fields=request.body,
             size=request.size,
         )
-        response = await self.runner.calls.send(asked)
-        return asked["id"], response
+        response = await self.runner.calls.send(local_request)
+        return local_request["id"], response
 
     def _add(
         self, request: BatchRequest, answer: dict[str, Any] | None, error: dict[str, Any] | None
@@ -316,7 +323,7 @@ class BatchRun:
             "response": answer,
             "error": error,
         }
-        self.fresh["outputs" if is_good else "errors"] += json.dumps(line).encode() + b"\n"
+        self.unsaved["outputs" if is_good else "errors"] += json.dumps(line).encode() + b"\n"
         self.batch["request_counts"]["completed" if is_good else "failed"] += 1
         self.done.add(request.custom_id)
 
@@ -324,23 +331,24 @@ class BatchRun:
 
     async def _flush(self) -> None:
         """Store the answers that are new, then the record that names them."""
-        for kind, data in self.fresh.items():
+        for kind, data in self.unsaved.items():
             if data:
                 raw, mark, self.mark = bytes(data), self.mark, secrets.token_hex(16)
-                await add_piece(self.runner.store, self.record[kind], f"{mark}-{kind}", raw)
-                self.mark = mark  # else a name could be that of a piece that is half stored
+                await add_chunk(self.runner.store, self.record[kind], f"{mark}-{kind}", raw)
+                # A new mark after a failure: the name could be that of a partial chunk
+                self.mark = mark
                 del data[: len(raw)]
                 self.record["sizes"][kind] += len(raw)
         await self._save()
 
     async def _finish(self, reason: str) -> None:
         if not reason:
-            now = int(await self.runner.store.now())
-            self.batch.update({"status": "finalizing", "finalizing_at": now})
+            timestamp = int(await self.runner.store.now())
+            self.batch.update({"status": "finalizing", "finalizing_at": timestamp})
         await self._flush()
         for kind, member in ("outputs", "output_file_id"), ("errors", "error_file_id"):
             if self.record["sizes"][kind]:
-                made = await add_file(
+                file = await add_file(
                     self.runner.store,
                     self.record[kind],
                     self.record["sizes"][kind],
@@ -349,20 +357,22 @@ class BatchRun:
                     purpose=OUTPUT,
                     keep=self.record["keep"],
                 )
-                self.batch[member] = made["id"]
+                self.batch[member] = file["id"]
         status = reason or "completed"
-        now = int(await self.runner.store.now())
-        self.batch.update({"status": status, f"{status}_at": now})
+        timestamp = int(await self.runner.store.now())
+        self.batch.update({"status": status, f"{status}_at": timestamp})
         await self._save()
 
 
-async def _until_fewer(tasks: set[asyncio.Task[None]], beat: asyncio.Task[str], most: int) -> str:
-    """Wait until fewer than ``most`` tasks run; return why the batch ends before that, or ""."""
-    while len(tasks) >= most:
+async def _wait_until_fewer(
+    tasks: set[asyncio.Task[None]], beat: asyncio.Task[str], limit: int
+) -> str:
+    """Wait until fewer than ``limit`` tasks run; return the reason if the batch ends, or ""."""
+    while len(tasks) >= limit:
         await asyncio.wait({*tasks, beat}, return_when=asyncio.FIRST_COMPLETED)
         if beat.done():
             return beat.result()
-        for task in [each for each in tasks if each.done()]:
+        for task in [done for done in tasks if done.done()]:
             tasks.remove(task)
             task.result()
     return ""

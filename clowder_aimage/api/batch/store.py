@@ -1,6 +1,6 @@
-"""The store of files and batches: records, which are small JSON objects, and pieces, bytes.
+"""The store of files and batches: records (small JSON objects), and chunks of bytes.
 
-A record is replaced only if nobody else did so in the meantime: several servers may share a store.
+A record is replaced only if it still has the expected revision: several servers may share a store.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class ChangedRecordError(AImageError):
 
 
 def is_id(text: str) -> bool:
-    """Return whether a text may be the id of a record."""
+    """Return True if a text has the form of a record's id."""
     return _ID.fullmatch(text) is not None
 
 
 class BatchStore(Protocol):
-    """Keeps records by id, and pieces by name. Methods raise AImageError if it cannot be used."""
+    """Stores records by id, and chunks by name. Methods raise AImageError if it cannot be used."""
 
     async def now(self) -> float:
         """Return the seconds since the epoch, by the clock of all servers that share the store."""
@@ -56,20 +56,20 @@ class BatchStore(Protocol):
         """Return the ids of all records."""
 
     async def put(self, name: str, data: bytes) -> None:
-        """Keep a piece."""
+        """Store a chunk."""
 
     async def get(self, name: str) -> bytes:
-        """Return a piece. Raises NotFoundError."""
+        """Return a chunk. Raises NotFoundError."""
 
     async def drop(self, name: str) -> None:
-        """Remove a piece, which may be missing."""
+        """Remove a chunk, if it exists."""
 
 
 class DirectoryBatchStore:
-    """Records and pieces in the private directory of a worker's store."""
+    """Records and chunks in the private directory of a worker's store."""
 
     def __init__(self, root: Path) -> None:
-        self._root, self._place = root, root / PRIVATE / DIRECTORY
+        self._root, self._directory = root, root / PRIVATE / DIRECTORY
 
     async def now(self) -> float:
         """Return the seconds since the epoch."""
@@ -82,7 +82,7 @@ class DirectoryBatchStore:
     def _read(self, name: str) -> tuple[Record, int] | None:
         with store_errors(self._root):
             try:
-                raw = (self._place / f"{name}.json").read_bytes()
+                raw = (self._directory / f"{name}.json").read_bytes()
             except FileNotFoundError:
                 return None
         value = read_json(raw, "a record of a batch", 1 << 30)
@@ -94,12 +94,12 @@ class DirectoryBatchStore:
 
     def _write(self, name: str, value: Record, revision: int) -> int:
         with held(self._root, _LOCK), store_errors(self._root):
-            known = self._read(name)
-            if (known[1] if known else 0) != revision:
+            stored = self._read(name)
+            if (stored[1] if stored else 0) != revision:
                 raise ChangedRecordError(f"{name} was changed by another server")
             make_directory(self._root, PRIVATE, DIRECTORY)
             raw = json.dumps({"revision": revision + 1, "value": value}).encode()
-            write_file(self._place / f"{name}.json", raw, mode=0o600)
+            write_file(self._directory / f"{name}.json", raw, mode=0o600)
         return revision + 1
 
     async def remove(self, id: str) -> None:  # noqa: A002
@@ -110,9 +110,9 @@ class DirectoryBatchStore:
         with (
             store_errors(self._root),
             contextlib.suppress(FileNotFoundError),
-            OpenDirectory(self._place) as place,
+            OpenDirectory(self._directory) as directory,
         ):
-            place.remove(name)
+            directory.remove(name)
 
     async def ids(self) -> list[str]:
         """Return the ids of all records."""
@@ -120,26 +120,26 @@ class DirectoryBatchStore:
 
     def _ids(self) -> list[str]:
         with store_errors(self._root):
-            names = (path.stem for path in self._place.glob("*.json"))
+            names = (path.stem for path in self._directory.glob("*.json"))
             return sorted(filter(is_id, names))
 
     async def put(self, name: str, data: bytes) -> None:
-        """Keep a piece."""
+        """Store a chunk."""
         await run_io(self._put, name, data)
 
     def _put(self, name: str, data: bytes) -> None:
         with store_errors(self._root):
             make_directory(self._root, PRIVATE, DIRECTORY)
-            write_file(self._place / f"{name}.piece", data, mode=0o600)
+            write_file(self._directory / f"{name}.piece", data, mode=0o600)
 
     async def get(self, name: str) -> bytes:
-        """Return a piece."""
+        """Return a chunk."""
         return await run_io(self._get, name)
 
     def _get(self, name: str) -> bytes:
         with store_errors(self._root):
-            return (self._place / f"{name}.piece").read_bytes()
+            return (self._directory / f"{name}.piece").read_bytes()
 
     async def drop(self, name: str) -> None:
-        """Remove a piece."""
+        """Remove a chunk."""
         await run_io(self._remove, f"{name}.piece")

@@ -1,4 +1,4 @@
-"""Files of clients and of batches: a record with OpenAI's file object, and pieces."""
+"""Files of clients and of batches: a record with OpenAI's file object, and chunks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from typing_extensions import TypedDict
 from clowder_aimage.api.batch.store import BatchStore, Record, is_id
 from clowder_aimage.http.api_error import ApiError
 
-PIECE = 4 << 20  # bytes of a piece, unless one line is larger
-MAX_FILES = 1000  # of one owner
-KEPT = 30 * 86400  # seconds that files are kept
+# Bytes of a chunk, unless one line is larger
+CHUNK_SIZE = 4 << 20
+# Files of one owner
+MAX_FILES = 1000
+# Seconds that files are kept
+LIFETIME = 30 * 86400
 INPUT: Final = "batch"
 OUTPUT: Final = "batch_output"
 
 Purpose = Literal["batch", "batch_output"]
-Pieces = list[Any]  # pairs of a mark and a number of pieces: so a record stays short
+# Pairs of a mark and a number of chunks, which keep a record short
+Chunks = list[Any]
 
 
 class FileObject(TypedDict):
@@ -37,82 +41,82 @@ class FileObject(TypedDict):
     status_details: None
 
 
-def names(pieces: Pieces) -> Iterator[str]:
-    """Yield the names of pieces in order."""
-    for mark, count in pieces:
+def names(chunks: Chunks) -> Iterator[str]:
+    """Yield the names of chunks in order."""
+    for mark, count in chunks:
         yield from (f"{mark}-{number}" for number in range(count))
 
 
-async def add_piece(store: BatchStore, pieces: Pieces, mark: str, data: bytes) -> None:
-    """Store a piece and add it to ``pieces``. After a failure the writer needs another mark."""
-    if not pieces or pieces[-1][0] != mark:
-        pieces.append([mark, 0])
-    await store.put(f"{mark}-{pieces[-1][1]}", data)
-    pieces[-1][1] += 1
+async def add_chunk(store: BatchStore, chunks: Chunks, mark: str, data: bytes) -> None:
+    """Store a chunk and add it to ``chunks``. After a failure the writer needs another mark."""
+    if not chunks or chunks[-1][0] != mark:
+        chunks.append([mark, 0])
+    await store.put(f"{mark}-{chunks[-1][1]}", data)
+    chunks[-1][1] += 1
 
 
 @dataclass(slots=True)
 class FileWriter:
-    """Writes a file; ``pieces`` are those that are stored."""
+    """Writes a file; ``chunks`` are the stored ones."""
 
     store: BatchStore
     size: int = 0
-    pieces: Pieces = field(default_factory=list)
+    chunks: Chunks = field(default_factory=list)
     _mark: str = field(default_factory=lambda: secrets.token_hex(16))
-    _rest: bytearray = field(default_factory=bytearray)
+    _unsaved: bytearray = field(default_factory=bytearray)
 
     async def write(self, data: bytes) -> None:
         """Add bytes."""
         self.size += len(data)
-        self._rest += data
-        while len(self._rest) >= PIECE:
-            await add_piece(self.store, self.pieces, self._mark, bytes(self._rest[:PIECE]))
-            del self._rest[:PIECE]
+        self._unsaved += data
+        while len(self._unsaved) >= CHUNK_SIZE:
+            await add_chunk(self.store, self.chunks, self._mark, bytes(self._unsaved[:CHUNK_SIZE]))
+            del self._unsaved[:CHUNK_SIZE]
 
     async def end(
-        self, name: str, owner: str, purpose: Purpose = INPUT, keep: int = KEPT
+        self, name: str, owner: str, purpose: Purpose = INPUT, keep: int = LIFETIME
     ) -> FileObject:
         """Make the record, and return the file object."""
-        if self._rest:
-            await add_piece(self.store, self.pieces, self._mark, bytes(self._rest))
+        if self._unsaved:
+            await add_chunk(self.store, self.chunks, self._mark, bytes(self._unsaved))
         return await add_file(
-            self.store, self.pieces, self.size, name=name, owner=owner, purpose=purpose, keep=keep
+            self.store, self.chunks, self.size, name=name, owner=owner, purpose=purpose, keep=keep
         )
 
     async def abandon(self) -> None:
-        """Remove what was stored."""
-        for name in names(self.pieces):
+        """Remove the stored chunks."""
+        for name in names(self.chunks):
             await self.store.drop(name)
 
 
 async def add_file(
     store: BatchStore,
-    pieces: Pieces,
+    chunks: Chunks,
     size: int,
     *,
     name: str,
     owner: str,
     purpose: Purpose,
-    keep: int = KEPT,
+    keep: int = LIFETIME,
 ) -> FileObject:
-    """Make the record of a file, whose pieces are stored; return the file object."""
-    now = int(await store.now())
-    found: FileObject = {
+    """Make the record of a file with stored chunks; return the file object."""
+    timestamp = int(await store.now())
+    file: FileObject = {
         "id": f"file-{secrets.token_hex(12)}",
         "object": "file",
         "bytes": size,
-        "created_at": now,
-        "expires_at": now + keep,
+        "created_at": timestamp,
+        "expires_at": timestamp + keep,
         "filename": name,
         "purpose": purpose,
         "status": "processed",
         "status_details": None,
     }
-    await store.write(found["id"], {"owner": owner, "object": found, "pieces": pieces}, 0)
-    return found
+    await store.write(file["id"], {"owner": owner, "object": file, "pieces": chunks}, 0)
+    return file
 
 
-async def read_own(
+async def read_record(
     store: BatchStore,
     id: str,  # noqa: A002
     owner: str,
@@ -123,46 +127,48 @@ async def read_own(
 
     Raises ApiError (404).
     """
-    found = await store.read(id) if is_id(id) else None
-    if found is None or found[0]["owner"] != owner or found[0]["object"]["object"] != kind:
+    stored = await store.read(id) if is_id(id) else None
+    if stored is None or stored[0]["owner"] != owner or stored[0]["object"]["object"] != kind:
         message = f"no such {kind}: {id[:60]!a}"
         raise ApiError(404, message, code=f"{kind}_not_found", param=param)
-    return found
+    return stored
 
 
 async def records(store: BatchStore, prefix: str, owner: str | None = None) -> list[Record]:
     """Return the records of an owner, or of all, the latest first."""
-    found = [await store.read(each) for each in await store.ids() if each.startswith(prefix)]
-    own = [one[0] for one in found if one and owner in (None, one[0]["owner"])]
-    return sorted(own, key=lambda one: (-one["object"]["created_at"], one["object"]["id"]))
+    stored = [await store.read(name) for name in await store.ids() if name.startswith(prefix)]
+    matches = [entry[0] for entry in stored if entry and owner in (None, entry[0]["owner"])]
+    return sorted(
+        matches, key=lambda entry: (-entry["object"]["created_at"], entry["object"]["id"])
+    )
 
 
 async def delete_file(store: BatchStore, record: Record) -> None:
-    """Remove a file and its pieces."""
+    """Remove a file and its chunks."""
     await store.remove(record["object"]["id"])
     for name in names(record["pieces"]):
         await store.drop(name)
 
 
-async def lines(store: BatchStore, pieces: Pieces) -> AsyncIterator[bytes]:
+async def lines(store: BatchStore, chunks: Chunks) -> AsyncIterator[bytes]:
     """Yield the lines of a file that are not empty, without their ends."""
-    rest = b""
-    for name in names(pieces):
-        *whole, rest = (rest + await store.get(name)).split(b"\n")
-        for line in whole:
+    partial_line = b""
+    for name in names(chunks):
+        *complete_lines, partial_line = (partial_line + await store.get(name)).split(b"\n")
+        for line in complete_lines:
             if line.strip():
                 yield line
-    if rest.strip():
-        yield rest
+    if partial_line.strip():
+        yield partial_line
 
 
 async def remove_expired(store: BatchStore) -> None:
     """Remove files whose time is over, and batches that ended as long ago."""
-    now = await store.now()
+    timestamp = await store.now()
     for record in await records(store, ""):
-        one = record["object"]
+        entry = record["object"]
         with contextlib.suppress(KeyError):
-            if one["object"] == "file" and one["expires_at"] <= now:
+            if entry["object"] == "file" and entry["expires_at"] <= timestamp:
                 await delete_file(store, record)
-            elif one["object"] == "batch" and one["created_at"] + 2 * KEPT <= now:
-                await store.remove(one["id"])
+            elif entry["object"] == "batch" and entry["created_at"] + 2 * LIFETIME <= timestamp:
+                await store.remove(entry["id"])

@@ -1,6 +1,6 @@
 """ollama's ``/api/generate`` for image models.
 
-The fields are those of ollama's image generation, which was removed in July 2026 (ollama,
+The fields are those of ollama's image generation until July 2026 (ollama,
 server/routes.go, ``handleImageGenerate``; docs/api.md): ``width``, ``height``, ``steps``, and the
 ``seed`` in ``options``; ``images`` in base64; ``completed`` of ``total`` steps while it runs,
 ``image`` at the end. Extensions, such as ``guidance``, may be in ``options`` too. ``stop``, with an
@@ -40,7 +40,7 @@ from clowder_aimage.api.picture.source import (
     BarePictureSources,
     take_bare_pictures,
 )
-from clowder_aimage.api.picture.upload import KeptPictures, PictureUploads
+from clowder_aimage.api.picture.upload import PictureUploads, StoredPictures
 from clowder_aimage.api.request_body import check_fields
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.enhance_field import EnhanceFields, PromptEnhancer
@@ -83,12 +83,12 @@ class _Options(ParameterBody):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_defaults(cls, fields: Any) -> Any:
-        """Leave out a size or steps of 0 and a negative seed, which are ollama's defaults."""
+        """Leave out ollama's defaults: a size or steps of 0, and a negative seed."""
         if not isinstance(fields, dict):
             return fields
-        known = {name: each for name, each in fields.items() if type(each) in (int, float)}
-        zeros = {name for name in _ZEROS if known.get(name) == 0}
-        seed = known.get("seed", 0)
+        numbers = {name: number for name, number in fields.items() if type(number) in (int, float)}
+        zeros = {name for name in _ZEROS if numbers.get(name) == 0}
+        seed = numbers.get("seed", 0)
         zeros |= {"seed"} if seed < 0 and seed % 1 == 0 else set()
         return {name: value for name, value in fields.items() if name not in zeros}
 
@@ -115,7 +115,7 @@ class OllamaPictureBody(_Options, OllamaBody, EnhanceFields, PictureFields):
     def with_options(self) -> Self:
         """Return the request with the parameters that are only in its ``options``."""
         stated, options = self.stated, self.options.stated
-        fields = {each.name: each.field for each in self.PARAMETERS}
+        fields = {parameter.name: parameter.field for parameter in self.PARAMETERS}
         only = {fields[name]: value for name, value in options.items() if name not in stated}
         return self.model_copy(update=only)
 
@@ -126,13 +126,15 @@ class OllamaPictureBody(_Options, OllamaBody, EnhanceFields, PictureFields):
 
     @property
     def has_size(self) -> bool:
-        """Return whether a side is stated."""
+        """Return True if a side is stated."""
         return bool({"width", "height"} & self.stated.keys())
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         """Raise ApiError for wrong values, before a model is loaded for the request."""
-        plain = {each.name for owner in (Sampling, Guidance) for each in parameters(owner)}
+        plain = {
+            parameter.name for owner in (Sampling, Guidance) for parameter in parameters(owner)
+        }
         stated = {**self.options.stated, **self.stated}
         try:
             GenerateRequest.draft(**{name: stated[name] for name in stated.keys() & plain})
@@ -200,29 +202,30 @@ class OllamaGeneration(OllamaRequest):
         service: Service,
         request: Request,
         body: OllamaPictureBody,
-        pictures: KeptPictures | None,
+        pictures: StoredPictures | None,
         stored: StoredAImage | None,
     ) -> None:
         super().__init__(service, request, body, stored)
-        self._wish = body
+        self._picture_body = body
         self._seed = body.first_seed
         self._adapters = PromptedLoras.of(body.prompt, body.loras, has_words=body.trigger)
         self._to_request = partial(body.request, self._adapters.prompt, pictures, seed=self._seed)
-        self._to_request(None)  # before a model is pulled
+        # Checked before a model is pulled
+        self._to_request(None)
         self._warn = partial(body.warnings, pictures=pictures, has_size=body.has_size)
         self._used: tuple[LoraUse, ...] = ()
         self._picture: ImageEvent | None = None
 
     async def answer(self) -> web.StreamResponse:
         """Respond to the request. Raises AImageError."""
-        is_wish = bool(self._wish.prompt or self._wish.enhance)
-        return await (self._generate() if is_wish else self.change())
+        has_prompt = bool(self._picture_body.prompt or self._picture_body.enhance)
+        return await (self._generate() if has_prompt else self.change())
 
     async def _generate(self) -> web.StreamResponse:
-        adapters, facts = self._adapters, self._wish.png_facts
+        adapters, facts = self._adapters, self._picture_body.png_facts
         terms, seed = self.terms(), self._seed
         pull = str(terms.get("pull", NEVER))
-        enhancer = PromptEnhancer.of(self.service, self._wish, adapters.prompt, seed, pull)
+        enhancer = PromptEnhancer.of(self.service, self._picture_body, adapters.prompt, seed, pull)
         has_facts = self.service.settings.png_facts if facts is None else facts
 
         def make(aimage: AImage) -> GenerateRequest:
@@ -243,10 +246,10 @@ class OllamaGeneration(OllamaRequest):
             adapters=await adapters.references(self.service),
             **terms,
         )
-        events = enhancer.before(generate) if enhancer else generate()
+        events = enhancer.enhance_then(generate) if enhancer else generate()
         return await self.stream(events, self._progress)
 
-    def explained(self, error: AImageError) -> AImageError:
+    def explain(self, error: AImageError) -> AImageError:
         return parameter_error(controlnet_error(self._adapters.error(error)))
 
     def _progress(self, event: Event) -> dict[str, Any] | None:
@@ -257,7 +260,7 @@ class OllamaGeneration(OllamaRequest):
             return self.line(completed=event.index, total=event.total)
         return self.line() if isinstance(event, StartedEvent) else None
 
-    def finished(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         if (picture := self._picture) is None:
             raise ModelError("the model generated no picture")
         return self.line(
@@ -266,8 +269,8 @@ class OllamaGeneration(OllamaRequest):
             image=base64.b64encode(picture.data).decode(),
             **{name: getattr(picture, name) for name in ("seed", "width", "height")},
             digest=picture.digest.removeprefix("sha256:"),
-            **model_list.described(self._used, self.warnings),
-            total_duration=time.monotonic_ns() - self.begun,
+            **model_list.describe_use(self._used, self.warnings),
+            total_duration=time.monotonic_ns() - self.started_ns,
         )
 
 
@@ -279,10 +282,10 @@ async def generate(uploads: PictureUploads, request: Request) -> web.StreamRespo
         stored = await read_named(service, fields)
         if stored is not None and kind_of(stored.aimage) in (TEXT, EMBEDDER):
             return await answer_prompt(service, request, fields, stored)
-        given = take_bare_pictures(fields)
+        sources = take_bare_pictures(fields)
         body = check_fields(fields, OllamaPictureBody).with_options()
-        body.check_rules(given)
-        pictures = await upload.keep(given, body.painted)
+        body.check_rules(sources)
+        pictures = await upload.keep(sources, body.painted)
         work = OllamaGeneration(service, request, body, pictures, stored)
         return await work.answer()
 

@@ -26,7 +26,8 @@ from clowder_aimage.http.route import ADMIN
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.oci import Descriptor
 
-SILENCE = 10.0  # seconds of silence before an empty line is sent
+# Seconds of silence before an empty line is sent
+SILENCE = 10.0
 _Line = dict[str, Any]
 
 
@@ -80,7 +81,7 @@ class OllamaRequest:
         self.reference = service.reference(body.reference)
         request["model"] = str(self.reference)
         self._is_admin = request.get("scope") == ADMIN
-        self.begun = time.monotonic_ns()
+        self.started_ns = time.monotonic_ns()
         self.warnings: list[str] = []
 
     async def change(self) -> web.StreamResponse:
@@ -116,10 +117,10 @@ class OllamaRequest:
             return None
 
     async def _unload(self) -> web.StreamResponse:
-        found = await run_generation(self._resolve)
+        descriptor = await run_generation(self._resolve)
         loaded = self.service.engine.list_loaded()
-        digests = {found.digest} if found else set()
-        digests |= {one.digest for one in loaded if one.reference == self.reference}
+        digests = {descriptor.digest} if descriptor else set()
+        digests |= {model.digest for model in loaded if model.reference == self.reference}
         if not digests:
             raise model_list.unknown(self.reference)
         for digest in digests:
@@ -130,51 +131,53 @@ class OllamaRequest:
         self,
         events: AsyncGenerator[Event, None],
         progress: Callable[[Event], _Line | None],
-        last: _Line | None = None,
+        last_line: _Line | None = None,
     ) -> web.StreamResponse:
-        """Respond with the lines of the events, and with the ``last`` line or that of ``finished``.
+        """Respond with the lines of the events, and with ``last_line`` or that of ``finish``.
 
         Queueing and loading have no line, so that an error can still determine the status. Raises
         AImageError before the first line.
         """
-        answer, is_change = NdjsonStream(self._request), last is not None
+        answer, is_change = NdjsonStream(self._request), last_line is not None
         try:
             async with Arrivals(events) as arrivals:
-                while (found := await arrivals.take(SILENCE)) is not None:
-                    lines = [self._line(event, progress) for event in found or (None,)]
+                while (arrived := await arrivals.take(SILENCE)) is not None:
+                    lines = [self._line(event, progress) for event in arrived or (None,)]
                     shown = [line for line in lines if line is not None]
                     if shown and self._body.stream:
                         if not answer.has_begun:
                             add_warnings(answer.headers, self.warnings)
                         await answer.write(*shown)
-            last = last or self.finished()
+            last_line = last_line or self.finish()
         except AImageError as error:
-            return await answer.fail(self.explained(error))
+            return await answer.fail(self.explain(error))
         if not self._body.stream or (is_change and not answer.has_begun):
-            text = await run_generation(json.dumps, last)  # with millions of numbers
+            # In a thread: embeddings may have millions of numbers
+            text = await run_generation(json.dumps, last_line)
             response = web.json_response(text=text)
             add_warnings(response.headers, self.warnings)
             return response
-        await answer.write(last)
+        await answer.write(last_line)
         return await answer.end()
 
     def _line(self, event: Event | None, progress: Callable[[Event], _Line | None]) -> _Line | None:
         """Return the line of an event, or of a silence."""
-        if isinstance(event, PullingEvent):  # no completed and total, which are steps
+        # Without completed and total: in ollama's API they are steps
+        if isinstance(event, PullingEvent):
             progress(event)
             return self.line(status="pulling", pulled=event.done, size=event.total)
         return self.line() if event is None else progress(event)
 
-    def finished(self) -> _Line:
+    def finish(self) -> _Line:
         """Return the last line. Raises ModelError."""
         raise NotImplementedError
 
-    def explained(self, error: AImageError) -> AImageError:
-        """Return the error with what a client needs to know."""
+    def explain(self, error: AImageError) -> AImageError:
+        """Return the error with the field of the request that caused it."""
         return error
 
-    def line(self, *, done: bool = False, **more: Any) -> _Line:
+    def line(self, *, done: bool = False, **fields: Any) -> _Line:
         """Return a line of the response."""
         name = self._body.reference or str(self.reference)
         created = datetime.now(UTC).isoformat()
-        return {"model": name, "created_at": created, **self.EMPTY, **more, "done": done}
+        return {"model": name, "created_at": created, **self.EMPTY, **fields, "done": done}

@@ -1,8 +1,8 @@
 """ollama's API for the models of a worker (ollama, docs/api.md).
 
-The JSON is what clients require: the ``ollama`` Python client, and Open WebUI, which parses
-versions with ``int()``, requires ``name`` and ``model`` of every model, and parses ``expires_at``
-with ``datetime.fromisoformat``.
+The JSON satisfies the ``ollama`` Python client and Open WebUI. The latter parses versions with
+``int()``, requires ``name`` and ``model`` of every model, and parses ``expires_at`` with
+``datetime.fromisoformat``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from clowder_aimage.http.route import Route, serve, share
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 
-FOR_EVER = timedelta(days=365 * 100)  # expiry of a model that is never unloaded
+# Expiry of a model that is never unloaded
+FOR_EVER = timedelta(days=365 * 100)
 _Lines = AsyncGenerator[dict[str, Any], None]
 
 
@@ -53,13 +54,13 @@ def routes(service: Service) -> list[Route]:
 
 
 def open_routes() -> list[Route]:
-    """Return the routes that need no token: they tell what this server is."""
+    """Return the routes that need no token: clients identify the server by them."""
     return [serve(operation.VERSION, _version)]
 
 
 async def _version(_: Request) -> web.StreamResponse:
-    found = re.match(r"[0-9]+(\.[0-9]+)*", __version__)
-    number = found[0] if found else "0"
+    match = re.match(r"[0-9]+(\.[0-9]+)*", __version__)
+    number = match[0] if match else "0"
     return web.json_response({"version": number}, headers={"X-Aimage-Version": number})
 
 
@@ -68,54 +69,56 @@ async def _version(_: Request) -> web.StreamResponse:
 
 async def _tags(service: Service, _: Request) -> web.StreamResponse:
     def models() -> list[OllamaModel]:
-        found = [one for one in model_list.items(service.store) if not one.missing]
-        return model_list.describe_all(found, partial(_model, service.store))
+        complete = [entry for entry in model_list.items(service.store) if not entry.missing]
+        return model_list.describe_all(complete, partial(_describe_entry, service.store))
 
     return web.json_response({"models": await run_io(models)})
 
 
-def _model(store: ImageLayout, item: model_list.ModelEntry) -> OllamaModel:
-    known, aimage, facts = model_list.described_model(store, item.reference)
+def _describe_entry(store: ImageLayout, item: model_list.ModelEntry) -> OllamaModel:
+    properties, aimage, facts = model_list.describe_model(store, item.reference)
     return {
         "name": str(item.reference),
         "model": str(item.reference),
-        "digest": item.descriptor.digest.encoded,  # without its algorithm, as in ollama
-        "modified_at": model_list.changed(store, item.descriptor).isoformat(),
+        # ollama's digests have no algorithm
+        "digest": item.descriptor.digest.encoded,
+        "modified_at": model_list.read_stored_time(store, item.descriptor).isoformat(),
         "size": item.size,
-        "details": details(known),
+        "details": details(properties),
         "capabilities": capabilities(aimage, facts),
     }
 
 
 async def _ps(service: Service, _: Request) -> web.StreamResponse:
     slots = service.engine.list_loaded()
-    describe = partial(_loaded, service.store)
+    describe = partial(_describe_loaded, service.store)
     models = await run_io(lambda: model_list.describe_all(slots, describe))
     return web.json_response({"models": models})
 
 
-def _loaded(store: ImageLayout, model: ModelSlot) -> LoadedModel:
+def _describe_loaded(store: ImageLayout, model: ModelSlot) -> LoadedModel:
     size = model.runner.size if model.runner is not None else 0
     device = model.runner.device if model.runner is not None else ""
     until = model.until or datetime.now(UTC) + FOR_EVER
+    # ollama's clients show the share of size_vram as that of the GPU
     is_gpu = "gpu" in device.lower() or "metal" in device.lower()
-    known, _, _ = model_list.described_model(store, model.reference)
+    properties, _, _ = model_list.describe_model(store, model.reference)
     context = model.runner.context if model.runner is not None else 0
-    found: LoadedModel = {
+    description: LoadedModel = {
         "name": str(model.reference),
         "model": str(model.reference),
         "digest": model.digest.encoded,
         "size": size,
         "size_vram": size if is_gpu else 0,
         "device": device,
-        "details": details(known),
+        "details": details(properties),
         "expires_at": until.isoformat(),
     }
     if context:
-        found["context_length"] = context
+        description["context_length"] = context
     if model.loras:
-        found["loras"] = used_loras(model.loras)
-    return found
+        description["loras"] = used_loras(model.loras)
+    return description
 
 
 async def _show(service: Service, request: Request) -> web.StreamResponse:
@@ -125,28 +128,30 @@ async def _show(service: Service, request: Request) -> web.StreamResponse:
     item = await run_io(model_list.item, service.store, reference)
     if item is None:
         raise model_list.unknown(reference)
-    return web.json_response(await run_io(_shown, service.store, item))
+    return web.json_response(await run_io(_describe_model, service.store, item))
 
 
-def _shown(store: ImageLayout, item: model_list.ModelEntry) -> ShownModel:
-    known, aimage, text = model_list.described_model(store, item.reference)
-    defaults = given if isinstance(given := known.get("defaults"), dict) else {}
-    family = details(known)["family"]
+def _describe_model(store: ImageLayout, item: model_list.ModelEntry) -> ShownModel:
+    properties, aimage, text = model_list.describe_model(store, item.reference)
+    defaults = stated if isinstance(stated := properties.get("defaults"), dict) else {}
+    family = details(properties)["family"]
     facts: dict[str, Any] = {"general.architecture": family}
-    facts |= {"general.parameter_count": known["parameters"]} if "parameters" in known else {}
+    facts |= (
+        {"general.parameter_count": properties["parameters"]} if "parameters" in properties else {}
+    )
     facts |= {f"{family}.context_length": text.context} if text and text.context else {}
     facts |= {"aimage.digest": str(item.descriptor.digest)}
-    kept = ("pipeline", "format", "name", "dtype", "source", "created")
-    facts |= {f"aimage.{key}": known[key] for key in kept if key in known}
+    keys = ("pipeline", "format", "name", "dtype", "source", "created")
+    facts |= {f"aimage.{key}": properties[key] for key in keys if key in properties}
     return {
-        "license": str(known.get("license") or ""),
+        "license": str(properties.get("license") or ""),
         "modelfile": f"FROM {item.reference}\n",
         "parameters": "\n".join(f"{key} {value}" for key, value in sorted(defaults.items())),
         "template": text.template if text else "",
-        "details": details(known),
+        "details": details(properties),
         "model_info": facts,
         "capabilities": capabilities(aimage, text),
-        "modified_at": model_list.changed(store, item.descriptor).isoformat(),
+        "modified_at": model_list.read_stored_time(store, item.descriptor).isoformat(),
     }
 
 
@@ -168,24 +173,25 @@ async def _copy(service: Service, request: Request) -> web.StreamResponse:
 
 
 def copy_name(store: ImageLayout, source: Reference, target: Reference) -> bool:
-    """Give the AImage ``source`` another name; return whether it is there. Run in a thread."""
-    if _source(store, source) is None:  # before a store is created for nothing
+    """Give the AImage ``source`` another name; return False if it is missing. Run in a thread."""
+    # Checked first: taking a lease would create a missing store
+    if _source(store, source) is None:
         return False
     with store.keep():
-        if (found := _source(store, source)) is None:
+        if (descriptor := _source(store, source)) is None:
             return False
-        is_partial = found.annotations.get(mediatype.PARTIAL) == "true"
-        store.tag(found, target, is_partial=is_partial)
+        is_partial = descriptor.annotations.get(mediatype.PARTIAL) == "true"
+        store.tag(descriptor, target, is_partial=is_partial)
     return True
 
 
 def _source(store: ImageLayout, source: Reference) -> Descriptor | None:
     """Return the descriptor to copy: by its name, or by a digest alone."""
-    found = model_list.entry(store, source)
-    if found is None and source.digest is not None:
+    descriptor = model_list.entry(store, source)
+    if descriptor is None and source.digest is not None:
         with contextlib.suppress(NotFoundError):
             return store.resolve(source)
-    return found
+    return descriptor
 
 
 async def _pull(service: Service, request: Request) -> web.StreamResponse:
@@ -212,25 +218,25 @@ def _check_insecure(service: Service, body: TransferBody, reference: Reference) 
     """Raise ApiError (403) for an insecure registry that is not configured as such."""
     if not body.insecure or reference.is_loopback:
         return
-    known = service.connection.to(reference.registry or "")
-    if not known.plain_http and not known.insecure:
+    host = service.connection.to(reference.registry or "")
+    if not host.plain_http and not host.insecure:
         message = "a request cannot disable TLS for a registry: configure it for the worker"
         raise ApiError(403, message, code="insecure_registry")
 
 
 async def _answer_lines(request: Request, is_streaming: bool, lines: _Lines) -> web.StreamResponse:
-    answer, last = NdjsonStream(request), dict[str, Any]()
+    answer, line = NdjsonStream(request), dict[str, Any]()
     async with contextlib.aclosing(lines):
         try:
-            async for last in lines:
+            async for line in lines:
                 if is_streaming:
-                    await answer.write(last)
+                    await answer.write(line)
         except AImageError as error:
             return await answer.fail(registry_error(error))
-    return await answer.end() if is_streaming else web.json_response(last)
+    return await answer.end() if is_streaming else web.json_response(line)
 
 
-async def _progress(transfer: SharedTransfer, verb: str, *last: str) -> _Lines:
+async def _progress(transfer: SharedTransfer, verb: str, *final_statuses: str) -> _Lines:
     """Yield the lines of a transfer; ``size``, an extension, is that of all blobs."""
     yield {"status": "pulling manifest" if verb == "pulling" else "retrieving manifest"}
     async with contextlib.aclosing(transfer.watch()) as blobs:
@@ -242,5 +248,5 @@ async def _progress(transfer: SharedTransfer, verb: str, *last: str) -> _Lines:
                 "completed": blob.completed,
                 "size": transfer.total,
             }
-    for status in (*last, "success"):
+    for status in (*final_statuses, "success"):
         yield {"status": status}

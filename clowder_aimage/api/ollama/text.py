@@ -23,7 +23,7 @@ from clowder_aimage.api.ollama.text_operation import (
     OLLAMA_EMBEDDINGS,
 )
 from clowder_aimage.api.openai.chunk import token_facts
-from clowder_aimage.api.openai.text import explained
+from clowder_aimage.api.openai.text import explain_refusal
 from clowder_aimage.api.request_body import check_fields, read_body
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
@@ -60,7 +60,7 @@ class OllamaText(OllamaRequest):
         stored: StoredAImage | None = None,
     ) -> None:
         super().__init__(service, request, body, stored)
-        self._wish = body
+        self._text_body = body
         self._text, self._thinking = list[str](), list[str]()
         self._calls, self._tokens = list[dict[str, Any]](), list[Token]()
         self._end: TextEnd | None = None
@@ -68,20 +68,20 @@ class OllamaText(OllamaRequest):
 
     async def answer(self) -> web.StreamResponse:
         """Respond to the request. Raises AImageError."""
-        if self._wish.is_change:
+        if self._text_body.is_change:
             return await self.change()
-        wanted = self._wish.request()
+        text_request = self._text_body.request()
 
         def make(aimage: AImage) -> TextRequest:
             check_kind(self.reference, aimage, TEXT, interface=OLLAMA)
-            return wanted
+            return text_request
 
         engine = self.service.engine
         events = engine.generate(self.reference, make, is_text=True, **self.terms())
         return await self.stream(events, self._progress)
 
-    def explained(self, error: AImageError) -> AImageError:
-        return explained(error, "prompt") if isinstance(error, UsageError) else error
+    def explain(self, error: AImageError) -> AImageError:
+        return explain_refusal(error, "prompt") if isinstance(error, UsageError) else error
 
     def _progress(self, event: Event) -> dict[str, Any] | None:
         if isinstance(event, LoadingEvent):
@@ -93,7 +93,7 @@ class OllamaText(OllamaRequest):
         elif isinstance(event, TextPiece):
             return self._piece(event)
         elif isinstance(event, ToolCall):
-            arguments = _parsed(event.arguments)
+            arguments = _parse_arguments(event.arguments)
             self._calls.append({"function": {"name": event.name, "arguments": arguments}})
             return self.line(**self.part("", tool_calls=[self._calls[-1]]))
         return None
@@ -104,31 +104,31 @@ class OllamaText(OllamaRequest):
         self._tokens += piece.tokens
         if not piece.text and not piece.tokens:
             return None
-        more = {"thinking": piece.text} if is_thinking else {}
-        found = self.part("" if is_thinking else piece.text, **more)
-        return self.line(**found, **self._logprobs(piece.tokens))
+        thinking = {"thinking": piece.text} if is_thinking else {}
+        fields = self.part("" if is_thinking else piece.text, **thinking)
+        return self.line(**fields, **self._logprobs(piece.tokens))
 
     def _logprobs(self, tokens: Any) -> dict[str, Any]:
-        return {"logprobs": [token_facts(one) for one in tokens]} if tokens else {}
+        return {"logprobs": [token_facts(token) for token in tokens]} if tokens else {}
 
-    def part(self, text: str, **more: Any) -> dict[str, Any]:
-        """Return the fields of a line for a part of the text."""
-        return {"response": text, **more}
+    def part(self, text: str, **fields: Any) -> dict[str, Any]:
+        """Return the fields of a line for new tokens of the text."""
+        return {"response": text, **fields}
 
-    def finished(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         if (end := self._end) is None:
             raise ModelError("the model ended a text without its counts")
-        found = self.part("")
-        if not self._wish.stream:
-            more: dict[str, Any] = {"tool_calls": self._calls} if self._calls else {}
-            more |= {"thinking": "".join(self._thinking)} if self._thinking else {}
-            found = self.part("".join(self._text), **more) | self._logprobs(self._tokens)
+        fields = self.part("")
+        if not self._text_body.stream:
+            message_fields: dict[str, Any] = {"tool_calls": self._calls} if self._calls else {}
+            message_fields |= {"thinking": "".join(self._thinking)} if self._thinking else {}
+            fields = self.part("".join(self._text), **message_fields) | self._logprobs(self._tokens)
         loading = max(0, self._started - self._loading) if self._loading else 0
         return self.line(
             done=True,
             done_reason=LENGTH if end.reason == LENGTH else STOP,
-            **found,
-            total_duration=time.monotonic_ns() - self.begun,
+            **fields,
+            total_duration=time.monotonic_ns() - self.started_ns,
             load_duration=loading,
             prompt_eval_count=end.prompt_tokens,
             prompt_eval_duration=int(end.prompt_seconds * _NS),
@@ -142,11 +142,11 @@ class OllamaChat(OllamaText):
 
     EMPTY = {"message": {"role": "assistant", "content": ""}}  # noqa: RUF012 - not changed
 
-    def part(self, text: str, **more: Any) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, **more}}
+    def part(self, text: str, **fields: Any) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, **fields}}
 
 
-def _parsed(arguments: str) -> Any:
+def _parse_arguments(arguments: str) -> Any:
     try:
         return read_json(arguments.encode(), "the arguments")
     except FormatError:
@@ -166,11 +166,11 @@ class OllamaEmbedding(OllamaRequest):
 
     async def answer(self) -> web.StreamResponse:
         """Respond to the request. Raises AImageError."""
-        wanted = EmbeddingRequest(self._texts)
+        embedding_request = EmbeddingRequest(self._texts)
 
         def make(aimage: AImage) -> EmbeddingRequest:
             check_kind(self.reference, aimage, EMBEDDER, TEXT, interface=OLLAMA)
-            return wanted
+            return embedding_request
 
         engine = self.service.engine
         events = (
@@ -188,30 +188,30 @@ class OllamaEmbedding(OllamaRequest):
         elif isinstance(event, Embeddings):
             self._found = event
 
-    def explained(self, error: AImageError) -> AImageError:
+    def explain(self, error: AImageError) -> AImageError:
         name = "prompt" if self._is_old else "input"
-        return explained(error, name) if isinstance(error, UsageError) else error
+        return explain_refusal(error, name) if isinstance(error, UsageError) else error
 
-    def finished(self) -> dict[str, Any]:
-        found = self._found
-        if len(found.vectors) != len(self._texts):
-            raise ModelError(f"the model returned {len(found.vectors)} embeddings")
-        vectors = [list(vector) for vector in found.vectors]
+    def finish(self) -> dict[str, Any]:
+        embeddings = self._found
+        if len(embeddings.vectors) != len(self._texts):
+            raise ModelError(f"the model returned {len(embeddings.vectors)} embeddings")
+        vectors = [list(vector) for vector in embeddings.vectors]
         if self._is_old:
             return {"embedding": vectors[0] if vectors else []}
         return {
             "model": self._body.reference or str(self.reference),
             "embeddings": vectors,
-            "total_duration": time.monotonic_ns() - self.begun,
+            "total_duration": time.monotonic_ns() - self.started_ns,
             "load_duration": max(0, self._started - self._loading) if self._loading else 0,
-            "prompt_eval_count": found.tokens,
+            "prompt_eval_count": embeddings.tokens,
         }
 
 
 async def read_named(service: Service, fields: Mapping[str, Any]) -> StoredAImage | None:
     """Return the AImage of a request if it is in the store, and valid.
 
-    What is wrong with its name or its AImage is an error of the request.
+    Errors of its name or its AImage are raised later, by the request itself.
     """
     name = fields.get("model") or fields.get("name")
     try:

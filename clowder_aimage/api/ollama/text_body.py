@@ -56,7 +56,7 @@ _Effort = Literal["low", "medium", "high", "max"]
 
 
 def _thinking(value: object) -> object:
-    """Return whether a model thinks; the levels of newer models all mean that it does."""
+    """Return True for a level of thinking: all levels turn it on. Other values are unchanged."""
     return True if value in get_args(_Effort) else value
 
 
@@ -104,18 +104,18 @@ class OllamaMessage(RequestBody):
 
     def values(self) -> dict[str, Any]:
         """Return the message in OpenAI's form."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content}
-        found |= {"reasoning_content": self.thinking} if self.thinking else {}
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        message |= {"reasoning_content": self.thinking} if self.thinking else {}
         if self.tool_calls:
             calls = enumerate(self.tool_calls)
-            found["tool_calls"] = [
-                {"id": one.id or f"call_{at}", "type": "function", "function": dict(one.function)}
-                for at, one in calls
+            message["tool_calls"] = [
+                {"id": call.id or f"call_{at}", "type": "function", "function": dict(call.function)}
+                for at, call in calls
             ]
         if self.role == "tool":
-            found |= {"name": self.tool_name} if self.tool_name else {}
-            found["tool_call_id"] = self.tool_call_id or "call_0"
-        return found
+            message |= {"name": self.tool_name} if self.tool_name else {}
+            message["tool_call_id"] = self.tool_call_id or "call_0"
+        return message
 
 
 class OllamaTextBody(OllamaBody):
@@ -140,7 +140,7 @@ class OllamaTextBody(OllamaBody):
 
     @property
     def is_change(self) -> bool:
-        """Return whether the request only loads or unloads the model."""
+        """Return True if the request only loads or unloads the model."""
         raise NotImplementedError
 
     def request(self) -> TextRequest:
@@ -177,8 +177,8 @@ class OllamaChatBody(OllamaTextBody):
         return not self.messages
 
     def _content(self) -> dict[str, Any]:
-        messages = tuple(one.values() for one in self.messages)
-        return {"messages": messages, "tools": tuple(one.values() for one in self.tools)}
+        messages = tuple(entry.values() for entry in self.messages)
+        return {"messages": messages, "tools": tuple(entry.values() for entry in self.tools)}
 
 
 class OllamaPromptBody(OllamaTextBody):
@@ -201,7 +201,7 @@ class OllamaPromptBody(OllamaTextBody):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Raise ApiError for what no runtime supports."""
+        """Raise ApiError for fields that no runtime supports."""
         for name in ("suffix", "template"):
             if getattr(self, name):
                 raise wrong(name, "is not supported by language models", "unsupported_value")

@@ -65,19 +65,21 @@ class TextAnswer:
 
     @staticmethod
     def is_text(event: Event) -> bool:
-        """Return whether an event is a part of a text."""
+        """Return True for an event of a text."""
         return isinstance(event, TextPiece | ToolCall | TextEnd)
 
     def add(self, index: int, event: Event) -> list[dict[str, Any]]:
         """Take an event, and return the new parts of its choice, for a stream."""
         choice = self._choices[index]
         if isinstance(event, TextPiece):
-            if not event.text and not event.tokens:  # a turn of other requests
+            # An empty piece lets other requests have their turn
+            if not event.text and not event.tokens:
                 return []
             (choice.thinking if event.kind == "thinking" else choice.content).append(event.text)
             choice.tokens += event.tokens if event.kind == "content" else ()
             return self._parts(index, event)
-        if isinstance(event, ToolCall):  # not in completions, which have no tools
+        # Only in chats: completions have no tools
+        if isinstance(event, ToolCall):
             return self._call_parts(index, event)
         if isinstance(event, TextEnd):
             choice.end = event
@@ -86,8 +88,8 @@ class TextAnswer:
 
     def frames(self, numbered: tuple[int, Event]) -> Iterator[bytes]:
         """Yield the frames of an event of a choice."""
-        for part in self.add(*numbered):
-            yield answer_stream.frame(None, self._object(self.CHUNK, choices=[part]))
+        for choice in self.add(*numbered):
+            yield answer_stream.frame(None, self._object(self.CHUNK, choices=[choice]))
 
     def end(self) -> Iterator[bytes]:
         """Yield the frames after the last event."""
@@ -100,27 +102,30 @@ class TextAnswer:
     def whole(self) -> dict[str, Any]:
         """Return the answer without a stream. Raises ModelError if a text has no end."""
         usage = self._usage()
-        choices = [self._finished(at, choice) for at, choice in enumerate(self._choices)]
+        choices = [self._finish_choice(at, choice) for at, choice in enumerate(self._choices)]
         return self._object(self.OBJECT, choices=choices, usage=usage)
 
-    def _object(self, kind: str, **more: Any) -> dict[str, Any]:
-        found = {"id": self._id, "object": kind, "created": self._created, "model": self.model}
+    def _object(self, kind: str, **fields: Any) -> dict[str, Any]:
+        answer = {"id": self._id, "object": kind, "created": self._created, "model": self.model}
         if self.digest:
-            found["system_fingerprint"] = f"fp_{self.digest.partition(':')[2][:12]}"
-        return found | more
+            answer["system_fingerprint"] = f"fp_{self.digest.partition(':')[2][:12]}"
+        return answer | fields
 
     def _usage(self) -> dict[str, Any]:
         """Return the counts of tokens: a prompt counts once for all of its choices."""
         ends = [choice.end for choice in self._choices]
         if None in ends:
             raise ModelError("the model ended a text without its counts")
-        known = [end for end in ends if end is not None]
-        prompts = [end for at, end in enumerate(known) if self._is_first(at)]
-        read, made = sum(end.prompt_tokens for end in prompts), sum(end.tokens for end in known)
+        complete = [end for end in ends if end is not None]
+        prompts = [end for at, end in enumerate(complete) if self._is_first(at)]
+        read, written = (
+            sum(end.prompt_tokens for end in prompts),
+            sum(end.tokens for end in complete),
+        )
         return {
             "prompt_tokens": read,
-            "completion_tokens": made,
-            "total_tokens": read + made,
+            "completion_tokens": written,
+            "total_tokens": read + written,
             "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in prompts)},
         }
 
@@ -147,7 +152,7 @@ class TextAnswer:
     def _last(self, index: int, reason: str) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _finished(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _finish_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -181,20 +186,20 @@ class ChatAnswer(TextAnswer):
         self, index: int, delta: dict[str, Any], tokens: Sequence[Token] = ()
     ) -> list[dict[str, Any]]:
         """Return a delta, after the one with the role if it is the first."""
-        found = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        chunk = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         if self._has_logprobs and tokens:
-            found["logprobs"] = _logprobs(tokens)
+            chunk["logprobs"] = _logprobs(tokens)
         if index in self._begun:
-            return [found]
+            return [chunk]
         self._begun.add(index)
-        first = {"role": "assistant", "content": ""}
-        return [found | {"delta": first, "logprobs": None}, found]
+        role_delta = {"role": "assistant", "content": ""}
+        return [chunk | {"delta": role_delta, "logprobs": None}, chunk]
 
     def _last(self, index: int, reason: str) -> dict[str, Any]:
         delta = {} if index in self._begun else {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
-    def _finished(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _finish_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         content, thinking = "".join(choice.content), "".join(choice.thinking)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if choice.calls:
@@ -227,9 +232,9 @@ class CompletionAnswer(TextAnswer):
         choice = self._choices[index]
         is_first = len(choice.content) + len(choice.thinking) == 1
         text = (self._echoes[index // self._n] if is_first else "") + piece.text
-        found = self._choice(index, text, piece.tokens, choice.offset)
+        choice_part = self._choice(index, text, piece.tokens, choice.offset)
         choice.offset += len(piece.text)
-        return [found] if text or piece.tokens else []
+        return [choice_part] if text or piece.tokens else []
 
     def _last(self, index: int, reason: str) -> dict[str, Any]:
         choice = self._choices[index]
@@ -237,7 +242,7 @@ class CompletionAnswer(TextAnswer):
         text = self._echoes[index // self._n] if is_empty else ""
         return self._choice(index, text) | {"finish_reason": reason}
 
-    def _finished(self, index: int, choice: _Choice) -> dict[str, Any]:
+    def _finish_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         text = self._echoes[index // self._n] + "".join(choice.content)
         reason = {"finish_reason": self._reason(choice)}
         return self._choice(index, text, choice.tokens) | reason
@@ -245,18 +250,18 @@ class CompletionAnswer(TextAnswer):
     def _choice(
         self, index: int, text: str, tokens: Sequence[Token] = (), offset: int = 0
     ) -> dict[str, Any]:
-        found = _old_logprobs(tokens, offset) if self._has_logprobs else None
-        return {"index": index, "text": text, "logprobs": found, "finish_reason": None}
+        logprobs = _old_logprobs(tokens, offset) if self._has_logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
 
 def _logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
-    return {"content": [token_facts(one) for one in tokens], "refusal": None}
+    return {"content": [token_facts(token) for token in tokens], "refusal": None}
 
 
 def token_facts(token: Token) -> dict[str, Any]:
     """Return a token with its log probability and those of its alternatives."""
-    others = [_fact(one) for one in token.alternatives]
-    return {**_fact(token), "top_logprobs": others}
+    alternatives = [_fact(alternative) for alternative in token.alternatives]
+    return {**_fact(token), "top_logprobs": alternatives}
 
 
 def _fact(token: Token) -> dict[str, Any]:
@@ -272,17 +277,20 @@ def _old_logprobs(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{one.text: one.logprob for one in tok.alternatives} for tok in tokens],
+        "top_logprobs": [
+            {alternative.text: alternative.logprob for alternative in tok.alternatives}
+            for tok in tokens
+        ],
         "text_offset": offsets,
     }
 
 
-def embeddings(found: Embeddings, body: EmbeddingsBody, model: str) -> str:
+def embeddings(result: Embeddings, body: EmbeddingsBody, model: str) -> str:
     """Return the answer of ``/v1/embeddings``, JSON that may have millions of numbers."""
-    vectors = found.vectors
+    vectors = result.vectors
     if len(vectors) != len(body.input):
         raise ModelError(f"the model returned {len(vectors)} of {len(body.input)} embeddings")
-    encode = _packed if body.encoding_format == "base64" else list
+    encode = _pack if body.encoding_format == "base64" else list
     facts = {
         "object": "list",
         "data": [
@@ -290,12 +298,12 @@ def embeddings(found: Embeddings, body: EmbeddingsBody, model: str) -> str:
             for index, vector in enumerate(vectors)
         ],
         "model": model,
-        "usage": {"prompt_tokens": found.tokens, "total_tokens": found.tokens},
+        "usage": {"prompt_tokens": result.tokens, "total_tokens": result.tokens},
     }
     return json.dumps(facts)
 
 
-def _packed(vector: Sequence[float]) -> str:
+def _pack(vector: Sequence[float]) -> str:
     """Return float32 values, the lowest byte first, in base64."""
     values = array.array("f", vector)
     if sys.byteorder == "big":

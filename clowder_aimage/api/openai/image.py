@@ -17,7 +17,7 @@ from clowder_aimage.api import answer_stream
 from clowder_aimage.api.model_catalog import ModelCatalog
 from clowder_aimage.api.model_choice import SelectedModel, choose_model
 from clowder_aimage.api.model_kind import PICTURES, check_kind
-from clowder_aimage.api.model_list import described
+from clowder_aimage.api.model_list import describe_use
 from clowder_aimage.api.openai import operation as openai_operation
 from clowder_aimage.api.openai import stream as openai_stream
 from clowder_aimage.api.openai.stream import KeepPicture
@@ -33,7 +33,7 @@ from clowder_aimage.api.picture.request import (
     read_request,
 )
 from clowder_aimage.api.picture.source import take_pictures
-from clowder_aimage.api.picture.upload import KeptPictures, PictureUpload, PictureUploads
+from clowder_aimage.api.picture.upload import PictureUpload, PictureUploads, StoredPictures
 from clowder_aimage.api.request_body import is_strict, read_query
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.text.enhance_field import PromptEnhancer
@@ -47,9 +47,10 @@ from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN, Route, share
 from clowder_aimage.oci import Reference
 
-_MAX_ANSWER = 512 << 20  # bytes of the pictures of an answer in one piece
+# Bytes of the pictures of an answer in one piece
+_MAX_ANSWER = 512 << 20
 
-_Learn = Callable[[GenerateRequest, str, Sequence[str]], None]
+_OnParameters = Callable[[GenerateRequest, str, Sequence[str]], None]
 _ErrorT = TypeVar("_ErrorT", bound=Exception)
 
 
@@ -85,8 +86,9 @@ class _Work:
     loras: PromptedLoras
     selected: SelectedModel
     adapters: Mapping[int, Reference]
-    pictures: KeptPictures | None
-    target: Reference | None  # to which the pictures are pushed
+    pictures: StoredPictures | None
+    # The name to push the pictures to
+    target: Reference | None
     enhancer: PromptEnhancer | None = None
     warnings: list[str] = field(default_factory=list)
 
@@ -113,22 +115,23 @@ class ImageRoutes:
         kind: type[ImageRequest],
     ) -> web.StreamResponse:
         service, names = self._service, ("pull", "stream_format", "png_facts")
-        given = take_pictures(fields)
+        sources = take_pictures(fields)
         defaults = {name: getattr(service.settings, name) for name in names}
         strict, is_form = is_strict(request), upload.body.is_form
         body = read_request(fields, kind, strict=strict, is_form=is_form, **defaults)
-        body.check_rules(given)
+        body.check_rules(sources)
         may_pull = request.get("scope") == ADMIN
         target = await picture_output.target_of(
             body.output, service, may_push=may_pull, is_streamed=body.stream
         )
         selected = await choose_model(service, body, [PICTURES], may_pull=may_pull)
         request["model"] = selected.reference
-        pictures = await upload.keep(given, body.painted, selected.aimage)
+        pictures = await upload.keep(sources, body.painted, selected.aimage)
         loras = body.adapters
         if selected.adapter is not None:
             loras = loras.after(selected.adapter)
-        try:  # before a model is pulled
+        try:
+            # Checked before a model is pulled
             body.for_model(selected.aimage, pictures=pictures)
         except UsageError as error:
             raise _with_param(error, body, loras) from None
@@ -138,11 +141,11 @@ class ImageRoutes:
         adapters = await loras.references(service)
         work = _Work(body, loras, selected, adapters, pictures, target, enhancer)
         if not body.stream:
-            return await self._whole(request, work, headers)
+            return await self._respond_at_once(request, work, headers)
         dialect = openai_stream.choose(body, request.headers)
         stream_form = openai_stream.image_stream(dialect, body, self._keeper(request, body))
         previews = body.stated.get("previews", 0) if dialect.startswith("openai") else 0
-        events = self._events(work, stream_form.learn, previews)
+        events = self._events(work, stream_form.on_parameters, previews)
         form = answer_stream.StreamForm(
             stream_form.frames,
             stream_form.end,
@@ -155,20 +158,24 @@ class ImageRoutes:
         """Respond with the picture of a link."""
         query = read_query(request, openai_operation.LinkQuery)
         try:
-            kept = self._pictures.find(request.match_info["name"], query.expires, query.signature)
+            picture = self._pictures.find(
+                request.match_info["name"], query.expires, query.signature
+            )
         except picture_link.ExpiredError as error:
             raise ApiError(410, f"{error}; {error.hint}", code="picture_expired") from None
         except NotFoundError as error:
             raise ApiError(404, f"{error}; {error.hint}", code="picture_not_found") from None
-        left = max(0, kept.expires - int(time.time()))
+        max_age = max(0, picture.expires - int(time.time()))
         headers = {
-            "Cache-Control": f"private, max-age={left}, immutable",
+            "Cache-Control": f"private, max-age={max_age}, immutable",
             "Content-Security-Policy": "default-src 'none'; sandbox",
         }
-        return web.Response(body=kept.data, content_type=kept.media_type, headers=headers)
+        return web.Response(body=picture.data, content_type=picture.media_type, headers=headers)
 
-    def _events(self, work: _Work, learn: _Learn, previews: int = 0) -> AsyncGenerator[Event, None]:
-        """Yield events until all pictures are complete; ``learn`` takes the parameters."""
+    def _events(
+        self, work: _Work, on_parameters: _OnParameters, previews: int = 0
+    ) -> AsyncGenerator[Event, None]:
+        """Yield events until all pictures are complete; ``on_parameters`` takes the parameters."""
         body, selected = work.body, work.selected
 
         def make(aimage: AImage) -> GenerateRequest:
@@ -178,7 +185,7 @@ class ImageRoutes:
             parameters = find_controlnet(self._service, parameters, aimage)
             parameters = work.loras.resolve(self._service, parameters, aimage)
             work.warnings[:] = body.warnings(parameters, work.pictures, has_size=body.has_size)
-            learn(parameters, body.finished_size(parameters, work.pictures), work.warnings)
+            on_parameters(parameters, body.finished_size(parameters, work.pictures), work.warnings)
             return parameters
 
         generate = partial(
@@ -190,21 +197,21 @@ class ImageRoutes:
             adapters=work.adapters,
             stored=selected.stored,
         )
-        return work.enhancer.before(generate, body.count) if work.enhancer else generate()
+        return work.enhancer.enhance_then(generate, body.count) if work.enhancer else generate()
 
-    async def _whole(
+    async def _respond_at_once(
         self, request: Request, work: _Work, headers: dict[str, str]
     ) -> web.StreamResponse:
         """Respond with all pictures at once; cancel if the client disconnects."""
         body = work.body
         pictures: list[ImageEvent] = []
-        more = dict[str, Any]()
+        extra_fields = dict[str, Any]()
 
-        def learn(parameters: GenerateRequest, _: str, warnings: Sequence[str]) -> None:
-            more.update(described(parameters.adapters.loras, warnings))
+        def on_parameters(parameters: GenerateRequest, _: str, warnings: Sequence[str]) -> None:
+            extra_fields.update(describe_use(parameters.adapters.loras, warnings))
 
         try:
-            async with contextlib.aclosing(self._events(work, learn)) as events:
+            async with contextlib.aclosing(self._events(work, on_parameters)) as events:
                 async for event in events:
                     if isinstance(event, ImageEvent):
                         pictures.append(event)
@@ -217,8 +224,9 @@ class ImageRoutes:
         headers["X-Aimage-Digest"] = pictures[0].digest
         has_links = body.response_format == "url"
         encode = partial(_answer, body, pictures, keep)
-        answer = encode() if has_links else await run_generation(encode)  # links stay in the loop
-        answer |= more
+        # Links are made in the event loop, which owns the pictures
+        answer = encode() if has_links else await run_generation(encode)
+        answer |= extra_fields
         if work.target is not None:
             answer["output"] = await picture_output.push_events(
                 self._service, work.target, pictures, body.encoding.kind
@@ -241,14 +249,14 @@ class ImageRoutes:
 
 
 def _answer(body: ImageRequest, pictures: list[ImageEvent], keep: KeepPicture) -> dict[str, Any]:
-    first = pictures[0]
+    sample = pictures[0]
     return {
         "created": int(time.time()),
         "data": [openai_stream.entry(picture, body, keep) for picture in pictures],
         "background": "opaque",
         "output_format": body.encoding.kind,
         "quality": openai_stream.quality(body),
-        "size": f"{first.width}x{first.height}",
+        "size": f"{sample.width}x{sample.height}",
         "usage": openai_stream.usage(),
     }
 

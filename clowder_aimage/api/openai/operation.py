@@ -19,7 +19,8 @@ from clowder_aimage.generation.request import MAX_REFERENCES, Output
 from clowder_aimage.http.operation import COMPUTES, OPENAI, Answer, Operation
 from clowder_aimage.http.route import INFER, OPEN
 
-_FILLED: JsonDict = {"minLength": 1}  # in a form
+# A file of a form
+_FILLED: JsonDict = {"minLength": 1}
 _File = Annotated[bytes, Field(json_schema_extra=_FILLED)]
 
 
@@ -234,18 +235,19 @@ GET_MODEL = Operation(
     "getModel",
     "Get a model.",
     (Answer("The model.", ModelObject),),
-    places=ModelPath,
+    path_fields=ModelPath,
     refusals=(404,),
 )
 FETCH_PICTURE = Operation(
     "GET",
     picture_link.PATH + "{name}",
-    OPEN,  # the link is signed
+    # The link is signed
+    OPEN,
     OPENAI,
     "fetchPicture",
     "Get a picture by a link from `response_format: url`.",
     (Answer("The picture.", media=("image/png", "image/jpeg", "image/webp")),),
-    places=LinkPath,
+    path_fields=LinkPath,
     query=LinkQuery,
     refusals=(404, 410),
 )

@@ -2,8 +2,8 @@
 
 ``PlainStream`` is that of ollama's image generation (its documentation, "Streaming Progress"):
 ``progress`` for each step, ``done`` with the pictures. ``OpenAIStream`` is that of OpenAI's images
-API, whose clients identify an event by the ``type`` in its data. Progress is sent in comments,
-which clients ignore, or on request in events of a type that OpenAI does not have.
+API. Its clients identify an event by the ``type`` in its data. Progress is sent in comments, as
+clients ignore them, or on request in events of a type that OpenAI does not have.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from clowder_aimage.api import answer_stream
-from clowder_aimage.api.model_list import described
+from clowder_aimage.api.model_list import describe_use
 from clowder_aimage.api.picture.request import AUTO, OLLAMA, OPENAI, WITH_PROGRESS, ImageRequest
 from clowder_aimage.engine.event import (
     Event,
@@ -28,7 +28,8 @@ from clowder_aimage.engine.event import (
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.pipeline import Step
 
-KeepPicture = Callable[[ImageEvent], str]  # keeps a picture and returns its link
+# Keeps a picture and returns its link
+KeepPicture = Callable[[ImageEvent], str]
 # Older names of OpenAI's presets, and the automatic one
 _QUALITIES = {"standard": "medium", "hd": "high", "auto": "medium"}
 
@@ -44,7 +45,7 @@ def choose(body: ImageRequest, headers: Mapping[str, str]) -> str:
     return OPENAI if is_openai else OLLAMA
 
 
-def encoded(picture: ImageEvent | PreviewEvent) -> str:
+def encode(picture: ImageEvent | PreviewEvent) -> str:
     """Return a picture as base64."""
     return base64.b64encode(picture.data).decode()
 
@@ -52,14 +53,14 @@ def encoded(picture: ImageEvent | PreviewEvent) -> str:
 def entry(picture: ImageEvent, body: ImageRequest, keep: KeepPicture) -> dict[str, str]:
     """Return a picture as an entry of a response: its bytes or its URL."""
     is_link = body.response_format == "url"
-    found = {"url": keep(picture)} if is_link else {"b64_json": encoded(picture)}
+    fields = {"url": keep(picture)} if is_link else {"b64_json": encode(picture)}
     if body.enhance:
-        found["revised_prompt"] = str(picture.facts["prompt"])
-    return found
+        fields["revised_prompt"] = str(picture.facts["prompt"])
+    return fields
 
 
 def usage() -> dict[str, Any]:
-    """Return zero token counts, which clients require."""
+    """Return zero token counts: clients require the field."""
     details = {"image_tokens": 0, "text_tokens": 0}
     counts = dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0)
     return {**counts, "input_tokens_details": details, "output_tokens_details": details}
@@ -73,7 +74,7 @@ def quality(body: ImageRequest) -> str:
 class PlainStream:
     """ollama's form. Steps are counted across all pictures of a request.
 
-    ``learn`` sets what is known with the model; ``frames`` yields the frames of an event,
+    ``on_parameters`` takes the parameters and warnings; ``frames`` yields the frames of an event,
     ``end`` those after the last picture.
     """
 
@@ -81,10 +82,10 @@ class PlainStream:
         self._body, self._keep = body, keep
         self._data: list[dict[str, str]] = []
         self._digest = ""
-        self._more: dict[str, Any] = {}
+        self._extra_fields: dict[str, Any] = {}
 
-    def learn(self, parameters: GenerateRequest, _: str, warnings: Sequence[str]) -> None:
-        self._more = described(parameters.adapters.loras, warnings)
+    def on_parameters(self, parameters: GenerateRequest, _: str, warnings: Sequence[str]) -> None:
+        self._extra_fields = describe_use(parameters.adapters.loras, warnings)
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Step):
@@ -99,7 +100,7 @@ class PlainStream:
 
     def end(self) -> Iterator[bytes]:
         facts = {"created": int(time.time()), "data": self._data, "digest": self._digest}
-        yield answer_stream.frame("done", facts | self._more)
+        yield answer_stream.frame("done", facts | self._extra_fields)
 
 
 class OpenAIStream:
@@ -108,14 +109,17 @@ class OpenAIStream:
     def __init__(self, body: ImageRequest, keep: KeepPicture, *, has_progress: bool) -> None:
         self._body, self._keep, self._has_progress = body, keep, has_progress
         self._size = body.dimensions
-        self._more: dict[str, Any] = {}
-        self._prompt: dict[str, str | None] | None = None  # until it was sent
+        self._extra_fields: dict[str, Any] = {}
+        # The new prompt, until it was sent
+        self._prompt: dict[str, str | None] | None = None
 
-    def learn(self, parameters: GenerateRequest, size: str, warnings: Sequence[str]) -> None:
+    def on_parameters(
+        self, parameters: GenerateRequest, size: str, warnings: Sequence[str]
+    ) -> None:
         self._size = size
         if self._body.enhance:
             self._prompt = {"prompt": parameters.prompt, "enhancer": parameters.enhancer}
-        self._more = described(parameters.adapters.loras, warnings)
+        self._extra_fields = describe_use(parameters.adapters.loras, warnings)
 
     def frames(self, event: Event) -> Iterator[bytes]:
         if self._prompt is not None:
@@ -133,11 +137,12 @@ class OpenAIStream:
         elif isinstance(event, Step):
             yield self._progress(event)
         elif isinstance(event, PreviewEvent):
-            facts = {"b64_json": encoded(event), "partial_image_index": event.number}
+            facts = {"b64_json": encode(event), "partial_image_index": event.number}
             yield self._frame("partial_image", {**facts, **self._facts(self._size)})
         elif isinstance(event, ImageEvent):
+            # OpenAI's events have no field for the digest
             yield answer_stream.comment(f"digest {event.digest}")
-            yield self._completed(event)
+            yield self._frame_completed(event)
 
     def end(self) -> Iterator[bytes]:
         return iter(())
@@ -154,9 +159,9 @@ class OpenAIStream:
         facts = {"step": step, "total": total, "created_at": int(time.time())}
         return self._frame("progress", facts)
 
-    def _completed(self, picture: ImageEvent) -> bytes:
-        facts: dict[str, Any] = {"b64_json": encoded(picture)}
-        facts |= self._facts(f"{picture.width}x{picture.height}") | self._more
+    def _frame_completed(self, picture: ImageEvent) -> bytes:
+        facts: dict[str, Any] = {"b64_json": encode(picture)}
+        facts |= self._facts(f"{picture.width}x{picture.height}") | self._extra_fields
         if self._body.response_format == "url":
             facts["url"] = self._keep(picture)
         return self._frame("completed", {**facts, "usage": usage()})

@@ -85,18 +85,18 @@ class TextRoutes:
         body = await self._read(request, EmbeddingsBody)
         selected = await self._choose(request, body, EMBEDDER, TEXT)
         headers = body.headers | selected.headers(self._service, body)
-        found, wanted = Embeddings((), 0), body.request()
+        result, embedding_request = Embeddings((), 0), body.request()
         try:
-            events = self._events(selected, wanted, EMBEDDER, TEXT)
+            events = self._events(selected, embedding_request, EMBEDDER, TEXT)
             async with contextlib.aclosing(events):
                 async for event in events:
                     if isinstance(event, Embeddings):
-                        found = event
+                        result = event
         except UsageError as error:
-            raise explained(error, "input") from None
+            raise explain_refusal(error, "input") from None
         if digest := await self._digest(selected):
             headers["X-Aimage-Digest"] = digest
-        text = await run_generation(embeddings, found, body, str(selected.reference))
+        text = await run_generation(embeddings, result, body, str(selected.reference))
         return web.json_response(text=text, headers=headers)
 
     async def _read(self, request: Request, kind: type[_BodyT]) -> _BodyT:
@@ -107,18 +107,18 @@ class TextRoutes:
 
         return await read_checked(request, check)
 
-    async def _choose(self, request: Request, body: GenerationBody, *wanted: str) -> SelectedModel:
+    async def _choose(self, request: Request, body: GenerationBody, *kinds: str) -> SelectedModel:
         may_pull = request.get("scope") == ADMIN
-        selected = await choose_model(self._service, body, wanted, may_pull=may_pull)
+        selected = await choose_model(self._service, body, kinds, may_pull=may_pull)
         request["model"] = selected.reference
         return selected
 
     def _events(
-        self, selected: SelectedModel, wanted: TextRequest | EmbeddingRequest, *kinds: str
+        self, selected: SelectedModel, model_request: TextRequest | EmbeddingRequest, *kinds: str
     ) -> AsyncGenerator[Event, None]:
         def make(aimage: AImage) -> TextRequest | EmbeddingRequest:
             check_kind(selected.reference, aimage, *kinds)
-            return wanted
+            return model_request
 
         engine = self._service.engine
         terms: dict[str, Any] = {"pull": selected.pull, "stored": selected.stored}
@@ -128,8 +128,8 @@ class TextRoutes:
         self, selected: SelectedModel, requests: list[TextRequest], answer: TextAnswer
     ) -> AsyncGenerator[tuple[int, Event], None]:
         """Yield the index of a choice and its events; the choices are made one after another."""
-        for index, wanted in enumerate(requests):
-            async with contextlib.aclosing(self._events(selected, wanted, TEXT)) as events:
+        for index, text_request in enumerate(requests):
+            async with contextlib.aclosing(self._events(selected, text_request, TEXT)) as events:
                 async for event in events:
                     if not answer.digest and answer.is_text(event):
                         answer.digest = await self._digest(selected)
@@ -174,11 +174,11 @@ class TextRoutes:
 
 
 def _explainer(prompt: str) -> Callable[[Exception], Exception]:
-    return lambda error: explained(error, prompt) if isinstance(error, UsageError) else error
+    return lambda error: explain_refusal(error, prompt) if isinstance(error, UsageError) else error
 
 
-def explained(error: UsageError, prompt: str) -> ApiError:
-    """Return the response to what a model refuses: it names the field of the request."""
+def explain_refusal(error: UsageError, prompt: str) -> ApiError:
+    """Return the response to a refusal of a model, with the field of the request."""
     name = error.facts.get("field")
     if isinstance(error, ContextError) or "context" in error.facts:
         return ApiError(400, error.message, code="context_length_exceeded", param=prompt)

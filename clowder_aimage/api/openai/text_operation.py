@@ -13,7 +13,8 @@ from clowder_aimage.api.text.request import ChatRequest, CompletionRequest, Embe
 from clowder_aimage.http.operation import COMPUTES, OPENAI, Answer, Operation
 from clowder_aimage.http.route import INFER
 
-MAX_BODY = 4 << 20  # bytes: ample for the context of a model
+# Bytes: ample for the context of a model
+MAX_BODY = 4 << 20
 _Fingerprint = Annotated[str, Field(description="The first digits of the manifest's digest.")]
 HEADERS = {
     **MODEL_HEADERS,

@@ -1,4 +1,4 @@
-"""Bodies of requests with pictures: JSON, in which they are texts, or a form (RFC 7578) with files.
+"""Bodies of requests with pictures: JSON with texts, or a form (RFC 7578) with files.
 
 The number of requests with pictures is limited before their bodies are read.
 """
@@ -22,14 +22,19 @@ from clowder_aimage.http.local_request import LocalRequest, Request
 from clowder_aimage.http.operation import BODY
 from clowder_aimage.pictures.input_file import MAX_BYTES
 
-MAX_BODY = 96 << 20  # bytes of a request with its pictures
-TIMEOUT = 120.0  # seconds for a body with pictures to arrive
-SHORT_TIMEOUT = 30.0  # seconds for a body without
-_MAX_PARTS = 100  # of a form
+# Bytes of a request with its pictures
+MAX_BODY = 96 << 20
+# Seconds for a body with pictures to arrive
+TIMEOUT = 120.0
+# Seconds for a body without
+SHORT_TIMEOUT = 30.0
+# Limit of the parts of a form
+_MAX_PARTS = 100
 # What aiohttp raises for a form
 _MALFORMED = (HttpProcessingError, ValueError, LookupError, AssertionError, RuntimeWarning)
 _FORM = "multipart/form-data"
-_PIECE = 1 << 16
+# Bytes of a part read at a time, so that a large file is refused early
+_CHUNK = 1 << 16
 
 
 class BodyGate(Protocol):
@@ -115,42 +120,44 @@ class PictureBody:
             raise too_large()
 
     async def _form(self, request: web.Request) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         try:
             reader = await request.multipart()
             for _ in range(_MAX_PARTS):
-                part = await reader.next()
-                if part is None:
-                    return found
-                if not isinstance(part, BodyPartReader) or not part.name:
+                field = await reader.next()
+                if field is None:
+                    return fields
+                if not isinstance(field, BodyPartReader) or not field.name:
                     raise ValueError
-                name = part.name.removesuffix("[]")
-                value = await self._value(part, name)
+                name = field.name.removesuffix("[]")
+                value = await self._value(field, name)
                 if name in NAMES:
-                    if not value:  # no file is chosen
+                    # No file is chosen
+                    if not value:
                         continue
-                    found.setdefault(name, []).append(value)
-                elif found.setdefault(name, value) is not value:
+                    fields.setdefault(name, []).append(value)
+                elif fields.setdefault(name, value) is not value:
                     raise wrong(name[:60], "is given twice")
         except _MALFORMED:
             pass
         message = f"the form is malformed, or has more than {_MAX_PARTS} parts"
         raise ApiError(400, message, code="invalid_body")
 
-    async def _value(self, part: BodyPartReader, name: str) -> str | bytes:
-        kind = part.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-        is_file = name in NAMES and part.filename is not None
+    async def _value(self, field: BodyPartReader, name: str) -> str | bytes:
+        kind = field.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        is_file = name in NAMES and field.filename is not None
         if is_file:
             picture_source.check_type(name, kind)
         pieces, size = list[bytes](), 0
-        while piece := await part.read_chunk(_PIECE):
+        while piece := await field.read_chunk(_CHUNK):
             self._take(len(piece))
             size += len(piece)
             if size > (MAX_BYTES if name in NAMES else BODY):
                 raise ApiError(413, f"{name[:60]} is too large", code="too_large", param=name[:60])
             pieces.append(bytes(piece))
         data = b"".join(pieces)
-        if is_file and part.filename and not data:  # browsers send no name if none is chosen
+        # Browsers send no name if none is chosen
+        if is_file and field.filename and not data:
             raise wrong(name, "is an empty file", "invalid_image")
         try:
             return data if is_file else data.decode()
@@ -159,9 +166,10 @@ class PictureBody:
 
 
 def _large_object(pieces: list[bytes]) -> dict[str, Any]:
-    """Return the JSON object of a body, whose pieces are removed. Raises ApiError."""
+    """Return the JSON object of a body; ``pieces`` is emptied to save memory. Raises ApiError."""
     raw = b"".join(pieces)
     pieces.clear()
-    if not any(key in raw for key in KEYS):  # only pictures may be as large
+    # Only bodies with pictures may be this large
+    if not any(key in raw for key in KEYS):
         raise too_large()
     return read_object(raw, MAX_BODY)

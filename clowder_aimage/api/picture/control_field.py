@@ -17,7 +17,7 @@ FIELD = "controlnet"
 
 
 def find_controlnet(service: Service, request: GenerateRequest, model: AImage) -> GenerateRequest:
-    """Return a request whose control network is named with its digest. Raises ApiError."""
+    """Return a request with the digest of its control network. Raises ApiError."""
     if request.control.image is None:
         return request
     if request.control.network is None:
@@ -40,8 +40,8 @@ def controlnet_error(error: AImageError) -> AImageError:
         return error
     if isinstance(error, NotFoundError):
         error.hint = "create or pull it: requests do not fetch it"
-    found = api_error(error)
-    message = f"{FIELD}: {found.message.encode('ascii', 'backslashreplace').decode()}"
+    api_failure = api_error(error)
+    message = f"{FIELD}: {api_failure.message.encode('ascii', 'backslashreplace').decode()}"
     if isinstance(error, NotFoundError):
         return ApiError(404, message, code="controlnet_not_found", param=FIELD)
     if isinstance(error, UsageError | FormatError):

@@ -9,7 +9,7 @@ from pydantic import Field
 from clowder_aimage.api.field_rule import FieldRule, excludes, requires
 from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
 from clowder_aimage.api.picture.source import CONTROL, IMAGE, IMAGES, MASK
-from clowder_aimage.api.picture.upload import KeptPictures
+from clowder_aimage.api.picture.upload import StoredPictures
 from clowder_aimage.dialect import AImage
 from clowder_aimage.generation.effect import ignored_parameters
 from clowder_aimage.generation.request import (
@@ -23,7 +23,7 @@ from clowder_aimage.generation.request import (
 from clowder_aimage.pictures.input_file import reduction
 from clowder_aimage.pictures.input_kind import assign_role, most_area, own_sized
 
-# Which are determined by expand
+# Fields that expand determines
 _SIZE = ("size", "width", "height")
 
 
@@ -49,34 +49,34 @@ class PictureFields(ParameterBody):
     )
 
     def request(
-        self, prompt: str, pictures: KeptPictures | None, model: AImage | None, **more: Any
+        self, prompt: str, pictures: StoredPictures | None, model: AImage | None, **parameters: Any
     ) -> GenerateRequest:
-        """Return the request for a model, or a draft, with ``more`` parameters. Raises UsageError.
+        """Return the request for a model, or a draft, with more parameters. Raises UsageError.
 
         Without a size it is that of the first image, or of the control picture.
         """
         stated = {name: value for name, value in self.stated.items() if name in places()}
-        stated |= more if pictures is None else pictures.digests | more
+        stated |= parameters if pictures is None else pictures.digests | parameters
         draft = GenerateRequest.draft(prompt, **stated)
-        first = None if pictures is None else pictures.first
+        first_picture = None if pictures is None else pictures.first
         if model is None:
-            return own_sized(draft, first)
-        return own_sized(assign_role(draft, model), first).for_model(model)
+            return own_sized(draft, first_picture)
+        return own_sized(assign_role(draft, model), first_picture).for_model(model)
 
-    def finished_size(self, request: GenerateRequest, pictures: KeptPictures | None) -> str:
-        """Return the size of the result, such as 1024x768, which may not be the request's."""
+    def finished_size(self, request: GenerateRequest, pictures: StoredPictures | None) -> str:
+        """Return the size of the result, such as 1024x768. It may differ from the request's."""
         width, height = request.sampling.width, request.sampling.height
         if pictures is not None and pictures.images:
-            image, own = pictures.images[0], request.input
-            if own.expand is not None:
-                left, top, right, bottom = own.expand
+            image, inputs = pictures.images[0], request.input
+            if inputs.expand is not None:
+                left, top, right, bottom = inputs.expand
                 width, height = left + image.width + right, top + image.height + bottom
-            elif factor := own.upscale or own.crop:
+            elif factor := inputs.upscale or inputs.crop:
                 width, height = round(image.width * factor), round(image.height * factor)
         return f"{width}x{height}"
 
     def warnings(
-        self, request: GenerateRequest, pictures: KeptPictures | None, *, has_size: bool
+        self, request: GenerateRequest, pictures: StoredPictures | None, *, has_size: bool
     ) -> list[str]:
         """Return sentences about fields without effect, and about a picture that is reduced."""
         warnings = ignored_parameters(request, self.stated)

@@ -19,8 +19,10 @@ from clowder_aimage.errors import NotFoundError
 
 PATH = "/v1/files/pictures/"
 LIFETIME = 3600  # seconds
-MAX_PICTURES = 256  # pictures
-MAX_BYTES = 256 * 1024 * 1024  # bytes of all pictures
+# Pictures
+MAX_PICTURES = 256
+# Bytes of all pictures
+MAX_BYTES = 256 * 1024 * 1024
 _EXPIRES = re.compile(r"[0-9]{1,12}")
 
 
@@ -51,44 +53,51 @@ class PictureLinks:
         self._lifetime, self._max_pictures, self._max_bytes = lifetime, max_pictures, max_bytes
         self._clock = clock
         self._key = secrets.token_bytes(32)
-        self._kept: OrderedDict[str, LinkedPicture] = OrderedDict()
+        self._pictures: OrderedDict[str, LinkedPicture] = OrderedDict()
 
     @property
     def size(self) -> int:
         """The total size of all pictures in bytes."""
-        return sum(len(one.data) for one in self._kept.values())
+        return sum(len(picture.data) for picture in self._pictures.values())
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._pictures)
 
     def keep(self, data: bytes, kind: str) -> str:
         """Keep a picture of a kind (png, jpeg, webp); return the path and query of its link."""
         name = f"{secrets.token_urlsafe(18)}.{kind}"
         expires = int(self._clock()) + self._lifetime
-        self._kept[name] = LinkedPicture(data, f"image/{kind}", expires)
+        self._pictures[name] = LinkedPicture(data, f"image/{kind}", expires)
         self.purge()
         return f"{PATH}{name}?expires={expires}&signature={self._sign(name, expires)}"
 
     def find(self, name: str, expires: str, signature: str) -> LinkedPicture:
         """Return the picture of a link. Raises ExpiredError, or NotFoundError if it is invalid."""
-        given = signature.encode("utf-8", "surrogatepass")
+        stated = signature.encode("utf-8", "surrogatepass")
         is_number = _EXPIRES.fullmatch(expires) is not None
-        if not is_number or not hmac.compare_digest(self._sign(name, int(expires)).encode(), given):
+        # In constant time, so that responses reveal nothing of the signature
+        if not is_number or not hmac.compare_digest(
+            self._sign(name, int(expires)).encode(), stated
+        ):
             raise NotFoundError("picture not found", hint="use the link unchanged")
         self.purge()
-        kept = self._kept.get(name)
-        if kept is None or self._clock() >= int(expires):
+        picture = self._pictures.get(name)
+        if picture is None or self._clock() >= int(expires):
             hint = f"links last {self._lifetime // 60} minutes at most; generate the picture again"
             raise ExpiredError("the picture has expired", hint=hint)
-        return kept
+        return picture
 
     def purge(self) -> None:
         """Remove expired pictures and the oldest ones above the limits."""
-        now = self._clock()
-        for name in [name for name, one in self._kept.items() if one.expires <= now]:
-            del self._kept[name]
-        while self._kept and (len(self._kept) > self._max_pictures or self.size > self._max_bytes):
-            self._kept.popitem(last=False)
+        timestamp = self._clock()
+        for name in [
+            name for name, picture in self._pictures.items() if picture.expires <= timestamp
+        ]:
+            del self._pictures[name]
+        while self._pictures and (
+            len(self._pictures) > self._max_pictures or self.size > self._max_bytes
+        ):
+            self._pictures.popitem(last=False)
 
     def _sign(self, name: str, expires: int) -> str:
         text = f"{name}\n{expires}".encode("utf-8", "surrogatepass")

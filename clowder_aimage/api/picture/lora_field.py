@@ -63,13 +63,13 @@ class PromptedLoras:
             text, tagged = take_tags(prompt)
         except UsageError as error:
             raise wrong("prompt", f"has an invalid tag: {error.message}") from None
-        own = tuple(LoraUse(field.model, **field.arguments(LoraUse)) for field in fields)
-        uses = (*own, *tagged)
-        return cls(text, _limited(uses), len(own), has_words)
+        stated = tuple(LoraUse(field.model, **field.arguments(LoraUse)) for field in fields)
+        uses = (*stated, *tagged)
+        return cls(text, _check_count(uses), len(stated), has_words)
 
     def after(self, adapter: Reference) -> Self:
         """Return the adapters after another. Raises ApiError: too many."""
-        uses = _limited((LoraUse(str(adapter)), *self.uses))
+        uses = _check_count((LoraUse(str(adapter)), *self.uses))
         return replace(self, uses=uses, count=self.count + 1)
 
     def param(self, index: int) -> str:
@@ -77,13 +77,13 @@ class PromptedLoras:
         return f"loras[{index}].model" if index < self.count else "prompt"
 
     def resolve(self, service: Service, request: GenerateRequest, base: AImage) -> GenerateRequest:
-        """Return a request with the digests and strengths of its adapters, which are in the store.
+        """Return a request with the digests and strengths of its adapters. The store has them.
 
         Raises as ``AdapterFinder.resolve``.
         """
         if not (self.uses or self.has_words):
             return request
-        request = request.change(loras=tuple(_named(service, use) for use in self.uses))
+        request = request.change(loras=tuple(_resolve_name(service, use) for use in self.uses))
         words = self.has_words
         return service.adapters.resolve(request, base, service.store, adds_words=words)[0]
 
@@ -92,39 +92,39 @@ class PromptedLoras:
         return await run_generation(self._references, service) if self.uses else {}
 
     def _references(self, service: Service) -> dict[int, Reference]:
-        found = {}
+        references = {}
         for index, use in enumerate(self.uses):
             if use.model.startswith(OWN) or service.adapters.is_file(use.model):
                 continue
             try:
-                found[index] = service.reference(use.model)
+                references[index] = service.reference(use.model)
             except NotFoundError:
                 message = f"adapter {use.model[:200]!a} not found"
                 raise self.error(NotFoundError(message), index) from None
-        return found
+        return references
 
     def error(self, error: AImageError, index: int | None = None) -> AImageError:
         """Return the response to an error of an adapter, with its field; other errors unchanged."""
         number = error.facts.get("adapter", "") if index is None else str(index)
         if not number.isdecimal() or isinstance(error, ApiError):
             return error
-        found, param = api_error(error), self.param(int(number))
-        status, code = found.status, found.code
+        api_failure, param = api_error(error), self.param(int(number))
+        status, code = api_failure.status, api_failure.code
         if isinstance(error, NotFoundError):
             code = "adapter_not_found"
         elif isinstance(error, FormatError | ModelError | VerificationError):
             status, code = 422, "invalid_adapter"
-        message = f"{param}: {found.message}"
-        return ApiError(status, message, code=code, param=param, headers=found.headers)
+        message = f"{param}: {api_failure.message}"
+        return ApiError(status, message, code=code, param=param, headers=api_failure.headers)
 
 
-def _limited(uses: tuple[LoraUse, ...]) -> tuple[LoraUse, ...]:
+def _check_count(uses: tuple[LoraUse, ...]) -> tuple[LoraUse, ...]:
     if len(uses) > MAX_LORAS:
         raise wrong("loras", f"and the tags of the prompt must be at most {MAX_LORAS} adapters")
     return uses
 
 
-def _named(service: Service, use: LoraUse) -> LoraUse:
+def _resolve_name(service: Service, use: LoraUse) -> LoraUse:
     """Return the use of an AImage by its name; other names remain."""
     if use.model.startswith(OWN) or service.adapters.is_file(use.model):
         return use

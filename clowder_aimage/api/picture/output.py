@@ -65,10 +65,10 @@ async def push_events(
 
     Raises ApiError: 502 if the registry is at fault.
     """
-    made = [MadePicture(one.data, one.seed, kind, one.facts) for one in pictures]
+    generated = [MadePicture(event.data, event.seed, kind, event.facts) for event in pictures]
     outcome = "failed"
     try:
-        push = partial(push_pictures, made, target, service.store, service.connection)
+        push = partial(push_pictures, generated, target, service.store, service.connection)
         sent = await run_io(push)
         outcome = "done"
     except AImageError as error:

@@ -22,7 +22,7 @@ from clowder_aimage.api.picture.field import PictureFields
 from clowder_aimage.api.picture.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.picture.output import OutputField
 from clowder_aimage.api.picture.source import IMAGE, IMAGES
-from clowder_aimage.api.picture.upload import KeptPictures
+from clowder_aimage.api.picture.upload import StoredPictures
 from clowder_aimage.api.request_body import GenerationBody, check_fields, check_ignored, wrong
 from clowder_aimage.api.text.enhance_field import EnhanceFields
 from clowder_aimage.dialect import AImage
@@ -41,14 +41,15 @@ from clowder_aimage.generation.request import (
 )
 from clowder_aimage.oci import read_json
 
-LINKED = frozenset({"dall-e-2", "dall-e-3"})  # links by default, as at OpenAI
+# Links by default, as at OpenAI
+LINKED = frozenset({"dall-e-2", "dall-e-3"})
 
 AUTO, OPENAI, WITH_PROGRESS, OLLAMA = "auto", "openai", "openai+progress", "ollama"
 # Presets that change the model's default number of steps, with their factors
 PRESETS = {"low": 0.5, "high": 2.0, "hd": 2.0, "xhigh": 3.0, "max": 4.0}
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})", re.ASCII)
 _PLAIN = frozenset(
-    each.name for owner in (Sampling, Guidance, Output) for each in parameters(owner)
+    parameter.name for owner in (Sampling, Guidance, Output) for parameter in parameters(owner)
 )
 
 
@@ -61,7 +62,8 @@ Size = Annotated[
         json_schema_extra={"pattern": f"^(auto|{_SIZE.pattern})$"},
     ),
 ]
-_OBJECTS = ("loras", "output")  # fields that are JSON in a form
+# Fields that are JSON in a form
+_OBJECTS = ("loras", "output")
 
 
 def _no_prompt(text: str) -> str:
@@ -74,7 +76,8 @@ def _no_prompt(text: str) -> str:
 class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
     """A validated request; the AImage provides the defaults of parameters that are not stated."""
 
-    EVENTS: ClassVar[str] = "image_generation"  # the first part of the types of events
+    # The first part of the types of events
+    EVENTS: ClassVar[str] = "image_generation"
     RULES: ClassVar[tuple[FieldRule, ...]] = (
         needs("prompt", "enhance"),
         excludes("size", "width", "height"),
@@ -152,7 +155,7 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
 
     @property
     def has_size(self) -> bool:
-        """Return whether a side is stated."""
+        """Return True if a side is stated."""
         return self.size != "auto" or bool(self.sides)
 
     @property
@@ -169,11 +172,11 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
         return replace(encoding, quality=None) if encoding.kind == "png" else encoding
 
     def for_model(
-        self, aimage: AImage | None, previews: int = 0, pictures: KeptPictures | None = None
+        self, aimage: AImage | None, previews: int = 0, pictures: StoredPictures | None = None
     ) -> GenerateRequest:
         """Return the request with the defaults of the AImage, or a draft. Raises UsageError."""
-        more = {**_size(self.size), "previews": previews}
-        request = self.request(self.adapters.prompt, pictures, aimage, **more)
+        extra = {**_size(self.size), "previews": previews}
+        request = self.request(self.adapters.prompt, pictures, aimage, **extra)
         if aimage is not None and "steps" not in self.stated and self.quality in PRESETS:
             steps = math.ceil(request.sampling.steps * PRESETS[self.quality])
             request = request.change(steps=min(MAX_STEPS, steps))
@@ -188,7 +191,7 @@ class EditRequest(ImageRequest):
 
 
 class VariationRequest(ImageRequest):
-    """A request of ``/v1/images/variations``, which has no prompt."""
+    """A request of ``/v1/images/variations``, without a prompt."""
 
     RULES: ClassVar[tuple[FieldRule, ...]] = (needs(IMAGE, IMAGES),)
 
@@ -214,7 +217,10 @@ def read_request(
     Raises ApiError, also for unknown fields if ``strict`` is set here or in the body.
     """
     if is_form:
-        fields = {**fields, **{key: _parsed(key, fields[key]) for key in _OBJECTS if key in fields}}
+        fields = {
+            **fields,
+            **{key: _parse_json(key, fields[key]) for key in _OBJECTS if key in fields},
+        }
     defaults = {"seed": secrets.randbits(32), **defaults}
     body = check_fields(fields, kind, defaults, is_form=is_form)
     is_url = not body.stream and (body.model or "").removesuffix(":latest") in LINKED
@@ -223,7 +229,7 @@ def read_request(
     return check_ignored(body, strict=strict)
 
 
-def _parsed(name: str, text: str) -> Any:
+def _parse_json(name: str, text: str) -> Any:
     """Return the JSON in a field of a form. Raises ApiError."""
     try:
         return read_json(text.encode(), name)

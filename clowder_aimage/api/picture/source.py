@@ -14,10 +14,13 @@ from clowder_aimage.pictures.input_file import BASE64, DECLARED_TYPES, TYPES, de
 from clowder_aimage.pictures.input_source import PATTERN
 
 IMAGE, IMAGES, MASK, CONTROL = "image", "images", "mask", "control"
-NAMES = (IMAGE, IMAGES, MASK, CONTROL)  # of fields that are files in a form
-KEYS = tuple(f'"{name}"'.encode() for name in NAMES)  # in JSON
+# Fields that are files in a form
+NAMES = (IMAGE, IMAGES, MASK, CONTROL)
+# The fields as keys in JSON
+KEYS = tuple(f'"{name}"'.encode() for name in NAMES)
 _UNSET = (None, "")
-Given = dict[str, list[str | bytes]]  # the pictures of a request: files, or texts that name them
+# The pictures of a request: files, or texts that name them
+Sources = dict[str, list[str | bytes]]
 
 
 _Source = Annotated[str, Field(json_schema_extra={"pattern": f"^({PATTERN}|{ALPHA}$)"})]
@@ -39,7 +42,7 @@ _Pictures = Annotated[list[_Listed], Field(max_length=MAX_REFERENCES)]
 
 
 class PictureSources(RequestBody):
-    """The fields of a JSON body that name pictures, which ``take_pictures`` takes."""
+    """The fields of a JSON body that name pictures; ``take_pictures`` removes them."""
 
     image: _Picture | _Pictures | None = Field(
         default=None,
@@ -94,22 +97,22 @@ class BareBase64(str):
             raise wrong(name, "must be in base64") from None
 
 
-def take_pictures(fields: dict[str, Any]) -> Given:
+def take_pictures(fields: dict[str, Any]) -> Sources:
     """Remove the pictures from the fields of a body, and return them. Raises ApiError.
 
     A picture is a text or a file, alone or in a list, or an object with ``image_url``.
     """
-    found = {name: list(_taken(name, fields.pop(name, None))) for name in NAMES}
-    return {name: values for name, values in found.items() if values}
+    pictures = {name: list(_read_pictures(name, fields.pop(name, None))) for name in NAMES}
+    return {name: values for name, values in pictures.items() if values}
 
 
-def take_bare_pictures(fields: dict[str, Any]) -> Given:
+def take_bare_pictures(fields: dict[str, Any]) -> Sources:
     """Return the pictures of a request of ollama's API, as ``take_pictures``.
 
     They are in base64, or named by a URL or an artifact. Raises ApiError.
     """
     images = fields.get(IMAGES) or []
-    if not isinstance(images, list) or not all(isinstance(one, str) for one in images):
+    if not isinstance(images, list) or not all(isinstance(value, str) for value in images):
         raise wrong(IMAGES, "must be a list of pictures in base64", "invalid_type")
     if fields.get(IMAGE):
         raise wrong(IMAGE, "is not a field of this API: use images", "unknown_parameter")
@@ -121,12 +124,12 @@ def _bare(value: str | bytes) -> str | bytes:
     return value if is_named else BareBase64(value)
 
 
-def _taken(name: str, value: object) -> Iterator[str | bytes]:
+def _read_pictures(name: str, value: object) -> Iterator[str | bytes]:
     if value in _UNSET:
         return
     values: Iterable[object] = value if isinstance(value, list) else [value]
-    for one in values:
-        text = one.get("image_url") if isinstance(one, Mapping) else one
+    for picture in values:
+        text = picture.get("image_url") if isinstance(picture, Mapping) else picture
         if not isinstance(text, str | bytes) or not text:
             message = "must be a picture: a data: or https: URL, an artifact, or a file"
             raise wrong(name, message, "invalid_type")
@@ -149,10 +152,10 @@ def check_type(name: str, kind: str) -> None:
 
 def check_content(name: str, kind: str, data: bytes) -> None:
     """Refuse a picture of another type than it declares. Raises ApiError (415)."""
-    found = type_of(data)
+    actual = type_of(data)
     declared = kind.replace("image/jpg", "image/jpeg")
-    if found and declared in TYPES.values() and declared != found:
-        raise _other_type(name, f"is declared as {kind}, but its bytes are {found}")
+    if actual and declared in TYPES.values() and declared != actual:
+        raise _other_type(name, f"is declared as {kind}, but its bytes are {actual}")
 
 
 def type_of(data: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of requests: checked, and kept in the store until the request ends."""
+"""Pictures of requests: checked, and stored until the request ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from clowder_aimage.api.picture.source import (
     IMAGE,
     IMAGES,
     MASK,
-    Given,
+    Sources,
 )
 from clowder_aimage.api.request_body import wrong
 from clowder_aimage.api.service import Service
@@ -40,14 +40,15 @@ from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.pictures.input_file import InputFile
 from clowder_aimage.pictures.input_kind import check_role
 
-_AT_ONCE = 2  # pictures that are decoded, and bodies that are parsed
+# Limit of pictures being decoded, and of bodies being parsed
+_AT_ONCE = 2
 
 _log = logging.getLogger("aimage.worker")
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class KeptPictures:
+class StoredPictures:
     """The pictures of a request in the store; ``mask`` is a digest, or "alpha"."""
 
     images: tuple[InputFile, ...] = ()
@@ -57,15 +58,15 @@ class KeptPictures:
     @property
     def first(self) -> InputFile:
         """The first image, else the control picture."""
-        return next(one for one in (*self.images, self.control) if one is not None)
+        return next(picture for picture in (*self.images, self.control) if picture is not None)
 
     @property
     def digests(self) -> dict[str, Any]:
         """The digests by the parameter of a generation; several images are references."""
-        images = tuple(str(one.descriptor.digest) for one in self.images)
+        images = tuple(str(picture.descriptor.digest) for picture in self.images)
         control = None if self.control is None else str(self.control.descriptor.digest)
-        several, one = (images, None) if images[1:] else ((), images[0] if images else None)
-        return {"image": one, "references": several, "control": control, "mask": self.mask}
+        several, picture = (images, None) if images[1:] else ((), images[0] if images else None)
+        return {"image": picture, "references": several, "control": control, "mask": self.mask}
 
 
 class PictureUploads:
@@ -75,8 +76,10 @@ class PictureUploads:
         self.service = service
         self.busy = asyncio.Semaphore(_AT_ONCE)
         self._count = 0
-        self._added: set[Digest] = set()  # to the store, by requests of this worker
-        self._lock = threading.Lock()  # guards _added
+        # Blobs that requests of this worker added to the store
+        self._added: set[Digest] = set()
+        # Guards _added
+        self._lock = threading.Lock()
         self._endings: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
@@ -86,7 +89,8 @@ class PictureUploads:
         try:
             yield upload
         finally:
-            if upload.body.is_counted:  # also if the client has disconnected, which cancels this
+            # Shielded: a disconnection cancels this task, and the pictures must be removed
+            if upload.body.is_counted:
                 ending = asyncio.create_task(self._close(upload))
                 self._endings.add(ending)
                 ending.add_done_callback(self._endings.discard)
@@ -100,19 +104,21 @@ class PictureUploads:
             raise engine.refuse(self._count)
         self._count += 1
 
-    def keep(self, lease: Lease, data: bytes, what: str) -> InputFile:
+    def keep(self, lease: Lease, data: bytes, label: str) -> InputFile:
         """Put a picture into the store, leased. Raises as ``pictures.picture_input.keep``."""
-        from clowder_aimage.pictures.input import keep  # late: it imports numpy
+        # Imported here, as it imports numpy
+        from clowder_aimage.pictures.input import keep
 
         store = self.service.store
         content = Descriptor("", Digest.of(data), len(data))
-        lease.add(content.digest)  # before the check: another request may remove it
+        # Leased before the check: another request may remove it
+        lease.add(content.digest)
         is_new = not store.exists(content)
-        found = keep(store, lease, data, what)
+        stored = keep(store, lease, data, label)
         with self._lock:
             if is_new:
                 self._added.add(content.digest)
-        return found
+        return stored
 
     async def _close(self, upload: PictureUpload) -> None:
         """Wait for the threads of a request, then end it."""
@@ -128,10 +134,14 @@ class PictureUploads:
         store = self.service.store
         try:
             upload.lease.__exit__(None, None, None)
-            if ours := [one for one in upload.kept if one.digest in self._added]:
-                Collector(store, grace=0.0).remove(ours)
+            if added := [
+                descriptor for descriptor in upload.stored if descriptor.digest in self._added
+            ]:
+                Collector(store, grace=0.0).remove(added)
                 with self._lock:
-                    self._added -= {one.digest for one in ours if not store.exists(one)}
+                    self._added -= {
+                        descriptor.digest for descriptor in added if not store.exists(descriptor)
+                    }
         except AImageError as error:
             _log.warning("pictures of a request were not removed", extra={"reason": error.message})
 
@@ -146,51 +156,51 @@ class PictureUpload:
     uploads: PictureUploads
     body: PictureBody
     lease: Lease
-    kept: list[Descriptor] = field(default_factory=list)
+    stored: list[Descriptor] = field(default_factory=list)
     work: list[asyncio.Task[Any]] = field(default_factory=list)
 
     async def keep(
-        self, given: Given, painted: str = "auto", model: AImage | None = None
-    ) -> KeptPictures | None:
+        self, sources: Sources, painted: str = "auto", model: AImage | None = None
+    ) -> StoredPictures | None:
         """Put the pictures of a request into the store. Raises ApiError, BusyError, StoreError.
 
-        painted: what of a mask is painted, as for ``white_mask``. model: that of the request, if
+        painted: the painted part of a mask, as for ``white_mask``. model: that of the request, if
         it is known.
         """
-        if not given:
+        if not sources:
             return None
-        for name, values in given.items():
-            most = MAX_REFERENCES if name in (IMAGE, IMAGES) else 1
-            if len(values) > most:
-                what = f"at most {most} pictures" if most > 1 else "one picture"
-                message = f"must be {what}, not {len(values)}"
+        for name, values in sources.items():
+            limit = MAX_REFERENCES if name in (IMAGE, IMAGES) else 1
+            if len(values) > limit:
+                count = f"at most {limit} pictures" if limit > 1 else "one picture"
+                message = f"must be {count}, not {len(values)}"
                 raise wrong(name, message, "unsupported_value")
         if model is not None:
-            _check_role(model, given)
-        if MASK in given and not given.keys() & {IMAGE, IMAGES}:
+            _check_role(model, sources)
+        if MASK in sources and not sources.keys() & {IMAGE, IMAGES}:
             raise wrong(MASK, "requires an image")
         self.body.enter()
-        images = await self._keep_all(given, IMAGES if IMAGES in given else IMAGE)
-        control = next(iter(await self._keep_all(given, CONTROL)), None)
-        if not images or MASK not in given:
-            return KeptPictures(images, None, control)
-        is_alpha = given[MASK] == [ALPHA]
-        mask = None if is_alpha else (await self._keep_all(given, MASK, painted))[0]
+        images = await self._keep_all(sources, IMAGES if IMAGES in sources else IMAGE)
+        control = next(iter(await self._keep_all(sources, CONTROL)), None)
+        if not images or MASK not in sources:
+            return StoredPictures(images, None, control)
+        is_alpha = sources[MASK] == [ALPHA]
+        mask = None if is_alpha else (await self._keep_all(sources, MASK, painted))[0]
         try:
             async with self.uploads.busy:
                 await self._finish(run_io(self._check_mask, images[0], mask))
         except AImageError as error:
             raise _refusal(error, MASK) from None
-        return KeptPictures(images, str(mask.descriptor.digest) if mask else ALPHA, control)
+        return StoredPictures(images, str(mask.descriptor.digest) if mask else ALPHA, control)
 
     async def _keep_all(
-        self, given: Given, name: str, painted: str = "white"
+        self, sources: Sources, name: str, painted: str = "white"
     ) -> tuple[InputFile, ...]:
-        """Put the pictures of a field into the store, and remove them from ``given``."""
-        values, found = given.pop(name, []), list[InputFile]()
+        """Put the pictures of a field into the store, and remove them from ``sources``."""
+        values, stored = sources.pop(name, []), list[InputFile]()
         while values:
-            found.append(await self._keep(name, values.pop(0), painted))
-        return tuple(found)
+            stored.append(await self._keep(name, values.pop(0), painted))
+        return tuple(stored)
 
     async def _keep(self, name: str, value: str | bytes, painted: str) -> InputFile:
         try:
@@ -217,26 +227,28 @@ class PictureUpload:
         return data
 
     def _check_mask(self, image: InputFile, mask: InputFile | None) -> None:
-        from clowder_aimage.pictures.input import check_mask  # late: it imports numpy
+        # Imported here, as it imports numpy
+        from clowder_aimage.pictures.input import check_mask
 
         path = self.uploads.service.store.path
         painted = path(mask.descriptor).read_bytes() if mask else None
         check_mask(path(image.descriptor).read_bytes(), painted)
 
     def _store(self, name: str, data: bytes, painted: str) -> InputFile:
-        from clowder_aimage.pictures.input import white_mask  # late: it imports numpy
+        # Imported here, as it imports numpy
+        from clowder_aimage.pictures.input import white_mask
 
         data = data if painted == "white" else white_mask(data, name, painted)
-        found = self.uploads.keep(self.lease, data, name)
-        self.kept.append(found.descriptor)
-        return found
+        stored = self.uploads.keep(self.lease, data, name)
+        self.stored.append(stored.descriptor)
+        return stored
 
 
-def _check_role(model: AImage, given: Given) -> None:
+def _check_role(model: AImage, sources: Sources) -> None:
     """Refuse pictures that the model does not take. Raises ApiError."""
-    name = IMAGES if IMAGES in given else IMAGE
+    name = IMAGES if IMAGES in sources else IMAGE
     try:
-        check_role(model, len(given.get(name, ())), {MASK} & given.keys())
+        check_role(model, len(sources.get(name, ())), {MASK} & sources.keys())
     except UsageError as error:
         word, _, message = error.message.partition(" ")
         name = MASK if word == MASK else name
@@ -248,8 +260,12 @@ def _refusal(error: AImageError, name: str) -> AImageError:
     if isinstance(error, ApiError):
         return error
     is_own = isinstance(error, ForbiddenError | NoPictureError)
-    found = api_error(error if is_own else registry_error(error))
-    code = "invalid_image" if found.code == "invalid_value" else found.code
+    api_failure = api_error(error if is_own else registry_error(error))
+    code = "invalid_image" if api_failure.code == "invalid_value" else api_failure.code
     code = "image_not_found" if isinstance(error, NotFoundError) else code
-    message = found.message if found.message.startswith(name) else f"{name}: {found.message}"
-    return ApiError(found.status, message, code=code, param=name, headers=found.headers)
+    message = (
+        api_failure.message
+        if api_failure.message.startswith(name)
+        else f"{name}: {api_failure.message}"
+    )
+    return ApiError(api_failure.status, message, code=code, param=name, headers=api_failure.headers)

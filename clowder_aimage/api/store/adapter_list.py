@@ -1,7 +1,7 @@
-"""The adapters of a worker: their groups and words, and whether they suit a model.
+"""The adapters of a worker: their groups and words, and their suitability for a model.
 
 The check is that of a request: the layers of an adapter are compared with the tensors of a model.
-It reads headers only, and its outcome is kept.
+It reads headers only, and its outcome is cached.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_ma
 from clowder_aimage.model.adapter_source import AdapterFinder, is_adapter
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
-ADAPTED = ("text_encoder", "transformer")  # the components that adapters change
-_MOST = 8192  # outcomes that are kept
-_MAX_WORDS = 64  # trigger words of an adapter
+# The components that adapters change
+ADAPTED = ("text_encoder", "transformer")
+# Limit of the cached outcomes
+_MAX_OUTCOMES = 8192
+# Trigger words of an adapter
+_MAX_WORDS = 64
 _MAX_REASON = 600  # characters
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -52,7 +55,7 @@ def routes(service: Service) -> list[Route]:
 
 @dataclass(frozen=True, slots=True)
 class ListedAdapter:
-    """An adapter: its name and group, what it says of itself, and a mark of its content.
+    """An adapter: its name and group, its metadata, and a mark of its content.
 
     ``open`` returns the file of its weights and its configuration, and raises AImageError.
     """
@@ -66,12 +69,12 @@ class ListedAdapter:
     def describe(self) -> dict[str, Any]:
         """Return the adapter in the form of the list, without its suitability."""
         words = self.facts.get("triggerWords")
-        kept = ("title", "weight", "type", "rank", "base")
+        keys = ("title", "weight", "type", "rank", "base")
         return {
             "id": self.name,
             "group": self.group,
             "triggers": [str(word) for word in words[:_MAX_WORDS]] if words else [],
-            **{key: self.facts.get(key) for key in kept},
+            **{key: self.facts.get(key) for key in keys},
         }
 
 
@@ -84,13 +87,15 @@ class AdapterCatalog:
         self._can_check = importlib.util.find_spec("numpy") is not None
 
     def all(self, model: str | None) -> list[dict[str, Any]]:
-        """Return all adapters, and for a model whether each suits it. Raises ApiError."""
+        """Return all adapters, with their suitability for a model. Raises ApiError."""
         base = None if model is None else self._base(model)
         shapes = _shapes(base) if base is not None and self._can_check else {}
-        found = [*self._files(), *self._stored()]
-        found.sort(key=lambda one: (one.group, one.name))
+        adapters = [*self._files(), *self._list_stored()]
+        adapters.sort(key=lambda adapter: (adapter.group, adapter.name))
         key = model or "", "" if base is None else str(base.descriptor.digest)
-        return [one.describe() | self._suitability(one, shapes, *key) for one in found]
+        return [
+            adapter.describe() | self._suitability(adapter, shapes, *key) for adapter in adapters
+        ]
 
     def _base(self, model: str) -> StoredAImage:
         try:
@@ -109,69 +114,74 @@ class AdapterCatalog:
             at = (file.path, None)
             yield ListedAdapter(file.name, group, file.facts, mark, lambda at=at: at)
 
-    def _stored(self) -> Iterator[ListedAdapter]:
+    def _list_stored(self) -> Iterator[ListedAdapter]:
         store, finder = self._service.store, self._service.adapters
-        known: dict[Digest, Mapping[str, Any] | None] = {}
+        facts_by_digest: dict[Digest, Mapping[str, Any] | None] = {}
         for name, descriptor in store.tags():
-            if descriptor.digest not in known:
-                known[descriptor.digest] = _facts(store, descriptor)
-            if (facts := known[descriptor.digest]) is None:
+            if descriptor.digest not in facts_by_digest:
+                facts_by_digest[descriptor.digest] = _facts(store, descriptor)
+            if (facts := facts_by_digest[descriptor.digest]) is None:
                 continue
             try:
                 reference = Reference.parse(name)
-            except UsageError:  # another tool's name
+            except UsageError:
+                # Another tool's name
                 continue
             group = reference.repository.rpartition("/")[0]
             at = partial(_stored_file, finder, str(reference))
             yield ListedAdapter(str(reference), group, facts, str(descriptor.digest), at)
 
     def _suitability(
-        self, one: ListedAdapter, shapes: Shapes, name: str, digest: str
+        self, adapter: ListedAdapter, shapes: Shapes, name: str, digest: str
     ) -> dict[str, Any]:
-        """Return ``suitable``, None if it is unknown, and the ``reason`` why not."""
+        """Return ``suitable``, None if it is unknown, and the ``reason`` against it."""
         if not shapes:
             return {"suitable": None, "reason": None}
-        key = one.mark, name, digest
+        key = adapter.mark, name, digest
         if key not in self._outcomes:
-            if len(self._outcomes) >= _MOST:
+            if len(self._outcomes) >= _MAX_OUTCOMES:
                 self._outcomes.clear()
-            self._outcomes[key] = _misfit(one, shapes, name)
+            self._outcomes[key] = _find_misfit(adapter, shapes, name)
         reason = self._outcomes[key]
         return {"suitable": not reason, "reason": reason or None}
 
 
 def _facts(store: ImageLayout, descriptor: Descriptor) -> Mapping[str, Any] | None:
-    """Return what an adapter says of itself; None if the manifest is not one of an adapter."""
+    """Return the metadata of an adapter; None if the manifest is not that of an adapter."""
     try:
         aimage = interpret(store, descriptor, read_manifest(store, descriptor)).aimage
         aimage.validate()
-    except AImageError:  # another artifact, or an incomplete one
+    except AImageError:
+        # Another artifact, or an incomplete one
         return None
     return aimage.properties.get("adapter", {}) if is_adapter(aimage) else None
 
 
 def _shapes(base: StoredAImage) -> Shapes:
     layers = base.aimage.layers
-    return {one.name: one.shape for one in layers if one.shape and one.component in ADAPTED}
+    return {
+        layer.name: layer.shape for layer in layers if layer.shape and layer.component in ADAPTED
+    }
 
 
-def _misfit(one: ListedAdapter, shapes: Shapes, base: str) -> str:
-    """Return why an adapter does not suit a model; empty if it does."""
-    from clowder_aimage.adapter.file import open_adapter  # late: they import numpy
+def _find_misfit(adapter: ListedAdapter, shapes: Shapes, base: str) -> str:
+    """Return the reason why an adapter does not suit a model; empty if it does."""
+    # Imported here, as they import numpy
+    from clowder_aimage.adapter.file import open_adapter
     from clowder_aimage.adapter.reader import match_adapter
 
     try:
-        path, config = one.open()
-        with open_adapter(path, one.name, config) as source:
+        path, config = adapter.open()
+        with open_adapter(path, adapter.name, config) as source:
             source.check_size(shapes)
             match_adapter(source, shapes, base)
     except AImageError as error:
         return error.message[:_MAX_REASON]
     except OSError as error:
-        return f"cannot read {one.name}: {error.strerror or 'it failed'}"
+        return f"cannot read {adapter.name}: {error.strerror or 'it failed'}"
     return ""
 
 
 def _stored_file(finder: AdapterFinder, name: str) -> tuple[Path, Mapping[str, Any] | None]:
-    found = finder.find(LoraUse(name))
-    return found.path, found.config
+    adapter = finder.find(LoraUse(name))
+    return adapter.path, adapter.config

@@ -170,7 +170,7 @@ SHOW_JOB = Operation(
     "showJob",
     "Describe a job.",
     (Answer("The job.", JobFacts),),
-    places=JobPath,
+    path_fields=JobPath,
     refusals=(404,),
 )
 CANCEL_JOB = Operation(
@@ -181,6 +181,6 @@ CANCEL_JOB = Operation(
     "cancelJob",
     "End a job, or forget one that is over.",
     (Answer("The job, which is over.", JobFacts),),
-    places=JobPath,
+    path_fields=JobPath,
     refusals=(404,),
 )

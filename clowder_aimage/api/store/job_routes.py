@@ -42,7 +42,7 @@ class JobRoutes:
         self._service = service
 
     async def list_all(self, _: web.Request) -> web.StreamResponse:
-        data = [_described(job) for job in self._service.jobs.list_jobs()]
+        data = [_describe(job) for job in self._service.jobs.list_jobs()]
         return web.json_response({"object": "list", "data": data})
 
     async def add(self, request: web.Request) -> web.StreamResponse:
@@ -50,26 +50,27 @@ class JobRoutes:
         service, body = self._service, await read_body(request, JobRequest)
         model, target = service.reference(body.model), Reference.parse(body.target)
         options = _recipe(body) if body.kind == CONVERT else await self._loras(body)
-        found = await run_io(model_list.entry, service.store, model)
-        if found is None:
+        descriptor = await run_io(model_list.entry, service.store, model)
+        if descriptor is None:
             raise ApiError(404, f"model {model} not found", code="model_not_found", param="model")
         is_taken = await run_io(model_list.entry, service.store, target) is not None
         if is_taken or service.jobs.is_target(target):
             message = f"{target} exists already, or a job makes it; use another name, or delete it"
             raise ApiError(409, message, code="name_taken", param="target")
-        options["model"] = str(model.with_digest(found.digest))  # the name may move
+        # The name may move
+        options["model"] = str(model.with_digest(descriptor.digest))
         job = service.jobs.add(body.kind, model, target, options)
-        place = {"Location": f"/v1/jobs/{job.id}"}
-        return web.json_response(_described(job), status=202, headers=place)
+        headers = {"Location": f"/v1/jobs/{job.id}"}
+        return web.json_response(_describe(job), status=202, headers=headers)
 
     async def show(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response(_described(self._of(request)))
+        return web.json_response(_describe(self._of(request)))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """End a job, or forget one that is over."""
         job = self._of(request)
         await self._service.jobs.cancel(job)
-        return web.json_response(_described(job))
+        return web.json_response(_describe(job))
 
     def _of(self, request: web.Request) -> Job:
         number = request.match_info["id"]
@@ -112,7 +113,7 @@ def _recipe(body: JobRequest) -> dict[str, Any]:
     return {"recipe": fields, "attach": body.attach}
 
 
-def _described(job: Job) -> JobFacts:
+def _describe(job: Job) -> JobFacts:
     error = None if job.error is None else api_error(job.error)
     return {
         "id": job.id,

@@ -127,7 +127,7 @@ _Name = Annotated[str, Field(description="The name of an AImage in the store.", 
 
 
 class ReferrersQuery(Parameters):
-    """An AImage, and where its referrers are looked for."""
+    """An AImage, and the places to search for its referrers."""
 
     model: _Name
     registry: Literal["true", "false"] = Field(

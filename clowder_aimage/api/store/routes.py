@@ -32,8 +32,10 @@ from clowder_aimage.registry import Repository
 from clowder_aimage.registry.listing import tag_of
 from clowder_aimage.usage import NameUsage, disk_usage, usage
 
-_FRESH = 5.0  # seconds for which a report of an unchanged store is repeated, at least
-_SHARE = 20  # times as long as it took to read
+# Seconds for which a report of an unchanged store is repeated at least
+_FRESH = 5.0
+# A report is repeated for this number of times the duration of its reading
+_SHARE = 20
 # Words in the types of artifacts, and the kinds that they mean
 _KINDS = {
     "signature": ("cosign", "notary", "sigstore", ".sig."),
@@ -53,11 +55,11 @@ def routes(service: Service) -> list[Route]:
 
 
 class StoreReport:
-    """The figures of a store, which are read again when its names change, or after a while."""
+    """The figures of a store, cached until its names change or they are too old."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._known: tuple[Hashable, float, dict[str, Any]] = (None, 0.0, {})
+        self._cached: tuple[Hashable, float, dict[str, Any]] = (None, 0.0, {})
         self._facts: dict[Digest, dict[str, Any]] = {}
 
     async def answer(self, _: Request) -> web.StreamResponse:
@@ -67,23 +69,27 @@ class StoreReport:
 
     def _content(self) -> dict[str, Any]:
         store = self._service.store
-        mark, (known, until, content) = store.fingerprint(), self._known
-        begun = time.monotonic()
-        if mark is None or mark != known or begun > until:
+        fingerprint, (cached_fingerprint, until, content) = store.fingerprint(), self._cached
+        started = time.monotonic()
+        if fingerprint is None or fingerprint != cached_fingerprint or started > until:
             content = self._read(store)
-            now = time.monotonic()
-            self._known = mark, now + max(_FRESH, _SHARE * (now - begun)), content
+            ended = time.monotonic()
+            self._cached = fingerprint, ended + max(_FRESH, _SHARE * (ended - started)), content
         free = {"free": store.free(), "total": store.total()}
         return content | {"disk": content["disk"] | free}
 
     def _read(self, store: ImageLayout) -> dict[str, Any]:
-        found = usage(store, store.roots)
-        own = disk_usage(ImageLayout(store.root))
+        report = usage(store, store.roots)
+        disk_report = disk_usage(ImageLayout(store.root))
         entries = {descriptor.digest: descriptor for _, descriptor in store.entries()}
-        self._facts = {one: facts for one, facts in self._facts.items() if one in entries}
-        named = [share for share in found.shares if any(share.names)]
-        data = [self._entry(store, share, entries[share.digest]) for share in named]
-        disk = {"store": own.size, "unneeded": own.unneeded_size, "unfinished": own.partial_size}
+        self._facts = {digest: facts for digest, facts in self._facts.items() if digest in entries}
+        named_shares = [share for share in report.shares if any(share.names)]
+        data = [self._entry(store, share, entries[share.digest]) for share in named_shares]
+        disk = {
+            "store": disk_report.size,
+            "unneeded": disk_report.unneeded_size,
+            "unfinished": disk_report.partial_size,
+        }
         return {"data": data, "disk": disk}
 
     def _entry(
@@ -103,31 +109,31 @@ class StoreReport:
 
     def _memory(self) -> MemoryFacts:
         engine = self._service.engine
-        runners = [one.runner for one in engine.list_loaded()]
+        runners = [model.runner for model in engine.list_loaded()]
         limit = engine.limits.memory
         return {
             "budget": machine.memory() if limit is None else limit,
             "available": machine.available(),
-            "used": sum(one.size for one in runners if one is not None),
+            "used": sum(model.size for model in runners if model is not None),
             "planned": engine.planned,
             "models": engine.limits.models,
         }
 
 
 def _facts(store: ImageLayout, descriptor: Descriptor) -> dict[str, Any]:
-    """Return what a config says of an AImage; the kind is "other" without a readable one."""
+    """Return the metadata of an AImage; the kind is "other" without a readable config."""
     try:
         stored = interpret(store, descriptor, read_manifest(store, descriptor))
         stored.aimage.validate()
     except AImageError:
         return {"kind": "other", "family": None, "precision": None, "defaults": {}, "subject": None}
-    known, subject = stored.aimage.properties, stored.aimage.subject
-    family = known.get("family") or known.get("architecture") or known.get("format")
+    properties, subject = stored.aimage.properties, stored.aimage.subject
+    family = properties.get("family") or properties.get("architecture") or properties.get("format")
     return {
         "kind": kind_of(stored.aimage),
         "family": family if isinstance(family, str) else None,
-        "precision": known.get("variant") or weight_type(known),
-        "defaults": known.get("defaults", {}),
+        "precision": properties.get("variant") or weight_type(properties),
+        "defaults": properties.get("defaults", {}),
         "subject": None if subject is None else str(subject.digest),
     }
 
@@ -139,16 +145,16 @@ async def _referrers(service: Service, request: Request) -> web.StreamResponse:
         reference = Reference.parse(service.alias(query.model) or query.model)
     except UsageError:
         raise unknown_model(query.model) from None
-    found = await run_io(model_list.entry, service.store, reference)
-    if found is None:
+    descriptor = await run_io(model_list.entry, service.store, reference)
+    if descriptor is None:
         raise unknown_model(query.model)
-    data = await run_io(lambda: list(_in_store(service.store, found.digest)))
+    data = await run_io(lambda: list(_list_in_store(service.store, descriptor.digest)))
     if query.registry == "true":
-        data += await _in_registry(service, request, reference, found.digest, data)
-    return web.json_response({"object": "list", "subject": str(found.digest), "data": data})
+        data += await _list_in_registry(service, request, reference, descriptor.digest, data)
+    return web.json_response({"object": "list", "subject": str(descriptor.digest), "data": data})
 
 
-def _in_store(store: ImageLayout, subject: Digest) -> Iterator[Referrer]:
+def _list_in_store(store: ImageLayout, subject: Digest) -> Iterator[Referrer]:
     """Yield the referrers that have a name in the store; documents that are damaged have none."""
     for name, descriptor in sorted(store.tags(), key=lambda tag: tag[0]):
         try:
@@ -156,45 +162,50 @@ def _in_store(store: ImageLayout, subject: Digest) -> Iterator[Referrer]:
         except AImageError:
             continue
         if manifest.subject is not None and manifest.subject.digest == subject:
-            yield _described(referrer_entry(descriptor, manifest), name, _kind(store, manifest))
+            yield _describe(referrer_entry(descriptor, manifest), name, _kind(store, manifest))
 
 
-async def _in_registry(
+async def _list_in_registry(
     service: Service,
     request: Request,
     reference: Reference,
     subject: Digest,
-    known: list[Referrer],
+    stored: list[Referrer],
 ) -> list[Referrer]:
     """Return the referrers in the registry of a name that the store does not have.
 
-    Raises ApiError for a caller whom the worker lends no credentials, or without a registry.
+    Raises ApiError for a caller without the scope admin: the worker's credentials are used.
     """
     if request.get("scope") != ADMIN:
         raise ApiError(403, "asking a registry needs the scope admin", code="insufficient_scope")
     if reference.registry is None:
         return []
-    connection, seen = service.connection, {one["digest"] for one in known}
+    connection, stored_digests = service.connection, {referrer["digest"] for referrer in stored}
 
-    def listed() -> list[Descriptor]:
+    def list_descriptors() -> list[Descriptor]:
         with Repository(reference, connection) as repository:
-            found = repository.referrers(subject)
-            try:  # cosign's signature, under a tag of its own
+            descriptors = repository.referrers(subject)
+            try:
+                # cosign stores a signature under a tag with the digest, not as a referrer
                 signed = repository.resolve(
                     Reference(reference.registry, reference.repository, f"{tag_of(subject)}.sig")
                 )
             except NotFoundError:
-                return found
-            return [*found, replace(signed, extra={"artifactType": COSIGN})]
+                return descriptors
+            return [*descriptors, replace(signed, extra={"artifactType": COSIGN})]
 
     try:
-        found = await run_io(listed)
+        descriptors = await run_io(list_descriptors)
     except AImageError as error:
         raise registry_error(error) from None
-    return [_described(one, None, _kind_of(one)) for one in found if str(one.digest) not in seen]
+    return [
+        _describe(referrer, None, _kind_of(referrer))
+        for referrer in descriptors
+        if str(referrer.digest) not in stored_digests
+    ]
 
 
-def _described(entry: Descriptor, name: str | None, kind: str) -> Referrer:
+def _describe(entry: Descriptor, name: str | None, kind: str) -> Referrer:
     return {
         "name": name,
         "digest": str(entry.digest),
@@ -223,5 +234,5 @@ def _kind_of(entry: Descriptor) -> str:
         return "pictures"
     if artifact == mediatype.AIMAGE_MANIFEST:
         return "variant" if mediatype.VARIANT in entry.annotations else "aimage"
-    named = (kind for kind, words in _KINDS.items() if any(word in artifact for word in words))
-    return next(named, "other")
+    kinds = (kind for kind, words in _KINDS.items() if any(word in artifact for word in words))
+    return next(kinds, "other")

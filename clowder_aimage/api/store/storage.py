@@ -34,9 +34,11 @@ from clowder_aimage.oci import Digest, Reference
 from clowder_aimage.pull import stored_name
 from clowder_aimage.registry.docker_config import Credential
 
-STOP_TIMEOUT = 3.0  # seconds for a pull to end when its content is deleted
+# Seconds for a pull to end when its content is deleted
+STOP_TIMEOUT = 3.0
 _MAX_URL = 1500  # characters of a URL
-_OTHERS = ("hf", "huggingface", "http", "https")  # also accepted by the storage manager
+# Schemes that the storage manager supports, and this worker does not
+_OTHERS = ("hf", "huggingface", "http", "https")
 
 
 def routes(service: Service) -> list[Route]:
@@ -57,12 +59,13 @@ def encode(url: str) -> str:
     return base64.urlsafe_b64encode(url.encode()).decode().rstrip("=")
 
 
-def decode(part: str) -> str:
+def decode(segment: str) -> str:
     """Decode a URL from base64 in either alphabet (RFC 4648, 4 and 5), padded or not.
 
     Raises ApiError (404): nothing can have this name.
     """
-    plain = part.rstrip("=").replace("-", "+").replace("_", "/")
+    # Clients differ in the alphabet and in the padding: accept all
+    plain = segment.rstrip("=").replace("-", "+").replace("_", "/")
     try:
         return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True).decode()
     except (binascii.Error, ValueError):
@@ -78,15 +81,15 @@ def parse(url: str) -> Reference:
 
     Raises ApiError: 422 for an unsupported scheme, 400 for a malformed URL; UsageError.
     """
-    scheme, found, name = url.partition("://")
+    scheme, separator, name = url.partition("://")
     scheme = scheme.lower()
-    if not found or re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) is None or len(url) > _MAX_URL:
-        raise _malformed("url must be a URL such as oci://registry.example.com/team/model:v1")
+    if not separator or re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) is None or len(url) > _MAX_URL:
+        raise _malformed_url("url must be a URL such as oci://registry.example.com/team/model:v1")
     if scheme in _OTHERS:
         message = f"{scheme}:// is not supported; push the model to a registry, and use oci://"
         raise ApiError(422, message, code="unsupported_scheme", param="url")
     if scheme not in ("oci", "ollama"):
-        raise _malformed("url must begin with oci:// or ollama://")
+        raise _malformed_url("url must begin with oci:// or ollama://")
     _check_user(name)
     reference = Reference.parse(name.lstrip("/") if scheme == "ollama" else name)
     if scheme == "oci" or reference.registry is not None:
@@ -98,16 +101,16 @@ def parse(url: str) -> Reference:
 
 def _check_user(name: str) -> None:
     """Raise ApiError unless a digest follows the @; credentials are not repeated."""
-    _, at, rest = name.partition("@")
+    _, at, digest = name.partition("@")
     try:
         if at:
-            Digest.parse(rest)
+            Digest.parse(digest)
     except FormatError:
         text = "url must have a digest after the @; send credentials in the field 'credentials'"
-        raise _malformed(text) from None
+        raise _malformed_url(text) from None
 
 
-def _malformed(message: str) -> ApiError:
+def _malformed_url(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_url", param="url")
 
 
@@ -119,7 +122,7 @@ def _credentials(body: ContentBody) -> Credentials | None:
     """Return the credentials of a body, if any.
 
     They are a token, or base64 of ``user:password`` if ``credentialsType`` is ``Basic``. Raises
-    ApiError, which does not repeat them.
+    ApiError without repeating them.
     """
     value, kind = body.credentials, body.credentialsType.lower()
     if kind not in ("", "bearer", "basic"):
@@ -139,11 +142,13 @@ def _credentials(body: ContentBody) -> Credentials | None:
 
 
 async def _list(service: Service, _: Request) -> web.StreamResponse:
-    found = await run_io(model_list.items, service.store)
-    listed = [_stored(one) for one in found]
-    known = {str(one.reference) for one in found if not one.missing}
-    pulls = [one for one in service.transfers.pulls() if str(one.reference) not in known]
-    listed = [one for one in listed if one["url"] not in {_url(pull.reference) for pull in pulls}]
+    entries = await run_io(model_list.items, service.store)
+    listed = [_describe_entry(entry) for entry in entries]
+    complete = {str(entry.reference) for entry in entries if not entry.missing}
+    pulls = [entry for entry in service.transfers.pulls() if str(entry.reference) not in complete]
+    listed = [
+        entry for entry in listed if entry["url"] not in {_url(pull.reference) for pull in pulls}
+    ]
     return web.json_response({"content": listed + [_pulling(pull) for pull in pulls]})
 
 
@@ -151,12 +156,12 @@ async def _get(service: Service, request: Request) -> web.StreamResponse:
     reference = _of_path(request)
     item = await run_io(model_list.item, service.store, reference)
     if item is not None and not item.missing:
-        return web.json_response(_stored(item))
-    if (pull := service.transfers.of(reference)) is not None:
+        return web.json_response(_describe_entry(item))
+    if (pull := service.transfers.find_pull(reference)) is not None:
         return web.json_response(_pulling(pull), status=206)
     if item is None:
         raise _unknown(reference)
-    return web.json_response(_stored(item), status=206)
+    return web.json_response(_describe_entry(item), status=206)
 
 
 async def _post(service: Service, request: Request) -> web.StreamResponse:
@@ -164,9 +169,10 @@ async def _post(service: Service, request: Request) -> web.StreamResponse:
     reference, credentials = parse(body.url), _credentials(body)
     item = await run_io(model_list.item, service.store, reference)
     if item is not None and not item.missing:
-        return _created(item, 200)
+        return _respond_created(item, 200)
     with service.transfers.pull(reference, credentials) as pull:
-        pull.is_kept = True  # even if the client disconnects: it may poll later
+        # The pull goes on if the client disconnects: it may poll later
+        pull.is_kept = True
         try:
             root = await pull.end()
         except UnauthorizedError as error:
@@ -175,25 +181,26 @@ async def _post(service: Service, request: Request) -> web.StreamResponse:
             raise registry_error(error) from None
     item = await run_io(model_list.item, service.store, stored_name(reference, root))
     if item is None:
-        raise _unknown(reference)  # deleted in the meantime
-    return _created(item, 201)
+        # Another request has deleted it
+        raise _unknown(reference)
+    return _respond_created(item, 201)
 
 
 async def _delete(service: Service, request: Request) -> web.StreamResponse:
     reference = _of_path(request)
     was_pulled = await _stop_pulls(service, reference)
-    found = await run_io(model_list.entry, service.store, reference)
-    if found is not None or not was_pulled:
+    descriptor = await run_io(model_list.entry, service.store, reference)
+    if descriptor is not None or not was_pulled:
         await model_list.delete(service, reference)
     return web.Response(status=204)
 
 
 async def _stop_pulls(service: Service, reference: Reference) -> bool:
-    """Stop the pulls of content that is being deleted; return whether there were any.
+    """Stop the pulls of content that is being deleted; return False if there was none.
 
     Raises ApiError (409) if a pull does not end.
     """
-    pulls = [one for one in service.transfers.pulls() if one.reference == reference]
+    pulls = [pull for pull in service.transfers.pulls() if pull.reference == reference]
     for pull in pulls:
         pull.stop()
     if pulls:
@@ -217,12 +224,12 @@ def _unknown(reference: Reference) -> ApiError:
     return ApiError(404, f"{_url(reference)} not found", code="content_not_found")
 
 
-def _created(item: model_list.ModelEntry, status: int) -> web.Response:
-    place = f"/content/{encode(_url(item.reference))}"
-    return web.json_response(_stored(item), status=status, headers={"Location": place})
+def _respond_created(item: model_list.ModelEntry, status: int) -> web.Response:
+    location = f"/content/{encode(_url(item.reference))}"
+    return web.json_response(_describe_entry(item), status=status, headers={"Location": location})
 
 
-def _stored(item: model_list.ModelEntry) -> Content:
+def _describe_entry(item: model_list.ModelEntry) -> Content:
     value: Content = {
         "url": _url(item.reference),
         "digest": str(item.descriptor.digest),

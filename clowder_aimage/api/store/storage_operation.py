@@ -92,7 +92,8 @@ ADD = Operation(
 )
 GET = Operation(
     "GET",
-    "/content/{url:.+}",  # standard base64 contains slashes
+    # Standard base64 contains slashes
+    "/content/{url:.+}",
     ADMIN,
     CONTENT,
     "getContent",
@@ -101,7 +102,7 @@ GET = Operation(
         Answer("The content is complete.", Content),
         Answer("The content is partial or being pulled.", Content, 206),
     ),
-    places=ContentPath,
+    path_fields=ContentPath,
     refusals=(404,),
 )
 DELETE = Operation(
@@ -112,6 +113,6 @@ DELETE = Operation(
     "removeContent",
     "Delete content.",
     (Answer("It was deleted.", status=204),),
-    places=ContentPath,
+    path_fields=ContentPath,
     refusals=(404, 409),
 )

@@ -11,21 +11,22 @@ from clowder_aimage.api.request_body import RequestBody
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
-MAX_NAME = 256  # characters of a name or an id
+# Characters of a name or an id
+MAX_NAME = 256
 
 
-def _joined(content: object) -> object:
+def _join(content: object) -> object:
     """Return the text of a list of parts. Raises ValueError for a part that is not text."""
     if not isinstance(content, list):
         return content
     texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
+    for segment in content:
+        kind = segment.get("type") if isinstance(segment, dict) else None
         if not isinstance(kind, str):
             raise ValueError("must be a text or a list of parts with a type")
         if kind not in get_args(TextPart.model_fields["type"].annotation):
             raise ValueError(f"has a part of the type {kind[:40]!a}; only text is supported")
-        if not isinstance(text := part.get("text"), str):
+        if not isinstance(text := segment.get("text"), str):
             raise ValueError("has a part without a text")
         texts.append(text)
     return "".join(texts)
@@ -38,7 +39,7 @@ class TextPart(RequestBody):
     text: str
 
 
-Content = Annotated[str, BeforeValidator(_joined, json_schema_input_type=str | list[TextPart])]
+Content = Annotated[str, BeforeValidator(_join, json_schema_input_type=str | list[TextPart])]
 _Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
@@ -97,7 +98,7 @@ class Message(RequestBody):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Raise ValueError for a message without what its role needs."""
+        """Raise ValueError for a message without a field that its role requires."""
         if self.role == "tool" and not self.tool_call_id:
             raise ValueError("of the role tool needs a tool_call_id")
         if self.tool_calls and self.role != "assistant":
@@ -108,10 +109,10 @@ class Message(RequestBody):
 
     def values(self) -> dict[str, Any]:
         """Return the message for a template: only known roles, and always a content."""
-        found = self.model_dump(exclude_none=True)
-        found["role"] = "system" if self.role == "developer" else self.role
-        found["content"] = self.content or ""
-        return found
+        fields = self.model_dump(exclude_none=True)
+        fields["role"] = "system" if self.role == "developer" else self.role
+        fields["content"] = self.content or ""
+        return fields
 
 
 class ToolFunction(RequestBody):

@@ -31,8 +31,9 @@ from clowder_aimage.oci import Reference
 _FIELD = "enhance"
 
 
-def _checked(value: object) -> object:
-    if value in ("true", "false"):  # in a form
+def _check_value(value: object) -> object:
+    # In a form all values are texts
+    if value in ("true", "false"):
         return value == "true"
     if isinstance(value, bool) or (isinstance(value, str) and 0 < len(value) <= MAX_NAME):
         return value
@@ -56,7 +57,7 @@ class EnhanceFields(ParameterBody):
     )
 
     enhance: Annotated[
-        bool | str, BeforeValidator(_checked, json_schema_input_type=bool | _ModelName)
+        bool | str, BeforeValidator(_check_value, json_schema_input_type=bool | _ModelName)
     ] = Field(
         default=False,
         description="Let a language model write the prompt: the worker's, or the one of this name.",
@@ -83,7 +84,8 @@ class PromptEnhancer:
     pull: str
     instruction: str | None = None
     texts: list[str] = field(default_factory=list)
-    picture: int = 0  # that is generated
+    # The index of the picture being generated
+    picture: int = 0
     name: str = ""
 
     @classmethod
@@ -91,9 +93,9 @@ class PromptEnhancer:
         cls, service: Service, fields: EnhanceFields, prompt: str, seed: int, pull: str
     ) -> Self | None:
         """Return the enhancer of a request; None without one. Raises ApiError."""
-        if not (wanted := fields.enhance):
+        if not (choice := fields.enhance):
             return None
-        name = wanted if isinstance(wanted, str) else service.settings.enhancer
+        name = choice if isinstance(choice, str) else service.settings.enhancer
         if not name:
             message = f"{_FIELD} requires the name of a language model: this worker has none"
             raise ApiError(422, message, code="unsupported_value", param=_FIELD)
@@ -101,9 +103,9 @@ class PromptEnhancer:
             reference = service.reference(name)
             return cls(service, reference, prompt, seed, pull, fields.enhance_instruction)
         except NotFoundError as error:
-            raise _explained(error) from None
+            raise _explain(error) from None
 
-    async def before(
+    async def enhance_then(
         self, generate: Callable[..., AsyncGenerator[Event, None]], count: int = 1
     ) -> AsyncGenerator[Event, None]:
         """Write the prompts, then yield the events of ``generate`` for each. Raises ApiError."""
@@ -112,10 +114,10 @@ class PromptEnhancer:
                 async with contextlib.aclosing(self._write(number)) as coming:
                     async for event in coming:
                         yield event
-            found = await run_generation(self.service.store.resolve, self.reference)
-            self.name = f"{self.reference.name}@{found.digest}"
+            descriptor = await run_generation(self.service.store.resolve, self.reference)
+            self.name = f"{self.reference.name}@{descriptor.digest}"
         except AImageError as error:
-            raise _explained(error) from None
+            raise _explain(error) from None
         for self.picture in range(count):
             async with contextlib.aclosing(generate(is_admitted=self.picture > 0)) as coming:
                 async for event in coming:
@@ -143,7 +145,7 @@ class PromptEnhancer:
         self.texts.append(enhanced_prompt(pieces))
 
     def apply(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request for one picture with its new prompt, which states both."""
+        """Return the request for one picture, with its new prompt and the original one."""
         return request.change(
             prompt=self.texts[self.picture],
             seed=request.sampling.seed + self.picture,
@@ -157,7 +159,13 @@ class PromptEnhancer:
         return enhancement_request(self.prompt, self.seed + number, self.instruction)
 
 
-def _explained(error: AImageError) -> ApiError:
-    found = api_error(error)
-    message = f"{_FIELD}: {found.message}"
-    return ApiError(found.status, message, code=found.code, param=_FIELD, headers=found.headers)
+def _explain(error: AImageError) -> ApiError:
+    api_failure = api_error(error)
+    message = f"{_FIELD}: {api_failure.message}"
+    return ApiError(
+        api_failure.status,
+        message,
+        code=api_failure.code,
+        param=_FIELD,
+        headers=api_failure.headers,
+    )

@@ -33,8 +33,10 @@ from clowder_aimage.model.text.language_model import (
     TextRequest,
 )
 
-MAX_CHOICES = 128  # texts of a request
-MAX_INPUTS = 2048  # texts whose embeddings are requested, as at OpenAI
+# Texts of a request
+MAX_CHOICES = 128
+# Texts whose embeddings are requested, as at OpenAI
+MAX_INPUTS = 2048
 _MAX_TOKENS = 1 << 31
 _TOKENS = "must be text: lists of tokens are not supported"
 _NO_EFFECT = frozenset(
@@ -43,7 +45,8 @@ _NO_EFFECT = frozenset(
 _Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 _Tokens = Annotated[int, Field(ge=1, le=_MAX_TOKENS)]
 _MOST_TOKENS = "The maximum number of tokens of a text."
-_Nothing = Annotated[Any, WithJsonSchema({"type": "null"})]  # a field that is refused
+# A field that is refused
+_Nothing = Annotated[Any, WithJsonSchema({"type": "null"})]
 
 
 def _stops(value: object) -> object:
@@ -52,16 +55,17 @@ def _stops(value: object) -> object:
 
 def text_list(value: object) -> object:
     """Return the texts of a field that is a text or a list. Raises ValueError for tokens."""
-    found = [value] if isinstance(value, str) else value
-    if isinstance(found, list) and found and all(isinstance(one, int | list) for one in found):
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, list) and texts and all(isinstance(text, int | list) for text in texts):
         raise ValueError(_TOKENS)
-    if not isinstance(found, list) or not found or not all(isinstance(one, str) for one in found):
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError("must be a text or a list of texts")
-    return found
+    return texts
 
 
 def _top_k(value: int) -> int:
-    return max(0, value)  # -1 is vLLM's for no limit
+    # -1 is vLLM's for no limit
+    return max(0, value)
 
 
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
@@ -112,10 +116,10 @@ class SamplingFields(RequestBody):
 
     def sampling(self) -> Sampling:
         """Return the values of a request; a negative seed counts as the unsigned one."""
-        found: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        values: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
         if self.seed is not None:
-            found["seed"] = self.seed & MAX_SEED
-        return Sampling(**found)
+            values["seed"] = self.seed & MAX_SEED
+        return Sampling(**values)
 
 
 class StreamOptions(RequestBody):
@@ -148,25 +152,25 @@ class TextBody(SamplingFields, GenerationBody):
 
     @model_validator(mode="after")
     def _check_text(self) -> Self:
-        """Raise ApiError for what no runtime supports."""
+        """Raise ApiError for fields that no runtime supports."""
         if self.logit_bias:
             raise wrong("logit_bias", "is not supported", "unsupported_value")
         return self
 
     @property
     def has_usage(self) -> bool:
-        """Return whether a stream ends with the counts of tokens."""
+        """Return True if a stream ends with the counts of tokens."""
         return self.stream_options.include_usage
 
     def requests(self) -> list[TextRequest]:
         """Return the request of each choice, in order. Raises ApiError."""
         raise NotImplementedError
 
-    def _each(self, request: TextRequest) -> list[TextRequest]:
+    def _repeat(self, request: TextRequest) -> list[TextRequest]:
         """Return ``n`` requests, each with a seed that is one higher."""
-        own, seed = request.sampling, request.sampling.seed
+        sampling, seed = request.sampling, request.sampling.seed
         seeds = [None if seed is None else (seed + at) & MAX_SEED for at in range(self.n)]
-        return [replace(request, sampling=replace(own, seed=one)) for one in seeds]
+        return [replace(request, sampling=replace(sampling, seed=number)) for number in seeds]
 
 
 _IF_SCHEMA: JsonDict = {
@@ -206,8 +210,8 @@ class TextFormat(RequestBody):
         """The JSON Schema of the answer; an empty one is any JSON object."""
         if self.type == "text":
             return None
-        found = (self.json_schema or {}).get("schema") if self.type == "json_schema" else {}
-        return found if isinstance(found, dict) else None
+        schema = (self.json_schema or {}).get("schema") if self.type == "json_schema" else {}
+        return schema if isinstance(schema, dict) else None
 
 
 class TemplateFields(RequestBody):
@@ -283,9 +287,9 @@ class ChatRequest(TextBody):
 
     def requests(self) -> list[TextRequest]:
         """Return the request of each choice."""
-        tools = () if self.tool_choice == "none" else tuple(one.values() for one in self.tools)
+        tools = () if self.tool_choice == "none" else tuple(entry.values() for entry in self.tools)
         request = TextRequest(
-            messages=tuple(one.values() for one in self.messages),
+            messages=tuple(entry.values() for entry in self.messages),
             tools=tools,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             sampling=self.sampling(),
@@ -294,7 +298,7 @@ class ChatRequest(TextBody):
             schema=self.response_format.value if self.response_format else None,
             thinking=self._thinking,
         )
-        return self._each(request)
+        return self._repeat(request)
 
 
 class CompletionRequest(TextBody):
@@ -305,7 +309,8 @@ class CompletionRequest(TextBody):
     prompt: Annotated[list[str], Field(max_length=MAX_CHOICES), texts_of(MAX_CHOICES)] = Field(
         description="A text or several; lists of tokens are refused."
     )
-    max_tokens: _Tokens | None = Field(default=16, description=_MOST_TOKENS)  # as at OpenAI
+    # OpenAI's default for completions
+    max_tokens: _Tokens | None = Field(default=16, description=_MOST_TOKENS)
     echo: bool = Field(default=False, description="Begin each text with its prompt.")
     suffix: str = Field(
         default="", description="Only empty; else refused.", json_schema_extra={"maxLength": 0}
@@ -334,7 +339,7 @@ class CompletionRequest(TextBody):
 
     def requests(self) -> list[TextRequest]:
         """Return the requests of all choices: those of the first prompt first."""
-        found = []
+        requests = []
         for prompt in self.prompt:
             request = TextRequest(
                 prompt=prompt,
@@ -343,8 +348,8 @@ class CompletionRequest(TextBody):
                 stop=tuple(self.stop),
                 alternatives=self.logprobs,
             )
-            found += self._each(request)
-        return found
+            requests += self._repeat(request)
+        return requests
 
 
 class EmbeddingsBody(GenerationBody):
@@ -364,7 +369,7 @@ class EmbeddingsBody(GenerationBody):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Raise ApiError for what no model supports."""
+        """Raise ApiError for fields that no model supports."""
         if self.dimensions is not None:
             message = "is not supported: embeddings have the dimensions of the model"
             raise wrong("dimensions", message, "unsupported_value")
