@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 # Group: verb: its module, which has a function of its name and is imported on use, and its line in
-# the list of verbs
+# the list of verbs.
 GROUPS = {
     "Models": {
         "create": ("create", "Pack a model as an AImage."),
@@ -82,8 +82,8 @@ GROUPS = {
         "completion": ("completion", "Print a completion script for a shell."),
     },
 }
-VERBS = {name: found for verbs in GROUPS.values() for name, found in verbs.items()}
-# Names of docker, oras, crane and ollama: they work and are not listed
+VERBS = {name: entry for verbs in GROUPS.values() for name, entry in verbs.items()}
+# Names of docker, oras, crane and ollama: they work and are not listed.
 ALIASES = {
     "catalog": "repo ls",
     "cp": "copy",
@@ -97,7 +97,7 @@ ALIASES = {
     "rmi": "rm",
     "unload": "stop",
 }
-# Names without an equal: what to use
+# Names without an equal: what to use.
 _PICTURE = "'aimage run' generates a picture"
 _ANSWER = "'aimage run' answers with a language model"
 _ELSEWHERE = {
@@ -139,7 +139,8 @@ class _Verbs(VerbGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in VERBS:
             return None
-        gc.disable()  # imports leave no garbage, and a collection then would take a tenth of 'ls'
+        # Imports leave no garbage, and a collection then would take a tenth of 'ls'.
+        gc.disable()
         module = importlib.import_module(f"clowder_aimage.cli.verbs.{VERBS[cmd_name][0]}")
         gc.enable()
         command: click.Command = getattr(module, cmd_name)
@@ -149,7 +150,7 @@ class _Verbs(VerbGroup):
         """Return the verbs that begin with a text, without importing them."""
         from click.shell_completion import CompletionItem
 
-        verbs = (one for one in VERBS.items() if one[0].startswith(incomplete))
+        verbs = (entry for entry in VERBS.items() if entry[0].startswith(incomplete))
         items = [CompletionItem(name, help=text) for name, (_, text) in verbs]
         return items + click.Command.shell_complete(self, ctx, incomplete)
 
@@ -158,11 +159,11 @@ class _Verbs(VerbGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the verb and its arguments. Raises UsageError: there is no such verb."""
         alias = ALIASES.get(args[0])
-        name, *more = alias.split() if alias else args[:1]
+        name, *words = alias.split() if alias else args[:1]
         if name not in VERBS and not ctx.resilient_parsing and not name.startswith("-"):
             ctx.meta[META + "as_json"] = wants_json() or "--json" in args
             raise UsageError(f"unknown verb '{name}'", hint=_suggestion(name))
-        return super().resolve_command(ctx, [name, *more, *args[1:]])
+        return super().resolve_command(ctx, [name, *words, *args[1:]])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the verb; report its errors while the common options are known."""
@@ -189,8 +190,8 @@ def _suggestion(name: str) -> str:
         return "'aimage --help' lists the verbs"
 
     def rank(verb: str) -> tuple[float, int]:
-        same = sum(a == b for a, b in zip(verb, name, strict=False))
-        return difflib.SequenceMatcher(None, verb, name).ratio(), same
+        equal_count = sum(a == b for a, b in zip(verb, name, strict=False))
+        return difflib.SequenceMatcher(None, verb, name).ratio(), equal_count
 
     best = max(close, key=rank)
     return f"did you mean 'aimage {ALIASES.get(best, best)}'?"
@@ -226,7 +227,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = cli.main(arguments, prog_name="aimage", standalone_mode=False)
     except click.exceptions.Exit as error:
         code = error.exit_code
-    except (click.ClickException, AImageError) as error:  # in the options before the verb
+    except (click.ClickException, AImageError) as error:
+        # In the options before the verb.
         code = _report(error)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -242,7 +244,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def main() -> NoReturn:
     """Run the command line and exit without joining threads that wait for the network."""
     interruption.install()
-    if not sys.warnoptions:  # of libraries, about values from models and pictures
+    # Of libraries, about values from models and pictures.
+    if not sys.warnoptions:
         warnings.simplefilter("ignore")
     code = run()
     if "clowder_aimage.content.telemetry" in sys.modules:
@@ -254,7 +257,8 @@ def main() -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    gc.freeze()  # Python would look at every object once more
+    # Python would look at every object once more.
+    gc.freeze()
     sys.exit(code)
 
 
@@ -266,7 +270,8 @@ def _report(error: click.ClickException | AImageError) -> int:
         kind, message, hint = type(error).__name__, error.message, advice(error)
     else:
         message = error.format_message()
-        if message.startswith("Usage:"):  # a group without a verb shows its help
+        # A group without a verb shows its help.
+        if message.startswith("Usage:"):
             click.echo(message, err=True)
             return error.exit_code
         context = error.ctx if isinstance(error, click.UsageError) else None
@@ -283,10 +288,12 @@ def _report(error: click.ClickException | AImageError) -> int:
 
 def _print_error(message: str, hint: str | None = None) -> None:
     """Print an error; on a terminal with colours, unless NO_COLOR is set."""
-    text = printable(message.replace("\n", " "))  # of a registry, for instance
-    more = f"\n  {printable(hint)}" if hint else ""
+    # Of a registry, for instance.
+    text = printable(message.replace("\n", " "))
+    advice_text = f"\n  {printable(hint)}" if hint else ""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
-        click.echo(f"aimage: {text}{more}", err=True)
-    else:  # click removes colours outside a terminal
+        click.echo(f"aimage: {text}{advice_text}", err=True)
+    else:
+        # Click removes colours outside a terminal.
         click.secho("aimage: ", fg="red", err=True, nl=False)
-        click.echo(text + click.style(more, dim=True), err=True)
+        click.echo(text + click.style(advice_text, dim=True), err=True)

@@ -216,11 +216,11 @@ def test_a_server_without_batches_is_named(tmp_path: Path) -> None:
 def test_a_batch_has_no_more_requests_than_a_server_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch, "MAX_LINES", 3)
     requests = [BatchRequest(str(at), (PICTURES, CHAT)[at % 2], {}) for at in range(10)]
-    parts = list(batch.parts_of(requests))
+    parts = list(batch.split_batches(requests))
     assert [len(part) for part in parts] == [3, 2, 3, 2]
     assert all(len({each.url for each in part}) == 1 for part in parts)
     monkeypatch.setattr(batch, "MAX_FILE", 1)
-    assert [len(part) for part in batch.parts_of(requests)] == [1] * 10
+    assert [len(part) for part in batch.split_batches(requests)] == [1] * 10
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from clowder_aimage.errors import UsageError
 if TYPE_CHECKING:
     from clowder_aimage.registry.trace import RequestTrace
 
-_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # a token of RFC 9110, 5.6.2
-# Headers with an option of their own, and those that belong to the transport
+# A token of RFC 9110, 5.6.2.
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+# Headers with an option of their own, and those that belong to the transport.
 _RESERVED = {"authorization": "--username", "host": "--resolve"}
 _INTERNAL = frozenset(
     """accept-encoding connection content-length cookie keep-alive proxy-authorization range te
@@ -39,10 +40,10 @@ def extra_options(
 ) -> dict[str, Any]:
     """Return the fields of ClientOptions for the options of one command. Raises UsageError."""
     secrets = {"--username": username, "--header": headers, "--cert-file": cert_file}
-    given = [option for option, value in secrets.items() if value]
-    if given and len(set(registries)) > 1:
+    stated = [option for option, value in secrets.items() if value]
+    if stated and len(set(registries)) > 1:
         raise UsageError(
-            f"{given[0]} is for one registry, and the names are in {len(set(registries))}",
+            f"{stated[0]} is for one registry, and the names are in {len(set(registries))}",
             hint="store the credentials of each: aimage login HOST",
         )
     if key_file and not cert_file:
@@ -51,16 +52,16 @@ def extra_options(
         raise UsageError("--password cannot be combined with --password-stdin")
     if password_stdin:
         password = sys.stdin.readline().rstrip("\r\n")
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "basic_auth": _basic_auth(username, password),
         "headers": dict(_header(text) for text in headers),
         "addresses": dict(_address(text) for text in resolve),
     }
     if cert_file:
-        found["client_certificate"] = (Path(cert_file), Path(key_file) if key_file else None)
+        fields["client_certificate"] = (Path(cert_file), Path(key_file) if key_file else None)
     if verbose:
-        found["on_exchange"] = Tracer(with_headers=verbose > 1)
-    return found
+        fields["on_exchange"] = Tracer(with_headers=verbose > 1)
+    return fields
 
 
 def _basic_auth(username: str | None, password: str | None) -> str | None:
@@ -87,8 +88,8 @@ def _header(text: str) -> tuple[str, str]:
 
 
 def _address(text: str) -> tuple[tuple[str, int], str]:
-    host, _, rest = text.partition(":")
-    port, _, address = rest.partition(":")
+    host, _, target = text.partition(":")
+    port, _, address = target.partition(":")
     if not host or not address or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UsageError(
             f"invalid address {text[:60]!r}",
@@ -102,7 +103,8 @@ class Tracer:
 
     def __init__(self, *, with_headers: bool) -> None:
         self._with_headers = with_headers
-        self._as_json = wants_json()  # in the main thread
+        # In the main thread.
+        self._as_json = wants_json()
         self._lock = threading.Lock()
 
     def __call__(self, exchange: RequestTrace) -> None:
@@ -111,29 +113,32 @@ class Tracer:
             sys.stderr.write(printable(lines) + "\n")
             sys.stderr.flush()
 
-    def _event(self, one: RequestTrace) -> str:
-        headers = {"request": dict(one.request_headers), "response": dict(one.response_headers)}
+    def _event(self, exchange: RequestTrace) -> str:
+        headers = {
+            "request": dict(exchange.request_headers),
+            "response": dict(exchange.response_headers),
+        }
         return event(
             "request",
-            method=one.method,
-            url=one.url,
-            status=one.status,
-            seconds=round(one.seconds, 4),
-            sent=one.sent,
-            received=one.received,
-            **({"error": one.error} if one.error else {}),
+            method=exchange.method,
+            url=exchange.url,
+            status=exchange.status,
+            seconds=round(exchange.seconds, 4),
+            sent=exchange.sent,
+            received=exchange.received,
+            **({"error": exchange.error} if exchange.error else {}),
             **({"headers": headers} if self._with_headers else {}),
         )
 
-    def _lines(self, one: RequestTrace) -> str:
-        status = str(one.status) if one.status else one.error
-        parts = [one.method, one.url, status, f"{1000 * one.seconds:.0f} ms"]
-        if one.sent:
-            parts.append(f"{size(one.sent)} sent")
-        if one.received:
-            parts.append(size(one.received))
+    def _lines(self, exchange: RequestTrace) -> str:
+        status = str(exchange.status) if exchange.status else exchange.error
+        parts = [exchange.method, exchange.url, status, f"{1000 * exchange.seconds:.0f} ms"]
+        if exchange.sent:
+            parts.append(f"{size(exchange.sent)} sent")
+        if exchange.received:
+            parts.append(size(exchange.received))
         lines = [" ".join(parts)]
         if self._with_headers:
-            lines += [f"  > {name}: {value}" for name, value in one.request_headers.items()]
-            lines += [f"  < {name}: {value}" for name, value in one.response_headers.items()]
+            lines += [f"  > {name}: {value}" for name, value in exchange.request_headers.items()]
+            lines += [f"  < {name}: {value}" for name, value in exchange.response_headers.items()]
         return "\n".join(lines)

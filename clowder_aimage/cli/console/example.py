@@ -15,7 +15,7 @@ _EXAMPLES = "examples"
 
 
 def examples(*lines: str) -> Callable[[_Command], _Command]:
-    """Return a decorator which gives a command the command lines that its help shows."""
+    """Return a decorator that adds example command lines to the help of a command."""
 
     def give(command: _Command) -> _Command:
         setattr(command, _EXAMPLES, lines)

@@ -33,12 +33,12 @@ _EXTRAS = {
 
 
 def install_command(extras: str) -> str:
-    """Return the command that installs ``extras`` from where this program was installed."""
-    wanted = set(extras.split(","))
-    # These commands install anew: keep the extras that are there
+    """Return the command that installs ``extras`` from the origin of this installation."""
+    requested = set(extras.split(","))
+    # These commands install anew: keep the extras that are there.
     if command := _tool():
-        wanted |= {extra for extra, name in _EXTRAS.items() if importlib.util.find_spec(name)}
-    return f"{command or _pip()} {_requirement(','.join(sorted(wanted)))}"
+        requested |= {extra for extra, name in _EXTRAS.items() if importlib.util.find_spec(name)}
+    return f"{command or _pip()} {_requirement(','.join(sorted(requested)))}"
 
 
 def _tool() -> str | None:
@@ -46,19 +46,19 @@ def _tool() -> str | None:
     for file, command in _TOOLS.items():
         if Path(sys.prefix, file).is_file():
             return command
-    # The Python of Debian, Ubuntu and Homebrew refuses packages (PEP 668)
+    # The Python of Debian, Ubuntu and Homebrew refuses packages (PEP 668).
     is_managed = Path(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED").is_file()
     return "pipx install --force" if is_managed and sys.prefix == sys.base_prefix else None
 
 
 def _pip() -> str:
     """Return the command that installs into this environment."""
-    # Not find_spec("pip"): setuptools hooks into that, and warns if distutils is imported
+    # Not find_spec("pip"): setuptools hooks into that, and warns if distutils is imported.
     if not any(metadata.distributions(name="pip")):
         return f"uv pip install --python {shlex.quote(sys.executable)}"
-    found = shutil.which("pip")
-    is_first = found is not None and Path(found).parent == Path(sys.executable).parent
-    return "pip install" if is_first else f"{shlex.quote(sys.executable)} -m pip install"
+    program = shutil.which("pip")
+    is_of_environment = program is not None and Path(program).parent == Path(sys.executable).parent
+    return "pip install" if is_of_environment else f"{shlex.quote(sys.executable)} -m pip install"
 
 
 def _requirement(extras: str) -> str:
@@ -75,11 +75,12 @@ def _requirement(extras: str) -> str:
 
 
 def _origin() -> dict[str, Any]:
-    """Return where the package came from (PyPA, "Recording the Direct URL Origin")."""
+    """Return the origin of the package (PyPA, "Recording the Direct URL Origin")."""
     try:
         text = metadata.distribution(_NAME).read_text("direct_url.json")
-    except metadata.PackageNotFoundError:  # a checkout on the path
+    except metadata.PackageNotFoundError:
+        # A checkout on the path.
         root = Path(__file__).parents[3]
         return {"url": root.as_uri(), "dir_info": {}} if (root / "pyproject.toml").is_file() else {}
-    found = json.loads(text or "{}")
-    return found if isinstance(found, dict) else {}
+    origin = json.loads(text or "{}")
+    return origin if isinstance(origin, dict) else {}

@@ -6,7 +6,7 @@ import signal
 
 
 class Interruption:
-    """The signal SIGINT, which raises KeyboardInterrupt and stays pending until it is cleared.
+    """The signal SIGINT: it raises KeyboardInterrupt and stays pending until it is cleared.
 
     Python's parser, for example, turns an exception inside it into a SyntaxError.
     """

@@ -65,7 +65,7 @@ def is_file(name: str, directory: Path | None = None) -> bool:
 
 
 def adapter_finder(directory: Path | None, connect: Callable[[], ClientOptions]) -> AdapterFinder:
-    """Return what finds adapters: files, and AImages, which are pulled if the store lacks them.
+    """Return a finder of adapters: files, and AImages. Missing AImages are pulled.
 
     They are leased until the verb ends.
     """
@@ -95,8 +95,8 @@ def find_uses(texts: Iterable[str]) -> list[tuple[AdapterEntry, float]]:
     """Return the adapters of the option and their strengths. Raises as ``AdapterFinder.find``."""
     request = GenerateRequest.of("", loras=read_uses(texts, None))
     with needs("adapters", "mlx"):
-        found = adapter_finder(None, cache(settings().connection)).find_all(request)
-    pairs = zip(found, request.adapters.loras, strict=True)
+        adapters = adapter_finder(None, cache(settings().connection)).find_all(request)
+    pairs = zip(adapters, request.adapters.loras, strict=True)
     return [(adapter, adapter.strength(use.strength)) for adapter, use in pairs]
 
 

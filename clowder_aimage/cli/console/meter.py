@@ -10,27 +10,28 @@ from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.mediatype import NAME
 
-_SMOOTH = 5.0  # approximate number of seconds for a change of speed to show in full
+# Approximate number of seconds for a change of speed to show in full.
+_SMOOTH = 5.0
 _TITLE = "org.opencontainers.image.title"
 
 
 class Speed:
-    """A smoothed count per second, which falls to zero while nothing is counted."""
+    """A smoothed count per second. It falls to zero while nothing is counted."""
 
-    def __init__(self, now: float) -> None:
-        self._now = now
+    def __init__(self, time: float) -> None:
+        self._now = time
         self._count = 0
         self._sum = self._weight = 0.0
 
-    def sample(self, count: int, now: float) -> None:
-        """Record that the count is ``count`` at ``now``."""
-        passed = now - self._now
+    def sample(self, count: int, time: float) -> None:
+        """Record that the count is ``count`` at ``time``."""
+        passed = time - self._now
         if passed <= 0:
             return
-        kept = math.exp(-passed / _SMOOTH)
-        self._sum = self._sum * kept + (count - self._count) / passed * (1 - kept)
-        self._weight = self._weight * kept + 1 - kept
-        self._now, self._count = now, count
+        decay = math.exp(-passed / _SMOOTH)
+        self._sum = self._sum * decay + (count - self._count) / passed * (1 - decay)
+        self._weight = self._weight * decay + 1 - decay
+        self._now, self._count = time, count
 
     @property
     def value(self) -> float:
@@ -40,12 +41,12 @@ class Speed:
 class BlobProgress:
     """A blob being transferred."""
 
-    def __init__(self, content: Descriptor, now: float) -> None:
+    def __init__(self, content: Descriptor, time: float) -> None:
         self.label = name_of(content) or content.digest.encoded[:12]
         self.total = content.size
-        self.begun = now
+        self.begun = time
         self.done = self.moved = 0
-        self.speed = Speed(now)
+        self.speed = Speed(time)
 
     @property
     def shown(self) -> int:
@@ -70,16 +71,17 @@ class Meter:
         self.task = task
         self.subject = subject
         self.stepwise = stepwise
-        self.active: dict[Digest, BlobProgress] = {}  # in order of start
+        # In order of start.
+        self.active: dict[Digest, BlobProgress] = {}
         self.begin(0, 0.0)
 
-    def begin(self, total: int, now: float, blobs: int = 0) -> None:
+    def begin(self, total: int, time: float, blobs: int = 0) -> None:
         """Set the total. A second call starts over."""
         self.total, self.blobs = total, blobs
-        self.begun = self.now = now
+        self.begun = self.now = time
         self.done = self.skipped = self.finished = 0
         self._moved = self._most = 0
-        self._speed = Speed(now)
+        self._speed = Speed(time)
         self.active.clear()
 
     def advance(self, count: int, *, moved: bool = True) -> None:
@@ -89,24 +91,25 @@ class Meter:
         if moved and count > 0:
             self._moved += count
 
-    def watch(self, event: CopyEvent, now: float) -> bool:
-        """Count an event of a copy; return whether it is more than received bytes."""
+    def watch(self, event: CopyEvent, time: float) -> bool:
+        """Count an event of a copy; return False if it only reports received bytes."""
         content = event.content
         if event.kind == "plan":
-            self.begin(event.count, now, event.blobs)
+            self.begin(event.count, time, event.blobs)
         elif content is None:
             return False
         elif event.kind == "progress":
             self._progress(self.active.get(content.digest), event.count)
             return event.count < 0
         elif event.kind == "start":
-            self.active[content.digest] = BlobProgress(content, now)
+            self.active[content.digest] = BlobProgress(content, time)
         elif event.kind in ("skip", "done"):
             blob = self.active.pop(content.digest, None)
             if event.kind == "skip":
                 self.skipped += 1
             elif blob is None:
-                return False  # it was mounted and has been counted
+                # It was mounted and has been counted.
+                return False
             self.finished += 1
             self.advance(content.size - (blob.done if blob else 0), moved=False)
         return True
@@ -120,12 +123,12 @@ class Meter:
             if moved and count > 0:
                 blob.moved += count
 
-    def sample(self, now: float) -> None:
+    def sample(self, time: float) -> None:
         """Update the speeds; call this at intervals."""
-        self.now = now
-        self._speed.sample(self._moved, now)
+        self.now = time
+        self._speed.sample(self._moved, time)
         for blob in self.active.values():
-            blob.speed.sample(blob.moved, now)
+            blob.speed.sample(blob.moved, time)
 
     @property
     def shown(self) -> int:
@@ -139,7 +142,7 @@ class Meter:
 
     @property
     def rate(self) -> float:
-        """The count per second; the average for steps, which are few and similar."""
+        """The count per second; for steps the average, as they are few and similar."""
         if self.stepwise:
             return self.done / self.elapsed if self.elapsed > 0 else 0.0
         return self._speed.value
@@ -164,9 +167,9 @@ class Meter:
 
 def name_of(content: Descriptor) -> str | None:
     """Return the name in a descriptor: its title, its AImage name, or ollama's."""
-    named = (
+    names = (
         content.annotations.get(_TITLE),
         content.annotations.get(NAME),
         content.extra.get("name"),
     )
-    return next((name for name in named if isinstance(name, str) and name), None)
+    return next((name for name in names if isinstance(name, str) and name), None)

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from clowder_aimage.pictures.input_file import InputFile
     from clowder_aimage.pictures.input_source import InputSource
 
-_KEY = "clowder_aimage.pictures"  # in the meta of the command's context
-_LONGEST = 200  # characters of a name in an error
+# In the meta of the command's context.
+_KEY = "clowder_aimage.pictures"
+# Characters of a name in an error.
+_LONGEST = 200
 
 
 @dataclass(slots=True)
@@ -32,13 +34,16 @@ class NamedPictures:
 
     data: dict[str, bytes] = field(default_factory=dict)
     files: dict[str, InputFile] = field(default_factory=dict)
-    added: list[Descriptor] = field(default_factory=list)  # to the store
+    # To the store.
+    added: list[Descriptor] = field(default_factory=list)
     leases: contextlib.ExitStack | None = None
-    stamps: dict[str, object] = field(default_factory=dict)  # of files when they were read
-    fitting: set[tuple[str, str]] = field(default_factory=set)  # images and masks
+    # Of files when they were read.
+    stamps: dict[str, object] = field(default_factory=dict)
+    # Images and masks.
+    fitting: set[tuple[str, str]] = field(default_factory=set)
 
     def read(self, name: str, option: str) -> InputFile:
-        """Return the facts of a file, which is read once, and again after it has changed.
+        """Return the description of a file. It is read once, and again after a change.
 
         Raises UsageError, NotFoundError, and as ``InputSource.read``.
         """
@@ -48,9 +53,9 @@ class NamedPictures:
             with needs("reading a picture", "mlx"):
                 from clowder_aimage.pictures.input import inspect
             data = input_source().read(name, option)
-            found = inspect(data, f"{option}: {picture_label(name)}")
-            self.files[name], self.stamps[name] = found, stamp
-            self.data[str(found.descriptor.digest)] = data
+            file = inspect(data, f"{option}: {picture_label(name)}")
+            self.files[name], self.stamps[name] = file, stamp
+            self.data[str(file.descriptor.digest)] = data
         return self.files[name]
 
     def find(self, digest: str) -> tuple[str, InputFile]:
@@ -81,19 +86,19 @@ class NamedPictures:
         """Put files into the store, leased until the command ends."""
         from clowder_aimage.pictures.input import keep
 
-        wanted = [self.data[one] for one in digests if one in self.data]
-        if wanted:
+        contents = [self.data[digest] for digest in digests if digest in self.data]
+        if contents:
             layout = settings().layout
             context = click.get_current_context()
             self.leases = self.leases or context.with_resource(contextlib.ExitStack())
             lease = self.leases.enter_context(layout.lease())
-            for data in wanted:
+            for data in contents:
                 content = Descriptor("", Digest.of(data), len(data))
                 self.added += [] if layout.exists(content) else [content]
                 keep(layout, lease, data, "the picture")
 
     def discard(self) -> None:
-        """Remove the files that this command has put into the store: they were refused."""
+        """Remove the files that this command has stored, after they were refused."""
         from clowder_aimage.layout.gc import Collector
 
         if self.leases is not None and self.added:
@@ -104,22 +109,23 @@ class NamedPictures:
 
 def _status(name: str) -> os.stat_result | None:
     """Return the status of a file; None for other names."""
-    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a URL, or ~ of nobody
+    # A URL, or ~ of nobody.
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
         return Path(name).expanduser().stat()
     return None
 
 
 def _stamp(name: str) -> tuple[int, ...]:
-    found = _status(name)
-    return () if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+    status = _status(name)
+    return () if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _check_name(name: str, option: str) -> None:
     """Reject a name that is not that of a picture, as far as it says. Raises UsageError."""
     if not name:
         raise UsageError(f"{option} names no picture")
-    found = _status(name)
-    if found is not None and stat.S_ISDIR(found.st_mode):
+    status = _status(name)
+    if status is not None and stat.S_ISDIR(status.st_mode):
         raise UsageError(f"{option}: {name} is a directory, not a picture")
     if name == "-" and sys.stdin is not None and sys.stdin.isatty():
         raise UsageError(f"{option}: stdin is a terminal", hint="name a file, or use a pipe")
@@ -151,5 +157,5 @@ def picture_label(name: str) -> str:
 def named_pictures() -> NamedPictures:
     """Return the picture files of the command that runs."""
     meta = click.get_current_context().meta
-    found: NamedPictures = meta.setdefault(_KEY, NamedPictures())
-    return found
+    pictures: NamedPictures = meta.setdefault(_KEY, NamedPictures())
+    return pictures

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from clowder_aimage.oci import Reference
     from clowder_aimage.registry import ClientOptions
 
-_TAGS_TIMEOUT = 2.0  # seconds, in a completion
-_TRACES_TIMEOUT = 2.0  # seconds that an unreachable collector may delay the end of a verb
+# Seconds, in a completion.
+_TAGS_TIMEOUT = 2.0
+# Seconds that an unreachable collector may delay the end of a verb.
+_TRACES_TIMEOUT = 2.0
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -82,7 +84,8 @@ def _shared(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 
 
 def _remember_template(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    if value == "json":  # as docker and oras spell --json
+    # As docker and oras spell --json.
+    if value == "json":
         ctx.meta[f"{META}as_json"] = True
     elif value is not None:
         with needs("a template", "format"):
@@ -94,7 +97,8 @@ common_options = options(
     _shared(
         "--store",
         type=click.Path(),
-        is_eager=True,  # before names in the store are looked up
+        # Before names in the store are looked up.
+        is_eager=True,
         help="The directory of the store, an OCI image layout. [env: AIMAGE_STORE]",
     ),
     _shared("--json", "as_json", is_flag=True, help="Print the result as JSON."),
@@ -111,7 +115,7 @@ common_options = options(
 )
 
 
-# Options of oras, crane, hf, diffusers and mflux, with those that they stand for
+# Options of oras, crane, hf, diffusers and mflux, with those that they stand for.
 SYNONYMS = {
     "--artifact-type": "--type",
     "--cfg": "--guidance",
@@ -126,10 +130,10 @@ SYNONYMS = {
     "-s": "--steps",
 }
 
-# Flags that may have a value after "=": a value after a space would be taken from the prompt
+# Flags that may have a value after "=": a value after a space would be taken from the prompt.
 _VALUED = {"--enhance": "--enhancer"}
 
-# Options of other tools without an equal: what to use
+# Options of other tools without an equal: what to use.
 _ELSEWHERE = {
     "--artifact-type": "the type of an AImage is fixed; 'aimage attach --type' sets that of files",
     "--digests": "--no-trunc shows whole digests",
@@ -140,7 +144,8 @@ _ELSEWHERE = {
 }
 
 
-_SECTIONS = ("Options", "Picture options", "Text options", "Registry options")  # of a help text
+# Of a help text.
+_SECTIONS = ("Options", "Picture options", "Text options", "Registry options")
 
 
 class _ConnectionOption(click.Option):
@@ -206,17 +211,17 @@ class Verb(_Exemplified):
             return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        known = {name for param in self.params for name in param.opts}
+        names = {name for param in self.params for name in param.opts}
         words = list(args)
-        for at, word in enumerate(words):
+        for index, word in enumerate(words):
             if word == "--":
                 break
             name, equals, value = word.partition("=")
-            if equals and _VALUED.get(name) in known:
-                words[at] = f"{_VALUED[name]}={value}"
-            if name not in known and SYNONYMS.get(name) in known:
-                own = SYNONYMS[name]
-                words[at] = f"{own}{equals if own[:2] == '--' else ''}{value}"
+            if equals and _VALUED.get(name) in names:
+                words[index] = f"{_VALUED[name]}={value}"
+            if name not in names and SYNONYMS.get(name) in names:
+                synonym = SYNONYMS[name]
+                words[index] = f"{synonym}{equals if synonym[:2] == '--' else ''}{value}"
         try:
             return super().parse_args(ctx, words)
         except click.NoSuchOption as error:
@@ -236,11 +241,11 @@ class VerbGroup(_Exemplified, click.Group):
 def verb(function: Callable[..., Any]) -> click.Command:
     """Return a command with the common options, without the names that it uses itself."""
     command = click.command(cls=Verb)(function)
-    own = {name for param in command.params for name in param.opts}
+    used_names = {name for param in command.params for name in param.opts}
     common_options(command)
     for param in command.params:
         if param.name == "template":
-            param.opts = [name for name in param.opts if name not in own]
+            param.opts = [name for name in param.opts if name not in used_names]
     return command
 
 
@@ -250,7 +255,7 @@ def _connection(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 
 _pem_file = click.Path(exists=True, dir_okay=False)
 
-# Those of daemons, which connect to many registries
+# Those of daemons, which connect to many registries.
 daemon_connection_options = options(
     _connection(
         "--plain-http", is_flag=True, help="Use HTTP instead of HTTPS. [default for loopback hosts]"
@@ -355,17 +360,17 @@ def _tags(repository: str) -> list[str]:
     reference = Reference.parse(repository)
     if reference.registry is None:
         return []
-    connection, found = settings().connection(), list[str]()
+    connection, names = settings().connection(), list[str]()
 
     def fetch() -> None:
         with contextlib.suppress(AImageError), Repository(reference, connection) as remote:
             tags = [tag for tag in remote.tag_names() if not is_generated(tag)]
-            found.extend(f"{reference.name}:{tag}" for tag in tags)
+            names.extend(f"{reference.name}:{tag}" for tag in tags)
 
     thread = threading.Thread(target=fetch, daemon=True)
     thread.start()
     thread.join(_TAGS_TIMEOUT)
-    return found
+    return names
 
 
 reference_argument = click.argument(
@@ -404,20 +409,20 @@ def references_argument(*, required: bool) -> Callable[[_F], _F]:
     )
 
 
-def given_options(*but: str) -> list[str]:
+def explicit_options(*exclude: str) -> list[str]:
     """Return the verb's options on the command line, except those of these names."""
     context = click.get_current_context()
     return [
         max(option.opts, key=len)
         for option in context.command.params
         if isinstance(option, click.Option)
-        and option.name not in but
+        and option.name not in exclude
         and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
     ]
 
 
 @contextlib.contextmanager
-def needs(what: str, extra: str) -> Iterator[None]:
+def needs(subject: str, extra: str) -> Iterator[None]:
     """Convert a missing dependency of an extra into a UsageError.
 
     ``extra`` may have others before it that are of use with it.
@@ -427,7 +432,7 @@ def needs(what: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("clowder_aimage"):
             raise
-        message = f"{what} needs the extra [{extra.rpartition(',')[2]}]"
+        message = f"{subject} needs the extra [{extra.rpartition(',')[2]}]"
         raise UsageError(message, remedy="install_extra", extra=extra) from None
 
 
@@ -474,8 +479,8 @@ class VerbSettings(NamedTuple):
         from clowder_aimage.layout import ImageLayout, LayeredStore
 
         report_waits()
-        first, *others = self.stores
-        return LayeredStore(self.stores) if others else ImageLayout(first)
+        root, *more_roots = self.stores
+        return LayeredStore(self.stores) if more_roots else ImageLayout(root)
 
     @property
     def has_connection(self) -> bool:
@@ -526,6 +531,6 @@ def settings() -> VerbSettings:
     from clowder_aimage.config.user_directory import default_stores
 
     meta = click.get_current_context().meta
-    given = {key.removeprefix(META): meta[key] for key in meta if key.startswith(META)}
-    store = given.pop("store", None)
-    return VerbSettings((Path(store),) if store else default_stores(), **given)
+    stated = {key.removeprefix(META): meta[key] for key in meta if key.startswith(META)}
+    store = stated.pop("store", None)
+    return VerbSettings((Path(store),) if store else default_stores(), **stated)

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
     from clowder_aimage.oci import Descriptor
 
-META = "clowder_aimage.cli."  # key prefix for the common options of a command line
-_SAID = "clowder_aimage.said"  # in the meta of the command's context
+# Key prefix for the common options of a command line.
+META = "clowder_aimage.cli."
+# In the meta of the command's context.
+_SAID = "clowder_aimage.said"
 _LEVELS = {"error": "error", "retry": "warning", "wait": "warning"} | dict.fromkeys(
     ("start", "skip", "done", "request"), "debug"
 )
@@ -27,12 +29,12 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 def result(value: dict[str, Any] | list[Any], text: str | Iterable[str]) -> None:
     """Print a result: ``text``, ``value`` as JSON with ``--json``, or by the given template.
 
-    A text is one line; several are given one by one. So no name, type or message from a registry or
-    a model makes a line of its own. With a template, each element of a list is a line.
+    A text is one line, and several texts are several lines, so that no name, type or message from a
+    registry or a model adds a line. With a template, each element of a list is a line.
     """
-    if (template := _given("template")) is not None:
-        for one in value if isinstance(value, list) else [value]:
-            click.echo(template.render(one))
+    if (template := _read_option("template")) is not None:
+        for element in value if isinstance(value, list) else [value]:
+            click.echo(template.render(element))
         return
     if not wants_json():
         lines = [text] if isinstance(text, str) else text
@@ -41,13 +43,14 @@ def result(value: dict[str, Any] | list[Any], text: str | Iterable[str]) -> None
     import json
 
     line = json.dumps(value, ensure_ascii=False)
-    if not line.isprintable():  # a terminal obeys some characters that JSON allows
+    # A terminal obeys some characters that JSON allows.
+    if not line.isprintable():
         line = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)
     click.echo(line)
 
 
 def printable(text: str) -> str:
-    """Replace the control characters in ``text``, which may come from a model, but no line ends."""
+    """Replace the control characters in a text of a model, but not its line ends."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
@@ -69,20 +72,22 @@ def write_piece(text: str, *, is_aside: bool = False) -> None:
 
 
 def shown(text: str) -> str:
-    """Replace what a terminal would obey in a text of a model; lines and tabs remain.
+    """Replace the control characters of a terminal in a text of a model; lines and tabs remain.
 
-    Directional formatting (UAX #9, 2) would change the order of what is shown around it.
+    Directional formatting (UAX #9, 2) is replaced too: it changes the order of the text around it.
     """
     if text.isprintable():
         return text
     import unicodedata
 
-    def is_obeyed(one: str) -> bool:
-        if unicodedata.category(one) in ("Cc", "Cs"):
-            return one not in "\n\t"
-        return "\u202a" <= one <= "\u202e" or "\u2066" <= one <= "\u2069"
+    def is_obeyed(character: str) -> bool:
+        if unicodedata.category(character) in ("Cc", "Cs"):
+            return character not in "\n\t"
+        return "\u202a" <= character <= "\u202e" or "\u2066" <= character <= "\u2069"
 
-    return "".join("\N{REPLACEMENT CHARACTER}" if is_obeyed(one) else one for one in text)
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}" if is_obeyed(character) else character for character in text
+    )
 
 
 def plain(descriptor: Descriptor) -> dict[str, Any]:
@@ -98,16 +103,16 @@ def note(text: str) -> None:
 
 def note_once(text: str) -> None:
     """Print a message as ``note``, unless the command has printed it."""
-    said: set[str] = click.get_current_context().meta.setdefault(_SAID, set())
-    if text not in said:
-        said.add(text)
+    printed: set[str] = click.get_current_context().meta.setdefault(_SAID, set())
+    if text not in printed:
+        printed.add(text)
         note(text)
 
 
-def waiting(what: str, pid: int | None) -> tuple[str, int | None]:
+def waiting(subject: str, pid: int | None) -> tuple[str, int | None]:
     """Return the message that a process is waited for, and its id if that is known."""
     name = f"process {pid}" if pid else "another process"
-    return f"waiting for {name}, which is using {what}", pid or None
+    return f"waiting for {name}, which is using {subject}", pid or None
 
 
 def report_waits() -> None:
@@ -116,8 +121,8 @@ def report_waits() -> None:
 
     is_json = wants_json()
 
-    def listener(what: str, pid: int | None) -> None:
-        message, pid = waiting(what, pid)
+    def listener(subject: str, pid: int | None) -> None:
+        message, pid = waiting(subject, pid)
         line = event("wait", message=message, pid=pid) if is_json else printable(message)
         click.echo(line, err=True)
 
@@ -151,10 +156,10 @@ def is_verbose() -> bool:
 
 
 def _is_given(option: str) -> bool:
-    return bool(_given(option))
+    return bool(_read_option(option))
 
 
-def _given(option: str) -> Any:
+def _read_option(option: str) -> Any:
     context = click.get_current_context(silent=True)
     return None if context is None else context.meta.get(META + option)
 
@@ -184,9 +189,9 @@ def duration(seconds: float | None) -> str:
     """Format minutes and seconds, with hours if there are any."""
     if seconds is None or seconds >= 100 * 3600:
         return "-:--"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"
 
 
 def number(count: int) -> str:
@@ -218,15 +223,15 @@ def table_of(
     cells: Callable[[dict[str, Any]], Sequence[str]],
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of a list and their table; leave out and note rows that cannot be shown."""
-    kept: list[dict[str, Any]] = []
+    shown_rows: list[dict[str, Any]] = []
     lines: list[Sequence[str]] = [titles]
 
     def show(row: dict[str, Any]) -> dict[str, Any]:
         lines.append(cells(row))
         return row
 
-    kept += describe_each(rows, show, left_out)
-    return kept, table(lines)
+    shown_rows += describe_each(rows, show, left_out)
+    return shown_rows, table(lines)
 
 
 def left_out(row: object, error: Exception) -> None:
@@ -271,7 +276,8 @@ def output_file(name: str) -> Iterator[BinaryIO]:
         if name == "-":
             raw = standard_stream(sys.stdout, "write bytes to", "set a file with -o, or use a pipe")
             yield cast(BinaryIO, raw)
-        elif path.exists() and not path.is_file():  # a device or a pipe
+        elif path.exists() and not path.is_file():
+            # A device or a pipe.
             with open_special(path) as file:
                 yield file
         else:

@@ -16,8 +16,13 @@ def parameter_options(
     *owners: type, without: Collection[str] = (), section: type[click.Option] = click.Option
 ) -> Callable[[Any], Any]:
     """Return a decorator that adds options for parameters of dataclasses, ``without`` some."""
-    added = [one for owner in owners for one in parameters(owner) if one.name not in without]
-    return options(*(_option(each, section) for each in added))
+    selected = [
+        parameter
+        for owner in owners
+        for parameter in parameters(owner)
+        if parameter.name not in without
+    ]
+    return options(*(_option(parameter, section) for parameter in selected))
 
 
 def _option(parameter: Parameter, section: type[click.Option]) -> Callable[[Any], Any]:
@@ -27,8 +32,11 @@ def _option(parameter: Parameter, section: type[click.Option]) -> Callable[[Any]
     flag = "-n" if name == "n" else f"--{name.replace('_', '-')}"
     if parameter.type.kind is bool:
         return click.option(flag, name, help=text, cls=section, is_flag=True, default=None)
-    how: dict[str, Any] = {"metavar": _metavar(parameter), "shell_complete": _complete(parameter)}
-    return click.option(flag, name, help=text, cls=section, type=reader(parameter), **how)
+    attributes: dict[str, Any] = {
+        "metavar": _metavar(parameter),
+        "shell_complete": _complete(parameter),
+    }
+    return click.option(flag, name, help=text, cls=section, type=reader(parameter), **attributes)
 
 
 def reader(parameter: Parameter) -> Callable[[Any], Any]:
@@ -43,7 +51,9 @@ def reader(parameter: Parameter) -> Callable[[Any], Any]:
 
 def _complete(parameter: Parameter) -> Callable[..., list[str]]:
     choices = _choices(parameter)
-    return lambda _ctx, _param, incomplete: [one for one in choices if one.startswith(incomplete)]
+    return lambda _ctx, _param, incomplete: [
+        choice for choice in choices if choice.startswith(incomplete)
+    ]
 
 
 def _metavar(parameter: Parameter) -> str:

@@ -26,7 +26,8 @@ _KINDS: Mapping[str, Format] = {
     ".jpeg": "jpeg",
     ".webp": "webp",
 }
-_LONGEST = 40  # characters of a prompt in a file name
+# Characters of a prompt in a file name.
+_LONGEST = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,10 @@ class PictureOutput:
         if not self._is_directory:
             directory = self._path.parent
             if self._path.suffix.lower() not in _KINDS:
-                known = "expected a name in .png, .jpg, .jpeg or .webp"
-                raise UsageError(f"unknown picture format: {self._path.name}", hint=known)
-        elif self.name and self.name.endswith(os.sep):  # it is made later
+                suffixes = "expected a name in .png, .jpg, .jpeg or .webp"
+                raise UsageError(f"unknown picture format: {self._path.name}", hint=suffixes)
+        elif self.name and self.name.endswith(os.sep):
+            # It is made later.
             while not directory.exists() and directory != directory.parent:
                 directory = directory.parent
         if not directory.is_dir():
@@ -103,7 +105,7 @@ class PictureOutput:
 
         def choose() -> Path:
             if self._is_directory:
-                return _unused(self._path, f"{_words(prompt)}-sheet")
+                return _choose_path(self._path, f"{_words(prompt)}-sheet")
             return self._path.with_name(f"{self._path.stem}-sheet.png")
 
         return self._write(data, choose)
@@ -130,21 +132,21 @@ class PictureOutput:
         """Return a picture's path. A name chosen here never overwrites another picture."""
         path = self._path
         if self._is_directory:
-            return _unused(path, f"{_words(prompt)}-{seed}")
+            return _choose_path(path, f"{_words(prompt)}-{seed}")
         path = path if path.suffix else path.with_suffix(".png")
         return path if count == 1 else path.with_stem(f"{path.stem}-{index + 1}")
 
 
-def _unused(directory: Path, stem: str) -> Path:
+def _choose_path(directory: Path, stem: str) -> Path:
     names = (f"{stem}-{number}.png" for number in itertools.count(2))
     paths = (directory / name for name in itertools.chain((f"{stem}.png",), names))
-    return next(found for found in paths if not found.exists())
+    return next(path for path in paths if not path.exists())
 
 
 def _words(prompt: str) -> str:
     """Return the first words of a prompt for a file name: ``two-red-circles``."""
-    found = re.findall(r"[^\W_]+", unicodedata.normalize("NFC", prompt).lower())
-    name = "-".join(found)
+    words = re.findall(r"[^\W_]+", unicodedata.normalize("NFC", prompt).lower())
+    name = "-".join(words)
     if len(name) > _LONGEST:
         name = name[:_LONGEST].rpartition("-")[0] or name[:_LONGEST]
     return name or "picture"

@@ -71,7 +71,7 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
         if values[name]:
             raise UsageError(f"--{name} applies to one --image: several are edited")
     images = [files.read(name, "--image") for name in names]
-    digests = tuple(str(one.descriptor.digest) for one in images)
+    digests = tuple(str(image.descriptor.digest) for image in images)
     parameters["references"] = digests if len(digests) > 1 else ()
     parameters["image"] = digests[0] if len(digests) == 1 else None
     if values["control"] is not None:
@@ -79,7 +79,8 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
         parameters["control"] = str(control.descriptor.digest)
         _check_control(values, images, control)
     if images and values["mask"] is not None:
-        is_refused = values["expand"] or values["upscale"]  # with a mask, by the request
+        # With a mask, by the request.
+        is_refused = values["expand"] or values["upscale"]
         parameters["mask"] = ALPHA if is_refused else files.read_mask(values["mask"], names[0])
     if values["expand"] and images and has_size:
         raise UsageError("--expand determines the size", hint="omit --size, --width, --height")
@@ -106,28 +107,30 @@ def for_model(draft: GenerateRequest, model: AImage) -> GenerateRequest:
     Raises UsageError.
     """
     draft = picture_role.assign_role(draft, model)
-    own = draft.input
-    first = next(iter(own.images), draft.control.image)
-    if first is None:
+    image_input = draft.input
+    main_image = next(iter(image_input.images), draft.control.image)
+    if main_image is None:
         return draft.for_model(model)
-    name, picture = named_pictures().find(first)
-    # These keep its size
-    is_whole = draft.has_size or own.expand or own.crop or own.upscale
-    if not is_whole and (reduced := reduction(picture, picture_role.most_area(own.references))):
-        option = "--image" if own.images else "--control"
+    name, picture = named_pictures().find(main_image)
+    # These keep its size.
+    keeps_size = draft.has_size or image_input.expand or image_input.crop or image_input.upscale
+    if not keeps_size and (
+        reduced := reduction(picture, picture_role.most_area(image_input.references))
+    ):
+        option = "--image" if image_input.images else "--control"
         note_once(f"{option}: {picture_label(name)} {reduced}; --size sets another size")
     return picture_role.own_sized(draft, picture).for_model(model)
 
 
 def to_request(draft: GenerateRequest) -> dict[str, Any]:
     """Return the fields of a request to a worker for pictures: data URLs in place of digests."""
-    own = draft.input
-    digests = {"image": own.image, "mask": own.mask, "control": draft.control.image}
+    image_input = draft.input
+    digests = {"image": image_input.image, "mask": image_input.mask, "control": draft.control.image}
     fields: dict[str, Any] = {
         name: _data_url(digest) for name, digest in digests.items() if digest not in (None, ALPHA)
     }
-    if own.references:
-        fields["images"] = list(map(_data_url, own.references))
+    if image_input.references:
+        fields["images"] = list(map(_data_url, image_input.references))
     return fields | ({"painted": "white"} if "mask" in fields else {})
 
 

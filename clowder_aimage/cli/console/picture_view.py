@@ -30,7 +30,8 @@ def draw_picture(path: Path, protocol: str, *, is_wanted: bool) -> None:
         return
     from clowder_aimage.cli.console.terminal_picture import escape_picture
 
-    with contextlib.suppress(OSError, ImportError):  # the picture has been written
+    # The picture has been written.
+    with contextlib.suppress(OSError, ImportError):
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
         sys.stderr.write(escape_picture(path.read_bytes(), protocol, columns or 80))
         sys.stderr.flush()

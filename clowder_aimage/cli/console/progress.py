@@ -27,12 +27,17 @@ from clowder_aimage.oci import Digest, Reference
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-_MESSAGES = ("note", "wait", "summary")  # events shown on terminals and in logs
-_STOP_TIMEOUT = 1.0  # seconds to wait for a terminal that blocks
-_MIN_AGE = 0.5  # seconds before a copy or a blob gets a bar
+# Events shown on terminals and in logs.
+_MESSAGES = ("note", "wait", "summary")
+# Seconds to wait for a terminal that blocks.
+_STOP_TIMEOUT = 1.0
+# Seconds before a copy or a blob gets a bar.
+_MIN_AGE = 0.5
 _MAX_BLOBS = 8
-_MIN_TITLE, _MAX_TITLE = 12, 40  # cells; the rest of the line is for the bar
-_FIGURES = 40  # cells for the position, rate and time
+# Cells; the rest of the line is for the bar.
+_MIN_TITLE, _MAX_TITLE = 12, 40
+# Cells for the position, rate and time.
+_FIGURES = 40
 
 
 class LineView:
@@ -93,9 +98,10 @@ class JsonView(LineView):
     def send(self, kind: str, **fields: Any) -> None:
         if output.event_level(kind) == "debug" and not self._is_verbose:
             return
-        known = {key: value for key, value in fields.items() if value is not None}
-        with contextlib.suppress(OSError, ValueError):  # a closed pipe does not stop a transfer
-            self._write(output.event(kind, **known))
+        stated = {key: value for key, value in fields.items() if value is not None}
+        # A closed pipe does not stop a transfer.
+        with contextlib.suppress(OSError, ValueError):
+            self._write(output.event(kind, **stated))
 
 
 class BarView(LineView):
@@ -216,10 +222,12 @@ class Progress:
         if thread is None or self._view is None:
             return
         try:
-            with contextlib.suppress(RuntimeError):  # interrupted before it started
+            # Interrupted before it started.
+            with contextlib.suppress(RuntimeError):
                 thread.join(_STOP_TIMEOUT)
         finally:
-            if not thread.is_alive():  # otherwise the terminal blocks and would block this thread
+            # Otherwise the terminal blocks and would block this thread.
+            if not thread.is_alive():
                 with contextlib.suppress(OSError, ValueError):
                     self._view.close()
 
@@ -240,7 +248,7 @@ class Progress:
             self._meter.advance(count)
 
     def show(self, done: object, total: object) -> None:
-        """Show the count and the total that a worker reports; ignore what are not counts."""
+        """Show the count and the total that a worker reports; ignore other values."""
         if type(done) is not int or type(total) is not int or total < 0:
             return
         if total != self._meter.total:
@@ -262,7 +270,8 @@ class Progress:
         if event.kind == "wait":
             message, pid = output.waiting(f"blob {fields['name'] or digest}", event.count)
             self._view.send("wait", message=message, pid=pid, **fields)
-        elif event.kind == "progress":  # fewer than before: a retry starts over
+        elif event.kind == "progress":
+            # Fewer than before: a retry starts over.
             self._view.send("retry", **fields, lost=-event.count)
         else:
             self._view.send(event.kind, **fields)
@@ -278,7 +287,8 @@ class Progress:
 
     def _run(self) -> None:
         assert self._view is not None  # noqa: S101 (for mypy)
-        with contextlib.suppress(OSError, ValueError):  # the terminal is closed
+        # The terminal is closed.
+        with contextlib.suppress(OSError, ValueError):
             while not self._ended.wait(self._view.interval):
                 self.refresh()
 
@@ -307,11 +317,11 @@ class Progress:
         meter = self._meter
         if self._view is None:
             return
-        there = f", {meter.skipped} already there" if meter.skipped else ""
+        present = f", {meter.skipped} already there" if meter.skipped else ""
         moved = plural(meter.blobs - meter.skipped, "blob")
         self._view.send(
             "summary",
-            message=f"{verb} {moved}{there}, {size(meter.total)} in all",
+            message=f"{verb} {moved}{present}, {size(meter.total)} in all",
             task=meter.task,
             reference=self._reference,
             blobs=meter.blobs - meter.skipped,

@@ -18,10 +18,14 @@ from clowder_aimage.cli.console.output import facts, note
 from clowder_aimage.cli.console.remedy import advice
 from clowder_aimage.errors import AImageError, UsageError
 
-_MAX_PROMPT = 1 << 20  # bytes of stdin
-_QUOTES = '"""'  # around a prompt of several lines
-_HISTORY = 1000  # lines that are kept
-_MAX_HISTORY = 1 << 20  # bytes of its file
+# Bytes of stdin.
+_MAX_PROMPT = 1 << 20
+# Around a prompt of several lines.
+_QUOTES = '"""'
+# Lines that are kept.
+_HISTORY = 1000
+# Bytes of its file.
+_MAX_HISTORY = 1 << 20
 _ENDS = ("/bye", "/exit", "/quit")
 _COMMON = {
     '"""': 'begin a text of several lines, which ends with """',
@@ -32,7 +36,8 @@ _COMMON = {
     "/bye": "end (or Ctrl-D)",
 }
 
-Command = tuple[str, Callable[[], None]]  # its line in the help, and what it does
+# Its line in the help, and what it does.
+Command = tuple[str, Callable[[], None]]
 
 
 def read_prompt(words: tuple[str, ...]) -> str | None:
@@ -67,12 +72,12 @@ def _standard_input() -> str:
 class PromptLoop:
     """Prompts that are read until the end of the input, and the commands between them.
 
-    what: the line of the help about prompts. make: called with each prompt; its errors are
+    introduction: the line of the help about prompts. make: called with each prompt; its errors are
     printed, and an interrupt cancels it. values: the options by the names of their parameters, set
     by commands; options: those that can be set, by the names that users type. commands: others.
     """
 
-    what: str
+    introduction: str
     make: Callable[[str], object]
     values: MutableMapping[str, Any]
     options: Mapping[str, click.Option]
@@ -86,7 +91,7 @@ class PromptLoop:
                 pass
 
     def _step(self) -> bool:
-        """Read and do one line; return whether others follow."""
+        """Read and handle a line; return False at the end."""
         try:
             line = _read()
             if line in _ENDS:
@@ -109,23 +114,26 @@ class PromptLoop:
         return True
 
     def _command(self, line: str) -> None:
-        word, *rest = line.split(maxsplit=2)
-        if word in self.commands and not rest:
+        word, *arguments = line.split(maxsplit=2)
+        if word in self.commands and not arguments:
             self.commands[word][1]()
-        elif word == "/set" and rest:
-            self._set(rest[0].lstrip("-"), rest[1] if len(rest) > 1 else None)
-        elif word == "/show" and not rest:
-            rows = [(name, _shown(self.values, each)) for name, each in self.options.items()]
+        elif word == "/set" and arguments:
+            self._set(arguments[0].lstrip("-"), arguments[1] if len(arguments) > 1 else None)
+        elif word == "/show" and not arguments:
+            rows = [(name, _shown(self.values, option)) for name, option in self.options.items()]
             note("\n".join(facts(rows)))
         elif word in ("/help", "/?", "/set"):
-            note("\n".join([self.what, *self._help()]))
+            note("\n".join([self.introduction, *self._help()]))
         else:
             raise UsageError(f"unknown command {word}", hint="/help lists the commands")
 
     def _help(self) -> list[str]:
-        own = {name: text for name, (text, _) in self.commands.items()}
+        loop_commands = {name: text for name, (text, _) in self.commands.items()}
         names = ", ".join(self.options)
-        return [f"{name:<16} {text.format(names=names)}" for name, text in (own | _COMMON).items()]
+        return [
+            f"{name:<16} {text.format(names=names)}"
+            for name, text in (loop_commands | _COMMON).items()
+        ]
 
     def _set(self, name: str, text: str | None) -> None:
         """Set an option as on the command line. Raises UsageError."""
@@ -134,13 +142,14 @@ class PromptLoop:
             listed = ", ".join(self.options)
             raise UsageError(f"unknown option {name}", hint=f"expected one of: {listed}")
         key = str(option.name)
-        if text is None:  # without a default, click has None or a sentinel of its own
+        # Without a default, click has None or a sentinel of its own.
+        if text is None:
             is_plain = isinstance(option.default, bool | int | float | str)
             self.values[key] = () if option.multiple else option.default if is_plain else None
             return
-        given = _words(text) if option.multiple else text
+        argument = _words(text) if option.multiple else text
         try:
-            self.values[key] = option.process_value(click.get_current_context(), given)
+            self.values[key] = option.process_value(click.get_current_context(), argument)
         except click.BadParameter as error:
             raise UsageError(f"invalid value for {name}: {error.message}") from None
 
@@ -166,7 +175,7 @@ def _read() -> str:
 
 
 def _line(prompt: str) -> str:
-    """Return a line. A timer interrupts ``input``, which misses a Ctrl-C just before it waits."""
+    """Return a line. A timer interrupts ``input``: it misses a Ctrl-C just before it waits."""
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
     try:
@@ -243,7 +252,8 @@ def prompt_history() -> Iterator[None]:
     """
     try:
         import readline
-    except ImportError:  # a Python without it
+    except ImportError:
+        # A Python without it.
         yield
         return
     from clowder_aimage.config.user_directory import config_file, history_file

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def check_push(target: Reference, prompt: str | None, model: Reference) -> None:
-    """Reject a name to which pictures cannot be pushed, before they are generated.
+    """Reject a name that pictures cannot be pushed to, before they are generated.
 
-    The registry is asked, also whether it accepts uploads. Raises as ``check_replaceable``.
+    The registry is asked to accept an upload. Raises as ``check_replaceable``.
     """
     from clowder_aimage.pictures.artifact import check_replaceable, check_target
 
@@ -46,4 +46,4 @@ def push_made(pictures: Sequence[MadePicture], target: Reference) -> dict[str, s
 
 def _connection(*names: Reference) -> ClientOptions:
     """Return the options for the registries of names. Raises UsageError."""
-    return settings().connection(*dict.fromkeys(filter(None, (one.registry for one in names))))
+    return settings().connection(*dict.fromkeys(filter(None, (name.registry for name in names))))

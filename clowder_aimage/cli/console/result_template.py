@@ -19,7 +19,7 @@ class ResultTemplate:
     r"""A template that is rendered with the fields of a result as its variables.
 
     Args:
-        source: Jinja's syntax, in which ``\n`` and ``\t`` stand for a line end and a tab.
+        source: Jinja's syntax; ``\n`` and ``\t`` stand for a line end and a tab.
 
     Raises:
         UsageError: the template is invalid.
@@ -43,19 +43,21 @@ class ResultTemplate:
         try:
             return self._template.render(value)
         except RenderError as error:
-            where = "the template" if error.line is None else f"line {error.line} of the template"
+            location = (
+                "the template" if error.line is None else f"line {error.line} of the template"
+            )
             raise UsageError(
-                f"done, but the result cannot be printed: {where}: {error}",
+                f"done, but the result cannot be printed: {location}: {error}",
                 hint=f"the fields of the result are {', '.join(value)}",
             ) from None
 
 
 def _clean(value: Any) -> Any:
-    """Return ``value`` without control characters and line ends, which may come from a registry."""
+    """Return a value, perhaps of a registry, without control characters and line ends."""
     if isinstance(value, dict):
-        return {_clean(key): _clean(each) for key, each in value.items()}
+        return {_clean(key): _clean(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(each) for each in value]
+        return [_clean(element) for element in value]
     return one_line(value) if isinstance(value, str) else value
 
 

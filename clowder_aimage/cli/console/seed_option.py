@@ -14,18 +14,18 @@ from clowder_aimage.generation.request import MAX_PICTURES, MAX_SEED
 
 
 def _seeds(text: str) -> tuple[int, ...]:
-    found: list[int] = []
-    for part in text.split(","):
-        ends = re.fullmatch(r"([0-9]{1,20})(?:\.\.([0-9]{1,20}))?", part.strip(), re.ASCII)
+    seeds: list[int] = []
+    for span in text.split(","):
+        ends = re.fullmatch(r"([0-9]{1,20})(?:\.\.([0-9]{1,20}))?", span.strip(), re.ASCII)
         if ends is None:
             raise ValueError(f"expected seeds such as 1..16 or 1,5,9, not {text!r:.60}")
         first, last = int(ends[1]), int(ends[2] or ends[1])
         if not first <= last <= MAX_SEED:
-            raise ValueError(f"{part.strip()} has no seeds from 0 to 2^64 - 1, in rising order")
-        if len(found) + last - first >= MAX_PICTURES:
+            raise ValueError(f"{span.strip()} has no seeds from 0 to 2^64 - 1, in rising order")
+        if len(seeds) + last - first >= MAX_PICTURES:
             raise ValueError(f"{text:.60} has more than {MAX_PICTURES} seeds")
-        found += range(first, last + 1)
-    return tuple(found)
+        seeds += range(first, last + 1)
+    return tuple(seeds)
 
 
 seed_options = options(
@@ -49,15 +49,15 @@ def seed_runs(seed: int | None, seeds: Sequence[int], count: int) -> list[tuple[
     if not seeds:
         return [(secrets.randbits(32) if seed is None else seed, count)]
     if seed is not None or count != 1:
-        other = "-n" if seed is None else "--seed"
-        raise UsageError(f"--seeds cannot be combined with {other}")
+        option = "-n" if seed is None else "--seed"
+        raise UsageError(f"--seeds cannot be combined with {option}")
     runs: list[tuple[int, int]] = []
     following = None
-    for each in seeds:
-        if each == following:
+    for run_seed in seeds:
+        if run_seed == following:
             first, length = runs.pop()
             runs.append((first, length + 1))
         else:
-            runs.append((each, 1))
-        following = each + 1
+            runs.append((run_seed, 1))
+        following = run_seed + 1
     return runs

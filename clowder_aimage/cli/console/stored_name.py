@@ -30,10 +30,10 @@ def stored_reference(text: str) -> Reference:
 
     A name in the store takes precedence. Raises UsageError: several digests begin with ``text``.
     """
-    reference, found = _find(text)
-    if found is None:
+    reference, match = _find(text)
+    if match is None:
         return reference
-    digest, names = found
+    digest, names = match
     return names[0] if names else Reference(None, digest.short, None, digest)
 
 
@@ -42,10 +42,10 @@ def only_name(text: str) -> Reference:
 
     Raises UsageError: it has several, or none.
     """
-    reference, found = _find(text)
-    if found is None:
+    reference, match = _find(text)
+    if match is None:
         return reference
-    digest, names = found
+    digest, names = match
     if len(names) == 1:
         return names[0]
     if not names:
@@ -57,25 +57,32 @@ def only_name(text: str) -> Reference:
 def _find(text: str) -> tuple[Reference, tuple[Digest, list[Reference]] | None]:
     """Return the parsed text and, if it begins a digest in the store, that with its names."""
     reference = parse_reference(text)
-    is_remote = click.get_current_context().params.get("remote")  # it is eager
+    # It is eager.
+    is_remote = click.get_current_context().params.get("remote")
     if is_remote or _PREFIX.fullmatch(text) is None:
         return reference, None
-    layout, found = settings().layout, dict[Digest, list[Reference]]()
+    layout, matches = settings().layout, dict[Digest, list[Reference]]()
     with contextlib.suppress(NotFoundError):
         layout.resolve(reference)
         return reference, None
     for name, descriptor in layout.entries():
         if str(descriptor.digest).startswith(text) or descriptor.digest.encoded.startswith(text):
-            names = found.setdefault(descriptor.digest, [])
-            with contextlib.suppress(UsageError):  # no name, or another tool's
+            names = matches.setdefault(descriptor.digest, [])
+            # No name, or another tool's.
+            with contextlib.suppress(UsageError):
                 names.append(parse_reference(name))
-    if len(found) > 1:
-        listed = (f"{one.short} ({', '.join(map(str, of))})" for one, of in found.items())
+    if len(matches) > 1:
+        listed = (
+            f"{digest.short} ({', '.join(map(str, match_names))})"
+            for digest, match_names in matches.items()
+        )
         raise UsageError(
             f"several digests begin with {text}: {', '.join(sorted(listed))}",
             hint="use more digits, or a name",
         )
-    return reference, next(((one, sorted(of, key=str)) for one, of in found.items()), None)
+    return reference, next(
+        ((digest, sorted(match_names, key=str)) for digest, match_names in matches.items()), None
+    )
 
 
 def model_or_path(text: str) -> Reference | Path:
@@ -86,9 +93,11 @@ def model_or_path(text: str) -> Reference | Path:
     path = Path(text)
     is_model = path.suffix.lower() in _SUFFIXES or os.sep in text
     is_path = path.is_dir() or (is_model and path.is_file())
-    is_remote = click.get_current_context().params.get("remote")  # it is eager
+    # It is eager.
+    is_remote = click.get_current_context().params.get("remote")
     has_worker = bool(is_remote or os.environ.get("AIMAGE_HOST"))
-    try:  # a worker elsewhere has its own names
+    # A worker elsewhere has its own names.
+    try:
         reference = (parse_reference if has_worker else stored_reference)(text)
     except UsageError:
         if is_path:
@@ -108,7 +117,7 @@ def pack_path(path: Path, client: WorkerClient | None) -> Reference:
     """Pack a model under the name of its file, and return that.
 
     Raises:
-        UsageError: A worker (``client``) is to run it, which has models of its own.
+        UsageError: A worker (``client``) is to run it: a worker has its own models.
         ModelError: It cannot be run, or packed; the others of ``create``.
     """
     from clowder_aimage.create import create_by_stem
@@ -137,12 +146,12 @@ def pack_path(path: Path, client: WorkerClient | None) -> Reference:
             hint=f"a complete model in the store can complete it: {pack} --like REF",
         )
     with Progress("packing") as progress:
-        made = create_by_stem(settings().layout, path, **callbacks(progress))
+        reference = create_by_stem(settings().layout, path, **callbacks(progress))
     remark(
-        f"{path} is packed as {made}: 'aimage run {made}' runs it again, "
-        f"'aimage rm {made}' removes it"
+        f"{path} is packed as {reference}: 'aimage run {reference}' runs it again, "
+        f"'aimage rm {reference}' removes it"
     )
-    return made
+    return reference
 
 
 def stored_argument(

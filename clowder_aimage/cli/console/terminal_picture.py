@@ -29,9 +29,12 @@ _TERMS = {"xterm-kitty": KITTY, "xterm-ghostty": KITTY}
 # a query of kitty's protocol, then of the terminal's attributes (DA1), which every terminal answers
 _QUERY = b"\x1b_Gi=31,s=1,v=1,a=q,t=d,f=24;AAAA\x1b\\\x1b[c"
 _ATTRIBUTES = re.compile(rb"\x1b\[\?([0-9;]*)c")
-_TIMEOUT = 0.3  # seconds for an answer, also over a network
-_CHUNK = 4096  # bytes of base64 in an escape sequence of kitty
-_CELL = 10  # pixels in a column, about
+# Seconds for an answer, also over a network.
+_TIMEOUT = 0.3
+# Bytes of base64 in an escape sequence of kitty.
+_CHUNK = 4096
+# Pixels in a column, about.
+_CELL = 10
 _COLUMNS = 60
 _COLOURS = 256
 _REPEATED = re.compile(r"(.)\1{3,}")
@@ -45,11 +48,11 @@ def find_protocol(environment: Mapping[str, str]) -> str:
     # a multiplexer hides the terminal that the variables name
     if "TMUX" not in environment and not term.startswith(("screen", "tmux")):
         names = (environment.get("TERM_PROGRAM", ""), environment.get("LC_TERMINAL", ""))
-        known = [_TERMS.get(term, ""), *(_PROGRAMS.get(name, "") for name in names)]
+        protocols = [_TERMS.get(term, ""), *(_PROGRAMS.get(name, "") for name in names)]
         if "KITTY_WINDOW_ID" in environment:
-            known.append(KITTY)
-        if found := next(filter(None, known), ""):
-            return found
+            protocols.append(KITTY)
+        if protocol := next(filter(None, protocols), ""):
+            return protocol
     with contextlib.suppress(OSError, ImportError):
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
         try:
@@ -67,7 +70,8 @@ def ask(terminal: int, timeout: float = _TIMEOUT) -> str:
     """
     import termios
 
-    if os.tcgetpgrp(terminal) != os.getpgrp():  # a write would stop a process in the background
+    # A write would stop a process in the background.
+    if os.tcgetpgrp(terminal) != os.getpgrp():
         return ""
     try:
         saved = termios.tcgetattr(terminal)
@@ -83,8 +87,8 @@ def ask(terminal: int, timeout: float = _TIMEOUT) -> str:
         raise OSError(str(error)) from None
     if b"\x1b_Gi=31;OK" in answer:
         return KITTY
-    found = _ATTRIBUTES.search(answer)
-    return SIXEL if found and b"4" in found[1].split(b";") else ""
+    attributes = _ATTRIBUTES.search(answer)
+    return SIXEL if attributes and b"4" in attributes[1].split(b";") else ""
 
 
 def _read(terminal: int, end: float) -> bytes:
@@ -117,10 +121,12 @@ def escape_picture(data: bytes, protocol: str, columns: int) -> str:
     if protocol == ITERM2:
         shape = f"inline=1;size={len(data)};width={cells};preserveAspectRatio=1"
         return f"\x1b]1337;File={shape}:{text}\x07\n"
-    chunks = [text[at : at + _CHUNK] for at in range(0, len(text), _CHUNK)]
-    parts = [f"\x1b_Gm={int(n < len(chunks))};{part}\x1b\\" for n, part in enumerate(chunks, 1)]
-    parts[0] = parts[0].replace("\x1b_G", f"\x1b_Ga=T,f=100,q=2,c={cells},", 1)
-    return "".join(parts) + "\n"
+    chunks = [text[start : start + _CHUNK] for start in range(0, len(text), _CHUNK)]
+    sequences = [
+        f"\x1b_Gm={int(n < len(chunks))};{chunk}\x1b\\" for n, chunk in enumerate(chunks, 1)
+    ]
+    sequences[0] = sequences[0].replace("\x1b_G", f"\x1b_Ga=T,f=100,q=2,c={cells},", 1)
+    return "".join(sequences) + "\n"
 
 
 def _sixel(image: Image.Image) -> str:
@@ -130,16 +136,16 @@ def _sixel(image: Image.Image) -> str:
     colours = range(len(palette) // 3)
     out = [f'\x1bPq"1;1;{width};{indexed.height}']
     for number in colours:
-        red, green, blue = (round(each * 100 / 255) for each in palette[3 * number :][:3])
+        red, green, blue = (round(channel * 100 / 255) for channel in palette[3 * number :][:3])
         out.append(f"#{number};2;{red};{green};{blue}")
     for top in range(0, indexed.height, 6):
         rows: dict[int, bytearray] = {}
         band = pixels[top * width : (top + 6) * width]
-        for at, colour in enumerate(band):
+        for offset, colour in enumerate(band):
             row = rows.get(colour)
             if row is None:
                 row = rows[colour] = bytearray(b"?" * width)
-            row[at % width] += 1 << at // width
+            row[offset % width] += 1 << offset // width
         out.append("$".join(f"#{c}{_REPEATED.sub(_run, r.decode())}" for c, r in rows.items()))
         out.append("-")
     return "".join(out) + "\x1b\\"

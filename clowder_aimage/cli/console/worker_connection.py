@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import given_options, settings
+from clowder_aimage.cli.console.option import explicit_options, settings
 from clowder_aimage.cli.console.output import META, note, plural
 from clowder_aimage.errors import AccessError, FormatError, UsageError
 from clowder_aimage.oci.descriptor import MAX_SIZE
@@ -36,7 +36,7 @@ def worker() -> WorkerClient:
 
 
 def worker_client(host: str | None) -> WorkerClient:
-    """Return a client of ``host``, else of the default worker, whatever server is there."""
+    """Return a client of ``host``, else of the default worker, without a request."""
     from clowder_aimage.engine.endpoint import DEFAULT_HOST
     from clowder_aimage.engine.worker_client import WorkerClient
 
@@ -57,43 +57,43 @@ def _variable(name: str) -> str | None:
     return os.environ.get(name, "").strip() or None
 
 
-def refuse_options(hint: str, *, but: Collection[str] = ()) -> None:
+def refuse_options(hint: str, *, exclude: Collection[str] = ()) -> None:
     """Reject options that apply to this process and are not sent to a worker.
 
     Raises:
         UsageError: one is on the command line; ``hint`` is the error's.
     """
-    if given := local_options(*but):
-        raise UsageError(f"{given[0]} does not apply to a worker", hint=hint)
+    if stated := local_options(*exclude):
+        raise UsageError(f"{stated[0]} does not apply to a worker", hint=hint)
 
 
-def local_options(*but: str) -> list[str]:
-    """Return the options on the command line that apply to this process, except ``but``."""
-    given = given_options("remote", "as_json", "template", "quiet", "verbose", *but)
-    if not given and click.get_current_context().meta.get(f"{META}store"):
-        given = ["--store"]
-    return given
+def local_options(*exclude: str) -> list[str]:
+    """Return the options on the command line that apply to this process, except ``exclude``."""
+    stated = explicit_options("remote", "as_json", "template", "quiet", "verbose", *exclude)
+    if not stated and click.get_current_context().meta.get(f"{META}store"):
+        stated = ["--store"]
+    return stated
 
 
 def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:
     """Return the list at ``path``, ``/api/tags`` or ``/api/ps``. Raises FormatError.
 
-    Adds the algorithm to digests, which ollama omits. Leaves out models without a name, a digest or
-    a size, and says so.
+    Adds the algorithm to digests: ollama omits it. Leaves out models without a name, a digest or a
+    size, and prints their number.
     """
     answer = client.ask("GET", path)
-    found = answer.get("models") if isinstance(answer, dict) else None
-    if not isinstance(found, list) or (found and not any(map(_is_model, found))):
+    listed = answer.get("models") if isinstance(answer, dict) else None
+    if not isinstance(listed, list) or (listed and not any(map(_is_model, listed))):
         message = f"the server at {client.endpoint} did not return a list of models"
         raise FormatError(message, remedy="worker_address")
-    known = [model for model in found if _is_model(model)]
-    if len(known) < len(found):
-        left = plural(len(found) - len(known), "model")
-        note(f"left out {left} that the server at {client.endpoint} does not describe")
-    for model in known:
+    described = [model for model in listed if _is_model(model)]
+    if len(described) < len(listed):
+        count = plural(len(listed) - len(described), "model")
+        note(f"left out {count} that the server at {client.endpoint} does not describe")
+    for model in described:
         if ":" not in model["digest"]:
             model["digest"] = f"sha256:{model['digest']}"
-    return known
+    return described
 
 
 def _is_model(item: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clowder_aimage.cli.console.lora_option import find_uses
-from clowder_aimage.cli.console.option import given_options, settings
+from clowder_aimage.cli.console.option import explicit_options, settings
 from clowder_aimage.cli.console.progress import Progress, writing
 from clowder_aimage.cli.create.result import print_packed
 from clowder_aimage.errors import UsageError
@@ -16,8 +16,8 @@ def pack_adapters(target: Reference, base: Reference | None, loras: tuple[str, .
     if base is None or not loras:
         raise UsageError("--from and --lora require each other")
     common = ("from_", "loras", "store", "jobs", "as_json", "template", "quiet")
-    if others := given_options(*common):
-        raise UsageError(f"{others[0]} cannot be combined with --from")
+    if conflicting := explicit_options(*common):
+        raise UsageError(f"{conflicting[0]} cannot be combined with --from")
     from clowder_aimage.adapt import combine
 
     uses, chosen = find_uses(loras), settings()

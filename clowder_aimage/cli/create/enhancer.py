@@ -6,7 +6,7 @@ import contextlib
 import secrets
 from pathlib import Path
 
-from clowder_aimage.cli.console.option import given_options, needs, settings
+from clowder_aimage.cli.console.option import explicit_options, needs, settings
 from clowder_aimage.cli.console.output import plural, remark, result
 from clowder_aimage.cli.console.progress import Progress, callbacks, writing
 from clowder_aimage.cli.console.stored_name import stored_reference
@@ -27,15 +27,15 @@ def pack_enhancer(
     if base is None or not is_wanted:
         raise UsageError("--enhancer requires --from, and --weights requires --enhancer")
     common = ("from_", "enhancer", "weights", "store", "jobs", "as_json", "template", "quiet")
-    if others := given_options(*common):
-        raise UsageError(f"{others[0]} cannot be combined with --enhancer")
+    if conflicting := explicit_options(*common):
+        raise UsageError(f"{conflicting[0]} cannot be combined with --enhancer")
     layout, jobs = settings().layout, settings().jobs
     with contextlib.ExitStack() as stack:
-        whole = None if weights is None else _open_weights(weights, stack)
+        replacement = None if weights is None else _open_weights(weights, stack)
         stack.enter_context(needs("--enhancer", "mlx"))
         progress = stack.enter_context(Progress("packing", target))
         packed, replaced = create_enhancer(
-            layout, base, target, whole, threads=jobs, **writing(progress)
+            layout, base, target, replacement, threads=jobs, **writing(progress)
         )
     value = summary(target, packed) | {"replaced": [*replaced]}
     remark(text(value, packed, Recipe()))

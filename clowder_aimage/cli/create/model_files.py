@@ -109,7 +109,7 @@ def pack_files(reference: Reference, path: str, options: FileOptions) -> None:
 
 
 def _fetch(path: str, form: ModelForm) -> tuple[Path, str | None]:
-    """Return a path, and its source if it is a model of the Hugging Face hub, which is fetched."""
+    """Return a path, with its source for a model of the Hugging Face hub; fetch the model."""
     name = HubName.parse(path)
     if name is None:
         return Path(path), None

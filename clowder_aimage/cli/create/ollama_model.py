@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clowder_aimage.cli.console.option import given_options, settings
+from clowder_aimage.cli.console.option import explicit_options, settings
 from clowder_aimage.cli.console.output import plain, plural, remark, result, size
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
@@ -14,8 +14,8 @@ from clowder_aimage.oci import Reference
 
 def pack_ollama_model(reference: Reference, directory: Path, name: str) -> None:
     """Add ollama's model ``name`` to the store. Raises as ``adopt``."""
-    if others := given_options("ollama", "store", "as_json", "template", "quiet"):
-        raise UsageError(f"{others[0]} cannot be combined with --from-ollama")
+    if conflicting := explicit_options("ollama", "store", "as_json", "template", "quiet"):
+        raise UsageError(f"{conflicting[0]} cannot be combined with --from-ollama")
     if name == ".":
         raise UsageError("--from-ollama requires the name of a model, such as llama3.2:1b")
     with Progress("importing", reference) as progress:

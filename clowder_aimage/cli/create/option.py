@@ -190,29 +190,33 @@ def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that change weights; the function receives their ``recipe``."""
 
     @functools.wraps(function)
-    def call(dtype: str | None, quantize: str | None, group_size: int | None, **others: Any) -> Any:
-        return function(recipe=Recipe.parse(dtype, quantize, group_size), **others)
+    def call(
+        dtype: str | None, quantize: str | None, group_size: int | None, **arguments: Any
+    ) -> Any:
+        return function(recipe=Recipe.parse(dtype, quantize, group_size), **arguments)
 
     return _recipe_options(call)
 
 
 def create_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of ``create``; the function receives ``ollama``, ``stored`` and ``files``."""
-    function = _gathered("stored", StoredOptions)(function)
-    function = _gathered("files", FileOptions)(function)
-    function = _gathered("form", FormOptions)(function)
-    function = _gathered("provenance", ProvenanceOptions)(function)
+    function = _gather("stored", StoredOptions)(function)
+    function = _gather("files", FileOptions)(function)
+    function = _gather("form", FormOptions)(function)
+    function = _gather("provenance", ProvenanceOptions)(function)
     return recipe_options(_create_options(function))
 
 
-def _gathered(name: str, kind: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _gather(name: str, kind: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that passes the values of a dataclass's fields as one value, ``name``."""
     names = [field.name for field in fields(kind)]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(**values: Any) -> Any:
-            return function(**{name: kind(**{each: values.pop(each) for each in names})}, **values)
+            return function(
+                **{name: kind(**{field: values.pop(field) for field in names})}, **values
+            )
 
         return call
 

@@ -11,11 +11,11 @@ from clowder_aimage.importer.decision import WeightReport
 from clowder_aimage.oci import Reference
 
 
-def print_packed(reference: Reference, made: PackedModel, recipe: Recipe) -> None:
-    """Print what was packed."""
-    value = summary(reference, made)
-    remark(text(value, made, recipe))
-    result(value, str(made.descriptor.digest))
+def print_packed(reference: Reference, packed: PackedModel, recipe: Recipe) -> None:
+    """Print the result of packing."""
+    value = summary(reference, packed)
+    remark(text(value, packed, recipe))
+    result(value, str(packed.descriptor.digest))
 
 
 def summary(reference: Reference, packed: PackedModel) -> dict[str, Any]:
@@ -58,13 +58,13 @@ def summary(reference: Reference, packed: PackedModel) -> dict[str, Any]:
 
 def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
     """Return the result for people: a line, and one for each change to weights."""
-    there = value["alreadyThere"]
+    present = value["alreadyThere"]
     lines = [
-        f"{value['reference']}: {_what(value)}, {size(value['size'])}; {there['layers']} of "
-        f"{len(packed.layers)} blobs ({size(there['size'])}) were in the store already",
-        *(_quantized(name, facts) for name, facts in packed.report.quantized.items()),
-        *_decoded(packed.report, recipe),
-        *_cast(packed.report, recipe),
+        f"{value['reference']}: {_describe_content(value)}, {size(value['size'])}; {present['layers']} of "
+        f"{len(packed.layers)} blobs ({size(present['size'])}) were in the store already",
+        *(_describe_quantization(name, facts) for name, facts in packed.report.quantized.items()),
+        *_describe_decoding(packed.report, recipe),
+        *_describe_cast(packed.report, recipe),
     ]
     if saved := packed.report.saved:
         than = "less" if saved > 0 else "more"
@@ -77,7 +77,7 @@ def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
     return "\n".join(lines)
 
 
-def _what(value: Mapping[str, Any]) -> str:
+def _describe_content(value: Mapping[str, Any]) -> str:
     files, parameters = plural(value["files"], "file"), number(value["parameters"])
     if value["tensors"]:
         return f"{plural(value['tensors'], 'tensor')} ({parameters} parameters) and {files}"
@@ -87,18 +87,18 @@ def _what(value: Mapping[str, Any]) -> str:
     return f"{value.get('format', 'a model')} in {files}{counted}"
 
 
-def _quantized(component: str, facts: Mapping[str, Any]) -> str:
-    kept = facts.get("kept", {})
+def _describe_quantization(component: str, facts: Mapping[str, Any]) -> str:
+    unchanged = facts.get("kept", {})
     groups = f" in groups of {facts['group_size']}" if "group_size" in facts else ""
-    count, total = facts["tensors"], facts["tensors"] + sum(kept.values())
+    count, total = facts["tensors"], facts["tensors"] + sum(unchanged.values())
     line = f"{component or 'the model'}: {count} of {total} tensors are {facts['type']}{groups}"
-    if not kept:
+    if not unchanged:
         return line
-    most = sorted(kept.items(), key=lambda item: (-item[1], item[0]))
+    most = sorted(unchanged.items(), key=lambda item: (-item[1], item[0]))
     return f"{line}; not quantized: {', '.join(f'{count} ({why})' for why, count in most)}"
 
 
-def _decoded(report: WeightReport, recipe: Recipe) -> Iterator[str]:
+def _describe_decoding(report: WeightReport, recipe: Recipe) -> Iterator[str]:
     for (kind, dtype), count in sorted(report.decoded.items()):
         loss = ", without loss" if dtype == "BF16" else ""
         yield f"{plural(count, 'tensor')} decoded from {kind} to {dtype}{loss}"
@@ -106,7 +106,7 @@ def _decoded(report: WeightReport, recipe: Recipe) -> Iterator[str]:
         yield "--dtype bf16 would round the decoded values, and take half of the space"
 
 
-def _cast(report: WeightReport, recipe: Recipe) -> Iterator[str]:
+def _describe_cast(report: WeightReport, recipe: Recipe) -> Iterator[str]:
     is_auto = recipe.dtype == "auto"
     for (source, target), count in sorted(report.cast.items()):
         why = ", without loss: their values are" if is_auto else " instead of"

@@ -13,7 +13,7 @@ from clowder_aimage.model.text.language_model import LENGTH, TextEnd, TextEvent,
 
 @dataclass(slots=True)
 class AnswerOutput:
-    """An answer that is being printed: the text on stdout, what the model thinks on stderr.
+    """An answer that is being printed: the text on stdout, the thoughts of the model on stderr.
 
     With ``--json`` or a template nothing is printed before the end.
     """
@@ -21,12 +21,14 @@ class AnswerOutput:
     text: str = ""
     thinking: str = ""
     end: TextEnd | None = None
-    first: float | None = None  # seconds until the first piece
+    # Seconds until the first piece.
+    first: float | None = None
     _begun: float = field(default_factory=time.monotonic)
-    _is_open: str = ""  # the kind of the line that has no end yet
+    # The kind of the line that has no end yet.
+    _is_open: str = ""
 
     def show(self, events: Iterable[TextEvent]) -> None:
-        """Print the pieces; an interrupt or an error leaves what has come in ``text``."""
+        """Print the deltas; after an interrupt or an error, ``text`` has those that have come."""
         try:
             for event in events:
                 if isinstance(event, TextPiece):
@@ -38,36 +40,36 @@ class AnswerOutput:
 
     def facts(self) -> dict[str, Any]:
         """Return the answer and its statistics for ``--json``."""
-        found: dict[str, Any] = {"text": self.text}
+        value: dict[str, Any] = {"text": self.text}
         if self.thinking:
-            found["thinking"] = self.thinking
+            value["thinking"] = self.thinking
         if self.end is None:
-            return found
+            return value
         end = self.end
         counts = {"promptTokens": end.prompt_tokens, "cachedTokens": end.cached_tokens}
         seconds = {
             "promptSeconds": round(end.prompt_seconds, 4),
             "seconds": round(end.seconds, 4),
         }
-        first = {} if self.first is None else {"firstPieceSeconds": round(self.first, 4)}
-        return {**found, "reason": end.reason, **counts, "tokens": end.tokens, **seconds, **first}
+        latency = {} if self.first is None else {"firstPieceSeconds": round(self.first, 4)}
+        return {**value, "reason": end.reason, **counts, "tokens": end.tokens, **seconds, **latency}
 
     def statistics(self) -> list[str]:
         """Return the counts of tokens and their rates as lines."""
         if self.end is None:
             return []
         end = self.end
-        known = f" ({end.cached_tokens} from the cache)" if end.cached_tokens else ""
+        cached = f" ({end.cached_tokens} from the cache)" if end.cached_tokens else ""
         new = end.prompt_tokens - end.cached_tokens
         lines = [
-            f"prompt: {plural(end.prompt_tokens, 'token')}{known}{_rate(new, end.prompt_seconds)}",
+            f"prompt: {plural(end.prompt_tokens, 'token')}{cached}{_rate(new, end.prompt_seconds)}",
             f"answer: {plural(end.tokens, 'token')}{_rate(end.tokens, end.seconds)}",
         ]
         lines += [] if self.first is None else [f"first piece after {self.first:.2f} s"]
         return lines
 
     def warn_of_cut(self) -> None:
-        """Say that the answer is not complete."""
+        """Print that the answer is not complete."""
         if self.end is not None and self.end.reason == LENGTH:
             remark(f"the answer is cut off after {plural(self.end.tokens, 'token')}")
 

@@ -14,7 +14,8 @@ from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.oci import Reference
 
-ENHANCING = ("enhance", "enhancer", "instruction")  # options that a worker serves too
+# Options that a worker serves too.
+ENHANCING = ("enhance", "enhancer", "instruction")
 
 enhance_options = options(
     click.option(

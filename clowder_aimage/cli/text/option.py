@@ -14,10 +14,11 @@ from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.model.text.language_model import Sampling, TextRequest
 from clowder_aimage.oci import read_json
 
-ANY_JSON = "json"  # in place of a schema
+# In place of a schema.
+ANY_JSON = "json"
 _MAX_SCHEMA = 1 << 20  # bytes
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-# Between questions
+# Between questions.
 TEXT_SETTABLE = ("system", "max_tokens", *_SAMPLING, "stop", "think", "schema")
 
 _option = partial(click.option, cls=TextOption)
@@ -61,9 +62,9 @@ text_options = options(
 def text_request(values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> TextRequest:
     """Return the request for an answer to messages. Raises UsageError, NotFoundError."""
     system = values["system"]
-    first = ({"role": "system", "content": system},) if system else ()
+    head = ({"role": "system", "content": system},) if system else ()
     return TextRequest(
-        messages=(*first, *messages),
+        messages=(*head, *messages),
         max_tokens=values["max_tokens"],
         sampling=Sampling(**{name: values[name] for name in _SAMPLING}),
         stop=tuple(values["stop"]),

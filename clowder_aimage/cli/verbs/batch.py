@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from clowder_aimage.engine.batch_client import RemoteBatch
     from clowder_aimage.engine.worker_client import WorkerClient
 
-MAX_REPLY = 256 << 20  # bytes of a response
+# Bytes of a response.
+MAX_REPLY = 256 << 20
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -58,23 +59,25 @@ def batch(file: Path, output: Path | None, retry_failed: bool, push: str | None)
     Requests whose results are there are not sent again. The worker is the one in AIMAGE_HOST, or
     the one at 127.0.0.1:11434.
     """
-    refuse_options("the models are those of the worker", but=("output", "retry_failed", "push"))
-    requests = [_pushed(each, push) if push else each for each in read_batch(file)]
+    refuse_options("the models are those of the worker", exclude=("output", "retry_failed", "push"))
+    requests = [_add_push(request, push) if push else request for request in read_batch(file)]
     target = output or file.with_suffix(".results.jsonl")
     done = read_results(target, without_failed=retry_failed)
-    left = [each for each in requests if each.custom_id not in done]
+    left = [request for request in requests if request.custom_id not in done]
     if left:
         done |= _run(worker(), left, target)
-    failed = [each.custom_id for each in requests if not done[each.custom_id]]
+    failed = [request.custom_id for request in requests if not done[request.custom_id]]
     facts = {"requests": len(requests), "sent": len(left), "failed": failed, "output": str(target)}
     result(facts, str(target))
     if failed:
-        named = ", ".join(failed[:10]) + (f" and {len(failed) - 10} more" if failed[10:] else "")
-        message = f"{plural(len(failed), 'request')} of {len(requests)} failed: {named}"
+        failed_names = ", ".join(failed[:10]) + (
+            f" and {len(failed) - 10} more" if failed[10:] else ""
+        )
+        message = f"{plural(len(failed), 'request')} of {len(requests)} failed: {failed_names}"
         raise AImageError(message, hint="send them again with --retry-failed")
 
 
-def _pushed(request: BatchRequest, repository: str) -> BatchRequest:
+def _add_push(request: BatchRequest, repository: str) -> BatchRequest:
     """Return a request whose pictures are pushed to a repository too. Raises UsageError."""
     reference = Reference.parse(f"{repository}:{request.custom_id}")
     if not request.url.startswith("/v1/images/"):
@@ -85,7 +88,7 @@ def _pushed(request: BatchRequest, repository: str) -> BatchRequest:
 
 def read_batch(file: Path) -> Iterator[BatchRequest]:
     """Yield the requests of a file. Raises NotFoundError, UsageError with the malformed line."""
-    known = set[str]()
+    custom_ids = set[str]()
     try:
         lines = file.read_bytes().splitlines()
     except FileNotFoundError:
@@ -97,23 +100,23 @@ def read_batch(file: Path) -> Iterator[BatchRequest]:
             continue
         try:
             request = read_line(line)
-            if request.custom_id in known:
+            if request.custom_id in custom_ids:
                 raise FormatError("custom_id must be a text that no other line has")
         except FormatError as error:
             raise UsageError(f"line {number} of {file}: {error.message}") from None
-        known.add(request.custom_id)
+        custom_ids.add(request.custom_id)
         yield request
 
 
 def read_results(file: Path, *, without_failed: bool = False) -> dict[str, bool]:
-    """Return True if each request in a file of results succeeded, by its custom_id.
+    """Return the success of each request in a file of results, by its custom_id.
 
-    A last line that was not written whole is removed from the file, and results that are errors if
-    ``without_failed`` is set. Raises UsageError for another file.
+    An incomplete last line is removed from the file; with ``without_failed``, so are the results
+    that are errors. Raises UsageError for another file.
     """
     if not file.exists():
         return {}
-    found, dropped = dict[str, bool](), set[int]()
+    results, dropped = dict[str, bool](), set[int]()
     with file.open("rb") as lines:
         try:
             for number, line in enumerate(lines):
@@ -122,17 +125,17 @@ def read_results(file: Path, *, without_failed: bool = False) -> dict[str, bool]
                 if value is None or (without_failed and not succeeded):
                     dropped.add(number)
                 else:
-                    found[value["custom_id"]] = succeeded
+                    results[value["custom_id"]] = succeeded
         except (FormatError, KeyError, TypeError):
             hint = "name another file"
             raise UsageError(f"{file} has no results of a batch", hint=hint) from None
         if dropped:
             lines.seek(0)
-            with atomic_file(file) as kept:
+            with atomic_file(file) as rewritten:
                 for number, line in enumerate(lines):
                     if number not in dropped:
-                        write_all(kept.fileno(), line)
-    return found
+                        write_all(rewritten.fileno(), line)
+    return results
 
 
 def is_good(result: Mapping[str, Any]) -> bool:
@@ -147,12 +150,12 @@ def _run(client: WorkerClient, requests: list[BatchRequest], target: Path) -> di
     done = dict[str, bool]()
     batches = BatchClient(client, str(target.resolve()))
     with target.open("ab") as file, Progress("batch", unit="requests") as progress:
-        for part in parts_of(requests):
-            while left := [each for each in part if each.custom_id not in done]:
+        for group in split_batches(requests):
+            while left := [request for request in group if request.custom_id not in done]:
                 batch = batches.open(_lines(left), left[0].url)
                 was_running = batch.value["status"] not in (*OVER, "cancelling")
                 _wait(batch, partial(_show, progress, len(done), len(requests)))
-                done |= _take(batch, file, {each.custom_id for each in left})
+                done |= _take(batch, file, {request.custom_id for request in left})
                 progress.show(len(done), len(requests))
                 batch.remove_files()
                 _check_end(batch, was_running=was_running)
@@ -163,28 +166,33 @@ def _show(progress: Progress, before: int, total: int, count: int) -> None:
     progress.show(before + count, total)
 
 
-def parts_of(requests: Iterable[BatchRequest]) -> Iterator[list[BatchRequest]]:
+def split_batches(requests: Iterable[BatchRequest]) -> Iterator[list[BatchRequest]]:
     """Yield the requests of each batch: with one URL, and as many as a server takes."""
     for _, group in groupby(sorted(requests, key=attrgetter("url")), attrgetter("url")):
-        part, size = list[BatchRequest](), 0
+        batch_requests, size = list[BatchRequest](), 0
         for request in group:
             length = len(_lines([request]))
-            if part and (len(part) == MAX_LINES or size + length > MAX_FILE):
-                yield part
-                part, size = [], 0
-            part.append(request)
+            if batch_requests and (len(batch_requests) == MAX_LINES or size + length > MAX_FILE):
+                yield batch_requests
+                batch_requests, size = [], 0
+            batch_requests.append(request)
             size += length
-        yield part
+        yield batch_requests
 
 
 def _lines(requests: Iterable[BatchRequest]) -> bytes:
     """Return requests as the lines of a batch."""
     return b"".join(
         json.dumps(
-            {"custom_id": each.custom_id, "method": "POST", "url": each.url, "body": each.body}
+            {
+                "custom_id": request.custom_id,
+                "method": "POST",
+                "url": request.url,
+                "body": request.body,
+            }
         ).encode()
         + b"\n"
-        for each in requests
+        for request in requests
     )
 
 
@@ -199,7 +207,7 @@ def _wait(batch: RemoteBatch, show: Callable[[int], object]) -> None:
 
 
 def _take(batch: RemoteBatch, file: BinaryIO, names: set[str]) -> dict[str, bool]:
-    """Append the results of a batch to a file; return whether each request succeeded."""
+    """Append the results of a batch to a file; return the success of each request by its id."""
     done = dict[str, bool]()
     for line in batch.results():
         value = read_json(line, "the result", MAX_REPLY)

@@ -9,7 +9,7 @@ from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import verb
 
 SHELLS = ("bash", "zsh", "fish")
-# A colon is part of a name, and not the end of a word
+# A colon is part of a name, and not the end of a word.
 _BASH = "COMP_WORDBREAKS=${COMP_WORDBREAKS//:/}\n"
 
 

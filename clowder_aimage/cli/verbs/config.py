@@ -21,7 +21,7 @@ from clowder_aimage.document.schema import load, read_configuration
 from clowder_aimage.errors import UsageError
 
 MASK = "***"
-# Other environment variables, as listed in docs/environment.md
+# Other environment variables, as listed in docs/environment.md.
 _VARIABLES = (
     *(
         "AIMAGE_ENHANCER",
@@ -75,15 +75,19 @@ def show() -> None:
     """
     chosen, file = settings(), config_file()
     variables = [(name, os.environ[name]) for name in _VARIABLES if os.environ.get(name)]
-    found = [_file(file), _store(chosen.stores), _run(file), *_servers(file), *_registry(file)]
-    found += _registries(file)
-    found += [Value(name, masked(name, text), "environment") for name, text in variables]
+    values = [_file(file), _store(chosen.stores), _run(file), *_servers(file), *_registry(file)]
+    values += _registries(file)
+    values += [Value(name, masked(name, text), "environment") for name, text in variables]
     rows = [["SETTING", "VALUE", "FROM"]]
-    for each in found:
+    for setting in values:
         rows.append(
-            [each.name, _text(each.value if each.typed is None else each.typed), each.origin]
+            [
+                setting.name,
+                _text(setting.value if setting.typed is None else setting.typed),
+                setting.origin,
+            ]
         )
-    value = {"file": str(file), "exists": file.is_file(), "settings": [e.plain for e in found]}
+    value = {"file": str(file), "exists": file.is_file(), "settings": [e.plain for e in values]}
     result(value, table(rows))
 
 
@@ -94,8 +98,8 @@ def _file(file: Path) -> Value:
 
 def _store(stores: tuple[Path, ...]) -> Value:
     is_given = f"{META}store" in click.get_current_context().meta
-    named = "AIMAGE_STORE" if os.environ.get("AIMAGE_STORE") else "default"
-    return Value("store", os.pathsep.join(map(str, stores)), "command line" if is_given else named)
+    origin = "AIMAGE_STORE" if os.environ.get("AIMAGE_STORE") else "default"
+    return Value("store", os.pathsep.join(map(str, stores)), "command line" if is_given else origin)
 
 
 def _run(file: Path) -> Value:
@@ -121,7 +125,8 @@ def _servers(file: Path) -> Iterator[Value]:
             value = values.address if name == "addr" else getattr(values, name)
             origin = origins.get(name, "default")
             typed = None
-            if type(value) in (int, float):  # such as "5m" or "12GiB"
+            # Such as "5m" or "12GiB".
+            if type(value) in (int, float):
                 usual = properties[camel(name)].get("default")
                 typed = usual if origin == "default" else os.environ.get(origin, section.get(name))
             yield Value(f"{kind.SECTION}.{camel(name)}", _plain(value), origin, typed)
@@ -171,10 +176,10 @@ def masked(name: str, value: str) -> str:
         return MASK
     if "@" not in value or value.startswith("/"):  # a path
         return value
-    # Not parsed as a URL: a password may contain # or /
-    before, _, place = value.rpartition("@")
-    scheme, found, _ = before.partition("://")
-    return f"{scheme}://{MASK}@{place}" if found else f"{MASK}@{place}"
+    # Not parsed as a URL: a password may contain # or /.
+    before, _, address = value.rpartition("@")
+    scheme, separator, _ = before.partition("://")
+    return f"{scheme}://{MASK}@{address}" if separator else f"{MASK}@{address}"
 
 
 def _plain(value: Any) -> Any:

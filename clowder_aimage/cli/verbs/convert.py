@@ -61,7 +61,7 @@ def convert(
     if attach and recipe.precision in (None, AUTO):
         raise UsageError("--attach requires --quantize, or --dtype f16 or bf16")
     with Progress("converting", new) as progress:
-        made = convert_aimage(
+        packed = convert_aimage(
             chosen.layout,
             reference,
             new,
@@ -70,7 +70,7 @@ def convert(
             threads=chosen.jobs,
             **callbacks(progress),
         )
-    print_packed(new, made, recipe)
+    print_packed(new, packed, recipe)
 
 
 def _fuse(reference: Reference, new: Reference, loras: tuple[str, ...]) -> None:
@@ -78,7 +78,7 @@ def _fuse(reference: Reference, new: Reference, loras: tuple[str, ...]) -> None:
 
     uses = find_uses(loras)
     with Progress("fusing", new) as progress:
-        made = fuse(
+        fused = fuse(
             settings().layout,
             reference,
             new,
@@ -86,6 +86,6 @@ def _fuse(reference: Reference, new: Reference, loras: tuple[str, ...]) -> None:
             threads=settings().jobs,
             **writing(progress),
         )
-    if made.remark:
-        remark(made.remark)
-    print_packed(new, made.packed, Recipe())
+    if fused.remark:
+        remark(fused.remark)
+    print_packed(new, fused.packed, Recipe())

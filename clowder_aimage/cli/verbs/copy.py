@@ -62,7 +62,7 @@ def _copy_tags(
         if text != reference.name:
             raise UsageError(f"--all-tags expects repositories without a tag or digest, not {text}")
     with Progress("copying", source[1]) as progress:
-        found = transfer_tags(
+        copied = transfer_tags(
             source[1],
             target[1],
             settings().connection(source[1].registry, target[1].registry),
@@ -73,6 +73,6 @@ def _copy_tags(
     value = {
         "source": source[0],
         "repository": target[0],
-        "tags": [{"tag": tag, **plain(one)} for tag, one in found.items()],
+        "tags": [{"tag": tag, **plain(descriptor)} for tag, descriptor in copied.items()],
     }
-    result(value, (f"{target[0]}:{tag} {one.digest}" for tag, one in found.items()))
+    result(value, (f"{target[0]}:{tag} {descriptor.digest}" for tag, descriptor in copied.items()))

@@ -42,19 +42,19 @@ def delete(name: str, force: bool) -> int:
     with Repository(reference, connection) as repository:
         content = repository.describe(reference)
         if reference.digest is None:
-            kind, what = "tag", f"the tag {reference} ({content.digest})"
+            kind, subject = "tag", f"the tag {reference} ({content.digest})"
         else:
             reference = reference.with_digest(content.digest)
-            kind, what = "manifest", f"the manifest {reference} and all its tags"
+            kind, subject = "manifest", f"the manifest {reference} and all its tags"
         if not force and not sys.stdin.isatty():
             raise UsageError(
-                f"deleting {what} requires an answer, and there is no terminal",
+                f"deleting {subject} requires an answer, and there is no terminal",
                 hint="--force deletes without asking",
             )
-        if not force and not click.confirm(f"Delete {what}?", err=True):
+        if not force and not click.confirm(f"Delete {subject}?", err=True):
             note("nothing was deleted")
             return 1
         content = repository.delete(reference)
-    remark(f"deleted {what}")
+    remark(f"deleted {subject}")
     result({"deleted": str(reference), "kind": kind, **plain(content)}, str(reference))
     return 0

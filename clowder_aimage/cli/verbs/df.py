@@ -19,35 +19,35 @@ def df() -> None:
 
     Several stores are shown one by one.
     """
-    found = [disk_usage(ImageLayout(root)) for root in settings().stores]
-    result([_plain(one) for one in found], _lines(found))
+    usages = [disk_usage(ImageLayout(root)) for root in settings().stores]
+    result([_plain(usage) for usage in usages], _lines(usages))
 
 
-def _lines(found: Sequence[DiskUsage]) -> list[str]:
-    stores = [["", *facts(_facts(one))] for one in found]
+def _lines(usages: Sequence[DiskUsage]) -> list[str]:
+    stores = [["", *facts(_facts(usage))] for usage in usages]
     return [line for lines in stores for line in lines][1:]
 
 
-def _facts(found: DiskUsage) -> list[tuple[str, str]]:
+def _facts(usage: DiskUsage) -> list[tuple[str, str]]:
     return [
-        ("store", str(found.root)),
-        ("names", str(found.names)),
-        ("blobs", f"{plural(found.blobs, 'blob')}, {size(found.size)}"),
-        ("on disk", size(found.allocated)),
-        ("unneeded", f"{plural(found.unneeded, 'blob')}, {size(found.unneeded_size)}"),
-        ("unfinished", f"{plural(found.partials, 'download')}, {size(found.partial_size)}"),
-        ("free", size(found.free)),
+        ("store", str(usage.root)),
+        ("names", str(usage.names)),
+        ("blobs", f"{plural(usage.blobs, 'blob')}, {size(usage.size)}"),
+        ("on disk", size(usage.allocated)),
+        ("unneeded", f"{plural(usage.unneeded, 'blob')}, {size(usage.unneeded_size)}"),
+        ("unfinished", f"{plural(usage.partials, 'download')}, {size(usage.partial_size)}"),
+        ("free", size(usage.free)),
     ]
 
 
-def _plain(found: DiskUsage) -> dict[str, Any]:
+def _plain(usage: DiskUsage) -> dict[str, Any]:
     return {
-        "store": str(found.root),
-        "names": found.names,
-        "blobs": found.blobs,
-        "size": found.size,
-        "allocated": found.allocated,
-        "unneeded": {"blobs": found.unneeded, "size": found.unneeded_size},
-        "unfinished": {"downloads": found.partials, "size": found.partial_size},
-        "free": found.free,
+        "store": str(usage.root),
+        "names": usage.names,
+        "blobs": usage.blobs,
+        "size": usage.size,
+        "allocated": usage.allocated,
+        "unneeded": {"blobs": usage.unneeded, "size": usage.unneeded_size},
+        "unfinished": {"downloads": usage.partials, "size": usage.partial_size},
+        "free": usage.free,
     }

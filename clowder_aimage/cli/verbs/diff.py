@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from clowder_aimage.dialect import Layer
     from clowder_aimage.diff import Change, Difference, FieldChange, Side
 
-_LISTED = 20  # of each kind; --all lists all
-_WIDTH = 60  # characters of a value in a config that are shown
+# Of each kind; --all lists all.
+_LISTED = 20
+# Characters of a value in a config that are shown.
+_WIDTH = 60
 _KINDS = ("shared", "changed", "added", "removed")
 
 
@@ -27,12 +29,12 @@ _KINDS = ("shared", "changed", "added", "removed")
 @verb
 @stored_argument("a", None)
 @stored_argument("b", None)
-@click.option("--all", "whole", is_flag=True, help="List all differences.")
+@click.option("--all", "lists_all", is_flag=True, help="List all differences.")
 @click.option("--remote", is_flag=True, is_eager=True, help="Read both from their registries.")
 @click.option("--exit-code", "has_code", is_flag=True, help="Exit with 1 if they differ.")
 @connection_options
-def diff(a: Reference, b: Reference, whole: bool, remote: bool, has_code: bool) -> int:
-    """Show which tensors, files and fields of the config differ between A and B.
+def diff(a: Reference, b: Reference, lists_all: bool, remote: bool, has_code: bool) -> int:
+    """Show the tensors, files and fields of the config that differ between A and B.
 
     A and B are read from the store, else from the registry in their names. Only manifests and
     configs are read, no weights are fetched.
@@ -40,48 +42,54 @@ def diff(a: Reference, b: Reference, whole: bool, remote: bool, has_code: bool) 
     from clowder_aimage.diff import diff as compare
 
     chosen = settings()
-    found = compare(a, b, chosen.layout, chosen.connection(a.registry, b.registry), remote=remote)
-    result(_plain(found), _lines(found, None if whole else _LISTED))
-    return 1 if has_code and not found.is_empty else 0
+    difference = compare(
+        a, b, chosen.layout, chosen.connection(a.registry, b.registry), remote=remote
+    )
+    result(_plain(difference), _lines(difference, None if lists_all else _LISTED))
+    return 1 if has_code and not difference.is_empty else 0
 
 
-def _lines(found: Difference, limit: int | None) -> Iterator[str]:
-    for key, side in (("a", found.a), ("b", found.b)):
+def _lines(difference: Difference, limit: int | None) -> Iterator[str]:
+    for key, side in (("a", difference.a), ("b", difference.b)):
         digest = side.manifest.digest
         yield f"{key}  {side.reference}  {digest.short}  {side.dialect}, in the {side.where}"
     yield ""
     for title, is_tensor in (("tensors", True), ("files", False)):
-        yield f"{title}: " + ", ".join(_counts(found, is_tensor))
-    for title, fields in (("config", found.config), ("annotations", found.annotations)):
+        yield f"{title}: " + ", ".join(_counts(difference, is_tensor))
+    for title, fields in (("config", difference.config), ("annotations", difference.annotations)):
         if fields or title == "config":
             differ = "differs" if len(fields) == 1 else "differ"
             yield f"{title}: {plural(len(fields), 'field')} {differ}"
-    moved = f"{size(sum(found.fetch.values()))} in {plural(len(found.fetch), 'blob')}"
-    yield f"pulling {found.b.reference} where {found.a.reference} is present fetches {moved}"
+    moved = f"{size(sum(difference.fetch.values()))} in {plural(len(difference.fetch), 'blob')}"
+    yield f"pulling {difference.b.reference} where {difference.a.reference} is present fetches {moved}"
     sections = (
-        ("changed", map(_changed, found.changed)),
-        ("added", map(_one, found.added)),
-        ("removed", map(_one, found.removed)),
-        ("config", map(_field, found.config)),
-        ("annotations", map(_field, found.annotations)),
+        ("changed", map(_format_change, difference.changed)),
+        ("added", map(_format_layer, difference.added)),
+        ("removed", map(_format_layer, difference.removed)),
+        ("config", map(_field, difference.config)),
+        ("annotations", map(_field, difference.annotations)),
     )
     for title, lines in sections:
         yield from _section(title, list(lines), limit)
 
 
-def _sums(found: Difference, kind: str, is_tensor: bool) -> tuple[list[Change], int, int]:
-    these = [one for one in getattr(found, kind) if one.is_tensor == is_tensor]
-    return these, sum(one.before for one in these), sum(one.after for one in these)
+def _sums(difference: Difference, kind: str, is_tensor: bool) -> tuple[list[Change], int, int]:
+    changes = [change for change in getattr(difference, kind) if change.is_tensor == is_tensor]
+    return (
+        changes,
+        sum(change.before for change in changes),
+        sum(change.after for change in changes),
+    )
 
 
-def _counts(found: Difference, is_tensor: bool) -> Iterator[str]:
+def _counts(difference: Difference, is_tensor: bool) -> Iterator[str]:
     """Yield counts: ``280 shared (1.2 GB), 4 changed (3 MB, were 2 MB), ...``."""
     for kind in _KINDS:
-        these, before, after = _sums(found, kind, is_tensor)
+        changes, before, after = _sums(difference, kind, is_tensor)
         text = size(before if kind == "removed" else after)
         if kind == "changed" and before != after:
             text += f", were {size(before)}"
-        yield f"{len(these)} {kind} ({text})" if these else f"0 {kind}"
+        yield f"{len(changes)} {kind} ({text})" if changes else f"0 {kind}"
 
 
 def _section(title: str, lines: list[str], limit: int | None) -> Iterator[str]:
@@ -90,17 +98,18 @@ def _section(title: str, lines: list[str], limit: int | None) -> Iterator[str]:
     yield ""
     yield f"{title}:"
     for line in lines[:limit]:
-        yield f"  {' '.join(line.splitlines())}"  # names may come from another tool
+        # Names may come from another tool.
+        yield f"  {' '.join(line.splitlines())}"
     if limit is not None and len(lines) > limit:
         yield f"  ... and {len(lines) - limit} more (--all lists them)"
 
 
-def _one(change: Change) -> str:
+def _format_layer(change: Change) -> str:
     bytes_ = size(change.after if change.b else change.before)
     return "  ".join(filter(None, (change.name, _shape(change.b or change.a), bytes_)))
 
 
-def _changed(change: Change) -> str:
+def _format_change(change: Change) -> str:
     """Format a change; a value that is equal on both sides is shown once."""
     shapes, sizes = (_shape(change.a), _shape(change.b)), (size(change.before), size(change.after))
     pairs = (new if old == new else f"{old or '-'} -> {new or '-'}" for old, new in (shapes, sizes))
@@ -125,16 +134,16 @@ def _short(value: tuple[Any, ...]) -> str:
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
 
 
-def _plain(found: Difference) -> dict[str, Any]:
+def _plain(difference: Difference) -> dict[str, Any]:
     return {
-        "a": _plain_side(found.a),
-        "b": _plain_side(found.b),
-        "differ": not found.is_empty,
-        "tensors": _plain_layers(found, True),
-        "files": _plain_layers(found, False),
-        "config": [_plain_field(field) for field in found.config],
-        "annotations": [_plain_field(field) for field in found.annotations],
-        "fetch": {"blobs": len(found.fetch), "size": sum(found.fetch.values())},
+        "a": _plain_side(difference.a),
+        "b": _plain_side(difference.b),
+        "differ": not difference.is_empty,
+        "tensors": _plain_layers(difference, True),
+        "files": _plain_layers(difference, False),
+        "config": [_plain_field(field) for field in difference.config],
+        "annotations": [_plain_field(field) for field in difference.annotations],
+        "fetch": {"blobs": len(difference.fetch), "size": sum(difference.fetch.values())},
     }
 
 
@@ -148,14 +157,14 @@ def _plain_side(side: Side) -> dict[str, Any]:
     }
 
 
-def _plain_layers(found: Difference, is_tensor: bool) -> dict[str, Any]:
+def _plain_layers(difference: Difference, is_tensor: bool) -> dict[str, Any]:
     """Return counts and bytes: ``before`` in A, ``after`` in B. Shared layers are not listed."""
     value: dict[str, Any] = {}
     for kind in _KINDS:
-        these, before, after = _sums(found, kind, is_tensor)
-        value[kind] = {"count": len(these), "before": before, "after": after}
+        changes, before, after = _sums(difference, kind, is_tensor)
+        value[kind] = {"count": len(changes), "before": before, "after": after}
         if kind != "shared":
-            value[kind]["layers"] = [_plain_change(one) for one in these]
+            value[kind]["layers"] = [_plain_change(change) for change in changes]
     return value
 
 

@@ -24,34 +24,34 @@ def du(references: tuple[Reference, ...]) -> None:
     chosen = settings()
     layout = chosen.layout
     only = [layout.resolve(reference).digest for reference in references]
-    found = usage(layout, chosen.stores, only)
-    lines = _table(found)
+    report = usage(layout, chosen.stores, only)
+    lines = _table(report)
     if references:
-        lines.append(f"freed if all of these were removed: {size(found.freed)}")
-    shares = [_plain_share(share) for share in found.shares]
+        lines.append(f"freed if all of these were removed: {size(report.freed)}")
+    shares = [_plain_share(share) for share in report.shares]
     total = {
-        "blobs": found.blobs,
-        "size": found.size,
-        "unique": found.unique,
-        "shared": found.size - found.unique,
-        "freed": found.freed,
+        "blobs": report.blobs,
+        "size": report.size,
+        "unique": report.unique,
+        "shared": report.size - report.unique,
+        "freed": report.freed,
     }
     result({"manifests": shares, "total": total}, lines)
 
 
-def _table(found: UsageReport) -> list[str]:
+def _table(report: UsageReport) -> list[str]:
     rows = [("NAME", "SIZE", "UNIQUE", "SHARED", "MISSING")]
-    for share in found.shares:
+    for share in report.shares:
         unnamed = f"(no name) {share.digest.short}"
-        first, *others = (" ".join(name.split()) or unnamed for name in share.names)
+        label, *more_names = (" ".join(name.split()) or unnamed for name in share.names)
         gap = (
             f"{plural(share.missing, 'blob')}, {size(share.missing_size)}" if share.missing else ""
         )
-        rows.append((first, size(share.size), size(share.unique), size(share.shared), gap))
-        rows += [(f"  and {name}", "", "", "", "") for name in others]
-    shared = found.size - found.unique
-    rows.append(("total", size(found.size), size(found.unique), size(shared), ""))
-    if not any(share.missing for share in found.shares):
+        rows.append((label, size(share.size), size(share.unique), size(share.shared), gap))
+        rows += [(f"  and {name}", "", "", "", "") for name in more_names]
+    shared = report.size - report.unique
+    rows.append(("total", size(report.size), size(report.unique), size(shared), ""))
+    if not any(share.missing for share in report.shares):
         return table([row[:-1] for row in rows])
     return table(rows)
 

@@ -22,7 +22,7 @@ from clowder_aimage.oci import Reference
 @examples("aimage export shapes ./model")
 @verb
 @stored_argument()
-@click.argument("place", metavar="DIR|FILE", shell_complete=complete_path)
+@click.argument("path", metavar="DIR|FILE", shell_complete=complete_path)
 @click.option(
     "--links",
     is_flag=True,
@@ -35,16 +35,16 @@ from clowder_aimage.oci import Reference
     help="Write an image model in the layout of this tool. An adapter becomes FILE, or DIR for "
     "peft, with the names of this tool.",
 )
-def export(reference: Reference, place: str, links: bool, dialect: str | None) -> None:
+def export(reference: Reference, path: str, links: bool, dialect: str | None) -> None:
     """Write the AImage REF in the store as the model directory DIR; print its path.
 
     DIR must be empty or not exist; it is written whole or not at all. Tensors are gathered into the
     files that the model's library expects; all other files keep their bytes. Every blob is
     verified.
     """
-    if not place:
+    if not path:
         raise UsageError("DIR must not be empty", hint="use . for the current directory")
-    directory = Path(place)
+    directory = Path(path)
     if dialect is not None:
         if links:
             raise UsageError("--links cannot be combined with --as")
@@ -69,7 +69,7 @@ def export(reference: Reference, place: str, links: bool, dialect: str | None) -
         "files": exported.files,
         "tensors": exported.tensors,
         "size": exported.size,
-        **{way.value: exported.methods[way] for way in LinkMethod},
+        **{method.value: exported.methods[method] for method in LinkMethod},
         "quantized": dict(exported.quantized),
     }
     result(value, str(directory))
@@ -103,6 +103,10 @@ def _text(directory: Path, exported: ExportSummary, links: bool) -> str:
         if count[LinkMethod.HARD_LINKED]:
             lines.append("hard-linked files share their data with the store: do not modify them")
     for form in sorted(set(exported.quantized.values())):
-        named = [c or "model" for c, own in exported.quantized.items() if own == form]
-        lines.append(f"quantized weights in the format of {form}: {', '.join(sorted(named))}")
+        components = [
+            c or "model"
+            for c, component_form in exported.quantized.items()
+            if component_form == form
+        ]
+        lines.append(f"quantized weights in the format of {form}: {', '.join(sorted(components))}")
     return "\n".join(lines)

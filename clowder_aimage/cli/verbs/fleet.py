@@ -19,7 +19,8 @@ from clowder_aimage.errors import NetworkError, UsageError
 if TYPE_CHECKING:
     from clowder_aimage.fleet.link import FleetAccess, FleetLink
 
-PATIENCE = 10.0  # seconds for the connection
+# Seconds for the connection.
+PATIENCE = 10.0
 _T = TypeVar("_T")
 _Json = Mapping[str, Any]
 
@@ -73,13 +74,13 @@ nats_option = click.option(
 )
 
 
-def nats_of(given: str | None) -> str:
+def nats_of(servers: str | None) -> str:
     """Return the servers that were named, else those of AIMAGE_NATS. Raises UsageError."""
-    found = given or os.environ.get("AIMAGE_NATS")
-    if not found:
+    servers = servers or os.environ.get("AIMAGE_NATS")
+    if not servers:
         hint = "name one with --nats nats://HOST, or in AIMAGE_NATS"
         raise UsageError("no NATS server was named", hint=hint)
-    return found
+    return servers
 
 
 def fleet_access(nats: str, chosen: Mapping[str, Any]) -> FleetAccess:
@@ -88,8 +89,8 @@ def fleet_access(nats: str, chosen: Mapping[str, Any]) -> FleetAccess:
     from clowder_aimage.fleet.name import DEFAULT_FLEET, FleetNames
 
     servers = tuple(
-        one if "://" in one else f"nats://{one}"
-        for one in filter(None, map(str.strip, nats.split(",")))
+        server if "://" in server else f"nats://{server}"
+        for server in filter(None, map(str.strip, nats.split(",")))
     )
     try:
         names = FleetNames(chosen.get("fleet") or DEFAULT_FLEET)
@@ -167,10 +168,10 @@ def init(nats: str | None, replicas: int, keep: float, max_bytes: int, **chosen:
     async def make(link: FleetLink) -> list[str]:
         return await link.make(shape, PATIENCE)
 
-    made = _run(nats, chosen, make, is_ready=False)
+    created = _run(nats, chosen, make, is_ready=False)
     name = chosen.get("fleet") or "aimage"
-    text = f"made {', '.join(made)}" if made else f"the fleet {name} is as it should be"
-    result({"fleet": name, "made": made}, text)
+    text = f"made {', '.join(created)}" if created else f"the fleet {name} is as it should be"
+    result({"fleet": name, "made": created}, text)
 
 
 @examples("aimage fleet status --nats nats://nats.example.com")
@@ -179,7 +180,7 @@ def init(nats: str | None, replicas: int, keep: float, max_bytes: int, **chosen:
 @nats_option
 @fleet_options
 def status(nats: str | None, **chosen: Any) -> None:
-    """Show each worker of a fleet, and how many jobs wait for which model."""
+    """Show each worker of a fleet, and the number of jobs that wait for each model."""
 
     async def read(link: FleetLink) -> dict[str, Any]:
         from clowder_aimage.fleet.gateway.status import FleetStatus
@@ -187,8 +188,8 @@ def status(nats: str | None, **chosen: Any) -> None:
 
         return asdict(await FleetStatus(link, await read_workers(link)).read())
 
-    found = _run(nats, chosen, read)
-    result(found, lines(found))
+    fleet_status = _run(nats, chosen, read)
+    result(fleet_status, lines(fleet_status))
 
 
 @examples("aimage fleet drain gpu-3", "aimage fleet drain gpu-3 --undo")
@@ -209,9 +210,13 @@ def drain(worker: str, undo: bool, nats: str | None, **chosen: Any) -> None:
 
         return await give_order(link, worker, "resume" if undo else "drain")
 
-    found = _run(nats, chosen, order)
-    verb = "takes jobs" if undo else f"takes no more jobs; {plural(found['running'], 'job')} left"
-    result(found, f"{worker} {verb}")
+    worker_status = _run(nats, chosen, order)
+    verb = (
+        "takes jobs"
+        if undo
+        else f"takes no more jobs; {plural(worker_status['running'], 'job')} left"
+    )
+    result(worker_status, f"{worker} {verb}")
 
 
 def _run(
@@ -221,12 +226,14 @@ def _run(
     *,
     is_ready: bool = True,
 ) -> _T:
-    """Return what ``work`` does with a connection. Raises AImageError."""
-    import asyncio  # late: serve and node import this module
+    """Return the result of ``work`` with a connection. Raises AImageError."""
+    # Late: serve and node import this module.
+    import asyncio
 
     with needs("a fleet", "worker,fleet"):
         from clowder_aimage.fleet.link import LOST, OPERATOR, FleetLink
-    logging.getLogger("aimage").addHandler(logging.NullHandler())  # its errors are raised
+    # Its errors are raised.
+    logging.getLogger("aimage").addHandler(logging.NullHandler())
     link = FleetLink(fleet_access(nats_of(nats), chosen), OPERATOR)
 
     async def run() -> _T:
@@ -241,25 +248,25 @@ def _run(
         raise NetworkError(f"NATS did not answer: {error!r}") from None
 
 
-def lines(found: _Json) -> list[str]:
+def lines(status: _Json) -> list[str]:
     """Return the status of a fleet as text."""
-    workers, waiting = found["workers"], found["jobs"]
+    workers, waiting = status["workers"], status["jobs"]
     head = [
-        f"fleet    {found['fleet']}: {plural(len(workers), 'worker')}, "
-        f"{plural(waiting, 'job')} on the queue, {found['given_up']} given up",
-        f"stored   {size(found['stored'])} of {size(found['room'])}",
+        f"fleet    {status['fleet']}: {plural(len(workers), 'worker')}, "
+        f"{plural(waiting, 'job')} on the queue, {status['given_up']} given up",
+        f"stored   {size(status['stored'])} of {size(status['room'])}",
     ]
     names = {digest: name for worker in workers for name, digest in worker["models"].items()}
     rows = [("WORKER", "JOBS", "DONE", "PER MIN", "MODELS", "LOADED", "STATE")]
     for worker in workers:
-        loaded = ", ".join(names.get(one, one[7:19]) for one in worker["loaded"]) or "-"
+        loaded = ", ".join(names.get(digest, digest[7:19]) for digest in worker["loaded"]) or "-"
         jobs, rate = f"{worker['running']}/{worker['slots']}", f"{worker['rate']:g}"
         state = "draining" if worker["is_draining"] else "ready"
         done, models = str(worker["done"]), str(len(worker["models"]))
         rows.append((worker["id"], jobs, done, rate, models, loaded, state))
     text = [*head, "", *table(rows)] if workers else [*head, "", "no worker is running"]
     queue = [
-        (one["priority"], names.get(one["digest"], one["digest"][7:19]), str(one["jobs"]))
-        for one in found["queue"]
+        (jobs["priority"], names.get(jobs["digest"], jobs["digest"][7:19]), str(jobs["jobs"]))
+        for jobs in status["queue"]
     ]
     return [*text, "", *table([("PRIORITY", "MODEL", "JOBS"), *queue])] if queue else text

@@ -62,9 +62,9 @@ def gateway(**options: Any) -> None:
         from clowder_aimage.http.listening_socket import listen, listen_tcp_only
         from clowder_aimage.http.metrics_role import MetricsRole
 
-    own = {name: options.pop(name) for name in tuple(options) if name in ACCESS}
+    access_options = {name: options.pop(name) for name in tuple(options) if name in ACCESS}
     config, _ = gather(GatewaySettings, options, config_file(), spell)
-    access = fleet_access(nats_of(config.nats), own)
+    access = fleet_access(nats_of(config.nats), access_options)
     chosen = settings()
     start_traces()
     log.configure(config.log_format, "warning" if chosen.quiet else config.log_level)
@@ -91,8 +91,10 @@ def gateway(**options: Any) -> None:
         listeners = stack.enter_context(contextlib.closing(opened))
         metrics_endpoint = None
         if config.metrics_addr:
-            other = stack.enter_context(contextlib.closing(listen_tcp_only(config.metrics_addr)))
-            metrics_endpoint = other, MetricsRole(metrics.text)
+            metrics_listeners = stack.enter_context(
+                contextlib.closing(listen_tcp_only(config.metrics_addr))
+            )
+            metrics_endpoint = metrics_listeners, MetricsRole(metrics.text)
         link = FleetLink(access, GATEWAY, f"{os.getpid()}-{secrets.token_hex(2)}")
         role = GatewayRole(
             link,

@@ -57,11 +57,11 @@ def gc(
 
 def _lines(done: Collection, dry_run: bool) -> list[str]:
     would = "would be " if dry_run else ""
-    lines = [f"{would}removed: {one.name} ({one.reason})" for one in done.forgotten]
+    lines = [f"{would}removed: {removal.name} ({removal.reason})" for removal in done.forgotten]
     lines.append(f"{would}removed: {plural(done.blobs, 'blob')}, {size(done.size)}")
     if done.partials:
-        what = plural(done.partials, "unfinished download")
-        lines.append(f"{would}removed: {what}, {size(done.partial_size)}")
+        downloads = plural(done.partials, "unfinished download")
+        lines.append(f"{would}removed: {downloads}, {size(done.partial_size)}")
     if done.young:
         lines.append(
             f"kept: {plural(done.young, 'blob')}, {size(done.young_size)}, newer than the grace "
@@ -73,7 +73,9 @@ def _lines(done: Collection, dry_run: bool) -> list[str]:
 def _plain(done: Collection, dry_run: bool) -> dict[str, Any]:
     return {
         "dryRun": dry_run,
-        "forgotten": [{"reference": one.name, "reason": one.reason} for one in done.forgotten],
+        "forgotten": [
+            {"reference": removal.name, "reason": removal.reason} for removal in done.forgotten
+        ],
         "blobs": done.blobs,
         "size": done.size,
         "partials": {"count": done.partials, "size": done.partial_size},

@@ -18,11 +18,11 @@ from clowder_aimage.oci import Reference
 @examples("aimage load shapes.tar", "aimage load - --as shapes:copy < shapes.tar")
 @verb
 @click.argument("file", default="", shell_complete=complete_path)
-@click.option("-i", "--input", "given", metavar="FILE", help="The same as the argument FILE.")
+@click.option("-i", "--input", "input_file", metavar="FILE", help="The same as the argument FILE.")
 @click.option(
     "--as", "name", type=tag_reference, metavar="NAME", help="Name for the only AImage in FILE."
 )
-def load(file: str, given: str | None, name: Reference | None) -> None:
+def load(file: str, input_file: str | None, name: Reference | None) -> None:
     """Add the AImages in FILE, an OCI image layout in a tar, to the store; print their names.
 
     FILE may be compressed with gzip; without it, or with -, stdin is read. Every blob is verified
@@ -30,9 +30,9 @@ def load(file: str, given: str | None, name: Reference | None) -> None:
     """
     from clowder_aimage.load import load as load_archive
 
-    if file and given:
-        raise UsageError(f"--input {given} cannot be combined with the argument {file}")
-    layout, file = settings().layout, file or given or "-"
+    if file and input_file:
+        raise UsageError(f"--input {input_file} cannot be combined with the argument {file}")
+    layout, file = settings().layout, file or input_file or "-"
     task, hint = "read an archive from", "give a file, or pipe one in"
     archive = standard_stream(sys.stdin, task, hint) if file == "-" else Path(file)
     with Progress("loading") as progress:
@@ -41,8 +41,8 @@ def load(file: str, given: str | None, name: Reference | None) -> None:
         )
     for entry in loaded.unnamed:
         progress.note(f"added without a name: {entry}")
-    there = f", {loaded.skipped} already there" if loaded.skipped else ""
-    progress.remark(f"loaded {plural(loaded.blobs, 'blob')}{there}")
+    present = f", {loaded.skipped} already there" if loaded.skipped else ""
+    progress.remark(f"loaded {plural(loaded.blobs, 'blob')}{present}")
     if loaded.names or loaded.problem is None:
         value = [{"reference": str(reference), **plain(root)} for reference, root in loaded.names]
         lines = [f"{reference} {root.digest}" for reference, root in loaded.names]

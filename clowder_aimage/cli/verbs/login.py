@@ -23,11 +23,11 @@ def _host(text: str) -> str:
     return registry
 
 
-def _ask(what: str, option: str, *, hide: bool) -> str:
+def _ask(prompt: str, option: str, *, hide: bool) -> str:
     """Prompt on the terminal. Raises UsageError if there is none."""
     if not sys.stdin.isatty():
-        raise UsageError(f"no terminal to ask for the {what.lower()}: use {option}")
-    return str(click.prompt(what, hide_input=hide, err=True))
+        raise UsageError(f"no terminal to ask for the {prompt.lower()}: use {option}")
+    return str(click.prompt(prompt, hide_input=hide, err=True))
 
 
 @examples(
@@ -41,7 +41,7 @@ def _ask(what: str, option: str, *, hide: bool) -> str:
 @click.option("--password-stdin", is_flag=True, help="Read the password from stdin.")
 @login_connection_options
 def login(registry: str, username: str | None, password: str | None, password_stdin: bool) -> None:
-    """Check credentials with the registry HOST and store them where docker does."""
+    """Check credentials with the registry HOST and store them in docker's file or helper."""
     from clowder_aimage.registry import login as log_in
 
     host = _host(registry)
@@ -49,10 +49,10 @@ def login(registry: str, username: str | None, password: str | None, password_st
     if password_stdin:
         password = sys.stdin.readline().rstrip("\r\n")
     password = password or _ask("Password", "--password-stdin", hide=True)
-    place = log_in(host, username, password, settings().connection())
-    remark(f"logged in to {host} as {username}; the credentials are stored in {place}")
+    location = log_in(host, username, password, settings().connection())
+    remark(f"logged in to {host} as {username}; the credentials are stored in {location}")
     if wants_value():
-        result({"registry": host, "username": username, "kept": place}, "")
+        result({"registry": host, "username": username, "kept": location}, "")
 
 
 @examples("aimage logout registry.example.com")

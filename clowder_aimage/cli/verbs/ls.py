@@ -43,13 +43,13 @@ _UNITS = (
 
 def _filters(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the patterns of each field, from FIELD=PATTERN. Raises ValueError."""
-    found: dict[str, tuple[str, ...]] = {}
+    patterns: dict[str, tuple[str, ...]] = {}
     for text in texts:
         field, equals, pattern = text.partition("=")
         if not equals or field not in _FILTERED:
             raise ValueError(f"{text!r} is not FIELD=PATTERN with one of {', '.join(_FILTERED)}")
-        found[field] = (*found.get(field, ()), pattern)
-    return found
+        patterns[field] = (*patterns.get(field, ()), pattern)
+    return patterns
 
 
 @examples("aimage ls", "aimage ls --filter family=z-image", "aimage ls --remote")
@@ -79,19 +79,19 @@ def ls(
     else that of the arrival in the store. With -q only names are printed. With --remote the names
     in a worker's store are listed.
     """
-    found = _remote_rows() if remote else _rows(settings().layout, patterns)
+    entries = _remote_rows() if remote else _rows(settings().layout, patterns)
     rows = sorted(
         (
             row
-            for row in found
+            for row in entries
             if _matches(str(row["reference"]), patterns) and _passes(row, filters)
         ),
         key=lambda row: str(row["reference"]),
     )
     lines = [row["reference"] for row in rows]
     if not is_quiet():
-        now = time.time()
-        rows, lines = table_of(_TITLES, rows, lambda row: _cells(row, now, is_whole=no_trunc))
+        timestamp = time.time()
+        rows, lines = table_of(_TITLES, rows, lambda row: _cells(row, timestamp, is_whole=no_trunc))
     if rows or not is_quiet() or wants_json():
         result(rows, lines)
     if rows:
@@ -106,9 +106,11 @@ def ls(
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    head, slash, last = name.rpartition("/")
-    spelt = {name, f"{head}{slash}{last.partition('@')[0].partition(':')[0]}"}
-    return not patterns or any(fnmatchcase(one, each) for one in spelt for each in patterns)
+    head, slash, component = name.rpartition("/")
+    spelt = {name, f"{head}{slash}{component.partition('@')[0].partition(':')[0]}"}
+    return not patterns or any(
+        fnmatchcase(spelling, pattern) for spelling in spelt for pattern in patterns
+    )
 
 
 def _passes(row: dict[str, Any], filters: Mapping[str, tuple[str, ...]]) -> bool:
@@ -132,7 +134,7 @@ def _remote_rows() -> Iterator[dict[str, Any]]:
     )
 
     hint = "omit --remote to list a store on this machine"
-    refuse_options(hint, but=("filters", "no_trunc"))
+    refuse_options(hint, exclude=("filters", "no_trunc"))
     for model in models(worker(), "/api/tags"):
         row = {"reference": model["name"], "digest": model["digest"], "size": model["size"]}
         row |= {"family": detail_of(model, "family")}
@@ -151,20 +153,20 @@ def _rows(layout: ImageLayout, patterns: tuple[str, ...]) -> Iterator[dict[str, 
             yield row | {"partial": True} if is_partial(layout, descriptor) else row
 
 
-def _cells(row: dict[str, Any], now: float, *, is_whole: bool) -> tuple[str, ...]:
+def _cells(row: dict[str, Any], timestamp: float, *, is_whole: bool) -> tuple[str, ...]:
     length = "-" if row["size"] is None else size(row["size"])
     if "partial" in row:
         length += " (partial)"
-    created = _ago(row["created"], now) or _ago(row["added"], now) or "-"
+    created = _ago(row["created"], timestamp) or _ago(row["added"], timestamp) or "-"
     kind, name = row["family"] or "-", row["type"] or "-"
     digest = row["digest"] if is_whole else row["digest"][7:19]
     return row["reference"], kind, name, length, created, digest
 
 
-def _ago(text: object, now: float) -> str | None:
+def _ago(text: object, timestamp: float) -> str | None:
     """Format the time since ``text``; None if it is not a time."""
     with contextlib.suppress(ValueError, OverflowError):
-        seconds = max(0.0, now - datetime.fromisoformat(str(text)).timestamp())
+        seconds = max(0.0, timestamp - datetime.fromisoformat(str(text)).timestamp())
         for length, unit in _UNITS:
             if seconds >= length:
                 return f"{plural(int(seconds // length), unit)} ago"

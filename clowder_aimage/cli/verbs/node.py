@@ -15,7 +15,7 @@ from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
     daemon_connection_options,
-    given_options,
+    explicit_options,
     needs,
     settings,
 )
@@ -55,8 +55,8 @@ def node(context: click.Context, /, **options: Any) -> None:
     "node" in the configuration: see 'aimage config show'.
     """
     if context.invoked_subcommand is not None:
-        if given := given_options():
-            raise UsageError(f"{given[0]} cannot be combined with a verb of 'aimage node'")
+        if stated := explicit_options():
+            raise UsageError(f"{stated[0]} cannot be combined with a verb of 'aimage node'")
         return
     with needs("a node", "worker"):
         from clowder_aimage.engine.settings import gather
@@ -75,15 +75,15 @@ def node(context: click.Context, /, **options: Any) -> None:
 )
 def status(addr: str | None) -> None:
     """Show each model of a node: its state, the sources of its bytes, and the last change."""
-    refuse_options("omit it: the store of the node is shown", but=("addr",))
-    place = endpoint(addr)
-    answer = ask(place)
+    refuse_options("omit it: the store of the node is shown", exclude=("addr",))
+    node_endpoint = endpoint(addr)
+    answer = ask(node_endpoint)
     try:
         text = lines(answer, datetime.now(UTC))
-        warnings = [_line(each) for each in answer["warnings"]]
+        warnings = [_line(warning) for warning in answer["warnings"]]
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         raise FormatError(
-            f"the status that {place} sent cannot be read",
+            f"the status that {node_endpoint} sent cannot be read",
             hint="compare the versions of 'aimage' here and there",
         ) from None
     result(answer, text)
@@ -97,12 +97,12 @@ def endpoint(addr: str | None) -> Endpoint:
 
     if not addr:
         return Endpoint.parse(worker_host() or DEFAULT_NODE)
-    found = Endpoint.parse(addr)
-    has_port = found.scheme != "http" or urlsplit(f"//{addr.partition('//')[2] or addr}").port
-    return found if has_port else Endpoint("http", found.host, PORT)
+    parsed = Endpoint.parse(addr)
+    has_port = parsed.scheme != "http" or urlsplit(f"//{addr.partition('//')[2] or addr}").port
+    return parsed if has_port else Endpoint("http", parsed.host, PORT)
 
 
-def ask(place: Endpoint) -> dict[str, Any]:
+def ask(node_endpoint: Endpoint) -> dict[str, Any]:
     """Return the node's status.
 
     Raises:
@@ -110,95 +110,98 @@ def ask(place: Endpoint) -> dict[str, Any]:
         AImageError: as ``WorkerClient``.
     """
     try:
-        answer = worker_client(str(place)).ask("GET", "/v1/node")
+        answer = worker_client(str(node_endpoint)).ask("GET", "/v1/node")
     except NetworkError as error:
         raise NetworkError(
             error.message, hint="start 'aimage node' there, or choose another node with --addr"
         ) from None
     except NotFoundError:
         raise NotFoundError(
-            f"the worker at {place} is not a node",
+            f"the worker at {node_endpoint} is not a node",
             hint="start it with 'aimage serve --node', or choose a node with --addr",
         ) from None
     if not isinstance(answer, dict) or "models" not in answer:
-        raise FormatError(f"the server at {place} is not a node", hint="choose one with --addr")
+        raise FormatError(
+            f"the server at {node_endpoint} is not a node", hint="choose one with --addr"
+        )
     return answer
 
 
-def lines(answer: _Json, now: datetime) -> list[str]:
+def lines(answer: _Json, time: datetime) -> list[str]:
     """Return a node's status as text."""
     facts = [
-        ("node", _node(answer, now)),
-        ("desired", _desired(answer["desired"], now)),
+        ("node", _node(answer, time)),
+        ("desired", _describe_desired(answer["desired"], time)),
         ("disk", _disk(answer["disk"])),
         *_neighbours(answer["neighbours"]),
     ]
     width = max(len(name) for name, _ in facts)
     head = [f"{name:<{width}}  {_line(text)}" for name, text in facts if text]
-    rows = sorted(_row(model, now) for model in answer["models"])
+    rows = sorted(_row(model, time) for model in answer["models"])
     if not rows:
         return [*head, "", "no models are specified"]
     titles = ("NAME", "DIGEST", "SOURCE", "CHANGED", "STATE")
     return [*head, "", *table([titles, *rows])]
 
 
-def _node(answer: _Json, now: datetime) -> str:
+def _node(answer: _Json, time: datetime) -> str:
     reasons = [
-        f"{each['reason']} ({each['model']})" if "model" in each else each["reason"]
-        for each in answer["reasons"]
+        f"{reason['reason']} ({reason['model']})" if "model" in reason else reason["reason"]
+        for reason in answer["reasons"]
     ]
     why = f": {'; '.join(reasons)}" if reasons else ""
     state = "ready" if answer["ready"] else f"not ready{why}"
-    return f"{answer['id']}, {state}, started {_ago(answer['started'], now)}"
+    return f"{answer['id']}, {state}, started {_ago(answer['started'], time)}"
 
 
-def _desired(desired: _Json, now: datetime) -> str:
+def _describe_desired(desired: _Json, time: datetime) -> str:
     parts = [desired["directory"] or "no directory", plural(desired["files"], "file")]
     if desired["loaded"]:
-        parts.append(f"loaded {_ago(desired['loaded'], now)}")
+        parts.append(f"loaded {_ago(desired['loaded'], time)}")
     if not desired["valid"]:
-        kept = " (the last valid state is used)" if desired["loaded"] else ""
-        parts.append(f"INVALID{kept}: {desired['error']}")
+        fallback = " (the last valid state is used)" if desired["loaded"] else ""
+        parts.append(f"INVALID{fallback}: {desired['error']}")
     return ", ".join(parts)
 
 
 def _disk(disk: _Json) -> str:
     if disk["total"] is None:
-        return ""  # the store cannot be read
+        # The store cannot be read.
+        return ""
     return (
         f"{size(disk['free'])} free of {size(disk['total'])}, {_percent(disk['used'])} used;"
         f" models are evicted at {_percent(disk['high'])}, down to {_percent(disk['low'])}"
     )
 
 
-def _percent(part: float) -> str:
-    return f"{int(part * 100 + 1e-9)} %"
+def _percent(fraction: float) -> str:
+    return f"{int(fraction * 100 + 1e-9)} %"
 
 
-def _neighbours(found: list[_Json]) -> list[tuple[str, str]]:
-    if not found:
+def _neighbours(neighbours: list[_Json]) -> list[tuple[str, str]]:
+    if not neighbours:
         return []
-    counts = sorted(Counter(each["state"] for each in found).items())
+    counts = sorted(Counter(neighbour["state"] for neighbour in neighbours).items())
     facts = [("neighbours", ", ".join(f"{count} {state}" for state, count in counts))]
-    for each in found:
-        if each["state"] != "live":
-            why = f": {each['reason']}" if each.get("reason") else ""
-            facts.append(("", f"{each['url']} is {each['state']}{why}"))
+    for neighbour in neighbours:
+        if neighbour["state"] != "live":
+            why = f": {neighbour['reason']}" if neighbour.get("reason") else ""
+            facts.append(("", f"{neighbour['url']} is {neighbour['state']}{why}"))
     return facts
 
 
-def _row(model: _Json, now: datetime) -> tuple[str, ...]:
+def _row(model: _Json, time: datetime) -> tuple[str, ...]:
     digest = _short(model["digest"]) if model["digest"] else "-"
-    sources, changed = _sources(model["sources"]), _ago(model["changed"], now)
-    return model["ref"], digest, sources, changed, _line(state_of(model, now))
+    sources, changed = _sources(model["sources"]), _ago(model["changed"], time)
+    return model["ref"], digest, sources, changed, _line(state_of(model, time))
 
 
-def state_of(model: _Json, now: datetime) -> str:
+def state_of(model: _Json, time: datetime) -> str:
     """Return the state of a model in words."""
     state: str = model["state"]
     parts = [model["reason"]] if model["reason"] else []
     if model["next"]:
-        parts.append(f"next try {_after(model['next'], now)}")
+        parts.append(f"next try {_after(model['next'], time)}")
     if state == "pulling":
         return state + _progress(model)
     if state == "present":
@@ -217,11 +220,11 @@ def _progress(model: _Json) -> str:
 
 def _sources(sources: Mapping[str, int]) -> str:
     """Format the sources of the bytes, largest first, with fractions if there are several."""
-    found = sorted((-count, name) for name, count in sources.items() if count)
+    counts = sorted((-count, name) for name, count in sources.items() if count)
     total = sum(sources.values())
-    if len(found) < 2:
-        return found[0][1] if found else "-"
-    return ", ".join(f"{name} {max(1, -count * 100 // total)} %" for count, name in found)
+    if len(counts) < 2:
+        return counts[0][1] if counts else "-"
+    return ", ".join(f"{name} {max(1, -count * 100 // total)} %" for count, name in counts)
 
 
 def _line(text: str) -> str:
@@ -233,17 +236,17 @@ def _short(digest: str) -> str:
     return digest.partition(":")[2][:12]
 
 
-def _ago(moment: str, now: datetime) -> str:
-    seconds = (now - datetime.fromisoformat(moment)).total_seconds()
+def _ago(moment: str, time: datetime) -> str:
+    seconds = (time - datetime.fromisoformat(moment)).total_seconds()
     return "just now" if seconds < 1 else f"{_span(seconds)} ago"
 
 
-def _after(moment: str, now: datetime) -> str:
-    seconds = (datetime.fromisoformat(moment) - now).total_seconds()
+def _after(moment: str, time: datetime) -> str:
+    seconds = (datetime.fromisoformat(moment) - time).total_seconds()
     return "now" if seconds < 1 else f"in {_span(seconds)}"
 
 
 def _span(seconds: float) -> str:
     """Format the largest whole unit: 12 s, 4 min, 3 h or 5 d."""
-    length, unit = next((each for each in _SPANS if seconds >= each[0]), _SPANS[-1])
+    length, unit = next((span for span in _SPANS if seconds >= span[0]), _SPANS[-1])
     return f"{int(seconds // length)} {unit}"

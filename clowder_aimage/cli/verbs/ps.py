@@ -11,7 +11,8 @@ from clowder_aimage.cli.console.output import duration, left_out, result, size, 
 from clowder_aimage.cli.console.worker_connection import detail_of, models, refuse_options, worker
 from clowder_aimage.errors import describe_each
 
-_FOR_EVER = 100 * 365 * 24 * 3600  # seconds; ollama sends a later time for ever
+# Seconds; ollama sends a later time for ever.
+_FOR_EVER = 100 * 365 * 24 * 3600
 
 
 @examples("aimage ps")
@@ -23,19 +24,17 @@ def ps() -> None:
     The worker is the one in AIMAGE_HOST, or the one at 127.0.0.1:11434.
     """
     refuse_options("omit it: the memory of the worker is listed")
-    now = datetime.now(UTC)
+    time = datetime.now(UTC)
 
     def cells(row: dict[str, Any]) -> tuple[str, ...]:
-        left = _left(row["until"], now)
-        used = ", ".join(row["adapters"]) or "-"
+        left = _left(row["until"], time)
+        adapters = ", ".join(row["adapters"]) or "-"
         facts = row["reference"], row["digest"][7:19], size(row["size"]), row["device"] or "?"
-        return *facts, left, used
+        return *facts, left, adapters
 
     listed = describe_each(models(worker(), "/api/ps"), _row, left_out)
-    found, lines = table_of(
-        ("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL", "ADAPTERS"), listed, cells
-    )
-    result([row | {"until": row["until"] and row["until"].isoformat()} for row in found], lines)
+    rows, lines = table_of(("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL", "ADAPTERS"), listed, cells)
+    result([row | {"until": row["until"] and row["until"].isoformat()} for row in rows], lines)
 
 
 def _row(model: dict[str, Any]) -> dict[str, Any]:
@@ -52,8 +51,8 @@ def _row(model: dict[str, Any]) -> dict[str, Any]:
 
 def _adapters(uses: Any) -> list[str]:
     """Return the adapters of the last request with their strengths, such as ``style:v1:0.8``."""
-    known = [use for use in uses if isinstance(use, dict)] if isinstance(uses, list) else []
-    return [f"{use.get('model')}:{use.get('strength')}" for use in known]
+    described = [use for use in uses if isinstance(use, dict)] if isinstance(uses, list) else []
+    return [f"{use.get('model')}:{use.get('strength')}" for use in described]
 
 
 def _until(text: Any) -> datetime | None:
@@ -67,5 +66,7 @@ def _until(text: Any) -> datetime | None:
     return None if is_far else until
 
 
-def _left(until: datetime | None, now: datetime) -> str:
-    return "forever" if until is None else f"in {duration(max(0.0, (until - now).total_seconds()))}"
+def _left(until: datetime | None, time: datetime) -> str:
+    return (
+        "forever" if until is None else f"in {duration(max(0.0, (until - time).total_seconds()))}"
+    )

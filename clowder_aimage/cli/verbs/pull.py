@@ -118,7 +118,7 @@ def pull(
     )
     chosen = settings()
     layout = chosen.layout
-    connection = chosen.connection(*(one.registry for one in references))
+    connection = chosen.connection(*(reference.registry for reference in references))
     for reference in references:
         again = _command(reference, platform, variant)
         _pull(reference, layout, connection, options, again)
@@ -173,7 +173,8 @@ class _Sums:
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
-        self._blobs: dict[str, tuple[int, int]] = {}  # bytes done and total
+        # Bytes done and total.
+        self._blobs: dict[str, tuple[int, int]] = {}
         self._done = self._whole = self._shown = 0
 
     def add(self, line: Mapping[str, Any]) -> None:
@@ -209,9 +210,9 @@ def _print_result(pulled: PullResult, again: str, progress: Progress) -> None:
     result(value, str(pulled.root.digest))
 
 
-def _selector(platform: str | None, variant: str | None, whole: bool) -> ManifestSelector | None:
+def _selector(platform: str | None, variant: str | None, is_index: bool) -> ManifestSelector | None:
     """Return the selector for an index; None selects all of it. Raises UsageError."""
-    if not whole:
+    if not is_index:
         return ManifestSelector(variant, None if platform is None else Platform.parse(platform))
     if platform is not None or variant is not None:
         raise UsageError("--whole cannot be combined with --platform or --variant")
@@ -219,11 +220,11 @@ def _selector(platform: str | None, variant: str | None, whole: bool) -> Manifes
 
 
 def _selection(
-    components: tuple[str, ...], patterns: tuple[str, ...], whole: bool
+    components: tuple[str, ...], patterns: tuple[str, ...], is_index: bool
 ) -> LayerSelection | None:
     if not components and not patterns:
         return None
-    if whole:
+    if is_index:
         raise UsageError(
             "--whole cannot be combined with --component or --include",
             hint="choose the AImage with --variant or --platform",
@@ -239,16 +240,16 @@ def _print_plan(planned: PullResult, layout: ImageLayout) -> None:
     plan, left_out = planned.plan, planned.missing
     missing = plan.missing(layout)
     needed = sum(layout.missing_size(blob) for blob in missing)
-    here = sum(blob.size for blob in plan.blobs) - sum(blob.size for blob in missing)
+    present = sum(blob.size for blob in plan.blobs) - sum(blob.size for blob in missing)
     value = {
         "reference": str(planned.name),
         **plain(plan.root),
         "fetch": {"blobs": len(missing), "size": needed},
-        "alreadyThere": {"blobs": len(plan.blobs) - len(missing), "size": here},
+        "alreadyThere": {"blobs": len(plan.blobs) - len(missing), "size": present},
     }
     text = (
         f"{plan.root.digest}: {plural(len(missing), 'blob')} ({size(needed)}) to fetch, "
-        f"{len(plan.blobs) - len(missing)} ({size(here)}) already there"
+        f"{len(plan.blobs) - len(missing)} ({size(present)}) already there"
     )
     if left_out:
         value |= {"partial": True, "missing": _sum(left_out)}

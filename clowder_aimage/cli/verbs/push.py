@@ -54,7 +54,7 @@ def push(
         if dialect not in (None, "clowder"):
             raise UsageError(f"--manifest-type cannot be combined with --dialect {dialect}")
         dialect = "custom" if manifest_type == "custom" else "clowder"
-    connection = settings().connection(*(one.registry for one in references))
+    connection = settings().connection(*(reference.registry for reference in references))
     for reference in references:
         _push(reference, connection, dialect, no_fallback)
 

@@ -33,37 +33,37 @@ def referrers(reference: Reference, artifact_type: str, recursive: bool) -> None
     with Repository(reference, settings().connection()) as repository:
         subject = reference.digest or repository.resolve(reference).digest
         if recursive:
-            found = [
-                each
-                for each in repository.all_referrers(subject)
-                if artifact_type in ("", each[2].extra.get("artifactType"))
+            entries = [
+                entry
+                for entry in repository.all_referrers(subject)
+                if artifact_type in ("", entry[2].extra.get("artifactType"))
             ]
         else:
             direct = repository.referrers(subject, artifact_type)
-            found = [(0, subject, entry) for entry in direct]
+            entries = [(0, subject, descriptor) for descriptor in direct]
     rows = [
         {
-            "reference": str(reference.with_digest(one.digest)),
-            **one.to_json(),
-            **({"subject": str(of)} if recursive else {}),
+            "reference": str(reference.with_digest(descriptor.digest)),
+            **descriptor.to_json(),
+            **({"subject": str(parent)} if recursive else {}),
         }
-        for _, of, one in found
+        for _, parent, descriptor in entries
     ]
-    if found or settings().as_json:
-        lines = _table(found, is_short=False)
-        result(rows, _table(found, is_short=True) if is_too_wide(lines) else lines)
+    if entries or settings().as_json:
+        lines = _table(entries, is_short=False)
+        result(rows, _table(entries, is_short=True) if is_too_wide(lines) else lines)
     else:
         remark(f"nothing is attached to {reference}")
 
 
-def _table(found: Sequence[tuple[int, Digest, Descriptor]], *, is_short: bool) -> list[str]:
+def _table(entries: Sequence[tuple[int, Digest, Descriptor]], *, is_short: bool) -> list[str]:
     cells = [("DIGEST", "TYPE", "SIZE", "ANNOTATIONS")] + [
         (
-            "  " * level + (one.digest.short if is_short else str(one.digest)),
-            str(one.extra.get("artifactType") or "?"),
-            size(one.size),
-            one_line(", ".join(f"{key}={text}" for key, text in one.annotations.items())),
+            "  " * level + (entry.digest.short if is_short else str(entry.digest)),
+            str(entry.extra.get("artifactType") or "?"),
+            size(entry.size),
+            one_line(", ".join(f"{key}={text}" for key, text in entry.annotations.items())),
         )
-        for level, _, one in found
+        for level, _, entry in entries
     ]
     return table(cells)

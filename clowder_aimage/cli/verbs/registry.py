@@ -117,8 +117,8 @@ def serve(**options: Any) -> None:
 def read_registry_section(file: Path) -> dict[str, Any]:
     """Return the section ``registry`` of a configuration, by option. Raises UsageError."""
     section = read_configuration(file, lambda document: document.get("registry", {}))
-    found = {re.sub("([A-Z])", r"_\1", key).lower(): value for key, value in section.items()}
-    if "upload_quota" in found:
-        found["upload_quota"] = parse_size(str(found["upload_quota"]))
-    paths = {"token_file": file.parent / found["token_file"]} if "token_file" in found else {}
-    return found | paths
+    values = {re.sub("([A-Z])", r"_\1", key).lower(): value for key, value in section.items()}
+    if "upload_quota" in values:
+        values["upload_quota"] = parse_size(str(values["upload_quota"]))
+    paths = {"token_file": file.parent / values["token_file"]} if "token_file" in values else {}
+    return values | paths

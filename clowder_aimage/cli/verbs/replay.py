@@ -77,11 +77,11 @@ def replay(
     device: str | None,
     tolerance: int,
 ) -> int:
-    """Generate PICTURE again from the facts in it, and compare the two.
+    """Generate PICTURE again from the metadata in it, and compare the two.
 
-    PICTURE is a PNG, JPEG or WebP file, or oci://HOST/REPO:TAG[#TITLE]. What it began with is read
-    from the store, else --image, --mask and --control name it as for 'aimage run'; its digest must
-    be that in PICTURE.
+    PICTURE is a PNG, JPEG or WebP file, or oci://HOST/REPO:TAG[#TITLE]. Its input pictures are read
+    from the store, else --image, --mask and --control name them as for 'aimage run'; their digests
+    must be those in PICTURE.
 
     The AImage and its adapters are pulled by their digests if the store lacks them. --lora names
     other adapters, with the strengths of those in the picture unless it has its own. The exit code
@@ -96,7 +96,7 @@ def replay(
     reference = _reference(picture, facts)
     request = _request(picture, facts)
     _note_registry(picture, reference)
-    request = _replaced(request, read_uses(loras, lora_dir))
+    request = _replace_adapters(request, read_uses(loras, lora_dir))
     _find_inputs(picture, request, {"image": images, "mask": _one(mask), "control": _one(control)})
     connect = cache(settings().connection)
     finder = adapter_finder(lora_dir, connect)
@@ -105,7 +105,8 @@ def replay(
         if use.digest is not None and not is_own and not is_file(use.model, lora_dir):
             name = Reference.parse(use.model)
             _note_registry(picture, name.with_digest(Digest.parse(use.digest)))
-    finder.fetch(request)  # before the model, which is larger
+    # Before the model, which is larger.
+    finder.fetch(request)
     tuning = TorchTuning(device=device)
     backend = choose_library(backend or made_by(str(facts.get("backend", ""))), tuning)
     fetched = fetch_model(reference, connect)
@@ -115,35 +116,35 @@ def replay(
     model = load_model(fetched, request, options, finder)
     (rendered,) = show_steps(fetched.watch(model.generate(request)), request)
     kind, quality = read.kind, facts.get("quality")
-    found = compare_pictures(read.pixels, rendered.pixels, kind, quality)
-    if found is None:
+    comparison = compare_pictures(read.pixels, rendered.pixels, kind, quality)
+    if comparison is None:
         height, width, *_ = rendered.pixels.shape
         raise VerificationError(f"{picture} was resized: expected {width}x{height}")
-    is_equal = found.is_equal or found.largest <= tolerance
+    is_equal = comparison.is_equal or comparison.largest <= tolerance
     value = {
         "picture": picture,
         "digest": str(model.stored.descriptor.digest),
         "equal": is_equal,
         "backend": model.backend,
         "madeWith": facts.get("backend"),
-        "largestDifference": found.largest,
-        "meanDifference": found.mean,
-        "differingShare": found.share,
+        "largestDifference": comparison.largest,
+        "meanDifference": comparison.mean,
+        "differingShare": comparison.share,
     }
-    text = f"differs: by up to {found.largest}/255, in {found.share:.2%} of the values"
-    if found.is_equal:
-        words = f" within the losses of {kind.upper()}: by {found.mean:.2f}/255 on average"
-        text = f"equal{words if found.largest else ''}"
+    text = f"differs: by up to {comparison.largest}/255, in {comparison.share:.2%} of the values"
+    if comparison.is_equal:
+        words = f" within the losses of {kind.upper()}: by {comparison.mean:.2f}/255 on average"
+        text = f"equal{words if comparison.largest else ''}"
     elif is_equal:
         text = f"equal within {tolerance}/255: {text.removeprefix('differs: ')}"
-    if found.largest and facts.get("backend") not in (None, model.backend):
+    if comparison.largest and facts.get("backend") not in (None, model.backend):
         text += f"; it was made on {facts['backend']}, and again on {model.backend}"
     result(value, text)
     return 0 if is_equal else VerificationError.exit_code
 
 
 def _read(picture: str) -> StoredPicture:
-    """Return a picture, of a file or of an artifact, and how it was made."""
+    """Return a picture of a file or of an artifact, with its metadata."""
     from clowder_aimage.model.picture import missing_metadata, read_file, read_picture
 
     data, stated = b"", dict[str, Any]()
@@ -154,48 +155,57 @@ def _read(picture: str) -> StoredPicture:
     read = read_picture(data, picture)
     if not (stated or read.metadata):
         raise missing_metadata(picture)
-    own = {name: read.metadata[name] for name in ("quality",) if name in read.metadata}
-    return replace(read, metadata={**stated, **own} if stated else read.metadata)
+    file_metadata = {name: read.metadata[name] for name in ("quality",) if name in read.metadata}
+    return replace(read, metadata={**stated, **file_metadata} if stated else read.metadata)
 
 
 def _one(source: str | None) -> tuple[str, ...]:
     return () if source is None else (source,)
 
 
-def _find_inputs(picture: str, request: GenerateRequest, given: dict[str, tuple[str, ...]]) -> None:
-    """Lease the pictures that a request begins with, those given or those in the store.
+def _find_inputs(
+    picture: str, request: GenerateRequest, sources_by_option: dict[str, tuple[str, ...]]
+) -> None:
+    """Lease the pictures that a request begins with, stated ones or those in the store.
 
     Raises:
-        UsageError: One is given, and the request has none.
-        VerificationError: One that is given is another one.
-        NotFoundError: One is neither given nor in the store.
+        UsageError: A picture is stated, and the request has none.
+        VerificationError: A stated picture has another digest.
+        NotFoundError: A picture is neither stated nor in the store.
     """
-    check_stdin([f"--{name}" for name, some in given.items() for one in some if one == "-"])
+    check_stdin(
+        [
+            f"--{name}"
+            for name, sources in sources_by_option.items()
+            for source in sources
+            if source == "-"
+        ]
+    )
     files, layout, missing = named_pictures(), settings().layout, list[tuple[str, str]]()
     lease = click.get_current_context().with_resource(layout.lease())
-    for name, sources in given.items():
-        used = [request.values()[name], *(request.input.references if name == "image" else ())]
-        used = [one for one in dict.fromkeys(used) if one not in (None, ALPHA)]
-        if sources and not used:
+    for name, sources in sources_by_option.items():
+        digests = [request.values()[name], *(request.input.references if name == "image" else ())]
+        digests = [digest for digest in dict.fromkeys(digests) if digest not in (None, ALPHA)]
+        if sources and not digests:
             raise UsageError(f"--{name}: {picture} was made without one")
         for source in sources:
-            found = str(files.read(source, f"--{name}").descriptor.digest)
-            if found not in used:
+            source_digest = str(files.read(source, f"--{name}").descriptor.digest)
+            if source_digest not in digests:
                 raise VerificationError(
                     f"--{name}: {source[:200]} is not the {name} that was used: it has the digest "
-                    f"{found}, not {' or '.join(used)}"
+                    f"{source_digest}, not {' or '.join(digests)}"
                 )
-            files.keep(found)
-        for digest in used:
+            files.keep(source_digest)
+        for digest in digests:
             lease.add(Digest.parse(digest))
             missing += [] if _is_stored(layout, digest) else [(name, digest)]
     if missing:
         role = {"control": "control picture"}
-        named = (f"the {role.get(name, name)} {digest}" for name, digest in missing)
+        missing_inputs = (f"the {role.get(name, name)} {digest}" for name, digest in missing)
         options = " and ".join(f"--{name} SOURCE" for name, _ in missing)
         them = "them" if missing[1:] else "it"
         raise NotFoundError(
-            f"{picture} began with pictures that the store lacks: {' and '.join(named)}",
+            f"{picture} began with pictures that the store lacks: {' and '.join(missing_inputs)}",
             hint=f"name {them} with {options}: a file, a URL or an artifact",
         )
 
@@ -207,7 +217,7 @@ def _is_stored(layout: ContentStore, digest: str) -> bool:
         return False
 
 
-def _replaced(request: GenerateRequest, uses: Sequence[LoraUse]) -> GenerateRequest:
+def _replace_adapters(request: GenerateRequest, uses: Sequence[LoraUse]) -> GenerateRequest:
     """Return a request with other adapters. Raises UsageError."""
     if not uses:
         return request
@@ -216,8 +226,8 @@ def _replaced(request: GenerateRequest, uses: Sequence[LoraUse]) -> GenerateRequ
         raise UsageError(f"the picture has {count}, and --lora is given {len(uses)} times")
     pairs = zip(uses, request.adapters.loras, strict=True)
     loras = (
-        one if one.strength is not None else replace(one, strength=old.strength)
-        for one, old in pairs
+        use if use.strength is not None else replace(use, strength=old.strength)
+        for use, old in pairs
     )
     return request.change(loras=tuple(loras))
 
@@ -231,7 +241,7 @@ def _reference(picture: str, facts: dict[str, Any]) -> Reference:
 
 
 def _note_registry(picture: str, reference: Reference) -> None:
-    """Say which registry is asked for a missing model, unless a name in the store has its host."""
+    """Print the registry of a missing model, unless a name in the store has its host."""
     hosts = set()
     for name, descriptor in settings().layout.tags():
         if descriptor.digest == reference.digest:

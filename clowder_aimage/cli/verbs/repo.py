@@ -24,9 +24,9 @@ def repo() -> None:
 @examples("aimage repo ls registry.example.com", "aimage repo ls registry.example.com/team")
 @common_options
 @repo.command(short_help="List the repositories of a registry.")
-@click.argument("place", metavar="HOST[/PREFIX]")
+@click.argument("registry", metavar="HOST[/PREFIX]")
 @connection_options
-def ls(place: str) -> None:
+def ls(registry: str) -> None:
     """List the repositories of the registry HOST, one per line, in the registry's order.
 
     With PREFIX, list PREFIX itself and the repositories below it. Not every registry has such a
@@ -34,17 +34,17 @@ def ls(place: str) -> None:
     """
     from clowder_aimage.registry import repositories
 
-    host, _, prefix = place.partition("/")
+    host, _, prefix = registry.partition("/")
     reference = parse_reference(f"{host}/{prefix or 'x'}")
     if reference.registry is None or ":" in prefix or "@" in prefix:
-        raise UsageError(f"expected HOST[/PREFIX], not {place}")
+        raise UsageError(f"expected HOST[/PREFIX], not {registry}")
     chosen = settings()
-    found = [
+    repository_names = [
         f"{host}/{name}"
         for name in repositories(host, chosen.connection())
         if not prefix or name == prefix or name.startswith(f"{prefix}/")
     ]
-    if found or wants_value():
-        result({"registry": host, "repositories": found}, found)
+    if repository_names or wants_value():
+        result({"registry": host, "repositories": repository_names}, repository_names)
     elif not chosen.quiet:
-        note(f"{place} has no repositories")
+        note(f"{registry} has no repositories")

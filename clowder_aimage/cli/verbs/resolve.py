@@ -25,5 +25,5 @@ def resolve(reference: Reference) -> None:
     from clowder_aimage.registry import Repository
 
     with Repository(reference, settings().connection()) as repository:
-        found = repository.describe(reference)
-    result({"reference": str(reference), **plain(found)}, str(found.digest))
+        descriptor = repository.describe(reference)
+    result({"reference": str(reference), **plain(descriptor)}, str(descriptor.digest))

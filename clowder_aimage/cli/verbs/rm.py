@@ -16,7 +16,8 @@ from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 
-_MANY = 200  # names whose manifests are read in less than about a second
+# Names whose manifests are read in less than about a second.
+_MANY = 200
 
 
 @examples("aimage rm shapes:int8")
@@ -48,8 +49,8 @@ def _remove(layout: ImageLayout, references: Sequence[Reference]) -> None:
     for reference in references:
         if layout.pins.get(index_name(reference)) is not None:
             raise UsageError(f"{reference} is pinned", hint=f"unpin it: aimage unpin {reference}")
-    found = {reference: layout.find_names(reference) for reference in references}
-    missing = [reference for reference in references if not found[reference]]
+    names_by_reference = {reference: layout.find_names(reference) for reference in references}
+    missing = [reference for reference in references if not names_by_reference[reference]]
     if len(missing) > 1:
         raise NotFoundError(
             f"{', '.join(map(str, missing))} not found in the store {layout.root}; "
@@ -57,8 +58,11 @@ def _remove(layout: ImageLayout, references: Sequence[Reference]) -> None:
             remedy="not_in_store",
         )
     for reference in missing:
-        layout.untag(reference)  # raises with the reason
-    layout.remove_names({name: root for names in found.values() for name, root in names.items()})
+        # Raises with the reason.
+        layout.untag(reference)
+    layout.remove_names(
+        {name: root for names in names_by_reference.values() for name, root in names.items()}
+    )
 
 
 def _collect(layout: ImageLayout, is_freed: bool) -> dict[str, object]:
@@ -72,7 +76,8 @@ def _collect(layout: ImageLayout, is_freed: bool) -> dict[str, object]:
     if sum(1 for _ in layout.tags()) > _MANY:
         remark("to free content that no other name needs: aimage gc")
         return {}
-    with contextlib.suppress(AImageError):  # 'aimage gc' reports it
+    # 'aimage gc' reports it
+    with contextlib.suppress(AImageError):
         if unneeded := Collector(layout, dry_run=True).run().size:
             remark(f"{size(unneeded)} can be freed with: aimage gc")
     return {}
@@ -82,9 +87,9 @@ def _remove_remotely(references: Sequence[Reference]) -> None:
     """Remove all names from a worker, or none if one of them is missing."""
     refuse_options("omit --remote to remove a name from a store on this machine")
     client = worker()
-    known = {model["name"] for model in models(client, "/api/tags")}
+    stored_names = {model["name"] for model in models(client, "/api/tags")}
     for reference in references:
-        if str(reference) not in known:
+        if str(reference) not in stored_names:
             raise NotFoundError(f"{reference} not found on the worker at {client.endpoint}")
     for reference in references:
         client.ask("DELETE", "/api/delete", {"model": str(reference)})

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from clowder_aimage.cli.worker.worker import Worker
     from clowder_aimage.engine.worker_client import WorkerClient
 
-# Options that a worker serves too
+# Options that a worker serves too.
 _SERVED = (*SETTABLE, *ENHANCING, *TEXT_SETTABLE, "push", "local")
 
 
@@ -66,10 +66,10 @@ def _precision(text: str) -> str:
 
 
 def _sides(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([0-9]{1,5})[xX]([0-9]{1,5})", text, re.ASCII)
-    if found is None:
+    match = re.fullmatch(r"([0-9]{1,5})[xX]([0-9]{1,5})", text, re.ASCII)
+    if match is None:
         raise ValueError(f"expected WIDTHxHEIGHT, such as 1024x768, not {text!r}")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 @examples(
@@ -166,7 +166,7 @@ def run(
     the store, under the name of the file. The worker that AIMAGE_HOST names generates instead,
     or the one at 127.0.0.1:11434 ('aimage serve') if it has the same AImage, or with --remote.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     if local and remote:
         raise UsageError("--local cannot be combined with --remote")
     _check_stdin(words, values)
@@ -179,7 +179,8 @@ def run(
     reference = pack_path(model, client) if isinstance(model, Path) else model
     is_text = is_language_model(reference, client, local=local)
     check_options(reference, is_text=is_text)
-    if is_text:  # wrong options, before a load
+    # Wrong options, before a load.
+    if is_text:
         text_request(values, [{"role": "user", "content": ""}])
     elif values["push"] is not None:
         check_push(values["push"], prompt, reference)
@@ -187,23 +188,24 @@ def run(
     options = LocalOptions(
         dtype, memory, backend, tuning, precision, values["lora_dir"], is_last=prompt is not None
     )
-    first = None if is_text else drafts[0]
-    worker = _open_worker(reference, client, first, options, is_local=local)
+    draft = None if is_text else drafts[0]
+    worker = _open_worker(reference, client, draft, options, is_local=local)
     if is_text:
         _answer(TextOrder(reference, values, worker), prompt)
         return
     order = PictureOrder(values, worker, view_protocol(values["inline"]))
     if prompt is not None:
-        order.draw(drafts, begun)
+        order.draw(drafts, start)
         return
-    if not is_enhanced(values):  # the language model can have the memory first
-        worker.prepare(first)
+    # The language model can have the memory first.
+    if not is_enhanced(values):
+        worker.prepare(draft)
     read_prompts(order.make, values, settable((*SETTABLE, *ENHANCING)))
 
 
 def _check_stdin(words: tuple[str, ...], values: Mapping[str, Any]) -> None:
     """Reject several that read stdin: the prompt, pictures, the password. Raises UsageError."""
-    sources = [("image", one) for one in values["image"]]
+    sources = [("image", image) for image in values["image"]]
     sources += [(name, values[name]) for name in ("mask", "control")]
     readers = [f"--{name}" for name, source in sources if source == "-"]
     if readers and not words:
@@ -223,11 +225,11 @@ def _open_worker(
 ) -> Worker:
     """Return the worker that generates pictures of a draft, or answers (None)."""
     uses: Sequence[LoraUse] = () if draft is None else draft.adapters.loras
-    others = [use.model for use in uses if not use.model.startswith(OWN)]
+    used_models = [use.model for use in uses if not use.model.startswith(OWN)]
     if draft is not None and draft.control.network is not None:
-        others.append(draft.control.network)
+        used_models.append(draft.control.network)
     is_local = is_local or any(is_file(use.model) for use in uses)
-    remote = choose_worker(reference, client, others, _SERVED, is_local=is_local)
+    remote = choose_worker(reference, client, used_models, _SERVED, is_local=is_local)
     return remote or LocalWorker(reference, options)
 
 

@@ -87,10 +87,10 @@ node_options = options(
 NODE_OPTIONS = ("desired", "prune", "high", "low", "min_age", "collect", "neighbours")
 
 
-def option(name: str, *, prefix: str = "", **rest: Any) -> Callable[[_F], _F]:
+def option(name: str, *, prefix: str = "", **attributes: Any) -> Callable[[_F], _F]:
     """Return an option; ``prefix`` is that of its environment variable, if it has one."""
     variable = prefix + name.strip("-").replace("-", "_").upper() if prefix else None
-    return click.option(name, envvar=variable, show_envvar=bool(prefix), **rest)
+    return click.option(name, envvar=variable, show_envvar=bool(prefix), **attributes)
 
 
 def metrics_and_log_options(prefix: str = "") -> Callable[[_F], _F]:
@@ -118,7 +118,7 @@ def metrics_and_log_options(prefix: str = "") -> Callable[[_F], _F]:
     )
 
 
-def listening_options(what: str, address: str) -> Callable[[_F], _F]:
+def listening_options(server: str, address: str) -> Callable[[_F], _F]:
     """Return a decorator that adds the options of a server: addresses, access, shutdown and log."""
     return options(
         click.option(
@@ -139,12 +139,12 @@ def listening_options(what: str, address: str) -> Callable[[_F], _F]:
             "allow_hosts",
             multiple=True,
             metavar="NAME",
-            help=f"A host name that clients may use for this {what}. May be repeated.",
+            help=f"A host name that clients may use for this {server}. May be repeated.",
         ),
         click.option(
             "--grace",
             metavar="DURATION",
-            help=f"Time for running requests when the {what} stops. [default: 30s]",
+            help=f"Time for running requests when the {server} stops. [default: 30s]",
         ),
         metrics_and_log_options(),
     )
@@ -305,19 +305,19 @@ def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) 
         from clowder_aimage.engine.settings import Settings, gather
         from clowder_aimage.node.settings import NodeSettings
 
-    kept = {name: options.pop(name) for name in NODE_OPTIONS}
-    own = {name: options.pop(name) for name in ACCESS}
-    if not is_node and (odd := next((key for key, value in kept.items() if value), None)):
+    node_values = {name: options.pop(name) for name in NODE_OPTIONS}
+    access_options = {name: options.pop(name) for name in ACCESS}
+    if not is_node and (odd := next((key for key, value in node_values.items() if value), None)):
         raise UsageError(f"{spell(odd)} requires --node")
     options["aliases"] = ",".join(aliases) or None
     config, _ = gather(Settings, options, config_file(), spell)
     if opens and not (config.page and config.address):
         raise UsageError("--open requires the page, and an address to listen on")
-    node = gather(NodeSettings, kept, config_file(), spell)[0] if is_node else None
+    node = gather(NodeSettings, node_values, config_file(), spell)[0] if is_node else None
     access = None
     if config.join:
         with needs("a worker of a fleet", "worker,fleet"):
-            access = fleet_access(config.join, own)
+            access = fleet_access(config.join, access_options)
     run_server(config, node, access, opens=opens)
 
 
@@ -346,7 +346,8 @@ def _is_directory(store: Path) -> bool:
             return True
     except FileNotFoundError:
         return False
-    except PermissionError:  # not readable, but possibly accessible
+    except PermissionError:
+        # Not readable, but possibly accessible.
         if store.is_dir():
             return True
         raise
@@ -354,10 +355,10 @@ def _is_directory(store: Path) -> bool:
 
 def _try_to_make(store: Path) -> None:
     """Create a directory at the place of the store and remove it. Raises OSError."""
-    place = store.absolute()
-    while not place.exists():
-        place = place.parent
-    Path(tempfile.mkdtemp(prefix=".aimage-", dir=place)).rmdir()
+    path = store.absolute()
+    while not path.exists():
+        path = path.parent
+    Path(tempfile.mkdtemp(prefix=".aimage-", dir=path)).rmdir()
 
 
 def open_page(urls: Sequence[str]) -> threading.Thread | None:
@@ -367,7 +368,7 @@ def open_page(urls: Sequence[str]) -> threading.Thread | None:
     """
     import webbrowser
 
-    url = next((one for one in urls if one.startswith("http")), None)
+    url = next((candidate for candidate in urls if candidate.startswith("http")), None)
     if url is None:
         return None
     thread = threading.Thread(target=webbrowser.open, args=(url,), daemon=True)
@@ -416,16 +417,18 @@ def run_server(
         listeners = stack.enter_context(contextlib.closing(opened))
         service = make_service(config, chosen.layout, connection)
         is_worker = isinstance(config, WorkerSettings)
-        own = WorkerRole(service, makes_pictures=is_worker, advice=advice)
-        roles: list[Role] = [own]
+        worker_role = WorkerRole(service, makes_pictures=is_worker, advice=advice)
+        roles: list[Role] = [worker_role]
         if fleet is not None:
-            roles.insert(0, _joined(service, own.calls, fleet, listeners.urls))
+            roles.insert(0, _join_fleet(service, worker_role.calls, fleet, listeners.urls))
         if node is not None:
             roles.insert(0, Daemon(service, node, tokens, ca_file=connection.ca_file))
         metrics_endpoint = None
         if config.metrics_addr:
-            other = stack.enter_context(contextlib.closing(listen_tcp_only(config.metrics_addr)))
-            metrics_endpoint = other, MetricsRole(service.metrics.text)
+            metrics_listeners = stack.enter_context(
+                contextlib.closing(listen_tcp_only(config.metrics_addr))
+            )
+            metrics_endpoint = metrics_listeners, MetricsRole(service.metrics.text)
         server.serve(
             listeners,
             *roles,
@@ -438,7 +441,9 @@ def run_server(
         )
 
 
-def _joined(service: Service, calls: LocalCalls, fleet: FleetAccess, urls: Sequence[str]) -> Role:
+def _join_fleet(
+    service: Service, calls: LocalCalls, fleet: FleetAccess, urls: Sequence[str]
+) -> Role:
     """Return the role of a worker that takes the jobs of a fleet."""
     from clowder_aimage.fleet.joined_worker import JoinedWorker, WorkerIdentity
     from clowder_aimage.fleet.link import WORKER, FleetLink

@@ -25,8 +25,10 @@ from clowder_aimage.layout.completeness import Completeness, check_stored, descr
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_manifest
 from clowder_aimage.oci import Descriptor, Index, Reference, mediatype, parse_document
 
-_WIDE = 400  # characters of the facts of adapters
-_FEW = 20  # layers that are listed by default for a model without components
+# Characters of the facts of adapters.
+_WIDE = 400
+# Layers that are listed by default for a model without components.
+_FEW = 20
 _OURS = re.compile(
     r"application/vnd\.clowder\.aimage\.(?:model|adapter)\.([a-z0-9]+)\.layer\.v1(\+\w+)?"
 )
@@ -73,16 +75,18 @@ def _show(
         result(value, _index_lines(value))
         return
     stored = interpret(source, descriptor, read_manifest(source, descriptor))
-    found = check(stored)
-    lines = _lines(reference, stored, found)
+    completeness = check(stored)
+    lines = _lines(reference, stored, completeness)
     if layers:
         lines += ["", *_layers(stored.aimage)]
-    result(_value(reference, stored, found), lines)
+    result(_value(reference, stored, completeness), lines)
 
 
-def _value(reference: Reference, stored: StoredAImage, found: Completeness) -> dict[str, Any]:
+def _value(
+    reference: Reference, stored: StoredAImage, completeness: Completeness
+) -> dict[str, Any]:
     layers = stored.aimage.layers
-    sums = {"blobs": len(found.missing), "size": found.missing_size}
+    sums = {"blobs": len(completeness.missing), "size": completeness.missing_size}
     missing = {"partial": True, "missing": sums}
     return {
         "reference": str(reference),
@@ -90,7 +94,7 @@ def _value(reference: Reference, stored: StoredAImage, found: Completeness) -> d
         "mediaType": stored.descriptor.media_type,
         "dialect": stored.dialect.name,
         "size": sum(layer.descriptor.size for layer in layers),
-        **(missing if found.missing else {}),
+        **(missing if completeness.missing else {}),
         **({"subject": plain(subject)} if (subject := stored.aimage.subject) else {}),
         "config": stored.aimage.properties,
         "layers": [_layer(layer) for layer in layers],
@@ -110,11 +114,11 @@ def _layer(layer: Layer) -> dict[str, Any]:
 
 def _index(source: Source, reference: Reference, descriptor: Descriptor) -> dict[str, Any]:
     index = parse_document(read_all(source.open(descriptor), descriptor), descriptor.media_type)
-    found = candidates_in(source, index) if isinstance(index, Index) else []
+    candidates = candidates_in(source, index) if isinstance(index, Index) else []
     return {
         "reference": str(reference),
         **plain(descriptor),
-        "manifests": [_candidate(source, one) for one in found],
+        "manifests": [_candidate(source, candidate) for candidate in candidates],
     }
 
 
@@ -135,14 +139,14 @@ def _candidate(source: Source, candidate: Candidate) -> dict[str, Any]:
 def _index_lines(value: dict[str, Any]) -> list[str]:
     head = facts([("name", value["reference"]), ("digest", value["digest"]), ("kind", "index")])
     rows = [("VARIANT", "PLATFORM", "SIZE", "DIGEST")]
-    for one in value["manifests"]:
-        there = size(one["blobs"]) if "blobs" in one else "missing"
-        variant, platform = (one_line(one.get(key, "")) for key in ("variant", "platform"))
-        rows.append((variant, platform, there, one["digest"]))
+    for manifest in value["manifests"]:
+        length = size(manifest["blobs"]) if "blobs" in manifest else "missing"
+        variant, platform = (one_line(manifest.get(key, "")) for key in ("variant", "platform"))
+        rows.append((variant, platform, length, manifest["digest"]))
     return [*head, "", *table(rows)]
 
 
-def _lines(reference: Reference, stored: StoredAImage, found: Completeness) -> list[str]:
+def _lines(reference: Reference, stored: StoredAImage, completeness: Completeness) -> list[str]:
     config = stored.aimage.properties
     total = sum(layer.descriptor.size for layer in stored.aimage.layers)
     pairs = [
@@ -152,9 +156,11 @@ def _lines(reference: Reference, stored: StoredAImage, found: Completeness) -> l
         *((key, one_line(str(config[key]))) for key in _KIND if key in config),
         ("size", size(total)),
     ]
-    if found.missing:
-        blobs = plural(len(found.missing), "blob")
-        lacks = f"{describe_missing(stored, found)}; {blobs}, {size(found.missing_size)}"
+    if completeness.missing:
+        blobs = plural(len(completeness.missing), "blob")
+        lacks = (
+            f"{describe_missing(stored, completeness)}; {blobs}, {size(completeness.missing_size)}"
+        )
         pairs.append(("missing", lacks))
     if isinstance(config.get("parameters"), int):
         dtype = config.get("dtype", "")
@@ -166,8 +172,11 @@ def _lines(reference: Reference, stored: StoredAImage, found: Completeness) -> l
     if config.get("pickled"):
         pairs.append(("pickled", "yes: loading it runs its code"))
     pairs += [(f"adapter {name}".strip(), text) for name, text in _adapters(config)]
-    used = {"uses": _uses(config, "loras", "adapter"), "fused": _uses(config, "fused", "name")}
-    pairs += [(key, text) for key, text in used.items() if text]
+    adapter_uses = {
+        "uses": _uses(config, "loras", "adapter"),
+        "fused": _uses(config, "fused", "name"),
+    }
+    pairs += [(key, text) for key, text in adapter_uses.items() if text]
     if stored.aimage.subject is not None:
         pairs.append(("belongs to", str(stored.aimage.subject.digest)))
     return [*facts(pairs), "", *_components(stored.aimage)]
@@ -175,23 +184,23 @@ def _lines(reference: Reference, stored: StoredAImage, found: Completeness) -> l
 
 def _adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the adapter itself, without a name, or the adapters packed with the model."""
-    found = []
-    if isinstance(own := config.get("adapter"), dict):
-        found.append(("", _adapter(own)))
-    if isinstance(others := config.get("adapters"), dict):
-        found += [
+    adapters = []
+    if isinstance(adapter := config.get("adapter"), dict):
+        adapters.append(("", _adapter(adapter)))
+    if isinstance(packed := config.get("adapters"), dict):
+        adapters += [
             (one_line(name), _adapter(facts))
-            for name, facts in sorted(others.items())
+            for name, facts in sorted(packed.items())
             if isinstance(facts, dict)
         ]
-    return found
+    return adapters
 
 
 def _uses(config: Mapping[str, Any], key: str, name: str) -> str:
     """Format adapters with their strengths: ``ink 0.8, style -0.5``."""
-    found = config.get(key)
-    uses = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    text = ", ".join(f"{one.get(name)} {one.get('strength')}" for one in uses)
+    entries = config.get(key)
+    uses = [use for use in entries if isinstance(use, dict)] if isinstance(entries, list) else []
+    text = ", ".join(f"{use.get(name)} {use.get('strength')}" for use in uses)
     return _line(text) if text else ""
 
 
@@ -221,23 +230,29 @@ def _components(aimage: AImage) -> list[str]:
     if not described and len(aimage.layers) <= _FEW:
         return _layers(aimage)
     names = sorted({layer.component for layer in aimage.layers})
-    parts = {name: part for name, part in described.items() if isinstance(part, dict)}
-    quantized = {name: _quantized(parts.get(name, {})) for name in names}
+    components = {
+        name: component for name, component in described.items() if isinstance(component, dict)
+    }
+    quantized = {name: _format_quantization(components.get(name, {})) for name in names}
     rows = [("COMPONENT", "CLASS", "TENSORS", "SIZE", "QUANTIZED")]
     for name in names:
-        layers, kind = aimage.component(name), parts.get(name, {}).get("class", "")
+        layers, kind = aimage.component(name), components.get(name, {}).get("class", "")
         tensors = sum(layer.is_tensor for layer in layers)
         total = sum(layer.descriptor.size for layer in layers)
         rows.append((name or "(top)", str(kind), str(tensors), size(total), quantized[name]))
     return table(rows if any(quantized.values()) else [row[:-1] for row in rows])
 
 
-def _quantized(part: Mapping[str, Any]) -> str:
+def _format_quantization(component: Mapping[str, Any]) -> str:
     """Format the quantization of a component: ``int8 (39 of 120 tensors)``; "" for none."""
-    facts = part.get("quantization")
+    facts = component.get("quantization")
     if not isinstance(facts, dict) or "type" not in facts:
         return ""
-    kind, count, total = one_line(str(facts["type"])), facts.get("tensors"), part.get("tensors")
+    kind, count, total = (
+        one_line(str(facts["type"])),
+        facts.get("tensors"),
+        component.get("tensors"),
+    )
     if type(count) is not int:
         return kind
     of = f"{count} of {total} tensors" if type(total) is int else plural(count, "tensor")

@@ -40,7 +40,8 @@ def tag(src: Reference, names: tuple[str, ...], remote: bool) -> None:
         raise UsageError("options for registries require --remote")
     targets = [tag_reference(name) for name in names]
     layout = chosen.layout
-    layout.resolve(src)  # before a missing store is created
+    # Before a missing store is created.
+    layout.resolve(src)
     with layout.keep():
         descriptor = layout.resolve(src)
         is_partial = descriptor.annotations.get(mediatype.PARTIAL) == "true"

@@ -19,9 +19,11 @@ from clowder_aimage.oci import Descriptor, Reference
 @verb
 @click.argument("repo")
 @click.option("--long", "-l", "is_long", is_flag=True, help="Show digests and types.")
-@click.option("--all", "-a", "whole", is_flag=True, help="List generated tags (sha256-...) too.")
+@click.option(
+    "--all", "-a", "lists_generated", is_flag=True, help="List generated tags (sha256-...) too."
+)
 @connection_options
-def tags(repo: str, is_long: bool, whole: bool) -> None:
+def tags(repo: str, is_long: bool, lists_generated: bool) -> None:
     """List the tags of the repository REPO, one per line, in the registry's order.
 
     Tags that tools generate for referrers and signatures (sha256-...) are left out.
@@ -40,23 +42,25 @@ def tags(repo: str, is_long: bool, whole: bool) -> None:
             f"expected HOST/REPOSITORY without a tag or digest, not {repo}",
             hint=f"use: aimage tags {reference.name}",
         )
-    found: dict[str, Descriptor] = {}
+    descriptors: dict[str, Descriptor] = {}
     with Repository(reference, connection) as repository:
-        names = [tag for tag in repository.tag_names() if whole or not is_generated(tag)]
+        names = [tag for tag in repository.tag_names() if lists_generated or not is_generated(tag)]
 
         def describe(tag: str) -> None:
-            found[tag] = repository.describe(Reference.parse(f"{repo}:{tag}"))
+            descriptors[tag] = repository.describe(Reference.parse(f"{repo}:{tag}"))
 
         if is_long:
             jobs = connection.connections(reference.registry)
             in_parallel([partial(describe, tag) for tag in names], jobs, lambda: None)
     value: dict[str, Any] = {"repository": reference.name, "tags": names}
     if is_long:
-        value["manifests"] = [{"tag": tag, **plain(found[tag])} for tag in names]
+        value["manifests"] = [{"tag": tag, **plain(descriptors[tag])} for tag in names]
     if not names and not wants_value():
         if not chosen.quiet:
             note(f"{reference.name} has no tags")
         return
     rows = [("TAG", "DIGEST", "TYPE")]
-    rows += [(tag, str(found[tag].digest), found[tag].media_type) for tag in names if is_long]
+    rows += [
+        (tag, str(descriptors[tag].digest), descriptors[tag].media_type) for tag in names if is_long
+    ]
     result(value, table(rows) if is_long else names)

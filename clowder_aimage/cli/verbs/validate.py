@@ -20,14 +20,14 @@ from clowder_aimage.validate import CheckedDocument
 
 @examples("aimage validate manifest.json", "aimage validate shapes")
 @verb
-@click.argument("what", metavar="FILE|REF", shell_complete=complete_path)
+@click.argument("target", metavar="FILE|REF", shell_complete=complete_path)
 @click.option(
     "--schema",
     default="",
     metavar="NAME",
     help="The schema of FILE. [default: detected]",
 )
-def validate(what: str, schema: str) -> int:
+def validate(target: str, schema: str) -> int:
     """Check FILE, or all documents of the AImage REF in the store, against their schemas.
 
     FILE is a manifest, an index, an AImage config, a configuration of aimage (JSON, - is stdin; or
@@ -35,83 +35,93 @@ def validate(what: str, schema: str) -> int:
     with their places. The exit code is 5 if there are any.
     """
     try:
-        documents = _check(what, schema)
+        documents = _check(target, schema)
     except OSError as error:
         raise UsageError(
-            f"cannot read {error.filename or what}: {error.strerror or error}"
+            f"cannot read {error.filename or target}: {error.strerror or error}"
         ) from None
-    is_valid = not any(one.violations for one in documents)
+    is_valid = not any(document.violations for document in documents)
     result(_value(documents, is_valid), _lines(documents, is_valid))
     return 0 if is_valid else FormatError.exit_code
 
 
-def _check(what: str, schema: str) -> list[CheckedDocument]:
-    path = Path(what)
-    if what == "-":
+def _check(target: str, schema: str) -> list[CheckedDocument]:
+    path = Path(target)
+    if target == "-":
         return [validation.validate_stream(sys.stdin.buffer, "stdin", schema)]
     if _is_file(path):
         return [validation.validate_file(path, schema)]
     if schema:
-        raise UsageError(f"--schema requires a file, and {what} is not a file")
+        raise UsageError(f"--schema requires a file, and {target} is not a file")
     if path.is_dir() and validation.is_layout(path):
         return validation.validate_layout(path)
     try:
-        return validation.validate_reference(settings().layout, stored_reference(what))
+        return validation.validate_reference(settings().layout, stored_reference(target))
     except (NotFoundError, UsageError) as error:
-        raise _not_found(what, path, error) from None
+        raise _not_found(target, path, error) from None
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.exists() and not path.is_dir()
-    except OSError as error:  # too long for a path, or in an inaccessible directory
+    except OSError as error:
+        # Too long for a path, or in an inaccessible directory.
         return error.errno != errno.ENAMETOOLONG
 
 
-def _not_found(what: str, path: Path, error: AImageError) -> AImageError:
+def _not_found(target: str, path: Path, error: AImageError) -> AImageError:
     if path.is_dir():
         return UsageError(
-            f"{what} is a directory, but not an OCI image layout",
+            f"{target} is a directory, but not an OCI image layout",
             hint="choose a file in it; 'aimage create' packs a model directory",
         )
-    if isinstance(error, UsageError) or what.endswith(".json"):
-        return NotFoundError(f"file not found: {what}")
-    return NotFoundError(f"file not found: {what}, and {error.message}", **error.advice)
+    if isinstance(error, UsageError) or target.endswith(".json"):
+        return NotFoundError(f"file not found: {target}")
+    return NotFoundError(f"file not found: {target}, and {error.message}", **error.advice)
 
 
 def _lines(documents: list[CheckedDocument], is_valid: bool) -> list[str]:
     """Return a line for each violation, or for each document if there are none."""
     if is_valid:
         return [
-            f"{one.name}: " + (f"not checked, {one.note}" if one.note else f"valid {one.schema}")
-            for one in documents
+            f"{document.name}: "
+            + (f"not checked, {document.note}" if document.note else f"valid {document.schema}")
+            for document in documents
         ]
     return [
-        one.name
-        + (f":{wrong.line}:{wrong.column}: " if wrong.line else ": ")
-        + (f"{wrong.pointer}: " if wrong.pointer else "")
-        + wrong.message.replace("\n", " ")
-        for one in documents
-        for wrong in one.violations
+        document.name
+        + (f":{violation.line}:{violation.column}: " if violation.line else ": ")
+        + (f"{violation.pointer}: " if violation.pointer else "")
+        + violation.message.replace("\n", " ")
+        for document in documents
+        for violation in document.violations
     ]
 
 
 def _value(documents: list[CheckedDocument], is_valid: bool) -> dict[str, Any]:
-    first = documents[0]
+    main = documents[0]
     return {
         "valid": is_valid,
-        "document": first.name,
-        "schema": first.schema or None,
+        "document": main.name,
+        "schema": main.schema or None,
         "violations": [
-            {"document": one.name, "schema": one.schema or None, "pointer": wrong.pointer}
-            | ({"line": wrong.line, "column": wrong.column} if wrong.line else {})
-            | {"message": wrong.message}
-            for one in documents
-            for wrong in one.violations
+            {
+                "document": document.name,
+                "schema": document.schema or None,
+                "pointer": violation.pointer,
+            }
+            | ({"line": violation.line, "column": violation.column} if violation.line else {})
+            | {"message": violation.message}
+            for document in documents
+            for violation in document.violations
         ],
         "documents": [
-            {"document": one.name, "schema": one.schema or None, "valid": not one.violations}
-            | ({"note": one.note} if one.note else {})
-            for one in documents
+            {
+                "document": document.name,
+                "schema": document.schema or None,
+                "valid": not document.violations,
+            }
+            | ({"note": document.note} if document.note else {})
+            for document in documents
         ],
     }

@@ -54,14 +54,14 @@ def pieces_of(value: Mapping[str, Any]) -> Generator[TextPiece, None, None]:
 def end_of(end: TextEnd, value: Mapping[str, Any]) -> TextEnd:
     """Return the end with the reason, the counts and the times of an event."""
     reasons = [choice.get("finish_reason") for choice in _list(value.get("choices"))]
-    reason = next((str(each) for each in reasons if each), end.reason)
+    reason = next((str(stated) for stated in reasons if stated), end.reason)
     usage = value.get("usage")
     if not isinstance(usage, dict):
         return TextEnd(reason, end.prompt_tokens, end.tokens, end.cached_tokens)
     details = usage.get("prompt_tokens_details")
     cached = _count(details, "cached_tokens") if isinstance(details, dict) else 0
     counts = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
-    # Another server may not state them
+    # Another server may not state them.
     times = timings if isinstance(timings := value.get("timings"), dict) else {}
     seconds = (_seconds(times, name) for name in ("prompt_ms", "predicted_ms"))
     return TextEnd(reason or STOP, *counts, cached, *seconds)

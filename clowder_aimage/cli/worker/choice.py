@@ -24,7 +24,8 @@ from clowder_aimage.oci import Reference
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
-_PROBE = 0.3  # seconds for a worker that nobody asked for
+# Seconds for a worker that nobody asked for.
+_PROBE = 0.3
 
 
 def named_worker(
@@ -37,15 +38,15 @@ def named_worker(
     """
     if not is_remote and (is_local or not worker_host()):
         return None
-    other = "omit --remote" if is_remote else "use --local"
-    refuse_options(f"omit it, or {other} to generate in this process", but=served)
+    correction = "omit --remote" if is_remote else "use --local"
+    refuse_options(f"omit it, or {correction} to generate in this process", exclude=served)
     return worker()
 
 
 def choose_worker(
     reference: Reference,
     client: WorkerClient | None,
-    others: Iterable[str],
+    used_models: Iterable[str],
     served: Collection[str],
     *,
     is_local: bool,
@@ -53,19 +54,19 @@ def choose_worker(
     """Return the worker that generates; None for this process.
 
     It is the one of ``client``, else the default one if it has the same AImages as this store:
-    ``reference``, and ``others`` that are used with it.
+    ``reference``, and ``used_models`` that are used with it.
     """
     if client is not None:
         return RemoteWorker(client, reference, f"worker at {client.endpoint}")
     if is_local or local_options(*served):
         return None
-    default = default_worker(reference, map(parse_reference, others))
+    default = default_worker(reference, map(parse_reference, used_models))
     if default is None:
         return None
     client, has_same = default
     if has_same or _prefers_worker():
-        place = f"worker at {client.endpoint}; --local generates in this process"
-        return RemoteWorker(client, reference, place)
+        label = f"worker at {client.endpoint}; --local generates in this process"
+        return RemoteWorker(client, reference, label)
     if not wants_value():
         remark(f"a worker is running at {client.endpoint}; --remote generates there")
     return None
@@ -74,7 +75,7 @@ def choose_worker(
 def default_worker(
     reference: Reference, adapters: Iterable[Reference] = ()
 ) -> tuple[WorkerClient, bool] | None:
-    """Return a client of the default worker, and whether it has the AImages that this store has.
+    """Return a client of the default worker, and True if it has the same AImages as this store.
 
     These are ``reference`` and the adapters. None if no worker answers there, it cannot have the
     AImage or reports an error, or AIMAGE_HOST is set to an empty text.
@@ -89,12 +90,14 @@ def default_worker(
         is_same = _matches(listed, reference)
         is_listed = bool(is_same) and reference.digest is None
         if any(is_same) or is_listed or reference.registry is not None:
-            return client, any(is_same) and all(any(_matches(listed, each)) for each in adapters)
+            return client, any(is_same) and all(
+                any(_matches(listed, adapter)) for adapter in adapters
+            )
     return None
 
 
 def _matches(listed: Iterable[Mapping[str, Any]], reference: Reference) -> list[bool]:
-    """Return for each listed model of a name whether this store has no other one."""
+    """Return True for each listed model of a name unless this store has another one."""
     digest = reference.digest
     with contextlib.suppress(NotFoundError):
         digest = digest or settings().layout.resolve(reference).digest

@@ -16,7 +16,8 @@ from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.oci import Reference
 
-_FACTOR = 1.3  # bytes in memory for each byte of weights
+# Bytes in memory for each byte of weights.
+_FACTOR = 1.3
 
 
 @dataclass(slots=True)
@@ -39,8 +40,8 @@ class LocalEnhancer:
         """
         written = []
         for draft in drafts:
-            first = draft.sampling.seed
-            for seed in range(first, first + draft.output.n):
+            first_seed = draft.sampling.seed
+            for seed in range(first_seed, first_seed + draft.output.n):
                 written.append(self._write(enhancement, draft.change(seed=seed, n=1)))
         self._free_memory()
         return written
@@ -50,7 +51,8 @@ class LocalEnhancer:
 
         reference = enhancement.model or _default_model()
         if self._model is None or self._model.reference != reference:
-            self._model = None  # the memory is free before the load
+            # The memory is free before the load.
+            self._model = None
             self._model = LocalLanguageModel(reference, self.options)
         prompt, seed = draft.prompt, draft.sampling.seed
         request = enhancement_request(prompt, seed, enhancement.instruction)

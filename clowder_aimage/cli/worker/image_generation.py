@@ -19,15 +19,17 @@ if TYPE_CHECKING:
     from clowder_aimage.cli.worker.worker import PictureTask
     from clowder_aimage.engine.worker_client import WorkerClient
 
-# They have other fields
+# They have other fields.
 _OTHERS = ("image", "mask", "control", "references", "loras", "n", "original_prompt", "enhancer")
 _FIXED = {
     "n": 1,
     "response_format": "b64_json",
     "stream": True,
     "stream_format": "ollama",
-    "strict": True,  # the worker refuses unknown fields
-    "png_facts": True,  # so that it can be replayed
+    # The worker refuses unknown fields.
+    "strict": True,
+    # So that it can be replayed.
+    "png_facts": True,
 }
 
 

@@ -1,4 +1,4 @@
-"""An image model in this process, which stays loaded between prompts."""
+"""An image model in this process. It stays loaded between prompts."""
 
 from __future__ import annotations
 
@@ -70,13 +70,19 @@ class LocalImageModel:
         connect = cache(settings().connection)
         with needs("running a model", "mlx"):
             finder = adapter_finder(options.lora_dir, connect)
-        finder.fetch(draft)  # before the model, which is larger
-        variant, used = options.precision, reference
+        # Before the model, which is larger.
+        finder.fetch(draft)
+        variant, fetched_name = options.precision, reference
         if variant is not None:
-            used = _choose_variant(reference, variant, connect)
-        fetched = fetch_model(used, connect)
+            fetched_name = _choose_variant(reference, variant, connect)
+        fetched = fetch_model(fetched_name, connect)
         return cls(
-            reference, options, connect, finder, fetched, None if used == reference else variant
+            reference,
+            options,
+            connect,
+            finder,
+            fetched,
+            None if fetched_name == reference else variant,
         )
 
     def load(
@@ -91,7 +97,8 @@ class LocalImageModel:
         request = _to_request(self.fetched.aimage.stored.aimage, draft)
         if self._loaded is None:
             self._loaded = self._load(self.fetched, request, is_last)
-            if not self.options.is_last:  # prompts are typed below the bar
+            # Prompts are typed below the bar.
+            if not self.options.is_last:
                 self.fetched.end()
                 if self.variant is not None:
                     self._pull = pull_later(self.reference, self.variant, self.connect)
@@ -102,7 +109,7 @@ class LocalImageModel:
     ) -> RunnableModel:
         fetched.say_loading()
         pictures = named_pictures()
-        # A wrong mask is refused before a load
+        # A wrong mask is refused before a load.
         pictures.keep(request.input.image, request.input.mask, *request.input.references)
         try:
             return load_model(fetched, request, self.options, self.finder, is_last=is_last)
@@ -140,12 +147,13 @@ class LocalImageModel:
                 yield encode_image(picture, facts, PictureEncoding(task.kind))
 
     def _replace(self, pull: BackgroundPull, draft: GenerateRequest) -> None:
-        """Load the AImage itself in place of its variant, or say why it cannot be used."""
+        """Load the AImage itself in place of its variant, or print the reason of a failure."""
         try:
             pull.result.result()
             fetched = fetch_model(self.reference, self.connect)
             request = _to_request(fetched.aimage.stored.aimage, draft)
-            self._loaded = None  # the memory is free before the load
+            # The memory is free before the load.
+            self._loaded = None
             self._loaded = self._load(fetched, request, is_last=False)
             self.fetched = fetched
         except AImageError as error:
@@ -206,8 +214,8 @@ def pull_later(reference: Reference, variant: str, connect: Connect) -> Backgrou
     layout, connection = settings().layout, connect()
 
     def work(options: PullOptions) -> Descriptor:
-        whole = replace(options, selector=ManifestSelector(fallback_variant=variant))
-        return pull(reference, layout, connection, whole).root
+        pull_options = replace(options, selector=ManifestSelector(fallback_variant=variant))
+        return pull(reference, layout, connection, pull_options).root
 
     context = click.get_current_context()
     lease = context.with_resource(layout.lease())

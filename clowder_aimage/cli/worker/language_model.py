@@ -24,7 +24,8 @@ class LocalLanguageModel:
 
     reference: Reference
     options: LocalOptions
-    name: str = ""  # with the digest, once it is loaded
+    # With the digest, once it is loaded.
+    name: str = ""
     _loaded: LanguageModel | None = None
 
     def load(self) -> LanguageModel:
@@ -50,6 +51,6 @@ class LocalLanguageModel:
             yield from events
 
     def unload(self) -> None:
-        """Free the memory of the model, which is loaded again when it is used again."""
+        """Free the memory of the model. It is loaded again for the next request."""
         self._loaded = None
         gc.collect()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class LocalWorker:
-    """A model in this process, which stays loaded between prompts."""
+    """A model in this process. It stays loaded between prompts."""
 
     reference: Reference
     options: LocalOptions

@@ -1,4 +1,4 @@
-"""A model in this process: fetched, loaded, and the bar of what it generates."""
+"""A model in this process: its pull, its load, and the bar of its steps."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class FetchedModel:
 
     def watch(self, events: Iterator[PipelineEvent]) -> Iterator[PipelineEvent]:
         """Return the events, once the first one is there if the model is still arriving."""
-        first = [next(events)] if self.aimage.is_arriving else []
+        head = [next(events)] if self.aimage.is_arriving else []
         self.bar.close()
-        return chain(first, events)
+        return chain(head, events)
 
     def end(self) -> None:
         """Wait until the AImage is in the store. Raises as ``pull``."""
@@ -69,14 +69,14 @@ class FetchedModel:
     def say_loading(self, *, all_layers: bool = False) -> None:
         """Print the size of the weights, or of all layers."""
         layers = self.aimage.stored.aimage.layers
-        loaded = sum(each.descriptor.size for each in layers if all_layers or each.is_tensor)
+        loaded = sum(layer.descriptor.size for layer in layers if all_layers or layer.is_tensor)
         self.progress.remark(f"loading {size(loaded)}")
 
 
 def fetch_model(
     reference: Reference, connect: Connect | None = None, check: Check | None = None
 ) -> FetchedModel:
-    """Return an AImage, pulled where the store lacks it; the lease is held until the verb ends.
+    """Return an AImage; missing blobs are pulled, and the lease is held until the verb ends.
 
     A pull may still be running; it is stopped when the verb ends. ``check`` is that of
     ``local_fetch.fetch``, whose errors are raised; for a pipeline, without it, the extra [mlx] is
@@ -89,7 +89,8 @@ def fetch_model(
             from clowder_aimage import generate  # noqa: F401 (before anything is pulled)
     shared = settings()
     layout, connect = shared.layout, connect or cache(shared.connection)
-    if shared.has_connection:  # refuse invalid options at once
+    # Refuse invalid options at once.
+    if shared.has_connection:
         connect()
     context, progress = click.get_current_context(), Progress("pulling", reference)
     bar = context.with_resource(contextlib.ExitStack())
@@ -125,7 +126,8 @@ def load_model(
     )
     memory = options.memory
     total = model.device_memory or machine.memory()
-    is_last = is_last and not request.input.upscale  # each tile uses all networks
+    # Each tile uses all networks.
+    is_last = is_last and not request.input.upscale
     model.pipeline.set_memory(BY_MEMORY, memory or total, total, limit=memory, is_last=is_last)
     model.pipeline.check(request)
     plan = model.preload(request)
@@ -148,7 +150,8 @@ def show_steps(events: Iterable[PipelineEvent], request: GenerateRequest) -> Ite
                 yield event
                 continue
             if isinstance(event, Step) and (event.index, event.picture) == (1, 0):
-                progress.begin(event.total * request.output.n)  # fewer with an image, more in tiles
+                # Fewer with an image, more in tiles.
+                progress.begin(event.total * request.output.n)
             progress.advance(1)
             if isinstance(event, Step) and event.index == event.total:
                 progress.rename("decoding")

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
     from clowder_aimage.oci import Reference
 
-_TEXT = "completion"  # a capability in ollama's API
-_SHARED = ("seed", "dtype", "memory", "local", "remote")  # options of both kinds
+# A capability in ollama's API.
+_TEXT = "completion"
+# Options of both kinds.
+_SHARED = ("seed", "dtype", "memory", "local", "remote")
 
 
 def is_language_model(reference: Reference, client: WorkerClient | None, *, local: bool) -> bool:
@@ -36,10 +38,11 @@ def is_language_model(reference: Reference, client: WorkerClient | None, *, loca
     except NotFoundError:
         pass
     except AImageError:
-        return False  # the error of a picture's request tells more
-    found = None if local else default_worker(reference)
-    known = _of_worker(found[0], reference) if found else None
-    return _of_registry(reference) if known is None else known
+        # The error of a picture's request tells more.
+        return False
+    default = None if local else default_worker(reference)
+    is_text = _of_worker(default[0], reference) if default else None
+    return _of_registry(reference) if is_text is None else is_text
 
 
 def _of_worker(client: WorkerClient, reference: Reference) -> bool | None:

@@ -1,4 +1,4 @@
-"""The pictures of a prompt: options become a task of a worker, and what it generates is written."""
+"""The pictures of a prompt: options become a task of a worker, and its pictures are written."""
 
 from __future__ import annotations
 
@@ -42,20 +42,21 @@ SETTABLE = (*_OPTIONS, "trigger", "size", *_OUTPUT)  # between prompts
 
 @dataclass(frozen=True, slots=True)
 class PictureOrder:
-    """The options of pictures, which may change between prompts."""
+    """The options of pictures. They may change between prompts."""
 
     values: dict[str, Any]
     worker: Worker
-    protocol: str  # for pictures in the terminal
+    # For pictures in the terminal.
+    protocol: str
 
     def make(self, prompt: str) -> tuple[str, ...]:
         """Generate, write and print the pictures of a prompt; return their paths."""
         return self.draw(order_drafts(self.values, prompt), time.monotonic())
 
-    def draw(self, drafts: tuple[GenerateRequest, ...], begun: float) -> tuple[str, ...]:
+    def draw(self, drafts: tuple[GenerateRequest, ...], start: float) -> tuple[str, ...]:
         """Generate, write and print the pictures of drafts; return their paths."""
         output, written = PictureOutput(self.values["output"]), list[dict[str, Any]]()
-        kept, facts = list["MadePicture"](), dict[str, Any]()
+        pictures, facts = list["MadePicture"](), dict[str, Any]()
         prompt, count = drafts[0].prompt, sum(draft.output.n for draft in drafts)
         for picture in self._pictures(drafts, output.kind):
             text = prompt or str(picture.facts.get("prompt", ""))
@@ -65,25 +66,25 @@ class PictureOrder:
                 written.append({"path": str(path), "seed": picture.seed})
                 open_picture(path, self.values["show"])
             if self.values["sheet"] or self.values["push"]:
-                kept.append(picture)
-        paths = [str(each["path"]) for each in written]
+                pictures.append(picture)
+        paths = [str(entry["path"]) for entry in written]
         if self.values["sheet"]:
-            facts["sheet"] = _write_sheet(output, prompt, kept)
+            facts["sheet"] = _write_sheet(output, prompt, pictures)
             paths.append(facts["sheet"])
-        self._report(facts | {"pictures": written}, paths, kept)
-        remark(f"{plural(count, 'picture')} in {time.monotonic() - begun:.1f} s")
+        self._report(facts | {"pictures": written}, paths, pictures)
+        remark(f"{plural(count, 'picture')} in {time.monotonic() - start:.1f} s")
         return tuple(paths)
 
     def _pictures(self, drafts: tuple[GenerateRequest, ...], kind: Format) -> Iterator[MadePicture]:
-        """Yield the pictures of drafts; say the seed that was drawn, and the place once."""
+        """Yield the pictures of drafts; print a random seed and the worker's label once."""
         is_announced = False
 
-        def announce(place: str) -> None:
+        def announce(label: str) -> None:
             nonlocal is_announced
             if not is_announced:
                 if self.values["seed"] is None and not self.values["seeds"]:
                     note(f"seed {drafts[0].sampling.seed}")
-                remark(place)
+                remark(label)
             is_announced = True
 
         enhancement = read_enhancement(self.values)
@@ -92,16 +93,17 @@ class PictureOrder:
         with contextlib.closing(self.worker.pictures(task, announce)) as pictures:
             yield from pictures
 
-    def _report(self, value: dict[str, Any], paths: list[str], kept: list[MadePicture]) -> None:
+    def _report(self, value: dict[str, Any], paths: list[str], pictures: list[MadePicture]) -> None:
         """Draw, push and print pictures that were written."""
         is_stdout = PictureOutput(self.values["output"]).is_stdout
         if not is_stdout and self.values["inline"] is not False:
             for path in paths:
                 draw_picture(Path(path), self.protocol, is_wanted=bool(self.values["inline"]))
         if self.values["push"]:
-            pushed = push_made(kept, self.values["push"])
+            pushed = push_made(pictures, self.values["push"])
             value, paths = value | {"pushed": pushed}, [*paths, pushed["reference"]]
-            if is_stdout:  # which has the picture
+            # Which has the picture.
+            if is_stdout:
                 note(pushed["reference"])
         if not is_stdout:
             result(value, paths)
@@ -123,12 +125,12 @@ def order_drafts(values: Mapping[str, Any], prompt: str) -> tuple[GenerateReques
     has_size = stated["width"] is not None or stated["height"] is not None
     stated |= picture_parameters(values, has_size=has_size)
     seed, count = runs[0]
-    first = GenerateRequest.draft(text, **stated | {"loras": loras, "seed": seed, "n": count})
-    return (first, *(first.change(seed=seed, n=count) for seed, count in runs[1:]))
+    draft = GenerateRequest.draft(text, **stated | {"loras": loras, "seed": seed, "n": count})
+    return (draft, *(draft.change(seed=seed, n=count) for seed, count in runs[1:]))
 
 
 def _check_output(values: Mapping[str, Any], count: int) -> None:
-    """Reject a place to which the pictures cannot be written. Raises UsageError, StoreError."""
+    """Reject an output that cannot be written. Raises UsageError, StoreError."""
     output = PictureOutput(values["output"])
     if output.is_stdout and (wants_value() or values["show"]):
         option = "--open" if not wants_value() else "--json" if wants_json() else "--format"

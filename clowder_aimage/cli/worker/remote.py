@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RemoteWorker:
-    """A model of a worker; ``place`` is the worker in words.
+    """A model of a worker; ``label`` names the worker for people.
 
     Requests raise as ``WorkerClient``. NotFoundError: the worker has another model only.
     FormatError: the reply is not as in OpenAI's API.
@@ -32,12 +32,12 @@ class RemoteWorker:
 
     client: WorkerClient
     reference: Reference
-    place: str
+    label: str
 
     def prepare(self, draft: GenerateRequest | None) -> None:
-        """Print the place of answers; that of pictures is announced with each prompt."""
+        """Print the label for answers; that for pictures is announced with each prompt."""
         if draft is None:
-            remark(f"answering on the {self.place}")
+            remark(f"answering on the {self.label}")
 
     def pictures(self, task: PictureTask, announce: Announce) -> Generator[MadePicture, None, None]:
         """Yield pictures, and show a bar of the steps.
@@ -47,11 +47,11 @@ class RemoteWorker:
         """
         fields = generation_fields(self.client, task)
         for draft in task.drafts:
-            first, count = draft.sampling.seed, draft.output.n
+            first_seed, count = draft.sampling.seed, draft.output.n
             with ExitStack() as stack:
                 bars = _Bars(self.reference, count, stack)
                 for index in range(count):
-                    seed = first + index
+                    seed = first_seed + index
                     reply = self._generate({**fields, "seed": seed}, bars, index, announce)
                     picture = picture_of(reply, seed, task.kind)
                     if "original_prompt" in picture.facts:
@@ -68,7 +68,7 @@ class RemoteWorker:
                     yield from pieces_of(value)
                     end = end_of(end, value)
         if not end.reason:
-            raise self._disconnected("answer")
+            raise self._make_disconnected("answer")
         yield end
 
     def _generate(
@@ -78,15 +78,16 @@ class RemoteWorker:
         with closing(self._events("/v1/images/generations", fields)) as events:
             for kind, value in events:
                 if kind == "open":
-                    announce(f"rendering on the {self.place}")
+                    announce(f"rendering on the {self.label}")
                 elif kind == "pull":
                     bars.show_pull(value)
                 elif kind == "progress":
                     bars.show_steps(value, index)
                 elif kind == "done":
-                    _warn(value.get("warnings"))  # of a model that was pulled first
+                    # Of a model that was pulled first.
+                    _warn(value.get("warnings"))
                     return value
-        raise self._disconnected("picture")
+        raise self._make_disconnected("picture")
 
     def _events(
         self, path: str, fields: Mapping[str, Any]
@@ -102,16 +103,16 @@ class RemoteWorker:
 
     def _check_model(self, headers: Mapping[str, Any]) -> None:
         """Reject a reply of the worker's default model; accept an alias. Raises NotFoundError."""
-        name, used = str(self.reference), headers.get("x-aimage-model")
-        if used not in (None, name) and headers.get("x-aimage-alias") != name:
+        name, used_name = str(self.reference), headers.get("x-aimage-model")
+        if used_name not in (None, name) and headers.get("x-aimage-alias") != name:
             raise NotFoundError(
-                f"{name} not found on the worker at {self.client.endpoint}, which would use {used}",
-                hint=f"use {used}, or pull yours: aimage pull --remote {name}",
+                f"{name} not found on the worker at {self.client.endpoint}, which would use {used_name}",
+                hint=f"use {used_name}, or pull yours: aimage pull --remote {name}",
             )
 
-    def _disconnected(self, result: str) -> NetworkError:
-        place = f"the worker at {self.client.endpoint}"
-        return NetworkError(f"{place} disconnected before the {result} was complete")
+    def _make_disconnected(self, result: str) -> NetworkError:
+        subject = f"the worker at {self.client.endpoint}"
+        return NetworkError(f"{subject} disconnected before the {result} was complete")
 
 
 class _Bars:
@@ -137,7 +138,7 @@ class _Bars:
             progress.rename("decoding" if step == total else "rendering")
 
     def _begin(self, task: str, subject: Reference | None, unit: str) -> Progress:
-        """Return the bar of a unit, which replaces that of another."""
+        """Return the bar of a unit. It replaces the bar of another unit."""
         if unit != self._unit:
             self._stack.close()
             self._progress = self._stack.enter_context(Progress(task, subject, unit=unit))

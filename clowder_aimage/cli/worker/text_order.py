@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TextOrder:
-    """The options of answers, which may change between questions, and the conversation so far."""
+    """The options of answers, and the conversation. Both may change between questions."""
 
     reference: Reference
     values: dict[str, Any]
@@ -30,14 +30,14 @@ class TextOrder:
         An answer that is interrupted is remembered as far as it came; after an error the question
         is forgotten.
         """
-        asked = [*self.messages, {"role": "user", "content": question}]
-        request, output = text_request(self.values, asked), AnswerOutput()
+        messages = [*self.messages, {"role": "user", "content": question}]
+        request, output = text_request(self.values, messages), AnswerOutput()
         try:
             with contextlib.closing(self.worker.answer(request)) as events:
                 output.show(events)
         finally:
             if output.text:
-                self.messages = [*asked, {"role": "assistant", "content": output.text}]
+                self.messages = [*messages, {"role": "assistant", "content": output.text}]
         self._report(output)
 
     def clear(self) -> None:

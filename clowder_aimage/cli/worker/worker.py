@@ -1,4 +1,4 @@
-"""A worker as the command line knows it, and the pictures that it generates."""
+"""The interface of a worker for the command line, and the task of a prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from clowder_aimage.model.text.language_model import TextEvent, TextRequest
     from clowder_aimage.pictures.generated_picture import MadePicture
 
-Announce = Callable[[str], None]  # called with the place before pictures are generated there
+# Called with the place before pictures are generated there.
+Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Worker(Protocol):
     """A process that generates pictures and answers: this one, or a worker."""
 
     def prepare(self, draft: GenerateRequest | None) -> None:
-        """Load what later pictures of such a draft need, or answers (None)."""
+        """Load the model for later pictures of such a draft, or for answers (None)."""
 
     def pictures(self, task: PictureTask, announce: Announce) -> Generator[MadePicture, None, None]:
         """Yield pictures as they are completed; closing the generator cancels the others."""
