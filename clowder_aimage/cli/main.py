@@ -97,7 +97,7 @@ ALIASES = {
     "rmi": "rm",
     "unload": "stop",
 }
-# Names without an equal: what to use.
+# Verbs of other tools without an equal, with advice.
 _PICTURE = "'aimage run' generates a picture"
 _ANSWER = "'aimage run' answers with a language model"
 _ELSEWHERE = {
@@ -170,6 +170,7 @@ class _Verbs(VerbGroup):
         try:
             return super().invoke(ctx)
         except (click.ClickException, AImageError) as error:
+            # An import that Ctrl-C ended may raise another error.
             if interruption.is_pending:
                 raise KeyboardInterrupt from error
             ctx.exit(_report(error))
@@ -228,9 +229,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.exceptions.Exit as error:
         code = error.exit_code
     except (click.ClickException, AImageError) as error:
-        # In the options before the verb.
+        # An error in the options before the verb.
         code = _report(error)
     except BrokenPipeError:
+        # Python flushes stdout at the exit, and would report the broken pipe once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except BaseException as error:
@@ -244,7 +246,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def main() -> NoReturn:
     """Run the command line and exit without joining threads that wait for the network."""
     interruption.install()
-    # Of libraries, about values from models and pictures.
+    # Libraries warn about values from models and pictures.
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     code = run()
@@ -256,8 +258,9 @@ def main() -> NoReturn:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
+        # A thread that waits for the network would delay the exit.
         os._exit(code)
-    # Python would look at every object once more.
+    # Without a last collection, which would look at every object.
     gc.freeze()
     sys.exit(code)
 
@@ -288,7 +291,7 @@ def _report(error: click.ClickException | AImageError) -> int:
 
 def _print_error(message: str, hint: str | None = None) -> None:
     """Print an error; on a terminal with colours, unless NO_COLOR is set."""
-    # Of a registry, for instance.
+    # The message may be from a registry.
     text = printable(message.replace("\n", " "))
     advice_text = f"\n  {printable(hint)}" if hint else ""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.cli.verbs.show import _quantized
+from clowder_aimage.cli.verbs.show import _format_quantization
 from tests.importer.valued import make_valued
 from tests.process import Aimage
 
@@ -56,4 +56,4 @@ def test_show_omits_quantization_of_plain_models(
     ],
 )
 def test_show_accepts_configs_without_quantization_details(part: dict[str, Any], said: str) -> None:
-    assert _quantized(part) == said
+    assert _format_quantization(part) == said

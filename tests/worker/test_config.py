@@ -16,7 +16,7 @@ from tests.process import Aimage, Done
 
 pytest.importorskip("pydantic", reason="pydantic is not installed")
 
-from clowder_aimage.cli.verbs.config import MASK, masked
+from clowder_aimage.cli.verbs.config import MASK, mask_secret
 from clowder_aimage.cli.verbs.fleet import ACCESS
 from clowder_aimage.cli.verbs.registry import serve as serve_registry
 from clowder_aimage.cli.verbs.serve import NODE_OPTIONS, serve, spell
@@ -397,7 +397,7 @@ def test_config_show_masks_secrets(aimage: Callable[..., Aimage]) -> None:
     ],
 )
 def test_credentials_in_values_are_masked(name: str, value: str, said: str) -> None:
-    assert masked(name, value) == said
+    assert mask_secret(name, value) == said
 
 
 def test_invalid_aliases_are_refused_from_option_and_environment(

@@ -103,7 +103,7 @@ class Tracer:
 
     def __init__(self, *, with_headers: bool) -> None:
         self._with_headers = with_headers
-        # In the main thread.
+        # Read here, in the main thread: click's context is not in others.
         self._as_json = wants_json()
         self._lock = threading.Lock()
 

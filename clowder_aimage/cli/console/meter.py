@@ -35,6 +35,7 @@ class Speed:
 
     @property
     def value(self) -> float:
+        # The weight corrects the bias of the first samples towards zero.
         return self._sum / self._weight if self._weight else 0.0
 
 
@@ -71,7 +72,7 @@ class Meter:
         self.task = task
         self.subject = subject
         self.stepwise = stepwise
-        # In order of start.
+        # Blobs in the order of their start.
         self.active: dict[Digest, BlobProgress] = {}
         self.begin(0, 0.0)
 
@@ -152,6 +153,7 @@ class Meter:
         """The remaining seconds; None if the rate is zero."""
         left = max(0, self.total - self.done)
         rate = self.rate
+        # Below these rates the transfer has stalled.
         return left / rate if rate >= (1e-6 if self.stepwise else 1) else None
 
     @property

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from clowder_aimage.pictures.input_file import InputFile
     from clowder_aimage.pictures.input_source import InputSource
 
-# In the meta of the command's context.
+# A key in the meta of the command's context.
 _KEY = "clowder_aimage.pictures"
 # Characters of a name in an error.
 _LONGEST = 200
@@ -34,12 +34,12 @@ class NamedPictures:
 
     data: dict[str, bytes] = field(default_factory=dict)
     files: dict[str, InputFile] = field(default_factory=dict)
-    # To the store.
+    # Blobs that this command has added to the store.
     added: list[Descriptor] = field(default_factory=list)
     leases: contextlib.ExitStack | None = None
-    # Of files when they were read.
+    # Inodes, sizes and times of the files when they were read.
     stamps: dict[str, object] = field(default_factory=dict)
-    # Images and masks.
+    # Checked pairs of an image and a mask.
     fitting: set[tuple[str, str]] = field(default_factory=set)
 
     def read(self, name: str, option: str) -> InputFile:
@@ -109,7 +109,7 @@ class NamedPictures:
 
 def _status(name: str) -> os.stat_result | None:
     """Return the status of a file; None for other names."""
-    # A URL, or ~ of nobody.
+    # A URL, or ~ of an unknown user.
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         return Path(name).expanduser().stat()
     return None

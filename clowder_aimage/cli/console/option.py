@@ -60,7 +60,7 @@ torch_options = options(
 )
 
 
-def parsed(parse: Callable[[Any], Any]) -> Callable[..., Any]:
+def parse_with(parse: Callable[[Any], Any]) -> Callable[..., Any]:
     """Return an option's callback that parses its value; a ValueError becomes a usage error."""
 
     def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -78,7 +78,7 @@ def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         ctx.meta[META + str(param.name)] = value
 
 
-def _shared(*names: str, **attributes: Any) -> Callable[[Any], Any]:
+def _add_shared(*names: str, **attributes: Any) -> Callable[[Any], Any]:
     """Return an option whose value is stored in ``settings()`` and not passed to the verb."""
     return click.option(*names, callback=_remember, expose_value=False, **attributes)
 
@@ -94,14 +94,14 @@ def _remember_template(ctx: click.Context, param: click.Parameter, value: str | 
 
 
 common_options = options(
-    _shared(
+    _add_shared(
         "--store",
         type=click.Path(),
         # Before names in the store are looked up.
         is_eager=True,
         help="The directory of the store, an OCI image layout. [env: AIMAGE_STORE]",
     ),
-    _shared("--json", "as_json", is_flag=True, help="Print the result as JSON."),
+    _add_shared("--json", "as_json", is_flag=True, help="Print the result as JSON."),
     click.option(
         "--format",
         "--template",
@@ -111,11 +111,11 @@ common_options = options(
         expose_value=False,
         help="Print the result by this Jinja template, such as '{{ digest }}'; json is --json.",
     ),
-    _shared("-q", "--quiet", is_flag=True, help="Suppress progress on stderr."),
+    _add_shared("-q", "--quiet", is_flag=True, help="Suppress progress on stderr."),
 )
 
 
-# Options of oras, crane, hf, diffusers and mflux, with those that they stand for.
+# Options of oras, crane, hf, diffusers and mflux, with their names here.
 SYNONYMS = {
     "--artifact-type": "--type",
     "--cfg": "--guidance",
@@ -133,7 +133,7 @@ SYNONYMS = {
 # Flags that may have a value after "=": a value after a space would be taken from the prompt.
 _VALUED = {"--enhance": "--enhancer"}
 
-# Options of other tools without an equal: what to use.
+# Options of other tools without an equal, with advice.
 _ELSEWHERE = {
     "--artifact-type": "the type of an AImage is fixed; 'aimage attach --type' sets that of files",
     "--digests": "--no-trunc shows whole digests",
@@ -144,7 +144,7 @@ _ELSEWHERE = {
 }
 
 
-# Of a help text.
+# Sections of a help text, in order.
 _SECTIONS = ("Options", "Picture options", "Text options", "Registry options")
 
 
@@ -221,6 +221,7 @@ class Verb(_Exemplified):
                 words[index] = f"{_VALUED[name]}={value}"
             if name not in names and SYNONYMS.get(name) in names:
                 synonym = SYNONYMS[name]
+                # A short option takes its value without "=": -n4.
                 words[index] = f"{synonym}{equals if synonym[:2] == '--' else ''}{value}"
         try:
             return super().parse_args(ctx, words)
@@ -250,12 +251,12 @@ def verb(function: Callable[..., Any]) -> click.Command:
 
 
 def _connection(*names: str, **attributes: Any) -> Callable[[Any], Any]:
-    return _shared(*names, cls=_ConnectionOption, **attributes)
+    return _add_shared(*names, cls=_ConnectionOption, **attributes)
 
 
 _pem_file = click.Path(exists=True, dir_okay=False)
 
-# Those of daemons, which connect to many registries.
+# The options of daemons: these connect to many registries.
 daemon_connection_options = options(
     _connection(
         "--plain-http", is_flag=True, help="Use HTTP instead of HTTPS. [default for loopback hosts]"
@@ -271,7 +272,7 @@ remote_option = click.option(
     help="Use the worker in AIMAGE_HOST. [default: 127.0.0.1:11434]",
 )
 
-verbose_option = _shared(
+verbose_option = _add_shared(
     "-v", "--verbose", count=True, help="Show each request on stderr; -vv also its headers."
 )
 
@@ -336,6 +337,7 @@ def complete_name(ctx: click.Context, _: click.Parameter, incomplete: str) -> li
     from click.shell_completion import CompletionItem
 
     names: set[str] = set()
+    # A message would appear in the line that is being completed.
     with ctx, contextlib.suppress(AImageError, OSError):
         chosen = settings()
         if any(root.is_dir() for root in chosen.stores):
@@ -367,6 +369,7 @@ def _tags(repository: str) -> list[str]:
             tags = [tag for tag in remote.tag_names() if not is_generated(tag)]
             names.extend(f"{reference.name}:{tag}" for tag in tags)
 
+    # A registry that does not answer must not block the shell.
     thread = threading.Thread(target=fetch, daemon=True)
     thread.start()
     thread.join(_TAGS_TIMEOUT)
@@ -377,7 +380,7 @@ reference_argument = click.argument(
     "reference", metavar="REF", type=parse_reference, shell_complete=complete_name
 )
 
-jobs_option = _shared(
+jobs_option = _add_shared(
     "--jobs",
     type=click.IntRange(1, 64),
     metavar="N",
@@ -485,6 +488,7 @@ class VerbSettings(NamedTuple):
     @property
     def has_connection(self) -> bool:
         """Return True if a connection option is given."""
+        # The fields from plain_http on are those of connections.
         return any(self[VerbSettings._fields.index("plain_http") :])
 
     def connection(self, *registries: str | None) -> ClientOptions:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Key prefix for the common options of a command line.
 META = "clowder_aimage.cli."
-# In the meta of the command's context.
+# A key in the meta of the command's context.
 _SAID = "clowder_aimage.said"
 _LEVELS = {"error": "error", "retry": "warning", "wait": "warning"} | dict.fromkeys(
     ("start", "skip", "done", "request"), "debug"
@@ -81,6 +81,7 @@ def shown(text: str) -> str:
     import unicodedata
 
     def is_obeyed(character: str) -> bool:
+        # Control characters, and surrogates, which UTF-8 cannot encode.
         if unicodedata.category(character) in ("Cc", "Cs"):
             return character not in "\n\t"
         return "\u202a" <= character <= "\u202e" or "\u2066" <= character <= "\u2069"
@@ -284,6 +285,7 @@ def output_file(name: str) -> Iterator[BinaryIO]:
             with atomic_file(path) as file:
                 yield file
     except BrokenPipeError:
+        # The reader of the pipe has closed it, which is not an error of a verb.
         raise
     except OSError as error:
         kind = NoSpaceError if error.errno in DISK_FULL else StoreError

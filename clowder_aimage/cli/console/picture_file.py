@@ -71,7 +71,7 @@ class PictureOutput:
                 suffixes = "expected a name in .png, .jpg, .jpeg or .webp"
                 raise UsageError(f"unknown picture format: {self._path.name}", hint=suffixes)
         elif self.name and self.name.endswith(os.sep):
-            # It is made later.
+            # A directory that is created with the first picture.
             while not directory.exists() and directory != directory.parent:
                 directory = directory.parent
         if not directory.is_dir():
@@ -95,6 +95,7 @@ class PictureOutput:
         if self.is_stdout:
             with output_file("-") as file:
                 left = memoryview(data)
+                # A pipe may accept some of the bytes.
                 while left:
                     left = left[file.write(left) :]
             return None

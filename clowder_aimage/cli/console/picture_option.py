@@ -79,7 +79,7 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
         parameters["control"] = str(control.descriptor.digest)
         _check_control(values, images, control)
     if images and values["mask"] is not None:
-        # With a mask, by the request.
+        # The check of the request refuses these with any mask.
         is_refused = values["expand"] or values["upscale"]
         parameters["mask"] = ALPHA if is_refused else files.read_mask(values["mask"], names[0])
     if values["expand"] and images and has_size:
@@ -112,7 +112,7 @@ def for_model(draft: GenerateRequest, model: AImage) -> GenerateRequest:
     if main_image is None:
         return draft.for_model(model)
     name, picture = named_pictures().find(main_image)
-    # These keep its size.
+    # With these options, the picture keeps its size.
     keeps_size = draft.has_size or image_input.expand or image_input.crop or image_input.upscale
     if not keeps_size and (
         reduced := reduction(picture, picture_role.most_area(image_input.references))

@@ -226,7 +226,7 @@ class Progress:
             with contextlib.suppress(RuntimeError):
                 thread.join(_STOP_TIMEOUT)
         finally:
-            # Otherwise the terminal blocks and would block this thread.
+            # A blocked terminal would block this thread, too.
             if not thread.is_alive():
                 with contextlib.suppress(OSError, ValueError):
                     self._view.close()
@@ -271,7 +271,7 @@ class Progress:
             message, pid = output.waiting(f"blob {fields['name'] or digest}", event.count)
             self._view.send("wait", message=message, pid=pid, **fields)
         elif event.kind == "progress":
-            # Fewer than before: a retry starts over.
+            # A negative count: a retry starts over.
             self._view.send("retry", **fields, lost=-event.count)
         else:
             self._view.send(event.kind, **fields)

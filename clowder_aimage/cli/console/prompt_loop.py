@@ -20,11 +20,11 @@ from clowder_aimage.errors import AImageError, UsageError
 
 # Bytes of stdin.
 _MAX_PROMPT = 1 << 20
-# Around a prompt of several lines.
+# Quotes around a prompt of several lines.
 _QUOTES = '"""'
 # Lines that are kept.
 _HISTORY = 1000
-# Bytes of its file.
+# Bytes of the file of the history.
 _MAX_HISTORY = 1 << 20
 _ENDS = ("/bye", "/exit", "/quit")
 _COMMON = {
@@ -36,7 +36,7 @@ _COMMON = {
     "/bye": "end (or Ctrl-D)",
 }
 
-# Its line in the help, and what it does.
+# A line in the help, and a function.
 Command = tuple[str, Callable[[], None]]
 
 
@@ -59,6 +59,7 @@ def check_prompt(prompt: str) -> None:
 def _standard_input() -> str:
     if sys.stdin is None:
         return ""
+    # One byte more shows that the prompt is too long.
     data = sys.stdin.buffer.read(_MAX_PROMPT + 1)
     if len(data) > _MAX_PROMPT:
         raise UsageError(f"the prompt on stdin exceeds {_MAX_PROMPT} bytes")
@@ -104,6 +105,7 @@ class PromptLoop:
             note("")
             return False
         except KeyboardInterrupt:
+            # The loop goes on: a later error is not caused by this interruption.
             interruption.is_pending = False
             note("\ncancelled; /bye or Ctrl-D ends")
         except UnicodeDecodeError:
@@ -253,7 +255,7 @@ def prompt_history() -> Iterator[None]:
     try:
         import readline
     except ImportError:
-        # A Python without it.
+        # Python may be built without readline.
         yield
         return
     from clowder_aimage.config.user_directory import config_file, history_file
@@ -287,6 +289,7 @@ def _write_history(file: Path, lines: list[str]) -> None:
     from clowder_aimage.content.atomic_file import atomic_file
 
     with contextlib.suppress(OSError):
+        # Prompts are private.
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with atomic_file(file, mode=0o600, durable=False) as opened:
             opened.write("".join(f"{line}\n" for line in lines).encode(errors="replace"))

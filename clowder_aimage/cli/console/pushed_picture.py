@@ -33,8 +33,8 @@ def push_made(pictures: Sequence[MadePicture], target: Reference) -> dict[str, s
     """Push pictures as one artifact; return its name and digest."""
     from clowder_aimage.pictures.artifact import push_pictures
 
-    facts = pictures[0].facts
-    model = Reference.parse(str(facts["reference"])) if facts else target
+    metadata = pictures[0].facts
+    model = Reference.parse(str(metadata["reference"])) if metadata else target
     connection = _connection(model, target)
     with Progress("pushing", target) as progress:
         layout = settings().layout

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from clowder_aimage.cli.console.option import options, parsed
+from clowder_aimage.cli.console.option import options, parse_with
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import MAX_PICTURES, MAX_SEED
 
@@ -32,7 +32,7 @@ seed_options = options(
     click.option(
         "--seeds",
         metavar="SEEDS",
-        callback=parsed(_seeds),
+        callback=parse_with(_seeds),
         help="Generate a picture of each seed, such as 1..16 or 1,5,9.",
     ),
     click.option(

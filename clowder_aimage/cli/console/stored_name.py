@@ -57,7 +57,7 @@ def only_name(text: str) -> Reference:
 def _find(text: str) -> tuple[Reference, tuple[Digest, list[Reference]] | None]:
     """Return the parsed text and, if it begins a digest in the store, that with its names."""
     reference = parse_reference(text)
-    # It is eager.
+    # --remote is eager: it is parsed before names.
     is_remote = click.get_current_context().params.get("remote")
     if is_remote or _PREFIX.fullmatch(text) is None:
         return reference, None
@@ -68,7 +68,7 @@ def _find(text: str) -> tuple[Reference, tuple[Digest, list[Reference]] | None]:
     for name, descriptor in layout.entries():
         if str(descriptor.digest).startswith(text) or descriptor.digest.encoded.startswith(text):
             names = matches.setdefault(descriptor.digest, [])
-            # No name, or another tool's.
+            # The digest has no name, or a name of another tool.
             with contextlib.suppress(UsageError):
                 names.append(parse_reference(name))
     if len(matches) > 1:
@@ -93,7 +93,7 @@ def model_or_path(text: str) -> Reference | Path:
     path = Path(text)
     is_model = path.suffix.lower() in _SUFFIXES or os.sep in text
     is_path = path.is_dir() or (is_model and path.is_file())
-    # It is eager.
+    # --remote is eager: it is parsed before names.
     is_remote = click.get_current_context().params.get("remote")
     has_worker = bool(is_remote or os.environ.get("AIMAGE_HOST"))
     # A worker elsewhere has its own names.

@@ -33,7 +33,7 @@ _ATTRIBUTES = re.compile(rb"\x1b\[\?([0-9;]*)c")
 _TIMEOUT = 0.3
 # Bytes of base64 in an escape sequence of kitty.
 _CHUNK = 4096
-# Pixels in a column, about.
+# Approximate number of pixels in a column.
 _CELL = 10
 _COLUMNS = 60
 _COLOURS = 256
@@ -76,6 +76,7 @@ def ask(terminal: int, timeout: float = _TIMEOUT) -> str:
     try:
         saved = termios.tcgetattr(terminal)
         raw = termios.tcgetattr(terminal)
+        # The answer has no line end, and must not appear on the screen.
         raw[3] &= ~(termios.ICANON | termios.ECHO)
         termios.tcsetattr(terminal, termios.TCSANOW, raw)
         try:
@@ -125,6 +126,7 @@ def escape_picture(data: bytes, protocol: str, columns: int) -> str:
     sequences = [
         f"\x1b_Gm={int(n < len(chunks))};{chunk}\x1b\\" for n, chunk in enumerate(chunks, 1)
     ]
+    # Only the first sequence has the parameters of the picture.
     sequences[0] = sequences[0].replace("\x1b_G", f"\x1b_Ga=T,f=100,q=2,c={cells},", 1)
     return "".join(sequences) + "\n"
 
@@ -145,6 +147,7 @@ def _sixel(image: Image.Image) -> str:
             row = rows.get(colour)
             if row is None:
                 row = rows[colour] = bytearray(b"?" * width)
+            # A sixel is a character for six rows: "?" and a bit for the pixel of each row.
             row[offset % width] += 1 << offset // width
         out.append("$".join(f"#{c}{_REPEATED.sub(_run, r.decode())}" for c, r in rows.items()))
         out.append("-")

@@ -60,8 +60,9 @@ def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
     """Return the result for people: a line, and one for each change to weights."""
     present = value["alreadyThere"]
     lines = [
-        f"{value['reference']}: {_describe_content(value)}, {size(value['size'])}; {present['layers']} of "
-        f"{len(packed.layers)} blobs ({size(present['size'])}) were in the store already",
+        f"{value['reference']}: {_describe_content(value)}, {size(value['size'])}; "
+        f"{present['layers']} of {len(packed.layers)} blobs ({size(present['size'])}) "
+        "were in the store already",
         *(_describe_quantization(name, facts) for name, facts in packed.report.quantized.items()),
         *_describe_decoding(packed.report, recipe),
         *_describe_cast(packed.report, recipe),

@@ -22,7 +22,7 @@ class AnswerOutput:
     thinking: str = ""
     end: TextEnd | None = None
     # Seconds until the first piece.
-    first: float | None = None
+    latency: float | None = None
     _begun: float = field(default_factory=time.monotonic)
     # The kind of the line that has no end yet.
     _is_open: str = ""
@@ -51,7 +51,7 @@ class AnswerOutput:
             "promptSeconds": round(end.prompt_seconds, 4),
             "seconds": round(end.seconds, 4),
         }
-        latency = {} if self.first is None else {"firstPieceSeconds": round(self.first, 4)}
+        latency = {} if self.latency is None else {"firstPieceSeconds": round(self.latency, 4)}
         return {**value, "reason": end.reason, **counts, "tokens": end.tokens, **seconds, **latency}
 
     def statistics(self) -> list[str]:
@@ -65,7 +65,7 @@ class AnswerOutput:
             f"prompt: {plural(end.prompt_tokens, 'token')}{cached}{_rate(new, end.prompt_seconds)}",
             f"answer: {plural(end.tokens, 'token')}{_rate(end.tokens, end.seconds)}",
         ]
-        lines += [] if self.first is None else [f"first piece after {self.first:.2f} s"]
+        lines += [] if self.latency is None else [f"first piece after {self.latency:.2f} s"]
         return lines
 
     def warn_of_cut(self) -> None:
@@ -74,8 +74,8 @@ class AnswerOutput:
             remark(f"the answer is cut off after {plural(self.end.tokens, 'token')}")
 
     def _add(self, piece: TextPiece) -> None:
-        if self.first is None and piece.text:
-            self.first = time.monotonic() - self._begun
+        if self.latency is None and piece.text:
+            self.latency = time.monotonic() - self._begun
         if piece.kind == "content":
             self.text += piece.text
         else:

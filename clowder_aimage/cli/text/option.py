@@ -14,11 +14,11 @@ from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.model.text.language_model import Sampling, TextRequest
 from clowder_aimage.oci import read_json
 
-# In place of a schema.
+# Any JSON object, instead of a schema.
 ANY_JSON = "json"
 _MAX_SCHEMA = 1 << 20  # bytes
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
-# Between questions.
+# Options that can be set between questions.
 TEXT_SETTABLE = ("system", "max_tokens", *_SAMPLING, "stop", "think", "schema")
 
 _option = partial(click.option, cls=TextOption)

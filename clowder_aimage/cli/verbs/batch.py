@@ -120,6 +120,7 @@ def read_results(file: Path, *, without_failed: bool = False) -> dict[str, bool]
     with file.open("rb") as lines:
         try:
             for number, line in enumerate(lines):
+                # A line without an end was interrupted while it was written.
                 value = read_json(line, "the result", 1 << 30) if line.endswith(b"\n") else None
                 succeeded = value is not None and is_good(value)
                 if value is None or (without_failed and not succeeded):
@@ -151,6 +152,7 @@ def _run(client: WorkerClient, requests: list[BatchRequest], target: Path) -> di
     batches = BatchClient(client, str(target.resolve()))
     with target.open("ab") as file, Progress("batch", unit="requests") as progress:
         for group in split_batches(requests):
+            # Requests that the server did not send, as at a shutdown, are in the next batch.
             while left := [request for request in group if request.custom_id not in done]:
                 batch = batches.open(_lines(left), left[0].url)
                 was_running = batch.value["status"] not in (*OVER, "cancelling")
@@ -220,6 +222,7 @@ def _take(batch: RemoteBatch, file: BinaryIO, names: set[str]) -> dict[str, bool
             file.write(line + b"\n")
             done[name] = succeeded
     file.flush()
+    # The results are on the disk before the server removes its files.
     os.fsync(file.fileno())
     return done
 

@@ -77,7 +77,7 @@ def show() -> None:
     variables = [(name, os.environ[name]) for name in _VARIABLES if os.environ.get(name)]
     values = [_file(file), _store(chosen.stores), _run(file), *_servers(file), *_registry(file)]
     values += _registries(file)
-    values += [Value(name, masked(name, text), "environment") for name, text in variables]
+    values += [Value(name, mask_secret(name, text), "environment") for name, text in variables]
     rows = [["SETTING", "VALUE", "FROM"]]
     for setting in values:
         rows.append(
@@ -170,7 +170,7 @@ def _registries(file: Path) -> Iterator[Value]:
             yield Value(f"registries.{host}.plainHttp", options.uses_http(host), "default")
 
 
-def masked(name: str, value: str) -> str:
+def mask_secret(name: str, value: str) -> str:
     """Return a variable's value with its secret masked: a token, or the password in a URL."""
     if any(word in name.upper() for word in _SECRET) and not name.endswith("_FILE"):
         return MASK

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from clowder_aimage.dialect import Layer
     from clowder_aimage.diff import Change, Difference, FieldChange, Side
 
-# Of each kind; --all lists all.
+# Differences of each kind that are listed; --all lists all.
 _LISTED = 20
 # Characters of a value in a config that are shown.
 _WIDTH = 60
@@ -61,7 +61,8 @@ def _lines(difference: Difference, limit: int | None) -> Iterator[str]:
             differ = "differs" if len(fields) == 1 else "differ"
             yield f"{title}: {plural(len(fields), 'field')} {differ}"
     moved = f"{size(sum(difference.fetch.values()))} in {plural(len(difference.fetch), 'blob')}"
-    yield f"pulling {difference.b.reference} where {difference.a.reference} is present fetches {moved}"
+    old, new = difference.a.reference, difference.b.reference
+    yield f"pulling {new} where {old} is present fetches {moved}"
     sections = (
         ("changed", map(_format_change, difference.changed)),
         ("added", map(_format_layer, difference.added)),

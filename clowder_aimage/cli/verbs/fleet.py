@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, options, parsed
+from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, options, parse_with
 from clowder_aimage.cli.console.output import plural, result, size, table
 from clowder_aimage.errors import NetworkError, UsageError
 
@@ -144,7 +144,7 @@ def fleet() -> None:
     metavar="DURATION",
     default="1h",
     show_default=True,
-    callback=parsed(_duration),
+    callback=parse_with(_duration),
     help="Time that results are kept for repeated requests.",
 )
 @click.option(
@@ -152,7 +152,7 @@ def fleet() -> None:
     metavar="SIZE",
     default="8GiB",
     show_default=True,
-    callback=parsed(_bytes),
+    callback=parse_with(_bytes),
     help="Maximum size of results that are kept; a fourth of it more for jobs, and for files.",
 )
 @fleet_options
@@ -232,7 +232,7 @@ def _run(
 
     with needs("a fleet", "worker,fleet"):
         from clowder_aimage.fleet.link import LOST, OPERATOR, FleetLink
-    # Its errors are raised.
+    # The errors that it logs are raised, too.
     logging.getLogger("aimage").addHandler(logging.NullHandler())
     link = FleetLink(fleet_access(nats_of(nats), chosen), OPERATOR)
 

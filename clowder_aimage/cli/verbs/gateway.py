@@ -95,6 +95,7 @@ def gateway(**options: Any) -> None:
                 contextlib.closing(listen_tcp_only(config.metrics_addr))
             )
             metrics_endpoint = metrics_listeners, MetricsRole(metrics.text)
+        # Gateways in containers may have the same process id.
         link = FleetLink(access, GATEWAY, f"{os.getpid()}-{secrets.token_hex(2)}")
         role = GatewayRole(
             link,

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import parsed, settings, verb
+from clowder_aimage.cli.console.option import parse_with, settings, verb
 from clowder_aimage.cli.console.output import note, plural, result, size
 from clowder_aimage.content.unit import parse_size, parse_time
 from clowder_aimage.layout.gc import Collection, Collector
@@ -19,13 +19,13 @@ from clowder_aimage.layout.gc import Collection, Collector
 @click.option(
     "--max-size",
     metavar="SIZE",
-    callback=parsed(parse_size),
+    callback=parse_with(parse_size),
     help="Remove the least recently used names until the rest fits, such as 200GB.",
 )
 @click.option(
     "--max-age",
     metavar="TIME",
-    callback=parsed(parse_time),
+    callback=parse_with(parse_time),
     help="Remove names that were not used for this time, such as 30d.",
 )
 @click.option("--keep", metavar="GLOB", multiple=True, help="Names to keep. May be repeated.")
@@ -34,7 +34,7 @@ from clowder_aimage.layout.gc import Collection, Collector
     metavar="TIME",
     default="1h",
     show_default=True,
-    callback=parsed(parse_time),
+    callback=parse_with(parse_time),
     help="Keep newer blobs, which another tool may be about to name.",
 )
 def gc(

@@ -15,7 +15,7 @@ import click
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     complete_name,
-    parsed,
+    parse_with,
     remote_option,
     settings,
     verb,
@@ -61,7 +61,7 @@ def _filters(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     "filters",
     multiple=True,
     metavar="FIELD=PATTERN",
-    callback=parsed(_filters),
+    callback=parse_with(_filters),
     help=f"List only names of which a field matches: {', '.join(_FILTERED)}. May be repeated.",
 )
 @click.option("--no-trunc", is_flag=True, help="Show whole digests.")
@@ -97,7 +97,7 @@ def ls(
     if rows:
         return
     if patterns or filters:
-        fields = (f"{field}={one}" for field, many in filters.items() for one in many)
+        fields = (f"{field}={text}" for field, texts in filters.items() for text in texts)
         remark(f"no names match {' '.join([*patterns, *fields])}")
     elif not remote:
         root = settings().stores[0]

@@ -56,6 +56,7 @@ def fetch(reference: Reference, file: str, pretty: bool, wants_config: bool) -> 
         raw = json.dumps(read_json(raw, "the document"), indent=2, ensure_ascii=False).encode()
         raw += b"\n"
     if file == "-" and sys.stdout.isatty():
+        # A manifest of a registry may have control characters.
         click.echo(printable(raw.decode(errors="replace")))
         return
     with output_file(file) as target:

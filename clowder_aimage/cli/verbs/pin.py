@@ -54,6 +54,7 @@ def unpin(references: tuple[Reference, ...]) -> None:
     pins = settings().layout.pins
     names = [index_name(reference) for reference in references]
     for name in names:
+        # All checks are made before the first removal.
         if pins.get(name) is None:
             raise NotFoundError(f"{name} is not pinned", hint="'aimage pin' lists the pinned names")
     for name in names:

@@ -12,7 +12,7 @@ import click
 
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
-    parsed,
+    parse_with,
     references_argument,
     remote_option,
     settings,
@@ -77,7 +77,7 @@ def _parse_rate(text: str) -> int:
 @click.option(
     "--limit-rate",
     "limit",
-    callback=parsed(_parse_rate),
+    callback=parse_with(_parse_rate),
     metavar="RATE",
     help="Total bytes per second, such as 500k or 20M. [default: from the configuration]",
 )

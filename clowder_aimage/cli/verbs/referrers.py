@@ -31,6 +31,7 @@ def referrers(reference: Reference, artifact_type: str, recursive: bool) -> None
     from clowder_aimage.registry import Repository
 
     with Repository(reference, settings().connection()) as repository:
+        # A digest needs no request, and its manifest may be missing: referrers may come before it.
         subject = reference.digest or repository.resolve(reference).digest
         if recursive:
             entries = [

@@ -16,7 +16,7 @@ from clowder_aimage.cli.console.option import (
     common_options,
     daemon_connection_options,
     needs,
-    parsed,
+    parse_with,
     settings,
     start_traces,
 )
@@ -61,7 +61,7 @@ def registry() -> None:
 @_option(
     "--upload-quota",
     metavar="SIZE",
-    callback=parsed(parse_size),
+    callback=parse_with(parse_size),
     help="Bytes that all unfinished uploads may have together, such as 20GiB. [default: no limit]",
 )
 @_option(

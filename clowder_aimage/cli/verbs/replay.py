@@ -92,9 +92,9 @@ def replay(
         from clowder_aimage.model.picture import compare_pictures
 
     read = _read(picture)
-    facts = read.metadata
-    reference = _reference(picture, facts)
-    request = _request(picture, facts)
+    metadata = read.metadata
+    reference = _reference(picture, metadata)
+    request = _request(picture, metadata)
     _note_registry(picture, reference)
     request = _replace_adapters(request, read_uses(loras, lora_dir))
     _find_inputs(picture, request, {"image": images, "mask": _one(mask), "control": _one(control)})
@@ -108,14 +108,15 @@ def replay(
     # Before the model, which is larger.
     finder.fetch(request)
     tuning = TorchTuning(device=device)
-    backend = choose_library(backend or made_by(str(facts.get("backend", ""))), tuning)
+    # The library that made the picture rounds in the same way.
+    backend = choose_library(backend or made_by(str(metadata.get("backend", ""))), tuning)
     fetched = fetch_model(reference, connect)
-    dtype = facts.get("dtype")
+    dtype = metadata.get("dtype")
     dtype = None if dtype is None else str(dtype)
     options = LocalOptions(dtype, backend=backend, tuning=tuning)
     model = load_model(fetched, request, options, finder)
     (rendered,) = show_steps(fetched.watch(model.generate(request)), request)
-    kind, quality = read.kind, facts.get("quality")
+    kind, quality = read.kind, metadata.get("quality")
     comparison = compare_pictures(read.pixels, rendered.pixels, kind, quality)
     if comparison is None:
         height, width, *_ = rendered.pixels.shape
@@ -126,7 +127,7 @@ def replay(
         "digest": str(model.stored.descriptor.digest),
         "equal": is_equal,
         "backend": model.backend,
-        "madeWith": facts.get("backend"),
+        "madeWith": metadata.get("backend"),
         "largestDifference": comparison.largest,
         "meanDifference": comparison.mean,
         "differingShare": comparison.share,
@@ -137,8 +138,8 @@ def replay(
         text = f"equal{words if comparison.largest else ''}"
     elif is_equal:
         text = f"equal within {tolerance}/255: {text.removeprefix('differs: ')}"
-    if comparison.largest and facts.get("backend") not in (None, model.backend):
-        text += f"; it was made on {facts['backend']}, and again on {model.backend}"
+    if comparison.largest and metadata.get("backend") not in (None, model.backend):
+        text += f"; it was made on {metadata['backend']}, and again on {model.backend}"
     result(value, text)
     return 0 if is_equal else VerificationError.exit_code
 
@@ -232,12 +233,14 @@ def _replace_adapters(request: GenerateRequest, uses: Sequence[LoraUse]) -> Gene
     return request.change(loras=tuple(loras))
 
 
-def _reference(picture: str, facts: dict[str, Any]) -> Reference:
+def _reference(picture: str, metadata: dict[str, Any]) -> Reference:
     try:
-        name = re.sub("@.*", "", str(facts["reference"]))
-        return Reference.parse(name).with_digest(Digest.parse(facts["digest"]))
+        name = re.sub("@.*", "", str(metadata["reference"]))
+        return Reference.parse(name).with_digest(Digest.parse(metadata["digest"]))
     except (KeyError, AImageError) as error:
-        raise UsageError(f"cannot read the AImage from the facts in {picture}: {error}") from None
+        raise UsageError(
+            f"cannot read the AImage from the metadata in {picture}: {error}"
+        ) from None
 
 
 def _note_registry(picture: str, reference: Reference) -> None:
@@ -252,8 +255,10 @@ def _note_registry(picture: str, reference: Reference) -> None:
         note(f"{picture} names the registry {reference.registry}, which is asked for the model")
 
 
-def _request(picture: str, facts: dict[str, Any]) -> GenerateRequest:
+def _request(picture: str, metadata: dict[str, Any]) -> GenerateRequest:
     try:
-        return GenerateRequest.of_facts(facts)
+        return GenerateRequest.of_facts(metadata)
     except (TypeError, UsageError) as error:
-        raise UsageError(f"cannot read the request from the facts in {picture}: {error}") from None
+        raise UsageError(
+            f"cannot read the request from the metadata in {picture}: {error}"
+        ) from None

@@ -46,6 +46,7 @@ def _remove(layout: ImageLayout, references: Sequence[Reference]) -> None:
     """Remove all names, or none. Raises UsageError: one is pinned; NotFoundError."""
     from clowder_aimage.layout.layout import index_name
 
+    # All checks are made before the first removal.
     for reference in references:
         if layout.pins.get(index_name(reference)) is not None:
             raise UsageError(f"{reference} is pinned", hint=f"unpin it: aimage unpin {reference}")
@@ -58,7 +59,7 @@ def _remove(layout: ImageLayout, references: Sequence[Reference]) -> None:
             remedy="not_in_store",
         )
     for reference in missing:
-        # Raises with the reason.
+        # Raises NotFoundError with the reason.
         layout.untag(reference)
     layout.remove_names(
         {name: root for names in names_by_reference.values() for name, root in names.items()}
@@ -76,7 +77,7 @@ def _collect(layout: ImageLayout, is_freed: bool) -> dict[str, object]:
     if sum(1 for _ in layout.tags()) > _MANY:
         remark("to free content that no other name needs: aimage gc")
         return {}
-    # 'aimage gc' reports it
+    # 'aimage gc' reports the error.
     with contextlib.suppress(AImageError):
         if unneeded := Collector(layout, dry_run=True).run().size:
             remark(f"{size(unneeded)} can be freed with: aimage gc")

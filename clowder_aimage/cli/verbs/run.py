@@ -17,7 +17,7 @@ from clowder_aimage.cli.console.named_picture import check_stdin
 from clowder_aimage.cli.console.option import (
     connection_options,
     parse_reference,
-    parsed,
+    parse_with,
     remote_option,
     settings,
     torch_options,
@@ -85,7 +85,7 @@ def _sides(text: str) -> tuple[int, int]:
 @stored_argument("model", parse=model_or_path)
 @click.argument("words", metavar="[PROMPT...]", nargs=-1)
 @click.option(
-    "--size", metavar="WxH", callback=parsed(_sides), help="Width and height, such as 1024x768."
+    "--size", metavar="WxH", callback=parse_with(_sides), help="Width and height, such as 1024x768."
 )
 @parameter_options(Sampling)
 @seed_options
@@ -114,7 +114,7 @@ def _sides(text: str) -> tuple[int, int]:
 @click.option(
     "--push",
     metavar="HOST/REPO:TAG",
-    callback=parsed(parse_reference),
+    callback=parse_with(parse_reference),
     help="Push the pictures too, as an artifact whose subject is the model.",
 )
 @click.option(
@@ -129,14 +129,14 @@ def _sides(text: str) -> tuple[int, int]:
 @click.option(
     "--memory",
     metavar="SIZE",
-    callback=parsed(parse_size),
+    callback=parse_with(parse_size),
     help="Memory for this process, such as 12GiB. [default: from the machine]",
 )
 @click.option(
     "--first",
     "precision",
     metavar="TYPE",
-    callback=parsed(_precision),
+    callback=parse_with(_precision),
     help="Use a smaller variant of REF, such as int4, if the store lacks REF.",
 )
 @click.option("--local", is_flag=True, help="Generate in this process, not in a worker.")

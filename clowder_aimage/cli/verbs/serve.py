@@ -249,7 +249,7 @@ allow_origin_option = click.option(
 @click.option(
     "--png-facts/--no-png-facts",
     default=None,
-    help="Write prompt, seed and other facts into picture files. [default: yes]",
+    help="Write prompt, seed and other metadata into picture files. [default: yes]",
 )
 @click.option(
     "--backend",
@@ -449,6 +449,7 @@ def _join_fleet(
     from clowder_aimage.fleet.link import WORKER, FleetLink
 
     port = urls[0].rpartition(":")[2] if urls and urls[0].startswith("http") else str(os.getpid())
+    # The name is a part of subjects of NATS.
     machine = re.sub(r"[^A-Za-z0-9_-]", "-", platform.node().partition(".")[0])[:48] or "worker"
     name = service.settings.worker_name or f"{machine}-{port}"
     link = FleetLink(fleet, WORKER, name)

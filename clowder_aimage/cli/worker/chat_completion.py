@@ -55,6 +55,7 @@ def end_of(end: TextEnd, value: Mapping[str, Any]) -> TextEnd:
     """Return the end with the reason, the counts and the times of an event."""
     reasons = [choice.get("finish_reason") for choice in _list(value.get("choices"))]
     reason = next((str(stated) for stated in reasons if stated), end.reason)
+    # Only the last event has the counts.
     usage = value.get("usage")
     if not isinstance(usage, dict):
         return TextEnd(reason, end.prompt_tokens, end.tokens, end.cached_tokens)

@@ -24,7 +24,7 @@ from clowder_aimage.oci import Reference
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
-# Seconds for a worker that nobody asked for.
+# Seconds to wait for a default worker that may not be running.
 _PROBE = 0.3
 
 

@@ -51,7 +51,7 @@ class LocalEnhancer:
 
         reference = enhancement.model or _default_model()
         if self._model is None or self._model.reference != reference:
-            # The memory is free before the load.
+            # Frees the memory before the load.
             self._model = None
             self._model = LocalLanguageModel(reference, self.options)
         prompt, seed = draft.prompt, draft.sampling.seed

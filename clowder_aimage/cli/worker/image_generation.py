@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from clowder_aimage.cli.worker.worker import PictureTask
     from clowder_aimage.engine.worker_client import WorkerClient
 
-# They have other fields.
+# Parameters with other fields in a request.
 _OTHERS = ("image", "mask", "control", "references", "loras", "n", "original_prompt", "enhancer")
 _FIXED = {
     "n": 1,
@@ -28,7 +28,7 @@ _FIXED = {
     "stream_format": "ollama",
     # The worker refuses unknown fields.
     "strict": True,
-    # So that it can be replayed.
+    # The metadata in the file is required by 'aimage replay'.
     "png_facts": True,
 }
 
@@ -57,18 +57,19 @@ def generation_fields(client: WorkerClient, task: PictureTask) -> dict[str, Any]
 
 
 def picture_of(reply: Mapping[str, Any], seed: int, kind: str) -> MadePicture:
-    """Return the picture in a reply, with its facts if they can be read. Raises FormatError."""
+    """Return the picture in a reply, with its metadata if they can be read. Raises FormatError."""
     try:
         data = base64.b64decode(reply["data"][0]["b64_json"], validate=True)
     except (LookupError, TypeError, binascii.Error):
         data = b""
+    # Another server may ignore output_format.
     if kind_of(data) != kind:
         raise FormatError(f"invalid response from the worker: expected a {kind.upper()} picture")
     try:
-        facts = read_metadata(data)
+        metadata = read_metadata(data)
     except FormatError:
-        facts = {}
-    return MadePicture(data, seed, kind, facts)
+        metadata = {}
+    return MadePicture(data, seed, kind, metadata)
 
 
 def _enhancement_fields(enhancement: Enhancement | None) -> dict[str, Any]:

@@ -136,7 +136,7 @@ class LocalImageModel:
             *request.input.references,
         )
         events = model.generate(request)
-        facts = describe_picture(self.reference, model, request)
+        metadata = describe_picture(self.reference, model, request)
         with contextlib.closing(events):
             arrived = self.fetched.watch(events)
             announce(f"rendering on {model.backend}")
@@ -144,7 +144,7 @@ class LocalImageModel:
                 remark("warning: this takes many times longer than with OpenBLAS; to install it:")
                 remark(f"  {install_command('mlx')}")
             for picture in show_steps(arrived, request):
-                yield encode_image(picture, facts, PictureEncoding(task.kind))
+                yield encode_image(picture, metadata, PictureEncoding(task.kind))
 
     def _replace(self, pull: BackgroundPull, draft: GenerateRequest) -> None:
         """Load the AImage itself in place of its variant, or print the reason of a failure."""
@@ -152,7 +152,7 @@ class LocalImageModel:
             pull.result.result()
             fetched = fetch_model(self.reference, self.connect)
             request = _to_request(fetched.aimage.stored.aimage, draft)
-            # The memory is free before the load.
+            # Frees the memory before the load.
             self._loaded = None
             self._loaded = self._load(fetched, request, is_last=False)
             self.fetched = fetched

@@ -24,7 +24,7 @@ class LocalLanguageModel:
 
     reference: Reference
     options: LocalOptions
-    # With the digest, once it is loaded.
+    # The name with the digest, once the model is loaded.
     name: str = ""
     _loaded: LanguageModel | None = None
 

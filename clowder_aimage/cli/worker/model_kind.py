@@ -38,7 +38,7 @@ def is_language_model(reference: Reference, client: WorkerClient | None, *, loca
     except NotFoundError:
         pass
     except AImageError:
-        # The error of a picture's request tells more.
+        # The error of the request for a picture is more specific.
         return False
     default = None if local else default_worker(reference)
     is_text = _of_worker(default[0], reference) if default else None

@@ -56,12 +56,12 @@ class PictureOrder:
     def draw(self, drafts: tuple[GenerateRequest, ...], start: float) -> tuple[str, ...]:
         """Generate, write and print the pictures of drafts; return their paths."""
         output, written = PictureOutput(self.values["output"]), list[dict[str, Any]]()
-        pictures, facts = list["MadePicture"](), dict[str, Any]()
+        pictures, metadata = list["MadePicture"](), dict[str, Any]()
         prompt, count = drafts[0].prompt, sum(draft.output.n for draft in drafts)
         for picture in self._pictures(drafts, output.kind):
             text = prompt or str(picture.facts.get("prompt", ""))
             path = output.write(picture.data, text, picture.seed, len(written), count)
-            facts = facts or {**picture.facts}
+            metadata = metadata or {**picture.facts}
             if path is not None:
                 written.append({"path": str(path), "seed": picture.seed})
                 open_picture(path, self.values["show"])
@@ -69,9 +69,9 @@ class PictureOrder:
                 pictures.append(picture)
         paths = [str(entry["path"]) for entry in written]
         if self.values["sheet"]:
-            facts["sheet"] = _write_sheet(output, prompt, pictures)
-            paths.append(facts["sheet"])
-        self._report(facts | {"pictures": written}, paths, pictures)
+            metadata["sheet"] = _write_sheet(output, prompt, pictures)
+            paths.append(metadata["sheet"])
+        self._report(metadata | {"pictures": written}, paths, pictures)
         remark(f"{plural(count, 'picture')} in {time.monotonic() - start:.1f} s")
         return tuple(paths)
 
@@ -90,6 +90,7 @@ class PictureOrder:
         enhancement = read_enhancement(self.values)
         adds_words = bool(self.values["trigger"])
         task = PictureTask(drafts, kind, adds_words, enhancement)
+        # Closing the generator cancels the request of a worker.
         with contextlib.closing(self.worker.pictures(task, announce)) as pictures:
             yield from pictures
 
@@ -102,7 +103,7 @@ class PictureOrder:
         if self.values["push"]:
             pushed = push_made(pictures, self.values["push"])
             value, paths = value | {"pushed": pushed}, [*paths, pushed["reference"]]
-            # Which has the picture.
+            # Stdout has the picture.
             if is_stdout:
                 note(pushed["reference"])
         if not is_stdout:

@@ -84,7 +84,7 @@ class RemoteWorker:
                 elif kind == "progress":
                     bars.show_steps(value, index)
                 elif kind == "done":
-                    # Of a model that was pulled first.
+                    # Warnings about a model that was pulled first.
                     _warn(value.get("warnings"))
                     return value
         raise self._make_disconnected("picture")
@@ -106,7 +106,8 @@ class RemoteWorker:
         name, used_name = str(self.reference), headers.get("x-aimage-model")
         if used_name not in (None, name) and headers.get("x-aimage-alias") != name:
             raise NotFoundError(
-                f"{name} not found on the worker at {self.client.endpoint}, which would use {used_name}",
+                f"{name} not found on the worker at {self.client.endpoint}, "
+                f"which would use {used_name}",
                 hint=f"use {used_name}, or pull yours: aimage pull --remote {name}",
             )
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from clowder_aimage.model.text.language_model import TextEvent, TextRequest
     from clowder_aimage.pictures.generated_picture import MadePicture
 
-# Called with the place before pictures are generated there.
+# Called with the worker's label before it generates pictures.
 Announce = Callable[[str], None]
 
 
