@@ -75,7 +75,7 @@ _PARAMETERS = """\
 # Parameters of pictures
 
 The same names and limits apply to [aimage run](cli.md#aimage-run), to
-[requests over HTTP](api.md#fields-of-a-request), to [Python](python.md) and to the facts of a
+[requests over HTTP](api.md#fields-of-a-request), to [Python](python.md) and to the metadata of a
 picture. A default that depends on the model is in words.
 
 """

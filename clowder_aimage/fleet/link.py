@@ -242,7 +242,9 @@ class FleetLink:
         await self._client.connect(
             **self._options,
             name=self._name,
+            # Permissions of the server tell the kinds apart by their inboxes.
             inbox_prefix=f"_INBOX_{self._kind}",
+            # For ever: workers and gateways outlive a server.
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.25,  # type: ignore[arg-type]
             connect_timeout=2,

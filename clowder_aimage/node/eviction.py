@@ -74,6 +74,7 @@ def measure_blobs(root: Path) -> tuple[int, int]:
     with contextlib.suppress(OSError), os.scandir(root / PRIVATE / "ingest") as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
+                # An ingest is a sparse file: its ranges arrive in any order. Blocks have 512 bytes.
                 partial += entry.stat(follow_symlinks=False).st_blocks * 512
     return sum(status.st_size for _, status in blobs(root)), partial
 

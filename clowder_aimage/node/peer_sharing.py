@@ -111,8 +111,10 @@ class PeerSource(WrappedSource):
             return self._source.open(content, offset, length)
         self._exchange.owners.peers.wait()
         end = content.size if length is None else min(content.size, offset + length)
-        span = PeerRange(self._reference, content, offset, end)
-        return RangeReader(self._exchange, self._source, span, partial(self._count, content.digest))
+        peer_range = PeerRange(self._reference, content, offset, end)
+        return RangeReader(
+            self._exchange, self._source, peer_range, partial(self._count, content.digest)
+        )
 
     def _is_shared(self, content: Descriptor) -> bool:
         return (

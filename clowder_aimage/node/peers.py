@@ -200,6 +200,7 @@ class Peers:
                 # The same failure on another connection.
                 return
             peer.failures += cost
+            # The exponent is bounded: a float would overflow.
             pause = min(self.limits.longest, 2.0 ** min(peer.failures, 20))
             peer.retry_at = self._clock() + pause
             peer.reason, peer.due = reason, 0.0

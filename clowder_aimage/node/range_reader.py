@@ -33,11 +33,11 @@ _log = logging.getLogger("aimage.node")
 
 
 class RangeReader(RawReader):
-    """The bytes of a span of a blob, one range after another.
+    """The requested bytes of a blob, one range after another.
 
     The bytes of a read have been written when the next one begins. ``count`` is called with the
     source of bytes and their number: "neighbour", "registry", or "cache" for kept ranges. With an
-    ``arrival``, the span is its range. It is fetched for a peer, if possible from one of
+    ``arrival``, ``peer_range`` is its range. It is fetched for a peer, if possible from one of
     ``preferred``.
     """
 
@@ -45,13 +45,18 @@ class RangeReader(RawReader):
         self,
         exchange: RangeExchange,
         source: Source,
-        span: PeerRange,
+        peer_range: PeerRange,
         count: OnBytes,
         arrival: RangeArrival | None = None,
         preferred: tuple[str, ...] = (),
     ) -> None:
-        self._exchange, self._source, self._span, self._count = exchange, source, span, count
-        self._at = self._began = span.start
+        self._exchange, self._source, self._peer_range, self._count = (
+            exchange,
+            source,
+            peer_range,
+            count,
+        )
+        self._at = self._began = peer_range.start
         self._arrival, self._is_for_peer, self._preferred = arrival, arrival is not None, preferred
         self._range: BlobRange | None = None
         self._sources: Iterator[tuple[Reader, str]] = iter(())
@@ -62,11 +67,11 @@ class RangeReader(RawReader):
     def _fill(self, view: memoryview) -> int:
         if self._range is not None:
             self._advance(self._range)
-        view = view[: self._span.end - self._at]
+        view = view[: self._peer_range.end - self._at]
         if not view:
             return 0
         if self._range is None:
-            self._range, self._began = BlobRange.at(self._span.content, self._at), self._at
+            self._range, self._began = BlobRange.at(self._peer_range.content, self._at), self._at
             self._sources = self._find_sources(self._range)
         view = view[: self._range.end - self._at]
         count = 0
@@ -85,7 +90,7 @@ class RangeReader(RawReader):
 
     def _advance(self, blob_range: BlobRange) -> None:
         """Record that all bytes up to here have been written."""
-        if self._at >= min(blob_range.end, self._span.end):
+        if self._at >= min(blob_range.end, self._peer_range.end):
             self._finish()
         elif self._arrival is not None and self._arrival.file is not None:
             self._arrival.advance(self._at - blob_range.start)
@@ -103,6 +108,7 @@ class RangeReader(RawReader):
             else:
                 cache.join(arrival)
         if not self._is_for_peer:
+            # Peers read a range from its start on.
             if self._began == blob_range.start:
                 cache.write_to_ingest(self._arrival)
             for _ in range(_MAX_FAILURES):
@@ -119,7 +125,9 @@ class RangeReader(RawReader):
         yield reader, "registry"
 
     def _rest(self, blob_range: BlobRange) -> PeerRange:
-        return replace(self._span, start=self._at, end=min(blob_range.end, self._span.end))
+        return replace(
+            self._peer_range, start=self._at, end=min(blob_range.end, self._peer_range.end)
+        )
 
     def _finish(self) -> None:
         """Finish a range whose bytes have all been written."""
@@ -186,14 +194,14 @@ class RangeExchange:
     ) -> None:
         error, blob_range = None, arrival.blob_range
         try:
-            # It arrived before the board.
+            # The range arrived before this arrival was registered.
             if (file := self.cache.find(blob_range)) is not None:
                 file.close()
                 return
-            span = PeerRange(reference, blob_range.content, blob_range.start, blob_range.end)
+            peer_range = PeerRange(reference, blob_range.content, blob_range.start, blob_range.end)
             with self.upstream.connect(reference) as repository:
                 count = partial(self._count, repository, blob_range.content)
-                reader = RangeReader(self, repository, span, count, arrival, preferred)
+                reader = RangeReader(self, repository, peer_range, count, arrival, preferred)
                 self._write(reader, arrival, reference.registry or "")
             self.cache.keep(arrival)
         except (AImageError, OSError) as failure:

@@ -111,7 +111,7 @@ def _namespace(request: web.Request) -> str:
 class RangeRequest:
     """A request of the node ``requester``; with ``is_stored``, the range is not fetched for it."""
 
-    span: PeerRange
+    peer_range: PeerRange
     requester: str
     is_stored: bool
 
@@ -134,12 +134,12 @@ class RangeRequest:
 
     @property
     def blob_range(self) -> BlobRange:
-        return BlobRange.at(self.span.content, self.span.start)
+        return BlobRange.at(self.peer_range.content, self.peer_range.start)
 
     @property
     def offset(self) -> int:
         """The offset of the first byte in its range."""
-        return self.span.start % RANGE
+        return self.peer_range.start % RANGE
 
 
 class RangeRoutes:
@@ -243,10 +243,10 @@ class RangeRoutes:
 
     async def _fetch(self, range_request: RangeRequest) -> RangeFile | None:
         """Return a range that is fetched for a node. Raises TimeoutError if it is late."""
-        span, holders = range_request.span, tuple(self._sample_holders(range_request))
-        if not await run_io(self._has_repository, span.reference):
+        peer_range, holders = range_request.peer_range, tuple(self._sample_holders(range_request))
+        if not await run_io(self._has_repository, peer_range.reference):
             raise self._refuse_fetch(range_request)
-        arrival = self._exchange.fetch(span.reference, range_request.blob_range, holders)
+        arrival = self._exchange.fetch(peer_range.reference, range_request.blob_range, holders)
         if arrival is None:
             raise TimeoutError
         try:
@@ -260,10 +260,13 @@ class RangeRoutes:
     async def _send(
         self, request: web.Request, range_request: RangeRequest, file: RangeFile
     ) -> web.StreamResponse:
-        span = range_request.span
-        count = span.end - span.start
+        peer_range = range_request.peer_range
+        count = peer_range.end - peer_range.start
         response = await begin_response(
-            request, span.content.digest, span.content.size, (span.start, span.end)
+            request,
+            peer_range.content.digest,
+            peer_range.content.size,
+            (peer_range.start, peer_range.end),
         )
         # It can send what it has received.
         self._note(range_request)
@@ -313,7 +316,7 @@ class RangeRoutes:
         """Return TOOMANYREQUESTS, as a redirect if there are nodes that have the range."""
         nodes, usable = self._sample_holders(range_request), self._peers.usable()
         if nodes and nodes[0] in usable:
-            location = f"{usable[nodes[0]].url}{range_request.span.path}"
+            location = f"{usable[nodes[0]].url}{range_request.peer_range.path}"
             headers = {"Location": location, NODE_HEADER: ",".join(nodes)}
             return DistributionError("TOOMANYREQUESTS", status=307, headers=headers)
         headers = {"Retry-After": "1"} if is_coming else {}
@@ -321,4 +324,6 @@ class RangeRoutes:
 
 
 def _unknown(range_request: RangeRequest) -> DistributionError:
-    return DistributionError("BLOB_UNKNOWN", {"digest": str(range_request.span.content.digest)})
+    return DistributionError(
+        "BLOB_UNKNOWN", {"digest": str(range_request.peer_range.content.digest)}
+    )

@@ -100,51 +100,55 @@ class RangeOwners:
     def __init__(self, node: str, peers: Peers, client: PeerClient, closed: Event) -> None:
         self.peers, self._node, self._client, self._closed = peers, node, client, closed
 
-    def open(self, span: PeerRange) -> PeerReader | None:
-        """Open a span of a range at its owner, or at the target of the owner's redirect.
+    def open(self, peer_range: PeerRange) -> PeerReader | None:
+        """Open requested bytes at its owner, or at the target of the owner's redirect.
 
         Returns None if this node is the owner or no owner sends it. Raises NetworkError if closed.
         """
         usable = self.peers.usable()
-        order = rank_nodes([*usable, self._node], span.content.digest, span.start // RANGE)
+        order = rank_nodes(
+            [*usable, self._node], peer_range.content.digest, peer_range.start // RANGE
+        )
         for node in order[:OWNERS]:
             if node == self._node:
                 return None
-            opened = self._open_at_owner(usable[node], span)
+            opened = self._open_at_owner(usable[node], peer_range)
             if opened is not None:
                 return opened if isinstance(opened, PeerReader) else None
         return None
 
-    def open_stored(self, span: PeerRange, preferred: Sequence[str] = ()) -> PeerReader | None:
-        """Open a span at a node that has it already, without a fetch on any node.
+    def open_stored(
+        self, peer_range: PeerRange, preferred: Sequence[str] = ()
+    ) -> PeerReader | None:
+        """Open requested bytes at a node that has it already, without a fetch on any node.
 
         Tries ``preferred``, then the nodes that would own the range if this one did not exist.
         """
         usable = self.peers.usable()
-        order = rank_nodes(usable, span.content.digest, span.start // RANGE)[:OTHERS]
+        order = rank_nodes(usable, peer_range.content.digest, peer_range.start // RANGE)[:OTHERS]
         for node in dict.fromkeys([*preferred, *order]):
-            if node in usable and self._has(usable[node], span):
-                opened = self._open_at_owner(usable[node], span, is_stored=True)
+            if node in usable and self._has(usable[node], peer_range):
+                opened = self._open_at_owner(usable[node], peer_range, is_stored=True)
                 if isinstance(opened, PeerReader):
                     return opened
         return None
 
     def _open_at_owner(
-        self, owner: Peer, span: PeerRange, *, is_stored: bool = False
+        self, owner: Peer, peer_range: PeerRange, *, is_stored: bool = False
     ) -> PeerReader | bool | None:
-        """Open a span at an owner as soon as the owner can send it.
+        """Open requested bytes at an owner as soon as the owner can send it.
 
         Returns False if the owner does not send it; None if it failed: the next node is the owner.
         """
         limits = self.peers.limits
         began, pause, misses = time.monotonic(), 0.05, 0
         while owner in self.peers.usable().values():
-            response = self._open(owner, span, is_stored=is_stored)
+            response = self._open(owner, peer_range, is_stored=is_stored)
             if not isinstance(response, PeerRefusal):
                 return response
             if not response.is_busy:
                 return False
-            stream = self._open_at_holder(owner, span, response.nodes)
+            stream = self._open_at_holder(owner, peer_range, response.nodes)
             if stream is not None:
                 return stream
             misses = misses + 1 if response.status == 307 else 0
@@ -162,20 +166,21 @@ class RangeOwners:
         return None
 
     def _open_at_holder(
-        self, owner: Peer, span: PeerRange, nodes: Sequence[str]
+        self, owner: Peer, peer_range: PeerRange, nodes: Sequence[str]
     ) -> PeerReader | None:
-        """Open a span at a node that has it, following the redirects of a busy owner.
+        """Open requested bytes at a node that has it, following the redirects of a busy owner.
 
         Only configured nodes are contacted, at their configured addresses.
         """
         usable = self.peers.usable()
         tried, candidates = {self._node, owner.id}, random.sample(nodes, len(nodes))
+        # Two nodes count as tried from the beginning: this one and the owner.
         while candidates and len(tried) < MAX_HOPS + 2:
             node = candidates.pop()
             if node in tried or node not in usable:
                 continue
             tried.add(node)
-            response = self._open(usable[node], span, is_stored=True)
+            response = self._open(usable[node], peer_range, is_stored=True)
             if isinstance(response, PeerReader):
                 return response
             if isinstance(response, PeerRefusal):
@@ -183,11 +188,11 @@ class RangeOwners:
         return None
 
     def _open(
-        self, peer: Peer, span: PeerRange, *, is_stored: bool
+        self, peer: Peer, peer_range: PeerRange, *, is_stored: bool
     ) -> PeerReader | PeerRefusal | None:
         """Send one request. A node that fails is skipped temporarily."""
         try:
-            response = self._client.open(peer.url, span, is_stored=is_stored)
+            response = self._client.open(peer.url, peer_range, is_stored=is_stored)
         except PeerError as error:
             self._record_end(peer, error)
             return None
@@ -195,9 +200,9 @@ class RangeOwners:
             response.on_end = lambda error: self._record_end(peer, error)
         return response
 
-    def _has(self, peer: Peer, span: PeerRange) -> bool:
+    def _has(self, peer: Peer, peer_range: PeerRange) -> bool:
         try:
-            return self._client.has(peer.url, span)
+            return self._client.has(peer.url, peer_range)
         except PeerError as error:
             if not error.is_late:
                 self._record_end(peer, error)

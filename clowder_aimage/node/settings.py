@@ -24,8 +24,10 @@ def _check(is_valid: Callable[[float], bool], message: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-_HIGH = _check(lambda part: 0 < part <= 100, "must be above 0 and at most 100 percent of the disk")
-_LOW = _check(lambda part: 0 <= part <= 100, "must be between 0 and 100 percent of the disk")
+_HIGH = _check(
+    lambda percent: 0 < percent <= 100, "must be above 0 and at most 100 percent of the disk"
+)
+_LOW = _check(lambda percent: 0 <= percent <= 100, "must be between 0 and 100 percent of the disk")
 _PERIOD = _check(lambda seconds: seconds >= 1.0, "must be at least 1 second")
 
 

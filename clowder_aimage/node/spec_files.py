@@ -107,6 +107,7 @@ def _counts(name: str) -> bool:
 def _content(path: Path) -> bytes:
     """Return the bytes of a regular file, without blocking on a pipe. Raises FormatError."""
     try:
+        # Without O_NONBLOCK, opening a pipe waits for its writer.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
             raw = file.read(MAX_SIZE + 1) if is_regular else b""

@@ -49,6 +49,7 @@ class FleetBatchStore:
         reading = self._clock
         if reading is None or time.monotonic() - reading[1] > _FRESH:
             with self._converting_errors():
+                # A stored message has the time of the server.
                 await (await self._bucket()).put(_CLOCK, b"")
                 subject = f"$KV.{self._names.batches}.{_CLOCK}"
                 stream = f"KV_{self._names.batches}"

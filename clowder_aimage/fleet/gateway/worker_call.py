@@ -222,7 +222,7 @@ class WorkerCalls:
             if ANSWER in headers_received:
                 facts = read_json(headers_received[ANSWER].encode(), "an answer")
                 if len(body) != facts["size"]:
-                    # A part was lost.
+                    # A message was lost.
                     raise TimeoutError
                 headers = [(name, text) for name, text in facts["headers"]]
                 return WorkerAnswer(facts["status"], headers, bytes(body))
