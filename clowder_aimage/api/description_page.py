@@ -55,14 +55,14 @@ def _operation(document: _Json, method: str, path: str, operation: _Json) -> str
     parts = [f"<p>{_text(operation['description'])}</p>"] if "description" in operation else []
     parts.append(f"<p><small>Scope: {escape(operation['x-aimage-scope'])}</small></p>")
     parameters = [
-        (value["name"], _kind(value["schema"]), value.get("description", ""))
-        for value in operation.get("parameters", ())
+        (parameter["name"], _kind(parameter["schema"]), parameter.get("description", ""))
+        for parameter in operation.get("parameters", ())
     ]
     parts.append(_table("Parameter", parameters))
     for media, body in operation.get("requestBody", {}).get("content", {}).items():
         title = "Field" if media == "application/json" else "Part"
-        for value in body["schema"].get("anyOf", [body["schema"]]):
-            parts.append(_fields(document, title, value))
+        for schema in body["schema"].get("anyOf", [body["schema"]]):
+            parts.append(_fields(document, title, schema))
     answers = [
         (code, "", _resolve(document, answer)["description"])
         for code, answer in operation["responses"].items()

@@ -32,7 +32,8 @@ camel = to_camel
 # Seconds; longer durations are unlimited
 MAX_DURATION = 100 * 365 * 86400.0
 _PARTS = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
-DURATION = rf"[+-]?([0-9]+(\.[0-9]*)?|({_PARTS.pattern})+)"  # in lower case
+# Matches durations in lower case
+DURATION = rf"[+-]?([0-9]+(\.[0-9]*)?|({_PARTS.pattern})+)"
 _URL = re.compile(
     r"https?://([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?"
     r"(/[A-Za-z0-9._~!$&'()*+,;=:%-]+)*"

@@ -77,6 +77,6 @@ class Operation:
     refusals: tuple[int, ...] = ()
     has_head: bool = True
 
-    def refusing(self, *statuses: int) -> Operation:
+    def with_refusals(self, *statuses: int) -> Operation:
         """Return the operation of a server that has more reasons to refuse it."""
         return replace(self, refusals=tuple({*self.refusals, *statuses}))

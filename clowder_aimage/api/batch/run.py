@@ -245,18 +245,18 @@ class BatchRun:
     async def _answer_all(self) -> str:
         """Send the requests without an answer; return the reason if some are not sent, or ""."""
         tasks, reason = set[asyncio.Task[None]](), ""
-        beat = asyncio.create_task(self._flush_periodically())
+        flush = asyncio.create_task(self._flush_periodically())
         try:
             async for request in self._read_unanswered():
-                reason = await _wait_until_fewer(tasks, beat, max(1, self.runner.parallel()))
+                reason = await _wait_until_fewer(tasks, flush, max(1, self.runner.parallel()))
                 if reason:
                     break
                 tasks.add(asyncio.create_task(self._answer(request)))
-            reason = reason or await _wait_until_fewer(tasks, beat, 1)
+            reason = reason or await _wait_until_fewer(tasks, flush, 1)
         finally:
-            for task in (*tasks, beat):
+            for task in (*tasks, flush):
                 task.cancel()
-            await asyncio.gather(*tasks, beat, return_exceptions=True)
+            await asyncio.gather(*tasks, flush, return_exceptions=True)
         if reason:
             async for request in self._read_unanswered():
                 message = f"the batch was {reason} before this request was answered"
@@ -365,14 +365,14 @@ class BatchRun:
 
 
 async def _wait_until_fewer(
-    tasks: set[asyncio.Task[None]], beat: asyncio.Task[str], limit: int
+    tasks: set[asyncio.Task[None]], flush: asyncio.Task[str], limit: int
 ) -> str:
     """Wait until fewer than ``limit`` tasks run; return the reason if the batch ends, or ""."""
     while len(tasks) >= limit:
-        await asyncio.wait({*tasks, beat}, return_when=asyncio.FIRST_COMPLETED)
-        if beat.done():
-            return beat.result()
-        for task in [done for done in tasks if done.done()]:
+        await asyncio.wait({*tasks, flush}, return_when=asyncio.FIRST_COMPLETED)
+        if flush.done():
+            return flush.result()
+        for task in [task for task in tasks if task.done()]:
             tasks.remove(task)
             task.result()
     return ""

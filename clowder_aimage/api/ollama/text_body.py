@@ -177,8 +177,8 @@ class OllamaChatBody(OllamaTextBody):
         return not self.messages
 
     def _content(self) -> dict[str, Any]:
-        messages = tuple(entry.values() for entry in self.messages)
-        return {"messages": messages, "tools": tuple(entry.values() for entry in self.tools)}
+        messages = tuple(message.values() for message in self.messages)
+        return {"messages": messages, "tools": tuple(tool.values() for tool in self.tools)}
 
 
 class OllamaPromptBody(OllamaTextBody):

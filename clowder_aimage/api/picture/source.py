@@ -112,7 +112,7 @@ def take_bare_pictures(fields: dict[str, Any]) -> Sources:
     They are in base64, or named by a URL or an artifact. Raises ApiError.
     """
     images = fields.get(IMAGES) or []
-    if not isinstance(images, list) or not all(isinstance(value, str) for value in images):
+    if not isinstance(images, list) or not all(isinstance(picture, str) for picture in images):
         raise wrong(IMAGES, "must be a list of pictures in base64", "invalid_type")
     if fields.get(IMAGE):
         raise wrong(IMAGE, "is not a field of this API: use images", "unknown_parameter")

@@ -287,9 +287,9 @@ class ChatRequest(TextBody):
 
     def requests(self) -> list[TextRequest]:
         """Return the request of each choice."""
-        tools = () if self.tool_choice == "none" else tuple(entry.values() for entry in self.tools)
+        tools = () if self.tool_choice == "none" else tuple(tool.values() for tool in self.tools)
         request = TextRequest(
-            messages=tuple(entry.values() for entry in self.messages),
+            messages=tuple(message.values() for message in self.messages),
             tools=tools,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             sampling=self.sampling(),

@@ -43,7 +43,7 @@ class JobHeaders(Parameters):
 
 
 def _job(operation: Operation) -> Operation:
-    return replace(operation.refusing(400, 422, *_LOST), headers=JobHeaders)
+    return replace(operation.with_refusals(400, 422, *_LOST), headers=JobHeaders)
 
 
 JOBS = tuple(
@@ -65,19 +65,19 @@ JOBS = tuple(
 )
 # An operation, the field of its list, and the key of an entry.
 LISTS = (
-    (openai_operation.LIST_MODELS.refusing(*_LOST), "data", "id"),
-    (store_operation.ADAPTERS.refusing(*_LOST), "data", "id"),
-    (ollama_operation.TAGS.refusing(*_LOST), "models", "name"),
-    (ollama_operation.PS.refusing(*_LOST), "models", "digest"),
-    (storage.LIST.refusing(*_LOST), "content", "url"),
+    (openai_operation.LIST_MODELS.with_refusals(*_LOST), "data", "id"),
+    (store_operation.ADAPTERS.with_refusals(*_LOST), "data", "id"),
+    (ollama_operation.TAGS.with_refusals(*_LOST), "models", "name"),
+    (ollama_operation.PS.with_refusals(*_LOST), "models", "digest"),
+    (storage.LIST.with_refusals(*_LOST), "content", "url"),
 )
 QUESTIONS = (
-    openai_operation.GET_MODEL.refusing(*_LOST),
-    openai_operation.FETCH_PICTURE.refusing(*_LOST),
-    store_operation.REFERRERS.refusing(*_LOST),
-    ollama_operation.SHOW.refusing(*_LOST),
-    ollama_operation.PUSH.refusing(*_LOST),
-    storage.GET.refusing(*_LOST),
+    openai_operation.GET_MODEL.with_refusals(*_LOST),
+    openai_operation.FETCH_PICTURE.with_refusals(*_LOST),
+    store_operation.REFERRERS.with_refusals(*_LOST),
+    ollama_operation.SHOW.with_refusals(*_LOST),
+    ollama_operation.PUSH.with_refusals(*_LOST),
+    storage.GET.with_refusals(*_LOST),
 )
 # Data of a single worker: a gateway refuses these routes.
 LOCAL = (
@@ -88,11 +88,11 @@ LOCAL = (
     job_operation.SHOW_JOB,
     job_operation.CANCEL_JOB,
 )
-PULL = ollama_operation.PULL.refusing(*_LOST)
-ADD_CONTENT = storage.ADD.refusing(*_LOST)
-COPY = ollama_operation.COPY.refusing(*_LOST)
-DELETE = ollama_operation.DELETE.refusing(*_LOST)
-DELETE_CONTENT = storage.DELETE.refusing(*_LOST)
+PULL = ollama_operation.PULL.with_refusals(*_LOST)
+ADD_CONTENT = storage.ADD.with_refusals(*_LOST)
+COPY = ollama_operation.COPY.with_refusals(*_LOST)
+DELETE = ollama_operation.DELETE.with_refusals(*_LOST)
+DELETE_CONTENT = storage.DELETE.with_refusals(*_LOST)
 FLEET = Operation(
     "GET",
     "/v1/fleet",
