@@ -93,11 +93,11 @@ class Pipeline(Protocol):
         ...
 
     def generate(
-        self, request: GenerateRequest, picture: PictureInput | None = None
+        self, request: GenerateRequest, pictures: PictureInput | None = None
     ) -> Generator[PipelineEvent, None, None]:
         """Yield steps, previews and pictures; closing the generator cancels the generation.
 
-        ``picture`` is the picture of a request with an image.
+        ``pictures`` are those of a request with an image.
 
         Raises:
             UsageError: Immediately, if this model does not support the request.
@@ -120,7 +120,7 @@ class Pipeline(Protocol):
         """
         ...
 
-    def check(self, request: GenerateRequest, picture: PictureInput | None = None) -> None:
+    def check(self, request: GenerateRequest, pictures: PictureInput | None = None) -> None:
         """Reject a request, or its picture, that this model does not support; change nothing.
 
         Raises UsageError.

@@ -18,7 +18,7 @@ from clowder_aimage.model.weights import ModelWeights, read_object
 class ControlKind:
     """A kind of control network: ``make`` as of ``ModelComponents.module``.
 
-    read: return the configuration of weights, for a transformer of another one. Raises ModelError.
+    read: return the configuration of the weights, for a transformer's one. Raises ModelError.
     """
 
     make: Callable[..., Any]
@@ -27,7 +27,7 @@ class ControlKind:
 
 @dataclass(frozen=True, slots=True)
 class NetworkKinds:
-    """The networks of a family in one library, each called as ``make`` of ``module`` is.
+    """The networks of a family in one library; each is a ``make`` of ``ModelComponents.module``.
 
     Only requests with a picture need the ``picture_encoder``.
     """
@@ -56,7 +56,7 @@ class ModelComponents(ABC):
         *,
         is_adapted: bool = True,
     ) -> Module:
-        """Check weights against the network that ``make`` returns, and load them when it is used.
+        """Check weights against the network of ``make``, and return it to be loaded on use.
 
         Headers and shapes are checked; no weight is read. ``is_adapted``: adapters of requests may
         change it.

@@ -1,6 +1,6 @@
 """The configurations of components that families share, as diffusers and transformers write them.
 
-Those of transformers are read as versions 4 and 5 write them. An unsupported value is an error.
+Both forms of transformers, versions 4 and 5, are read. An unsupported value is an error.
 """
 
 from __future__ import annotations
@@ -55,11 +55,14 @@ class TextEncoderConfig:
         fields.only("hidden_act", "silu")
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         kv_heads = fields.integer("num_key_value_heads", heads)
+        # The defaults of transformers: Qwen3Config has a constant, Qwen2 derives it
         head_dim = fields.integer("head_dim", 128 if model_type == "qwen3" else hidden // heads)
         if heads % kv_heads:
             raise fields.refuse("num_key_value_heads", f"must divide {heads} attention heads")
+        # Rotary positions turn pairs of channels
         if head_dim % 2:
             raise fields.refuse("head_dim", "must be even")
+        # Both numbers are untrusted, and each alone may be within its limit
         if heads * head_dim > MAX_SIZE:
             raise fields.refuse("head_dim", f"times {heads} attention heads exceeds {MAX_SIZE}")
         layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
@@ -74,6 +77,7 @@ class TextEncoderConfig:
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=fields.positive("rms_norm_eps", 1e-6, maximum=1.0),
+            # Qwen2 always has these biases, and none after attention
             qkv_bias=attention_bias or not qwen3,
             output_bias=attention_bias,
             qk_norm=qwen3,
@@ -130,7 +134,7 @@ class AutoencoderConfig:
     def read(
         fields: ConfigFields, widths: tuple[int, ...] = (64,), layers: int = 1, latents: int = 4
     ) -> dict[str, Any]:
-        """Read the fields of this class; the defaults are those of ``AutoencoderKL``.
+        """Read the fields of this class, with the defaults of ``AutoencoderKL``.
 
         Raises:
             ModelError: A field is missing, malformed or unsupported.

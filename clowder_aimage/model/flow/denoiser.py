@@ -41,7 +41,7 @@ class Denoiser:
     networks: FlowNetworks
 
     def noise(self, request: GenerateRequest, seed: int) -> Floats:
-        """Return the latents as drawn by torch, (channels, height, width)."""
+        """Return noise equal to that of torch, (channels, height, width)."""
         return randn(seed, self.family.latent_shape(request))
 
     def begin(
@@ -90,15 +90,17 @@ class Denoiser:
     ) -> Iterator[Floats]:
         """Yield the latents after every Euler step, in float32.
 
-        With a ``threshold``, steps between the first and the last may reuse the work of others.
+        With a ``threshold``, steps between the first and the last may reuse earlier results.
         ``keep`` changes the latents after each step, at its noise level.
         """
         caches, library = _NO_CACHES, self.networks.library
+        # One cache for each direction: their residuals differ
         if threshold:
             caches = library.step_cache(threshold), library.step_cache(threshold)
         last_index = len(schedule.times) - 1
         steps = zip(schedule.times, np.diff(schedule.sigmas), strict=True)
         for index, (time, change) in enumerate(steps):
+            # The last step decides the details, and is always computed
             step_caches = caches if index < last_index else _NO_CACHES
             velocity = self.velocity(latents, float(time), conditioning, step_caches)
             latents = latents - np.float32(change) * velocity
@@ -114,13 +116,14 @@ class Denoiser:
     ) -> Floats:
         """Return the predicted direction from noise to picture, in float32.
 
-        With guidance it is positive + weight * (positive - negative). ``caches`` are of the
+        With guidance it is positive + weight * (positive - negative). ``caches`` are those of the
         positive and the negative caption.
         """
         library = self.networks.library
         typed = library.array(latents)
 
         def direction(caption: Caption, cache: Any) -> Floats:
+            # It may have been released since the last step
             transformer = self.networks.transformer.get()
             inputs = typed, time, caption, conditioning.inputs, cache
             return library.floats(self.family.direction(transformer, *inputs))

@@ -29,7 +29,7 @@ class FlowFamily(NetworkConfigs, Protocol):
     Methods change no state; the arrays are those of any library.
     """
 
-    # Beginnings of names of the tensors that captions depend on
+    # Prefixes of the tensors that captions depend on: adapters of others keep cached captions
     CAPTIONING: ClassVar[tuple[str, ...]]
     # The tokens to which texts are padded; None if they are not
     TEXT_LENGTH: ClassVar[int | None]
@@ -55,7 +55,7 @@ class FlowFamily(NetworkConfigs, Protocol):
         ...
 
     def weight(self, request: GenerateRequest) -> float:
-        """Return the weight of the guidance, 0 without: of positive - negative velocity."""
+        """Return the factor of positive - negative velocity; 0 without guidance."""
         ...
 
     def latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
@@ -70,14 +70,14 @@ class FlowFamily(NetworkConfigs, Protocol):
         """Return latents as the encoder computes them, scaled for the transformer."""
         ...
 
-    def fit(self, picture: PictureInput) -> PictureInput:
-        """Return pictures in the sizes that the family sees. Raises UsageError: unsuitable."""
+    def fit(self, pictures: PictureInput) -> PictureInput:
+        """Return pictures in the sizes of the family. Raises UsageError: one is unsuitable."""
         ...
 
     def encode_pictures(
         self,
         request: GenerateRequest,
-        picture: PictureInput,
+        pictures: PictureInput,
         encoder: PictureEncoder,
         control: Module | None,
     ) -> tuple[EncodedPicture | None, Any]:
@@ -93,8 +93,7 @@ class FlowFamily(NetworkConfigs, Protocol):
         """Return the transformer's velocity from noise to picture, for one caption.
 
         latents, velocity: arrays of the library, (channels, height, width). time: 0 (noise) to 1
-        (picture). inputs: as ``encode_pictures`` returned them. With a ``cache``, layers may be
-        skipped.
+        (picture). inputs: from ``encode_pictures``. With a ``cache``, layers may be skipped.
         """
         ...
 
@@ -108,15 +107,15 @@ class FlowFamily(NetworkConfigs, Protocol):
 
 
 def list_texts(family: FlowFamily, request: GenerateRequest) -> list[str]:
-    """Return the texts of a request: the negative one only with guidance."""
+    """Return the prompt of a request, and its negative prompt if guidance is on."""
     return [request.prompt, *([request.guidance.negative or ""] if family.weight(request) else [])]
 
 
 def check_channels(text_encoder: int, required: int, vae: int, latents: int, colours: int) -> None:
-    """Reject features of a text encoder, and channels of a vae, that do not fit a transformer.
+    """Compare the features of a text encoder and the channels of a vae with a transformer's.
 
     Raises:
-        ModelError: They do not fit.
+        ModelError: They differ.
     """
     if text_encoder != required:
         raise ModelError(

@@ -1,7 +1,7 @@
 """Memory of networks: a budget, and modules that are loaded when they are used.
 
 A picture needs the text encoder, the transformer and the decoder, one after another. If the memory
-is too small for all of them, those that are not in use are released, and loaded again when needed.
+is too small for all of them, unused ones are released, and loaded again when needed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ C = TypeVar("C")
 
 
 class OffloadedModule(Generic[N, C]):
-    """A network of ``size`` bytes that ``load`` loads when it is used, and again after ``release``.
+    """A network of ``size`` bytes, loaded by ``load`` on use, and again after ``release``.
 
     ``adaptation`` has the adapters of the network; ``clear`` is called after a release; ``skipped``
-    names the tensors that were left out.
+    names the skipped tensors.
     """
 
     def __init__(
@@ -58,7 +58,10 @@ class OffloadedModule(Generic[N, C]):
         return self.size
 
     def use(self, *, in_layers: bool) -> None:  # noqa: ARG002 - whole networks of MLX
-        """Load it if it is not; ``in_layers`` in its least memory, if it can. Raises as ``get``."""
+        """Load the network if necessary. Raises as ``get``.
+
+        ``in_layers`` requests the form with the least memory.
+        """
         self.get()
 
     def get(self) -> N:
@@ -113,7 +116,7 @@ Module = OffloadedModule[Any, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """A part of a generation: its modules, and the other memory in bytes that it needs."""
+    """A part of a generation: its modules, and its memory besides them in bytes."""
 
     name: str
     modules: tuple[Module, ...]
@@ -161,7 +164,7 @@ class MemoryBudget:
     def set_policies(self, policy: str, exceptions: Mapping[Module, str]) -> None:
         """Set the policy of all modules but ``exceptions``.
 
-        It is KEEP, RELEASE, or AUTO to release a module when room is short.
+        It is KEEP, RELEASE, or AUTO to release a module if memory is short.
         """
         self._policy, self._policies = policy, dict(exceptions)
 
@@ -170,16 +173,16 @@ class MemoryBudget:
         return self._policies.get(module, self._policy)
 
     def forget(self, module: Module) -> None:
-        """Release a module that is not used again."""
+        """Release a module and stop tracking it."""
         self.modules = tuple(
             kept_module for kept_module in self.modules if kept_module is not module
         )
         module.release()
 
     def use(self, stage: Stage) -> None:
-        """Load the modules of a stage; release others first, if room is short.
+        """Load the modules of a stage; release others first, if memory is short.
 
-        If it is too short for the stage alone, their layers are loaded one by one.
+        If the memory is too short for the stage alone, layers are loaded one by one.
         """
         new = [module for module in stage.modules if module not in self.modules]
         self.modules = *new, *self.modules
@@ -218,7 +221,7 @@ class MemoryBudget:
         return self._has_room(work + sum(module.size for module in modules))
 
     def finish(self, *modules: Module) -> None:
-        """Release modules that this request does not need again, if none follows."""
+        """Release modules after their last use in a request, if no request follows."""
         for module in modules if self.is_last else ():
             module.release()
 
@@ -251,9 +254,9 @@ class MemoryBudget:
         return f"{text}, about {math.ceil((self._base_memory + size) / MIB)} MiB{limit}"
 
     def work(self, stage: str, pixels: int, guess: float) -> float:
-        """Return the memory that a stage needs besides its modules, for a picture of this size.
+        """Return the memory of a stage besides its modules, for a picture of this size.
 
-        It is the peak of the next larger picture, else extrapolated from the largest, else
+        It is the measured peak of the next larger picture, else extrapolated from the largest, else
         ``guess``.
         """
         if not (peaks := self._peaks.get(stage)):
@@ -266,7 +269,8 @@ class MemoryBudget:
 
     @contextmanager
     def measure(self, stage: Stage, pixels: int) -> Iterator[None]:
-        """Record the peak of a stage, unless it fails. Its modules have been loaded."""
+        """Record the peak of a stage, unless it fails. Its modules must be loaded before."""
+        # Arrays of other stages are active too: only the difference is the work of this one
         active = self.device.active
         self.device.begin()
         yield

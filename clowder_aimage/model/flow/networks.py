@@ -71,6 +71,7 @@ class FlowNetworks:
         self.vae: OffloadedModule[Any, AutoencoderConfig] = components.module(
             self._vae_weights, configs.vae, kinds.vae
         )
+        # In the order of release: the transformer is the largest, and is loaded again slowest
         self.budget = MemoryBudget(
             self.library.memory, self.text_encoder, self.vae, self.transformer
         )
@@ -82,7 +83,7 @@ class FlowNetworks:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Return the names of the tensors that were left out."""
+        """Return the names of the skipped tensors."""
         modules = self.text_encoder, self.transformer, self.vae
         return tuple(name for module in modules for name in module.skipped)
 
@@ -97,7 +98,10 @@ class FlowNetworks:
 
     @cached_property
     def picture_encoder(self) -> OffloadedModule[Any, AutoencoderConfig]:
-        """Return the encoder of pictures. Raises as the constructor: a model may lack it."""
+        """Return the encoder of pictures. Raises as the constructor.
+
+        It is checked on first use only: models without these weights can still make pictures.
+        """
         return self._components.module(
             self._vae_weights, self.vae.config, self._kinds.picture_encoder
         )
@@ -140,6 +144,7 @@ class FlowNetworks:
     def decode(self, latents: Floats) -> npt.NDArray[np.uint8]:
         """Decode latents (channels, height, width) to RGB. Raises ModelError: NaN or infinity."""
         pixels = self.library.colours(self.vae.get().decode(self.library.array(latents)))
+        # Clipping does not remove NaN, and a cast to bytes would hide it in a black picture
         if not np.isfinite(pixels).all():
             raise ModelError("the model computed NaN or infinite values")
         return to_pixels(pixels)

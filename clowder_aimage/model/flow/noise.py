@@ -35,7 +35,8 @@ _LOG = (
 _LN2 = (0.693359375, -2.12194440e-4)
 _SIN = (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
 _COS = (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
-_QUARTER_PI = (-0.78515625, -2.4187564849853515625e-4, -3.77489497744594108e-8)  # three parts
+# Minus pi / 4 in three parts: subtracted one after another, they lose no bits of the angle
+_QUARTER_PI = (-0.78515625, -2.4187564849853515625e-4, -3.77489497744594108e-8)
 
 
 def randn(seed: int, shape: tuple[int, ...]) -> Floats:
@@ -49,12 +50,13 @@ def randn(seed: int, shape: tuple[int, ...]) -> Floats:
 def draws(seed: int, shape: tuple[int, ...], count: int) -> list[Floats]:
     """Return ``count`` results of ``torch.randn(shape)`` by one generator, one after another."""
     source, size = np.random.RandomState(seed & 0xFFFFFFFF), math.prod(shape)
+    # PyTorch has two algorithms: the vectorized one needs a whole block
     draw = _few if size < BLOCK else _many
     return [draw(source, size).reshape(shape) for _ in range(count)]
 
 
 def _many(source: np.random.RandomState, size: int) -> Floats:
-    """Draw whole blocks of 16; a remainder is covered by one more block over the last 16."""
+    """Draw whole blocks of 16; one more block over the last 16 covers a remainder."""
     values = _uniforms(source, size)
     in_blocks = size - size % BLOCK
     values[:in_blocks] = _box_muller(values[:in_blocks])
@@ -65,6 +67,7 @@ def _many(source: np.random.RandomState, size: int) -> Floats:
 
 def _uniforms(source: np.random.RandomState, count: int) -> Floats:
     """Draw multiples of 2**-24 in [0, 1)."""
+    # A float32 has 24 bits of precision: as many as PyTorch takes
     words = _words(source, count) & np.uint32((1 << 24) - 1)
     return words.astype(np.float32) * np.float32(2**-24)
 
@@ -83,6 +86,7 @@ def _box_muller(uniforms: Floats) -> Floats:
 
 def _multiply_add(a: Floats, b: Floats | float, c: Floats | float) -> Floats:
     """Return a * b + c, rounded once; constants are float32."""
+    # A product of two float32 is exact in float64, so that the last cast rounds as an FMA does
     factor, summand = np.float32(b).astype(np.float64), np.float32(c).astype(np.float64)
     result: Floats = (a.astype(np.float64) * factor + summand).astype(np.float32)
     return result
@@ -111,6 +115,7 @@ def _log(x: Floats) -> Floats:
 def _sine_cosine(x: Floats) -> tuple[Floats, Floats]:
     """Return sine and cosine for x >= 0, by octants."""
     octant = (x * np.float32(4 / math.pi)).astype(np.int32)
+    # The next even octant, whose angle is the nearest multiple of pi / 2
     octant = (octant + 1) & ~1
     turns = octant.astype(np.float32)
     for quarter_pi in _QUARTER_PI:
@@ -119,6 +124,7 @@ def _sine_cosine(x: Floats) -> tuple[Floats, Floats]:
     cosine = _polynomial(_COS, square) * square
     cosine = _multiply_add(cosine, square, -(square * np.float32(0.5))) + np.float32(1)
     sine = _multiply_add(_polynomial(_SIN, square) * square, x, x)
+    # In odd quadrants sine and cosine change places; the signs follow below
     swapped = octant & 2 != 0
     sine, cosine = np.where(swapped, cosine, sine), np.where(swapped, sine, cosine)
     sine = np.where(octant & 4 != 0, -sine, sine)

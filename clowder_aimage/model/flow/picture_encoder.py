@@ -17,7 +17,7 @@ from clowder_aimage.model.pipeline import PictureInput
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PictureEncoder:
-    """The picture encoder of a model, loaded when it is used; ``normalize`` is the family's."""
+    """The picture encoder of a model, loaded on use; ``normalize`` is the family's."""
 
     networks: FlowNetworks
     normalize: Callable[[Floats, FlowNetworks], Floats]
@@ -28,7 +28,7 @@ class PictureEncoder:
         return self.networks.library
 
     def plan(self, pixels: int) -> Stage:
-        """Return its stage for pictures of so many pixels, with an estimate of the memory."""
+        """Return the stage for pictures of ``pixels`` pixels, with an estimate of the memory."""
         module = self.networks.picture_encoder
         guess = self.library.decoding(module.config.widest, pixels)
         return Stage("picture", (module,), self.networks.budget.work("picture", pixels, guess))
@@ -46,12 +46,12 @@ class PictureEncoder:
         """Return the normalized mode of the latents of a picture: (channels, height, width)."""
         return self.normalize(self.distribution(values)[0], self.networks)
 
-    def begin(self, picture: PictureInput) -> EncodedPicture | None:
-        """Return the distribution of the latents of the picture to begin with, if there is one."""
-        if picture.pixels is None:
+    def begin(self, pictures: PictureInput) -> EncodedPicture | None:
+        """Return the latent distribution of the picture to begin with; None without a picture."""
+        if pictures.pixels is None:
             return None
-        means, deviations = self.distribution(to_values(picture.pixels))
-        scale, mask = self.networks.vae.config.scale, picture.mask
+        means, deviations = self.distribution(to_values(pictures.pixels))
+        scale, mask = self.networks.vae.config.scale, pictures.mask
         return EncodedPicture(means, deviations, None if mask is None else cells_of(mask, scale))
 
     def finish(self) -> None:

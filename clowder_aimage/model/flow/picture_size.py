@@ -13,7 +13,7 @@ from clowder_aimage.generation.request import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The sides that a model supports, in pixels: multiples of ``multiple`` up to the limits."""
+    """The supported sides in pixels: multiples of ``multiple`` up to the limits."""
 
     multiple: int
     max_width: int
@@ -37,10 +37,9 @@ def check_request(
     needs: Callable[[int, int], int],
     limit: int | None,
 ) -> None:
-    """Reject a request whose pictures are too large. Raises UsageError with the bound.
+    """Reject a request for pictures that are too large. Raises UsageError with the bound.
 
-    ``needs`` returns the bytes that a picture of a given width and height needs at least; ``limit``
-    bounds them.
+    ``needs`` returns the least bytes for a width and a height; ``limit`` bounds them.
     """
     sides.check(request)
     if limit is not None:
@@ -50,7 +49,8 @@ def check_request(
 def _check_arrays(
     request: GenerateRequest, multiple: int, needs: Callable[[int, int], int], limit: int
 ) -> None:
-    """Reject a picture whose arrays would be too large. MLX raises no error: the process ends."""
+    """Reject a picture with arrays that are too large."""
+    # MLX raises no error on a failed allocation: it ends the process
     width, height = request.sampling.width, request.sampling.height
     if (needed := needs(width, height)) <= limit:
         return

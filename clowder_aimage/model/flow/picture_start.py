@@ -30,7 +30,7 @@ class EncodedPicture:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PictureStart:
-    """The latents of the first step; ``clean`` and ``noise`` are of the picture that is kept."""
+    """The latents of the first step; ``clean`` and ``noise`` are those of the original picture."""
 
     latents: Floats
     clean: Floats
@@ -41,6 +41,7 @@ class PictureStart:
         """Return latents at a noise level with the unpainted cells of the picture."""
         if self.cells is None:
             return latents
+        # The same noise at every step: the unpainted cells stay on one straight line
         noisy = sigma * self.noise + (1 - sigma) * self.clean
         return (1 - self.cells) * noisy + self.cells * latents
 
@@ -51,6 +52,7 @@ def cells_of(mask: npt.NDArray[np.uint8], scale: int) -> Floats:
     Raises:
         UsageError: There is none.
     """
+    # As diffusers: nearest-neighbour interpolation takes the top left pixel of each cell
     painted = mask[::scale, ::scale] >= 128
     if not painted.any():
         raise UsageError(
@@ -69,8 +71,9 @@ def start(
 ) -> PictureStart:
     """Return the start of a picture by a seed, at the first step of a schedule.
 
-    ``normalize`` scales latents as those that the transformer sees.
+    ``normalize`` scales latents for the transformer.
     """
+    # Two draws of one generator, in this order: the seed gives the same picture as diffusers
     sample, drawn = draws(seed, encoded.means.shape, 2)
     clean = normalize(encoded.means + encoded.deviations * sample)
     sigma = float(schedule.sigmas[0])

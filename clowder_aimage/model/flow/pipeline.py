@@ -62,10 +62,10 @@ class FlowPipeline:
         return self.networks.shapes
 
     def use_adapters(self, uses: Sequence[Use]) -> None:
-        """Use these adapters, each with a strength, and no others from now on.
+        """Use exactly these adapters, each with a strength, from now on.
 
-        They are applied when a network is used next. Captions are cached for each combination of
-        adapters that changes them. Raises, from then on, also as ``Adaptation.apply`` does.
+        They are applied on the next use of a network, which also raises as ``Adaptation.apply``
+        does. Captions are cached for each combination of adapters that changes them.
         """
         self.state.adapters = tuple(uses)
         for module in (self.networks.text_encoder, self.networks.transformer):
@@ -80,6 +80,7 @@ class FlowPipeline:
         before = self.state.control
         if before is not None and before.stored is stored:
             return
+        # The old network is released last: an error here leaves it in use
         self.state.control = UsedControl(stored, self.networks.open_control(stored))
         if before is not None:
             self.networks.budget.forget(before.module)
@@ -116,10 +117,10 @@ class FlowPipeline:
         self.check(request)
         self.conditioning(request)
 
-    def check(self, request: GenerateRequest, picture: PictureInput | None = None) -> None:
+    def check(self, request: GenerateRequest, pictures: PictureInput | None = None) -> None:
         """Reject a request that this model does not support; change nothing. Raises UsageError.
 
-        ``picture`` is the picture of a request with an image.
+        ``pictures`` are those of a request with an image.
         """
         family, budget = self.family, self.networks.budget
         needs = partial(least_memory, family, self.networks)
@@ -127,14 +128,14 @@ class FlowPipeline:
         family.refuse(request)
         for text in list_texts(family, request):
             self.prompts.ids(text)
-        if picture is not None and picture.mask is not None:
-            cells_of(picture.mask, family.vae.scale)
+        if pictures is not None and pictures.mask is not None:
+            cells_of(pictures.mask, family.vae.scale)
         budget.check(self._all_stages(request))
 
     def _control(self, request: GenerateRequest) -> Module | None:
-        """Return the control network of a request; None if the one it names is not used yet.
+        """Return the control network of a request; None if it is not loaded, or not needed.
 
-        Raises UsageError: the model has none of its own.
+        Raises UsageError: the model has no packed control network.
         """
         if request.control.image is None:
             return None
@@ -161,12 +162,14 @@ class FlowPipeline:
     ) -> Generator[PipelineEvent, None, None]:
         """Yield steps, previews and pictures; closing the generator cancels the generation.
 
-        ``pictures`` is the picture to begin with, of the request's size, or references of any size.
+        ``pictures`` has the picture to begin with, in the request's size, or references of any
+        size.
 
         Raises:
             UsageError: Immediately, if this model does not support the request.
             ModelError: Later, if the model computes values that are not finite.
         """
+        # Not a generator: these errors are raised by the call, not by the first step
         self.check(request, pictures)
         count = 0 if pictures is None else len(pictures.references)
         if count < len(request.input.references):
@@ -189,6 +192,7 @@ class FlowPipeline:
             conditioning = replace(conditioning, inputs=inputs)
         _, denoise, decode = self.stages(request)
         pixels = request.sampling.pixels
+        # Latents of finished pictures, which are decoded later
         waiting: list[tuple[Floats, int, int]] = []
         for picture in range(request.output.n):
             seed = request.sampling.seed + picture

@@ -43,6 +43,7 @@ class PromptEncoder:
         encoder, library = self.networks.text_encoder.get(), self.networks.library
         if length is None:
             return encoder(library.array(np.array(ids)))
+        # The transformer attends to the padding too, so that its length is a part of the model
         padding = [self.networks.tokenizer.padding] * (length - len(ids))
         return encoder(library.array(np.array(ids + padding)), len(ids))
 
@@ -65,7 +66,7 @@ class PromptEncoder:
         budget, library = self.networks.budget, self.networks.library
         budget.use(encode)
         features = {text: self.encode(text) for text in texts}
-        # a lazy array keeps the text encoder
+        # A lazy array refers to the weights: without this, the text encoder stays in memory
         library.evaluate(*features.values())
         budget.finish(self.networks.text_encoder)
         budget.use(denoise)

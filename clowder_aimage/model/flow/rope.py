@@ -68,6 +68,7 @@ def rotate_pairs(arrays: list[Array], rope: Table) -> list[Array]:
     if not isinstance(arrays[0], np.ndarray):
         return [_rotate_pair_array(array, *rope) for array in arrays]
     cosines, sines = (memory(table) for table in rope)
+    # A pair of channels is a complex number, and its rotation one product
     turns = cosines + 1j * sines
     in_blocks(_turn, turns[:, None], *(array[0].view(np.complex64) for array in arrays))
     return arrays

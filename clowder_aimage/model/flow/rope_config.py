@@ -76,6 +76,7 @@ class RopeConfig:
     def angles(self, length: int) -> Floats:
         """Return the angles (length, dim / 2) of the positions 0 to length - 1."""
         exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
+        # Powers in float64, rounded to float32 once
         powers = np.float64(self.theta) ** exponents.astype(np.float64)
         inverse = np.float32(1) / powers.astype(np.float32)
         if self.kind == "linear":
@@ -87,7 +88,7 @@ class RopeConfig:
         return angles.astype(np.float32)
 
     def _yarn_keep(self) -> Floats:
-        """Return the share of every frequency that YaRN leaves unchanged, 1 to 0."""
+        """Return the unchanged share of every frequency under YaRN, 1 to 0."""
 
         def dimension_of(turns: float) -> float:
             period = self.original_length / (turns * 2 * math.pi)
@@ -97,6 +98,7 @@ class RopeConfig:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
+        # As in the reference, against a division by 0
         if low == high:
             high += 0.001
         ramp = (np.arange(self.dim // 2, dtype=np.float32) - low) / (high - low)
@@ -105,7 +107,7 @@ class RopeConfig:
 
 
 def _yarn_attention(fields: ConfigFields, factor: float) -> float:
-    """Return the factor on cosines and sines: given, or 0.1 ln(factor) + 1 (YaRN, section 3.4)."""
+    """Return the factor on cosines and sines: stated, or 0.1 ln(factor) + 1 (YaRN, section 3.4)."""
     if fields.raw("attention_factor") is not None:
         return fields.number("attention_factor", minimum=1e-3, maximum=1e3)
 

@@ -102,7 +102,7 @@ class FlowScheduler:
         ``shift`` replaces the static shift of the model, ``mu`` the one by picture size.
 
         Raises:
-            UsageError: ``shift`` is given but the model shifts by picture size.
+            UsageError: ``shift`` is set but the model shifts by picture size.
             ModelError: The levels are not finite, or not from 0 to 1.
         """
         if shift is not None and self.dynamic:
@@ -126,12 +126,14 @@ class FlowScheduler:
         else:
             factor = np.float32(self.shift if shift is None else shift)
             sigmas = factor * sigmas / (1 + (factor - np.float32(1)) * sigmas)
+        # Stretched so that the last level before 0 is shift_terminal
         if self.shift_terminal is not None:
             remainder = 1 - sigmas
             sigmas = 1 - remainder / (remainder[-1] / np.float32(1 - self.shift_terminal))
         sigmas = self._space(sigmas).astype(np.float32)
         if self.invert:
             sigmas = np.float32(1) - sigmas
+        # The pipelines of diffusers divide by 1000, also if num_train_timesteps is different
         timesteps = sigmas * np.float32(self.num_train_timesteps)
         times = (np.float32(1000) - timesteps) / np.float32(1000)
         end = np.float32(1 if self.invert else 0)
@@ -165,6 +167,7 @@ def _linspace(start: float, end: float, count: int) -> Floats:
         return np.array([start], dtype=np.float32)
     low, high = np.float32(start), np.float32(end)
     step = (high - low) / np.float32(count - 1)
+    # torch computes each half from its own end, and rounds differently than numpy.linspace
     index = np.arange(count)
     rising = low + step * index.astype(np.float32)
     falling = high - step * (count - 1 - index).astype(np.float32)

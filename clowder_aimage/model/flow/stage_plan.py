@@ -13,7 +13,7 @@ CACHED_ARRAYS = 2
 
 
 def area(request: GenerateRequest) -> int:
-    """Return the pixels that a step sees: of the picture and of reference pictures, at most."""
+    """Return the most pixels of a step: those of the picture and of its references."""
     return request.sampling.pixels + len(request.input.references) * REFERENCE_PIXELS
 
 
@@ -31,7 +31,7 @@ def plan_stages(
     decodes = request.output.previews > 0 and family.draft is None
     drawing = "previews" if decodes else "denoise"
     measured = budget.work(drawing, seen_pixels, denoise)
-    # on a CPU, numpy's arrays are not measured
+    # On a CPU, numpy's arrays are not measured
     denoise = max(denoise, measured) if library.memory.is_shared else measured
     if request.sampling.cache_threshold:
         count = CACHED_ARRAYS * len(list_texts(family, request))

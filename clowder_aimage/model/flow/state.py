@@ -38,8 +38,8 @@ class PipelineState:
     def caption_key(self, text: str, captioning: tuple[str, ...]) -> CaptionKey:
         """Return the key of a text's caption.
 
-        captioning: beginnings of names of the tensors that captions depend on; adapters of other
-        tensors do not change them.
+        captioning: prefixes of the tensors that captions depend on. Adapters of other tensors are
+        not a part of the key.
         """
         return text, tuple(
             (adapter.key, strength)
@@ -50,6 +50,7 @@ class PipelineState:
 
 def recall(cache: dict[K, T], key: K, make: Callable[[K], T]) -> T:
     """Return the value of a key from a cache of the most recently used, or a new one."""
+    # A dict keeps the order of insertion: the first key is the least recently used
     value = cache.pop(key) if key in cache else make(key)
     while len(cache) >= CACHED_TEXTS:
         del cache[next(iter(cache))]

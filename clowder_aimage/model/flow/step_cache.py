@@ -1,8 +1,8 @@
 """First-block cache: steps that reuse the work of the last computed one.
 
-The first block of a transformer runs at every step. If its residual, the change that it makes to
-its input, is near that of the last computed step, the other blocks are skipped, and the change
-that they made then is added. This is the rule of ParaAttention's "first block cache" and of
+The first block of a transformer runs at every step. If its residual, its output minus its input,
+is near that of the last computed step, the other blocks are skipped, and their residual of that
+step is added. This is the rule of ParaAttention's "first block cache" and of
 ``hooks/first_block_cache.py`` in diffusers: mean(|r - r'|) / mean(|r'|) is compared with a
 threshold; r' is from the last computed step.
 """

@@ -1,7 +1,7 @@
 """A Qwen3 or Qwen2 text encoder, up to the last hidden state that a family conditions on.
 
-Hidden states are outputs of layers, before the final norm: layers after the last one that is used,
-and the final norm, are never built, and their weights are skipped.
+Hidden states are outputs of layers, before the final norm. Layers after the last required state
+and the final norm are never built, and their weights are skipped.
 Reference: transformers, models/qwen3 and models/qwen2 (arXiv 2505.09388, 2407.10671).
 """
 
@@ -86,7 +86,7 @@ def _mask(length: int, window: int | None, text_length: int) -> mx.array:
 class TextEncoder(Network):
     """A network from token ids to hidden states.
 
-    ``outputs`` counts the layers before each state; the default is all but the last layer.
+    ``outputs`` has the number of layers before each state; the default is all but the last layer.
     """
 
     def __init__(self, config: TextEncoderConfig, outputs: tuple[int, ...] = ()) -> None:

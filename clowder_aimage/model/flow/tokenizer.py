@@ -71,7 +71,7 @@ class Tokenizer:
 
     @property
     def padding(self) -> int:
-        """Return the token that texts are padded with. Raises ModelError: there is none."""
+        """Return the token for padding. Raises ModelError: the tokenizer lacks it."""
         token = self._backend.find(self._pad)
         if token is None:
             raise ModelError(f"the tokenizer has no token {self._pad[:80]!r} for padding")
@@ -81,8 +81,7 @@ class Tokenizer:
         """Return the prompt in the model's chat template, with the generation prompt.
 
         Raises:
-            ModelError: The template fails. The message has nothing of the prompt, so it may be
-                logged.
+            ModelError: The template fails. The message never quotes the prompt and may be logged.
         """
         values = {
             "messages": [{"role": "user", "content": prompt}],

@@ -14,6 +14,7 @@ from clowder_aimage.model.compute.convolution import convolution, halving_convol
 from clowder_aimage.model.compute.operation import Linear
 from clowder_aimage.model.flow.config import AutoencoderConfig
 
+# Of all group norms, as in the reference
 EPS = 1e-6
 
 
@@ -54,6 +55,7 @@ class VaeAttention(Network):
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the layer to x: (1, height, width, channels)."""
         batch, height, width, channels = x.shape
+        # One head: attention takes (batch, length, heads, channels)
         normed = self.group_norm(x).reshape(batch, height * width, 1, channels)
         queries, keys, values = self.to_q(normed), self.to_k(normed), self.to_v(normed)
         mixed = attention(queries, keys, values, channels**-0.5)
@@ -96,6 +98,7 @@ class UpBlock(Network):
         self, config: AutoencoderConfig, channels: int, out_channels: int, *, is_last: bool
     ) -> None:
         super().__init__()
+        # The decoder has one residual block more than layers_per_block, as in the reference
         widths = [channels] + [out_channels] * config.layers_per_block
         self.resnets = [ResnetBlock(config, width, out_channels) for width in widths]
         self.upsamplers = [] if is_last else [Upsample(out_channels)]
@@ -195,6 +198,7 @@ class Autoencoder(Network):
     @staticmethod
     def sanitize(name: str) -> str:
         """Return the name of the parameter for a diffusers tensor."""
+        # In diffusers to_out is a list of a linear layer and dropout
         return name.replace(".to_out.0.", ".to_out.")
 
     @classmethod
@@ -224,7 +228,9 @@ class LatentEncoder(Autoencoder):
         x = self.encoder(pixels[None])
         if "quant_conv" in self:
             x = self.quant_conv(x)
+        # The second half of the channels is the logarithm of the variance
         means, logarithms = mx.split(x[0].transpose(2, 0, 1), 2)
+        # The bounds are those of diffusers' DiagonalGaussianDistribution
         return means, mx.exp(0.5 * mx.clip(logarithms, -30, 20))
 
 

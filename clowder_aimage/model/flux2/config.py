@@ -14,8 +14,10 @@ from clowder_aimage.model.flow.rope_config import MIN_THETA
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, MAX_SIZE, ConfigFields
 
-PATCH = 2  # cells of the autoencoder on each side of a latent
-AXES = 4  # of positions: picture, row, column, word
+# Cells of the autoencoder on each side of a latent
+PATCH = 2
+# Of positions: picture, row, column, word
+AXES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,10 @@ class VaeConfig(AutoencoderConfig):
         """
         fields = ConfigFields(name, values)
         fields.only("patch_size", [PATCH, PATCH])
-        own = cls.read(fields, (128, 256, 512, 512), 2, 32)
-        fields.only("decoder_block_out_channels", list(own["block_out_channels"]))
-        config = cls(**own, batch_norm_eps=fields.positive("batch_norm_eps", 1e-4, maximum=1.0))
+        arguments = cls.read(fields, (128, 256, 512, 512), 2, 32)
+        # Encoder and decoder may differ in the format, but share a configuration here
+        fields.only("decoder_block_out_channels", list(arguments["block_out_channels"]))
+        epsilon = fields.positive("batch_norm_eps", 1e-4, maximum=1.0)
+        config = cls(**arguments, batch_norm_eps=epsilon)
         cls.finish(fields, "batch_norm_momentum")
         return config

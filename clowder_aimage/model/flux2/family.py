@@ -1,7 +1,7 @@
 """FLUX.2 [klein], with networks of any library.
 
-Follows ``Flux2KleinPipeline`` of diffusers 0.42: texts are padded to 512 tokens, which the
-transformer sees; the distilled model has no guidance.
+Follows ``Flux2KleinPipeline`` of diffusers 0.42: texts are padded to 512 tokens, and the
+transformer attends to the padding; the distilled model has no guidance.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Flux2:
         """Accept all lengths: the tokenizer returns 512 tokens at most."""
 
     def weight(self, request: GenerateRequest) -> float:
-        """Return the guidance scale of the reference without the 1 at which it is off."""
+        """Return the guidance scale minus 1: the reference has no guidance at a scale of 1."""
         return 0.0 if self.is_distilled else max(0.0, request.guidance.scale - 1)
 
     def latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
@@ -122,19 +122,19 @@ class Flux2:
         encoder, library = networks.picture_encoder.get(), networks.library
         return library.floats(encoder.normalize(library.array(latents)))
 
-    def fit(self, given: PictureInput) -> PictureInput:
+    def fit(self, pictures: PictureInput) -> PictureInput:
         multiple = self.sides.multiple
-        references = tuple(fit_reference(one, multiple) for one in given.references)
-        return replace(given, references=references)
+        references = tuple(fit_reference(reference, multiple) for reference in pictures.references)
+        return replace(pictures, references=references)
 
     def encode_pictures(
         self,
         request: GenerateRequest,  # noqa: ARG002 - of the interface
-        given: PictureInput,
+        pictures: PictureInput,
         encoder: PictureEncoder,
         control: Module | None,  # noqa: ARG002 - of the interface
     ) -> tuple[EncodedPicture | None, ReferenceTokens | None]:
-        latents = [encoder.mode(to_values(one)) for one in given.references]
+        latents = [encoder.mode(to_values(reference)) for reference in pictures.references]
         if not latents:
             return None, None
         encoder.finish()
@@ -151,6 +151,7 @@ class Flux2:
         inputs: ReferenceTokens | None,
         cache: Any,
     ) -> Any:
+        # This transformer takes the noise level, and returns the opposite direction
         sigma = float(np.float32(1) - np.float32(time))
         return -transformer(latents, sigma, caption, inputs, cache)
 
@@ -166,8 +167,8 @@ def _is_distilled(name: str, values: Mapping[str, Any]) -> bool:
 def empirical_mu(tokens: int, steps: int) -> float:
     """Return the shift of the noise levels for a picture of ``tokens`` tokens.
 
-    It lies on the line through those for 10 and for 200 steps, which were measured. Source:
-    diffusers, pipelines/flux2/pipeline_flux2_klein.py.
+    It lies on the line through the measured shifts for 10 and for 200 steps. Source: diffusers,
+    pipelines/flux2/pipeline_flux2_klein.py.
     """
     few = 8.73809524e-05 * tokens + 1.89833333
     many = 0.00016927 * tokens + 0.45666666

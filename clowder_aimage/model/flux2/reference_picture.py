@@ -1,4 +1,4 @@
-"""Reference pictures as FLUX.2 sees them: at most a megapixel, cut to whole latents, in places.
+"""Reference pictures as inputs of FLUX.2: at most a megapixel, cut to whole latents.
 
 Source: diffusers, pipelines/flux2/image_processor.py and pipeline_flux2_klein.py.
 """
@@ -20,17 +20,19 @@ from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
 from clowder_aimage.model.flow.rope_config import place_pixels
 from clowder_aimage.model.flux2.config import AXES
 
-_LEAST = 64  # pixels of a side
-_RATIO = 8  # of the sides, at most
-
-_APART = 10  # between the positions of reference pictures
+_LEAST = 64  # pixels
+# The largest ratio of the sides
+_RATIO = 8
+# Between the positions of reference pictures, as in diffusers
+_APART = 10
 
 Pixels = npt.NDArray[np.uint8]
-Positions = npt.NDArray[np.int64]  # picture, row, column and 0 of each token
+# Picture, row, column and 0 of each token
+Positions = npt.NDArray[np.int64]
 
 
 def reference_size(width: int, height: int) -> tuple[int, int]:
-    """Return the size to which a picture is scaled: its own, unless it is above a megapixel.
+    """Return the size of a picture after scaling: unchanged up to a megapixel.
 
     Raises:
         UsageError: It is too small or too narrow.
@@ -87,12 +89,14 @@ def to_tokens(latents: Any) -> Any:
 class ReferenceTokens:
     """Latents of reference pictures: (length, channels), and their positions (length, 4)."""
 
-    tokens: Any  # an array of the library
+    # An array of the library
+    tokens: Any
     positions: Positions
 
     @classmethod
     def of(cls, pictures: Sequence[Floats], library: ArrayLibrary) -> ReferenceTokens:
-        """Return the tokens of latents (channels, height, width), whose sizes may differ."""
+        """Return the tokens of latents (channels, height, width) of any sizes."""
         tokens = np.concatenate([to_tokens(picture) for picture in pictures])
-        places = [grid(_APART * n, *one.shape[1:]) for n, one in enumerate(pictures, 1)]
-        return cls(library.array(tokens), np.concatenate(places))
+        # Position 0 is that of the generated picture
+        positions = [grid(_APART * n, *latents.shape[1:]) for n, latents in enumerate(pictures, 1)]
+        return cls(library.array(tokens), np.concatenate(positions))

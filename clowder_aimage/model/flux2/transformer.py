@@ -1,7 +1,7 @@
 """FLUX.2's diffusion transformer: text and picture in two streams, then in one.
 
-In blocks of two streams, text and picture have projections of their own and see each other; blocks
-of one stream compute attention and a feed-forward network at the same time. The time modulates all
+In blocks of two streams, text and picture have separate projections and joint attention; blocks of
+one stream compute attention and a feed-forward network at the same time. The time modulates all
 blocks of a kind alike. Reference: diffusers, models/transformers/transformer_flux2.py.
 """
 
@@ -36,8 +36,10 @@ from clowder_aimage.model.flux2.reference_picture import (
     to_tokens,
 )
 
-Modulation = list[Array]  # shift, scale and gate of each part of a block: (1, 1, dim)
-Streams = tuple[Array, Array]  # text and picture
+# Shift, scale and gate of each part of a block: (1, 1, dim)
+Modulation = list[Array]
+# Text and picture
+Streams = tuple[Array, Array]
 
 
 class JointAttention(Network):
@@ -79,7 +81,7 @@ class JointAttention(Network):
 
 
 class FeedForward(Network):
-    """SwiGLU feed-forward network, both of whose inputs are one projection."""
+    """SwiGLU feed-forward network with one projection for both inputs."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -109,14 +111,14 @@ class DoubleBlock(Network):
         ]
         mixed = self.attn(normed[0], normed[1], rope)
         networks = self.ff_context, self.ff
-        found = []
+        outputs = []
         for x, change, modulation, network in zip(
             streams, mixed, modulations, networks, strict=True
         ):
             _, _, gate, shift, scale, last_gate = modulation
             x = add(x, change, gate)
-            found.append(add(x, network(modulate(self.norm, x, scale, shift)), last_gate))
-        return found[0], found[1]
+            outputs.append(add(x, network(modulate(self.norm, x, scale, shift)), last_gate))
+        return outputs[0], outputs[1]
 
 
 class ParallelAttention(Network):
@@ -133,15 +135,15 @@ class ParallelAttention(Network):
     def __call__(self, x: Array, rope: Table) -> Array:
         """Apply the layer to x: (1, length, dim); returns the same shape."""
         _, length, dim = x.shape
-        places, own = [dim, 2 * dim, 3 * dim], library(x)
-        queries, keys, values, hidden = own.split(self.to_qkv_mlp_proj(x), places, axis=-1)
+        offsets, arrays = [dim, 2 * dim, 3 * dim], library(x)
+        queries, keys, values, hidden = arrays.split(self.to_qkv_mlp_proj(x), offsets, axis=-1)
         queries, keys, values = (
-            one.reshape(1, length, self.heads, -1) for one in (queries, keys, values)
+            projection.reshape(1, length, self.heads, -1) for projection in (queries, keys, values)
         )
         queries, keys = rotate_pairs([self.norm_q(queries), self.norm_k(keys)], rope)
         mixed = attention(queries, keys, values, self.scale).reshape(1, length, dim)
-        hidden = swiglu_in_place(*own.split(hidden, 2, axis=-1))
-        return self.to_out(own.concatenate([mixed, hidden], axis=-1))
+        hidden = swiglu_in_place(*arrays.split(hidden, 2, axis=-1))
+        return self.to_out(arrays.concatenate([mixed, hidden], axis=-1))
 
 
 class SingleBlock(Network):
@@ -210,15 +212,18 @@ class Transformer(Network):
         words = caption.tokens.shape[1]
         x = self._run(to_fastest(x), words, (cosines, sines), time, cache)
         scale, shift = library(x).split(self.norm_out(time)[:, None], 2, axis=-1)
+        # Only the tokens of the picture itself: texts and references have no velocity
         x = modulate(self.norm, x[:, words : words + height * width], scale, shift)
         return to_mlx(self.proj_out(x)[0].T).reshape(channels, height, width)
 
     def _time(self, sigma: float) -> Array:
+        # The reference scales the noise level by 1000, in float32
         features = mx.array(sinusoid(float(np.float32(sigma) * np.float32(1000))))[None]
         return self.time_linear_2(silu(self.time_linear_1(features.astype(self._dtype))))
 
     @property
     def _dtype(self) -> mx.Dtype:
+        # Norms are never quantized: their weights have the compute type
         return self.transformer_blocks[0].attn.norm_q.weight.dtype
 
     def _run(
@@ -239,16 +244,18 @@ class Transformer(Network):
                 streams = block(streams, rope, (text, image))
             return library(x).concatenate(streams, axis=1)
 
-        def others(x: Array) -> Array:
+        def run_other_blocks(x: Array) -> Array:
             x = double(self.transformer_blocks[1:], x)
             for block in self.single_transformer_blocks:
                 x = block(x, rope, single)
             return x
 
-        def first(x: Array) -> Array:
+        def run_first_block(x: Array) -> Array:
             return double(self.transformer_blocks[:1], x)
 
-        return others(first(x)) if cache is None else cache.run(x, first, others)
+        if cache is None:
+            return run_other_blocks(run_first_block(x))
+        return cache.run(x, run_first_block, run_other_blocks)
 
     def _rope(self, positions: Positions) -> Table:
         return axes_table(positions, self.config.axes_dims, self.config.rope_theta, is_exact=True)

@@ -9,7 +9,8 @@ from clowder_aimage.model.backend import Network, mx
 from clowder_aimage.model.flow.vae import LatentDecoder, LatentEncoder
 from clowder_aimage.model.flux2.config import PATCH, VaeConfig
 
-_COUNT = "bn.num_batches_tracked"  # of the training
+# A counter of the training
+_COUNT = "bn.num_batches_tracked"
 
 
 class ChannelStatistics(Network):
@@ -28,7 +29,7 @@ class ChannelStatistics(Network):
         return (patches - mean) / deviation
 
     def restore(self, patches: mx.array) -> mx.array:
-        """Return what ``normalize`` was given."""
+        """Undo ``normalize``."""
         mean, deviation = self._moments(patches.dtype)
         return patches * deviation + mean
 

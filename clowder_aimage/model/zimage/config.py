@@ -14,8 +14,9 @@ from clowder_aimage.model.flow.rope_config import MIN_THETA
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields
 
 _MAX_SCALE = 1e6
-PATCH = 2  # the patch size that ZImagePipeline uses
-# Of the tokens of a text and of a picture, to which each is padded
+# The patch size of ZImagePipeline
+PATCH = 2
+# Text and picture are each padded to a multiple of so many tokens
 MULTIPLE = 32
 
 
@@ -79,6 +80,7 @@ class TransformerConfig:
             axes_lens=fields.integers("axes_lens", (1024, 512, 512)),
         )
         fields.accept_quantization()
+        # Fields without a meaning for these networks; all others must have been read
         fields.finish("n_kv_heads", "siglip_feat_dim", "torch_dtype", "dtype")
         if len(config.axes_dims) != 3 or len(config.axes_lens) != 3:
             raise fields.refuse("axes_dims", "Z-Image has three axes: caption, height, width")
@@ -118,6 +120,6 @@ class VaeConfig(AutoencoderConfig):
         return config
 
 
-def padded(length: int) -> int:
+def pad_length(length: int) -> int:
     """Return the length rounded up to a multiple of 32."""
     return -(-length // MULTIPLE) * MULTIPLE

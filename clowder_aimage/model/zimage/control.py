@@ -26,7 +26,7 @@ from clowder_aimage.model.zimage.transformer import (
 
 
 class ControlBlock(Block):
-    """A block that sees the tokens of the latents if it is the first, and makes a hint."""
+    """A block that returns a hint; the first block also has the tokens of the latents as input."""
 
     def __init__(self, config: TransformerConfig, *, is_first: bool) -> None:
         super().__init__(config, modulated=True)
@@ -65,9 +65,10 @@ class ControlNet(Network):
         hints.
         """
         image = transformer.embed(latents, time, caption)
-        given = fill(self.control_x_embedder(to_patches(cells)), transformer.x_pad_token)
-        context = to_fastest(given)
-        within: Hints = {}
+        control_tokens = fill(self.control_x_embedder(to_patches(cells)), transformer.x_pad_token)
+        context = to_fastest(control_tokens)
+        refiner_hints: Hints = {}
+        # Version 1.0 refines the control alone, without hints for the transformer's refiner
         if self.config.refiner == PLAIN:
             for block in self.control_noise_refiner:
                 context = block(context, image.rope, image.time)
@@ -75,15 +76,16 @@ class ControlNet(Network):
             blocks = self[self.config.refiner]
             context, hints = _run(blocks, context, image.tokens, image.rope, image.time)
             places = self.config.refiner_places
-            within = {place: strength * hints[index] for index, place in enumerate(places)}
-        refined = transformer.refine(image, within)
+            refiner_hints = {layer: strength * hints[index] for index, layer in enumerate(places)}
+        # Unlike in the transformer's own pass, the refiner has hints here
+        refined = transformer.refine(image, refiner_hints)
         words = to_fastest(caption.tokens)
         tokens, context = (
-            library(words).concatenate([one, words], axis=1) for one in (refined, context)
+            library(words).concatenate([sequence, words], axis=1) for sequence in (refined, context)
         )
         rope = image.with_caption(caption)
         _, hints = _run(self.control_layers, context, tokens, rope, image.time)
-        return {place: strength * hints[index] for index, place in enumerate(self.config.places)}
+        return {layer: strength * hints[index] for index, layer in enumerate(self.config.places)}
 
     @staticmethod
     def sanitize(name: str) -> str:
@@ -91,7 +93,7 @@ class ControlNet(Network):
         return Transformer.sanitize(name)
 
     def skip(self, name: str) -> bool:
-        """Return True for a refiner that is not used, which files of 2.0 have."""
+        """Return True for the unused refiner of 2.0 files."""
         return self.config.refiner == LAYERS and name.startswith(f"{REFINER}.")
 
 
@@ -102,7 +104,7 @@ def _control_blocks(config: TransformerConfig, count: int) -> list[ControlBlock]
 def _run(
     blocks: Sequence[ControlBlock], context: Array, x: Array, rope: Table, time: Array
 ) -> tuple[Array, list[Array]]:
-    """Return the context after all blocks, and the hint of each; ``x`` is added before."""
+    """Return the context after all blocks, and the hint of each; ``x`` is added at the start."""
     context, hints = blocks[0].before_proj(context) + x, []
     for block in blocks:
         context = block(context, rope, time)

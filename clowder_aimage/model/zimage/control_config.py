@@ -27,9 +27,9 @@ class ControlNetConfig:
     """``ZImageControlNetModel``.
 
     in_channels: of its input. places: the layers of the transformer that hints are added after;
-    refiner_places: those of its noise refiner. refiner: what makes hints for the noise refiner,
-    LAYERS or REFINER; PLAIN if nothing does, and the refiner has blocks without hints. block: the
-    transformer's configuration, for the blocks.
+    refiner_places: those of its noise refiner. refiner: the source of hints for the noise refiner,
+    LAYERS or REFINER; PLAIN for a refiner of blocks without hints. block: the transformer's
+    configuration, for the blocks.
     """
 
     in_channels: int
@@ -40,12 +40,12 @@ class ControlNetConfig:
 
     @property
     def has_mask(self) -> bool:
-        """Return whether it has inputs for a mask and a masked picture."""
+        """Return True if it has inputs for a mask and a masked picture."""
         return self.in_channels == 2 * self.block.in_channels + 1
 
     @property
     def hint_width(self) -> int:
-        """Return the values of all hints for a token, with those of a layer's input."""
+        """Return the number of values per token: of all hints and of a layer's input."""
         return (len(self.places) + 1) * self.block.dim
 
     @classmethod
@@ -71,6 +71,7 @@ class ControlNetConfig:
         within = _places(fields, "control_refiner_layers_places", base.n_refiner_layers)
         channels = fields.integer("control_in_dim", maximum=4096)
         fields.finish("n_kv_heads", "torch_dtype", "dtype")
+        # The reference asserts it
         if not places or places[0]:
             raise fields.refuse("control_layers_places", "must begin with 0")
         if len(within) > (len(places) if refiner == LAYERS else base.n_refiner_layers):
@@ -81,14 +82,15 @@ class ControlNetConfig:
     def derive(cls, weights: ModelWeights, base: TransformerConfig) -> ControlNetConfig:
         """Return the configuration of weights without one, by their names and shapes.
 
-        Hints are evenly spaced, as in all published files. In files of 2.0 the refiner's first
-        block has no projection, or one of zeros, and the layers make its hints; the refiner is not
-        used then. Source: diffusers, loaders/single_file_utils.py.
+        Hints are evenly spaced, as in all published files. Source: diffusers,
+        loaders/single_file_utils.py.
         """
         names = set(weights)
         count = controlnet.count_layers(names)
         channels = weights.shape(controlnet.EMBEDDER)[1] // PATCH**2
         places = tuple(index * base.n_layers // count for index in range(count))
+        # In files of 2.0 the refiner's first block has no projection, or one of zeros: the layers
+        # make its hints, and the refiner is unused
         if _BEFORE in names and np.any(weights.numpy(_BEFORE)):
             refiner = REFINER
         else:
@@ -101,9 +103,9 @@ class ControlNetConfig:
 
 def _places(fields: ConfigFields, key: str, count: int) -> tuple[int, ...]:
     value = fields.raw(key, [])
-    if not isinstance(value, list) or not all(type(one) is int for one in value):
+    if not isinstance(value, list) or not all(type(index) is int for index in value):
         raise fields.refuse(key, "must be a list of whole numbers")
-    if value != sorted(set(value)) or not all(0 <= one < count for one in value):
+    if value != sorted(set(value)) or not all(0 <= index < count for index in value):
         raise fields.refuse(key, f"must be increasing and below {count}")
     return tuple(value)
 
@@ -114,12 +116,14 @@ def to_input(
     """Return the input of a network: (in_channels, height, width).
 
     control: scaled latents of the picture, (channels, height, width). painted: the cells to paint
-    (1, height, width), and scaled latents of the picture that is kept; used if there are inputs.
+    (1, height, width), and scaled latents of the original picture; used if the network has a mask.
     """
     parts = [control]
     if painted is not None and config.has_mask:
+        # The network's mask is 1 for cells to keep, that of a request 1 for cells to paint
         parts += [1 - painted[0], painted[1]]
-    missing = config.in_channels - sum(part.shape[0] for part in parts)
+    # Unused inputs are zeros, as in diffusers
+    missing = config.in_channels - sum(channels.shape[0] for channels in parts)
     return np.concatenate([*parts, np.zeros((missing, *control.shape[1:]), np.float32)])
 
 

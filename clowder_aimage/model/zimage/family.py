@@ -30,7 +30,13 @@ from clowder_aimage.model.flow.picture_size import Sides
 from clowder_aimage.model.flow.picture_start import EncodedPicture, cells_of
 from clowder_aimage.model.flow.scheduler import FlowScheduler, Schedule
 from clowder_aimage.model.pipeline import PictureInput
-from clowder_aimage.model.zimage.config import MULTIPLE, PATCH, TransformerConfig, VaeConfig, padded
+from clowder_aimage.model.zimage.config import (
+    MULTIPLE,
+    PATCH,
+    TransformerConfig,
+    VaeConfig,
+    pad_length,
+)
 from clowder_aimage.model.zimage.control_config import ControlNetConfig, to_input
 from clowder_aimage.model.zimage.latent_colour import colours, has_colours
 
@@ -113,7 +119,7 @@ class ZImage:
 
     def check_length(self, tokens: int) -> None:
         positions = self.transformer.axes_lens[0]
-        if padded(tokens) + 2 > positions:
+        if pad_length(tokens) + 2 > positions:
             raise wrong(
                 "prompt", f"is too long: {tokens} tokens and padding exceed {positions} positions"
             )
@@ -136,38 +142,38 @@ class ZImage:
         shift, scale = np.float32(self.vae.shift_factor), np.float32(self.vae.scaling_factor)
         return (latents - shift) * scale
 
-    def fit(self, given: PictureInput) -> PictureInput:
-        return given
+    def fit(self, pictures: PictureInput) -> PictureInput:
+        return pictures
 
     def encode_pictures(
         self,
         request: GenerateRequest,
-        given: PictureInput,
+        pictures: PictureInput,
         encoder: PictureEncoder,
         control: Module | None,
     ) -> tuple[EncodedPicture | None, Control | None]:
         """Return the picture to begin with and the control, evaluated.
 
-        A control network that has inputs for the mask paints around it itself: all of the picture
-        begins as noise then, unless the strength is below 1. Raises as ``ModelWeights.apply`` does.
+        With a control network for masks, the whole picture begins as noise, unless the strength is
+        below 1. Raises as ``ModelWeights.apply`` does.
         """
         inputs, is_inside = None, False
-        if given.control is not None and control is not None:
+        if pictures.control is not None and control is not None:
             config: ControlNetConfig = control.config
-            is_inside = given.mask is not None and config.has_mask
-            hidden = self._mask(given, encoder) if is_inside else None
-            values = to_input(config, encoder.mode(to_values(given.control)), hidden)
+            is_inside = pictures.mask is not None and config.has_mask
+            hidden = self._mask(pictures, encoder) if is_inside else None
+            values = to_input(config, encoder.mode(to_values(pictures.control)), hidden)
             strength = request.control.strength or 0.0
             inputs = Control(control.get, encoder.library.array(values), strength)
-        begun = None if is_inside and request.input.strength == 1 else encoder.begin(given)
+        encoded = None if is_inside and request.input.strength == 1 else encoder.begin(pictures)
         encoder.finish()
-        return begun, inputs
+        return encoded, inputs
 
-    def _mask(self, given: PictureInput, encoder: PictureEncoder) -> tuple[Floats, Floats]:
+    def _mask(self, pictures: PictureInput, encoder: PictureEncoder) -> tuple[Floats, Floats]:
         """Return the cells to paint, and the scaled latents of the picture without them."""
-        assert given.pixels is not None and given.mask is not None  # noqa: S101 - was checked
-        values = to_values(given.pixels) * (given.mask < 128)[..., None]
-        return cells_of(given.mask, self.vae.scale), encoder.mode(values)
+        assert pictures.pixels is not None and pictures.mask is not None  # noqa: S101 - was checked
+        values = to_values(pictures.pixels) * (pictures.mask < 128)[..., None]
+        return cells_of(pictures.mask, self.vae.scale), encoder.mode(values)
 
     def direction(
         self,

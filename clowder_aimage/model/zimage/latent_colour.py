@@ -35,7 +35,8 @@ _WIDTHS = (128, 256, 512, 512)
 
 
 def has_colours(config: VaeConfig) -> bool:
-    """Return whether a VAE has the configuration of FLUX.1's, for which the factors hold."""
+    """Return True if a VAE has the configuration of FLUX.1's: the factors hold for no other."""
+    # The files state them with different precision
     numbers = round(config.scaling_factor, 4), round(config.shift_factor, 4)
     channels = config.latent_channels, config.block_out_channels
     return numbers == (0.3611, 0.1159) and channels == (len(_FACTORS), _WIDTHS)

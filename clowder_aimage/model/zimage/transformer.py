@@ -30,11 +30,13 @@ from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
 from clowder_aimage.model.flow.rope_config import place_pixels
 from clowder_aimage.model.flow.step_cache import StepCache
 from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
-from clowder_aimage.model.zimage.config import PATCH, TransformerConfig, padded
+from clowder_aimage.model.zimage.config import PATCH, TransformerConfig, pad_length
 
 TIME_HIDDEN = 1024
-QK_EPS = 1e-5  # fixed in the reference, regardless of norm_eps
-_NAMES = {  # parts of diffusers' names, and the names used here
+# Fixed in the reference, regardless of norm_eps
+QK_EPS = 1e-5
+# Parts of diffusers' names, and the names of parameters
+_NAMES = {
     f"all_x_embedder.{PATCH}-1.": "x_embedder.",
     f"all_final_layer.{PATCH}-1.": "final_layer.",
     "final_layer.adaLN_modulation.1.": "final_layer.adaLN_modulation.",
@@ -107,13 +109,13 @@ class Block(Network):
             mixed = self.attention(self.attention_norm1(x), rope)
             x = add(x, mixed, norm=self.attention_norm2)
             return add(x, self.feed_forward(self.ffn_norm1(x)), norm=self.ffn_norm2)
-        own = library(x)
-        modulation = own.split(self.adaLN_modulation(time)[:, None], 4, axis=-1)
+        arrays = library(x)
+        modulation = arrays.split(self.adaLN_modulation(time)[:, None], 4, axis=-1)
         attention_scale, attention_gate, ffn_scale, ffn_gate = modulation
         mixed = self.attention(modulate(self.attention_norm1, x, attention_scale), rope)
-        x = add(x, mixed, own.tanh(attention_gate), self.attention_norm2)
+        x = add(x, mixed, arrays.tanh(attention_gate), self.attention_norm2)
         changed = self.feed_forward(modulate(self.ffn_norm1, x, ffn_scale))
-        return add(x, changed, own.tanh(ffn_gate), self.ffn_norm2)
+        return add(x, changed, arrays.tanh(ffn_gate), self.ffn_norm2)
 
 
 class FinalLayer(Network):
@@ -141,11 +143,13 @@ class TimestepEmbedder(Network):
 
     def __call__(self, time: float) -> Array:
         """Embed time, which is already scaled; returns (1, modulation_dim)."""
+        # The weight may be quantized: only the bias has the compute type
         features = mx.array(sinusoid(time))[None].astype(self.linear1.bias.dtype)
         return self.linear2(silu(self.linear1(features)))
 
 
-Hints = Mapping[int, Array]  # what is added after layers, by their index: (1, length, dim)
+# Arrays (1, length, dim) that are added after layers, by the index of the layer
+Hints = Mapping[int, Array]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,7 +210,7 @@ class Transformer(Network):
 
         latents: (channels, height, width) in latent cells, both even; time: 1 - sigma, 0 (noise)
         to 1 (picture). With a ``cache``, all layers but the first may be skipped. ``hints`` returns
-        those of a control network, for the same arguments; they are not made if layers are skipped.
+        those of a control network, for the same arguments; it is not called if layers are skipped.
         Returns the velocity from noise to picture, in the same shape.
         """
         channels, height, width = latents.shape
@@ -215,16 +219,19 @@ class Transformer(Network):
         parts = self.refine(image, {}), to_fastest(caption.tokens)
         sequence = library(image.tokens).concatenate(parts, axis=1)
         rope = image.with_caption(caption)
-        at = rope, image.time
+        conditions = rope, image.time
 
-        def others(x: Array) -> Array:
-            found = hints()
-            return _run(self.layers[1:], _hinted(x, 0, found), *at, found, first=1)
+        def run_other_layers(x: Array) -> Array:
+            layer_hints = hints()
+            return _run(
+                self.layers[1:], _add_hint(x, 0, layer_hints), *conditions, layer_hints, offset=1
+            )
 
         if cache is None:
-            sequence = others(self.layers[0](sequence, *at))
+            sequence = run_other_layers(self.layers[0](sequence, *conditions))
         else:
-            sequence = cache.run(sequence, lambda x: self.layers[0](x, *at), others)
+            first_layer = self.layers[0]
+            sequence = cache.run(sequence, lambda x: first_layer(x, *conditions), run_other_layers)
         patches = to_mlx(self.final_layer(sequence[:, : rows * columns], image.time))
         patches = patches.reshape(rows, columns, PATCH, PATCH, channels)
         return patches.transpose(4, 0, 2, 1, 3).reshape(channels, height, width)
@@ -246,6 +253,7 @@ class Transformer(Network):
         """Return the table for image tokens at (caption + 1, row, column) and pads at (0, 0, 0)."""
         positions = np.zeros((length, 3), dtype=np.int64)
         tokens = positions[: rows * columns]
+        # The first axis counts the caption from 1; the picture follows as one position
         tokens[:, 0] = caption + 1
         place_pixels(tokens, rows, columns)
         return self._rope(positions)
@@ -256,13 +264,13 @@ class Transformer(Network):
     @staticmethod
     def sanitize(name: str) -> str:
         """Return the name of the parameter for a diffusers tensor."""
-        for theirs, own in _NAMES.items():
-            name = name.replace(theirs, own)
+        for fragment, parameter in _NAMES.items():
+            name = name.replace(fragment, parameter)
         return name
 
     @staticmethod
     def skip(name: str) -> bool:
-        """Return True for tensors that only image-conditioned variants have."""
+        """Return True for tensors of image-conditioned variants."""
         return name.startswith("siglip_")
 
 
@@ -275,21 +283,21 @@ def to_patches(latents: mx.array) -> mx.array:
 
 
 def _run(
-    blocks: Sequence[Block], x: Array, rope: Table, time: Array, hints: Hints, first: int = 0
+    blocks: Sequence[Block], x: Array, rope: Table, time: Array, hints: Hints, offset: int = 0
 ) -> Array:
-    for index, block in enumerate(blocks, first):
-        x = _hinted(block(x, rope, time), index, hints)
+    for index, block in enumerate(blocks, offset):
+        x = _add_hint(block(x, rope, time), index, hints)
     return x
 
 
-def _hinted(x: Array, index: int, hints: Hints) -> Array:
+def _add_hint(x: Array, index: int, hints: Hints) -> Array:
     return x + hints[index] if index in hints else x
 
 
 def fill(tokens: mx.array, pad: mx.array) -> mx.array:
     """Pad (length, dim) to (1, padded length, dim) with the pad token."""
     length, dim = tokens.shape
-    missing = padded(length) - length
+    missing = pad_length(length) - length
     if missing:
         fill = mx.broadcast_to(pad.astype(tokens.dtype), (missing, dim))
         tokens = mx.concatenate([tokens, fill])
