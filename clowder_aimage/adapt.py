@@ -83,7 +83,7 @@ def combine(
         for adapter, strength in uses:
             name = _free_name(adapter.name, adapters)
             adapters[name] = {
-                key: value for key, value in adapter.facts.items() if value not in (None, [])
+                key: value for key, value in adapter.metadata.items() if value not in (None, [])
             }
             defaults.append({"adapter": name, "strength": strength})
             layers += _files(adapter, f"adapters/{name}")

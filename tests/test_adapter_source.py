@@ -155,7 +155,7 @@ def test_a_file_of_the_directory_is_found_by_its_relative_name(
         assert found.path == path and found.name == name
         digest = f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
         assert found.use(None) == LoraUse(name, 0.5, digest)
-    assert [(one.name, one.facts["weight"]) for one in own.files()] == [("styles/My Ink", 0.5)]
+    assert [(one.name, one.metadata["weight"]) for one in own.files()] == [("styles/My Ink", 0.5)]
 
 
 def test_the_digest_of_a_file_follows_its_content(layout: ImageLayout, tmp_path: Path) -> None:

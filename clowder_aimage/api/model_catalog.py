@@ -143,7 +143,12 @@ def _adapter(name: str, facts: dict[str, Any], names: Mapping[Digest, str]) -> d
 
 def _file_facts(file: AdapterFile) -> dict[str, Any]:
     """Return the facts of an adapter in the directory."""
-    return {"created": int(file.changed), "owned_by": "local", "adapter": file.facts, "base": None}
+    return {
+        "created": int(file.changed),
+        "owned_by": "local",
+        "adapter": file.metadata,
+        "base": None,
+    }
 
 
 def _model(name: str, facts: dict[str, Any]) -> dict[str, Any]:

@@ -56,12 +56,14 @@ class Adaptation(NetworkAdaptation):
 
     def _adapt(self, name: str, uses: list[tuple[str, Use]]) -> None:
         """Change the layer, or the parameter, called ``name``."""
+        # Names of tensors are translated, not those of layers: a weight stands for its layer
         path = self._sanitize(f"{name}{_WEIGHT}").removesuffix(_WEIGHT)
         target = self._find(path)
         if not isinstance(target.layer, (Linear, QuantizedLinear)):
             if isinstance(target.layer, mx.array):
                 self._change_array(target, [use for _, use in uses], name)
                 return
+            # A layer of another kind, such as a norm: each of its arrays is a parameter
             for tensor in sorted({tensor for tensor, _ in uses}):
                 inside = _Layer(target.layer, tensor.rpartition(".")[2], None)
                 tensor_uses = [use for used_tensor, use in uses if used_tensor == tensor]
@@ -79,6 +81,7 @@ class Adaptation(NetworkAdaptation):
                 layer_effects = adapter.effects(full, make)
                 effects += [(effect, strength) for effect in layer_effects]
         bias = _extra_bias(target.layer, biases, self.dtype) if biases else None
+        # Undone by the old layer, whose weights were not changed
         target.put(AdaptedLinear(target.layer, effects, bias))
         self._undoing.append(partial(target.put, target.layer))
 
@@ -90,6 +93,7 @@ class Adaptation(NetworkAdaptation):
         changes = [(change, t) for adapter, t in uses for change in adapter.changes(full)]
         if not mx.issubdtype(target.layer.dtype, mx.floating):
             raise ModelError(f"{uses[0][0].label}: {full[:200]} is quantized and cannot be changed")
+        # Computed in float32: sums of small changes would be lost in bfloat16
         weight = np.array(target.layer.astype(mx.float32))
         target.put(mx.array(dense.apply_changes(weight, changes)).astype(target.layer.dtype))
         self._undoing.append(partial(target.put, target.layer))

@@ -97,6 +97,7 @@ class KroneckerEffect:
 
     def output_delta(self, layer_input: LayerInput, strength: float) -> Array:
         x = layer_input.x
+        # (A (x) B) x is A X B^T for x as a matrix X: the product itself is never built
         split = x.reshape(*x.shape[:-1], self.first.shape[1], self.second.shape[1])
         inner = linear(split, self.second, None).swapaxes(-1, -2)
         outer = linear(inner, self.first, None).swapaxes(-1, -2)
@@ -127,16 +128,17 @@ class DecomposedEffect:
             )
         if self.norm is Norm.CHANGED:
             t = np.float32(strength)
+            # |W + t D|^2, row by row, without another pass over the weights
             squares = self.weight_norms + 2 * t * self.products + t * t * self.squares
             factor = self.magnitude / np.sqrt(np.maximum(squares, _TINY))
             base_factor, delta_factor = factor - 1, factor * t
         else:
             factor = self.magnitude / self.weight_norms
             base_factor, delta_factor = strength * (factor - 1), strength * factor
-        base_term = mx.array(base_factor.astype(np.float32)).astype(kind) * layer_input.product
-        return base_term + mx.array(delta_factor.astype(np.float32)).astype(
-            kind
-        ) * self._sum_deltas(layer_input)
+        base_factors = mx.array(base_factor.astype(np.float32)).astype(kind)
+        delta_factors = mx.array(delta_factor.astype(np.float32)).astype(kind)
+        deltas = self._sum_deltas(layer_input)
+        return base_factors * layer_input.product + delta_factors * deltas
 
     def _sum_deltas(self, layer_input: LayerInput) -> Array:
         total = self.parts[0].output_delta(layer_input, 1.0)
@@ -148,7 +150,7 @@ class DecomposedEffect:
 class AdaptedLinear(Network):
     """A linear layer, quantized or not, with effects and the strength of each.
 
-    ``extra_bias`` is output_delta to the output, if it is not None.
+    ``extra_bias`` is added to the output, if it is not None.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class AdaptedLinear(Network):
     def __call__(self, x: Array) -> Array:
         """Return the layer's output for x: (..., inputs)."""
         if isinstance(x, np.ndarray) and (self.others or self.extra_bias is not None):
+            # Effects other than pairs have no fast form for numpy
             return to_fastest(self(to_mlx(x)))
         y = self.base(x)
         layer_input = LayerInput(self.base, x, y)
@@ -194,6 +197,7 @@ def prepare(change: Change, layer: Any, dtype: mx.Dtype) -> Effect:
         return mx.array(values).astype(dtype)
 
     match change:
+        # A pair of high rank takes more work than its product
         case LowRank() if change.rank * sum(change.shape) > math.prod(change.shape):
             return MatrixEffect(cast(dense.delta(change)))
         case LowRank():

@@ -57,7 +57,7 @@ ReadConfig = Callable[[], Mapping[str, Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class AdapterEntry:
-    """An adapter: the file of its weights, its ``facts`` (of its AImage's config), peft's config.
+    """An adapter: the file of its weights, its metadata (of its AImage's config), peft's config.
 
     ``name`` is recorded in pictures, ``digest`` that of the manifest, or of a file.
     """
@@ -65,7 +65,7 @@ class AdapterEntry:
     name: str
     digest: Digest
     path: Path
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     read_config: ReadConfig = lambda: None
 
     @property
@@ -76,12 +76,12 @@ class AdapterEntry:
     @property
     def words(self) -> tuple[str, ...]:
         """Return the trigger words."""
-        listed = self.facts.get("triggerWords")
+        listed = self.metadata.get("triggerWords")
         return tuple(map(str, listed[:_MAX_WORDS])) if isinstance(listed, list) else ()
 
     def strength(self, requested: float | None) -> float:
         """Return the requested strength, else the recommended one, else 1."""
-        recommended = self.facts.get("weight")
+        recommended = self.metadata.get("weight")
         if not isinstance(recommended, int | float) or abs(recommended) > MAX_STRENGTH:
             recommended = 1.0
         return float(recommended) if requested is None else requested
@@ -93,11 +93,11 @@ class AdapterEntry:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFile:
-    """A file in a directory of adapters: its name, when it was changed (seconds), and facts."""
+    """A file in a directory of adapters: its name, time of change (seconds), and metadata."""
 
     name: str
     changed: float
-    facts: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     path: Path
 
 
@@ -108,8 +108,8 @@ def is_adapter(aimage: AImage) -> bool:
 
 def is_path(text: str) -> bool:
     """Return True if the beginning or the end of a text shows that it is a path."""
-    is_place = text.startswith(("/", "./", "../", "~"))
-    return is_place or text.endswith((SUFFIX, *PICKLED)) or os.path.isfile(text)  # noqa: PTH113
+    has_directory = text.startswith(("/", "./", "../", "~"))
+    return has_directory or text.endswith((SUFFIX, *PICKLED)) or os.path.isfile(text)  # noqa: PTH113
 
 
 def file_in(directory: Path, name: str) -> Path | None:
@@ -130,8 +130,7 @@ class AdapterFinder:
     """Adapters by name: files, if ``has_files``; a ``directory`` of files; AImages.
 
     ``open_stored`` returns an AImage that is complete in ``store``, and may pull it. A digest of a
-    file is computed once, until the file changes. A use may name a file
-    without its directory.
+    file is computed once, until the file changes. A use may name a file without its directory.
     """
 
     store: BlobFiles
@@ -151,6 +150,7 @@ class AdapterFinder:
             VerificationError: The file is not the one with the digest of the use.
             FormatError: Its metadata or its config is invalid.
         """
+        # A recorded name has no directory: the path of an earlier use completes it
         path = self._paths.get((use.model, use.digest)) or self._file(use.model)
         if path is None:
             return self._open_stored(use)
@@ -261,9 +261,9 @@ class AdapterFinder:
 
     def _name(self, text: str, path: Path) -> str:
         """Return the recorded name of a file: without directories of this machine."""
-        path_in_text = Path(text)
-        is_own = path_in_text.is_absolute() or text.startswith("~") or ".." in path_in_text.parts
-        return path.name if is_own else text
+        stated = Path(text)
+        is_local = stated.is_absolute() or text.startswith("~") or ".." in stated.parts
+        return path.name if is_local else text
 
     def _read_file(self, path: Path, name: str) -> AdapterEntry:
         try:
@@ -409,7 +409,7 @@ class AdapterSource:
                 message = f"cannot read {adapter.name}: {error.strerror or error}"
                 raise StoreError(message) from None
 
-        # of the weights alone for a file: another config is another adapter
+        # The digest is that of the weights alone for a file: another config is another adapter
         config = json.dumps(adapter.config, sort_keys=True) if adapter.config else ""
         return self._cache.get(f"{adapter.digest} {config}", read)
 

@@ -85,13 +85,14 @@ def load_into(
     *,
     keep_quantized: bool,
 ) -> None:
-    """Read the ``parameters`` tensors into their parameters, strictly.
+    """Read the tensors of ``parameters``, the names of parameters by tensor, strictly.
 
     Each is checked once ``find`` returns it; ``find`` may wait for its blob.
 
     Raises:
         ModelError: A blob cannot be loaded. The module is unchanged then. Also as ``check``.
     """
+    # Collected first: an error in any tensor must leave the module unchanged
     weights: list[tuple[str, mx.array]] = []
     layers: dict[str, QuantizedArray] = {}
 
@@ -110,6 +111,7 @@ def load_into(
         target.replace(parameter, layer)
         path = parameter.removesuffix(_WEIGHT)
         weights += [(f"{path}.{name}", array) for name, array in value.parts.items()]
+    # Layers were replaced before: strict loading compares with the parameters of the new ones
     target.module.load_weights(weights, strict=True)
     mx.eval(target.module.parameters())
 

@@ -45,6 +45,7 @@ def read_arrays(
             yield from _evaluate(pending)
         files = _open(chunk)
         values = [(tensor, _value(tensor, files, dtype, keep_quantized)) for tensor in chunk]
+        # MLX reads in its threads while the next headers are opened
         mx.async_eval(_arrays(values))  # type: ignore[no-untyped-call]
         pending.append((size, values))
         if len(pending) > _PENDING:
@@ -126,7 +127,7 @@ def _value(
         if dtype is not None and mx.issubdtype(value.dtype, mx.floating):
             return value.astype(dtype)
         return value
-    parts = {component: array(tensor_range) for component, tensor_range in tensor.parts.items()}
+    parts = {suffix: array(tensor_range) for suffix, tensor_range in tensor.parts.items()}
     quantized = QuantizedArray(
         tensor.quantization, value, parts[SCALE], parts.get(BIAS), parts.get(GLOBAL_SCALE)
     )

@@ -67,8 +67,8 @@ class Catalogue:
 
     @cached_property
     def _layers(self) -> dict[str, Layer]:
-        component_layers = {name for parts in self._parts.values() for name in parts.values()}
-        return {name: layer for name, layer in self._all.items() if name not in component_layers}
+        part_names = {name for parts in self._parts.values() for name in parts.values()}
+        return {name: layer for name, layer in self._all.items() if name not in part_names}
 
     def _is_codes(self, name: str) -> bool:
         """Return True if the blob of a layer holds only codes, whose scales are other layers.
@@ -93,6 +93,7 @@ class Catalogue:
         Raises:
             FormatError: Two tensors have the same name, or one of those blobs is invalid.
         """
+        # A dict as an ordered set: weights are read in the order of the layers
         names: dict[str, None] = {}
         for layer_name, layer in self._layers.items():
             inside = (layer_name,) if layer.dtype is not None else self._tensors(layer_name)
@@ -176,26 +177,26 @@ class Catalogue:
 
     def _join(self, name: str, blob: WeightBlob, parts: Mapping[str, str]) -> StoredTensor:
         """Return a quantized tensor whose codes, scales and biases are separate layers."""
-        codes = blob.span(self._single(name, blob).key)
-        ranges = {
-            component: self._component_range(layer_name) for component, layer_name in parts.items()
-        }
+        codes = blob.range_of(self._single(name, blob).key)
+        ranges = {suffix: self._part_range(layer_name) for suffix, layer_name in parts.items()}
         if codes.dtype != CODES:
             raise FormatError(f"values with separate scales must be {CODES}, not {codes.dtype}")
         infos = {
-            name + component: TensorInfo(span.dtype, span.shape, 0, span.nbytes)
-            for component, span in {"": codes, **ranges}.items()
+            name + suffix: TensorInfo(
+                tensor_range.dtype, tensor_range.shape, 0, tensor_range.nbytes
+            )
+            for suffix, tensor_range in {"": codes, **ranges}.items()
         }
         joined = read_tensors(self._complete_header(Header(infos, {}, 0), name))[name]
         _check(blob.layer, joined)
         return StoredTensor(name, joined.dtype, joined.shape, codes, joined.quantization, ranges)
 
-    def _component_range(self, layer_name: str) -> TensorRange:
+    def _part_range(self, layer_name: str) -> TensorRange:
         layer = self._all[layer_name]
         blob = WeightBlob.read(self._store, layer)
         tensor = self._single(layer_name, blob)
         _check(layer, tensor)
-        return blob.span(tensor.key)
+        return blob.range_of(tensor.key)
 
     def _single(self, name: str, blob: WeightBlob) -> BlobTensor:
         return find_tensor(read_tensors(blob.header), name, self._component)

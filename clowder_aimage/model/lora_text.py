@@ -10,6 +10,7 @@ from clowder_aimage.generation.request import LoraUse
 
 _TAG = re.compile(r"<lora:([^<>]*)>", re.IGNORECASE)
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)", re.ASCII)
+# In NAME@sha256:123 the number is a digest, not a strength
 _ALGORITHMS = ("@sha256", "@sha512")
 
 
@@ -34,6 +35,7 @@ def take_tags(prompt: str) -> tuple[str, tuple[LoraUse, ...]]:
     The tags are those of stable-diffusion-webui: the strength is any last number, and optional.
     Raises UsageError: a tag has no name.
     """
+    # The pattern has one group: its matches alternate with the text after them
     text, *fragments = _TAG.split(prompt)
     if not fragments:
         return prompt, ()

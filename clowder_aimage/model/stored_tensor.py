@@ -64,7 +64,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return sum(span.nbytes for span in self.ranges)
+        return sum(tensor_range.nbytes for tensor_range in self.ranges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class WeightBlob:
         except OSError as error:
             raise StoreError(f"{layer.name}: cannot be read: {error.strerror or error}") from None
 
-    def span(self, key: str) -> TensorRange:
+    def range_of(self, key: str) -> TensorRange:
         """Return the location of the array ``key``."""
         info = self.header.tensors[key]
         start = self.header.data_offset + info.start
@@ -99,8 +99,8 @@ class WeightBlob:
 
     def tensor(self, name: str, blob_tensor: BlobTensor) -> StoredTensor:
         """Return a tensor of this blob as a stored tensor called ``name``."""
-        parts = {component: self.span(key) for component, key in blob_tensor.parts.items()}
-        value = self.span(blob_tensor.key)
+        parts = {suffix: self.range_of(key) for suffix, key in blob_tensor.parts.items()}
+        value = self.range_of(blob_tensor.key)
         return StoredTensor(
             name, blob_tensor.dtype, blob_tensor.shape, value, blob_tensor.quantization, parts
         )
@@ -116,14 +116,15 @@ def read_plain(store: BlobFiles, layer: Layer, name: str) -> StoredTensor | None
     if shape is None or dtype not in DTYPE_BITS or dtype == CODES:
         return None
     path = os.fspath(store.path(layer.descriptor))
+    # Errors are raised by the full read that follows
     with contextlib.suppress(FormatError, OSError):
         header, size = encode_header([(name, dtype, shape)]), nbytes(dtype, shape)
         handle = os.open(path, _FLAGS)
         try:
             is_whole = os.fstat(handle).st_size == layer.descriptor.size == len(header) + size
             if is_whole and os.read(handle, len(header)) == header:
-                span = TensorRange(path, name, dtype, shape, len(header), size)
-                return StoredTensor(name, dtype, shape, span)
+                values = TensorRange(path, name, dtype, shape, len(header), size)
+                return StoredTensor(name, dtype, shape, values)
         finally:
             os.close(handle)
     return None

@@ -47,9 +47,7 @@ def numpy_tensor(tensor: StoredTensor) -> Array:
 
 
 def _dequantize(tensor: StoredTensor, quantization: Quantization) -> Array:
-    parts = {
-        component: numpy_range(tensor_range) for component, tensor_range in tensor.parts.items()
-    }
+    parts = {suffix: numpy_range(tensor_range) for suffix, tensor_range in tensor.parts.items()}
     return dequantize(
         quantization,
         numpy_range(tensor.values),

@@ -262,8 +262,7 @@ class ModelWeights:
             raise FormatError(f"{name[:200]} is not quantized: it is {tensor.dtype}")
         ranges = {"": tensor.values, **tensor.parts}
         return {
-            component: tensor_view.numpy_range(tensor_range)
-            for component, tensor_range in ranges.items()
+            suffix: tensor_view.numpy_range(tensor_range) for suffix, tensor_range in ranges.items()
         }
 
 

@@ -112,7 +112,7 @@ class AdapterCatalog:
             group = file.name.rpartition("/")[0]
             mark = f"{file.path} {file.changed}"
             at = (file.path, None)
-            yield ListedAdapter(file.name, group, file.facts, mark, lambda at=at: at)
+            yield ListedAdapter(file.name, group, file.metadata, mark, lambda at=at: at)
 
     def _list_stored(self) -> Iterator[ListedAdapter]:
         store, finder = self._service.store, self._service.adapters
