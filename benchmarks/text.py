@@ -51,8 +51,8 @@ def aimage(path: Path) -> Write:
     from clowder_aimage.layout import ImageLayout
     from clowder_aimage.model.text.language_model import (
         Sampling,
+        TextDelta,
         TextEnd,
-        TextPiece,
         TextRequest,
     )
     from clowder_aimage.model.text.runtime import load_language_model
@@ -68,7 +68,7 @@ def aimage(path: Path) -> Write:
         for event in model.generate(request):
             if isinstance(event, TextEnd):
                 tokens = event.tokens
-            elif not first and isinstance(event, TextPiece) and event.text:
+            elif not first and isinstance(event, TextDelta) and event.text:
                 first = time.perf_counter()
         return first - begun, (tokens - 1) / (time.perf_counter() - first)
 

@@ -244,10 +244,10 @@ def create_enhancer(
 
 def _check_last_layer(store: ContentStore, aimage: AImage, name: str, *, has_weights: bool) -> None:
     """Raise UsageError if the last layer of a language model is damaged."""
-    from clowder_aimage.model.text.last_layer import has_whole_last_layer
+    from clowder_aimage.model.text.last_layer import has_intact_last_layer
 
     component = "" if aimage.properties.get("format") == TRANSFORMERS else "text_encoder"
-    if not has_whole_last_layer(store, aimage, component):
+    if not has_intact_last_layer(store, aimage, component):
         raise UsageError(
             f"the last layer of {f'the text encoder of {name}' if component else name} is damaged, "
             "or missing",

@@ -45,7 +45,7 @@ from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import Step
-from clowder_aimage.model.text.language_model import TextEnd, TextPiece, TextRequest, ToolCall
+from clowder_aimage.model.text.language_model import TextDelta, TextEnd, TextRequest, ToolCall
 from clowder_aimage.model.text.runtime import runtime_of
 from clowder_aimage.oci import Digest, Reference
 
@@ -422,11 +422,11 @@ class Engine:
         metrics, label = self.metrics, self.metrics.model(model.reference.repository)
 
         def on_event(event: Event) -> None:
-            if not isinstance(event, TextPiece | ToolCall | TextEnd):
+            if not isinstance(event, TextDelta | ToolCall | TextEnd):
                 emit(event)
                 return
             for complete_event in request.sent.add(event, self._clock()):
-                if not request.has_output and isinstance(complete_event, TextPiece | ToolCall):
+                if not request.has_output and isinstance(complete_event, TextDelta | ToolCall):
                     metrics.first_tokens.observe(self._clock() - started)
                     request.has_output = True
                 elif isinstance(complete_event, TextEnd):

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import BinaryIO
 
 from clowder_aimage.engine import frame
-from clowder_aimage.model.text.language_model import TextPiece, join_pieces
+from clowder_aimage.model.text.language_model import TextDelta, join_deltas
 
 # Seconds between two frames of a text
 MIN_INTERVAL = 0.01
@@ -33,7 +33,7 @@ class FrameWriter:
         self._lock = threading.Lock()
         # Time of the last frame of a text, by the number of the request
         self._written: dict[int, float] = {}
-        self._held: dict[int, list[TextPiece]] = {}
+        self._held: dict[int, list[TextDelta]] = {}
         self._is_held = threading.Event()
 
     def write(self, message: frame.Message, data: bytes = b"") -> None:
@@ -43,7 +43,7 @@ class FrameWriter:
             if message["is"] in ("done", "error"):
                 self._written.pop(message["id"], None)
 
-    def write_piece(self, number: int, piece: TextPiece) -> None:
+    def write_piece(self, number: int, piece: TextDelta) -> None:
         """Write a piece of the text of a request, or hold it back. Raises BrokenPipeError."""
         with self._lock:
             self._held.setdefault(number, []).append(piece)
@@ -66,7 +66,7 @@ class FrameWriter:
         frames, timestamp = [], self._clock()
         for number, pieces in self._held.items():
             self._written[number] = timestamp
-            for piece in join_pieces(pieces):
+            for piece in join_deltas(pieces):
                 frames.append(frame.encode({"is": "piece", "id": number, **asdict(piece)}))
         self._held.clear()
         return b"".join(frames)

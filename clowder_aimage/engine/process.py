@@ -32,9 +32,9 @@ from clowder_aimage.model.process_memory import resident_memory
 from clowder_aimage.model.text.language_model import (
     EmbeddingRequest,
     Embeddings,
+    TextDelta,
     TextEnd,
     TextEvent,
-    TextPiece,
     TextRequest,
 )
 from clowder_aimage.model.text.runtime import load_language_model, runtime_of
@@ -272,9 +272,9 @@ class ModelProcess:
     def _embed(self, request: EmbeddingRequest) -> Generator[_Text, None, None]:
         """Yield the embeddings, after a turn of the other requests for each batch of texts."""
         results: list[Embeddings] = []
-        for batch in request.parts():
+        for batch in request.batches():
             results.append(self._model.embed(batch))
-            yield TextPiece("")
+            yield TextDelta("")
         vectors = (vector for embeddings in results for vector in embeddings.vectors)
         yield Embeddings(tuple(vectors), sum(embeddings.tokens for embeddings in results))
 
@@ -288,7 +288,7 @@ class ModelProcess:
         if event is None:
             self._close(number)
             self._end(number)
-        elif isinstance(event, TextPiece):
+        elif isinstance(event, TextDelta):
             if event.text or event.tokens:
                 self._frames.write_piece(number, event)
         elif isinstance(event, Embeddings):

@@ -27,8 +27,8 @@ from clowder_aimage.model.text.language_model import (
     DrawnTokens,
     EmbeddingRequest,
     Embeddings,
+    TextDelta,
     TextEnd,
-    TextPiece,
     Token,
     ToolCall,
 )
@@ -39,7 +39,7 @@ GRACE = 2.0
 _COMMAND = (sys.executable, "-m", "clowder_aimage.engine.process")
 _EVENTS: dict[str, type[Event]] = {"started": StartedEvent, "step": Step}
 _EVENTS |= {"preview": PreviewEvent, "image": ImageEvent}
-_EVENTS |= {"piece": TextPiece, "call": ToolCall, "end": TextEnd}
+_EVENTS |= {"piece": TextDelta, "call": ToolCall, "end": TextEnd}
 _log = logging.getLogger("aimage.worker")
 
 
@@ -301,7 +301,7 @@ def _event(message: frame.Message, data: bytes) -> Event | None:
     fields = {key: value for key, value in message.items() if key not in ("is", "id")}
     if data:
         fields["data"] = data
-    if kind is TextPiece:
+    if kind is TextDelta:
         fields["tokens"] = tuple(map(Token.from_json, fields.get("tokens", ())))
     if "drawn" in fields:
         fields["drawn"] = DrawnTokens.from_json(fields["drawn"])

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from clowder_aimage.model.text.language_model import (
     DrawnTokens,
+    TextDelta,
     TextEnd,
     TextEvent,
-    TextPiece,
     TextRequest,
     Token,
     ToolCall,
@@ -24,7 +24,7 @@ class SentText:
 
     def __init__(self) -> None:
         # Events that wait for other events of their tokens
-        self._partial: list[TextPiece | ToolCall] = []
+        self._partial: list[TextDelta | ToolCall] = []
         self._numbers: list[int | str] = []
         self._texts: list[str] = []
         self._held: tuple[Token, ...] = ()

@@ -19,7 +19,7 @@ from clowder_aimage.errors import ModelError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.picture_metadata import read_metadata
 from clowder_aimage.model.text.enhancement import ANY
-from clowder_aimage.model.text.language_model import TextPiece, TextRequest
+from clowder_aimage.model.text.language_model import TextDelta, TextRequest
 from clowder_aimage.oci import Reference
 from tests.cli.test_remote_verbs import at, drawing
 from tests.process import Aimage
@@ -50,7 +50,7 @@ def enhancing(
 def longer(request: TextRequest) -> Answer:
     """Answer with a prompt that has the seed in it, and marks around it."""
     seed = request.sampling.seed
-    return [TextPiece("hm", "thinking"), f'Prompt: "a fox of {seed},\n', 'in the snow"\n']
+    return [TextDelta("hm", "thinking"), f'Prompt: "a fox of {seed},\n', 'in the snow"\n']
 
 
 def test_each_picture_has_a_prompt_of_its_seed_and_both_prompts_are_stated(

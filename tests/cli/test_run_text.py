@@ -15,8 +15,8 @@ import pytest
 from clowder_aimage.model.text.language_model import (
     LENGTH,
     ContextError,
+    TextDelta,
     TextEnd,
-    TextPiece,
     TextRequest,
 )
 from tests.cli.test_remote_verbs import at
@@ -128,7 +128,7 @@ def test_text_options_are_refused_with_an_image_model(stocked: Callable[[], Aima
 
 def test_json_prints_one_object(talker: Talker) -> None:
     end = TextEnd(LENGTH, 9, 2, 4, 0.5, 0.25)
-    here, _ = talker([TextPiece("hm", "thinking"), "a\x1b", "b", end])
+    here, _ = talker([TextDelta("hm", "thinking"), "a\x1b", "b", end])
     said = here("run", "x", "a", "--json")
     assert said.value | {"firstPieceSeconds": 0} == {
         "reference": "x:latest",
@@ -147,7 +147,7 @@ def test_json_prints_one_object(talker: Talker) -> None:
 
 
 def test_thoughts_are_printed_aside(talker: Talker) -> None:
-    here, _ = talker([TextPiece("hm, ", "thinking"), TextPiece("red", "thinking"), "Red.\n"])
+    here, _ = talker([TextDelta("hm, ", "thinking"), TextDelta("red", "thinking"), "Red.\n"])
     said = here("run", "x", "a")
     assert said.out == "Red.\n" and "hm, red\n" in said.err
     assert "hm" not in here("run", "x", "a", "-q").err

@@ -13,7 +13,7 @@ from clowder_aimage.create import create
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.process_memory import resident_memory
-from clowder_aimage.model.text.language_model import Sampling, TextPiece, TextRequest, Token
+from clowder_aimage.model.text.language_model import Sampling, TextDelta, TextRequest, Token
 from clowder_aimage.model.text.runtime import load_language_model
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Reference
@@ -30,7 +30,7 @@ def ours(model: Any, **options: Any) -> list[Token]:
     return [
         token
         for event in model.generate(request)
-        if isinstance(event, TextPiece)
+        if isinstance(event, TextDelta)
         for token in event.tokens
     ]
 

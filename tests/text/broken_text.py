@@ -9,11 +9,11 @@ from clowder_aimage.engine.sent_text import SentText
 from clowder_aimage.model.text.language_model import (
     DrawnTokens,
     LanguageModel,
+    TextDelta,
     TextEnd,
     TextEvent,
-    TextPiece,
     TextRequest,
-    join_pieces,
+    join_deltas,
 )
 
 
@@ -42,4 +42,4 @@ def write_broken(
 
 
 def _joined(events: Iterable[TextEvent]) -> list[TextEvent]:
-    return [*join_pieces(one for one in events if one != TextPiece(""))]
+    return [*join_deltas(one for one in events if one != TextDelta(""))]

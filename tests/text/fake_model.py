@@ -15,9 +15,9 @@ from clowder_aimage.model.text.language_model import (
     STOP,
     EmbeddingRequest,
     Embeddings,
+    TextDelta,
     TextEnd,
     TextEvent,
-    TextPiece,
     TextRequest,
 )
 
@@ -61,7 +61,7 @@ class FakeModel:
                 if isinstance(piece, BaseException):
                     raise piece
                 said += 1
-                yield TextPiece(piece) if isinstance(piece, str) else piece
+                yield TextDelta(piece) if isinstance(piece, str) else piece
                 if isinstance(piece, TextEnd):
                     return
         except GeneratorExit:

@@ -12,9 +12,9 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.text.language_model import (
     LanguageModel,
     Sampling,
+    TextDelta,
     TextEnd,
     TextEvent,
-    TextPiece,
     TextRequest,
     ToolCall,
 )
@@ -52,7 +52,7 @@ def chat(model: LanguageModel, text: str = "hello", **options: Any) -> list[Text
 
 
 def text_of(events: list[TextEvent], kind: str = "content") -> str:
-    return "".join(one.text for one in events if isinstance(one, TextPiece) and one.kind == kind)
+    return "".join(one.text for one in events if isinstance(one, TextDelta) and one.kind == kind)
 
 
 def calls_of(events: list[TextEvent]) -> list[ToolCall]:

@@ -18,9 +18,9 @@ from clowder_aimage.model.text.language_model import (
     DrawnTokens,
     LanguageModel,
     Sampling,
+    TextDelta,
     TextEnd,
     TextEvent,
-    TextPiece,
     TextRequest,
     ToolCall,
 )
@@ -57,7 +57,7 @@ def counts(events: list[TextEvent]) -> tuple[str, int, int]:
 
 
 def text_of(events: list[TextEvent]) -> str:
-    return "".join(one.text for one in events if isinstance(one, TextPiece))
+    return "".join(one.text for one in events if isinstance(one, TextDelta))
 
 
 def test_the_rest_is_that_of_an_unbroken_text(model: LanguageModel) -> None:
@@ -72,7 +72,7 @@ def test_the_rest_is_that_of_an_unbroken_text(model: LanguageModel) -> None:
 def test_log_probabilities_are_complete(model: LanguageModel) -> None:
     request = complete("the red ball", 16, alternatives=1)
     (whole, _), ((broken, _), _) = write_whole(model, request), write_broken(model, request, 5)
-    assert isinstance(whole, TextPiece) and isinstance(broken, TextPiece)
+    assert isinstance(whole, TextDelta) and isinstance(broken, TextDelta)
     assert [one.text for one in broken.tokens] == [one.text for one in whole.tokens]
     expected = [one.logprob for one in whole.tokens]
     assert [one.logprob for one in broken.tokens] == pytest.approx(expected, abs=0.05)
@@ -109,7 +109,7 @@ def test_drawn_tokens_do_not_repeat_the_beginning(model: LanguageModel) -> None:
     request = complete("the", 40, sampling=Sampling(temperature=100, seed=7, top_k=0, top_p=1))
     begin = text_of(write_whole(model, replace(request, max_tokens=20)))
     (broken, end), _ = write_broken(model, request, 20)
-    assert isinstance(broken, TextPiece) and isinstance(end, TextEnd)
+    assert isinstance(broken, TextDelta) and isinstance(end, TextEnd)
     assert broken.text.startswith(begin) and end.tokens == 40
     rest = broken.text.removeprefix(begin)
     assert sum(one == other for one, other in zip(begin, rest, strict=False)) < len(rest) / 2
@@ -120,7 +120,7 @@ def test_thoughts_and_calls_may_be_broken_anywhere(load: Any, tmp_path: Path, to
     model = load(write_model(tmp_path / "model", says=(*THOUGHTS, *CALL)))
     request = TextRequest(QUESTION, tools=tools, max_tokens=40, sampling=Sampling(temperature=0))
     whole = write_whole(model, request)
-    thought, answer = (one for one in whole if isinstance(one, TextPiece))
+    thought, answer = (one for one in whole if isinstance(one, TextDelta))
     assert (thought.text, thought.kind) == ("hm so", "thinking")
     assert answer.text == "I look. " + ("" if tools else "".join(CALL))
     calls = [ToolCall("look", '{"at": 1}')] if tools else []

@@ -12,7 +12,7 @@ from clowder_aimage.model.text.enhancement import (
     enhanced_prompt,
     enhancement_request,
 )
-from clowder_aimage.model.text.language_model import TextPiece
+from clowder_aimage.model.text.language_model import TextDelta
 
 
 def test_a_request_has_the_seed_and_the_models_own_sampling() -> None:
@@ -48,8 +48,8 @@ def test_what_surrounds_a_prompt_is_removed(answer: str, prompt: str) -> None:
 
 
 def test_an_answer_without_a_prompt_is_an_error() -> None:
-    assert enhanced_prompt([TextPiece("hm", "thinking"), TextPiece("A "), TextPiece("fox")]) == (
+    assert enhanced_prompt([TextDelta("hm", "thinking"), TextDelta("A "), TextDelta("fox")]) == (
         "A fox"
     )
     with pytest.raises(ModelError, match="no prompt"):
-        enhanced_prompt([TextPiece("only thoughts", "thinking"), TextPiece("<think></think> ")])
+        enhanced_prompt([TextDelta("only thoughts", "thinking"), TextDelta("<think></think> ")])

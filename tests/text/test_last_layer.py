@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 from clowder_aimage.create import create
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.model.text.last_layer import has_whole_last_layer
+from clowder_aimage.model.text.last_layer import has_intact_last_layer
 from clowder_aimage.oci import Reference
 from tests.text.tiny_text import write_model
 
@@ -17,7 +17,7 @@ from tests.text.tiny_text import write_model
 def is_whole(directory: Path, recipe: Recipe | None = None) -> bool:
     layout = ImageLayout(directory.parent / "store")
     packed = create(layout, Reference.parse("m"), directory, recipe=recipe)
-    return has_whole_last_layer(layout, packed.aimage)
+    return has_intact_last_layer(layout, packed.aimage)
 
 
 def damage(directory: Path, name: str, share: float) -> Path:

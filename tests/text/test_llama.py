@@ -31,8 +31,8 @@ from clowder_aimage.model.text.language_model import (
     ContextError,
     EmbeddingRequest,
     Sampling,
+    TextDelta,
     TextEnd,
-    TextPiece,
     TextRequest,
 )
 from clowder_aimage.oci import Reference
@@ -104,7 +104,7 @@ def test_end_counts_tokens_and_what_was_cached(path: Path) -> None:
 
 def test_log_probabilities_are_those_before_sampling(model: LlamaModel) -> None:
     pieces = [*model.generate(complete("the", 6, alternatives=3))]
-    tokens = [token for p in pieces if isinstance(p, TextPiece) for token in p.tokens]
+    tokens = [token for p in pieces if isinstance(p, TextDelta) for token in p.tokens]
     assert len(tokens) == 6
     for token in tokens:
         assert len(token.alternatives) == 3
@@ -113,7 +113,7 @@ def test_log_probabilities_are_those_before_sampling(model: LlamaModel) -> None:
         assert all(other.logprob <= best.logprob for other in others)
         assert sum(math.exp(one.logprob) for one in token.alternatives) < 1
     first = next(p for p in model.generate(complete("the", 6, alternatives=0)) if p.text)  # type: ignore[union-attr]
-    assert isinstance(first, TextPiece) and first.tokens[0].alternatives == ()
+    assert isinstance(first, TextDelta) and first.tokens[0].alternatives == ()
 
 
 def test_seed_decides_a_text(model: LlamaModel) -> None:
@@ -256,7 +256,7 @@ def test_requests_at_once_give_what_each_gives_alone(path: Path) -> None:
             event = next(open_texts[index], None)
             if event is None:
                 turns.remove(index)
-            elif isinstance(event, TextPiece):
+            elif isinstance(event, TextDelta):
                 texts[index] += event.text
     assert texts == alone
 

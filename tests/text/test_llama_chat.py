@@ -14,9 +14,9 @@ from clowder_aimage.model.llama.model import LlamaModel
 from clowder_aimage.model.text.language_model import (
     STOP,
     TOOL_CALLS,
+    TextDelta,
     TextEnd,
     TextEvent,
-    TextPiece,
     TextRequest,
     ToolCall,
 )
@@ -50,11 +50,11 @@ def say(
 
 def ask(model: LlamaModel, *messages: dict[str, Any], **fields: Any) -> list[TextEvent]:
     request = TextRequest(messages=messages or QUESTION, sampling=GREEDY, **fields)
-    return [event for event in model.generate(request) if event != TextPiece("")]
+    return [event for event in model.generate(request) if event != TextDelta("")]
 
 
 def text(events: list[TextEvent], kind: str = "content") -> str:
-    return "".join(one.text for one in events if isinstance(one, TextPiece) and one.kind == kind)
+    return "".join(one.text for one in events if isinstance(one, TextDelta) and one.kind == kind)
 
 
 def test_answer_to_messages(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from clowder_aimage.model.text.language_model import (
     ContextError,
     EmbeddingRequest,
     Sampling,
-    TextPiece,
+    TextDelta,
     TextRequest,
 )
 from tests.text.mlx_models import calls_of, chat, end_of, load, text_of, tiny, write
@@ -79,7 +79,7 @@ def test_the_same_seed_gives_the_same_text_whatever_else_runs(model: Any) -> Non
             event = next(events, None) if events else None
             if event is None:
                 open_texts[index] = None
-            elif isinstance(event, TextPiece):
+            elif isinstance(event, TextDelta):
                 texts[index] += event.text
     assert texts[0] == texts[2] == alone != texts[1]
 
@@ -88,7 +88,7 @@ def test_penalties_change_what_repeats(model: Any) -> None:
     def drawn(**options: Any) -> list[int]:
         found = chat(model, alternatives=0, sampling=Sampling(temperature=0, **options))
         return [
-            hash(token.data) for one in found if isinstance(one, TextPiece) for token in one.tokens
+            hash(token.data) for one in found if isinstance(one, TextDelta) for token in one.tokens
         ]
 
     usual = drawn()
@@ -109,7 +109,7 @@ def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
 
 def test_log_probabilities_have_alternatives_in_order(model: Any) -> None:
     found = write(model, alternatives=3, max_tokens=8)
-    tokens = [token for one in found if isinstance(one, TextPiece) for token in one.tokens]
+    tokens = [token for one in found if isinstance(one, TextDelta) for token in one.tokens]
     assert len(tokens) == 8
     for token in tokens:
         best = [one.logprob for one in token.alternatives]
@@ -146,7 +146,7 @@ def test_long_prompts_give_way_between_their_parts(
     prompt = "what is the weather in the city today? " * 3
     events = write(model, prompt, max_tokens=1)
     expected = (end_of(events).prompt_tokens - 1) // 8
-    assert sum(one == TextPiece("") for one in events) >= expected > 2
+    assert sum(one == TextDelta("") for one in events) >= expected > 2
 
 
 def test_prompts_beyond_the_context_are_refused_with_the_numbers(model: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.model.text.language_model import TextEvent, TextPiece, Token
+from clowder_aimage.model.text.language_model import TextDelta, TextEvent, Token
 from clowder_aimage.model.text.stream import TextStream, is_in_thoughts
 from clowder_aimage.model.text.tool_call_format import BRACKETED, TAGGED, WHOLE, call_format
 from tests.text import chat_template
@@ -34,7 +34,7 @@ def stream_events(
 
 
 def pieces(events: Sequence[TextEvent]) -> list[str]:
-    return [one.text for one in events if isinstance(one, TextPiece)]
+    return [one.text for one in events if isinstance(one, TextDelta)]
 
 
 def each(text: str) -> list[bytes]:
@@ -59,11 +59,11 @@ def test_a_stop_string_ends_the_text_wherever_it_is_divided(parts: Sequence[str 
 
 def test_the_beginning_of_a_stop_string_is_held_back_and_sent_if_it_is_not_one() -> None:
     stream = TextStream(("END",))
-    assert stream.feed(b"the E") == [TextPiece("the ")]
+    assert stream.feed(b"the E") == [TextDelta("the ")]
     assert stream.feed(b"N") == []
-    assert stream.feed(b"T") == [TextPiece("ENT")]
+    assert stream.feed(b"T") == [TextDelta("ENT")]
     assert stream.feed(b"EN") == []
-    assert stream.finish() == [TextPiece("EN")]
+    assert stream.finish() == [TextDelta("EN")]
 
 
 def test_the_first_of_several_stop_strings_counts() -> None:
@@ -182,7 +182,7 @@ def test_tokens_come_with_the_piece_that_has_their_text() -> None:
         b"x",
     ):
         found += stream.feed(text, Token("", tuple(text), -1.0))
-    parts = [one for one in found if isinstance(one, TextPiece)]
+    parts = [one for one in found if isinstance(one, TextDelta)]
     assert [(one.kind, one.text) for one in parts] == [
         ("thinking", "hm"),
         ("content", "é"),

@@ -22,9 +22,9 @@ from clowder_aimage.model.text.language_model import (
     DrawnTokens,
     EmbeddingRequest,
     Embeddings,
+    TextDelta,
     TextEnd,
     TextEvent,
-    TextPiece,
     TextRequest,
     Token,
     ToolCall,
@@ -68,14 +68,14 @@ class ScriptedLanguageModel:
                 if word == "slow":
                     time.sleep(0.02)
                 while word == "wait" and self.open > 1:
-                    yield TextPiece("")
+                    yield TextDelta("")
                     time.sleep(0.001)
                 if word == "call":
                     yield ToolCall("look", '{"at": 1}', drawn)
                     continue
                 tokens = () if request.alternatives is None else (_token(word),)
                 kind = "thinking" if word == "hm" else "content"
-                yield TextPiece(word + " ", kind, tokens, drawn)
+                yield TextDelta(word + " ", kind, tokens, drawn)
             is_cut = request.max_tokens is not None and len(words) > request.max_tokens
             reason = LENGTH if is_cut else STOP
             yield TextEnd(reason, 7 + begun, len(words) - begun, 3, 0.5, 0.25)

@@ -28,8 +28,8 @@ from clowder_aimage.model.text.language_model import (
     EmbeddingRequest,
     Embeddings,
     Sampling,
+    TextDelta,
     TextEnd,
-    TextPiece,
     TextRequest,
     Token,
     ToolCall,
@@ -77,7 +77,7 @@ async def heard(engine: Any, request: Any) -> list[Event]:
 
 
 def text_of(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, TextPiece))
+    return "".join(event.text for event in events if isinstance(event, TextDelta))
 
 
 # -- within a process
@@ -174,7 +174,7 @@ def test_all_events_of_a_text_arrive_and_errors_with_their_facts(
         return [one, two, three, rates]
 
     one, two, three, rates = played(stocked_store, play)
-    pieces = [event for event in one if isinstance(event, TextPiece)]
+    pieces = [event for event in one if isinstance(event, TextDelta)]
     assert [(piece.text, piece.kind) for piece in pieces][:2] == [
         ("hm ", "thinking"),
         ("so ", "content"),
@@ -210,7 +210,7 @@ def test_twenty_clients_of_a_real_model_are_served_in_turns(
             async with contextlib.aclosing(written(engine, request)) as coming:
                 async for event in coming:
                     events.append(event)
-                    if isinstance(event, TextPiece):
+                    if isinstance(event, TextDelta):
                         counts[number] += event.drawn.count
                         if not at_last_begin and min(counts[:20]):
                             at_last_begin.extend(counts)
@@ -244,7 +244,7 @@ def test_a_client_that_leaves_ends_only_its_own_text(stocked_store: LayeredStore
         other = asyncio.create_task(heard(engine, asked("slow " * 50)))
         async with contextlib.aclosing(written(engine, asked("slow " * 500))) as events:
             async for event in events:
-                if isinstance(event, TextPiece):
+                if isinstance(event, TextDelta):
                     break
         (model,) = engine.list_loaded()
         await until_async(lambda: not model.runner.cancellations)
@@ -277,7 +277,7 @@ def test_a_crash_is_an_error_of_that_request_alone(stocked_store: LayeredStore) 
 
 def parts(events: list[Event]) -> list[Event]:
     """Return pieces, calls and the end, without its times."""
-    kinds = TextPiece | ToolCall | TextEnd
+    kinds = TextDelta | ToolCall | TextEnd
     found = [one for one in events if isinstance(one, kinds)]
     return [replace(one, seconds=0) if isinstance(one, TextEnd) else one for one in found]
 
@@ -286,7 +286,7 @@ def test_the_advice_after_a_kill_is_for_language_models(stocked_store: LayeredSt
     async def play(engine: Any) -> None:
         async with contextlib.aclosing(written(engine, asked("slow " * 500))) as events:
             async for event in events:
-                if isinstance(event, TextPiece):
+                if isinstance(event, TextDelta):
                     os.kill(engine.list_loaded()[0].runner.pid, signal.SIGKILL)
 
     with pytest.raises(ModelError, match=r"killed by signal 9, .* try a smaller context"):

@@ -8,7 +8,7 @@ import threading
 
 from clowder_aimage.engine import frame
 from clowder_aimage.engine.frame_writer import MIN_INTERVAL, FrameWriter
-from clowder_aimage.model.text.language_model import TextPiece, Token
+from clowder_aimage.model.text.language_model import TextDelta, Token
 
 
 class Clock:
@@ -30,15 +30,15 @@ def read_frames(target: io.BytesIO) -> list[tuple[object, ...]]:
 def test_pieces_that_follow_soon_are_joined_and_the_first_one_does_not_wait() -> None:
     target, clock = io.BytesIO(), Clock()
     writer = FrameWriter(target, clock)
-    writer.write_piece(1, TextPiece("a"))
+    writer.write_piece(1, TextDelta("a"))
     assert read_frames(target) == [("piece", 1, "a")]
-    writer.write_piece(1, TextPiece("b"))
-    writer.write_piece(1, TextPiece("c"))
+    writer.write_piece(1, TextDelta("b"))
+    writer.write_piece(1, TextDelta("c"))
     assert len(read_frames(target)) == 1
-    writer.write_piece(2, TextPiece("x"))  # the first one of another text
+    writer.write_piece(2, TextDelta("x"))  # the first one of another text
     assert read_frames(target)[1:] == [("piece", 1, "bc"), ("piece", 2, "x")]
     clock.now += 2 * MIN_INTERVAL
-    writer.write_piece(1, TextPiece("d"))
+    writer.write_piece(1, TextDelta("d"))
     assert read_frames(target)[3:] == [("piece", 1, "d")]
 
 
@@ -46,11 +46,11 @@ def test_thoughts_are_not_joined_to_the_answer_and_keep_their_tokens() -> None:
     target = io.BytesIO()
     writer = FrameWriter(target, Clock())
     one, two = Token("a", (97,), -0.5), Token("b", (98,), -1.5, (Token("c", (99,), -2.0),))
-    writer.write_piece(1, TextPiece("-"))
+    writer.write_piece(1, TextDelta("-"))
     for piece in (
-        TextPiece("hm", "thinking"),
-        TextPiece("a", tokens=(one,)),
-        TextPiece("b", tokens=(two,)),
+        TextDelta("hm", "thinking"),
+        TextDelta("a", tokens=(one,)),
+        TextDelta("b", tokens=(two,)),
     ):
         writer.write_piece(1, piece)
     writer.write({"is": "end", "id": 1})
@@ -65,7 +65,7 @@ def test_a_new_text_with_the_number_of_one_that_has_ended_begins_at_once() -> No
     target = io.BytesIO()
     writer = FrameWriter(target, Clock())
     for kind in ("done", "error"):
-        writer.write_piece(1, TextPiece("a"))
+        writer.write_piece(1, TextDelta("a"))
         writer.write({"is": kind, "id": 1})
     assert [one[0] for one in read_frames(target)] == ["piece", "done", "piece", "error"]
 
@@ -77,10 +77,10 @@ def test_a_piece_that_is_held_back_is_written_while_the_model_computes() -> None
         thread = threading.Thread(target=writer.write_in_time, daemon=True)
         thread.start()
         for text in ("a", "b"):
-            writer.write_piece(1, TextPiece(text))
+            writer.write_piece(1, TextDelta(text))
             found = frame.read(source)
             assert found is not None and found[0]["text"] == text
         source.close()  # as when the worker exits
-        writer.write_piece(1, TextPiece("c"))
+        writer.write_piece(1, TextDelta("c"))
         thread.join(10)
         assert not thread.is_alive()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from clowder_aimage.engine.sent_text import SentText
 from clowder_aimage.model.text.language_model import (
     DrawnTokens,
+    TextDelta,
     TextEnd,
-    TextPiece,
     TextRequest,
     Token,
     ToolCall,
@@ -18,9 +18,9 @@ HELD = Token("<", (60,), -1.0)
 
 def piece(
     text: str, *numbers: int | str, kind: str = "content", is_partial: bool = False
-) -> TextPiece:
+) -> TextDelta:
     drawn = DrawnTokens(numbers, len(numbers), text, is_partial=is_partial)
-    return TextPiece(text, kind, drawn=drawn)
+    return TextDelta(text, kind, drawn=drawn)
 
 
 def test_the_rest_follows_all_tokens_of_what_was_passed_on() -> None:

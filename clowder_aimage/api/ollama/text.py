@@ -38,8 +38,8 @@ from clowder_aimage.model.text.language_model import (
     STOP,
     EmbeddingRequest,
     Embeddings,
+    TextDelta,
     TextEnd,
-    TextPiece,
     TextRequest,
     Token,
     ToolCall,
@@ -90,7 +90,7 @@ class OllamaText(OllamaRequest):
             self._started = time.monotonic_ns()
         elif isinstance(event, TextEnd):
             self._end = event
-        elif isinstance(event, TextPiece):
+        elif isinstance(event, TextDelta):
             return self._piece(event)
         elif isinstance(event, ToolCall):
             arguments = _parse_arguments(event.arguments)
@@ -98,7 +98,7 @@ class OllamaText(OllamaRequest):
             return self.line(**self.part("", tool_calls=[self._calls[-1]]))
         return None
 
-    def _piece(self, piece: TextPiece) -> dict[str, Any] | None:
+    def _piece(self, piece: TextDelta) -> dict[str, Any] | None:
         is_thinking = piece.kind == "thinking"
         (self._thinking if is_thinking else self._text).append(piece.text)
         self._tokens += piece.tokens

@@ -25,8 +25,8 @@ from clowder_aimage.model.text.language_model import (
     STOP,
     TOOL_CALLS,
     Embeddings,
+    TextDelta,
     TextEnd,
-    TextPiece,
     Token,
     ToolCall,
 )
@@ -66,12 +66,12 @@ class TextAnswer:
     @staticmethod
     def is_text(event: Event) -> bool:
         """Return True for an event of a text."""
-        return isinstance(event, TextPiece | ToolCall | TextEnd)
+        return isinstance(event, TextDelta | ToolCall | TextEnd)
 
     def add(self, index: int, event: Event) -> list[dict[str, Any]]:
         """Take an event, and return the new parts of its choice, for a stream."""
         choice = self._choices[index]
-        if isinstance(event, TextPiece):
+        if isinstance(event, TextDelta):
             # An empty piece lets other requests have their turn
             if not event.text and not event.tokens:
                 return []
@@ -146,7 +146,7 @@ class TextAnswer:
     def _call_parts(self, index: int, event: ToolCall) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def _parts(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
+    def _parts(self, index: int, piece: TextDelta) -> list[dict[str, Any]]:
         raise NotImplementedError
 
     def _last(self, index: int, reason: str) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class ChatAnswer(TextAnswer):
         self._max_calls = None if body.parallel_tool_calls else 1
         self._begun: set[int] = set()
 
-    def _parts(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
+    def _parts(self, index: int, piece: TextDelta) -> list[dict[str, Any]]:
         name = "reasoning_content" if piece.kind == "thinking" else "content"
         tokens = piece.tokens if piece.kind == "content" else ()
         return self._deltas(index, {name: piece.text}, tokens) if piece.text or tokens else []
@@ -228,7 +228,7 @@ class CompletionAnswer(TextAnswer):
     def _is_first(self, index: int) -> bool:
         return index % self._n == 0
 
-    def _parts(self, index: int, piece: TextPiece) -> list[dict[str, Any]]:
+    def _parts(self, index: int, piece: TextDelta) -> list[dict[str, Any]]:
         choice = self._choices[index]
         is_first = len(choice.content) + len(choice.thinking) == 1
         text = (self._echoes[index // self._n] if is_first else "") + piece.text

@@ -25,7 +25,7 @@ from clowder_aimage.model.text.enhancement import (
     enhanced_prompt,
     enhancement_request,
 )
-from clowder_aimage.model.text.language_model import TextEvent, TextPiece, TextRequest
+from clowder_aimage.model.text.language_model import TextDelta, TextEvent, TextRequest
 from clowder_aimage.oci import Reference
 
 _FIELD = "enhance"
@@ -138,7 +138,7 @@ class PromptEnhancer:
         )
         async with contextlib.aclosing(events) as coming:
             async for event in coming:
-                if isinstance(event, TextPiece):
+                if isinstance(event, TextDelta):
                     pieces.append(event)
                 elif isinstance(event, PullingEvent):
                     yield event

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clowder_aimage.cli.console.output import is_quiet, plural, remark, wants_value, write_piece
-from clowder_aimage.model.text.language_model import LENGTH, TextEnd, TextEvent, TextPiece
+from clowder_aimage.model.text.language_model import LENGTH, TextDelta, TextEnd, TextEvent
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class AnswerOutput:
         """Print the deltas; after an interrupt or an error, ``text`` has those that have come."""
         try:
             for event in events:
-                if isinstance(event, TextPiece):
+                if isinstance(event, TextDelta):
                     self._add(event)
                 elif isinstance(event, TextEnd):
                     self.end = event
@@ -73,7 +73,7 @@ class AnswerOutput:
         if self.end is not None and self.end.reason == LENGTH:
             remark(f"the answer is cut off after {plural(self.end.tokens, 'token')}")
 
-    def _add(self, piece: TextPiece) -> None:
+    def _add(self, piece: TextDelta) -> None:
         if self.latency is None and piece.text:
             self.latency = time.monotonic() - self._begun
         if piece.kind == "content":

@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage.errors import FormatError
-from clowder_aimage.model.text.language_model import STOP, TextEnd, TextPiece
+from clowder_aimage.model.text.language_model import STOP, TextDelta, TextEnd
 
 if TYPE_CHECKING:
     from clowder_aimage.model.text.language_model import TextRequest
@@ -39,7 +39,7 @@ def _format(schema: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def pieces_of(value: Mapping[str, Any]) -> Generator[TextPiece, None, None]:
+def pieces_of(value: Mapping[str, Any]) -> Generator[TextDelta, None, None]:
     """Yield the pieces of an answer in an event. Raises FormatError."""
     for choice in _list(value.get("choices")):
         delta = choice.get("delta") if isinstance(choice, dict) else None
@@ -48,7 +48,7 @@ def pieces_of(value: Mapping[str, Any]) -> Generator[TextPiece, None, None]:
         for name, kind in _KINDS.items():
             text = delta.get(name)
             if isinstance(text, str) and text:
-                yield TextPiece(text, kind)
+                yield TextDelta(text, kind)
 
 
 def end_of(end: TextEnd, value: Mapping[str, Any]) -> TextEnd:

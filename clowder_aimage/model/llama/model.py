@@ -39,11 +39,11 @@ from clowder_aimage.model.text.language_model import (
     ContextError,
     EmbeddingRequest,
     Embeddings,
+    TextDelta,
     TextEnd,
     TextEvent,
-    TextPiece,
     TextRequest,
-    join_pieces,
+    join_deltas,
     require,
     require_characters,
 )
@@ -172,7 +172,7 @@ class LlamaModel:
         body["timings_per_token"] = bool(request.stop or self._params.stop or self.context % STEP)
         body["preserved_tokens"] = sorted(stream.marks)  # special tokens are hidden otherwise
         server, begun = self._server, request.begun
-        stream.go_on(begun, [begun.text.encode()])
+        stream.resume(begun, [begun.text.encode()])
         if request.schema is not None:
             body["grammar"] = self._grammars.of(request.schema)
             if begun.text:  # grammars of this type begin with the text that the server has
@@ -223,7 +223,7 @@ class LlamaModel:
             for answers in chain([rest], parts):
                 groups = [answers] if is_plain and answers else [[one] for one in answers]
                 events = [*self._events(groups, stream, total, alternatives)]
-                yield from join_pieces(events)
+                yield from join_deltas(events)
                 if events and isinstance(events[-1], TextEnd):
                     return
         raise ModelError("llama.cpp ended without a result")
@@ -258,7 +258,7 @@ class LlamaModel:
         for group in groups:
             answer = _joined(group)
             if "prompt_progress" in answer:
-                yield TextPiece("")  # the turn of other requests
+                yield TextDelta("")  # the turn of other requests
             shown, hidden = drawn_tokens(group, stream.count)
             yield from stream.state_drawn(_feed(stream, answer, alternatives), shown)
             yield from stream.state_drawn((), hidden)

@@ -13,9 +13,9 @@ from clowder_aimage.model.mlxlm.token_sampler import TokenSampler
 from clowder_aimage.model.text.language_model import (
     LENGTH,
     DrawnTokens,
+    TextDelta,
     TextEnd,
     TextEvent,
-    TextPiece,
     Token,
 )
 from clowder_aimage.model.text.stream import TextStream
@@ -23,7 +23,7 @@ from clowder_aimage.model.text.token_table import TokenTable
 
 _PART = 512  # tokens of a prompt that are computed at once
 _CLEARED = 256  # tokens after which unused memory is returned
-_NOTHING = TextPiece("")  # gives way to other requests
+_NOTHING = TextDelta("")  # gives way to other requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class TextGeneration:
         progress = _Progress(cached, [])
         begun_tokens = prompt.tokens[len(prompt.tokens) - prompt.begun.count :]
         known = (one for one in begun_tokens if not self._is_hidden(one, stream))
-        stream.go_on(prompt.begun, map(self._table.data, known))
+        stream.resume(prompt.begun, map(self._table.data, known))
         is_sound = False
         try:
             for _ in self._read(prompt.tokens[cached:], cache, progress):

@@ -24,16 +24,17 @@ from clowder_aimage.tensor.config_fields import parse_object
 
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _MAX_REFUSAL = 300  # characters
-_LIMITS = TemplateLimits(text=4 << 20, size=512 << 20, seconds=5.0)  # of long conversations
+# Long conversations render more text than the templates of other documents
+_LIMITS = TemplateLimits(text=4 << 20, size=512 << 20, seconds=5.0)
 _TOOL_USE = "tool_use"
 _MAX_ARGUMENTS = 1 << 20  # bytes of a call
 
 
 class ChatTemplate:
-    """The templates of a model: the default, and perhaps one for requests with tools.
+    """The templates of a model: the default, and optionally a template for requests with tools.
 
     Args:
-        sources: Their texts; "default" is required.
+        sources: Texts of the templates by name; "default" is required.
         tokens: Special tokens by names such as ``bos_token``.
     """
 
@@ -60,12 +61,14 @@ class ChatTemplate:
         """Return the messages of a request as a prompt that asks for an answer.
 
         Raises:
-            UsageError: The template refuses the messages; the message has its reason.
-            ModelError: It fails. The message has nothing of the request, so it may be logged.
+            UsageError: The template refuses the messages, for the reason in the error's message.
+            ModelError: The template fails. The error contains no text of the request, so that it
+                can be logged.
         """
+        # The names are those that ``apply_chat_template`` of transformers passes
         values: dict[str, Any] = {
-            "messages": [self._message(one) for one in request.messages],
-            "tools": [dict(one) for one in request.tools] or None,
+            "messages": [self._message(message) for message in request.messages],
+            "tools": [dict(tool) for tool in request.tools] or None,
             "documents": None,
             "add_generation_prompt": True,
         }
@@ -79,20 +82,21 @@ class ChatTemplate:
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as templates expect it: arguments are objects, and texts exist."""
-        found = dict(message)
-        if found.get("content") is None:
-            found["content"] = ""
-        if found.get("tool_calls"):
-            found["tool_calls"] = [self._call(one) for one in found["tool_calls"]]
+        result = dict(message)
+        if result.get("content") is None:
+            result["content"] = ""
+        if result.get("tool_calls"):
+            result["tool_calls"] = [self._call(call) for call in result["tool_calls"]]
         else:
-            found.pop("tool_calls", None)  # some templates only look for the key
-        if "tool_call_id" in found:
-            found["tool_call_id"] = self._id(found["tool_call_id"])
-        return found
+            # Some templates test the key only: an empty list would begin a call
+            result.pop("tool_calls", None)
+        if "tool_call_id" in result:
+            result["tool_call_id"] = self._id(result["tool_call_id"])
+        return result
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(call)
-        function = dict(found.get("function") or {})
+        result = dict(call)
+        function = dict(result.get("function") or {})
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -100,10 +104,10 @@ class ChatTemplate:
             except (FormatError, UnicodeEncodeError):
                 value = arguments
             function["arguments"] = value if isinstance(value, dict) else arguments
-        found["function"] = function
-        if "id" in found:
-            found["id"] = self._id(found["id"])
-        return found
+        result["function"] = function
+        if "id" in result:
+            result["id"] = self._id(result["id"])
+        return result
 
     def _id(self, value: Any) -> str:
         """Return the id of a call; Mistral's templates accept nine letters and digits only."""
@@ -118,30 +122,35 @@ def find_templates(
 ) -> dict[str, str]:
     """Return the templates by name: those of files, else those in ``tokenizer_config.json``.
 
-    ``read`` returns a file of the tokenizer's folder, or None. The result is empty without one.
+    ``read`` returns a file of the tokenizer's folder, or None. The result can be empty.
 
     Raises:
         ModelError: A file is malformed.
     """
+    # The order of transformers: a file of its own has precedence over the configuration
     if (data := read("chat_template.jinja")) is not None:
         return {"default": _text("chat_template.jinja", data)}
-    found = config.get("chat_template")
-    if found is None and (data := read("chat_template.json")) is not None:
-        found = parse_object("chat_template.json", data).get("chat_template")
-    if isinstance(found, str):
-        return {"default": found}
-    if isinstance(found, list):
-        found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-    if not isinstance(found, dict):
+    sources = config.get("chat_template")
+    if sources is None and (data := read("chat_template.json")) is not None:
+        sources = parse_object("chat_template.json", data).get("chat_template")
+    if isinstance(sources, str):
+        return {"default": sources}
+    if isinstance(sources, list):
+        sources = {
+            source.get("name"): source.get("template")
+            for source in sources
+            if isinstance(source, dict)
+        }
+    if not isinstance(sources, dict):
         return {}
-    named = {
+    templates = {
         name: text
-        for name, text in found.items()
+        for name, text in sources.items()
         if name in ("default", _TOOL_USE) and isinstance(text, str)
     }
-    if named and "default" not in named:
-        named["default"] = named[_TOOL_USE]
-    return named
+    if templates and "default" not in templates:
+        templates["default"] = templates[_TOOL_USE]
+    return templates
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -160,7 +169,7 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def compile_template(source: str, limits: TemplateLimits | None = None) -> SandboxedTemplate:
-    """Return a chat template in the sandbox. Raises ModelError: it cannot be read."""
+    """Compile a chat template in the sandbox. Raises ModelError if it cannot be read."""
     try:
         return SandboxedTemplate(
             source,
@@ -178,7 +187,7 @@ def render_template(template: SandboxedTemplate, values: Mapping[str, Any]) -> s
     """Return the text of a chat template.
 
     Raises:
-        ModelError: It fails. The message has nothing of the values, so it may be logged.
+        ModelError: The template fails. The error contains no values, so that it can be logged.
     """
     try:
         return template.render(values)
@@ -225,15 +234,15 @@ class _Generation(jinja2.ext.Extension):
 
 def _failure(error: RenderError) -> ModelError:
     is_refusal = error.kind == _RefusalError.__name__
-    what = "refuses the messages" if is_refusal else f"failed: {error.summary}"
-    return ModelError(f"the chat template {what}")
+    outcome = "refuses the messages" if is_refusal else f"failed: {error.summary}"
+    return ModelError(f"the chat template {outcome}")
 
 
 def _refusal(error: RenderError) -> UsageError | None:
-    """Return the error for a request that the template itself refuses."""
+    """Return the error of a template that raised ``raise_exception``, else None."""
     if error.kind != _RefusalError.__name__:
         return None
-    reason = "".join(one if one.isprintable() else " " for one in str(error))
+    reason = "".join(character if character.isprintable() else " " for character in str(error))
     message = f"the model's chat template refuses the messages: {reason[:_MAX_REFUSAL]}"
     return UsageError(message, field="messages")
 
@@ -243,7 +252,8 @@ def _refuse(message: object = "") -> None:
 
 
 def _strftime_now(format: str) -> str:  # noqa: A002 - templates may name it
-    if len(format) > 100 or re.search(r"\d\d\d", format):  # a width
+    # Three digits are a width, with which glibc's strftime writes megabytes
+    if len(format) > 100 or re.search(r"\d\d\d", format):
         raise ValueError("the format of the time is too large")
     return datetime.now().strftime(format)
 

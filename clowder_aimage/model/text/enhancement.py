@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from clowder_aimage.errors import ModelError
-from clowder_aimage.model.text.language_model import Sampling, TextEvent, TextPiece, TextRequest
+from clowder_aimage.model.text.language_model import Sampling, TextDelta, TextEvent, TextRequest
 
 INSTRUCTION = """\
 You write prompts for a program that paints pictures. Turn the request of the user into the \
@@ -21,7 +21,8 @@ and style.
 Describe only what is visible, in plain words and in the language of the request, with fewer than \
 100 words.
 Answer with the description alone, without a heading, a list or an explanation."""
-ANY = "Invent a picture"  # in place of an empty prompt
+# The request in place of an empty prompt
+ANY = "Invent a picture"
 ANY_TEMPERATURE = 0.9
 MAX_TOKENS = 512
 MAX_INSTRUCTION = 64 << 10  # bytes of an instruction in place of INSTRUCTION
@@ -35,7 +36,7 @@ _MARKS |= {"“": "”", "‘": "’", "«": "»", "「": "」"}
 
 
 def enhancement_request(prompt: str, seed: int, instruction: str | None = None) -> TextRequest:
-    """Return the request for a longer prompt; for an empty one, for any prompt."""
+    """Return the request for a longer prompt; for an empty prompt, for an invented one."""
     is_any = not prompt.strip()
     return TextRequest(
         messages=(
@@ -49,9 +50,11 @@ def enhancement_request(prompt: str, seed: int, instruction: str | None = None) 
 
 
 def enhanced_prompt(events: Iterable[TextEvent]) -> str:
-    """Return the prompt in an answer. Raises ModelError: there is none."""
-    pieces = (one for one in events if isinstance(one, TextPiece) and one.kind == "content")
-    prompt = bare_prompt("".join(piece.text for piece in pieces))
+    """Return the prompt in an answer. Raises ModelError if the answer has no prompt."""
+    text = "".join(
+        event.text for event in events if isinstance(event, TextDelta) and event.kind == "content"
+    )
+    prompt = bare_prompt(text)
     if not prompt:
         raise ModelError("the language model returned no prompt")
     return prompt
@@ -61,9 +64,10 @@ def bare_prompt(text: str) -> str:
     """Return an answer as one line, without thoughts, headings, markup and quotes around it."""
     text = _THOUGHT.sub("", text.rpartition("</think>")[2] if "<think>" not in text else text)
     text = _LABEL.sub("", " ".join(_FENCE.sub("", text).split()))
-    for first, last in [*_MARKS.items()] * 2:  # also one around another
-        inner = text[len(first) : len(text) - len(last)]
-        is_around = inner and text.startswith(first) and text.endswith(last)
-        if is_around and first not in inner and last not in inner:
+    # Twice, since a pair of marks can be inside another
+    for start, end in [*_MARKS.items()] * 2:
+        inner = text[len(start) : len(text) - len(end)]
+        is_around = inner and text.startswith(start) and text.endswith(end)
+        if is_around and start not in inner and end not in inner:
             text = inner.strip()
     return text

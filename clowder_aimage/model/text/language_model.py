@@ -1,4 +1,4 @@
-"""The interface of language models: requests, pieces of text, and embeddings.
+"""The interface of language models: requests, deltas of text, and embeddings.
 
 Nothing here imports a runtime. Requests and events are passed between processes as
 ``dataclasses.asdict``.
@@ -25,12 +25,13 @@ MAX_SEED = (1 << 64) - 1
 _IN_WORDS = {GRAMMAR: "JSON Schemas for its answers: use a model in GGUF"}
 _IN_WORDS |= {EMBEDDING: "embeddings", LOGPROBS: "log probabilities"}
 _IN_WORDS |= {COMPLETION: "texts: it computes embeddings only"}
-_TEXTS, _CHARACTERS = 16, 4096  # that are embedded at once, if more than one text
+# Bounds of a batch of several texts: a long batch would delay the other requests of the worker
+_TEXTS, _CHARACTERS = 16, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters of drawing tokens; None is the default of the model, else of its runtime.
+    """Parameters of sampling; None is the default of the model, else of its runtime.
 
     temperature: 0 takes the most probable token. top_k: 0 does not limit. The penalties are those
     of OpenAI's API, ``repetition_penalty`` that of Transformers. seed: None draws one.
@@ -65,7 +66,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """Tokens of a text, after which another process can go on with it.
+    """Tokens of a text, after which another process can continue the text.
 
     numbers: those of the tokens in order, with a text in place of tokens whose numbers the runtime
     does not state. text: of all tokens, with the marks of thoughts and calls, if the runtime needs
@@ -104,7 +105,7 @@ class TextRequest:
     probable tokens that are returned for each token, with its own log probability; None for no log
     probabilities. schema: the JSON Schema of the answer; an empty one is any JSON object. thinking:
     the template's ``enable_thinking``; None for its default. begun: tokens of the text that were
-    drawn before. The text goes on after them; ``max_tokens`` includes them.
+    drawn before. The text continues after them; ``max_tokens`` includes them.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -124,7 +125,7 @@ class TextRequest:
             raise UsageError("a request has either messages or a prompt")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if len(self.stop) > MAX_STOPS or any(not 0 < len(one) <= MAX_STOP for one in self.stop):
+        if len(self.stop) > MAX_STOPS or any(not 0 < len(stop) <= MAX_STOP for stop in self.stop):
             raise UsageError(f"stop has up to {MAX_STOPS} strings of 1 to {MAX_STOP} characters")
         if self.alternatives is not None and not 0 <= self.alternatives <= MAX_ALTERNATIVES:
             raise UsageError(f"top_logprobs must be between 0 and {MAX_ALTERNATIVES}")
@@ -157,16 +158,16 @@ class Token:
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Token:
         """Return the token of an ``asdict``."""
-        others = tuple(map(cls.from_json, value["alternatives"]))
-        return cls(value["text"], tuple(value["data"]), value["logprob"], others)
+        alternatives = tuple(map(cls.from_json, value["alternatives"]))
+        return cls(value["text"], tuple(value["data"]), value["logprob"], alternatives)
 
 
 @dataclass(frozen=True, slots=True)
-class TextPiece:
-    """A piece of text; ``tokens`` if log probabilities were requested.
+class TextDelta:
+    """An increment of text; ``tokens`` if log probabilities were requested.
 
-    kind: "content"; "thinking" for what precedes the answer, without its marks. drawn: the tokens
-    since the event before.
+    kind: "content"; "thinking" for the thoughts before the answer, without their marks. drawn: the
+    tokens since the event before.
     """
 
     text: str
@@ -186,7 +187,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class TextEnd:
-    """The end of a text and its counts of tokens; ``cached_tokens`` of the prompt were known.
+    """The end of a text and its counts of tokens; ``cached_tokens`` of the prompt were cached.
 
     reason: STOP, LENGTH or TOOL_CALLS. seconds: of the prompt, then of the text.
     """
@@ -199,19 +200,19 @@ class TextEnd:
     seconds: float = 0.0
 
 
-TextEvent = TextPiece | ToolCall | TextEnd
+TextEvent = TextDelta | ToolCall | TextEnd
 
 
-def join_pieces(events: Iterable[TextEvent]) -> Iterator[TextEvent]:
-    """Yield the events with one piece in place of those of one kind that follow each other."""
-    for kind, found in groupby(events, lambda it: isinstance(it, TextPiece) and it.kind):
+def join_deltas(events: Iterable[TextEvent]) -> Iterator[TextEvent]:
+    """Yield the events with adjacent deltas of the same kind joined."""
+    for kind, group in groupby(events, lambda it: isinstance(it, TextDelta) and it.kind):
         if not kind:
-            yield from found
+            yield from group
             continue
-        pieces = [piece for piece in found if isinstance(piece, TextPiece)]
-        tokens = tuple(token for piece in pieces for token in piece.tokens)
-        drawn = sum((piece.drawn for piece in pieces), _NONE)
-        yield TextPiece("".join(piece.text for piece in pieces), kind, tokens, drawn)
+        deltas = [delta for delta in group if isinstance(delta, TextDelta)]
+        tokens = tuple(token for delta in deltas for token in delta.tokens)
+        drawn = sum((delta.drawn for delta in deltas), _NONE)
+        yield TextDelta("".join(delta.text for delta in deltas), kind, tokens, drawn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,16 +226,16 @@ class EmbeddingRequest:
         """Return the request of an ``asdict``."""
         return cls(tuple(value["texts"]))
 
-    def parts(self) -> Iterator[EmbeddingRequest]:
-        """Yield requests for a few texts each, so that others have their turns between them."""
-        part: list[str] = []
+    def batches(self) -> Iterator[EmbeddingRequest]:
+        """Yield requests for a few texts each, so that other requests run between them."""
+        batch: list[str] = []
         for text in self.texts:
-            if part and (len(part) == _TEXTS or sum(map(len, part)) + len(text) > _CHARACTERS):
-                yield EmbeddingRequest(tuple(part))
-                part = []
-            part.append(text)
-        if part:
-            yield EmbeddingRequest(tuple(part))
+            if batch and (len(batch) == _TEXTS or sum(map(len, batch)) + len(text) > _CHARACTERS):
+                yield EmbeddingRequest(tuple(batch))
+                batch = []
+            batch.append(text)
+        if batch:
+            yield EmbeddingRequest(tuple(batch))
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +247,7 @@ class Embeddings:
 
     def pack(self) -> bytes:
         """Return the numbers in order, as 64-bit floats, little-endian."""
-        return b"".join(struct.pack(f"<{len(one)}d", *one) for one in self.vectors)
+        return b"".join(struct.pack(f"<{len(vector)}d", *vector) for vector in self.vectors)
 
     @classmethod
     def unpack(cls, data: bytes, count: int, tokens: int) -> Embeddings:
@@ -266,18 +267,18 @@ class ContextError(UsageError):
 
 
 class LanguageModel(Protocol):
-    """A loaded language model, used on one thread: that which loaded it.
+    """A loaded language model, used only on the thread that loaded it.
 
-    ``parallel`` requests can be open at once: the texts of all open generators are read in turns.
+    ``parallel`` requests can be open at once: the worker advances all open generators in turns.
     """
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Return what it can do: CHAT, COMPLETION, EMBEDDING, TOOLS and so on."""
+        """Return the capabilities: CHAT, COMPLETION, EMBEDDING, TOOLS and so on."""
 
     @property
     def context(self) -> int:
-        """Return the number of tokens that a prompt and its text have together at most."""
+        """Return the maximum number of tokens of a prompt and its text together."""
 
     @property
     def parallel(self) -> int:
@@ -292,11 +293,11 @@ class LanguageModel(Protocol):
         """Return the type of the computation, or of the weights."""
 
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
-        """Yield pieces, calls, and a TextEnd; closing the generator ends the request.
+        """Yield deltas, calls, and a TextEnd; closing the generator ends the request.
 
-        A piece may be empty, so that other requests have their turns while a prompt is read.
+        A delta may be empty, so that other requests run while a prompt is read.
 
-        Raises at once, before the first piece:
+        Raises at once, before the first delta:
             ContextError: The prompt is too long.
             UsageError: The model cannot serve the request, such as tools without a template for
                 them. The fact ``field`` names the field of the request.
@@ -316,8 +317,8 @@ def require_characters(text: str) -> None:
         raise UsageError(message, field="prompt") from None
 
 
-def require(capabilities: Sequence[str] | frozenset[str], wanted: str, field_: str) -> None:
-    """Raise UsageError, with the field of the request as a fact, if ``wanted`` is missing."""
-    if wanted not in capabilities:
-        what = _IN_WORDS.get(wanted, wanted)
-        raise UsageError(f"the model does not support {what}", field=field_)
+def require(capabilities: Sequence[str] | frozenset[str], capability: str, field_: str) -> None:
+    """Raise UsageError, with the field of the request as a fact, if ``capability`` is missing."""
+    if capability not in capabilities:
+        label = _IN_WORDS.get(capability, capability)
+        raise UsageError(f"the model does not support {label}", field=field_)

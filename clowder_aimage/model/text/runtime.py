@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from clowder_aimage.model.text.language_model import LanguageModel
 
 MLX_LM, LLAMA = "mlx-lm", "llama.cpp"
-# Modules with ``load`` and ``usual_memory``, and their extras; each is imported on use, since it
-# needs its library
+# Modules with ``load`` and ``usual_memory``, and their extras. Each is imported on use, since its
+# library may not be installed
 _MODULES = {
     MLX_LM: ("clowder_aimage.model.mlxlm.model", "text"),
     LLAMA: ("clowder_aimage.model.llama.model", "llama"),
@@ -40,9 +40,9 @@ def load_language_model(
     """Load a model on the calling thread, which must be the only one to use it.
 
     dtype: "float32", "bfloat16", or None for the default of the device. memory: bytes that the
-    weights and the caches of all requests may take; None for the machine's memory. context: tokens
-    of a request at most; None for those of the model, less if the memory is insufficient. parallel:
-    requests that are served at once. models: those among which the memory is divided equally.
+    weights and the caches of all requests may take; None for the machine's memory. context: maximum
+    tokens of a request; None for the context of the model, less if the memory is insufficient.
+    parallel: requests that are served at once. models: number of models that share the memory.
 
     Raises:
         UsageError: The extra of the runtime is not installed.
@@ -57,6 +57,7 @@ def load_language_model(
     try:
         runtime_module = importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # A missing module of this package is a defect, not a missing extra
         if (error.name or "").startswith("clowder_aimage"):
             raise
         raise UsageError(
@@ -71,6 +72,6 @@ def load_language_model(
         ) from None
     if models > 1:
         memory = (memory or runtime_module.usual_memory()) // models
-    how = {"dtype": dtype, "memory": memory, "context": context, "parallel": parallel}
-    model: LanguageModel = runtime_module.load(files, aimage, **how)
+    options = {"dtype": dtype, "memory": memory, "context": context, "parallel": parallel}
+    model: LanguageModel = runtime_module.load(files, aimage, **options)
     return model

@@ -1,6 +1,6 @@
-"""The bytes of tokens as pieces of text, thoughts and calls.
+"""The bytes of tokens as deltas of text, thoughts and calls.
 
-Text that may be the beginning of a mark or of a stop string is held back until more is known.
+Text that may be the beginning of a mark or of a stop string is held back until the next tokens.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from clowder_aimage.model.text.language_model import (
     STOP,
     TOOL_CALLS,
     DrawnTokens,
+    TextDelta,
     TextEnd,
     TextEvent,
-    TextPiece,
     Token,
 )
 from clowder_aimage.model.text.tool_call_format import CallFormat, Tools
@@ -54,8 +54,9 @@ class TextStream:
         self._has_thinking, self._is_stripped = has_thinking, is_stripped or is_thinking
         self._is_begun = False  # the answer has begun
         self._buffer, self._mark = "", ""
-        self._place = 0  # characters before the buffer
-        self._tokens: deque[tuple[int, Token]] = deque()  # with the places of their ends
+        self._offset = 0  # characters before the buffer
+        # Tokens with the offsets of their ends: several tokens can be a character of the text
+        self._tokens: deque[tuple[int, Token]] = deque()
         self._drawn = DrawnTokens()  # since the last event
         self.count = 0  # tokens that were drawn
         self.has_called = False
@@ -63,10 +64,10 @@ class TextStream:
 
     @property
     def marks(self) -> frozenset[str]:
-        """Special tokens with these texts are parts of the text; all others are hidden."""
-        own = (THINK, THOUGHT) if self._has_thinking else ()
+        """Texts of the special tokens that belong to the text; all others are hidden."""
+        thinking = (THINK, THOUGHT) if self._has_thinking else ()
         calls = self._calls
-        return frozenset((*own, *((*calls.starts, calls.end) if calls else ())))
+        return frozenset((*thinking, *((*calls.starts, calls.end) if calls else ())))
 
     @property
     def reason(self) -> str:
@@ -74,67 +75,71 @@ class TextStream:
         return TOOL_CALLS if self.has_called and not self.is_stopped else STOP
 
     def feed(self, data: bytes, token: Token | None = None) -> list[TextEvent]:
-        """Return what is known after the bytes of a token. Nothing follows a stop string."""
+        """Return the events after the bytes of a token, none after a stop string."""
         if self.is_stopped:
             return []
         self._buffer += self._decoder.decode(data)
         if token is not None:
-            is_partial = self._decoder.getstate()[0] != b""  # its text is the next character
-            self._tokens.append((self._place + len(self._buffer) + is_partial, token))
+            # A token that ends within a character belongs to the text of this character
+            is_partial = self._decoder.getstate()[0] != b""
+            self._tokens.append((self._offset + len(self._buffer) + is_partial, token))
         return [*self._scan(is_end=False)]
 
     def finish(self) -> list[TextEvent]:
-        """Return the rest at the end of the text. It is not known of which tokens it is."""
+        """Return the remaining events at the end of the text, without their tokens."""
         if self.is_stopped:
             return []
         self._buffer += self._decoder.decode(b"", True)
         return [_with_drawn(event, _PARTIAL) for event in self._scan(is_end=True)]
 
     def state_drawn(self, events: Sequence[TextEvent], drawn: DrawnTokens) -> Iterator[TextEvent]:
-        """Yield events of ``feed``; the last one states all tokens that were drawn until now.
+        """Yield events of ``feed``; the last one states all tokens that were drawn so far.
 
-        ``drawn`` are those since the last call. Nothing goes on after a stop string.
+        ``drawn`` are the tokens since the last call. A text cannot continue after a stop string.
         """
         self.count += drawn.count
         held = tuple(token for _, token in self._tokens)
         self._drawn += replace(drawn, held=held)
+        # Only the last event has the tokens: a text that continues elsewhere begins after all
+        # events of a token, or before all of them
         for event in events[:-1]:
             yield _with_drawn(event, _PARTIAL)
         if events:
             yield _with_drawn(events[-1], _PARTIAL if self.is_stopped else self._drawn)
             self._drawn = DrawnTokens()
 
-    def go_on(self, begun: DrawnTokens, parts: Iterable[bytes]) -> None:
-        """Go on after tokens that were drawn before; ``parts`` are their bytes."""
-        for data in parts:
+    def resume(self, drawn: DrawnTokens, token_bytes: Iterable[bytes]) -> None:
+        """Continue after tokens that were drawn before."""
+        for data in token_bytes:
             self.feed(data)
-        self._tokens.extend((self._place + len(self._buffer), token) for token in begun.held)
+        self._tokens.extend((self._offset + len(self._buffer), token) for token in drawn.held)
 
     def _scan(self, *, is_end: bool) -> Iterator[TextEvent]:
         while not self.is_stopped:
-            if self._is_whole_call():
+            if self._is_bare_call():
                 self._state, self._mark = _CALL, ""
-            wanted = self._wanted()
-            found = min(
+            marks = self._state_ends()
+            # Of marks at the same offset the longest: one can begin with another
+            match = min(
                 (
-                    (place, -len(one), one)
-                    for one in wanted
-                    if (place := self._buffer.find(one)) >= 0
+                    (offset, -len(mark), mark)
+                    for mark in marks
+                    if (offset := self._buffer.find(mark)) >= 0
                 ),
                 default=None,
             )
-            if found is None:
+            if match is None:
                 break
-            place, _, mark = found
-            yield from self._reach(place, mark)
+            offset, _, mark = match
+            yield from self._reach(offset, mark)
         else:
             return
         if is_end:
             yield from self._close()
         elif self._state != _CALL:
-            yield from self._release(len(self._buffer) - self._held(wanted))
+            yield from self._release(len(self._buffer) - self._held_length(marks))
 
-    def _wanted(self) -> tuple[str, ...]:
+    def _state_ends(self) -> tuple[str, ...]:
         """Return the strings that end the present state."""
         if self._state == _CALL:
             end = self._calls.end if self._calls else ""
@@ -144,24 +149,25 @@ class TextStream:
         begins = (THINK,) if self._has_thinking and not self._is_begun else ()
         return (*self._stop, *begins, *(self._calls.starts if self._calls else ()))
 
-    def _is_whole_call(self) -> bool:
-        """Return True if the answer begins as a call without a mark does."""
+    def _is_bare_call(self) -> bool:
+        """Return True if the answer begins with JSON and may be a call without a mark."""
         if self._state != _CONTENT or self._calls is None or not self._calls.is_whole:
             return False
         return not self._is_begun and self._buffer.lstrip().startswith("{")
 
-    def _reach(self, place: int, mark: str) -> Iterator[TextEvent]:
-        """Go on after a mark or a stop string at a place of the buffer."""
+    def _reach(self, offset: int, mark: str) -> Iterator[TextEvent]:
+        """Yield the text before a mark or a stop string, and enter the next state."""
         if self._state == _CALL:
-            yield from self._call(self._buffer[:place], mark)
-            self._skip(place + len(mark))
+            yield from self._call(self._buffer[:offset], mark)
+            self._skip(offset + len(mark))
             self._state, self._is_stripped = _CONTENT, True
             return
-        yield from self._release(place, is_before_mark=mark not in self._stop)
+        yield from self._release(offset, is_before_mark=mark not in self._stop)
         if mark in self._stop:
             self.is_stopped = True
             return
-        if mark == THINK and self._is_begun:  # a mark inside the answer is text
+        # A mark inside the answer is text: an answer can be about these marks
+        if mark == THINK and self._is_begun:
             yield from self._release(len(mark))
             return
         self._skip(len(mark))
@@ -187,21 +193,24 @@ class TextStream:
             yield from calls
         else:
             self._is_begun = True
-            yield TextPiece(self._mark + text + end, _CONTENT, self._until(len(text) + len(end)))
+            yield TextDelta(
+                self._mark + text + end, _CONTENT, self._take_tokens(len(text) + len(end))
+            )
 
-    def _held(self, wanted: Sequence[str]) -> int:
-        """Return the length of the end that may begin a mark, or that may be left out."""
-        longest = max(map(len, wanted), default=0)
+    def _held_length(self, marks: Sequence[str]) -> int:
+        """Return the length of the buffer's end that may begin a mark, or be stripped."""
+        longest = max(map(len, marks), default=0)
         tail = self._buffer[-longest + 1 :] if longest > 1 else ""
-        places = (
-            place
-            for place in range(len(tail))
-            if any(one.startswith(tail[place:]) for one in wanted)
+        offsets = (
+            offset
+            for offset in range(len(tail))
+            if any(mark.startswith(tail[offset:]) for mark in marks)
         )
-        held = len(tail) - next(places, len(tail))
-        rest = self._buffer[: len(self._buffer) - held]
-        if self._state == _THINKING or (self.marks and not self._is_begun and not rest.strip()):
-            held += len(rest) - len(rest.rstrip())  # spaces beside marks are not part of the text
+        held = len(tail) - next(offsets, len(tail))
+        head = self._buffer[: len(self._buffer) - held]
+        # Spaces beside marks are not part of the text
+        if self._state == _THINKING or (self.marks and not self._is_begun and not head.strip()):
+            held += len(head) - len(head.rstrip())
         return held
 
     def _release(self, length: int, is_before_mark: bool = False) -> Iterator[TextEvent]:
@@ -211,31 +220,31 @@ class TextStream:
         text = self._buffer[:length]
         if self._is_stripped:
             text = text.lstrip()
-            self._until(length - len(text))
+            self._take_tokens(length - len(text))
         if is_before_mark and self._state == _THINKING:
             text = text.rstrip()
         if is_before_mark and not text.strip() and not self._is_begun:
             text = ""
-        tokens = self._until(length) if text else ()
+        tokens = self._take_tokens(length) if text else ()
         self._skip(length)
         if not text:
             return
         self._is_stripped = False
         if self._state == _CONTENT and text.strip():
             self._is_begun = True
-        yield TextPiece(text, self._state, tokens)
+        yield TextDelta(text, self._state, tokens)
 
-    def _until(self, length: int) -> tuple[Token, ...]:
+    def _take_tokens(self, length: int) -> tuple[Token, ...]:
         """Take the tokens that end within the first characters of the buffer."""
-        end, taken = self._place + length, []
+        end, tokens = self._offset + length, []
         while self._tokens and self._tokens[0][0] <= end:
-            taken.append(self._tokens.popleft()[1])
-        return tuple(taken)
+            tokens.append(self._tokens.popleft()[1])
+        return tuple(tokens)
 
     def _skip(self, length: int) -> None:
-        self._until(length)
+        self._take_tokens(length)
         self._buffer = self._buffer[length:]
-        self._place += length
+        self._offset += length
 
 
 def _with_drawn(event: TextEvent, drawn: DrawnTokens) -> TextEvent:

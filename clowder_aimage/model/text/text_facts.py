@@ -1,4 +1,4 @@
-"""Facts about a language model from its files, without loading it."""
+"""Properties of a language model from its files, without loading it."""
 
 from __future__ import annotations
 
@@ -35,44 +35,45 @@ class TextFacts:
     template: str
 
 
-_KNOWN = ParseCache()
+_CACHE = ParseCache()
 
 
 def is_embedder(aimage: AImage) -> bool:
-    """Return whether the architecture of a language model computes embeddings only."""
+    """Return True if the architecture of a language model computes embeddings only."""
     return _EMBEDDERS.search(str(aimage.properties.get("architecture"))) is not None
 
 
 def text_facts(store: ImageLayout, manifest: Digest, aimage: AImage) -> TextFacts:
-    """Return the facts of a language model, whose files are read once.
+    """Return the properties of a language model; its files are read only once.
 
-    The template is left out if its file is damaged, or not in the store yet.
+    The template is empty if its file is damaged, or not in the store yet.
     """
-    context = aimage.properties.get("context")
-    known = context if type(context) is int else None
+    stated = aimage.properties.get("context")
+    context = stated if type(stated) is int else None
     try:
         size = sum(len(layer.name) for layer in aimage.layers)
-        read = partial(_read_facts, store, aimage, known)
-        return _KNOWN.get((store.root, manifest), size, read)
+        read = partial(_read_facts, store, aimage, context)
+        return _CACHE.get((store.root, manifest), size, read)
     except (AImageError, OSError):
         kind = EMBEDDING if is_embedder(aimage) else COMPLETION
-        return TextFacts((kind,), known, "")
+        return TextFacts((kind,), context, "")
 
 
 def _read_facts(store: ImageLayout, aimage: AImage, context: int | None) -> TextFacts:
     if is_embedder(aimage):
         return TextFacts((EMBEDDING,), context, "")
     template = _template(store, aimage)
+    # A template of a layer has precedence over the template in GGUF's metadata, as in llama.cpp
     if head := _gguf_head(store, aimage):
         template = template or str(find_value(head, "tokenizer.chat_template") or "")
         if find_value(head, f"{aimage.properties.get('architecture')}.pooling_type"):
             return TextFacts((EMBEDDING,), context, template)
-    found = [CHAT] if template else []
-    found += [COMPLETION]
-    found += [EMBEDDING] if aimage.find(POOLING) else []
-    found += [TOOLS] if _TOOLS.search(template) else []
-    found += [THINKING] if _THINKING.search(template) else []
-    return TextFacts(tuple(found), context, template)
+    capabilities = [CHAT] if template else []
+    capabilities += [COMPLETION]
+    capabilities += [EMBEDDING] if aimage.find(POOLING) else []
+    capabilities += [TOOLS] if _TOOLS.search(template) else []
+    capabilities += [THINKING] if _THINKING.search(template) else []
+    return TextFacts(tuple(capabilities), context, template)
 
 
 def _gguf_head(store: ImageLayout, aimage: AImage) -> bytes:

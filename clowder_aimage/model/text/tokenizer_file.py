@@ -26,7 +26,7 @@ class TokenizerFiles:
     folder: str = ""
 
     def read(self, name: str) -> bytes | None:
-        """Return the bytes of a file, or None. Raises ModelError: it is too large."""
+        """Return the bytes of a file, or None. Raises ModelError if it is too large."""
         prefix = f"{self.folder}/" if self.folder else ""
         return find(self.store, self.aimage, prefix + name)
 
@@ -41,7 +41,7 @@ class TokenizerFiles:
         return {**special, **self.read_object("tokenizer_config.json")}
 
     def templates(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Return the chat templates by name, perhaps none. Raises ModelError."""
+        """Return the chat templates by name. Raises ModelError."""
         return find_templates(config, self.read)
 
     def special_tokens(self, config: Mapping[str, Any]) -> dict[str, str]:
@@ -52,13 +52,14 @@ class TokenizerFiles:
         """Return the tokenizer in tokenizer.json, or one built from vocab.json and merges.txt.
 
         Raises:
-            ModelError: There is none, or it is malformed.
+            ModelError: The tokenizer is missing or malformed.
         """
         try:
             return self._backend(self._added_tokens(config))
         except ModelError:
             raise
-        except Exception as error:  # any field may have any type
+        # The library raises any type of error, since any field may have any type
+        except Exception as error:
             raise ModelError(f"the tokenizer cannot be read: {error}") from error
 
     def _backend(self, added: Mapping[str, Any]) -> TokenizerBackend:
@@ -87,4 +88,4 @@ def _merges(text: str) -> list[tuple[str, str]]:
     pairs = [tuple(line.rstrip("\r").split(" ")) for line in lines]
     if any(len(pair) != 2 for pair in pairs):
         raise ModelError("merges.txt: every line must contain two tokens")
-    return [(first, second) for first, second in pairs]
+    return [(left, right) for left, right in pairs]

@@ -1,6 +1,6 @@
 """Calls of functions in the text of a model.
 
-The chat template shows which form a model writes:
+The chat template shows the form that a model writes:
 
     Hermes, Qwen      <tool_call>{"name": ..., "arguments": {...}}</tool_call>
     Qwen3-Coder       <tool_call><function=name><parameter=key>value</parameter></function>
@@ -48,6 +48,7 @@ class CallFormat:
 
     def parse(self, text: str, tools: Tools = ()) -> list[ToolCall]:
         """Return the calls between the marks, or an empty list if the text has another form."""
+        # Models make mistakes: a malformed call is text of the answer, not an error
         if len(text) > MAX_CALL:
             return []
         try:
@@ -62,40 +63,40 @@ WHOLE = CallFormat(("<|python_tag|>",), is_whole=True)
 
 
 def call_format(template: str) -> CallFormat:
-    """Return the format that a chat template shows; JSON as the whole answer if it shows none."""
-    for known in (TAGGED, BRACKETED):
-        if known.starts[0] in template:
-            return known
+    """Return the format in a chat template; JSON as the whole answer by default."""
+    for form in (TAGGED, BRACKETED):
+        if form.starts[0] in template:
+            return form
     return WHOLE
 
 
 def _parse(text: str, tools: Tools) -> list[ToolCall]:
     if match := _FUNCTION.match(text):
-        found = _between(text, _PARAMETER, "</parameter>")
-        return [_typed(match[1], tools, ((at[1], one.removesuffix("\n")) for _, at, one in found))]
+        parts = _between(text, _PARAMETER, "</parameter>")
+        pairs = ((start[1], value.removesuffix("\n")) for _, start, value in parts)
+        return [_convert_call(match[1], tools, pairs)]
     if "<arg_key>" in text:
         name = text.partition("<arg_key>")[0].strip()
-        found = _between(text, _ARGUMENT, "</arg_value>")
-        return [
-            _typed(name, tools, ((key.rpartition("<arg_key>")[2], one) for key, _, one in found))
-        ]
+        parts = _between(text, _ARGUMENT, "</arg_value>")
+        pairs = ((key.rpartition("<arg_key>")[2], value) for key, _, value in parts)
+        return [_convert_call(name, tools, pairs)]
     if text[:1] in ("{", "["):
-        return [_from_json(one) for one in _objects(text)]
-    return _named(text)
+        return [_from_json(call) for call in _objects(text)]
+    return _parse_named_calls(text)
 
 
 def _between(text: str, start: re.Pattern[str], end: str) -> Iterator[tuple[str, Any, str]]:
-    """Yield what precedes each match of ``start``, the match, and what follows until ``end``.
+    """Yield the text before each match of ``start``, the match, and the text until ``end``.
 
-    A pattern of all three would read the rest of a text without an ``end`` for each match.
+    A pattern of all three would take quadratic time for a text without ``end``.
     """
-    place = 0
-    while (found := start.search(text, place)) and (last := text.find(end, found.end())) >= 0:
-        yield text[place : found.start()], found, text[found.end() : last]
-        place = last + len(end)
+    offset = 0
+    while (match := start.search(text, offset)) and (stop := text.find(end, match.end())) >= 0:
+        yield text[offset : match.start()], match, text[match.end() : stop]
+        offset = stop + len(end)
 
 
-def _typed(name: str, tools: Tools, pairs: Iterable[tuple[str, str]]) -> ToolCall:
+def _convert_call(name: str, tools: Tools, pairs: Iterable[tuple[str, str]]) -> ToolCall:
     """Return a call whose parameters are written as texts."""
     types = _types(tools, name)
     return _call(name, {key: _value(value, types.get(key)) for key, value in pairs})
@@ -106,7 +107,7 @@ def _objects(text: str) -> list[Any]:
     try:
         value = read_json(text.encode(), "a call")
     except FormatError:
-        value = [read_json(one.encode(), "a call") for one in re.split(r";\s*(?=\{)", text)]
+        value = [read_json(call.encode(), "a call") for call in re.split(r";\s*(?=\{)", text)]
     return value if isinstance(value, list) else [value]
 
 
@@ -122,15 +123,16 @@ def _from_json(value: Any) -> ToolCall:
     return _call(value.get("name"), arguments)
 
 
-def _named(text: str) -> list[ToolCall]:
+def _parse_named_calls(text: str) -> list[ToolCall]:
     """Return calls that are names, each followed by the JSON of its arguments."""
-    calls, place = [], 0
-    while place < len(text):
-        head = _ARGUMENTS.match(text, place)
+    calls, offset = [], 0
+    while offset < len(text):
+        head = _ARGUMENTS.match(text, offset)
         if head is None:
             raise FormatError("not a call")
-        _, place = _DECODER.raw_decode(text, head.end())  # only its end: read_json has limits
-        calls.append(_call(head[1], read_json(text[head.end() : place].encode(), "the arguments")))
+        # Only the end of the JSON: its value is read by read_json, which has limits
+        _, offset = _DECODER.raw_decode(text, head.end())
+        calls.append(_call(head[1], read_json(text[head.end() : offset].encode(), "the arguments")))
     return calls
 
 
@@ -151,7 +153,9 @@ def _types(tools: Tools, name: str) -> dict[str, Any]:
             fields = parameters.get("properties") if isinstance(parameters, Mapping) else None
             if isinstance(fields, Mapping):
                 return {
-                    key: one.get("type") for key, one in fields.items() if isinstance(one, Mapping)
+                    key: parameter.get("type")
+                    for key, parameter in fields.items()
+                    if isinstance(parameter, Mapping)
                 }
     return {}
 
