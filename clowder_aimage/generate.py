@@ -80,7 +80,7 @@ class RunnableModel:
                 # The picture may be stored later.
                 with suppress(NotFoundError):
                     picture = self.pictures.open(request)
-                    prepared = picture.given if isinstance(picture, PreparedPicture) else None
+                    prepared = picture.inputs if isinstance(picture, PreparedPicture) else None
                     self.pipeline.check(request, prepared)
             return self.pipeline.preload(request)
 
@@ -95,7 +95,7 @@ class RunnableModel:
             if isinstance(picture, TiledPicture):
                 self.pipeline.check(request)
                 return self._guard(self._generate_tiles(request, picture))
-            events = self.pipeline.generate(request, *([picture.given] if picture else []))
+            events = self.pipeline.generate(request, *([picture.inputs] if picture else []))
         return self._guard(events, picture)
 
     def _generate_tiles(

@@ -185,9 +185,9 @@ def test_a_cropped_request_changes_only_its_surroundings() -> None:
     mask = Image.new("L", (64, 64), 0)
     mask.paste(255, (8, 8, 16, 16))
     prepared = prepare(request_of(crop=True), image, mask)
-    assert prepared.given.pixels is not None
-    assert prepared.given.pixels.shape == (32, 32, 3)
-    assert prepared.given.mask is not None
+    assert prepared.inputs.pixels is not None
+    assert prepared.inputs.pixels.shape == (32, 32, 3)
+    assert prepared.inputs.mask is not None
     result = prepared.finish(np.full((32, 32, 3), 9, np.uint8))
     painted = np.asarray(mask) >= 128
     assert result.shape == (64, 64, 3)

@@ -11,7 +11,8 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.parameter import ValueType, parameters
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
-_MAX_DIGITS = 400  # of a number that is text
+# The most digits of a number that is text
+_MAX_DIGITS = 400
 _MAX_SHOWN = 1 << 80
 _FLAGS = {"true": True, "false": False}
 _TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -25,7 +26,7 @@ _TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def wrong(name: str, reason: str, hint: str | None = None, **facts: str) -> UsageError:
-    """Return the error of a parameter, whose name is one of its facts."""
+    """Return the error of a parameter, with its name as a fact."""
     return UsageError(f"{name} {reason}", hint=hint, parameter=name, **facts)
 
 
@@ -34,9 +35,9 @@ def check_fields(value: Any) -> None:
 
     Raises UsageError as ``check``.
     """
-    for each in parameters(value.__class__):
-        checked = check(each.name, getattr(value, each.attribute), each.type)
-        object.__setattr__(value, each.attribute, checked)
+    for parameter in parameters(value.__class__):
+        checked = check(parameter.name, getattr(value, parameter.attribute), parameter.type)
+        object.__setattr__(value, parameter.attribute, checked)
 
 
 def check(name: str, value: object, accepted: ValueType) -> Any:
@@ -54,21 +55,21 @@ def check(name: str, value: object, accepted: ValueType) -> Any:
         raise wrong(name, f"must be {describe(accepted)}{shown}", mistake=mistake)
     if isinstance(value, tuple):
         items = map(ValueType.of, _items(accepted.kind, len(value)))
-        return tuple(check(name, each, item) for each, item in zip(value, items, strict=True))
+        return tuple(check(name, element, item) for element, item in zip(value, items, strict=True))
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
         raise wrong(name, "contains characters that are not valid Unicode", mistake="value")
     return value
 
 
 def _is_within(value: object, accepted: ValueType) -> bool:
-    """Return whether a value of the right kind is one of the choices, or within the bounds."""
+    """Return True if a value of the right kind is one of the choices, or within the bounds."""
     if get_origin(accepted.kind) is Literal:
         return value in get_args(accepted.kind)
     return all(_TESTS[bound](value, limit) for bound, limit in accepted.bounds.items())
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is a number, and not a boolean."""
+    """Return True if a value is a number, and not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -90,8 +91,8 @@ def _is_kind(value: object, kind: Any) -> bool:
 
 def _items(kind: Any, count: int) -> tuple[Any, ...]:
     """Return the types of the items of a tuple of ``count`` items."""
-    first, *others = get_args(kind)
-    return (first,) * count if others[-1:] == [...] else (first, *others)
+    item, *further = get_args(kind)
+    return (item,) * count if further[-1:] == [...] else (item, *further)
 
 
 def parse(text: str, accepted: ValueType) -> object:
@@ -99,7 +100,7 @@ def parse(text: str, accepted: ValueType) -> object:
     kind = accepted.kind
     if get_origin(kind) is tuple:
         item = ValueType.of(get_args(kind)[0])
-        return tuple(parse(part.strip(), item) for part in text.split(","))
+        return tuple(parse(element.strip(), item) for element in text.split(","))
     if kind is bool:
         return _FLAGS.get(text, text)
     if kind not in (int, float) or len(text) > _MAX_DIGITS or not _NUMBER.fullmatch(text):
@@ -113,11 +114,11 @@ def describe(accepted: ValueType) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) is tuple:
-        item, *others = get_args(kind)
-        if others == [...]:
+        item, *further = get_args(kind)
+        if further == [...]:
             return f"a list of {_count(bounds)}"
-        each = describe(ValueType.of(item)).removeprefix("a ").replace("number", "numbers")
-        return f"{1 + len(others)} {each}"
+        item_words = describe(ValueType.of(item)).removeprefix("a ").replace("number", "numbers")
+        return f"{1 + len(further)} {item_words}"
     if kind is str:
         return f"text of {_count(bounds)} characters" if bounds else "text"
     if kind not in (bool, int, float):

@@ -1,4 +1,4 @@
-"""Parameters of a request that change nothing, in words for those who gave them."""
+"""Explicit parameters of a request without an effect, as sentences."""
 
 from __future__ import annotations
 
@@ -20,29 +20,35 @@ def ignored_parameters(request: GenerateRequest, explicit: Collection[str]) -> l
 
 
 def whole_steps(steps: int, strength: float) -> int:
-    """Return the steps of the schedule of which the last ``steps`` are done with ``fine``."""
+    """Return the steps of a schedule whose last ``steps`` are done with ``fine``."""
     return max(steps, round(steps / strength))
 
 
 def ignored_image(request: GenerateRequest) -> str:
-    """Return why the image of a request has no effect, and what to use; else the empty text.
+    """Return the reason that the image of a request has no effect, with a remedy, or "".
 
     It is so if the first step begins at full noise. With a mask, the rest of the image is kept.
     """
-    steps, own = request.sampling.steps, request.input
-    if own.image is None or not own.strength or own.mask is not None or own.expand:
+    steps, image_input = request.sampling.steps, request.input
+    if (
+        image_input.image is None
+        or not image_input.strength
+        or image_input.mask is not None
+        or image_input.expand
+    ):
         return ""
-    if own.fine:
-        is_ignored = whole_steps(steps, own.strength) == steps
+    if image_input.fine:
+        is_ignored = whole_steps(steps, image_input.strength) == steps
     else:
-        is_ignored = first_step(steps, own.strength) == 0
+        is_ignored = first_step(steps, image_input.strength) == 0
     if not is_ignored:
         return ""
-    least = (steps - 1) / steps if not own.fine else steps / (steps + 1)
-    other = "more steps" if own.fine else "more steps, or fine"
+    least = (steps - 1) / steps if not image_input.fine else steps / (steps + 1)
+    alternative = "more steps" if image_input.fine else "more steps, or fine"
     lower = f"a strength of at most {math.floor(least * 100) / 100:g}" if least else ""
-    lower += (" or " if own.fine else ", ") if lower else ""
+    joint = " or " if image_input.fine else ", "
+    lower += joint if lower else ""
     return (
-        f"strength {own.strength:g} with steps {steps} begins at full noise, so the image is "
-        f"ignored; use {lower}{other}"
+        f"strength {image_input.strength:g} with steps {steps} begins at full noise, so the image "
+        f"is ignored; use {lower}{alternative}"
     )

@@ -1,4 +1,4 @@
-"""Parameters: their types, their bounds, and the words that interfaces need of them.
+"""Parameters: their types, their bounds, and their words in interfaces.
 
 Parameters are fields of dataclasses, such as ``Annotated[int, Ge(1), Le(1000), Words("Steps.")]``,
 with the bounds of the package annotated-types.
@@ -45,28 +45,28 @@ class ValueType(NamedTuple):
 
     @classmethod
     def of(cls, annotation: Any) -> ValueType:
-        """Return the parts of a type, which may be annotated."""
+        """Return the parts of a type or of an annotated one."""
         kind, *limits = (
             get_args(annotation) if get_origin(annotation) is Annotated else [annotation]
         )
         is_union = get_origin(kind) in (UnionType, Union)
-        others = [each for each in get_args(kind) if each is not NoneType]
-        is_optional = is_union and len(others) < len(get_args(kind))
+        kinds = [member for member in get_args(kind) if member is not NoneType]
+        is_optional = is_union and len(kinds) < len(get_args(kind))
         limits = [limit for limit in limits if not isinstance(limit, Words)]
         bounds = {
-            name: bound for each in limits for name, bound in dataclasses.asdict(each).items()
+            name: bound for limit in limits for name, bound in dataclasses.asdict(limit).items()
         }
-        return cls(others[0] if is_optional else kind, bounds, is_optional)
+        return cls(kinds[0] if is_optional else kind, bounds, is_optional)
 
     @property
     def is_scalar(self) -> bool:
-        """Return whether the value is not a tuple."""
+        """Return True if the value is not a tuple."""
         return get_origin(self.kind) is not tuple
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A field that has words.
+    """A field with words.
 
     name: in interfaces. attribute: in its dataclass. type: the parts of ``annotation``.
     """
@@ -97,11 +97,11 @@ class Parameter:
 def parameters(owner: type[Any]) -> tuple[Parameter, ...]:
     """Return the parameters among the fields of a dataclass, in their order."""
     hints = get_type_hints(owner, include_extras=True)
-    found = []
+    listed = []
     for field in dataclasses.fields(owner):
         hint = hints[field.name]
         for words in get_args(hint):
             if isinstance(words, Words):
                 name, parts = words.name or field.name, ValueType.of(hint)
-                found.append(Parameter(name, field.name, hint, parts, field.default, words))
-    return tuple(found)
+                listed.append(Parameter(name, field.name, hint, parts, field.default, words))
+    return tuple(listed)

@@ -1,6 +1,6 @@
 """The request for pictures: each parameter with its type, its bounds and its words, once.
 
-Interfaces name parameters without the value that they are in: ``request.guidance.scale`` is
+Interfaces name parameters without their group: ``request.guidance.scale`` is
 ``guidance`` on the command line, over HTTP and in the metadata of a picture.
 """
 
@@ -30,19 +30,26 @@ MAX_PICTURES = 1024
 MAX_LORAS = 16
 MAX_REFERENCES = 4
 MAX_SIDE = 8192  # pixels
-MAX_PIXELS = 4096 * 4096  # of a picture
-REFERENCE_PIXELS = 1024 * 1024  # of a reference picture; larger ones are scaled down
-ALPHA = "alpha"  # the mask that is the transparency of the image
-STRENGTH = 0.6  # of an image without a mask, as in diffusers
+# The most pixels of a picture
+MAX_PIXELS = 4096 * 4096
+# Larger reference pictures are scaled down to this number of pixels
+REFERENCE_PIXELS = 1024 * 1024
+# The name of a mask that is the transparency of the image
+ALPHA = "alpha"
+# The default for an image without a mask, as in diffusers
+STRENGTH = 0.6
 UPSCALE_STRENGTH = 0.2
-CONTROL_STRENGTH = 0.75  # as in diffusers
+# The default, as in diffusers
+CONTROL_STRENGTH = 0.75
 OF_MODEL = "the model's"
 
-MAX_TEXT = 32_000  # characters of a prompt
+# Characters of a prompt
+MAX_TEXT = 32_000
 MAX_NAME = 1024  # characters
 MAX_PATH = 4096  # characters
 MAX_STEPS = 1000
-MAX_STRENGTH = 100  # of an adapter, also negative
+# The limit of an adapter's strength, also of negative ones
+MAX_STRENGTH = 100
 Fit = Literal["crop", "pad", "stretch"]
 _Pixels = Annotated[int, Ge(0), Le(4096)]
 _Digest = str
@@ -146,7 +153,7 @@ class Guidance:
 class ImageInput:
     """The pictures that a picture begins with, by their digests in the store.
 
-    White parts of the mask are painted, or with ALPHA what is transparent in the image.
+    White parts of the mask are painted, or with ALPHA the transparent parts of the image.
     """
 
     image: Annotated[_Digest | None, Words("The picture to begin with.", unit="digest")] = None
@@ -187,7 +194,7 @@ class ImageInput:
 
     @property
     def images(self) -> tuple[str, ...]:
-        """Return the images in their order, whatever their role."""
+        """Return the images in their order, in either role."""
         return self.references if self.image is None else (self.image, *self.references)
 
     def __post_init__(self) -> None:
@@ -298,7 +305,7 @@ class LoraUse:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Return the use that an object in JSON states. Raises UsageError."""
-        names = {each.name for each in fields(cls)}
+        names = {lora_field.name for lora_field in fields(cls)}
         if not {"model"} <= values.keys() <= names:
             raise wrong("loras", f"must have the fields {', '.join(sorted(names))}")
         return cls(**values)
@@ -379,22 +386,22 @@ class GenerateRequest:
 
     @classmethod
     def draft(cls, prompt: str = "", /, **values: Any) -> Self:
-        """Return a draft, which states the values that are not None.
+        """Return a draft with the values that are not None.
 
-        Raises UsageError for what is wrong with every model.
+        Raises UsageError for values that are wrong with every model.
         """
         return cls(prompt, stated=frozenset()).change(**values)
 
     def for_model(self, aimage: AImage) -> Self:
         """Return the complete request of a draft: an AImage has the defaults. Raises UsageError."""
         stated = aimage.properties.get("defaults")
-        known = stated if isinstance(stated, dict) else {}
-        names = [name for name in MODEL_DEFAULTS if name in known and not self.states(name)]
-        return self._with({name: known[name] for name in names}, None)
+        defaults = stated if isinstance(stated, dict) else {}
+        names = [name for name in MODEL_DEFAULTS if name in defaults and not self.states(name)]
+        return self._with({name: defaults[name] for name in names}, None)
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the request for a picture that states ``facts``."""
+        """Return the request for a picture with the metadata ``facts``."""
         names = places().keys() - {*COUNTS, "prompt"}
         values = {name: facts[name] for name in names & facts.keys()}
         if facts.get("prompt") is None:
@@ -403,24 +410,26 @@ class GenerateRequest:
 
     def values(self) -> dict[str, Any]:
         """Return all parameters by their names in interfaces."""
-        return {name: place.value(self) for name, place in places().items()}
+        return {name: location.value(self) for name, location in places().items()}
 
     def to_json(self) -> dict[str, Any]:
         """Return the values as JSON has them: the arguments of ``of``."""
         return {**self.values(), "loras": [asdict(use) for use in self.adapters.loras]}
 
     def states(self, name: str) -> bool:
-        """Return whether a parameter is stated; of a complete request, all are."""
+        """Return True if a parameter is stated; a complete request states all."""
         return self.stated is None or name in self.stated
 
     @property
     def has_size(self) -> bool:
-        """Return whether a side is stated."""
+        """Return True if a side is stated."""
         return self.states("width") or self.states("height")
 
     def stated_values(self) -> dict[str, Any]:
         """Return the parameters that are stated, by their names in interfaces."""
-        return {name: place.value(self) for name, place in places().items() if self.states(name)}
+        return {
+            name: location.value(self) for name, location in places().items() if self.states(name)
+        }
 
     def change(self, **values: Any) -> Self:
         """Return a request with other values of some parameters; None is the default."""
@@ -432,16 +441,16 @@ class GenerateRequest:
     def _with(self, values: Mapping[str, Any], stated: frozenset[str] | None) -> Self:
         groups: dict[str, dict[str, Any]] = {"": {"stated": stated}}
         for name, value in values.items():
-            if (place := places().get(name)) is None:
+            if (location := places().get(name)) is None:
                 raise wrong(name, "is not a parameter of pictures")
             if name == "loras" and isinstance(value, list | tuple):
                 value = tuple(LoraUse.of(use) if isinstance(use, dict) else use for use in value)
-            parameter = place.parameter
+            parameter = location.parameter
             value = parameter.default if value is None else value
-            groups.setdefault(place.group, {})[parameter.attribute] = value
-        own = groups.pop("")
-        parts = {name: replace(getattr(self, name), **each) for name, each in groups.items()}
-        return replace(self, **parts, **own)
+            groups.setdefault(location.group, {})[parameter.attribute] = value
+        direct = groups.pop("")
+        parts = {name: replace(getattr(self, name), **changes) for name, changes in groups.items()}
+        return replace(self, **parts, **direct)
 
 
 _GROUPS: Mapping[str, type] = {
@@ -455,7 +464,7 @@ _GROUPS: Mapping[str, type] = {
 
 
 class Place(NamedTuple):
-    """The place of a parameter in a request: the value that it is in, or none."""
+    """The location of a parameter in a request: the name of its group, or ""."""
 
     group: str
     parameter: Parameter
@@ -470,12 +479,16 @@ class Place(NamedTuple):
 def places() -> Mapping[str, Place]:
     """Return all parameters of pictures by their names in interfaces."""
     groups = {"": GenerateRequest, **_GROUPS}
-    found = [Place(group, each) for group, owner in groups.items() for each in parameters(owner)]
-    return {place.parameter.name: place for place in found}
+    locations = [
+        Place(group, parameter)
+        for group, owner in groups.items()
+        for parameter in parameters(owner)
+    ]
+    return {location.parameter.name: location for location in locations}
 
 
 def check_area(name: str, width: int, height: int) -> None:
-    """Raise UsageError if a picture of a size, which the parameter ``name`` sets, is too large."""
+    """Raise UsageError, with the parameter ``name``, if a picture is too large."""
     if width * height > MAX_PIXELS:
         size = f"{width}x{height} has {width * height}"
         raise wrong(name, f"exceeds the maximum of {MAX_PIXELS} pixels: {size}")
@@ -483,18 +496,21 @@ def check_area(name: str, width: int, height: int) -> None:
 
 def first_step(steps: int, strength: float) -> int:
     """Return the step, from 0, at which a picture begins. Raises UsageError: none is left."""
-    first = int(max(steps - min(steps * strength, steps), 0))
-    if first >= steps:
+    index = int(max(steps - min(steps * strength, steps), 0))
+    if index >= steps:
         hint = f"use a strength of at least {1 / steps:.2g}, or more steps"
         raise wrong("strength", f"{strength:g} leaves none of {steps} steps to do", hint)
-    return first
+    return index
 
 
 def _require(value: Any, names: Collection[str], needed: str) -> None:
     """Reject parameters that are stated although they need another. Raises UsageError."""
-    for each in parameters(value.__class__):
-        if each.attribute in names and getattr(value, each.attribute) != each.default:
-            raise wrong(each.name, f"requires {needed}")
+    for parameter in parameters(value.__class__):
+        if (
+            parameter.attribute in names
+            and getattr(value, parameter.attribute) != parameter.default
+        ):
+            raise wrong(parameter.name, f"requires {needed}")
 
 
 def _check_digest(name: str, value: str) -> None:

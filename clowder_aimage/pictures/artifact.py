@@ -28,7 +28,7 @@ def check_target(target: Reference, connection: ClientOptions) -> None:
         )
     if connection.expand(target).registry is None:
         raise UsageError(
-            f"{target} has no registry host, to which pictures could be pushed",
+            f"{target} has no registry host: pictures cannot be pushed to it",
             hint="use a name with one, such as registry.example.com/team/pictures:v1",
         )
 
@@ -38,8 +38,8 @@ def check_replaceable(target: Reference, connection: ClientOptions) -> None:
 
     Raises:
         UsageError: It has other content.
-        UnauthorizedError, NetworkError, RegistryError: The registry does not say, or accepts no
-            upload.
+        UnauthorizedError, NetworkError, RegistryError: The registry does not answer, or
+            accepts no upload.
     """
     with Repository(target, connection) as repository:
         _check_replaceable(target, repository)
@@ -81,7 +81,7 @@ def push_pictures(
     config = picture_config(pictures)
     described = Descriptor.of(mediatype.AIMAGE_PICTURE_CONFIG, config)
     manifest = build(mediatype.AIMAGE_PICTURE, layers, subject, {}, described)
-    blobs = {layer.digest: one.data for layer, one in zip(layers, pictures, strict=True)}
+    blobs = {layer.digest: made.data for layer, made in zip(layers, pictures, strict=True)}
     documents = blobs | {manifest.digest: manifest.raw, described.digest: config}
     source = Overlay(store, manifest.descriptor, documents)
     with Repository(target, connection) as repository:
@@ -96,11 +96,11 @@ def picture_config(pictures: Sequence[MadePicture]) -> bytes:
     settings = {name: value for name, value in pictures[0].facts.items() if name != "seed"}
     entries = [
         {
-            "title": one.layer.annotations[mediatype.TITLE],
-            "digest": str(one.layer.digest),
-            "seed": one.seed,
+            "title": picture.layer.annotations[mediatype.TITLE],
+            "digest": str(picture.layer.digest),
+            "seed": picture.seed,
         }
-        for one in pictures
+        for picture in pictures
     ]
     return encode({"schemaVersion": 1, "settings": settings, "pictures": entries})
 
@@ -113,7 +113,7 @@ def find_model(
         digest = Digest.parse(str(facts["digest"]))
         reference = Reference.parse(str(facts["reference"])).with_digest(digest)
     except (KeyError, UsageError, FormatError):
-        raise UsageError("the pictures do not say by which model they were made") from None
+        raise UsageError("the pictures have no metadata about their model") from None
     try:
         return store.resolve(reference)
     except NotFoundError:
@@ -124,7 +124,7 @@ def find_model(
 
 
 def settings_of(source: Source, manifest: Manifest, layer: Descriptor) -> dict[str, Any]:
-    """Return how a picture of an artifact was made, by the config in a store; empty without.
+    """Return the settings of a picture from the config of its artifact; empty without.
 
     Raises FormatError, VerificationError.
     """
@@ -145,12 +145,12 @@ def _parse(raw: bytes, digest: str) -> dict[str, Any]:
 
 
 def _has_settings(manifest: Manifest) -> bool:
-    """Return whether an artifact has a config with the settings of its pictures."""
+    """Return True if an artifact has a config with the settings of its pictures."""
     config = manifest.config
     return config.media_type == mediatype.AIMAGE_PICTURE_CONFIG and config.size <= MAX_CONFIG
 
 
 def _seeds(pictures: object) -> Iterator[tuple[str, object]]:
-    for one in pictures if isinstance(pictures, list) else ():
-        if isinstance(one, dict):
-            yield str(one.get("digest")), one.get("seed")
+    for entry in pictures if isinstance(pictures, list) else ():
+        if isinstance(entry, dict):
+            yield str(entry.get("digest")), entry.get("seed")

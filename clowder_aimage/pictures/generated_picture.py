@@ -17,7 +17,7 @@ _SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MadePicture:
-    """A picture file of a kind (png, jpeg, webp), its seed, and how it was made."""
+    """A picture file of a kind (png, jpeg, webp), its seed, and its metadata."""
 
     data: bytes
     seed: int
@@ -28,13 +28,14 @@ class MadePicture:
     def layer(self) -> Descriptor:
         """Return its descriptor, titled with the seed."""
         title = f"{self.seed}.{_SUFFIXES[self.kind]}"
-        found = Descriptor.of(f"image/{self.kind}", self.data)
-        return replace(found, annotations={mediatype.TITLE: title})
+        descriptor = Descriptor.of(f"image/{self.kind}", self.data)
+        return replace(descriptor, annotations={mediatype.TITLE: title})
 
 
 def encode_image(image: Image, facts: Mapping[str, Any], encoding: PictureEncoding) -> MadePicture:
     """Return the file of an image; ``facts`` are those of its request, without its own seed."""
-    from clowder_aimage.model.picture import encode_picture  # late: it imports numpy
+    # Imported late: a worker without numpy does not encode
+    from clowder_aimage.model.picture import encode_picture
     from clowder_aimage.model.picture_metadata import add_quality
 
     kind, quality = encoding.kind, encoding.quality

@@ -32,39 +32,43 @@ from clowder_aimage.pictures.input_file import (
 )
 
 Picture = Image.Image
-MAX_PIXELS = 1 << 25  # such as 8192 by 4096: 100 MB when it is decoded
+# For example 8192 by 4096: 100 MB when it is decoded
+MAX_PIXELS = 1 << 25
 _STRIP = 64  # rows
-_PAINTED = 128  # the least value of a mask that is painted
-EXPANDED_MULTIPLE = 64  # a multiple of the sides of most models
-_MARGIN = 0.25  # of a mask's box, around it, when only the box is painted
+# The least value of a mask that is painted
+_PAINTED = 128
+# A multiple of the sides of most models
+EXPANDED_MULTIPLE = 64
+# The margin around a mask's box, as a share of its sides, if only the box is painted
+_MARGIN = 0.25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedPicture:
-    """The input of a pipeline, and what makes its output the result."""
+    """The input of a pipeline, and a function from its output to the result."""
 
-    given: PictureInput
+    inputs: PictureInput
     finish: Callable[[Pixels], Pixels]
 
 
-def inspect(data: bytes, what: str) -> InputFile:
-    """Return the facts of a picture file; ``what`` names it in errors. Raises UsageError."""
+def inspect(data: bytes, label: str) -> InputFile:
+    """Return the properties of a picture file; ``label`` names it in errors. Raises UsageError."""
     if len(data) > MAX_BYTES:
-        raise TooLargeError(f"{what} has {len(data)} bytes; pictures may have {MAX_BYTES}")
-    image = decode(data, what)
+        raise TooLargeError(f"{label} has {len(data)} bytes; pictures may have {MAX_BYTES}")
+    image = decode(data, label)
     kind = TYPES[str(image.info["kind"])]
     return InputFile(Descriptor(kind, Digest.of(data), len(data)), *image.size)
 
 
-def keep(store: ContentStore, lease: Lease, data: bytes, what: str) -> InputFile:
+def keep(store: ContentStore, lease: Lease, data: bytes, label: str) -> InputFile:
     """Check a picture file and put it into the store, leased. Raises as ``inspect``."""
-    found = inspect(data, what)
-    lease.add(found.descriptor.digest)
-    store.push(found.descriptor, bytes_body(data))
-    return found
+    file = inspect(data, label)
+    lease.add(file.descriptor.digest)
+    store.push(file.descriptor, bytes_body(data))
+    return file
 
 
-def encode_array(pixels: object, what: str) -> bytes:
+def encode_array(pixels: object, label: str) -> bytes:
     """Return an array of bytes, or of a mask's truth values, as a PNG file. Raises UsageError."""
     values, file = np.asarray(pixels), io.BytesIO()
     if values.dtype == np.bool_:
@@ -73,19 +77,19 @@ def encode_array(pixels: object, what: str) -> bytes:
         Image.fromarray(values).save(file, "PNG")
     except (TypeError, OSError, ValueError):
         shape, kind = values.shape, values.dtype
-        raise UsageError(f"{what} is not a picture: an array of {kind}, {shape}") from None
+        raise UsageError(f"{label} is not a picture: an array of {kind}, {shape}") from None
     return file.getvalue()
 
 
-def white_mask(data: bytes, what: str, painted: str) -> bytes:
-    """Return a mask whose white is painted: a PNG file if its transparency means that, else itself.
+def white_mask(data: bytes, label: str, painted: str) -> bytes:
+    """Return a mask with the painted parts white: a PNG file if it used transparency, else itself.
 
-    painted: white, transparent, or auto for what is transparent if anything is. Raises UsageError.
+    painted: white, transparent, or auto for transparent parts if there are any. Raises UsageError.
     """
-    image = decode(data, what)
+    image = decode(data, label)
     has_alpha = image.mode == "RGBA"
     if painted == "transparent" and not has_alpha:
-        raise UsageError(f"{what} has no transparency")
+        raise UsageError(f"{label} has no transparency")
     alpha = image.getchannel("A") if has_alpha else Image.new("L", (1, 1), 255)
     if painted == "white" or (painted == "auto" and alpha.getextrema() == (255, 255)):
         return data
@@ -96,8 +100,8 @@ def white_mask(data: bytes, what: str, painted: str) -> bytes:
 
 def check_mask(image: bytes, mask: bytes | None) -> None:
     """Reject a mask that does not fit an image, or is empty; None: the image's transparency."""
-    found = None if mask is None else decode(mask, "the mask")
-    _mask_of(decode(image, "the image"), found)
+    decoded = None if mask is None else decode(mask, "the mask")
+    _mask_of(decode(image, "the image"), decoded)
 
 
 def _mask_of(image: Picture, mask: Picture | None) -> Picture:
@@ -114,7 +118,7 @@ def _mask_of(image: Picture, mask: Picture | None) -> Picture:
     return mask
 
 
-def decode(data: bytes, what: str) -> Picture:
+def decode(data: bytes, label: str) -> Picture:
     """Return a picture upright, as RGB or RGBA; ``info["kind"]`` is its format.
 
     Raises:
@@ -128,29 +132,34 @@ def decode(data: bytes, what: str) -> Picture:
                 if width * height > MAX_PIXELS:
                     raise Image.DecompressionBombError
                 kind = str(image.format)
-                if kind == "MPO":  # a JPEG with previews behind it, as some cameras write
+                # A JPEG with previews behind it, as some cameras write
+                if kind == "MPO":
                     kind = "JPEG"
                 elif getattr(image, "n_frames", 1) > 1:
-                    raise UsageError(f"{what} is animated", hint="use one of its pictures")
+                    raise UsageError(f"{label} is animated", hint="use one of its pictures")
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)
-                found = _in_colour(image)
+                coloured = _in_colour(image)
     except UsageError:
         raise
-    except Image.DecompressionBombError:  # by Pillow's own limit, above this one
-        raise TooLargeError(f"{what} has more than {MAX_PIXELS} pixels") from None
-    except Exception:  # Pillow has no common class for the errors of damaged files
+    except Image.DecompressionBombError:
+        # Pillow's own limit is above this one
+        raise TooLargeError(f"{label} has more than {MAX_PIXELS} pixels") from None
+    except Exception:
+        # Pillow has no common class for the errors of damaged files
         raise UsageError(
-            f"{what} is not a picture that can be read", hint="use a PNG, JPEG or WebP file"
+            f"{label} is not a picture that can be read", hint="use a PNG, JPEG or WebP file"
         ) from None
-    found.info = {"kind": kind}
-    return found
+    coloured.info = {"kind": kind}
+    return coloured
 
 
 def _in_colour(image: Picture) -> Picture:
-    if image.mode.startswith("I"):  # 16 bits, or 32 bits with the same range
+    # 16 bits, or 32 bits with the same range
+    if image.mode.startswith("I"):
         bytes_ = np.empty((image.height, image.width), np.uint8)
-        for top in range(0, image.height, _STRIP):  # whole, the values would take much memory
+        # In strips: the values of the whole picture would take much memory
+        for top in range(0, image.height, _STRIP):
             strip = image.crop((0, top, image.width, min(image.height, top + _STRIP)))
             values = np.clip(np.asarray(strip), 0, 65535)
             bytes_[top : top + _STRIP] = values // 257
@@ -161,7 +170,7 @@ def _in_colour(image: Picture) -> Picture:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiledPicture:
-    """The tiles of an enlarged picture, and what joins those that are made from them."""
+    """The tiles of an enlarged picture, and a function that joins the results."""
 
     parts: tuple[PictureInput, ...]
     finish: Callable[[Sequence[Pixels]], Pixels]
@@ -181,43 +190,50 @@ class PictureInputs:
             NotFoundError: A file is not in the store.
         """
         if request.input.references:
-            read = (self._read(one, "reference").convert("RGB") for one in request.input.references)
-            given = PictureInput(references=tuple(map(np.asarray, read)))
-            return PreparedPicture(given, lambda made: made)
+            read = (
+                self._read(reference, "reference").convert("RGB")
+                for reference in request.input.references
+            )
+            pictures = PictureInput(references=tuple(map(np.asarray, read)))
+            return PreparedPicture(pictures, lambda generated: generated)
         if request.input.image is None and request.control.image is None:
             return None
         control = (
             None if request.control.image is None else self._read(request.control.image, "control")
         )
         if request.input.image is None:
-            return PreparedPicture(PictureInput(control=_fitted(request, control)), lambda it: it)
+            return PreparedPicture(
+                PictureInput(control=_fit_to_request(request, control)), lambda it: it
+            )
         image = self._read(request.input.image, "image")
         if request.input.upscale:
             return enlarge(request, image, control)
         mask = None
         if request.input.mask is not None:
-            named = None if request.input.mask == ALPHA else self._read(request.input.mask, "mask")
-            mask = _mask_of(image, named)
+            drawn_mask = (
+                None if request.input.mask == ALPHA else self._read(request.input.mask, "mask")
+            )
+            mask = _mask_of(image, drawn_mask)
         if control is not None and request.input.crop and control.size != image.size:
             raise _other_size("control picture", control, image)
         return prepare(request, image, mask, control)
 
-    def _read(self, digest: str, what: str) -> Picture:
+    def _read(self, digest: str, label: str) -> Picture:
         try:
             path = Path(self._store.path(Descriptor("", Digest.parse(digest), 0)))
-            return decode(path.read_bytes(), what)
+            return decode(path.read_bytes(), label)
         except (NotFoundError, OSError):
-            raise NotFoundError(f"the {what} {digest} is not in the store") from None
+            raise NotFoundError(f"the {label} {digest} is not in the store") from None
 
 
-def _other_size(what: str, picture: Picture, image: Picture) -> UsageError:
+def _other_size(label: str, picture: Picture, image: Picture) -> UsageError:
     return UsageError(
-        f"the {what} has {picture.width} x {picture.height} pixels, the image has "
+        f"the {label} has {picture.width} x {picture.height} pixels, the image has "
         f"{image.width} x {image.height}"
     )
 
 
-def _fitted(request: GenerateRequest, picture: Picture | None) -> Pixels | None:
+def _fit_to_request(request: GenerateRequest, picture: Picture | None) -> Pixels | None:
     """Return a picture in RGB, fitted to the request."""
     if picture is None:
         return None
@@ -237,21 +253,23 @@ def prepare(
     control: Picture | None = None,
 ) -> PreparedPicture:
     """Return a picture and its mask, fitted to the request. Raises UsageError: as ``_expanded``."""
-    whole = image.convert("RGB")
+    picture = image.convert("RGB")
     if request.input.expand is not None:
-        return _expanded(request, request.input.expand, whole, control)
+        return _expand_picture(request, request.input.expand, picture, control)
     size = request.sampling.width, request.sampling.height
     if mask is not None and request.input.crop:
-        return _cropped(request, whole, mask, control)
-    pixels = np.asarray(fit(whole, size, request.input.fit))
+        return _crop_to_mask(request, picture, mask, control)
+    pixels = np.asarray(fit(picture, size, request.input.fit))
     cells = None if mask is None else np.asarray(fit(mask, size, request.input.fit))
-    given = PictureInput(pixels, cells, _fitted(request, control))
+    inputs = PictureInput(pixels, cells, _fit_to_request(request, control))
     if cells is None or not request.input.paste:
-        return PreparedPicture(given, lambda made: made)
-    return PreparedPicture(given, lambda made: paste(made, pixels, cells, request.input.feather))
+        return PreparedPicture(inputs, lambda generated: generated)
+    return PreparedPicture(
+        inputs, lambda generated: paste(generated, pixels, cells, request.input.feather)
+    )
 
 
-def _cropped(
+def _crop_to_mask(
     request: GenerateRequest, image: Picture, mask: Picture, control: Picture | None
 ) -> PreparedPicture:
     """Return the part of a picture around its mask; the result is put back into the whole."""
@@ -260,23 +278,25 @@ def _cropped(
     )
     box = left, top, right, bottom
     size = request.sampling.width, request.sampling.height
-    given = PictureInput(
-        np.asarray(_resized(image.crop(box), size)),
-        np.asarray(_resized(mask.crop(box), size)),
-        _fitted(request, control.crop(box)) if control is not None else None,
+    inputs = PictureInput(
+        np.asarray(_resize(image.crop(box), size)),
+        np.asarray(_resize(mask.crop(box), size)),
+        _fit_to_request(request, control.crop(box)) if control is not None else None,
     )
     original, painted = np.asarray(image), np.asarray(mask)
 
-    def finish(made: Pixels) -> Pixels:
-        part = Image.fromarray(made).resize((right - left, bottom - top), Image.Resampling.LANCZOS)
-        whole = original.copy()
-        whole[top:bottom, left:right] = np.asarray(part)
-        return paste(whole, original, painted, request.input.feather)
+    def finish(generated: Pixels) -> Pixels:
+        patch = Image.fromarray(generated).resize(
+            (right - left, bottom - top), Image.Resampling.LANCZOS
+        )
+        result = original.copy()
+        result[top:bottom, left:right] = np.asarray(patch)
+        return paste(result, original, painted, request.input.feather)
 
-    return PreparedPicture(given, finish)
+    return PreparedPicture(inputs, finish)
 
 
-def _expanded(
+def _expand_picture(
     request: GenerateRequest, expand: Sequence[int], image: Picture, control: Picture | None
 ) -> PreparedPicture:
     """Return a picture with the new area around it; the result has the exact size.
@@ -295,15 +315,18 @@ def _expanded(
             f"{request.sampling.width}x{request.sampling.height} does not fit",
             hint=f"use {wide}x{high}",
         )
-    more = [(0, down), (0, across)]
-    pixels = np.pad(original, [*more, (0, 0)], mode="edge")
-    mask = np.pad(np.uint8(255) * (share > 0), more, constant_values=255)
-    guide = _fitted(request, control)
-    if control is not None and control.size == image.size:  # else it is of the whole result
+    padding = [(0, down), (0, across)]
+    pixels = np.pad(original, [*padding, (0, 0)], mode="edge")
+    mask = np.pad(np.uint8(255) * (share > 0), padding, constant_values=255)
+    guide = _fit_to_request(request, control)
+    # A control picture of another size is one of the whole result
+    if control is not None and control.size == image.size:
         sides = [(top, bottom + down), (left, right + across), (0, 0)]
         guide = np.pad(np.asarray(control.convert("RGB")), sides, mode="edge")
-    given = PictureInput(pixels, mask.astype(np.uint8), guide)
-    return PreparedPicture(given, lambda made: mix(made[:height, :width], original, share))
+    inputs = PictureInput(pixels, mask.astype(np.uint8), guide)
+    return PreparedPicture(
+        inputs, lambda generated: mix(generated[:height, :width], original, share)
+    )
 
 
 def enlarge(
@@ -316,7 +339,7 @@ def enlarge(
     assert request.input.upscale is not None  # noqa: S101 - the caller's condition
     width, height = enlarged_size(*image.size, request.input.upscale)
     grid = TileGrid.cover(width, height, (request.sampling.width, request.sampling.height))
-    resized = np.asarray(_resized(image.convert("RGB"), (width, height)))
+    resized = np.asarray(_resize(image.convert("RGB"), (width, height)))
     tiles = grid.cut(resized)
     guides: Sequence[Pixels | None] = [None] * len(tiles)
     if control is not None:
@@ -325,10 +348,11 @@ def enlarge(
         )
     pairs = zip(tiles, guides, strict=True)
     parts = tuple(PictureInput(tile, control=guide) for tile, guide in pairs)
-    cell = 2 * request.input.upscale  # two pixels of the image
+    # Changes within two pixels of the original are details
+    cell = 2 * request.input.upscale
 
-    def finish(made: Sequence[Pixels]) -> Pixels:
-        return keep_shapes(grid.join(made), resized, cell)
+    def finish(generated: Sequence[Pixels]) -> Pixels:
+        return keep_shapes(grid.join(generated), resized, cell)
 
     return TiledPicture(parts, finish)
 
@@ -336,7 +360,7 @@ def enlarge(
 def around(mask: npt.NDArray[np.bool_], aspect: float) -> tuple[int, int, int, int]:
     """Return a box (left, top, right, bottom) around a mask with a margin, inside the picture.
 
-    Its proportions are ``aspect``, width by height, where the picture has room.
+    Its proportions are ``aspect``, width by height, if the picture has room.
     """
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     height, width = mask.shape
@@ -353,38 +377,39 @@ def around(mask: npt.NDArray[np.bool_], aspect: float) -> tuple[int, int, int, i
     return left, top, left + wide, top + high
 
 
-def fit(image: Picture, size: tuple[int, int], how: str) -> Picture:
+def fit(image: Picture, size: tuple[int, int], mode: str) -> Picture:
     """Return a picture of ``size``: cropped to its proportions, padded with its edge, or stretched.
 
     Resampled by Lanczos, as diffusers does.
     """
     if image.size == size:
         return image
-    if how == "stretch":
-        return _resized(image, size)
-    choose = max if how == "crop" else min
+    if mode == "stretch":
+        return _resize(image, size)
+    choose = max if mode == "crop" else min
     factor = choose(size[0] / image.width, size[1] / image.height)
     scaled = max(1, round(image.width * factor)), max(1, round(image.height * factor))
-    resized = _resized(image, scaled)
+    resized = _resize(image, scaled)
     left, top = (size[0] - scaled[0]) // 2, (size[1] - scaled[1]) // 2
-    if how == "crop":
+    if mode == "crop":
         return resized.crop((-left, -top, size[0] - left, size[1] - top))
     sides = [(top, size[1] - scaled[1] - top), (left, size[0] - scaled[0] - left)]
-    if image.mode == "L":  # the padding of a mask is painted
+    # The padding of a mask is painted
+    if image.mode == "L":
         return Image.fromarray(np.pad(np.asarray(resized), sides, constant_values=255))
     return Image.fromarray(np.pad(np.asarray(resized), [*sides, (0, 0)], mode="edge"))
 
 
-def _resized(image: Picture, size: tuple[int, int]) -> Picture:
+def _resize(image: Picture, size: tuple[int, int]) -> Picture:
     return image.resize(size, Image.Resampling.LANCZOS)
 
 
-def paste(made: Pixels, original: Pixels, mask: Pixels, feather: int) -> Pixels:
-    """Return ``made`` where the mask is white, else the original; ``feather`` pixels are mixed."""
+def paste(generated: Pixels, original: Pixels, mask: Pixels, feather: int) -> Pixels:
+    """Paste white parts of the mask into the original; mix ``feather`` pixels."""
     share = (mask >= _PAINTED).astype(np.uint8) * 255
     if feather:
         blurred = Image.fromarray(share).filter(ImageFilter.GaussianBlur(feather / 2))
         share = np.asarray(blurred)
     weight = share[..., None].astype(np.float32) / 255
-    mixed = made * weight + original * (1 - weight)
+    mixed = generated * weight + original * (1 - weight)
     return np.asarray(mixed.round(), np.uint8)

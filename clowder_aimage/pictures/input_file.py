@@ -1,4 +1,4 @@
-"""The facts of a picture file, and its limits; a worker without numpy knows them too."""
+"""The properties of a picture file, and its limits, without numpy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from clowder_aimage.oci import Descriptor
 TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 # Those that a picture may be declared as; clients may not know the type, or name it differently
 DECLARED_TYPES = (*TYPES.values(), "image/jpg", "application/octet-stream", "")
-MAX_BYTES = 64 << 20  # of a file
+# The limit of a picture file
+MAX_BYTES = 64 << 20
 BASE64 = "([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"  # with padding
-_PIECE = 1 << 20  # characters, a multiple of 4
-MULTIPLE = 16  # pixels, of the sides of most models
-MAX_AREA = 2048 * 2048  # pixels that are made of a larger picture, unless a size is given
+# Characters, a multiple of 4
+_CHUNK = 1 << 20
+# Pixels, of the sides of most models
+MULTIPLE = 16
+# Pixels that are made of a larger picture, unless a size is given
+MAX_AREA = 2048 * 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +37,15 @@ class InputFile:
 def decode_base64(text: bytes) -> bytes:
     """Return the bytes of a text in base64, with its padding. Raises ValueError.
 
-    It is decoded in pieces, between which other threads run.
+    It is decoded in chunks, so that other threads run between them.
     """
-    found = bytearray()
-    for start in range(0, len(text), _PIECE):
-        piece = text[start : start + _PIECE]
-        found += binascii.a2b_base64(piece, strict_mode=True)
-        if piece.endswith(b"=") and start + _PIECE < len(text):
+    data = bytearray()
+    for start in range(0, len(text), _CHUNK):
+        chunk = text[start : start + _CHUNK]
+        data += binascii.a2b_base64(chunk, strict_mode=True)
+        if chunk.endswith(b"=") and start + _CHUNK < len(text):
             raise ValueError("padding before the end")
-    return bytes(found)
+    return bytes(data)
 
 
 def own_size(
@@ -72,7 +76,7 @@ def enlarged_size(width: int, height: int, factor: float) -> tuple[int, int]:
 
 
 def reduction(picture: InputFile, most: int = MAX_AREA) -> str:
-    """Return that a picture of ``own_size`` is reduced, in words; empty if it is not."""
+    """Return a sentence about the reduction of a picture; empty without one."""
     if picture.width * picture.height <= most:
         return ""
     size = own_size(picture, most=most)

@@ -18,7 +18,7 @@ OF_IMAGES = ("mask", "strength", "fine", "fit", "paste", "feather", "crop", "exp
 
 
 def max_images(properties: Mapping[str, Any]) -> int:
-    """Return how many pictures a request of a model with this config may have, at most."""
+    """Return the most pictures of a request for a model with this config."""
     return most_references(properties) or 1
 
 
@@ -43,24 +43,26 @@ def assign_role(draft: GenerateRequest, model: AImage) -> GenerateRequest:
     They are its ``image``, or ``references`` if the model edits. Raises as ``check_role``.
     """
     images = draft.input.images
-    check_role(model, len(images), [name for name, one in draft.stated_values().items() if one])
+    check_role(
+        model, len(images), [name for name, stated in draft.stated_values().items() if stated]
+    )
     if not (images and most_references(model.properties)):
         return draft
     return replace(draft, input=ImageInput(references=images))
 
 
-def own_sized(draft: GenerateRequest, first: InputFile | None) -> GenerateRequest:
+def own_sized(draft: GenerateRequest, picture: InputFile | None) -> GenerateRequest:
     """Return a draft with the ``own_size`` of its first picture, unless it states a size.
 
     If the picture is enlarged, the size is that of the tiles, and left to the model. Raises
     UsageError: the result is too large.
     """
     stated = draft.input
-    if first is not None and stated.upscale:
-        enlarged_size(first.width, first.height, stated.upscale)
-    if first is None or stated.upscale or draft.has_size:
+    if picture is not None and stated.upscale:
+        enlarged_size(picture.width, picture.height, stated.upscale)
+    if picture is None or stated.upscale or draft.has_size:
         return draft
-    size = own_size(first, stated.expand or (), most_area(stated.references))
+    size = own_size(picture, stated.expand or (), most_area(stated.references))
     # Stretched by less than 16 pixels, as diffusers
     is_fitted = stated.references or draft.states("fit")
     return draft.change(**size, **({} if is_fitted else {"fit": "stretch"}))

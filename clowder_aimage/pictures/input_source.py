@@ -37,13 +37,19 @@ from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.reach import OutsideError, Reach, reach_of_name
 from clowder_aimage.registry.web_file import InputHosts, fetch, forbidden
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")  # of the titles of picture layers
-_MAX_DATA = MAX_BYTES * 3  # characters of a data URL: each byte may be percent-encoded
-_MAX_LISTED = 10  # titles in an error
-_PATIENCE = 30.0  # seconds for a picture of an artifact, in a worker
-_RATE = 1 << 20  # bytes per second in addition, as of a URL
+# Suffixes of the titles of picture layers
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+# Characters of a data URL: each byte may be percent-encoded
+_MAX_DATA = MAX_BYTES * 3
+# The most titles in an error
+_MAX_LISTED = 10
+# Seconds for a picture of an artifact, in a worker
+_PATIENCE = 30.0
+# Bytes per second in addition, as of a URL
+_RATE = 1 << 20
 _T = TypeVar("_T")
-PATTERN = "([Dd][Aa][Tt][Aa]|[Hh][Tt][Tt][Pp][Ss]?|[Oo][Cc][Ii]):"  # begins all but files
+# The schemes of all sources but files
+PATTERN = "([Dd][Aa][Tt][Aa]|[Hh][Tt][Tt][Pp][Ss]?|[Oo][Cc][Ii]):"
 _SCHEME = re.compile(r"(data|https?|oci|[a-z][a-z0-9+.-]*(?=://)):", re.IGNORECASE)
 
 
@@ -62,11 +68,11 @@ class PictureLayer:
 
 @dataclass(frozen=True, slots=True)
 class InputSource:
-    """A reader of pictures that texts name, which puts nothing into the store.
+    """A reader of pictures by their texts; it writes nothing to the store.
 
-    ``connect`` returns the options for registries and URLs. ``hosts`` are those from which the
-    operator of a worker allows pictures, ``registries`` those that are configured for models; if
-    ``hosts`` is None, a user names any. ``has_files`` permits files, and ``stdin``.
+    ``connect`` returns the options for registries and URLs. ``hosts`` are allowed by the operator
+    of a worker, ``registries`` are configured for models; if ``hosts`` is None, a user names any.
+    ``has_files`` permits files, and ``stdin``.
     """
 
     store: ContentStore
@@ -76,11 +82,11 @@ class InputSource:
     has_files: bool = False
     stdin: BinaryIO | None = None
 
-    def read(self, text: str, what: str = "image") -> bytes:
-        """Return the bytes of a picture file, at most MAX_BYTES; ``what`` names it in errors.
+    def read(self, text: str, label: str = "image") -> bytes:
+        """Return the bytes of a picture file, at most MAX_BYTES; ``label`` names it in errors.
 
         Raises:
-            UsageError: The text names nothing that can be read here, or one of several pictures.
+            UsageError: The text names nothing readable, or several pictures.
             TooLargeError: It has more bytes.
             ForbiddenError: Its host or address is not permitted.
             NoPictureError: The artifact has no picture.
@@ -88,19 +94,19 @@ class InputSource:
             VerificationError, FormatError: An artifact differs from its digests.
             StoreError: A file cannot be read.
         """
-        found = _SCHEME.match(text)
-        scheme = found[1].lower() if found else ""
+        match = _SCHEME.match(text)
+        scheme = match[1].lower() if match else ""
         if scheme == "data":
-            return _data(text, what)
+            return _data(text, label)
         if scheme in ("https", "http"):
             return fetch(text, self.connect(), limit=MAX_BYTES, hosts=self.hosts)
         if scheme == "oci":
             return self._pull(text, self._layer)
         if self.has_files and not scheme:
-            return self._file(text, what)
+            return self._file(text, label)
         kinds = "a data: URL, an https: URL nor an oci:// artifact"
         kinds = f"a file, {kinds}" if self.has_files else kinds
-        raise UsageError(f"{what} is neither {kinds}: {text[:60]!r}")
+        raise UsageError(f"{label} is neither {kinds}: {text[:60]!r}")
 
     def read_made(self, text: str) -> tuple[bytes, dict[str, Any]]:
         """Return the picture that an ``oci://`` text names, and the settings in its artifact.
@@ -108,22 +114,25 @@ class InputSource:
         They are empty without any. Raises as read.
         """
 
-        def take(source: Source, found: PictureLayer) -> tuple[bytes, dict[str, Any]]:
-            return self._layer(source, found), settings_of(source, found.manifest, found.layer)
+        def take(source: Source, picture: PictureLayer) -> tuple[bytes, dict[str, Any]]:
+            return self._layer(source, picture), settings_of(
+                source, picture.manifest, picture.layer
+            )
 
         return self._pull(text, take)
 
-    def _layer(self, source: Source, found: PictureLayer) -> bytes:
+    def _layer(self, source: Source, picture: PictureLayer) -> bytes:
         try:
-            return read_all(self.store.open(found.layer), found.layer, MAX_BYTES)
+            return read_all(self.store.open(picture.layer), picture.layer, MAX_BYTES)
         except NotFoundError:
-            reader = source.open(found.layer)
-        if self.hosts is not None:  # a registry of strangers must not hold a worker
-            reader = _TimedReader(reader, _PATIENCE + found.layer.size / _RATE)
-        return read_all(reader, found.layer, MAX_BYTES)
+            reader = source.open(picture.layer)
+        # A registry of strangers must not hold a worker for long
+        if self.hosts is not None:
+            reader = _TimedReader(reader, _PATIENCE + picture.layer.size / _RATE)
+        return read_all(reader, picture.layer, MAX_BYTES)
 
     def _pull(self, text: str, take: Callable[[Source, PictureLayer], _T]) -> _T:
-        """Return what ``take`` reads of a picture in the store, else in its registry."""
+        """Read a picture with ``take`` from the store, else from its registry."""
         name, mark, title = text[len("oci://") :].partition("#")
         reference = Reference.parse(name)
         chosen = title if mark else None
@@ -135,15 +144,15 @@ class InputSource:
         reference = connection.expand(reference)
         if reference.registry is None:
             raise missing
-        connection = replace(connection, max_reach=self._permitted(reference, connection))
+        connection = replace(connection, max_reach=self._permitted_reach(reference, connection))
         try:
             with Repository(reference, connection) as repository:
                 return take(repository, _find(repository, reference, chosen))
         except OutsideError as error:
             raise forbidden(error, str(reference), reference.registry) from None
 
-    def _permitted(self, reference: Reference, connection: ClientOptions) -> Reach:
-        """Return from where the registry of a reference may be reached. Raises ForbiddenError."""
+    def _permitted_reach(self, reference: Reference, connection: ClientOptions) -> Reach:
+        """Return the permitted network of a reference's registry. Raises ForbiddenError."""
         if self.hosts is None:
             return Reach.NOWHERE
         registry = reference.registry or ""
@@ -162,7 +171,7 @@ class InputSource:
             raise ForbiddenError(f"{reference} is at an internal address")
         return most
 
-    def _file(self, name: str, what: str) -> bytes:
+    def _file(self, name: str, label: str) -> bytes:
         try:
             if name == "-":
                 data = self.stdin.read(MAX_BYTES + 1) if self.stdin else b""
@@ -170,11 +179,12 @@ class InputSource:
                 with closing(Path(name).expanduser().open("rb")) as file:
                     data = file.read(MAX_BYTES + 1)
         except FileNotFoundError:
-            raise NotFoundError(f"{what}: there is no file {name}") from None
-        except (OSError, RuntimeError, ValueError) as error:  # ~ of nobody, a zero byte
+            raise NotFoundError(f"{label}: there is no file {name}") from None
+        except (OSError, RuntimeError, ValueError) as error:
+            # ~ of nobody, a zero byte
             reason = getattr(error, "strerror", None) or error
-            raise StoreError(f"{what}: cannot read {name}: {reason}") from None
-        return _limited(data, what)
+            raise StoreError(f"{label}: cannot read {name}: {reason}") from None
+        return _check_size(data, label)
 
 
 class _TimedReader(SourceReader):
@@ -206,54 +216,60 @@ def picture_layer(manifest: Manifest, reference: Reference, title: str | None) -
         UsageError: It has several, and no title is given.
         TooLargeError: It has more than MAX_BYTES.
     """
-    found = [one for one in map(partial(PictureLayer, manifest), manifest.layers) if _is_image(one)]
-    titles = ", ".join(repr(one.title[:100]) for one in found[:_MAX_LISTED])
-    if not found:
+    pictures = [
+        picture
+        for picture in map(partial(PictureLayer, manifest), manifest.layers)
+        if _is_image(picture)
+    ]
+    titles = ", ".join(repr(picture.title[:100]) for picture in pictures[:_MAX_LISTED])
+    if not pictures:
         raise NoPictureError(
             f"{reference} has no picture",
             hint="a picture is a layer of the type image/*, or with a title in .png, .jpg or .webp",
         )
     if title is not None:
-        found = [one for one in found if one.title == title]
-        if not found:
+        pictures = [picture for picture in pictures if picture.title == title]
+        if not pictures:
             raise NotFoundError(f"{reference} has no picture {title[:100]!r}, but: {titles}")
-    if len({one.layer.digest for one in found}) > 1:
+    if len({picture.layer.digest for picture in pictures}) > 1:
         raise UsageError(
             f"{reference} has several pictures: {titles}", hint="choose one by its title: #TITLE"
         )
-    if found[0].layer.size > MAX_BYTES:
+    if pictures[0].layer.size > MAX_BYTES:
         raise TooLargeError(
-            f"the picture of {reference} has {found[0].layer.size} bytes; pictures may have "
+            f"the picture of {reference} has {pictures[0].layer.size} bytes; pictures may have "
             f"{MAX_BYTES}"
         )
-    return found[0]
+    return pictures[0]
 
 
-def _is_image(found: PictureLayer) -> bool:
-    kind = found.layer.media_type.lower()
-    return kind.startswith("image/") or found.title.lower().endswith(SUFFIXES)
+def _is_image(picture: PictureLayer) -> bool:
+    kind = picture.layer.media_type.lower()
+    return kind.startswith("image/") or picture.title.lower().endswith(SUFFIXES)
 
 
-def _data(text: str, what: str) -> bytes:
+def _data(text: str, label: str) -> bytes:
     """Return the bytes of a data URL (RFC 2397). Raises UsageError, TooLargeError."""
     if len(text) > _MAX_DATA:
-        raise TooLargeError(f"{what} has {len(text)} characters; pictures may have {MAX_BYTES}")
+        raise TooLargeError(f"{label} has {len(text)} characters; pictures may have {MAX_BYTES}")
     head, comma, body = text.partition(",")
     if not comma or len(head) > 1000:
-        raise UsageError(f"{what} is not a valid data: URL", hint="expected data:image/png;base64,")
+        raise UsageError(
+            f"{label} is not a valid data: URL", hint="expected data:image/png;base64,"
+        )
     kind = head[len("data:") :].partition(";")[0].strip().lower()
     if kind not in DECLARED_TYPES:
-        raise UsageError(f"{what} has the type {kind[:60]!a}", hint="use a PNG, JPEG or WebP file")
+        raise UsageError(f"{label} has the type {kind[:60]!a}", hint="use a PNG, JPEG or WebP file")
     data = unquote_to_bytes(body) if "%" in body or not body.isascii() else body.encode()
     if head.lower().endswith(";base64"):
         try:
             data = decode_base64(data + b"=" * (-len(data) % 4))
         except ValueError:
-            raise UsageError(f"{what}: the data: URL is not valid base64") from None
-    return _limited(data, what)
+            raise UsageError(f"{label}: the data: URL is not valid base64") from None
+    return _check_size(data, label)
 
 
-def _limited(data: bytes, what: str) -> bytes:
+def _check_size(data: bytes, label: str) -> bytes:
     if len(data) > MAX_BYTES:
-        raise TooLargeError(f"{what} has more than {MAX_BYTES} bytes")
+        raise TooLargeError(f"{label} has more than {MAX_BYTES} bytes")
     return data

@@ -141,9 +141,9 @@ def test_a_control_picture_of_the_image_is_expanded_and_one_of_the_result_is_not
         "x", width=128, height=64, image=IMAGE, control=IMAGE, expand=(8, 0, 20, 0)
     )
     picture, whole = Image.fromarray(noise(100, 60)), Image.fromarray(noise(128, 64))
-    small = prepare(request, picture, None, picture).given
+    small = prepare(request, picture, None, picture).inputs
     assert np.array_equal(np.asarray(small.pixels), np.asarray(small.control))
-    found = prepare(request, picture, None, whole).given.control
+    found = prepare(request, picture, None, whole).inputs.control
     assert np.array_equal(np.asarray(found), np.asarray(whole))
 
 
@@ -151,13 +151,13 @@ def test_an_expanded_picture_is_painted_outside_only() -> None:
     picture = noise(100, 60)
     request = GenerateRequest.of("a fox", width=128, height=64, image=IMAGE, expand=(0, 0, 20, 0))
     prepared = prepare(request, Image.fromarray(picture), None)
-    assert prepared.given.pixels is not None
-    assert prepared.given.pixels.shape == (64, 128, 3)
-    assert prepared.given.mask is not None
-    assert (prepared.given.mask[:60, :70] == 0).all() and (
-        prepared.given.mask[:, 100:] == 255
+    assert prepared.inputs.pixels is not None
+    assert prepared.inputs.pixels.shape == (64, 128, 3)
+    assert prepared.inputs.mask is not None
+    assert (prepared.inputs.mask[:60, :70] == 0).all() and (
+        prepared.inputs.mask[:, 100:] == 255
     ).all()
-    assert (prepared.given.mask[60:] == 255).all()  # rounded up, and cut off again
+    assert (prepared.inputs.mask[60:] == 255).all()  # rounded up, and cut off again
     made = prepared.finish(np.zeros((64, 128, 3), np.uint8))
     assert made.shape == (60, 120, 3)
     assert np.array_equal(made[:, :70], picture[:, :70]) and not made[:, 100:].any()
@@ -170,8 +170,8 @@ def test_references_are_opened_in_their_order_at_their_size(tmp_path: Path) -> N
     store = SimpleNamespace(path=lambda layer: tmp_path / f"{layer.digest.encoded}.png")
     request = GenerateRequest.of("a fox", references=(f"sha256:{'2' * 64}", IMAGE))
     opened = PictureInputs(cast(Any, store)).open(request)
-    assert isinstance(opened, PreparedPicture) and opened.given.pixels is None
-    first, second = opened.given.references
+    assert isinstance(opened, PreparedPicture) and opened.inputs.pixels is None
+    first, second = opened.inputs.references
     assert np.array_equal(first, files["2"]) and np.array_equal(second, files["1"])
     missing = GenerateRequest.of("a fox", references=(f"sha256:{'3' * 64}",))
     with pytest.raises(NotFoundError, match="the reference sha256:333"):

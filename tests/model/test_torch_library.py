@@ -64,7 +64,7 @@ def test_weights_are_the_blobs_themselves_and_stay_unchanged(pipeline: Any) -> N
 @pytest.mark.parametrize("family", ["zimage", "flux2"])
 def test_a_network_of_copied_layers_is_the_one_that_diffusers_makes(family: str) -> None:
     """Layer by layer: kinds, shapes, and what the layers know beside their tensors."""
-    from clowder_aimage.model.torch.network import stacked
+    from clowder_aimage.model.torch.network import stack_layers
 
     if family == "zimage":
         from diffusers import ZImageTransformer2DModel as Kind
@@ -79,7 +79,7 @@ def test_a_network_of_copied_layers_is_the_one_that_diffusers_makes(family: str)
         fields |= {"num_attention_heads": 2, "joint_attention_dim": 16, "axes_dims_rope": [2] * 4}
         counts = {"transformer_blocks": ("num_layers", 2)}
         counts["single_transformer_blocks"] = ("num_single_layers", 3)
-    expected, found = Kind.from_config(fields), stacked(Kind, fields, **counts)
+    expected, found = Kind.from_config(fields), stack_layers(Kind, fields, **counts)
     assert repr(found) == repr(expected)
     assert dict(found.config) == dict(expected.config)
     shapes = [

@@ -1,1 +1,1 @@
-"""Operations of networks, with MLX, or with numpy and OpenBLAS where MLX is slow."""
+"""Operations of networks, with MLX, or with numpy and OpenBLAS if MLX is slow."""

@@ -20,10 +20,13 @@ from clowder_aimage.model.backend import mx, on_gpu
 from clowder_aimage.model.hardware import cores
 from clowder_aimage.tensor import blas
 
-_BLOCK = 128 * 1024  # elements that a core computes at a time; threads of Python disturb each other
-_LEAST = 64 * 1024  # elements for which a second core is used
+# Elements that a core computes at a time; threads of Python disturb each other
+_BLOCK = 128 * 1024
+# Elements for which a second core is used
+_LEAST = 64 * 1024
 
-Array = Any  # mx.array, or numpy's in float32
+# mx.array, or numpy's in float32
+Array = Any
 Floats = npt.NDArray[np.float32]
 T = TypeVar("T")
 
@@ -74,22 +77,24 @@ def on_all_cores(
 
     ``multiplies``: it calls the BLAS, which then uses the calling core only.
     """
-    coming = iter(items)  # shared: a core that is slower computes fewer of them
+    # One iterator for all threads: a slower core computes fewer items
+    coming = iter(items)
 
     def work() -> None:
-        with np.errstate(all="ignore"):  # pictures are checked for NaN
+        # Overflows are no warning here: finished pictures are checked for NaN
+        with np.errstate(all="ignore"):
             for item in coming:
                 compute(item)
 
     count = min(cores(), len(items), 1 + size // _LEAST)
     if multiplies:
         blas.use_cores(1)
-    others = [_pool().submit(work) for _ in range(count - 1)]
+    futures = [_pool().submit(work) for _ in range(count - 1)]
     try:
         work()
     finally:
-        for other in others:
-            other.result()
+        for future in futures:
+            future.result()
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Attention: with MLX, or by tiles with numpy and OpenBLAS, whose scores are never stored."""
+"""Attention: with MLX, or by tiles with numpy and OpenBLAS, without storing all scores."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from clowder_aimage.model.compute.array_block import (
 from clowder_aimage.model.hardware import cores
 from clowder_aimage.tensor import blas
 
-MAX_SCORES = 256 * 1024 * 1024  # bytes of attention scores at a time
-_SCORES = 256 * 1024  # scores that a core computes at a time
-_FUSED = (64, 80, 128)  # head dimensions for which a GPU stores no scores
+# Bytes of attention scores at a time
+MAX_SCORES = 256 * 1024 * 1024
+# Scores that a core computes at a time
+_SCORES = 256 * 1024
+# Head dimensions for which a GPU stores no scores
+_FUSED = (64, 80, 128)
 
 
 def attention(
@@ -39,19 +42,20 @@ def attention(
         attention(memory(queries), memory(keys), memory(values), scale, mask)
         return queries
     _, length, heads, channels = queries.shape
-    queries, keys, values = (each.transpose(0, 2, 1, 3) for each in (queries, keys, values))
+    queries, keys, values = (array.transpose(0, 2, 1, 3) for array in (queries, keys, values))
     rows = length
     if not on_gpu() or channels not in _FUSED:
         rows = min(length, max(1, MAX_SCORES // (heads * length * queries.dtype.size)))
     compute = mx.fast.scaled_dot_product_attention
-    parts = []
+    outputs = []
     for row in range(0, length, rows):
-        seen = None if mask is None else mask[row : row + rows]
-        part = queries[:, :, row : row + rows]
-        parts.append(compute(part, keys, values, scale=scale, mask=seen))
+        row_mask = None if mask is None else mask[row : row + rows]
+        row_queries = queries[:, :, row : row + rows]
+        outputs.append(compute(row_queries, keys, values, scale=scale, mask=row_mask))
         if rows < length:
-            mx.eval(parts[-1])  # MLX would compute the scores of several parts first
-    return mx.concatenate(parts, axis=2).transpose(0, 2, 1, 3)
+            # Lazily, MLX would compute the scores of several parts first and store them all
+            mx.eval(outputs[-1])
+    return mx.concatenate(outputs, axis=2).transpose(0, 2, 1, 3)
 
 
 def _by_tiles(
@@ -66,28 +70,32 @@ def _by_tiles(
     hidden = None if mask is None else np.logical_not(memory(*contiguous(mask)))
     most = columns if hidden is None else _seen_columns(hidden)
     step = min(max(16, _SCORES // most), -(-length // cores()))
-    few = max(1, _SCORES // (step * most))  # heads
+    # Heads of a tile
+    few = max(1, _SCORES // (step * most))
 
-    def tile(place: tuple[int, int]) -> None:
-        start, first = place
-        own = query[start : start + step, first : first + few]
-        rows = slice(start, start + len(own))
-        seen = columns if hidden is None else _seen_columns(hidden[rows])
-        scores = np.empty((own.shape[1], len(own), seen), dtype=np.float32)
-        shared = [head * groups // heads for head in range(first, first + len(scores))]
+    def tile(tile_start: tuple[int, int]) -> None:
+        start, first_head = tile_start
+        tile_queries = query[start : start + step, first_head : first_head + few]
+        rows = slice(start, start + len(tile_queries))
+        visible = columns if hidden is None else _seen_columns(hidden[rows])
+        scores = np.empty((tile_queries.shape[1], len(tile_queries), visible), dtype=np.float32)
+        shared = [head * groups // heads for head in range(first_head, first_head + len(scores))]
         for head, group in enumerate(shared):
-            blas.multiply(own[:, head], key[:seen, group].T, scores[head], scale)
+            blas.multiply(tile_queries[:, head], key[:visible, group].T, scores[head], scale)
         if hidden is not None:
-            np.copyto(scores, -np.inf, where=hidden[rows, :seen])
+            np.copyto(scores, -np.inf, where=hidden[rows, :visible])
         scores -= scores.max(axis=2, keepdims=True)
         np.exp(scores, out=scores)
         sums = scores.sum(axis=2)
-        for head, group in enumerate(shared):  # these queries are not read again
-            blas.multiply(scores[head], value[:seen, group], own[:, head])
-        own /= sums.T[:, :, None]
+        # The result overwrites these queries: no later tile reads them
+        for head, group in enumerate(shared):
+            blas.multiply(scores[head], value[:visible, group], tile_queries[:, head])
+        tile_queries /= sums.T[:, :, None]
 
-    places = [(start, head) for start in range(0, length, step) for head in range(0, heads, few)]
-    on_all_cores(tile, places, heads * length * columns, multiplies=True)
+    tile_starts = [
+        (start, head) for start in range(0, length, step) for head in range(0, heads, few)
+    ]
+    on_all_cores(tile, tile_starts, heads * length * columns, multiplies=True)
 
 
 def _seen_columns(hidden: npt.NDArray[np.bool_]) -> int:

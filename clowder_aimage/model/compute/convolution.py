@@ -25,11 +25,15 @@ from clowder_aimage.model.compute.operation import linear, overwrite_with_silu, 
 from clowder_aimage.model.hardware import cores
 from clowder_aimage.tensor import blas
 
-_VALUES = 128 * 1024  # of a product, which stay in the processor's cache
-_BLOCK = 32 * 1024  # elements that a core computes at a time
-_PIXELS = 2048  # of a product, at least: the weights are read once for all of them
+# Values of a product, so that they stay in the processor's cache
+_VALUES = 128 * 1024
+# Elements that a core computes at a time
+_BLOCK = 32 * 1024
+# The least pixels of a product: the weights are read once for all of them
+_PIXELS = 2048
 _Tap = tuple[int, Floats]
-Affine = tuple[Floats, Floats]  # a factor and an offset for each channel
+# A factor and an offset for each channel
+Affine = tuple[Floats, Floats]
 
 
 def convolution(
@@ -47,8 +51,8 @@ def convolution(
     Returns (1, scale * height, scale * width, output channels).
     """
     if conv.weight.shape[1:3] == (1, 1) and norm is None and residual is None:
-        whole: mx.array = linear(x, conv.weight.reshape(len(conv.weight), -1), conv.bias)
-        return whole
+        projected: mx.array = linear(x, conv.weight.reshape(len(conv.weight), -1), conv.bias)
+        return projected
     if not is_slow(x) or conv.weight.shape[1:3] != (3, 3) or not blas.is_fast():
         x = x if norm is None else silu(norm(x))
         for axis in (1, 2) if scale > 1 else ():
@@ -60,10 +64,10 @@ def convolution(
     if result is None:
         result = mx.zeros((1, scale * height, scale * width, len(conv.weight)))
     arrays = contiguous(x, result, conv.weight, conv.bias)
-    image, found, weight, bias = (memory(array) for array in arrays)
+    image, output, weight, bias = (memory(array) for array in arrays)
     affine = None if norm is None else _affine(image[0], norm)
-    base = None if residual is None else found[0]
-    _convolve(image[0], affine, weight, bias, base, scale, found[0])
+    base = None if residual is None else output[0]
+    _convolve(image[0], affine, weight, bias, base, scale, output[0])
     return arrays[1]
 
 
@@ -79,16 +83,16 @@ def halving_convolution(x: mx.array, conv: Conv2d) -> mx.array:
     _, height, width, channels = x.shape
     result = mx.zeros((1, height // 2, width // 2, len(conv.weight)))
     arrays = contiguous(x, result, conv.weight, conv.bias)
-    image, found, weight, bias = (memory(array) for array in arrays)
+    image, output, weight, bias = (memory(array) for array in arrays)
     matrices = [(*divmod(tap, 3), weight[:, tap // 3, tap % 3].T) for tap in range(9)]
     step = max(1, 2 * _PIXELS // width)
 
     def rows(start: int) -> None:
         count = min(step, height // 2 - start)
-        part = image[0, 2 * start : 2 * (start + count) + 1]
+        source_rows = image[0, 2 * start : 2 * (start + count) + 1]
         padded = np.zeros((2 * count + 1, width + 1, channels), dtype=np.float32)
-        padded[: len(part), :width] = part
-        into = found[0, start : start + count].reshape(-1, len(bias))
+        padded[: len(source_rows), :width] = source_rows
+        into = output[0, start : start + count].reshape(-1, len(bias))
         for tap, (down, right, matrix) in enumerate(matrices):
             every_second = padded[down : down + 2 * count : 2, right : right + width : 2]
             pixels = np.ascontiguousarray(every_second).reshape(-1, channels)
@@ -100,16 +104,16 @@ def halving_convolution(x: mx.array, conv: Conv2d) -> mx.array:
 
 
 def _affine(image: Floats, norm: GroupNorm) -> Affine:
-    """Return the factor and the offset of each channel by which a group norm (1803.08494) acts."""
+    """Return the factor and the offset of a group norm (1803.08494) for each channel."""
     channels = image.shape[-1]
     step = max(1, 4 * _BLOCK * len(image) // image.size)
     starts = range(0, len(image), step)
     sums = np.empty((2, len(starts), channels))
 
     def moments(start: int) -> None:
-        part = image[start : start + step]
-        sums[0, start // step] = part.sum(axis=0).sum(axis=0)
-        sums[1, start // step] = np.einsum("rwc,rwc->wc", part, part).sum(axis=0)
+        block_rows = image[start : start + step]
+        sums[0, start // step] = block_rows.sum(axis=0).sum(axis=0)
+        sums[1, start // step] = np.einsum("rwc,rwc->wc", block_rows, block_rows).sum(axis=0)
 
     on_all_cores(moments, starts, image.size)
     groups = sums.sum(axis=1).reshape(2, norm.num_groups, -1).sum(axis=2)
@@ -128,18 +132,18 @@ def _columns(weight: Floats, scale: int) -> list[list[_Tap]]:
     one for each of ``_combinations``. weight: (outputs, 3, 3, channels). Neighbours in an upsampled
     picture are the same pixel, whose weights are added.
     """
-    first, middle, last = (weight[:, row] for row in range(3))
+    upper, middle, lower = (weight[:, row] for row in range(3))
     if scale == 1:
-        outer, half = (first + last) / 2, middle / 2
-        factors = np.stack([outer + half, outer - half, first, last])
+        outer, half = (upper + lower) / 2, middle / 2
+        factors = np.stack([outer + half, outer - half, upper, lower])
         return [[(column, factors[:, :, column]) for column in range(3)]]
-    factors = np.stack([first + middle + last, middle, first, last])
+    factors = np.stack([upper + middle + lower, middle, upper, lower])
     left, centre, right = (factors[:, :, column] for column in range(3))
     return [[(0, left), (1, centre + right)], [(1, left + centre), (2, right)]]
 
 
 def _combinations(lines: Floats, scale: int) -> Iterator[tuple[int, Floats]]:
-    """Yield the index of weights and what they are multiplied with: an array (rows / 2, values).
+    """Yield the index of weights and their factor: an array (rows / 2, values).
 
     lines: padded rows of the picture. Two rows of the result are computed at a time: product 0 is
     part of both, 1, which a scale of 2 lacks, is added to the even row and subtracted from the odd
@@ -148,16 +152,16 @@ def _combinations(lines: Floats, scale: int) -> Iterator[tuple[int, Floats]]:
     """
     if scale == 1:
         above, upper, lower, below = lines[:-2:2], lines[1:-1:2], lines[2::2], lines[3::2]
-        part = upper + lower
-        yield 0, part
-        yield 1, np.subtract(lower, upper, out=part)
-        yield 2, np.subtract(above, lower, out=part)
-        yield 3, np.subtract(below, upper, out=part)
+        combined = upper + lower
+        yield 0, combined
+        yield 1, np.subtract(lower, upper, out=combined)
+        yield 2, np.subtract(above, lower, out=combined)
+        yield 3, np.subtract(below, upper, out=combined)
     else:
         yield 0, lines[1:-1]
-        part = lines[:-2] - lines[1:-1]
-        yield 2, part
-        yield 3, np.subtract(lines[2:], lines[1:-1], out=part)
+        combined = lines[:-2] - lines[1:-1]
+        yield 2, combined
+        yield 3, np.subtract(lines[2:], lines[1:-1], out=combined)
 
 
 def _even_and_odd(lines: Floats, scale: int, taps: list[_Tap], bias: Floats) -> Floats:
@@ -169,9 +173,9 @@ def _even_and_odd(lines: Floats, scale: int, taps: list[_Tap], bias: Floats) -> 
     row = lines.shape[1] // channels
     result = np.empty((2, (len(lines) - 2) * scale // 2 * row, outputs), dtype=np.float32)
     even, odd = result
-    other = np.empty_like(even)
-    for index, part in _combinations(lines, scale):
-        pixels, into = part.reshape(-1, channels), (even, other, even, odd)[index]
+    difference = np.empty_like(even)
+    for index, combined in _combinations(lines, scale):
+        pixels, into = combined.reshape(-1, channels), (even, difference, even, odd)[index]
         for number, (column, weights) in enumerate(taps):
             shifted = pixels[column : len(pixels) - 2 + column]
             blas.multiply(shifted, weights[index].T, into[:-2], is_sum=number > 0 or index > 1)
@@ -181,8 +185,8 @@ def _even_and_odd(lines: Floats, scale: int, taps: list[_Tap], bias: Floats) -> 
             if scale == 2:
                 odd[...] = even
         elif index == 1:
-            np.subtract(even, other, out=odd)
-            even += other
+            np.subtract(even, difference, out=odd)
+            even += difference
     return result.reshape(2, -1, row, outputs)
 
 
@@ -202,33 +206,38 @@ def _convolve(
     """
     height, width, channels = image.shape
     row, outputs = width + 2, len(weight)
-    columns, every = _columns(weight, scale), 2 // scale  # rows of the image for two of the result
+    # Rows of the image for two of the result
+    columns, every = _columns(weight, scale), 2 // scale
     pairs = -(-height // every)
     pixels = max(_VALUES // max(channels, outputs), _PIXELS)
     step = max(1, min(pixels // row, -(-pairs // cores())))
-    few = max(1, _BLOCK // (width * channels))  # lines
+    # Lines that are normalized at a time
+    few = max(1, _BLOCK // (width * channels))
     lines, biases = image.reshape(height, -1), np.tile(bias, row)
-    factors = None if affine is None else [np.tile(one, width) for one in affine]
+    factors = None if affine is None else [np.tile(values, width) for values in affine]
 
     def rows(start: int) -> None:
         count = min(step, pairs - start)
         padded = np.zeros((count * every + 2, row * channels), dtype=np.float32)
         top = start * every - 1
-        first, last = max(top, 0), min(top + len(padded), height)
-        inside = padded[first - top : last - top, channels:-channels]
-        for line in range(first, last, few):
-            into, given = inside[line - first :][:few], lines[line : min(line + few, last)]
+        top_line, bottom_line = max(top, 0), min(top + len(padded), height)
+        inside = padded[top_line - top : bottom_line - top, channels:-channels]
+        for line in range(top_line, bottom_line, few):
+            into, source_lines = (
+                inside[line - top_line :][:few],
+                lines[line : min(line + few, bottom_line)],
+            )
             if factors is None:
-                into[...] = given
+                into[...] = source_lines
             else:
-                np.multiply(given, factors[0], out=into)
+                np.multiply(source_lines, factors[0], out=into)
                 into += factors[1]
                 overwrite_with_silu(into)
         for right, taps in enumerate(columns):
-            for down, found in enumerate(_even_and_odd(padded, scale, taps, biases)):
+            for down, row_values in enumerate(_even_and_odd(padded, scale, taps, biases)):
                 across = slice(2 * start + down, 2 * (start + count), 2)
                 into = result[across, right::scale]
-                by_row = found[: len(into), :width]
+                by_row = row_values[: len(into), :width]
                 if residual is None:
                     into[...] = by_row
                 else:

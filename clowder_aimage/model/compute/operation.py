@@ -1,6 +1,6 @@
-"""Operations of networks: with MLX, or with numpy and OpenBLAS where MLX computes slowly.
+"""Operations of networks: with MLX, or with numpy and OpenBLAS if MLX computes slowly.
 
-What an array is decides: networks convert their input (``array_block.to_fastest``), and both
+The type of an array decides: networks convert their input (``array_block.to_fastest``), and both
 libraries' arrays have the same shapes.
 """
 
@@ -24,7 +24,8 @@ from clowder_aimage.model.compute.array_block import (
 from clowder_aimage.model.hardware import cores
 from clowder_aimage.tensor import blas
 
-_COPIED = 48 * 1024  # elements up to which a copy takes less time than an operation of MLX
+# Elements up to which a copy takes less time than an operation of MLX
+_COPIED = 48 * 1024
 
 
 class Linear(backend.Linear):
@@ -75,7 +76,7 @@ class LayerNorm(backend.LayerNorm):
 
 
 def library(x: Array) -> Any:
-    """Return the library of an array, numpy or MLX, whose functions have the same names."""
+    """Return the library of an array, numpy or MLX; their functions have the same names."""
     return np if isinstance(x, np.ndarray) else mx
 
 

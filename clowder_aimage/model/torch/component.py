@@ -25,9 +25,11 @@ from clowder_aimage.model.torch.library import TorchLibrary, computing
 from clowder_aimage.model.torch.tuning import tune
 from clowder_aimage.model.weights import ModelWeights
 
-_COUNTERS = ("num_batches_tracked",)  # of the training
+# A counter of the training, without a parameter here
+_COUNTERS = ("num_batches_tracked",)
 _FACTORIES = (torch.empty, torch.ones, torch.zeros)
-_FILLING = (torch.Tensor.fill_, torch.Tensor.zero_)  # of torch.nn.init
+# The functions of torch.nn.init that fill parameters
+_FILLING = (torch.Tensor.fill_, torch.Tensor.zero_)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -47,22 +49,22 @@ class TorchNetwork(Protocol):
 
 
 class _Unfilled(TorchFunctionMode):  # type: ignore[misc]
-    """A context in which modules are made without values: neither memory nor initial values.
+    """A context that makes modules without values: neither memory nor initial values.
 
     Their parameters are on the meta device. Tables that modules compute are computed.
     """
 
     def __torch_function__(
-        self, function: Any, _: Any, arguments: Any = (), named: Any = None, /
+        self, function: Any, _: Any, arguments: Any = (), keywords: Any = None, /
     ) -> Any:
-        named = named or {}
+        keywords = keywords or {}
         if function in _FACTORIES:
-            return torch.empty(*arguments, **named | {"device": "meta"})
+            return torch.empty(*arguments, **keywords | {"device": "meta"})
         if function in _FILLING and arguments[0].is_meta:
             return arguments[0]
         if getattr(function, "__module__", "") == torch.nn.init.__name__:
-            return arguments[0] if arguments else named["tensor"]
-        return function(*arguments, **named)
+            return arguments[0] if arguments else keywords["tensor"]
+        return function(*arguments, **keywords)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,9 +96,9 @@ class TorchComponents(ModelComponents):
         if library.offloads(types):
             least = least_count(network.module, counts)
         load = _NetworkLoader(library, weights, parameters, empty, network).load
-        used = adaptation if is_adapted else None
+        request_adaptation = adaptation if is_adapted else None
         sizes = sum(counts.values()) * library.itemsize, least * library.itemsize
-        return LayeredModule(config, sizes, load, used, library.memory.clear, skipped)
+        return LayeredModule(config, sizes, load, request_adaptation, library.memory.clear, skipped)
 
 
 class _NetworkLoader:
@@ -126,31 +128,34 @@ class _NetworkLoader:
         return network
 
     def _fill(self, network: TorchNetwork, *, in_layers: bool) -> None:
-        """Give a network its tensors, in the compute type, and make again what no file has.
+        """Give a network its tensors, in the compute type, and recompute tables that no file has.
 
         ``in_layers``: tensors of layers stay as they are until the layer runs. The names were
         checked, so that ``load_state_dict`` could only take longer.
         """
         library, module = self._library, network.module
-        parts, layers = dict(module.named_modules()), {}
+        modules, layers = dict(module.named_modules()), {}
         if in_layers:
             layers = dict(layers_of(module))
         for name, parameter in self._parameters.items():
-            read = self._weights.torch(name)
-            if read.dtype not in _FLOATS:  # of a blob that was arriving when it was checked
+            stored = self._weights.torch(name)
+            # A blob that was still arriving at the check has its type verified here
+            if stored.dtype not in _FLOATS:
                 raise _type_error(self._weights.component, name)
-            path, _, last = parameter.rpartition(".")
+            path, _, key = parameter.rpartition(".")
             is_later = ".".join(parameter.split(".", 2)[:2]) in layers
-            value = read if is_later else read.to(library.device, library.dtype)
-            kind = "_parameters" if last in vars(parts[path])["_parameters"] else "_buffers"
+            value = stored if is_later else stored.to(library.device, library.dtype)
+            kind = "_parameters" if key in vars(modules[path])["_parameters"] else "_buffers"
             if kind == "_parameters":
                 value = torch.nn.Parameter(value, requires_grad=False)
-            vars(parts[path])[kind][last] = value  # ``setattr`` takes several times as long
+            # ``setattr`` takes several times as long
+            vars(modules[path])[kind][key] = value
         for layer in layers.values():
             LayerOffload(layer, library.device, library.dtype)
         module.eval()
         if (rotary := getattr(module, "rotary_emb", None)) is not None:
-            rotary.to(library.device)  # its tables, which are in no file
+            # The tables of rotary positions are computed, not stored
+            rotary.to(library.device)
 
 
 def _check(
@@ -160,20 +165,20 @@ def _check(
 
     Raises ModelError: a tensor is missing, unexpected, or has another shape or type.
     """
-    known = {
+    parameter_shapes = {
         name: tuple(value.shape)
         for name, value in network.module.state_dict().items()
         if not name.endswith(_COUNTERS)
     }
-    wanted = match_tensors(component, network.sanitize, known, names)
+    matches = match_tensors(component, network.sanitize, parameter_shapes, names)
     types: set[str | None] = set()
-    for name, own in wanted.items():
+    for name, parameter in matches.items():
         shape, kind = weights.shape_and_dtype(name)
-        check_shape(component, name, shape, known[own])
+        check_shape(component, name, shape, parameter_shapes[parameter])
         if kind not in (None, *FLOATS):
             raise _type_error(component, name)
         types.add(kind)
-    return wanted, {name: math.prod(shape) for name, shape in known.items()}, types
+    return matches, {name: math.prod(shape) for name, shape in parameter_shapes.items()}, types
 
 
 def _type_error(component: str, name: str) -> ModelError:

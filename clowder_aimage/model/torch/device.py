@@ -1,4 +1,4 @@
-"""The devices on which PyTorch computes here: which work, and which is used."""
+"""The devices of PyTorch on this machine: their check and their choice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = re.compile(r"cpu|mps|cuda(:\d{1,3})?", re.ASCII)
 
 @functools.cache
 def failure(device: str) -> str | None:
-    """Return why PyTorch cannot compute on a device, or None if it can.
+    """Return the reason that PyTorch cannot compute on a device, or None if it can.
 
     A sum is computed there: a driver may be too old, and PyTorch may lack code for a GPU.
     """
@@ -25,7 +25,8 @@ def failure(device: str) -> str | None:
         return "it needs Apple silicon with macOS 14 or later"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they say what the error says
+            # A warning repeats the error
+            warnings.simplefilter("ignore")
             torch.ones(1, device=device).add_(1).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         return str(error).strip().partition("\n")[0].partition(". ")[0][:200]
@@ -35,8 +36,8 @@ def failure(device: str) -> str | None:
 def devices() -> list[str]:
     """Return the names of all devices that can be used."""
     count = torch.cuda.device_count() if failure(CUDA) is None else 0
-    found = [f"{CUDA}:{index}" for index in range(count)]
-    return [*found, *([MPS] if failure(MPS) is None else []), CPU]
+    gpus = [f"{CUDA}:{index}" for index in range(count)]
+    return [*gpus, *([MPS] if failure(MPS) is None else []), CPU]
 
 
 def select_device(name: str | None = None) -> str:
@@ -45,7 +46,7 @@ def select_device(name: str | None = None) -> str:
     Raises UsageError: PyTorch cannot compute there.
     """
     if name is None:
-        return next((one for one in (CUDA, MPS) if failure(one) is None), CPU)
+        return next((device for device in (CUDA, MPS) if failure(device) is None), CPU)
     if _NAME.fullmatch(name) is None:
         reason: str | None = f"use {CUDA}, {CUDA}:1 and so on, {MPS} or {CPU}"
         message = f"unknown device {name!r:.40}: {reason}"
@@ -53,9 +54,9 @@ def select_device(name: str | None = None) -> str:
         message = f"PyTorch cannot compute on the device {name}: {reason}"
     if reason is None:
         return name
-    seen = ", ".join(devices())
-    hint = f"the devices that PyTorch sees: {seen}"
-    raise UsageError(message, hint=hint, remedy="other_device", devices=seen)
+    usable = ", ".join(devices())
+    hint = f"the devices that PyTorch sees: {usable}"
+    raise UsageError(message, hint=hint, remedy="other_device", devices=usable)
 
 
 def device_warning(name: str | None) -> str | None:

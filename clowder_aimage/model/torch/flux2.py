@@ -21,16 +21,16 @@ from clowder_aimage.model.torch.network import (
     DiffusersNetwork,
     EncoderHalf,
     QwenEncoder,
-    stacked,
+    stack_layers,
 )
-from clowder_aimage.model.torch.step_cache import TorchStepCache, replaced
+from clowder_aimage.model.torch.step_cache import TorchStepCache, replace_layers
 
 
 class Flux2Network(DiffusersNetwork):
     """``Flux2Transformer2DModel``, for one picture."""
 
     def __init__(self, config: TransformerConfig, fields: Mapping[str, Any]) -> None:
-        self.module = stacked(
+        self.module = stack_layers(
             Flux2Transformer2DModel,
             fields,
             transformer_blocks=("num_layers", config.num_layers),
@@ -60,9 +60,9 @@ class Flux2Network(DiffusersNetwork):
         if pictures is not None:
             tokens = torch.cat([tokens, pictures.tokens])
             places = np.concatenate([places, pictures.positions])
-        layers = {} if cache is None else _cached(self.module, cache)
-        with replaced(self.module, **layers):
-            found = self.module(
+        layers = {} if cache is None else _wrap_layers(self.module, cache)
+        with replace_layers(self.module, **layers):
+            output = self.module(
                 hidden_states=tokens[None],
                 encoder_hidden_states=caption.tokens[None],
                 timestep=torch.tensor([sigma], device=latents.device),
@@ -70,30 +70,30 @@ class Flux2Network(DiffusersNetwork):
                 txt_ids=caption.rope[0],
                 return_dict=False,
             )[0][0, : height * width]
-        velocity: torch.Tensor = found.T.reshape(channels, height, width)
+        velocity: torch.Tensor = output.T.reshape(channels, height, width)
         return velocity
 
 
-def _cached(module: Any, cache: TorchStepCache) -> dict[str, tuple[Any, ...]]:
-    """Return the layers by their lists: the first, and all others, which the cache may skip."""
+def _wrap_layers(module: Any, cache: TorchStepCache) -> dict[str, tuple[Any, ...]]:
+    """Return the layers by their lists: the first, and all others, skipped by the cache."""
     doubles, singles = module.transformer_blocks, module.single_transformer_blocks
 
-    def first(**named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        text, picture = doubles[0](**named)
-        before = named["encoder_hidden_states"], named["hidden_states"]
+    def first(**keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        text, picture = doubles[0](**keywords)
+        before = keywords["encoder_hidden_states"], keywords["hidden_states"]
         cache.begin(torch.cat(before, dim=1), torch.cat((text, picture), dim=1))
         return text, picture
 
-    def double(**named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        text, picture = named.pop("encoder_hidden_states"), named.pop("hidden_states")
+    def double(**keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        text, picture = keywords.pop("encoder_hidden_states"), keywords.pop("hidden_states")
         for block in () if cache.is_reused else doubles[1:]:
-            text, picture = block(hidden_states=picture, encoder_hidden_states=text, **named)
+            text, picture = block(hidden_states=picture, encoder_hidden_states=text, **keywords)
         return text, picture
 
-    def single(hidden_states: torch.Tensor, **named: Any) -> torch.Tensor:
+    def single(hidden_states: torch.Tensor, **keywords: Any) -> torch.Tensor:
         def run(x: torch.Tensor) -> torch.Tensor:
             for block in singles:
-                x = block(hidden_states=x, **named)
+                x = block(hidden_states=x, **keywords)
             return x
 
         return cache.end(hidden_states, run)

@@ -1,7 +1,7 @@
 """Networks whose layers are on the device one by one: group offload.
 
-Between its calls a layer has the tensors of the blobs, which take no memory: they are mapped, and
-the system may drop their pages. For a call they are copied, in the compute type. diffusers'
+Between its calls a layer has the tensors of the blobs. These take no memory: they are mapped,
+and the system may drop their pages. For a call they are copied, in the compute type. diffusers'
 ``enable_group_offload`` copies each group back instead, or holds all of them in pinned memory.
 """
 
@@ -23,14 +23,14 @@ def layers_of(module: Any) -> Iterator[tuple[str, Any]]:
 def least_count(module: Any, counts: Mapping[str, int]) -> int:
     """Return the values on the device at most, by the ``counts`` of parameters: one layer's."""
     layers = dict.fromkeys((name for name, _ in layers_of(module)), 0)
-    rest = 0
+    resident = 0
     for name, count in counts.items():
         layer = ".".join(name.split(".", 2)[:2])
         if layer in layers:
             layers[layer] += count
         else:
-            rest += count
-    return rest + max(layers.values(), default=0)
+            resident += count
+    return resident + max(layers.values(), default=0)
 
 
 class LayerOffload:
@@ -38,18 +38,19 @@ class LayerOffload:
 
     def __init__(self, layer: Any, device: str, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
-        self._kept: list[tuple[Any, str, Any]] = []
+        self._stored: list[tuple[Any, str, Any]] = []
         layer.register_forward_pre_hook(self._begin)
-        layer.register_forward_hook(self._end, always_call=True)  # also after an error
+        # Stored tensors are restored after an error, too
+        layer.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, layer: Any, _: Any) -> None:
-        for part in layer.modules():
-            for name, own in [*part.named_parameters(recurse=False)]:
-                self._kept.append((part, name, own))
-                value = own.to(self._device, self._dtype)
-                setattr(part, name, torch.nn.Parameter(value, requires_grad=False))
+        for submodule in layer.modules():
+            for name, stored in [*submodule.named_parameters(recurse=False)]:
+                self._stored.append((submodule, name, stored))
+                value = stored.to(self._device, self._dtype)
+                setattr(submodule, name, torch.nn.Parameter(value, requires_grad=False))
 
     def _end(self, *_: Any) -> None:
-        while self._kept:
-            part, name, own = self._kept.pop()
-            setattr(part, name, own)
+        while self._stored:
+            submodule, name, stored = self._stored.pop()
+            setattr(submodule, name, stored)

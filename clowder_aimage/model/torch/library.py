@@ -17,19 +17,22 @@ from clowder_aimage.model.torch.device import CPU, CUDA, MPS, device_warning, se
 from clowder_aimage.model.torch.step_cache import TorchStepCache
 from clowder_aimage.model.torch.tuning import check_compiler
 
-_SCORES = 256 * MIB  # of attention at a time
+# Bytes of attention scores at a time
+_SCORES = 256 * MIB
 _SMALLER = "is insufficient for this picture: use a smaller size, or end other programs"
 _NO_KERNEL = ("No available kernel", "No viable backend for scaled_dot_product_attention")
 # Of errors that are a RuntimeError
 _NO_MEMORY = "DefaultCPUAllocator: "
 _NO_GPU_MEMORY = ("MPS backend out of memory", "Invalid buffer size: ")
-_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}  # of blobs
-_GRANTED = 9  # tenths of a GPU's memory
+# Types of tensors in blobs
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+# Tenths of a GPU's memory that are used; the driver and other programs need some
+_GRANTED = 9
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_gpu() -> bool:
-    """Return whether PyTorch computes on a GPU, unless another device is named."""
+    """Return True if PyTorch computes on a GPU by default."""
     return select_device() != CPU
 
 
@@ -78,22 +81,23 @@ def computing(function: F) -> F:
     """
 
     @functools.wraps(function)
-    def wrapped(*arguments: Any, **named: Any) -> Any:
+    def call(*arguments: Any, **keywords: Any) -> Any:
         try:
             with torch.inference_mode():
-                return function(*arguments, **named)
-        except NotImplementedError as error:  # of an operation on mps
+                return function(*arguments, **keywords)
+        except NotImplementedError as error:
+            # MPS lacks some operations
             raise ModelError(
                 "PyTorch lacks an operation of this model on this device",
                 hint="compute on another device, such as the CPU, or with MLX",
             ) from error
         except RuntimeError as error:
-            raise _explained(error) from error
+            raise _explain(error) from error
 
-    return wrapped  # type: ignore[return-value]
+    return call  # type: ignore[return-value]
 
 
-def _explained(error: RuntimeError) -> Exception:
+def _explain(error: RuntimeError) -> Exception:
     """Return the error that explains one of PyTorch, or that itself."""
     text = str(error)
     is_of_mps = any(words in text for words in _NO_GPU_MEMORY)
@@ -126,11 +130,11 @@ class TorchLibrary:
         """
         tuning = tuning or TorchTuning()
         device = select_device(tuning.device)
-        found = cls(device, getattr(torch, type_name(dtype, is_gpu=device != CPU)), tuning)
-        found.warning = device_warning(tuning.device)
+        library = cls(device, getattr(torch, type_name(dtype, is_gpu=device != CPU)), tuning)
+        library.warning = device_warning(tuning.device)
         if tuning.compile:
             check_compiler(device)
-        return found
+        return library
 
     @property
     def dtype_name(self) -> str:
@@ -144,7 +148,7 @@ class TorchLibrary:
         return f"torch {torch.__version__.partition('+')[0]} {self.device}{kind}"
 
     def offloads(self, types: Collection[str | None]) -> bool:
-        """Return whether layers can be on the device one by one, for the types of their tensors.
+        """Return True if layers can be on the device one by one, for the types of their tensors.
 
         Compiled layers cannot. On a CPU only tensors that are converted take memory at all, and
         quantized ones (None) would take it too.
@@ -160,8 +164,8 @@ class TorchLibrary:
 
     @computing
     def floats(self, array: torch.Tensor) -> Floats:
-        found: Floats = array.to(CPU, torch.float32).numpy()
-        return found
+        values: Floats = array.to(CPU, torch.float32).numpy()
+        return values
 
     @computing
     def colours(self, array: torch.Tensor) -> Floats:

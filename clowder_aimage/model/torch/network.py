@@ -14,7 +14,7 @@ from clowder_aimage.model.torch.library import computing
 
 class _Qwen3(transformers.Qwen3Model):  # type: ignore[misc]
     def init_weights(self) -> None:
-        """Draw no values, which would take half of the time that making the network takes."""
+        """Draw no values: this halves the time to make the network."""
 
 
 class _Qwen2(transformers.Qwen2Model):  # type: ignore[misc]
@@ -25,36 +25,37 @@ _KINDS: dict[str, tuple[Any, Any]] = {
     "qwen3": (transformers.Qwen3Config, _Qwen3),
     "qwen2": (transformers.Qwen2Config, _Qwen2),
 }
-_STATED = ("quantization_config", "quantization", "dtype", "torch_dtype")  # of the files
+# Fields of the files that the constructors must not get
+_STATED = ("quantization_config", "quantization", "dtype", "torch_dtype")
 
 
-def stacked(kind: Any, fields: Mapping[str, Any], **counts: tuple[str, int]) -> Any:
+def stack_layers(kind: Any, fields: Mapping[str, Any], **counts: tuple[str, int]) -> Any:
     """Make a network of diffusers from the fields of its config, without values.
 
     ``counts`` has, by lists of equal layers, the field of the length and the length. Of each list
     one layer is made, and copied: making all takes a third of a load.
     """
-    own = {name: value for name, value in fields.items() if not name.startswith("quantization")}
+    config = {name: value for name, value in fields.items() if not name.startswith("quantization")}
     few = {field: min(1, count) for field, count in counts.values()}
-    module = kind.from_config({**own, **few})
+    module = kind.from_config({**config, **few})
     for name, (_, count) in counts.items():
         layers = getattr(module, name)
-        layers.extend(_copied(layers[0]) for _ in range(count - 1))
+        layers.extend(_copy_module(layers[0]) for _ in range(count - 1))
     module.register_to_config(**dict(counts.values()))
     return module
 
 
-def _copied(module: torch.nn.Module) -> torch.nn.Module:
+def _copy_module(module: torch.nn.Module) -> torch.nn.Module:
     """Copy a network; values, and objects that are not modules, stay those of ``module``."""
-    found = object.__new__(type(module))
-    own: dict[str, Any] = {
+    copy = object.__new__(type(module))
+    attributes: dict[str, Any] = {
         name: value.copy() if isinstance(value, (dict, set)) else value
         for name, value in vars(module).items()
     }
-    for name, child in own["_modules"].items():
-        own["_modules"][name] = None if child is None else _copied(child)
-    vars(found).update(own)
-    return found
+    for name, child in attributes["_modules"].items():
+        attributes["_modules"][name] = None if child is None else _copy_module(child)
+    vars(copy).update(attributes)
+    return copy
 
 
 class QwenEncoder:
@@ -70,26 +71,26 @@ class QwenEncoder:
         self._outputs = outputs or (config.num_hidden_layers - 1,)
         self._count = max(self._outputs)
         kind, network = _KINDS[fields["model_type"]]
-        own = {key: value for key, value in fields.items() if key not in _STATED}
-        own["num_hidden_layers"] = self._count
-        if isinstance(own.get("layer_types"), list):
-            own["layer_types"] = own["layer_types"][: self._count]
-        self.module = network(kind(**own))
+        options = {key: value for key, value in fields.items() if key not in _STATED}
+        options["num_hidden_layers"] = self._count
+        if isinstance(options.get("layer_types"), list):
+            options["layer_types"] = options["layer_types"][: self._count]
+        self.module = network(kind(**options))
         self.module.norm = torch.nn.Identity()
 
     @computing
-    def __call__(self, tokens: torch.Tensor, known: int | None = None) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, text_length: int | None = None) -> torch.Tensor:
         """Encode tokens: (length,) integers; returns (length, states * hidden).
 
-        The tokens from ``known`` on are padding.
+        The tokens from ``text_length`` on are padding.
         """
         mask = None
-        if known is not None:
-            mask = (torch.arange(len(tokens), device=tokens.device) < known).long()[None]
-        found = self.module(
+        if text_length is not None:
+            mask = (torch.arange(len(tokens), device=tokens.device) < text_length).long()[None]
+        states = self.module(
             input_ids=tokens[None], attention_mask=mask, use_cache=False, output_hidden_states=True
         ).hidden_states
-        return torch.cat([found[index][0] for index in self._outputs], dim=-1)
+        return torch.cat([states[index][0] for index in self._outputs], dim=-1)
 
     @staticmethod
     def sanitize(name: str) -> str:
@@ -133,8 +134,8 @@ class AutoencoderHalf(DiffusersNetwork):
 
     def skip(self, name: str) -> bool:
         """Return True for tensors of the other half, and for counters of the training."""
-        others = tuple(f"{one}." for one in self.OTHERS)
-        return name.startswith(others) or name.endswith("num_batches_tracked")
+        prefixes = tuple(f"{component}." for component in self.OTHERS)
+        return name.startswith(prefixes) or name.endswith("num_batches_tracked")
 
 
 class EncoderHalf(AutoencoderHalf):
@@ -150,8 +151,8 @@ class EncoderHalf(AutoencoderHalf):
         Returns the means and standard deviations of the latents, (channels, height, width), not
         yet scaled and shifted.
         """
-        found = self.module.encode(pixels.permute(2, 0, 1)[None]).latent_dist
-        return found.mean[0], found.std[0]
+        distribution = self.module.encode(pixels.permute(2, 0, 1)[None]).latent_dist
+        return distribution.mean[0], distribution.std[0]
 
 
 class DecoderHalf(AutoencoderHalf):

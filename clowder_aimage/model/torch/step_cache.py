@@ -22,39 +22,40 @@ class TorchStepCache:
         self._threshold = threshold
         # Of the first block, and of all others
         self._residuals: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._first: list[tuple[torch.Tensor, torch.Tensor]] = []  # of this step: with its result
+        # The first block's residual and result at this step
+        self._first: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.is_reused = False
 
     def begin(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Decide by the first block's input and result whether the others are skipped."""
+        """Decide to skip the other blocks by the first block's input and result."""
         residual = after - before
         self._first = [(residual, after)]
         change = _change(self._residuals[0], residual) if self._residuals else self._threshold
         self.is_reused = change < self._threshold
 
-    def end(self, x: torch.Tensor, others: Layers) -> torch.Tensor:
-        """Return ``others(x)``, or an approximation without a call of ``others``."""
+    def end(self, x: torch.Tensor, remaining_layers: Layers) -> torch.Tensor:
+        """Return the result of the remaining layers, or an approximation without them."""
         residual, after = self._first.pop()
         if self.is_reused and self._residuals is not None:
             return after + self._residuals[1]
-        result = others(x)
+        result = remaining_layers(x)
         self._residuals = residual, result - after
         return result
 
 
 class _Layer(torch.nn.Module):  # type: ignore[misc]
-    """A function in the place of a layer, whose parameters stay where they are."""
+    """A function in place of a layer; the layer's parameters stay."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
         self._run = run
 
-    def forward(self, *given: Any, **named: Any) -> Any:
-        return self._run(*given, **named)
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._run(*arguments, **keywords)
 
 
 @contextmanager
-def replaced(module: Any, **layers: tuple[Callable[..., Any], ...]) -> Iterator[None]:
+def replace_layers(module: Any, **layers: tuple[Callable[..., Any], ...]) -> Iterator[None]:
     """Replace lists of layers of a network, by their names, inside the block."""
     before = {name: getattr(module, name) for name in layers}
     try:
@@ -62,11 +63,11 @@ def replaced(module: Any, **layers: tuple[Callable[..., Any], ...]) -> Iterator[
             setattr(module, name, torch.nn.ModuleList(map(_Layer, functions)))
         yield
     finally:
-        for name, own in before.items():
-            setattr(module, name, own)
+        for name, original in before.items():
+            setattr(module, name, original)
 
 
-def _change(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return mean(|other - one|) / mean(|one|), which is NaN or infinite if ``one`` is 0."""
-    one = one.float()
-    return float((other.float() - one).abs().mean() / one.abs().mean())
+def _change(previous: torch.Tensor, current: torch.Tensor) -> float:
+    """Return mean(|current - previous|) / mean(|previous|), not finite for zeros."""
+    previous = previous.float()
+    return float((current.float() - previous).abs().mean() / previous.abs().mean())

@@ -12,7 +12,8 @@ from diffusers.utils import logging
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.library_choice import TorchTuning
 
-_LOADED = "_hub"  # backends whose kernels are downloaded
+# The suffix of backends with kernels that would be downloaded
+_LOADED = "_hub"
 
 
 @functools.cache
@@ -22,12 +23,13 @@ def check_compiler(device: str) -> None:
     Raises UsageError: PyTorch cannot compile here.
     """
 
-    def increased(x: torch.Tensor) -> torch.Tensor:
+    def increase(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 
     try:
-        torch.compile(increased)(torch.zeros(8, device=device))
-    except Exception as error:  # of many libraries, and undocumented
+        torch.compile(increase)(torch.zeros(8, device=device))
+    except Exception as error:
+        # Importing PyTorch raises errors of many libraries, none of them documented
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]:.200}"
         raise UsageError(
             f"PyTorch cannot compile on this machine ({reason})",
@@ -41,12 +43,15 @@ def select_attention(module: Any, name: str) -> None:
 
     Raises UsageError: it is unknown, its package is missing, or its kernel would be downloaded.
     """
-    known = [one.value for one in AttentionBackendName if not one.value.endswith(_LOADED)]
-    if name not in known:
-        names = ", ".join(one for one in known if not one.startswith("_"))
+    backends = [
+        backend.value for backend in AttentionBackendName if not backend.value.endswith(_LOADED)
+    ]
+    if name not in backends:
+        names = ", ".join(backend for backend in backends if not backend.startswith("_"))
         raise UsageError(f"unknown attention backend {name!r:.40}: use {names}")
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # of a warning that the interface may change
+    # Hide diffusers' warning that the interface may change
+    logging.set_verbosity_error()
     try:
         # which sets it for other networks too, until the end of the block
         with attention_backend(AttentionBackendName.NATIVE):

@@ -16,9 +16,9 @@ from clowder_aimage.model.torch.network import (
     DiffusersNetwork,
     EncoderHalf,
     QwenEncoder,
-    stacked,
+    stack_layers,
 )
-from clowder_aimage.model.torch.step_cache import TorchStepCache, replaced
+from clowder_aimage.model.torch.step_cache import TorchStepCache, replace_layers
 from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
 from clowder_aimage.model.zimage.control_config import (
     LAYERS,
@@ -35,10 +35,10 @@ class ZImageNetwork(DiffusersNetwork):
 
     def __init__(self, config: TransformerConfig, fields: Mapping[str, Any]) -> None:
         count = "n_layers", config.n_layers
-        self.module = stacked(ZImageTransformer2DModel, fields, layers=count)
+        self.module = stack_layers(ZImageTransformer2DModel, fields, layers=count)
 
     def caption(self, features: torch.Tensor) -> Caption:
-        """Return text features (length, channels), which every step refines."""
+        """Return text features (length, channels); every step refines them."""
         return Caption(features)
 
     @computing
@@ -55,13 +55,13 @@ class ZImageNetwork(DiffusersNetwork):
         With a ``cache``, all layers but the first may be skipped. ``hints`` returns those of a
         control network, by layer; they are not made if layers are skipped.
         """
-        given = _arguments(latents, time, caption)
+        arguments = _arguments(latents, time, caption)
         if cache is None:
-            found = self.module(*given, controlnet_block_samples=hints(), return_dict=False)
+            output = self.module(*arguments, controlnet_block_samples=hints(), return_dict=False)
         else:
-            with replaced(self.module, layers=_cached(self.module.layers, cache, hints)):
-                found = self.module(*given, return_dict=False)
-        velocity: torch.Tensor = found[0][0][:, 0]
+            with replace_layers(self.module, layers=_wrap_layers(self.module.layers, cache, hints)):
+                output = self.module(*arguments, return_dict=False)
+        velocity: torch.Tensor = output[0][0][:, 0]
         return velocity
 
     def skip(self, name: str) -> bool:
@@ -69,20 +69,20 @@ class ZImageNetwork(DiffusersNetwork):
         return name.startswith("siglip_")
 
 
-def _cached(layers: Any, cache: TorchStepCache, hints: Hints) -> tuple[Any, Any]:
-    """Return the first layer, and all others with the hints, of which the cache may skip these."""
+def _wrap_layers(layers: Any, cache: TorchStepCache, hints: Hints) -> tuple[Any, Any]:
+    """Return the first layer, and all others with the hints, skipped by the cache."""
 
-    def first(x: torch.Tensor, *given: Any) -> torch.Tensor:
-        after: torch.Tensor = layers[0](x, *given)
+    def first(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        after: torch.Tensor = layers[0](x, *arguments)
         cache.begin(x, after)
         return after
 
-    def others(x: torch.Tensor, *given: Any) -> torch.Tensor:
+    def others(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         def run(x: torch.Tensor) -> torch.Tensor:
-            found = hints()
+            layer_hints = hints()
             for index, layer in enumerate(layers):
-                x = layer(x, *given) if index else x
-                x = x + found[index] if index in found else x
+                x = layer(x, *arguments) if index else x
+                x = x + layer_hints[index] if index in layer_hints else x
             return x
 
         return cache.end(x, run)
@@ -91,7 +91,7 @@ def _cached(layers: Any, cache: TorchStepCache, hints: Hints) -> tuple[Any, Any]
 
 
 class ControlNetwork(DiffusersNetwork):
-    """``ZImageControlNetModel``, which uses parts of the transformer."""
+    """``ZImageControlNetModel``, with parts of the transformer."""
 
     def __init__(self, config: ControlNetConfig, _: Mapping[str, Any]) -> None:
         self._refiner, block = config.refiner, config.block
@@ -120,11 +120,11 @@ class ControlNetwork(DiffusersNetwork):
     ) -> Any:
         """Return the hints of a forward pass of the transformer with the same arguments."""
         module = ZImageControlNetModel.from_transformer(self.module, transformer.module)
-        given = _arguments(latents, time, caption)
-        return module(*given, [cells[:, None]], conditioning_scale=strength)
+        arguments = _arguments(latents, time, caption)
+        return module(*arguments, [cells[:, None]], conditioning_scale=strength)
 
     def skip(self, name: str) -> bool:
-        """Return True for a refiner that is not used, which files of 2.0 have."""
+        """Return True for the unused refiner in files of 2.0."""
         return self._refiner == LAYERS and name.startswith(f"{REFINER}.")
 
 
