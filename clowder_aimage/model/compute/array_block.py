@@ -75,7 +75,7 @@ def on_all_cores(
 ) -> None:
     """Call ``compute`` for each item, on all cores if there are many elements (``size``) in all.
 
-    ``multiplies``: it calls the BLAS, which then uses the calling core only.
+    ``multiplies``: it calls the BLAS, limited to the calling core meanwhile.
     """
     # One iterator for all threads: a slower core computes fewer items
     coming = iter(items)

@@ -31,8 +31,8 @@ def attention(
     """Return softmax(scale * queries @ keys^T) @ values, without storing more than MAX_SCORES.
 
     queries: (1, length, heads, channels); keys and values: (1, length, fewer heads, channels), each
-    used by as many heads; mask: (length, length), True where a key is seen. Returns the shape
-    of queries, which may be overwritten.
+    used by as many heads; mask: (length, length), True for visible keys. Returns the shape
+    of queries; these may be overwritten.
     """
     if isinstance(queries, np.ndarray):
         _by_tiles(queries[0], keys[0], values[0], scale, mask)

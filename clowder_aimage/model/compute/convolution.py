@@ -4,7 +4,7 @@ MLX copies the neighbourhood of every pixel, nine times the input, and multiplie
 BLAS multiplies slices of the padded picture: pixels in row order are a matrix, and the pixels below
 or to the right of all of them are the same matrix from a later row on. Two rows of the result are
 computed from four sums of rows, with twelve products instead of eighteen. Each core computes a few
-rows at a time, which stay in its cache.
+rows at a time, so that they stay in its cache.
 """
 
 from __future__ import annotations

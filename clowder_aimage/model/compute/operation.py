@@ -46,7 +46,7 @@ class RMSNorm(backend.RMSNorm):
         return super().__call__(x)  # type: ignore[no-untyped-call]
 
     def write(self, x: Floats, result: Floats) -> None:
-        """Write the normed x to ``result``, which may be x."""
+        """Write the normed x to ``result``; it may be x."""
         squares = np.einsum("...i,...i->...", x, x)[..., None]
         squares /= x.shape[-1]
         squares += self.eps
@@ -67,7 +67,7 @@ class LayerNorm(backend.LayerNorm):
         return super().__call__(x)  # type: ignore[no-untyped-call]
 
     def write(self, x: Floats, result: Floats) -> None:
-        """Write the normed x to ``result``, which may be x."""
+        """Write the normed x to ``result``; it may be x."""
         np.subtract(x, x.mean(axis=-1, keepdims=True), out=result)
         squares = np.einsum("...i,...i->...", result, result)[..., None]
         squares /= x.shape[-1]
@@ -109,7 +109,7 @@ def _matrix(x: Floats) -> Floats:
 
 
 def add_low_rank(y: Array, x: Array, down: mx.array, up: mx.array, scales: mx.array) -> Array:
-    """Return y + ((x @ down^T) * scales) @ up^T. y: (..., outputs), which may be overwritten.
+    """Return y + ((x @ down^T) * scales) @ up^T. y: (..., outputs); it may be overwritten.
 
     x: (..., inputs); down: (rank, inputs); up: (outputs, rank); scales: (rank,).
     """
