@@ -240,7 +240,7 @@ def test_memory_that_is_insufficient_is_a_sentence(tmp_path: Path) -> None:
 def test_contexts_and_requests_share_the_memory() -> None:
     def plan(memory: int, wanted: int | None = None, parallel: int = 4) -> tuple[int, int]:
         found = CachePlan.of(memory, 100, 32_768, wanted, parallel)
-        assert found.context * found.parallel * 100 + found.kept <= memory
+        assert found.context * found.parallel * 100 + found.cached <= memory
         return found.context, found.parallel
 
     assert plan(1 << 40) == (32_768, 4)

@@ -87,7 +87,7 @@ class _Keys:
         value = self.get(key)
         if value is None and default is not None:
             return default
-        return self._checked(key, value, least, most)
+        return self._check(key, value, least, most)
 
     def numbers(self, key: str, count: int, most: int) -> list[int]:
         """Return an integer of each layer, from a list or one number; zeros if it is missing."""
@@ -97,10 +97,10 @@ class _Keys:
                 raise FormatError(
                     f"{self._prefix}.{key} has {len(value.items)} values for {count} layers"
                 )
-            return [self._checked(key, one, 0, most) for one in value.items[:count]]
-        return [0 if value is None else self._checked(key, value, 0, most)] * count
+            return [self._check(key, number, 0, most) for number in value.items[:count]]
+        return [0 if value is None else self._check(key, value, 0, most)] * count
 
-    def _checked(self, key: str, value: Any, least: int, most: int) -> int:
+    def _check(self, key: str, value: Any, least: int, most: int) -> int:
         if type(value) is not int or not least <= value <= most:
             raise FormatError(
                 f"{self._prefix}.{key} must be an integer from {least} to {most}, not {value!r:.60}"
@@ -149,23 +149,24 @@ def check_adapter(
     alpha = metadata.get("adapter.lora.alpha")
     if type(alpha) is not float or not math.isfinite(alpha):
         raise FormatError(f"adapter.lora.alpha is not a number: {alpha!r:.60}")
-    found = {tensor.name: tensor for tensor in tensors}
-    for name, tensor in found.items():
-        stem, _, part = name.rpartition(".")
-        other = found.get(f"{stem}.lora_{'b' if part == 'lora_a' else 'a'}")
-        if part not in ("lora_a", "lora_b") or other is None:
+    matrices = {tensor.name: tensor for tensor in tensors}
+    for name, tensor in matrices.items():
+        stem, _, suffix = name.rpartition(".")
+        partner = matrices.get(f"{stem}.lora_{'b' if suffix == 'lora_a' else 'a'}")
+        if suffix not in ("lora_a", "lora_b") or partner is None:
             raise FormatError(f"{name:.120} is not one of a pair of matrices of the adapter")
         if tensor.type not in ("F32", "F16", "BF16"):
             raise ModelError(f"{name:.120} has the type {tensor.type}, which is not supported")
-        if part == "lora_a":
-            _check_pair(stem, tensor, other, base.get(stem))
+        if suffix == "lora_a":
+            _check_pair(stem, tensor, partner, base.get(stem))
 
 
 def _check_pair(name: str, a: GgufTensor, b: GgufTensor, weight: GgufTensor | None) -> None:
     if weight is None:
         raise ModelError(f"the adapter changes {name:.120}, which the model does not have")
     is_pair = len(a.shape) == len(b.shape) == len(weight.shape) == 2 and a.shape[1] == b.shape[0]
-    is_turned = weight.name == _EMBEDDING  # stored the other way around
+    # llama.cpp stores the pair of the embedding transposed
+    is_turned = weight.name == _EMBEDDING
     rows, columns = (b.shape[-1], a.shape[0]) if is_pair else (0, 0)
     sizes = (columns, rows) if not is_turned else (rows, columns)
     if not is_pair or a.shape[1] < 1 or (not is_turned and sizes != weight.shape):
@@ -180,11 +181,11 @@ def _check_scalars(metadata: Mapping[str, Any], architecture: str) -> None:
     for key, value in metadata.items():
         if not key.startswith((f"{architecture}.", "tokenizer.")):
             continue
-        for one in value.items if isinstance(value, GgufList) else (value,):
-            if isinstance(one, float) and not math.isfinite(one):
-                raise FormatError(f"{key:.100} is not a finite number: {one}")
-            if type(one) is int and not -_INT32 <= one < 2 * _INT32:
-                raise FormatError(f"{key:.100} is too large: {one}")
+        for number in value.items if isinstance(value, GgufList) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise FormatError(f"{key:.100} is not a finite number: {number}")
+            if type(number) is int and not -_INT32 <= number < 2 * _INT32:
+                raise FormatError(f"{key:.100} is too large: {number}")
 
 
 def _check_attention(keys: _Keys, layers: int, width: int) -> int:
@@ -196,10 +197,10 @@ def _check_attention(keys: _Keys, layers: int, width: int) -> int:
     for count, group in zip(heads, groups, strict=True):
         if group and count % group:
             raise FormatError(f"{count} heads cannot share {group} heads of keys and values")
-    first = next((count for count in heads if count), 0)
-    size = width // first if first else 0
-    if first and not size:
-        raise FormatError(f"{first} heads do not fit in a width of {width}")
+    head_count = next((count for count in heads if count), 0)
+    size = width // head_count if head_count else 0
+    if head_count and not size:
+        raise FormatError(f"{head_count} heads do not fit in a width of {width}")
     key = keys.number("attention.key_length", 0, _MAX_WIDTH, size)
     value = keys.number("attention.value_length", 0, _MAX_WIDTH, size)
     rotated = keys.number("rope.dimension_count", 0, _MAX_WIDTH, key)
@@ -214,9 +215,9 @@ def _check_attention(keys: _Keys, layers: int, width: int) -> int:
 
 def _check_experts(keys: _Keys) -> None:
     experts = keys.number("expert_count", 0, _MAX_EXPERTS, 0)
-    used = keys.number("expert_used_count", 0, _MAX_EXPERTS, 0)
-    if used > experts or (experts and not used):
-        raise FormatError(f"{used} of {experts} experts are used")
+    active = keys.number("expert_used_count", 0, _MAX_EXPERTS, 0)
+    if active > experts or (experts and not active):
+        raise FormatError(f"{active} of {experts} experts are used")
 
 
 def _pooling(value: Any) -> int:
@@ -241,9 +242,10 @@ def _check_vocabulary(metadata: Mapping[str, Any]) -> tuple[bytes, ...]:
         _list(metadata, f"{prefix}{name}", kind)
         for name, kind in (("token_type", INT32), ("scores", FLOAT32))
     )
-    for name, found in (("token_type", kinds), ("scores", scores)):
-        if found is not None and len(found.items) != count:
-            raise FormatError(f"{prefix}{name} has {len(found.items)} values for {count} tokens")
+    # llama.cpp reads as many values as there are tokens, beyond the end of a shorter list
+    for name, numbers in (("token_type", kinds), ("scores", scores)):
+        if numbers is not None and len(numbers.items) != count:
+            raise FormatError(f"{prefix}{name} has {len(numbers.items)} values for {count} tokens")
     if kinds is not None and not set(kinds.items) <= set(_KINDS):
         raise FormatError(f"{prefix}token_type has an unknown type of token")
     merges = _list(metadata, f"{prefix}merges", STRING)
@@ -288,11 +290,11 @@ def _check_tensors(tensors: Mapping[str, GgufTensor], facts: GgufFacts) -> None:
             raise FormatError(f"{name:.120} is not in one of the {facts.layers} layers")
     for name in (_EMBEDDING, _OUTPUT):
         expected = (facts.width, len(facts.tokens))
-        found = tensors.get(name)
-        if found is None and name == _EMBEDDING:
+        matrix = tensors.get(name)
+        if matrix is None and name == _EMBEDDING:
             raise FormatError(f"the model has no tensor {name}")
-        if found is not None and found.shape != expected:
+        if matrix is not None and matrix.shape != expected:
             raise FormatError(
-                f"{name} has the shape {found.shape}; {expected[1]} tokens of width {expected[0]} "
+                f"{name} has the shape {matrix.shape}; {expected[1]} tokens of width {expected[0]} "
                 f"require {expected}"
             )

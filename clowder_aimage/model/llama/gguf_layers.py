@@ -1,7 +1,7 @@
 """The layers of an AImage that llama.cpp uses, as files that it can map.
 
-The names are those of the dialects (dialect/ollama.py, dialect/docker.py), or of the files of which
-the AImage was created.
+The names are those of the dialects (dialect/ollama.py, dialect/docker.py), or of the files that the
+AImage was created from.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class GgufLayers:
 
     @property
     def tensors(self) -> Mapping[str, GgufTensor]:
-        return {name: one for file in self.model for name, one in file.tensors.items()}
+        return {name: tensor for file in self.model for name, tensor in file.tensors.items()}
 
     @contextmanager
-    def linked(self) -> Iterator[Path]:
-        """Yield the path of the model, or of the first of its parts.
+    def link(self) -> Iterator[Path]:
+        """Yield the path of the model, or of its first part.
 
         These are links in a directory until the end of the block, since llama.cpp derives the
         names of the others from the first.
@@ -121,13 +121,13 @@ def read_layers(files: BlobFiles, aimage: AImage) -> GgufLayers:
     _check_parts(models)
     text = _Texts(files, aimage)
     messages = text.json(MESSAGES, list, ())
-    if not all(isinstance(one, dict) for one in messages):
+    if not all(isinstance(message, dict) for message in messages):
         raise FormatError(f"{MESSAGES} has a message that is not an object")
     return GgufLayers(
         tuple(models),
         tuple(adapters),
         tuple(left_out),
-        next((found for name in JINJA if (found := text.find(name)) is not None), None),
+        next((source for name in JINJA if (source := text.find(name)) is not None), None),
         text.find(SYSTEM),
         tuple(messages),
         text.json(PARAMS, dict, {}),
@@ -151,7 +151,7 @@ def _scale(aimage: AImage, name: str) -> float:
     chosen = aimage.properties.get("loras")
     if len(parts) < 3 or parts[0] != "adapters" or chosen is None:
         return 1.0
-    strengths = {one["adapter"]: float(one["strength"]) for one in chosen}
+    strengths = {lora["adapter"]: float(lora["strength"]) for lora in chosen}
     return strengths.get(parts[1], 0.0)
 
 
@@ -160,15 +160,15 @@ def _check_parts(models: Sequence[GgufFile]) -> None:
     names = ", ".join(file.layer.name for file in models[:5])
     if not models:
         raise ModelError("the AImage contains no GGUF model")
-    stems = {match["stem"] for one in models if (match := PART.fullmatch(one.layer.name))}
-    counts = [one.header.metadata.get("split.count", 1) for one in models]
+    stems = {match["stem"] for file in models if (match := PART.fullmatch(file.layer.name))}
+    counts = [file.header.metadata.get("split.count", 1) for file in models]
     if len(models) > 1 and (len(stems) != 1 or set(counts) == {1}):
         raise ModelError(f"the AImage contains several GGUF models: {names}")
-    numbers = [one.header.metadata.get("split.no", 0) for one in models]
+    numbers = [file.header.metadata.get("split.no", 0) for file in models]
     if set(counts) - {len(models)} or numbers != list(range(len(models))):
         raise FormatError(f"the parts of the model do not belong together: {names}")
-    seen = [tensor.name for file in models for tensor in file.header.tensors]
-    if len(set(seen)) < len(seen):
+    tensors = [tensor.name for file in models for tensor in file.header.tensors]
+    if len(set(tensors)) < len(tensors):
         raise FormatError("a tensor is in two parts of the model")
 
 

@@ -15,7 +15,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.model.llama.server import LlamaServer
 
 _WORD = "@#@#"
-_MAX_KNOWN = 64
+_MAX_CACHED = 64
 _MAX_SIZE = 1 << 16  # bytes of a schema: all requests wait while its grammar is prepared
 _MAX_REPEATS = 10_000
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
@@ -27,7 +27,7 @@ class Grammars:
 
     def __init__(self, server: LlamaServer) -> None:
         self._server = server
-        self._known: dict[str, str] = {}
+        self._cache: dict[str, str] = {}
 
     def of(self, schema: Mapping[str, Any]) -> str:
         """Return the grammar of a JSON Schema, of any object for an empty one.
@@ -38,15 +38,15 @@ class Grammars:
         try:
             key = json.dumps(value)
             _check_size(key, value)
-            if key in self._known:
-                return self._known[key]
+            if key in self._cache:
+                return self._cache[key]
             grammar: str = xllamacpp.json_schema_to_grammar(value)
         except (RuntimeError, TypeError, ValueError, RecursionError) as error:
             raise _refusal(str(error)) from None
         self._try(grammar)
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
-        self._known[key] = grammar
+        if len(self._cache) >= _MAX_CACHED:
+            self._cache.clear()
+        self._cache[key] = grammar
         return grammar
 
     def _try(self, grammar: str) -> None:
@@ -54,19 +54,20 @@ class Grammars:
 
         A text that must begin with a certain word does so only if the grammar is in use.
         """
-        head, start, rest = grammar.partition("start: ")
-        if not start:  # llama.cpp's own notation: it reports errors
+        head, start, body_rule = grammar.partition("start: ")
+        # Without this rule it is in llama.cpp's own notation, whose errors are reported
+        if not start:
             return
-        tried = f'{head}{start}"{_WORD}" {rest}'
+        tried = f'{head}{start}"{_WORD}" {body_rule}'
         body = {"prompt": ".", "n_predict": 4, "temperature": 0, "grammar": tried, "stream": True}
-        with closing(self._server.stream(body)) as parts:
-            text = "".join(one["choices"][0]["text"] for answers in parts for one in answers)
+        with closing(self._server.stream(body)) as batches:
+            text = "".join(answer["choices"][0]["text"] for batch in batches for answer in batch)
         if not text or not _WORD.startswith(text[: len(_WORD)]):
             raise _refusal("it is invalid, or has keywords that are not supported")
 
 
 def _check_size(text: str, value: Any) -> None:
-    """Refuse a schema whose grammar takes llama.cpp long, in which no request is served."""
+    """Refuse a large schema: llama.cpp serves no request while it prepares the grammar."""
     if len(text) > _MAX_SIZE:
         raise _refusal(f"it has {len(text)} bytes; the limit is {_MAX_SIZE}")
     if (count := _repeats(value)) > _MAX_REPEATS:
@@ -80,9 +81,9 @@ def _repeats(value: Any) -> float:
         return sum(map(_repeats, value), 0.0)
     if not isinstance(value, dict):
         return 0.0
-    counts = [float(one) for name in _COUNTS if isinstance(one := value.get(name), int | float)]
-    found = _REPEATS.findall(pattern) if isinstance(pattern := value.get("pattern"), str) else []
-    product = math.prod(float(last or first) for first, last in found) if found else 0.0
+    counts = [float(count) for name in _COUNTS if isinstance(count := value.get(name), int | float)]
+    ranges = _REPEATS.findall(pattern) if isinstance(pattern := value.get("pattern"), str) else []
+    product = math.prod(float(most or least) for least, most in ranges) if ranges else 0.0
     return sum(counts) + product + sum(map(_repeats, value.values()))
 
 

@@ -83,7 +83,7 @@ def load(
         facts,
         layers.size,
         is_embedding=is_embedding,
-        wanted=context or params.context,
+        requested=context or params.context,
         parallel=parallel,
         memory=memory,
     )
@@ -98,11 +98,11 @@ def _serve(
     context: int,
     parallel: int = 1,
     pooling: int | None = None,
-    begun: str = "",
+    prefix: str = "",
 ) -> LlamaServer:
-    """Return a server. begun: the text with which certain grammars begin. Raises ModelError."""
+    """Return a server. begun: the text before the rules of a grammar. Raises ModelError."""
     adapters = [(file.path, scale) for file, scale in layers.adapters]
-    with layers.linked() as path:
+    with layers.link() as path:
         params = make_params(
             path,
             adapters,
@@ -111,7 +111,7 @@ def _serve(
             parallel=parallel,
             pooling=pooling,
         )
-        params.sampling.generation_prompt = begun
+        params.sampling.generation_prompt = prefix
         return LlamaServer(params)
 
 
@@ -142,12 +142,12 @@ class LlamaModel:
     def capabilities(self) -> frozenset[str]:
         if self._server.is_embedding:
             return frozenset({EMBEDDING})
-        found = {COMPLETION, GRAMMAR, LOGPROBS}
+        features = {COMPLETION, GRAMMAR, LOGPROBS}
         if self._template is not None:
-            found.add(CHAT)
-            found |= {TOOLS} if self._template.has_tools else set()
-            found |= {THINKING} if self._template.has_thinking else set()
-        return frozenset(found)
+            features.add(CHAT)
+            features |= {TOOLS} if self._template.has_tools else set()
+            features |= {THINKING} if self._template.has_thinking else set()
+        return frozenset(features)
 
     def embed(self, request: EmbeddingRequest) -> Embeddings:
         """Return embeddings. Raises UsageError, ContextError."""
@@ -162,22 +162,22 @@ class LlamaModel:
         return Embeddings(vectors, int(answer["usage"]["prompt_tokens"]))
 
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
-        """Yield pieces, calls and a TextEnd, see LanguageModel."""
+        """Yield deltas, calls and a TextEnd, see LanguageModel."""
         require(self.capabilities, COMPLETION, "model")
         check_request(request, self.capabilities)
         prompt, stream = self._begin(request)
         require_characters(prompt)
         body = self._params.body(request, prompt.removeprefix(self._bos))
-        # only where this module ends the text: they take 3 % of the time
+        # Only if this module ends the text: timings take 3 % of the time
         body["timings_per_token"] = bool(request.stop or self._params.stop or self.context % STEP)
         body["preserved_tokens"] = sorted(stream.marks)  # special tokens are hidden otherwise
-        server, begun = self._server, request.begun
-        stream.resume(begun, [begun.text.encode()])
+        server, drawn = self._server, request.begun
+        stream.resume(drawn, [drawn.text.encode()])
         if request.schema is not None:
             body["grammar"] = self._grammars.of(request.schema)
-            if begun.text:  # grammars of this type begin with the text that the server has
+            if drawn.text:  # grammars of this type begin with the text that the server has
                 body["grammar_type"] = "tool_calls"
-                server = _serve(self._layers, context=self.context, begun=begun.text)
+                server = _serve(self._layers, context=self.context, prefix=drawn.text)
         text = self._text(server, body, stream, request)
         next(text)  # raises at once
         return text
@@ -202,26 +202,28 @@ class LlamaModel:
 
     def _messages(self, request: TextRequest) -> tuple[Mapping[str, Any], ...]:
         """Return the messages, after those of the model itself."""
-        system, own = self._layers.system, request.messages
-        has_system = own[0].get("role") == "system" or system is None
-        first = () if has_system else ({"role": "system", "content": system},)
-        return (*first, *self._layers.messages, *own)
+        system, messages = self._layers.system, request.messages
+        has_system = messages[0].get("role") == "system" or system is None
+        prefix = () if has_system else ({"role": "system", "content": system},)
+        return (*prefix, *self._layers.messages, *messages)
 
     def _text(
         self, server: LlamaServer, body: dict[str, Any], stream: TextStream, request: TextRequest
     ) -> Generator[Any, None, None]:
         """Yield None when the request is accepted, then its events. Close a server of its own."""
         alternatives = request.alternatives
-        own = closing(server) if server is not self._server else nullcontext()
-        with own, closing(server.stream(body)) as parts:
-            total, rest = self._first_answers(parts, request)
+        server_end = closing(server) if server is not self._server else nullcontext()
+        with server_end, closing(server.stream(body)) as batches:
+            total, remaining = self._first_answers(batches, request)
             yield None
-            if rest is None or not body["n_predict"]:  # it was complete
+            # The text was complete before this request
+            if remaining is None or not body["n_predict"]:
                 yield TextEnd(LENGTH, total, 0)
                 return
             is_plain = alternatives is None and not body["timings_per_token"]
-            for answers in chain([rest], parts):
-                groups = [answers] if is_plain and answers else [[one] for one in answers]
+            # Plain answers are joined: a fast model would spend much time on each event
+            for answers in chain([remaining], batches):
+                groups = [answers] if is_plain and answers else [[answer] for answer in answers]
                 events = [*self._events(groups, stream, total, alternatives)]
                 yield from join_deltas(events)
                 if events and isinstance(events[-1], TextEnd):
@@ -229,7 +231,7 @@ class LlamaModel:
         raise ModelError("llama.cpp ended without a result")
 
     def _first_answers(
-        self, parts: Iterator[list[dict[str, Any]]], request: TextRequest
+        self, batches: Iterator[list[dict[str, Any]]], request: TextRequest
     ) -> tuple[int, list[dict[str, Any]] | None]:
         """Return the number of tokens of the prompt, and the answers that came with it.
 
@@ -237,15 +239,15 @@ class LlamaModel:
         ContextError, UsageError.
         """
         try:
-            first, *rest = next(parts)
-            total = _prompt_tokens(first)
+            progress, *remaining = next(batches)
+            total = _prompt_tokens(progress)
             if total >= self.context:
                 raise ContextError(total, self.context)
         except ContextError as error:
             if not request.begun.count:
                 raise
             return int(error.facts["tokens"]), None
-        return total, rest
+        return total, remaining
 
     def _events(
         self,
@@ -256,9 +258,10 @@ class LlamaModel:
     ) -> Generator[TextEvent, None, None]:
         """Yield the events of answers up to the end; the prompt has ``total`` tokens."""
         for group in groups:
-            answer = _joined(group)
+            answer = _join(group)
             if "prompt_progress" in answer:
-                yield TextDelta("")  # the turn of other requests
+                # Other requests can run while the prompt is read
+                yield TextDelta("")
             shown, hidden = drawn_tokens(group, stream.count)
             yield from stream.state_drawn(_feed(stream, answer, alternatives), shown)
             yield from stream.state_drawn((), hidden)
@@ -276,8 +279,8 @@ def _template(layers: GgufLayers, facts: GgufFacts) -> ChatTemplate | None:
     """Return the template of a layer, else those of the file. Raises ModelError."""
     sources = {}
     for name, key in (("tool_use", f"{_TEMPLATE}.tool_use"), ("default", _TEMPLATE)):
-        if isinstance(found := layers.metadata.get(key), str):
-            sources[name] = found
+        if isinstance(source := layers.metadata.get(key), str):
+            sources[name] = source
     if layers.template is not None:
         sources = {"default": layers.template}
     if not sources:
@@ -295,15 +298,15 @@ def _added_bos(server: LlamaServer, bos: str) -> str:
     """
     body = {"prompt": bos or ".", "n_predict": 1, "stream": True, "return_progress": True}
     with closing(server.stream(body)) as parts:
-        (first, *_), *_ = parts
-    return bos if _prompt_tokens(first) > 1 else ""
+        (progress, *_), *_ = parts
+    return bos if _prompt_tokens(progress) > 1 else ""
 
 
 def _pooling(facts: GgufFacts) -> int | None:
     """Return the pooling of an embedding model, None for other models. Raises ModelError."""
     if facts.pooling == _RANK:
         raise ModelError("the model ranks documents; only text and embeddings are supported")
-    if any(part in facts.architecture for part in _ENCODERS):
+    if any(encoder in facts.architecture for encoder in _ENCODERS):
         return facts.pooling or _MEAN
     return facts.pooling or None
 
@@ -314,21 +317,21 @@ def _prompt_tokens(answer: Mapping[str, Any]) -> int:
     return int(progress["total"])
 
 
-def _joined(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _join(answers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the last answer with the text of all."""
-    last, choices = answers[-1], [answer["choices"][0] for answer in answers]
+    choices = [answer["choices"][0] for answer in answers]
     text = "".join(choice["text"] for choice in choices)
-    return {**last, "choices": [{**choices[-1], "text": text}]}
+    return {**answers[-1], "choices": [{**choices[-1], "text": text}]}
 
 
 def _feed(
     stream: TextStream, answer: Mapping[str, Any], alternatives: int | None
 ) -> list[TextEvent]:
-    """Return what follows from an answer."""
+    """Convert an answer of the server to events."""
     choice = answer["choices"][0]
-    first, *others = tokens_of(choice, alternatives) or (None,)
-    events = stream.feed(choice["text"].encode(), first)
-    return events + [event for token in others for event in stream.feed(b"", token)]
+    head, *tail = tokens_of(choice, alternatives) or (None,)
+    events = stream.feed(choice["text"].encode(), head)
+    return events + [event for token in tail for event in stream.feed(b"", token)]
 
 
 def _end(reason: str, total: int, timings: Mapping[str, Any]) -> TextEnd:
@@ -343,7 +346,7 @@ def _end(reason: str, total: int, timings: Mapping[str, Any]) -> TextEnd:
 
 
 def _unit(vector: list[float]) -> tuple[float, ...]:
-    length = math.sqrt(sum(one * one for one in vector))
+    length = math.sqrt(sum(number * number for number in vector))
     if not length or not math.isfinite(length):
         raise ModelError("the model computed an embedding with values that are not finite")
-    return tuple(one / length for one in vector)
+    return tuple(number / length for number in vector)

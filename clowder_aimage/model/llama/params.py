@@ -28,7 +28,7 @@ def fit_context(
     weights: int,
     *,
     is_embedding: bool,
-    wanted: int | None,
+    requested: int | None,
     parallel: int,
     memory: int | None,
 ) -> tuple[int, int]:
@@ -37,22 +37,22 @@ def fit_context(
     Each of them has room for its whole context, so fewer are served if memory is short, and at last
     the context is shorter. weights: bytes. Raises UsageError if not even that has room.
     """
-    most = min(wanted or (_MAX_EMBEDDED if is_embedding else _MAX_USUAL), facts.context)
-    usual = min(most, _USUAL) if wanted is None else most
+    most = min(requested or (_MAX_EMBEDDED if is_embedding else _MAX_USUAL), facts.context)
+    usual = min(most, _USUAL) if requested is None else most
     total = memory or usual_memory()
     batch = most if is_embedding else BATCH
     work = 4 * min(batch, BATCH) * (8 * facts.width + 2 * facts.inner) + _LIBRARY
     room = (total - weights - work) // max(1, facts.cache)
-    least = _rounded(min(usual, STEP))
+    least = _round_up(min(usual, STEP))
     if room < least:
         required = weights + work + facts.cache * least
         raise UsageError(
             f"{total // _MIB} MiB of memory are insufficient for this model: "
             f"{-(-required // _MIB)} MiB are required for {least} tokens"
         )
-    if room < _rounded(usual):
+    if room < _round_up(usual):
         return room // STEP * STEP, 1
-    count = min(parallel, room // _rounded(usual))
+    count = min(parallel, room // _round_up(usual))
     return min(most, room // count // STEP * STEP), count
 
 
@@ -77,33 +77,36 @@ def make_params(
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
-    params.lora_adapters = [_adapter(each, scale) for each, scale in adapters]
+    params.lora_adapters = [_adapter(adapter, scale) for adapter, scale in adapters]
     params.n_parallel = parallel
-    params.n_ctx = _rounded(context) * parallel  # divided among the requests
+    params.n_ctx = _round_up(context) * parallel  # divided among the requests
     params.n_batch = params.n_ubatch = BATCH
     if pooling is not None:
         params.embedding = True
-        params.n_batch = params.n_ubatch = max(BATCH, _rounded(context))
+        params.n_batch = params.n_ubatch = max(BATCH, _round_up(context))
         params.pooling_type = xllamacpp.llama_pooling_type(pooling)
     if (count := 1 if weights < _SMALL else limited_cores()) is not None:
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = count
-    params.fit_params = bool(gpus())  # lets layers stay on the CPU if the GPU is too small
+    # Lets layers stay on the CPU if the GPU is too small
+    params.fit_params = bool(gpus())
     params.ctx_shift = False
-    params.cache_ram_mib = 0  # no copies of earlier contexts beside those of the requests
+    # Copies of earlier contexts would take memory beyond the limit
+    params.cache_ram_mib = 0
     params.warmup = params.ui = params.endpoint_slots = params.use_jinja = False
     params.n_threads_http = 1
     return params
 
 
-def _rounded(tokens: int) -> int:
+def _round_up(tokens: int) -> int:
     return -(-tokens // STEP) * STEP
 
 
 def gpus() -> list[str]:
     """Return the descriptions of the GPUs that llama.cpp can use."""
     kinds = xllamacpp.ggml_backend_dev_type
-    wanted = (kinds.GGML_BACKEND_DEVICE_TYPE_GPU, kinds.GGML_BACKEND_DEVICE_TYPE_IGPU)
-    return [one["description"] for one in xllamacpp.get_device_info() if one["type"] in wanted]
+    gpu_types = (kinds.GGML_BACKEND_DEVICE_TYPE_GPU, kinds.GGML_BACKEND_DEVICE_TYPE_IGPU)
+    devices = xllamacpp.get_device_info()
+    return [device["description"] for device in devices if device["type"] in gpu_types]
 
 
 def _adapter(path: Path, scale: float) -> Any:

@@ -42,15 +42,15 @@ class ModelParams:
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self._params = params
-        own = {field: params[name] for field, name in _NAMES.items() if name in params}
+        stated = {field: params[name] for field, name in _NAMES.items() if name in params}
         try:
-            self._sampling = _fields(Sampling(**own))
+            self._sampling = _fields(Sampling(**stated))
         except (UsageError, TypeError) as error:
             raise FormatError(f"params.json: {error}") from None
         stops = params.get("stop", [])
         self.stop = tuple(stops) if isinstance(stops, list) else (stops,)
         if len(self.stop) > MAX_STOPS or not all(
-            isinstance(one, str) and 0 < len(one) <= MAX_STOP for one in self.stop
+            isinstance(stop, str) and 0 < len(stop) <= MAX_STOP for stop in self.stop
         ):
             raise FormatError(f"params.json: stop has up to {MAX_STOPS} texts")
 
@@ -60,19 +60,20 @@ class ModelParams:
 
     def body(self, request: TextRequest, prompt: str) -> dict[str, Any]:
         """Return llama.cpp's request, without grammar and marks."""
-        most, begun = request.max_tokens or self._count("num_predict"), request.begun
+        most, drawn = request.max_tokens or self._count("num_predict"), request.begun
         body: dict[str, Any] = {
-            "prompt": [prompt, *begun.numbers] if begun.count else prompt,
+            "prompt": [prompt, *drawn.numbers] if drawn.count else prompt,
             "stream": True,
             "return_progress": True,
             "verbose": True,  # states the numbers of tokens
-            "n_predict": -1 if most is None else most - begun.count,
+            "n_predict": -1 if most is None else most - drawn.count,
         }
         if request.alternatives is not None:
             body["logprobs"] = max(1, request.alternatives)
         body |= self._sampling | _fields(request.sampling)
-        if "seed" in body:  # else the rest would be drawn as the beginning was
-            body["seed"] = (body["seed"] + begun.count) % _SEEDS
+        # With the same seed the continuation would be drawn as the beginning was
+        if "seed" in body:
+            body["seed"] = (body["seed"] + drawn.count) % _SEEDS
         return body
 
     def _count(self, name: str) -> int | None:
@@ -82,9 +83,9 @@ class ModelParams:
 
 
 def drawn_tokens(
-    answers: Sequence[Mapping[str, Any]], known: int
+    answers: Sequence[Mapping[str, Any]], count: int
 ) -> tuple[DrawnTokens, DrawnTokens]:
-    """Return the tokens of answers, and those after the last text; ``known`` were before.
+    """Return the tokens of answers, and those after the last text; ``count`` were before.
 
     The latter are hidden: one may be the token that ends the text. A text takes the place of tokens
     that are parts of one character: only the last is stated.
@@ -92,10 +93,10 @@ def drawn_tokens(
     shown = hidden = DrawnTokens()
     for answer in answers:
         text, stated = answer["choices"][0]["text"], answer["__verbose"]
-        new = int(stated["tokens_predicted"]) - known
+        new = int(stated["tokens_predicted"]) - count
         if answer["choices"][0]["finish_reason"] is None and new > 0:
             number = int(stated["tokens"][0]) if new == 1 else text
-            hidden, known = hidden + DrawnTokens((number,), new, text), known + new
+            hidden, count = hidden + DrawnTokens((number,), new, text), count + new
             if text:
                 shown, hidden = shown + hidden, DrawnTokens()
     return shown, hidden
@@ -103,18 +104,18 @@ def drawn_tokens(
 
 def tokens_of(choice: Mapping[str, Any], alternatives: int | None) -> tuple[Token, ...]:
     """Return the tokens of an answer with log probabilities, no tokens for one without."""
-    found = (choice.get("logprobs") or {}).get("content") or ()
-    return tuple(_token(one, alternatives or 0) for one in found)
+    tokens = (choice.get("logprobs") or {}).get("content") or ()
+    return tuple(_token(token, alternatives or 0) for token in tokens)
 
 
 def _token(value: Mapping[str, Any], alternatives: int) -> Token:
-    others = value.get("top_logprobs", ())[:alternatives]
+    top = value.get("top_logprobs", ())[:alternatives]
     logprob = value["logprob"]
     return Token(
         value["token"],
         tuple(value["bytes"]),
         _LEAST_LOGPROB if logprob is None else float(logprob),
-        tuple(_token(one, 0) for one in others),
+        tuple(_token(token, 0) for token in top),
     )
 
 

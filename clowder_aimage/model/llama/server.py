@@ -1,9 +1,9 @@
 """llama.cpp's server in this process: requests as JSON, each on a thread of its own.
 
 Source: the package ``xllamacpp``, src/xllamacpp/server.cpp; ggml-org/llama.cpp,
-tools/server/README.md. The server always listens. Here it does so on a Unix socket in a directory
-that only this user can enter, which is removed before the first request: no address remains that
-can be connected to. A random key protects the time between.
+tools/server/README.md. The server always listens. Here it listens on a Unix socket in a directory
+that only this user can enter. The directory is removed before the first request, so that no address
+remains that can be connected to. Until then a random key protects the server.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ class _Call:
     def __init__(self, server: Any, body: dict[str, Any]) -> None:
         self.answers = SimpleQueue[dict[str, Any] | Exception | None]()
         self.is_cancelled = self.is_ended = False
-        self.has_last = threading.Event()  # the last answer has come
+        # Set after the last answer
+        self.has_last = threading.Event()
         self._server, self._body = server, body
-        # llama.cpp ends a request only between two answers, so the interpreter must not wait
+        # A daemon thread, since llama.cpp ends a request only between two answers: the
+        # interpreter must not wait for it
         self.thread = threading.Thread(target=self._run, name="aimage-llama", daemon=True)
 
     def _run(self) -> None:
@@ -70,16 +72,16 @@ class _Call:
 
         Raises ContextError, UsageError, ModelError.
         """
-        found: list[dict[str, Any]] = []
-        while not self.is_ended and not (found and self.answers.empty()):
+        answers: list[dict[str, Any]] = []
+        while not self.is_ended and not (answers and self.answers.empty()):
             answer = self.answers.get()
             if isinstance(answer, Exception):
                 raise _failure(answer) from None
             if answer is None:
                 self.is_ended = True
             else:
-                found.append(_checked(answer))
-        return found
+                answers.append(_check(answer))
+        return answers
 
 
 class LlamaServer:
@@ -130,15 +132,15 @@ class LlamaServer:
             answer = self._server[0].handle_embeddings({"input": list(texts)})
         except Exception as error:
             raise _failure(error) from None
-        return _checked(answer)
+        return _check(answer)
 
 
 def _failure(error: Exception) -> ModelError:
-    """Return an error without the message, which may contain a prompt."""
+    """Return an error without the message: it may contain a prompt."""
     return ModelError(f"llama.cpp failed: {type(error).__name__}")
 
 
-def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+def _check(answer: dict[str, Any]) -> dict[str, Any]:
     """Return an answer that is not an error; raise its error otherwise."""
     error = answer.get("error")
     if error is None:
@@ -167,7 +169,7 @@ def _start(params: xllamacpp.CommonParams) -> xllamacpp.Server:
 
 
 def _reason(params: xllamacpp.CommonParams) -> str:
-    """Try again, and return the messages of llama.cpp, which writes them to stderr only."""
+    """Try again, and return the messages that llama.cpp writes to stderr."""
     params.verbosity = _ERRORS
     with _private_directory() as directory, Path(directory, "log").open("w+b") as log:
         params.hostnames = [f"{directory}/{_ERRORS}.sock"]
@@ -189,7 +191,8 @@ def _reason(params: xllamacpp.CommonParams) -> str:
 
 
 def _read_log(path: Path) -> list[str]:
-    """Return the lines up to the last message, which a thread of llama.cpp writes."""
+    """Return the lines up to the last message."""
+    # A thread of llama.cpp writes them, perhaps after the error was raised
     for _ in range(100):
         if _LAST in (data := path.read_bytes()):
             break

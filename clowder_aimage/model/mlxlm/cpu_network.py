@@ -1,4 +1,4 @@
-"""Networks of mlx-lm in float32 on a CPU, where MLX multiplies 30 times as slowly as OpenBLAS.
+"""Networks of mlx-lm in float32 on a CPU: MLX multiplies 30 times as slowly as OpenBLAS there.
 
 Linear layers and embeddings are replaced by subclasses with the same parameters, and the attention
 function that a module of mlx-lm imports by one that computes the same. Quantized layers, other
@@ -70,8 +70,8 @@ def project(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
     if not is_slow(x) or rows * weight.size < _LEAST:
         return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
     if rows > 1:
-        found: mx.array = linear(x, weight, bias)
-        return found
+        product: mx.array = linear(x, weight, bias)
+        return product
     mx.eval(x, weight)
     result = memory(weight) @ memory(x).reshape(-1)
     if bias is not None:
@@ -112,12 +112,12 @@ def accelerate(network: Any) -> None:
 
 def _replace_attention(name: str) -> None:
     module = sys.modules.get(name)
-    own: Any = library_module("models.base").scaled_dot_product_attention
-    if module is not None and getattr(module, _NAME, None) is own:
-        vars(module)[_NAME] = _attention(own)
+    original: Any = library_module("models.base").scaled_dot_product_attention
+    if module is not None and getattr(module, _NAME, None) is original:
+        vars(module)[_NAME] = _attention(original)
 
 
-def _attention(own: Any) -> Attention:
+def _attention(original: Any) -> Attention:
     def attention(
         queries: mx.array,
         keys: Any,
@@ -130,7 +130,7 @@ def _attention(own: Any) -> Attention:
         is_plain = isinstance(keys, mx.array) and not hasattr(cache, "bits") and sinks is None
         is_small = is_plain and queries.size * keys.shape[2] < _LEAST
         if not is_plain or is_small or not is_slow(queries) or len(queries) > 1:
-            usual: mx.array = own(
+            usual: mx.array = original(
                 queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
             )
             return usual
@@ -148,37 +148,39 @@ def attend(
     each used by as many heads. mask: None; "causal", for queries that are the last columns; or an
     array that broadcasts to (1, heads, length, columns): True where a key is seen, or added.
     """
-    seen = mask if isinstance(mask, mx.array) else None
-    mx.eval(queries, keys, values, *([] if seen is None else [seen]))
+    mask_array = mask if isinstance(mask, mx.array) else None
+    mx.eval(queries, keys, values, *([] if mask_array is None else [mask_array]))
     query, key, value = memory(queries)[0], memory(keys)[0], memory(values)[0]
     heads, length, _ = query.shape
     groups, columns, channels = value.shape
     result = np.empty((1, length, heads, channels), dtype=np.float32)
     step = max(1, min(length, _SCORES // columns))
-    added = None if seen is None else _broadcast(seen, heads, length, columns)
+    added = None if mask_array is None else _broadcast(mask_array, heads, length, columns)
     is_causal = mask == "causal" if isinstance(mask, str) else False
 
     def tile(index: int) -> None:
         head, start = index % heads, index // heads * step
         group, stop = head * groups // heads, min(start + step, length)
-        last = columns - length + stop if is_causal else columns  # no query sees later columns
-        scores = np.empty((stop - start, last), dtype=np.float32)
-        blas.multiply(_rows(query[head, start:stop]), _rows(key[group, :last]).T, scores, scale)
+        # A query does not see later columns, so their scores are not computed
+        visible = columns - length + stop if is_causal else columns
+        scores = np.empty((stop - start, visible), dtype=np.float32)
+        blas.multiply(_rows(query[head, start:stop]), _rows(key[group, :visible]).T, scores, scale)
         if is_causal and stop - start > 1:
             hidden = np.triu(np.ones((stop - start, stop - start), bool), 1)
-            scores[:, last - (stop - start) :][hidden] = -np.inf
+            scores[:, visible - (stop - start) :][hidden] = -np.inf
         if added is not None:
-            part = added[head, start:stop, :last]
-            if part.dtype == np.bool_:
-                np.copyto(scores, -np.inf, where=~part)
+            bias = added[head, start:stop, :visible]
+            if bias.dtype == np.bool_:
+                np.copyto(scores, -np.inf, where=~bias)
             else:
-                scores += part
+                scores += bias
+        # Exponentials of differences from the maximum cannot overflow
         scores -= scores.max(axis=1, keepdims=True)
         np.exp(scores, out=scores)
         sums = scores.sum(axis=1, keepdims=True)
-        own = result[0, start:stop, head]
-        blas.multiply(scores, _rows(value[group, :last]), own)
-        own /= sums
+        output = result[0, start:stop, head]
+        blas.multiply(scores, _rows(value[group, :visible]), output)
+        output /= sums
 
     tiles = range(heads * -(-length // step))
     on_all_cores(tile, tiles, heads * length * columns, multiplies=True)

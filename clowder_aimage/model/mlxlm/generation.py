@@ -23,7 +23,8 @@ from clowder_aimage.model.text.token_table import TokenTable
 
 _PART = 512  # tokens of a prompt that are computed at once
 _CLEARED = 256  # tokens after which unused memory is returned
-_NOTHING = TextDelta("")  # gives way to other requests
+# Yielded so that the worker can advance other requests
+_YIELD = TextDelta("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,51 +51,57 @@ class TextGeneration:
     """Generates texts with a network; ``ends`` are the tokens that end one."""
 
     def __init__(
-        self, network: Any, kept: PromptCache, table: TokenTable, ends: frozenset[int]
+        self, network: Any, prompt_cache: PromptCache, table: TokenTable, ends: frozenset[int]
     ) -> None:
-        self._network, self._kept, self._table, self._ends = network, kept, table, ends
+        self._network, self._prompt_cache, self._table, self._ends = (
+            network,
+            prompt_cache,
+            table,
+            ends,
+        )
 
     def run(
         self, prompt: Prompt, sampler: TokenSampler, stream: TextStream
     ) -> Generator[TextEvent, None, None]:
-        """Yield the events of a text. An empty piece gives way to other requests.
+        """Yield the events of a text. After an empty delta other requests can run.
 
-        The next token is computed while the caller has the piece of the one before.
+        The next token is computed while the caller has the delta of the one before.
         """
-        begun = time.perf_counter()
-        cache, cached = self._kept.take(prompt.tokens)
+        start = time.perf_counter()
+        cache, cached = self._prompt_cache.take(prompt.tokens)
         progress = _Progress(cached, [])
-        begun_tokens = prompt.tokens[len(prompt.tokens) - prompt.begun.count :]
-        known = (one for one in begun_tokens if not self._is_hidden(one, stream))
-        stream.resume(prompt.begun, map(self._table.data, known))
+        drawn_before = prompt.tokens[len(prompt.tokens) - prompt.begun.count :]
+        shown = (number for number in drawn_before if not self._is_hidden(number, stream))
+        stream.resume(prompt.begun, map(self._table.data, shown))
+        # After an error of the network the cache may have other tokens than counted
         is_sound = False
         try:
             for _ in self._read(prompt.tokens[cached:], cache, progress):
-                yield _NOTHING
-            first = begun
+                yield _YIELD
+            first_token = start
             for token in self._draw(prompt, cache, sampler, progress):
                 if len(progress.drawn) == 1:
-                    first = time.perf_counter()
+                    first_token = time.perf_counter()
                 number = progress.drawn[-1]
                 is_hidden = self._is_hidden(number, stream)
                 events = [] if is_hidden else stream.feed(self._table.data(number), token)
                 yield from stream.state_drawn(events, DrawnTokens((number,), 1))
                 if not events:
-                    yield _NOTHING
+                    yield _YIELD
                 if stream.is_stopped:
                     break
             yield from stream.finish()
             is_sound = True
             reason = LENGTH if progress.is_limited and not stream.is_stopped else stream.reason
-            now = time.perf_counter()
+            end = time.perf_counter()
             counts = len(prompt.tokens), len(progress.drawn), cached
-            yield TextEnd(reason, *counts, first - begun, now - first)
+            yield TextEnd(reason, *counts, first_token - start, end - first_token)
         except GeneratorExit:
             is_sound = True
             raise
         finally:
             if is_sound:
-                self._kept.put([*prompt.tokens, *progress.drawn][: progress.fed], cache)
+                self._prompt_cache.put([*prompt.tokens, *progress.drawn][: progress.fed], cache)
 
     def _is_hidden(self, number: int, stream: TextStream) -> bool:
         """Return True for special tokens that are not marks, and for those that end a text."""
@@ -105,11 +112,11 @@ class TextGeneration:
 
     def _read(self, tokens: Sequence[int], cache: Cache, progress: _Progress) -> Iterator[None]:
         """Compute all tokens of a prompt but the last, in parts."""
-        for place in range(0, len(tokens) - 1, _PART):
-            part = tokens[place : min(place + _PART, len(tokens) - 1)]
-            self._network(mx.array([part]), cache=cache)
-            mx.eval([one.state for one in cache])
-            progress.fed += len(part)
+        for offset in range(0, len(tokens) - 1, _PART):
+            chunk = tokens[offset : min(offset + _PART, len(tokens) - 1)]
+            self._network(mx.array([chunk]), cache=cache)
+            mx.eval([layer.state for layer in cache])
+            progress.fed += len(chunk)
             mx.clear_cache()
             yield
 
@@ -120,10 +127,11 @@ class TextGeneration:
         drawn, logits = self._step(mx.array(prompt.tokens[-1:]), None, cache, sampler)
         progress.fed += 1
         for count in range(1, prompt.count + 1):
-            now, values = drawn, logits
-            if count < prompt.count:  # computed while the caller has this one
-                drawn, logits = self._step(now, now, cache, sampler)
-            number: int = now.item()  # type: ignore[assignment]
+            current, values = drawn, logits
+            # Computed in the background, while the caller has the current token
+            if count < prompt.count:
+                drawn, logits = self._step(current, current, cache, sampler)
+            number: int = current.item()  # type: ignore[assignment]
             progress.drawn.append(number)
             progress.fed += count < prompt.count
             if number in self._ends:
@@ -151,13 +159,15 @@ class TextGeneration:
         count = min(alternatives, row.size)
         best: list[int] = []
         if count:
-            found = mx.argpartition(-row, kth=count - 1)[:count]
-            best = found[mx.argsort(-row[found])].tolist()  # type: ignore[assignment]
-        others = tuple(self._described(one, row) for one in best)
-        return self._described(number, row, others)
+            indices = mx.argpartition(-row, kth=count - 1)[:count]
+            best = indices[mx.argsort(-row[indices])].tolist()  # type: ignore[assignment]
+        top = tuple(self._make_token(index, row) for index in best)
+        return self._make_token(number, row, top)
 
-    def _described(self, number: int, row: mx.array, others: tuple[Token, ...] = ()) -> Token:
+    def _make_token(
+        self, number: int, row: mx.array, alternatives: tuple[Token, ...] = ()
+    ) -> Token:
         data = self._table.data(number)
         text = data.decode("utf-8", "replace")
         logprob: float = row[number].item()  # type: ignore[assignment]
-        return Token(text, tuple(data), logprob, others)
+        return Token(text, tuple(data), logprob, alternatives)

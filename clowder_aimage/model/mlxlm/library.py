@@ -38,7 +38,8 @@ def enter() -> None:
         )
     sys.modules[_PACKAGE] = importlib.util.module_from_spec(spec)
     if not backend.on_gpu():
-        backend.mx.disable_compile()  # it runs a C++ compiler, for seconds, and writes to /tmp
+        # On a CPU MLX compiles with a C++ compiler, for seconds, and writes to /tmp
+        backend.mx.disable_compile()
 
 
 def library_module(name: str) -> ModuleType:
@@ -64,7 +65,8 @@ def make_network(config: Mapping[str, Any]) -> Any:
         raise ModelError(f"mlx-lm has no model of the type {kind!r:.80}") from None
     try:
         return network(arguments.from_dict(dict(config)))
-    except Exception as error:  # any field may have any type
+    # The networks do not check their arguments, which may have any type
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ModelError(f"config.json does not fit {kind}: {reason[:300]}") from None
 
@@ -74,28 +76,28 @@ def _model_type(config: Mapping[str, Any]) -> str:
     kind, names = config.get("model_type"), config.get("architectures") or ()
     if not isinstance(kind, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", kind):
         raise ModelError(f"config.json: model_type is {kind!r:.80}")
-    other, special = _tables()
+    remapped, special = _tables()
     for name in names if isinstance(names, list) else ():
         if isinstance(name, str) and (kind, name) in special:
             return str(special[kind, name])
-    return str(other.get(kind, kind))
+    return str(remapped.get(kind, kind))
 
 
 @functools.cache
 def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
     enter()
     path = Path(str(sys.modules[_PACKAGE].__path__[0])) / "utils.py"
-    found: dict[str, dict[Any, Any]] = {name: {} for name in _TABLES}
+    tables: dict[str, dict[Any, Any]] = {name: {} for name in _TABLES}
     for node in ast.parse(path.read_text("utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
-            if name in found:
-                found[name] = ast.literal_eval(node.value)
-    return found[_TABLES[0]], found[_TABLES[1]]
+            if name in tables:
+                tables[name] = ast.literal_eval(node.value)
+    return tables[_TABLES[0]], tables[_TABLES[1]]
 
 
 def _check_counts(config: Mapping[str, Any]) -> None:
-    """Refuse numbers of layers with which a network would not be made in a reasonable time."""
+    """Refuse numbers of layers that would take minutes to construct."""
     for key, value in config.items():
         if isinstance(value, dict):
             _check_counts(value)

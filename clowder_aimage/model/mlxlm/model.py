@@ -59,32 +59,32 @@ _KEPT = 0.25  # of the memory for caches: those of earlier requests
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """Sizes of a request's context, of the number of requests, and of kept caches (bytes)."""
+    """Sizes of a request's context, of the number of requests, and of cached caches (bytes)."""
 
     context: int
     parallel: int
-    kept: int
+    cached: int
 
     @classmethod
     def of(
-        cls, memory: int, each: int, native: int, wanted: int | None, parallel: int
+        cls, memory: int, token_size: int, native: int, requested: int | None, parallel: int
     ) -> CachePlan:
-        """Divide ``memory`` bytes for caches of ``each`` bytes per token.
+        """Divide ``memory`` bytes for caches of ``token_size`` bytes per token.
 
-        A context of ``wanted`` tokens, else of 8,192, has precedence over parallel requests, and
+        A context of ``requested`` tokens, else of 8,192, has precedence over parallel requests, and
         these over a longer context.
 
         Raises:
             UsageError: The memory is insufficient for one request.
         """
         shared = int(memory * (1 - _KEPT))
-        most = shared // max(1, each)  # tokens of all requests
-        if most < min(native, wanted or _LEAST_CONTEXT):
+        most = shared // max(1, token_size)  # tokens of all requests
+        if most < min(native, requested or _LEAST_CONTEXT):
             raise UsageError(
                 f"the memory has room for {max(0, most)} tokens of the context, "
-                f"{wanted or _LEAST_CONTEXT} are required"
+                f"{requested or _LEAST_CONTEXT} are required"
             )
-        context = min(native, wanted or max(most // parallel, _USUAL_CONTEXT), most)
+        context = min(native, requested or max(most // parallel, _USUAL_CONTEXT), most)
         return cls(context, max(1, min(parallel, most // context)), memory - shared)
 
 
@@ -103,26 +103,26 @@ class MlxModel:
     ) -> None:
         self._network, self._backend, self._template = network, backend, template
         self._table, self._ends, self._defaults = TokenTable(backend), ends, defaults
-        self._kept = PromptCache(network, plan.kept)
+        self._prompt_cache = PromptCache(network, plan.cached)
         self._embedding: TextEmbedding | None = None
         self.context, self.parallel, self.dtype = plan.context, plan.parallel, dtype
         self.device = library.describe()
 
     @property
     def capabilities(self) -> frozenset[str]:
-        found = {COMPLETION, LOGPROBS}
+        features = {COMPLETION, LOGPROBS}
         if self._template is not None:
-            found.add(CHAT)
-            found |= {TOOLS} if self._template.has_tools else set()
-            found |= {THINKING} if self._template.has_thinking else set()
-        return frozenset(found | ({EMBEDDING} if self._embedding else set()))
+            features.add(CHAT)
+            features |= {TOOLS} if self._template.has_tools else set()
+            features |= {THINKING} if self._template.has_thinking else set()
+        return frozenset(features | ({EMBEDDING} if self._embedding else set()))
 
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         check_request(request, self.capabilities)
         prompt, stream = self._begin(request)
         sampling = self._sampling(request.sampling)
         sampler = TokenSampler(sampling, prompt.tokens, self.context, prompt.begun.count)
-        generation = TextGeneration(self._network, self._kept, self._table, self._ends)
+        generation = TextGeneration(self._network, self._prompt_cache, self._table, self._ends)
         return generation.run(prompt, sampler, stream)
 
     def _begin(self, request: TextRequest) -> tuple[Prompt, TextStream]:
@@ -148,18 +148,21 @@ class MlxModel:
             raise ContextError(len(tokens), self.context)
         room, begun = self.context - len(tokens), request.begun
         count = min(room, request.max_tokens or room) - begun.count
-        numbers = [one for one in begun.numbers if isinstance(one, int)]  # all of this runtime's
+        # This runtime states all tokens as numbers
+        numbers = [number for number in begun.numbers if isinstance(number, int)]
         return Prompt([*tokens, *numbers], count, request.alternatives, begun), stream
 
     def _encode(self, text: str, *, has_special: bool) -> list[int]:
         require_characters(text)
         return self._backend.encode(text, limits=replace(_ENCODING, has_special=has_special))
 
-    def _sampling(self, wanted: Sampling) -> Sampling:
+    def _sampling(self, sampling: Sampling) -> Sampling:
         """Return the options of a request, with the model's defaults and a seed."""
-        found = {one.name: getattr(wanted, one.name) for one in fields(Sampling)}
-        usual = {name: getattr(self._defaults, name) for name in found}
-        chosen = {name: usual[name] if value is None else value for name, value in found.items()}
+        requested = {field.name: getattr(sampling, field.name) for field in fields(Sampling)}
+        usual = {name: getattr(self._defaults, name) for name in requested}
+        chosen = {
+            name: usual[name] if value is None else value for name, value in requested.items()
+        }
         if chosen["seed"] is None:
             chosen["seed"] = secrets.randbits(63)
         return Sampling(**chosen)
@@ -196,9 +199,9 @@ def load(
     limit = int(_RESERVE * (memory or usual_memory()))
     chosen, is_quantized = choose_form(weights, dtype, limit)
     load_network(weights, network, chosen, keep_quantized=is_quantized)
-    rest = limit - parameter_bytes(network)
+    cache_memory = limit - parameter_bytes(network)
     native = facts(weights.config).get("context", _DEFAULT_CONTEXT)
-    plan = CachePlan.of(rest, _token_size(network), native, context, parallel)
+    plan = CachePlan.of(cache_memory, _token_size(network), native, context, parallel)
     ends = _ends(generation, weights.config, backend, special)
     model = MlxModel(network, backend, template, ends, defaults, plan, type_name(chosen))
     model._embedding = TextEmbedding.find(tokenizer, network)  # noqa: SLF001
@@ -225,25 +228,25 @@ def _ends(
 ) -> frozenset[int]:
     """Return the tokens that end a text."""
     inner = config.get("text_config")
-    found: set[int] = set()
+    ends: set[int] = set()
     for source in (generation, config, inner if isinstance(inner, dict) else {}):
         value = source.get("eos_token_id")
-        found |= {
-            one for one in (value if isinstance(value, list) else [value]) if type(one) is int
+        ends |= {
+            token for token in (value if isinstance(value, list) else [value]) if type(token) is int
         }
-    if (token := backend.find(special.get("eos_token", ""))) is not None:
-        found.add(token)
-    return frozenset(found)
+    if (end := backend.find(special.get("eos_token", ""))) is not None:
+        ends.add(end)
+    return frozenset(ends)
 
 
 def _defaults(generation: Mapping[str, Any]) -> Sampling:
     """Return the options in generation_config.json. Raises ModelError: one is invalid."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: generation[name] for name in names if generation.get(name) is not None}
+    stated = {name: generation[name] for name in names if generation.get(name) is not None}
     if generation.get("do_sample") is False:
-        found["temperature"] = 0.0
+        stated["temperature"] = 0.0
     usual = {"temperature": 1.0, "top_p": 1.0}
     try:
-        return Sampling(**(usual | found))
+        return Sampling(**(usual | stated))
     except (UsageError, TypeError) as error:
         raise ModelError(f"generation_config.json: {error}") from None

@@ -36,9 +36,9 @@ def load_network(
         quantized = {_INNER + name: value for name, value in quantized.items()}
     try:
         sanitize = getattr(network, "sanitize", None)
-        found: Arrays = arrays if sanitize is None else sanitize(arrays)
-        _quantize(network, found, quantized)
-        network.load_weights([*found.items()], strict=True)
+        sanitized: Arrays = arrays if sanitize is None else sanitize(arrays)
+        _quantize(network, sanitized, quantized)
+        network.load_weights([*sanitized.items()], strict=True)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
         text = " ".join(str(error).split())
         raise ModelError(
@@ -51,7 +51,7 @@ def load_network(
 
 
 def choose_form(weights: ModelWeights, dtype: str | None, limit: int) -> tuple[mx.Dtype, bool]:
-    """Return the type of the computation, and whether quantized matrices stay quantized.
+    """Return the type of the computation, and True if quantized matrices stay quantized.
 
     They do on a GPU. A CPU computes slowly and inexactly with codes, and slowly in bfloat16, so
     both are for weights that exceed ``limit`` bytes in float32.
@@ -64,9 +64,9 @@ def choose_form(weights: ModelWeights, dtype: str | None, limit: int) -> tuple[m
         return chosen, True
     count = sum(math.prod(shape) for shape in weights.shapes().values())
     types = (chosen,) if dtype is not None else (chosen, mx.bfloat16)
-    for one in types:
-        if count * one.size <= limit:
-            return one, False
+    for candidate in types:
+        if count * candidate.size <= limit:
+            return candidate, False
     if any(weights.quantization(name) for name in weights):
         return types[-1], True
     raise ModelError(
@@ -89,7 +89,8 @@ def _read(
     quantized: dict[str, Quantization] = {}
     for name, value in weights.read(dtype, keep_quantized=keep_quantized):
         if isinstance(value, QuantizedArray) and value.global_scale is not None:
-            value = value.dequantize(dtype)  # MLX's layers have no factor
+            # MLX's quantized layers have no factor for the whole tensor
+            value = value.dequantize(dtype)
         if not isinstance(value, QuantizedArray):
             arrays[name] = value
             continue
@@ -97,7 +98,7 @@ def _read(
             raise FormatError(f"{name[:200]}: only weights of layers can be quantized")
         path = name.removesuffix(_WEIGHT)
         quantized[path] = value.quantization
-        arrays |= {f"{path}.{part}": array for part, array in value.parts.items()}
+        arrays |= {f"{path}.{field}": array for field, array in value.parts.items()}
     return arrays, quantized
 
 
@@ -110,9 +111,10 @@ def _quantize(network: Any, arrays: Arrays, quantized: dict[str, Quantization]) 
     def options(path: str, module: Any) -> bool | dict[str, Any]:
         if f"{path}.scales" not in arrays or not hasattr(module, "to_quantized"):
             return False
-        found = quantized.get(path, usual)  # stacked experts have a new name
-        kind = found.type
-        return {"group_size": found.group_size, "bits": kind.bits, "mode": kind.mode}
+        # ``sanitize`` gives stacked experts a new name
+        quantization = quantized.get(path, usual)
+        kind = quantization.type
+        return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}
 
     quantize_layers(network, class_predicate=options)
 

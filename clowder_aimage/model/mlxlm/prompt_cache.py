@@ -42,9 +42,11 @@ class PromptCache:
         """
         best, count = None, 0
         for entry in reversed(self._entries):
-            found = _common(entry.tokens, prompt[:-1])
-            if found > count and (found == len(entry.tokens) or self._is_divisible(entry, found)):
-                best, count = entry, found
+            common = _common(entry.tokens, prompt[:-1])
+            if common > count and (
+                common == len(entry.tokens) or self._is_divisible(entry, common)
+            ):
+                best, count = entry, common
         if best is None:
             return self._library.make_prompt_cache(self._network), 0
         if count == len(best.tokens):
@@ -59,7 +61,7 @@ class PromptCache:
 
     def put(self, tokens: list[int], cache: Cache) -> None:
         """Keep a cache of ``tokens``, in place of caches of their beginning and of older ones."""
-        mx.eval([one.state for one in cache])
+        mx.eval([layer.state for layer in cache])
         size = cache_size(cache)
         self._entries = [
             entry for entry in self._entries if entry.tokens != tokens[: len(entry.tokens)]
@@ -72,12 +74,12 @@ class PromptCache:
 
 def cache_size(cache: Cache) -> int:
     """Return the bytes of a cache."""
-    return sum(int(one.nbytes) for one in cache)
+    return sum(int(layer.nbytes) for layer in cache)
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
     """Return the number of equal elements at the beginning."""
-    count = min(len(first), len(second))
-    if first[:count] == second[:count]:
+    count = min(len(left), len(right))
+    if left[:count] == right[:count]:
         return count
-    return next(index for index in range(count) if first[index] != second[index])
+    return next(index for index in range(count) if left[index] != right[index])

@@ -1,7 +1,7 @@
-"""Rotary positions on a CPU, where MLX computes the angles again for each layer and each token.
+"""Rotary positions on a CPU. MLX computes the angles again for each layer and each token.
 
-There ``mx.fast.rope`` is some twenty operations. With known angles it is four, and all layers of a
-step share them. Source of the values: MLX, ``mlx.nn.RoPE``, and mlx-lm, ``Llama3RoPE``.
+On a CPU ``mx.fast.rope`` is some twenty operations. With known angles it is four, and all layers of
+a step share them. Source of the values: MLX, ``mlx.nn.RoPE``, and mlx-lm, ``Llama3RoPE``.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ class RotaryAngles:
 
     def __init__(self, frequencies: npt.NDArray[np.float32]) -> None:
         self._frequencies = frequencies
-        self._place = (-1, -1)
-        self._kept = (mx.array(0.0), mx.array(0.0))
+        self._span = (-1, -1)
+        self._angles = (mx.array(0.0), mx.array(0.0))
 
     def rotate(self, x: mx.array, offset: int) -> mx.array:
         """Return x rotated by its positions. x: (..., length, channels) from position ``offset``.
 
         Channels beyond those that have frequencies stay.
         """
-        half, place = len(self._frequencies), (offset, x.shape[-2])
-        if place != self._place:
-            self._place, self._kept = place, self._computed(*place)
-        cosines, sines = self._kept
-        rest = None
+        half, span = len(self._frequencies), (offset, x.shape[-2])
+        if span != self._span:
+            self._span, self._angles = span, self._compute(*span)
+        cosines, sines = self._angles
+        unrotated = None
         if x.shape[-1] > 2 * half:
-            x, rest = x[..., : 2 * half], x[..., 2 * half :]
+            x, unrotated = x[..., : 2 * half], x[..., 2 * half :]
         rotated = x * cosines + mx.roll(x, half, -1) * sines
-        return rotated if rest is None else mx.concatenate([rotated, rest], axis=-1)
+        return rotated if unrotated is None else mx.concatenate([rotated, unrotated], axis=-1)
 
-    def _computed(self, offset: int, length: int) -> tuple[mx.array, mx.array]:
+    def _compute(self, offset: int, length: int) -> tuple[mx.array, mx.array]:
         positions = np.arange(offset, offset + length, dtype=np.float32)[:, None]
         angles = positions * self._frequencies
         cosines, sines = np.cos(angles), np.sin(angles)
-        both = np.concatenate((cosines, cosines), -1), np.concatenate((-sines, sines), -1)
-        return mx.array(both[0]), mx.array(both[1])
+        cosines, sines = np.concatenate((cosines, cosines), -1), np.concatenate((-sines, sines), -1)
+        return mx.array(cosines), mx.array(sines)
 
 
 def share_angles(network: Any) -> None:
@@ -57,9 +57,10 @@ def share_angles(network: Any) -> None:
     for module in network.modules():
         if type(module).__name__ not in _KINDS or module.traditional:
             continue
-        found = _frequencies(module)
-        angles = shared.setdefault(found.tobytes(), RotaryAngles(found))
-        module.__class__ = _subclass(type(module), angles)  # its parameters and name stay
+        frequencies = _frequencies(module)
+        angles = shared.setdefault(frequencies.tobytes(), RotaryAngles(frequencies))
+        # Only the class changes, so that parameters keep their names for loading
+        module.__class__ = _subclass(type(module), angles)
 
 
 def _frequencies(module: Any) -> npt.NDArray[np.float32]:
@@ -74,7 +75,7 @@ def _subclass(usual: Any, angles: RotaryAngles) -> type:
     def rotate(self: Any, x: mx.array, offset: Any = 0) -> mx.array:
         if isinstance(offset, int) and is_slow(x):
             return angles.rotate(x, offset)
-        found: mx.array = usual.__call__(self, x, offset=offset)
-        return found
+        rotated: mx.array = usual.__call__(self, x, offset=offset)
+        return rotated
 
     return type(f"Shared{usual.__name__}", (usual,), {"__call__": rotate})

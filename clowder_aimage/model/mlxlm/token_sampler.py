@@ -1,7 +1,7 @@
 """Drawing of tokens from logits, with the samplers and penalties of mlx-lm.
 
 The order is llama.cpp's: penalties, top_k, top_p, min_p, temperature. Each request has a random key
-of its own: the same seed draws the same tokens, whatever other requests draw between them.
+of its own: the same seed draws the same tokens, independently of other requests.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ class TokenSampler:
 
     Args:
         options: All are set, except the seed of a greedy request.
-        prompt: The tokens to which the repetition penalty applies as well.
-        context: The number of tokens that penalties look at.
+        prompt: The repetition penalty includes these tokens.
+        context: The number of last tokens that penalties include.
         begun: The number of the last tokens of the prompt that are part of the text. The next ones
             are drawn as if this sampler had drawn these.
     """
 
     def __init__(
-        self, options: Sampling, prompt: Sequence[int], context: int, begun: int = 0
+        self, options: Sampling, prompt: Sequence[int], context: int, drawn: int = 0
     ) -> None:
         self._temperature = options.temperature or 0.0
         library = library_module("sample_utils")
         self._filters = _filters(library, options) if self._temperature else []
         self._key = mx.random.key(options.seed or 0)
-        for _ in range(begun if self._temperature else 0):
+        for _ in range(drawn if self._temperature else 0):
             self._key, _ = mx.random.split(self._key)
-        text = list(prompt[len(prompt) - begun :])
+        text = list(prompt[len(prompt) - drawn :])
         self._of_all, self._of_text = _penalties(library, options, context)
-        before = list(prompt[: len(prompt) - begun])
+        before = list(prompt[: len(prompt) - drawn])
         self._prompt = mx.array(before, mx.int32) if self._of_all else None
         self._text = mx.array(text, mx.int32) if text else None
 
@@ -47,23 +47,24 @@ class TokenSampler:
 
         Nothing is evaluated.
         """
-        logits = self._penalized(logits, previous)
+        logits = self._penalize(logits, previous)
         if not self._temperature:
             return mx.argmax(logits, axis=-1)
         logits = logits.astype(mx.float32)
         values = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        for each in self._filters:
-            values = each(values)
+        for apply_filter in self._filters:
+            values = apply_filter(values)
         self._key, key = mx.random.split(self._key)
         return mx.random.categorical(values * (1 / self._temperature), key=key)
 
-    def _penalized(self, logits: mx.array, previous: mx.array | None) -> mx.array:
+    def _penalize(self, logits: mx.array, previous: mx.array | None) -> mx.array:
         if not (self._of_all or self._of_text):
             return logits
-        logits = mx.array(logits)  # the processors change it, and its values are reported
+        # A copy: the processors change their argument, and the original values are reported
+        logits = mx.array(logits)
         if previous is not None:
-            both = previous if self._text is None else mx.concatenate([self._text, previous])
-            self._text = both
+            text = previous if self._text is None else mx.concatenate([self._text, previous])
+            self._text = text
         text = mx.array([], mx.int32) if self._text is None else self._text
         everything = text if self._prompt is None else mx.concatenate([self._prompt, text])
         for processor in self._of_all:
@@ -75,16 +76,16 @@ class TokenSampler:
 
 def _filters(library: Any, options: Sampling) -> list[Callable[[mx.array], mx.array]]:
     top_k, top_p, min_p = options.top_k or 0, options.top_p, options.min_p
-    found: list[Callable[[mx.array], mx.array]] = []
+    filters: list[Callable[[mx.array], mx.array]] = []
     if top_k:
-        found.append(
+        filters.append(
             lambda x: library.apply_top_k(x, top_k) if top_k < x.shape[-1] else x  # else an error
         )
     if top_p is not None and top_p < 1:
-        found.append(lambda x: library.apply_top_p(x, max(top_p, 1e-9)))
+        filters.append(lambda x: library.apply_top_p(x, max(top_p, 1e-9)))
     if min_p:
-        found.append(lambda x: library.apply_min_p(x, min_p))
-    return found
+        filters.append(lambda x: library.apply_min_p(x, min_p))
+    return filters
 
 
 def _penalties(
