@@ -252,7 +252,7 @@ def prepare(
     mask: Picture | None,
     control: Picture | None = None,
 ) -> PreparedPicture:
-    """Return a picture and its mask, fitted to the request. Raises UsageError: as ``_expanded``."""
+    """Return a picture and its mask, fitted to the request. Raises UsageError."""
     picture = image.convert("RGB")
     if request.input.expand is not None:
         return _expand_picture(request, request.input.expand, picture, control)

@@ -1,1 +1,1 @@
-"""Language models: what their runtimes share. A runtime is a folder of its own."""
+"""Language models: the common parts of their runtimes. A runtime is a folder of its own."""

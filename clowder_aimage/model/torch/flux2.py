@@ -56,17 +56,17 @@ class Flux2Network(DiffusersNetwork):
         With a ``cache``, all layers but the first may be skipped.
         """
         channels, height, width = latents.shape
-        tokens, places = to_tokens(latents), grid(0, height, width)
+        tokens, positions = to_tokens(latents), grid(0, height, width)
         if pictures is not None:
             tokens = torch.cat([tokens, pictures.tokens])
-            places = np.concatenate([places, pictures.positions])
+            positions = np.concatenate([positions, pictures.positions])
         layers = {} if cache is None else _wrap_layers(self.module, cache)
         with replace_layers(self.module, **layers):
             output = self.module(
                 hidden_states=tokens[None],
                 encoder_hidden_states=caption.tokens[None],
                 timestep=torch.tensor([sigma], device=latents.device),
-                img_ids=torch.from_numpy(places).to(latents.device),
+                img_ids=torch.from_numpy(positions).to(latents.device),
                 txt_ids=caption.rope[0],
                 return_dict=False,
             )[0][0, : height * width]

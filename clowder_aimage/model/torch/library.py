@@ -98,7 +98,7 @@ def computing(function: F) -> F:
 
 
 def _explain(error: RuntimeError) -> Exception:
-    """Return the error that explains one of PyTorch, or that itself."""
+    """Return an error with an explanation of PyTorch's error, else the error itself."""
     text = str(error)
     is_of_mps = any(words in text for words in _NO_GPU_MEMORY)
     if is_of_mps or isinstance(error, torch.OutOfMemoryError):

@@ -120,8 +120,8 @@ class DiffusersNetwork:
 class AutoencoderHalf(DiffusersNetwork):
     """One half of an autoencoder of diffusers.
 
-    ``OTHERS``: the parts that it does not have, and the beginnings of their tensors' names.
-    ``BLOCKS``: the field of the config that lists their blocks, which are not made.
+    ``OTHERS``: the parts of the other half, and the prefixes of their tensors' names. ``BLOCKS``:
+    the field of the config with the blocks of the other half; they are not made.
     """
 
     OTHERS: ClassVar[tuple[str, ...]]
