@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 from pydantic import BeforeValidator, Field, ValidationInfo, create_model
 from pydantic_core import PydanticCustomError
 
-from clowder_aimage.api.field_rule import excludes
-from clowder_aimage.api.request_body import RequestBody
+from clowder_aimage.api.request_body import RequestBody, wrong
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.generation.check import check, parse
 from clowder_aimage.generation.parameter import Parameter, parameters
@@ -33,12 +32,14 @@ class ParameterBody(RequestBody):
 
     @property
     def stated(self) -> Mapping[str, Any]:
-        """The parameters in the body by their names."""
+        """The parameters in the body by their names. Raises ApiError: a synonym differs."""
         values: dict[str, Any] = {}
         for parameter in self.PARAMETERS:
             for name in (parameter.field, *parameter.words.synonyms):
-                if (value := getattr(self, name)) is not None:
-                    values[parameter.name] = value
+                if (value := getattr(self, name)) is None:
+                    continue
+                if values.setdefault(parameter.name, value) != value:
+                    raise wrong(parameter.field, f"and {name} must be equal if both are set")
         return values
 
     def arguments(self, owner: type) -> dict[str, Any]:
@@ -75,11 +76,6 @@ def with_parameters(
             body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields
         )
         bases = [base.PARAMETERS for base in body.__bases__ if issubclass(base, ParameterBody)]
-        model.RULES = tuple(
-            excludes(name, parameter.field)
-            for parameter in added
-            for name in parameter.words.synonyms
-        )
         model.PARAMETERS = (*chain.from_iterable(bases), *added)
         return model
 

@@ -202,7 +202,7 @@ def test_insecure_is_refused_for_a_remote_registry(
         status, answer = post(
             empty, path, {"model": "registry.example.com/x", "insecure": True, "stream": False}
         )
-        assert status == 400 and "disable TLS" in answer["error"]
+        assert status == 403 and "disable TLS" in answer["error"]
     assert client.pull(f"{registry.host}/{PATH}", insecure=True).status == "success"
 
 

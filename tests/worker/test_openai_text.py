@@ -384,7 +384,7 @@ def test_a_missing_language_model_is_pulled(
     assert chunks[0]["system_fingerprint"].startswith("fp_")
     status, _, body = ask(worker, model=str(pictures))
     error = json.loads(body)["error"]
-    assert (status, error["code"], error["param"]) == (400, "model_not_supported", "model")
+    assert (status, error["code"], error["param"]) == (422, "model_not_supported", "model")
 
 
 def test_a_list_that_is_too_long_is_refused_in_a_sentence(worker: LocalWorker) -> None:

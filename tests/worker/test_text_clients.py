@@ -136,7 +136,7 @@ def test_openai_errors(client: Any, model: str) -> None:
         client.chat.completions.create(model=model, messages=long, stream=True)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
     assert str(CONTEXT) in str(caught.value)
-    with pytest.raises(openai.BadRequestError, match="language model"):
+    with pytest.raises(openai.UnprocessableEntityError, match="language model"):
         client.images.generate(model=model, prompt="a dog")
     with pytest.raises(openai.NotFoundError, match="words:latest"):
         client.chat.completions.create(model="gone", messages=HELLO)

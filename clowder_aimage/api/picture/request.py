@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from clowder_aimage.api.field_rule import FieldRule, excludes, needs
+from clowder_aimage.api.field_rule import FieldRule, needs
 from clowder_aimage.api.parameter_field import Prompt, parameter_error, with_parameters
 from clowder_aimage.api.picture.field import PictureFields
 from clowder_aimage.api.picture.lora_field import LoraFields, PromptedLoras
@@ -78,10 +78,7 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
 
     # The first part of the types of events
     EVENTS: ClassVar[str] = "image_generation"
-    RULES: ClassVar[tuple[FieldRule, ...]] = (
-        needs("prompt", "enhance"),
-        excludes("size", "width", "height"),
-    )
+    RULES: ClassVar[tuple[FieldRule, ...]] = (needs("prompt", "enhance"),)
     # Accepted from clients and ignored; ``user`` is neither kept nor logged
     NO_EFFECT = frozenset({"user", "safety_identifier", "moderation", "style", "input_fidelity"})
 
@@ -126,6 +123,9 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
         if self.background == "transparent":
             raise wrong("background", "transparent is not supported", "unsupported_value")
         size = _size(self.size)
+        for name, side in size.items():
+            if self.stated.get(name, side) != side:
+                raise wrong(name, f"is {self.stated[name]}, but size is {self.size}")
         plain = {name: value for name, value in self.stated.items() if name in _PLAIN}
         try:
             GenerateRequest.draft(**plain | size)
