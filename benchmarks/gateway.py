@@ -152,7 +152,7 @@ def service_of(role: SleepingRole, slots: int) -> Any:
         settings=settings,
         store=ScriptedStore(),
         engine=SimpleNamespace(
-            loaded=loaded, set_eviction_cost=set_eviction_cost, is_draining=False
+            list_loaded=loaded, set_eviction_cost=set_eviction_cost, is_draining=False
         ),
         reference=lambda name: Reference.parse(name or "m1"),
     )

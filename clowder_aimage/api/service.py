@@ -111,6 +111,15 @@ def _is_writable(store: ImageLayout) -> bool:
     return True
 
 
+def parse_model(name: str) -> Reference:
+    """Parse the name of a model. Raises NotFoundError: no model can have this name."""
+    try:
+        return Reference.parse(name)
+    except UsageError as error:
+        reason = error.message.encode("ascii", "backslashreplace").decode()
+        raise NotFoundError(f"model not found: {reason[:300]}", **error.advice) from None
+
+
 @dataclass(slots=True)
 class Service:
     """A worker: its engine and store, and the aliases of models.
@@ -177,11 +186,7 @@ class Service:
         text = (self.alias(name) or name) if name else self.settings.default_model
         if not text:
             raise UsageError("the request has no model, and the worker has no default model")
-        try:
-            return Reference.parse(text)
-        except UsageError as error:
-            reason = error.message.encode("ascii", "backslashreplace").decode()
-            raise NotFoundError(f"model not found: {reason[:300]}", **error.advice) from None
+        return parse_model(text)
 
     def alias(self, name: str) -> str | None:
         """Return the target of an alias.

@@ -18,6 +18,7 @@ from nats.errors import NoRespondersError
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import KeyNotFoundError, NoKeysError
 
+from clowder_aimage.api.service import parse_model
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.fleet.link import LOST, FleetLink
 from clowder_aimage.fleet.stream import STATUS_TTL
@@ -122,17 +123,20 @@ class WorkerRegistry:
         return any(status.may_pull and not status.is_draining for status in self.statuses())
 
     def reference(self, name: str | None) -> Reference:
-        """Return the reference of a client's name for a model. Raises UsageError."""
+        """Return the reference of a client's name for a model.
+
+        Raises UsageError without a name; NotFoundError if it is neither an alias nor a reference.
+        """
         statuses = self.statuses()
         text = (_alias(statuses, name) or name) if name else _default(statuses, None)
         if not text:
             raise UsageError("the request has no model, and the workers have no default model")
-        return Reference.parse(text)
+        return parse_model(text)
 
     def find(self, name: str | None) -> FleetModel | None:
         """Return the model that a client names; None if no worker has it.
 
-        A name without a model means the default model. Raises UsageError for an invalid name.
+        A name without a model means the default model. Raises as ``reference``.
         """
         statuses, reference = self.statuses(), self.reference(name)
         match = _resolve(statuses, reference)

@@ -77,7 +77,7 @@ def test_a_malformed_request_is_no_job(play: Play) -> None:
                 for options, code in (
                     ({"n": 9999}, "invalid_value"),
                     ({"model": "other"}, "model_not_found"),
-                    ({"model": "NOT A NAME"}, "invalid_value"),
+                    ({"model": "NOT A NAME"}, "model_not_found"),
                     ({"headers": {"Aimage-Priority": "urgent"}}, "invalid_value"),
                     ({"headers": {"Idempotency-Key": "k" * 300}}, "invalid_value"),
                 ):

@@ -15,7 +15,7 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from clowder_aimage.engine.admission import NEVER, BusyError
-from clowder_aimage.errors import FormatError, UsageError
+from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.fleet import link as fleet_link
 from clowder_aimage.fleet.frame import BEGIN, DATA, END, RELEASED, Attempt, Frame
 from clowder_aimage.fleet.gateway.continuation import NDJSON, SSE, Continuation, is_stream
@@ -133,7 +133,7 @@ def test_the_digest_of_a_name_is_that_of_most_workers() -> None:
         assert (other := workers.find(alias)) is not None and other.digest == B
     assert workers.find("unknown") is None
     assert workers.find(f"x@{A}") is not None
-    with pytest.raises(UsageError):
+    with pytest.raises(NotFoundError):
         workers.find("NOT A NAME")
     assert workers.names("text") == ["m:latest"]
 

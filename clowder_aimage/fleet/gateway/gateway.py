@@ -17,7 +17,7 @@ from nats.js.errors import Error as JetStreamError
 from clowder_aimage.api.model_catalog import unknown_model
 from clowder_aimage.api.model_list import unknown
 from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, NEVER
-from clowder_aimage.errors import AImageError, NetworkError, UsageError
+from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, UsageError
 from clowder_aimage.fleet.frame import (
     ADMITTED,
     BEGIN,
@@ -183,10 +183,11 @@ class JobGateway:
             raise unavailable("no worker of the fleet is running; try again later")
         try:
             reference, model = workers.reference(parsed.model), workers.find(parsed.model)
+        except NotFoundError as error:
+            raise ApiError(404, error.message, code="model_not_found", param="model") from None
         except UsageError as error:
-            code = "invalid_value" if parsed.model else "missing_required_parameter"
-            message = error.message.encode("ascii", "backslashreplace").decode()[:300]
-            raise ApiError(400, message, code=code, param="model") from None
+            code = "missing_required_parameter"
+            raise ApiError(400, error.message, code=code, param="model") from None
         may_pull = parsed.pull != NEVER and reference.registry is not None and workers.may_pull()
         if model is not None and not (parsed.pull == ALWAYS and may_pull):
             return model

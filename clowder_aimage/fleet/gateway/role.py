@@ -16,7 +16,7 @@ from clowder_aimage.api.batch.run import BatchRunner
 from clowder_aimage.api.ollama import routes as ollama_routes
 from clowder_aimage.api.openapi import description_routes
 from clowder_aimage.api.request_body import read_headers
-from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.fleet.gateway import operation as gateway_operation
 from clowder_aimage.fleet.gateway.batch_store import FleetBatchStore
 from clowder_aimage.fleet.gateway.gateway import JobGateway, caller_of
@@ -99,7 +99,7 @@ class GatewayRole(Role):
     def _kind_of(self, name: str | None) -> str:
         try:
             model = self._watch.workers.find(name)
-        except UsageError:
+        except (NotFoundError, UsageError):
             return ""
         return model.kind if model else ""
 
