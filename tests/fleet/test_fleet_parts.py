@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from nats.js.errors import NotFoundError
+from nats.js.errors import NotFoundError as NoMessageError
 
 from clowder_aimage.engine.admission import NEVER, BusyError
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
@@ -380,7 +380,7 @@ def test_a_message_that_nats_counts_and_does_not_have_is_no_job() -> None:
 
     async def get_msg(stream: str, *, subject: str, **_: object) -> None:
         if subject == gone:
-            raise NotFoundError
+            raise NoMessageError
 
     async def count(subjects: dict[str, int]) -> int:
         link: Any = SimpleNamespace(names=names, streams=SimpleNamespace(get_msg=get_msg))
