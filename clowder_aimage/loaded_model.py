@@ -81,13 +81,13 @@ class Model:
         loaded: RunnableModel,
         finder: AdapterFinder,
         inputs: PictureFiles,
-        lease: ExitStack,
+        resources: ExitStack,
     ) -> None:
         self.reference = reference
         self._finder = finder
         self._inputs = inputs
         self._loaded = loaded
-        self._lease = lease
+        self._resources = resources
 
     def __enter__(self) -> Model:
         return self
@@ -96,8 +96,8 @@ class Model:
         self.close()
 
     def close(self) -> None:
-        """Let garbage collection remove the model's blobs again."""
-        self._lease.close()
+        """Release the lease of the model's blobs, so that gc may remove them."""
+        self._resources.close()
 
     def generate(
         self,
@@ -113,12 +113,12 @@ class Model:
     ) -> list[Picture]:
         """Generate pictures of a prompt, with the seeds ``seed``, ``seed + 1`` and so on.
 
-        None stands for the default of the model; the seed is random. ``image`` begins the picture,
-        ``mask`` (or "alpha") is white in the painted area, ``control`` guides a ControlNet, and
-        ``references`` are edited by models that can: each a ``Picture``, the bytes of a file, an
-        array, a path, a URL or the name of an artifact. ``loras`` are adapters: names of AImages or
-        files, or pairs of them and their strengths. ``progress`` is called with the steps done and
-        their total. The other parameters are those of ``PictureKeywords``.
+        None stands for the default of the model; the seed is random. ``image`` is the picture to
+        start from, ``mask`` (or "alpha") is white in the painted area, ``control`` guides a
+        ControlNet, and ``references`` are the pictures that a model edits: each a ``Picture``, the
+        bytes of a file, an array, a path, a URL or the name of an artifact. ``loras`` are adapters:
+        names of AImages or files, or pairs of them and their strengths. ``progress`` is called with
+        the steps done and their total. The other parameters are those of ``PictureKeywords``.
 
         Raises:
             UsageError: The model does not support these parameters, or a picture cannot be read.
@@ -231,7 +231,8 @@ def load(
 
     ``backend`` is mlx or torch; the default depends on the installed extras and the GPU. ``dtype``
     is float32 or bfloat16; the default depends on the device. ``device`` is one of torch, such as
-    cuda:1. ``progress`` is called as ``pull`` does. A GPU that cannot be used is a RuntimeWarning.
+    cuda:1. ``progress`` is called as by ``pull``. Warns (RuntimeWarning) of a GPU that cannot be
+    used.
 
     Raises:
         UsageError: The extra of the backend is not installed, the type is unknown, or there is no

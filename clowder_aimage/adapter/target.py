@@ -1,8 +1,8 @@
-"""Layers of a base model by their names in all dialects of adapters.
+"""Find the layer of a base model that an adapter names, in any naming convention.
 
 The table is derived from the base's tensors, since flattened names cannot be split at underscores:
-each layer is listed under its names in the dialects of diffusers and of the original code (that of
-ComfyUI too), with dots and flattened. Prefixes of the tools are removed one by one.
+each layer is listed under its names in diffusers and in the original code (that of ComfyUI too),
+with dots and flattened. Prefixes of the tools are removed one by one.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _PREFIX = re.compile(
     rf"(?:{_NETWORK})|(?P<text>lora_te(?P<number>[0-9]?)_|text_encoder(?P<second>_[0-9])?[._]|"
     r"text_encoders\.[^.]+\.)"
 )
-_FRONT = re.compile(_NETWORK)
-# Prefixes of a name.
-_DEPTH = 6
-_BARE = re.compile(r"(to_out|adaLN_modulation)\.[0-9]+$")
+_NETWORK_PREFIX = re.compile(_NETWORK)
+# The most prefixes of a name, such as base_model.model.transformer.
+_MAX_PREFIXES = 6
+# diffusers writes to_out.0, other tools to_out
+_INDEXED = re.compile(r"(to_out|adaLN_modulation)\.[0-9]+$")
 # Layers for query, key and value, and the names of the stacked layer.
 _STACKS = (("to_{}", ("qkv", "to_qkv")), ("add_{}_proj", ("to_added_qkv",)))
 _WEIGHT = ".weight"
@@ -32,7 +33,7 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """A tensor of the base, and its rows in a change."""
+    """A tensor of the base, and the rows [start, stop) of a weight delta that are added to it."""
 
     tensor: str
     start: int
@@ -47,9 +48,9 @@ class TargetRows:
 
 @dataclass(frozen=True, slots=True)
 class LayerTarget:
-    """The target tensors of a layer's change, with the ``shape`` of all their rows.
+    """The tensors that a layer's weight delta is added to, with the ``shape`` of all their rows.
 
-    With ``is_exchanged``, the halves of the change's rows are exchanged relative to the tensor.
+    With ``is_exchanged``, the halves of the delta's rows are in the other order than the tensor's.
     """
 
     name: str
@@ -98,7 +99,7 @@ class TargetTable:
         """Return the layer with a name in any dialect, or None."""
         components: Iterable[str] = sorted(self._dotted, key=_is_text)
         has_text = False
-        for _ in range(_DEPTH):
+        for _ in range(_MAX_PREFIXES):
             if (target := self._look_up(stem, components)) is not None:
                 return target
             match = _PREFIX.match(stem)
@@ -131,7 +132,7 @@ class TargetTable:
 def spellings(module: str) -> set[str]:
     """Return the names, with dots, of diffusers' layer ``module`` in all dialects."""
     names = {module, original_module(module)}
-    names |= {_BARE.sub(r"\1", name) for name in names}
+    names |= {_INDEXED.sub(r"\1", name) for name in names}
     return names | {f"model.{name}" for name in names} | {n.removeprefix("model.") for n in names}
 
 
@@ -142,11 +143,11 @@ def dotted_module(stem: str) -> str:
 
 def network_module(stem: str) -> str:
     """Return a stem without the prefixes for the network, but with that of a text encoder."""
-    return _strip_prefixes(_FRONT, stem)
+    return _strip_prefixes(_NETWORK_PREFIX, stem)
 
 
 def _strip_prefixes(prefix: re.Pattern[str], stem: str) -> str:
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_PREFIXES):
         match = prefix.match(stem)
         if match is None:
             break

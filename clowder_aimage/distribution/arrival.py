@@ -13,14 +13,15 @@ from clowder_aimage.errors import AImageError
 
 
 class Arrival:
-    """Content of ``size`` bytes that arrives in order, for any number of clients. Thread-safe.
+    """The progress of content of ``size`` bytes that arrives in order. Thread-safe.
 
-    ``front`` bytes may be read. It ends once, with an error or with all bytes.
+    It holds no bytes: any number of clients wait here, and read the file where they are written.
+    ``front`` bytes may be read. ``end`` is called once, with an error or with all bytes.
     """
 
     def __init__(self, size: int) -> None:
         self.front = 0
-        # The time at which the last byte arrived
+        # The time of the last progress, by which a stalled transfer is found
         self.moved = time.monotonic()
         self._size = size
         self._error: AImageError | None = None
@@ -34,7 +35,7 @@ class Arrival:
             self.front, self.moved = max(self.front, front), time.monotonic()
             wakers, self._wakers = self._wakers, []
         for wake in wakers:
-            # The loop of a client that disconnected has ended
+            # The event loop of a client that disconnected may be closed
             with contextlib.suppress(RuntimeError):
                 wake()
 
@@ -45,7 +46,10 @@ class Arrival:
         self.advance(0 if error else self._size)
 
     async def wait(self, offset: int) -> int:
-        """Wait until over ``offset`` bytes may be read; return their number. Raises its error."""
+        """Wait until more than ``offset`` bytes may be read, or no more arrive; return the number.
+
+        Raises the error of ``end`` if there are not more than ``offset``.
+        """
         loop = asyncio.get_running_loop()
         while True:
             moved = asyncio.Event()
@@ -59,5 +63,5 @@ class Arrival:
         return self.front
 
     def join(self, seconds: float) -> bool:
-        """Wait in a thread until it has ended; return False if it still arrives."""
+        """Wait in a thread until it has ended; return False after ``seconds``."""
         return self._ended.wait(seconds)

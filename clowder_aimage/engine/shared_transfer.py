@@ -57,10 +57,12 @@ class SharedTransfer:
     ) -> None:
         self.kind, self.reference = kind, reference
         self.is_kept = self.is_stopped = self.is_begun = False
+        # Set by the transfer queue, which orders transfers by them
         self.urgency = self.priority = self.number = 0
         self.users = 0
         self.total = 0
-        self.sources: Counter[str] = Counter()  # bytes by source
+        # Bytes by source
+        self.sources: Counter[str] = Counter()
         self.started = self.progressed = time.monotonic()
         self.is_stalled = False
         self.stored: StoredAImage | None = None
@@ -90,7 +92,7 @@ class SharedTransfer:
 
     @property
     def completed(self) -> int:
-        """The number of bytes in the store."""
+        """The number of bytes that are transferred or were there already."""
         return sum(blob.completed for blob in self.blobs())
 
     @property

@@ -70,8 +70,8 @@ def push_pictures(
     """Push pictures of one model as one artifact; return the descriptor of its manifest.
 
     Raises:
-        UsageError: The name has no registry host or a digest, or is that of other content; or the
-            pictures have no settings.
+        UsageError: ``target`` lacks a registry host, has a digest, or is the name of other content;
+            or the metadata of the pictures do not name their model.
         NotFoundError: The manifest of their model is in neither the store nor a registry.
         UnauthorizedError, NetworkError, RegistryError: It cannot be sent.
     """
@@ -79,10 +79,10 @@ def push_pictures(
     subject = find_model(pictures[0].facts, store, connection)
     layers = [picture.layer for picture in pictures]
     config = picture_config(pictures)
-    described = Descriptor.of(mediatype.AIMAGE_PICTURE_CONFIG, config)
-    manifest = build(mediatype.AIMAGE_PICTURE, layers, subject, {}, described)
+    config_descriptor = Descriptor.of(mediatype.AIMAGE_PICTURE_CONFIG, config)
+    manifest = build(mediatype.AIMAGE_PICTURE, layers, subject, {}, config_descriptor)
     blobs = {layer.digest: made.data for layer, made in zip(layers, pictures, strict=True)}
-    documents = blobs | {manifest.digest: manifest.raw, described.digest: config}
+    documents = blobs | {manifest.digest: manifest.raw, config_descriptor.digest: config}
     source = Overlay(store, manifest.descriptor, documents)
     with Repository(target, connection) as repository:
         _check_replaceable(target, repository)
@@ -92,7 +92,7 @@ def push_pictures(
 
 
 def picture_config(pictures: Sequence[MadePicture]) -> bytes:
-    """Return the config of an artifact of pictures."""
+    """Return the config of an artifact of pictures, which differ in their seeds only."""
     settings = {name: value for name, value in pictures[0].facts.items() if name != "seed"}
     entries = [
         {

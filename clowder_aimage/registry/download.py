@@ -14,12 +14,12 @@ from clowder_aimage.errors import RegistryError
 from clowder_aimage.registry.response import RegistryResponse, failure, overdue
 from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retrying
 
-_REFUSES_RANGE = frozenset({400, 405, 416, 501})
+_RANGE_REFUSALS = frozenset({400, 405, 416, 501})
 # Seconds over which the speed of a connection is measured.
 _WINDOW = 20.0
 # Bytes per second. A slower connection is replaced.
-_SLOWEST = 2048
-# A request for the bytes [start, end) of a blob, or for all of it if start is None.
+_MIN_SPEED = 2048
+# Requests the bytes [start, end) of a blob, or for all of it if start is None.
 BlobRequest = Callable[[int | None, int], RegistryResponse]
 
 
@@ -35,9 +35,9 @@ class BlobReader(RawReader):
     def __init__(self, get: BlobRequest, resource: str, offset: int, end: int, size: int) -> None:
         self._get, self._resource = get, resource
         self._offset, self._end, self._size = offset, end, size
-        # The connections in a row that failed, and those that were too slow.
+        # Consecutive connections that broke, and consecutive windows that were too slow
         self._broken = self._slow = 0
-        self._waited, self._in_window = 0.0, 0
+        self._window_seconds, self._window_bytes = 0.0, 0
         self._response: RegistryResponse | None = None
         self.ignores_range = False
         # Servers refuse an empty range.
@@ -67,11 +67,11 @@ class BlobReader(RawReader):
             raise BrokenOffError(
                 f"{self._resource} ended after {self._offset} of {self._size} bytes"
             )
-        self._in_window += count
+        self._window_bytes += count
         # The caller's time between reads does not count.
-        self._waited += time.monotonic() - started
-        if self._waited >= _WINDOW:
-            is_slow = self._in_window < _SLOWEST * self._waited
+        self._window_seconds += time.monotonic() - started
+        if self._window_seconds >= _WINDOW:
+            is_slow = self._window_bytes < _MIN_SPEED * self._window_seconds
             self._slow = self._slow + 1 if is_slow else 0
             if self._slow >= ATTEMPTS:
                 raise overdue(self._response.host if self._response else self._resource)
@@ -79,7 +79,7 @@ class BlobReader(RawReader):
                 # The received bytes are kept. The rest is requested on a new connection.
                 self._disconnect()
                 self._connect(self._offset + count)
-            self._waited, self._in_window = 0.0, 0
+            self._window_seconds, self._window_bytes = 0.0, 0
         return count
 
     def _receive(self, view: memoryview) -> int:
@@ -98,12 +98,12 @@ class BlobReader(RawReader):
         start = self._offset if offset is None else offset
         if start < self._end:
             retrying(lambda: self._open(start))
-        self._waited, self._in_window = 0.0, 0
+        self._window_seconds, self._window_bytes = 0.0, 0
 
     def _open(self, offset: int) -> None:
         self._disconnect()
-        # A large blob is requested as a range even if that is all of it: the response shows whether
-        # other connections may join
+        # A large blob is requested as a range even if that is all of it: a 206 shows that other
+        # connections may fetch other ranges
         is_small_blob = offset == 0 and self._end == self._size and self._size <= SMALL
         is_range = not (is_small_blob or self.ignores_range)
         response = self._get(offset if is_range else None, self._end)
@@ -111,7 +111,7 @@ class BlobReader(RawReader):
             if response.status_code == 206 and _starts_at(response, offset):
                 self._response = response
                 return
-            self.ignores_range = response.status_code in {200, 206} | _REFUSES_RANGE
+            self.ignores_range = response.status_code in {200, 206} | _RANGE_REFUSALS
             if self.ignores_range and response.status_code != 200:
                 response.close()
                 response = self._get(None, self._end)

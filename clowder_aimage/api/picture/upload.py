@@ -70,7 +70,7 @@ class StoredPictures:
 
 
 class PictureUploads:
-    """The requests of a service that have pictures."""
+    """The admission of requests with pictures, whose pictures leave the store at their end."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -78,13 +78,13 @@ class PictureUploads:
         self._count = 0
         # Blobs that requests of this worker added to the store
         self._added: set[Digest] = set()
-        # Guards _added
+        # Guards changes of _added
         self._lock = threading.Lock()
         self._endings: set[asyncio.Task[None]] = set()
 
     @contextlib.asynccontextmanager
     async def open(self, request: Request) -> AsyncIterator[PictureUpload]:
-        """Yield the body of a request; its pictures are in the store until the context ends."""
+        """Yield the upload of a request; its pictures are in the store until the context ends."""
         upload = PictureUpload(self, PictureBody(request, self), self.service.store.lease())
         try:
             yield upload
@@ -105,7 +105,7 @@ class PictureUploads:
         self._count += 1
 
     def keep(self, lease: Lease, data: bytes, label: str) -> InputFile:
-        """Put a picture into the store, leased. Raises as ``pictures.picture_input.keep``."""
+        """Put a picture into the store, leased. Raises as ``pictures.input.keep``."""
         # Imported here, as it imports numpy
         from clowder_aimage.pictures.input import keep
 
@@ -163,6 +163,8 @@ class PictureUpload:
         self, sources: Sources, painted: str = "auto", model: AImage | None = None
     ) -> StoredPictures | None:
         """Put the pictures of a request into the store. Raises ApiError, BusyError, StoreError.
+
+        ``sources`` is emptied, so that the bytes are freed one picture after the other.
 
         painted: the painted part of a mask, as for ``white_mask``. model: that of the request, if
         it is known.

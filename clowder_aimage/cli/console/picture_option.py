@@ -16,7 +16,7 @@ from clowder_aimage.cli.console.parameter_option import parameter_options
 from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import ALPHA, MAX_REFERENCES, Control, ImageInput
-from clowder_aimage.pictures import input_kind as picture_role
+from clowder_aimage.pictures import input_kind
 from clowder_aimage.pictures.input_file import InputFile, reduction
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str
     names = values["image"]
     if len(names) > MAX_REFERENCES:
         raise UsageError(f"--image is given {len(names)} times: at most {MAX_REFERENCES} pictures")
-    for name in picture_role.OF_IMAGES if names[1:] else ():
+    for name in input_kind.OF_IMAGES if names[1:] else ():
         if values[name]:
             raise UsageError(f"--{name} applies to one --image: several are edited")
     images = [files.read(name, "--image") for name in names]
@@ -106,7 +106,7 @@ def for_model(draft: GenerateRequest, model: AImage) -> GenerateRequest:
 
     Raises UsageError.
     """
-    draft = picture_role.assign_role(draft, model)
+    draft = input_kind.assign_role(draft, model)
     image_input = draft.input
     main_image = next(iter(image_input.images), draft.control.image)
     if main_image is None:
@@ -115,11 +115,11 @@ def for_model(draft: GenerateRequest, model: AImage) -> GenerateRequest:
     # With these options, the picture keeps its size.
     keeps_size = draft.has_size or image_input.expand or image_input.crop or image_input.upscale
     if not keeps_size and (
-        reduced := reduction(picture, picture_role.most_area(image_input.references))
+        reduced := reduction(picture, input_kind.most_area(image_input.references))
     ):
         option = "--image" if image_input.images else "--control"
         note_once(f"{option}: {picture_label(name)} {reduced}; --size sets another size")
-    return picture_role.own_sized(draft, picture).for_model(model)
+    return input_kind.own_sized(draft, picture).for_model(model)
 
 
 def to_request(draft: GenerateRequest) -> dict[str, Any]:

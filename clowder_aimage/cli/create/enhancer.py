@@ -18,16 +18,18 @@ from clowder_aimage.oci import Reference
 
 
 def pack_enhancer(
-    target: Reference, base: Reference | None, weights: str | None, *, is_wanted: bool
+    target: Reference, base: Reference | None, weights: str | None, *, is_enhancer: bool
 ) -> None:
-    """Name the text encoder of ``base`` as a language model. Raises as ``create_enhancer``.
+    """Pack the text encoder of ``base`` as a language model. Raises as ``create_enhancer``.
 
     ``weights`` is a directory or an AImage with tensors that differ.
     """
-    if base is None or not is_wanted:
-        raise UsageError("--enhancer requires --from, and --weights requires --enhancer")
-    common = ("from_", "enhancer", "weights", "store", "jobs", "as_json", "template", "quiet")
-    if conflicting := explicit_options(*common):
+    if not is_enhancer:
+        raise UsageError("--weights requires --enhancer")
+    if base is None:
+        raise UsageError("--enhancer requires --from")
+    allowed = ("from_", "enhancer", "weights", "store", "jobs", "as_json", "template", "quiet")
+    if conflicting := explicit_options(*allowed):
         raise UsageError(f"{conflicting[0]} cannot be combined with --enhancer")
     layout, jobs = settings().layout, settings().jobs
     with contextlib.ExitStack() as stack:
@@ -40,12 +42,13 @@ def pack_enhancer(
     value = summary(target, packed) | {"replaced": [*replaced]}
     remark(text(value, packed, Recipe()))
     if replaced:
-        remark(f"{plural(len(replaced), 'tensor')} of {weights}: {', '.join(replaced)[:200]}")
+        names = ", ".join(replaced)[:200]
+        remark(f"replaced {plural(len(replaced), 'tensor')} by those of {weights}: {names}")
     result(value, str(packed.descriptor.digest))
 
 
 def _open_weights(name: str, stack: contextlib.ExitStack) -> Reference:
-    """Return an AImage in the store; that of a directory has a name until the stack ends."""
+    """Return the name of an AImage in the store; a directory gets one until the stack closes."""
     if not Path(name).is_dir():
         return stored_reference(name)
     layout = settings().layout

@@ -105,11 +105,13 @@ def pack_files(reference: Reference, path: str, options: FileOptions) -> None:
         )
     print_packed(reference, packed, options.recipe)
     if packed.aimage.properties.get("format") == "gguf" and has_gguf_transformer(directory):
-        remark("the file is kept as it is, and cannot be run: --like REF completes it to a model")
+        remark(
+            "the file has a transformer only and cannot be run: --like REF adds other components"
+        )
 
 
 def _fetch(path: str, form: ModelForm) -> tuple[Path, str | None]:
-    """Return a path, with its source for a model of the Hugging Face hub; fetch the model."""
+    """Return the directory of a model and its source; fetch it from the Hugging Face hub first."""
     name = HubName.parse(path)
     if name is None:
         return Path(path), None

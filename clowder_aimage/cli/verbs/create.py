@@ -50,7 +50,7 @@ def create(
     """
     if stored.enhancer or stored.weights is not None:
         _refuse_path(path, "--enhancer")
-        pack_enhancer(reference, stored.from_, stored.weights, is_wanted=stored.enhancer)
+        pack_enhancer(reference, stored.from_, stored.weights, is_enhancer=stored.enhancer)
     elif stored.from_ is not None or stored.loras:
         _refuse_path(path, "--from")
         pack_adapters(reference, stored.from_, stored.loras)

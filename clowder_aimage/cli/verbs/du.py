@@ -18,8 +18,9 @@ from clowder_aimage.usage import NameUsage, UsageReport, usage
 def du(references: tuple[Reference, ...]) -> None:
     """Show the disk usage of REF..., else of all names in the store.
 
-    UNIQUE is the size that no other manifest needs: rm and gc would free it. Several names of one
-    manifest are one line and count once.
+    UNIQUE is the size of blobs that only this manifest needs: rm and gc would free it. SHARED is
+    that of blobs that others need too; MISSING are those that the store lacks. Several names of
+    one manifest are one line and count once.
     """
     chosen = settings()
     layout = chosen.layout

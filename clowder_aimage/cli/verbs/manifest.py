@@ -37,7 +37,9 @@ def manifest() -> None:
 @reference_argument
 @output_option
 @click.option("--pretty", is_flag=True, help="Indent the JSON.")
-@click.option("--config", "wants_config", is_flag=True, help="Fetch the config of the manifest.")
+@click.option(
+    "--config", "wants_config", is_flag=True, help="Print the config that the manifest names."
+)
 @connection_options
 def fetch(reference: Reference, file: str, pretty: bool, wants_config: bool) -> None:
     """Print the manifest of REF in its registry, verified and byte for byte.
@@ -47,22 +49,22 @@ def fetch(reference: Reference, file: str, pretty: bool, wants_config: bool) -> 
     from clowder_aimage.registry import Repository
 
     with Repository(reference, settings().connection()) as repository:
-        content = repository.resolve(reference)
-        raw = read_all(repository.open(content), content)
+        descriptor = repository.resolve(reference)
+        raw = read_all(repository.open(descriptor), descriptor)
         if wants_config:
-            content = Manifest.parse(raw, content.media_type).config
-            raw = read_all(repository.open(content), content, MAX_CONFIG_SIZE)
+            descriptor = Manifest.parse(raw, descriptor.media_type).config
+            raw = read_all(repository.open(descriptor), descriptor, MAX_CONFIG_SIZE)
     if pretty:
         raw = json.dumps(read_json(raw, "the document"), indent=2, ensure_ascii=False).encode()
         raw += b"\n"
     if file == "-" and sys.stdout.isatty():
-        # A manifest of a registry may have control characters.
+        # The registry may have sent terminal escape sequences.
         click.echo(printable(raw.decode(errors="replace")))
         return
     with output_file(file) as target:
         write_all(target.fileno(), raw)
     if file != "-":
-        result({"reference": str(reference), "file": file, **plain(content)}, file)
+        result({"reference": str(reference), "file": file, **plain(descriptor)}, file)
 
 
 @examples(f"aimage manifest push {NAME} manifest.json")
@@ -74,8 +76,8 @@ def fetch(reference: Reference, file: str, pretty: bool, wants_config: bool) -> 
 def push(reference: Reference, file: str) -> None:
     """Push the manifest in FILE (- is stdin) unchanged as REF; print its digest.
 
-    The registry must have everything that the manifest lists. A REF with a digest is refused if
-    the file has another one.
+    The registry must have the config and all layers, or manifests, that it lists. A REF with a
+    digest is refused if the file has another one.
     """
     from clowder_aimage.registry import Repository
 
@@ -85,7 +87,7 @@ def push(reference: Reference, file: str) -> None:
     except FormatError as error:
         raise FormatError(f"{file} is not a manifest: {error.message}", **error.advice) from None
     if reference.digest not in (None, document.digest):
-        raise UsageError(f"{file} has the digest {document.digest}, but the name is {reference}")
+        raise UsageError(f"{file} has the digest {document.digest}, not that of {reference}")
     with Repository(reference, settings().connection()) as repository:
         repository.push(document.descriptor, bytes_body(raw), reference)
     result({"reference": str(reference), **plain(document.descriptor)}, str(document.digest))
@@ -99,5 +101,7 @@ def _read(file: str) -> bytes:
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}") from None
     if len(raw) > MAX_MANIFEST_SIZE:
-        raise ModelError(f"{file} has more than the {MAX_MANIFEST_SIZE} bytes of a manifest")
+        raise ModelError(
+            f"{file} is larger than {MAX_MANIFEST_SIZE} bytes, the limit of a manifest"
+        )
     return raw

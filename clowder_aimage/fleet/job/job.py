@@ -18,18 +18,20 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.name import INTERACTIVE
 from clowder_aimage.oci import read_json
 
-# Bytes of a job's fields as JSON.
+# The most bytes of an encoded job
 MAX_JOB = 192 << 20
 _BYTES = "base64"
 
 
 @dataclass(frozen=True, slots=True)
 class FleetJob:
-    """One request. All workers may serve it that have, or may fetch, the manifest ``digest``.
+    """A request to a worker. Each may serve it that has, or may pull, the manifest ``digest``.
 
-    ``asked`` is the model in the client's words, ``model`` the name that a gateway found for it.
+    ``asked`` is the name of the model that the client sent, ``model`` the name that the gateway
+    resolved it to.
     ``scope`` is that of the client's token, ``caller`` an opaque name of the client. ``fields`` are
-    those of the body, as texts, files or lists of them if ``is_form``. ``timeout`` is in seconds.
+    those of the body, of a form as texts, bytes of files, or lists of them; None without a body.
+    ``timeout`` is in seconds.
     ``size`` is the number of bytes of the encoded job.
     """
 
@@ -72,11 +74,11 @@ class FleetJob:
                     },
                 )
         except (LookupError, TypeError, ValueError):
-            raise FormatError("the job was written by another version") from None
+            raise FormatError("the job is invalid, or was written by another version") from None
         return job
 
     def with_model(self, name: str) -> FleetJob:
-        """Return the job with another name of its model in the body."""
+        """Return the job with ``name`` as the model in its body; ``model`` stays."""
         return replace(self, fields={**(self.fields or {}), "model": name})
 
 

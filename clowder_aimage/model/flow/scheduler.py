@@ -20,20 +20,24 @@ from clowder_aimage.generation.check import wrong
 from clowder_aimage.tensor.config_fields import ConfigFields
 
 Floats = npt.NDArray[np.float32]
-# The largest sigma: 1, and its rounding
-_MOST = 1.001
-_RHO = 7.0  # arXiv 2206.00364
+# The largest sigma is 1; the margin is for its rounding.
+_MAX_SIGMA = 1.001
+# The exponent of Karras' spacing, arXiv 2206.00364
+_RHO = 7.0
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Noise levels: ``sigmas`` has one entry more than ``times`` (1 - sigma)."""
+    """Noise levels: ``sigmas`` has one entry more than ``times``.
+
+    ``times`` are what a network gets: 1 - sigma * num_train_timesteps / 1000.
+    """
 
     sigmas: Floats
     times: Floats
 
     def after(self, start: int) -> Schedule:
-        """Return the steps from ``start`` on, from 0."""
+        """Return the schedule without its first ``start`` steps."""
         return Schedule(self.sigmas[start:], self.times[start:])
 
 
@@ -110,7 +114,7 @@ class FlowScheduler:
         with suppress(ArithmeticError, ValueError), np.errstate(all="ignore"):
             levels = self._levels(steps, image_tokens, shift, mu)
             # Comparisons with NaN are false
-            is_noise = (levels.sigmas >= 0) & (levels.sigmas <= _MOST)
+            is_noise = (levels.sigmas >= 0) & (levels.sigmas <= _MAX_SIGMA)
             if is_noise.all() and np.isfinite(levels.times).all():
                 return levels
         raise ModelError(

@@ -74,9 +74,9 @@ class DecoderLayer(Network):
 
 
 def _mask(length: int, window: int | None, text_length: int) -> mx.array:
-    """Return True if a row sees a column: the last ``window`` up to its own.
+    """Return a (length, length) mask: True where a token attends to one of the last ``window``.
 
-    Columns from ``text_length`` on are padding and hidden.
+    Tokens from ``text_length`` on are padding, which none attends to.
     """
     columns = mx.arange(length)[None, :]
     back = mx.arange(length)[:, None] - columns
@@ -86,7 +86,8 @@ def _mask(length: int, window: int | None, text_length: int) -> mx.array:
 class TextEncoder(Network):
     """A network from token ids to hidden states.
 
-    ``outputs`` has the number of layers before each state; the default is all but the last layer.
+    ``outputs`` are the indexes of the states in transformers' ``hidden_states`` (0 is the
+    embedding); the default is the state before the last layer.
     """
 
     def __init__(self, config: TextEncoderConfig, outputs: tuple[int, ...] = ()) -> None:
@@ -123,5 +124,5 @@ class TextEncoder(Network):
         return name.removeprefix("model.")
 
     def skip(self, name: str) -> bool:
-        """Return True for tensors that are not used: last layers, final norm, language head."""
+        """Return True for tensors that are not used: layers after the last state, norm and head."""
         return self.config.is_unused(self.sanitize(name), len(self.layers))

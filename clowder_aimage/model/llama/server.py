@@ -26,11 +26,14 @@ from clowder_aimage.errors import ContentError, ModelError, UsageError
 from clowder_aimage.model.text.language_model import ContextError
 
 _SILENT, _ERRORS = -1, 1  # verbosity
-_MAX_SOCKET = 100  # bytes of the path of a Unix socket
-GATHERED = 0.03  # seconds between two looks at the answers of a text
-_FAST, _FAST_GATHERED = 3, 0.06  # the same for texts with more answers than that at a look
+# Bytes of a directory: with the name of a socket, macOS allows 103 for its path
+_MAX_DIRECTORY = 95
+# Seconds between two polls of the answers of a text, and after more than _FAST answers in one
+GATHERED = 0.03
+_FAST, _FAST_GATHERED = 3, 0.06
 _UNENDED = ({"finish_reason": None},)  # the choices of an error
-_PATIENCE = 10.0  # seconds until a request ends that was cancelled
+# Seconds that a cancelled request may take to end
+_PATIENCE = 10.0
 _MAX_LOG = 500
 _LAST = b"exiting due to"
 _REASON = "error loading model: "
@@ -136,7 +139,7 @@ class LlamaServer:
 
 
 def _failure(error: Exception) -> ModelError:
-    """Return an error without the message: it may contain a prompt."""
+    """Return an error without the message of an exception: it may contain a prompt."""
     return ModelError(f"llama.cpp failed: {type(error).__name__}")
 
 
@@ -164,12 +167,16 @@ def _start(params: xllamacpp.CommonParams) -> xllamacpp.Server:
             server = xllamacpp.Server(params)
     except RuntimeError:
         raise ModelError(f"llama.cpp cannot load the model: {_reason(params)}") from None
-    server.handle_metrics()  # its loop answers: one that is ended before it begins never ends
+    # Wait until its loop runs: a server that is stopped before that never ends
+    server.handle_metrics()
     return server
 
 
 def _reason(params: xllamacpp.CommonParams) -> str:
-    """Try again, and return the messages that llama.cpp writes to stderr."""
+    """Load the model again, and return the messages that llama.cpp writes to stderr.
+
+    The stderr of the whole process is redirected meanwhile.
+    """
     params.verbosity = _ERRORS
     with _private_directory() as directory, Path(directory, "log").open("w+b") as log:
         params.hostnames = [f"{directory}/{_ERRORS}.sock"]
@@ -203,7 +210,7 @@ def _read_log(path: Path) -> list[str]:
 def _private_directory() -> tempfile.TemporaryDirectory[str]:
     """Return a directory for a socket, whose path is short."""
     directory = tempfile.TemporaryDirectory(prefix="aimage-")
-    if len(os.fsencode(directory.name)) <= _MAX_SOCKET:
+    if len(os.fsencode(directory.name)) <= _MAX_DIRECTORY:
         return directory
     directory.cleanup()
     return tempfile.TemporaryDirectory(prefix="aimage-", dir="/tmp")

@@ -53,11 +53,11 @@ def load_network(
 def choose_form(weights: ModelWeights, dtype: str | None, limit: int) -> tuple[mx.Dtype, bool]:
     """Return the type of the computation, and True if quantized matrices stay quantized.
 
-    They do on a GPU. A CPU computes slowly and inexactly with codes, and slowly in bfloat16, so
-    both are for weights that exceed ``limit`` bytes in float32.
+    They do on a GPU. On a CPU, quantized matrices are slow and less exact, and bfloat16 is slow, so
+    both are used only for weights that exceed ``limit`` bytes in float32.
 
     Raises:
-        ModelError: The weights exceed the limit in any form.
+        ModelError: The weights exceed the limit in each type, and none is quantized.
     """
     chosen = compute_dtype(dtype)
     if on_gpu():
@@ -84,12 +84,12 @@ def type_name(dtype: mx.Dtype) -> str:
 def _read(
     weights: ModelWeights, dtype: mx.Dtype, *, keep_quantized: bool
 ) -> tuple[Arrays, dict[str, Quantization]]:
-    """Return the arrays by MLX's names, and the quantization of each quantized layer."""
+    """Return the arrays by their names in the files, and the quantization of quantized layers."""
     arrays: Arrays = {}
     quantized: dict[str, Quantization] = {}
     for name, value in weights.read(dtype, keep_quantized=keep_quantized):
         if isinstance(value, QuantizedArray) and value.global_scale is not None:
-            # MLX's quantized layers have no factor for the whole tensor
+            # MLX's quantized layers have no scale for the whole tensor
             value = value.dequantize(dtype)
         if not isinstance(value, QuantizedArray):
             arrays[name] = value
@@ -106,13 +106,13 @@ def _quantize(network: Any, arrays: Arrays, quantized: dict[str, Quantization]) 
     """Replace the layers whose arrays are quantized by MLX's quantized layers."""
     if not quantized:
         return
-    usual = next(iter(quantized.values()))
+    first = next(iter(quantized.values()))
 
     def options(path: str, module: Any) -> bool | dict[str, Any]:
         if f"{path}.scales" not in arrays or not hasattr(module, "to_quantized"):
             return False
-        # ``sanitize`` gives stacked experts a new name
-        quantization = quantized.get(path, usual)
+        # ``sanitize`` gives stacked experts a new name; they are quantized as the first layer
+        quantization = quantized.get(path, first)
         kind = quantization.type
         return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}
 

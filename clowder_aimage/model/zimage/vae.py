@@ -1,4 +1,4 @@
-"""The autoencoder of Z-Image: its latents are shifted and scaled by two numbers.
+"""The autoencoder of Z-Image: latents have a ``scaling_factor`` and a ``shift_factor``.
 
 Reference: diffusers, models/autoencoders/autoencoder_kl.py (arXiv 2112.10752).
 """
@@ -10,11 +10,12 @@ from clowder_aimage.model.flow.vae import LatentDecoder
 
 
 class Vae(LatentDecoder):
-    """The decoder alone."""
+    """The decoder of the autoencoder."""
 
     def decode(self, latents: mx.array) -> mx.array:
         """Decode latents (channels, height, width) to pixels (scale * height, scale * width, 3).
 
-        Pixels are about -1 to 1, not clipped; the dtype is that of the latents.
+        ``scale`` is the upsampling of the decoder. Pixels are about -1 to 1, not clipped; the dtype
+        is that of the latents.
         """
         return self.to_pixels(latents / self.config.scaling_factor + self.config.shift_factor)
