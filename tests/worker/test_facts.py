@@ -134,7 +134,7 @@ def test_a_worker_supports_all_options_of_run(worker: LocalWorker, tmp_path: Pat
         ({"width": 100}, "width"),
         ({"width": 16384}, "width"),  # larger than this model allows
         ({"size": "16384x16"}, "size"),
-        ({"size": "64x64", "height": 48}, "size"),
+        ({"size": "64x64", "height": 48}, "height"),
         ({"shift": 0}, "shift"),
         ({"cache_threshold": 10.1}, "cache_threshold"),
     ],
