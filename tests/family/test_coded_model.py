@@ -124,7 +124,7 @@ def test_a_gguf_file_gives_the_blobs_of_the_dequantized_weights(
     assert made.aimage.properties["components"]["transformer"]["decoded"] == {"Q8_0": 1}
     # without a model to complete it, the file is one layer
     done = Aimage(tmp_path, tmp_path / "store")("create", "whole", path)
-    assert "whole:latest: gguf in 1 file" in done.err and "--like REF completes" in done.err
+    assert "whole:latest: gguf in 1 file" in done.err and "--like REF adds" in done.err
 
 
 LLAMA = {

@@ -60,7 +60,8 @@ def test_a_desired_model_is_pulled_pinned_and_makes_the_node_ready(
     assert present["sources"]["registry"] == pulling["total"]
     assert (present["pin"], present["priority"], present["origin"]) == (True, 3, "models.json")
     assert node.readiness() == (200, {"status": "ok", "reasons": [], "warnings": []})
-    assert node.aimage("pin", "--json").value == {"pinned": [ref]}
+    # A node reports a model, then records and pins it
+    until(lambda: node.aimage("pin", "--json").value == {"pinned": [ref]}, "the model to be pinned")
     until(lambda: not node.metric("aimage_desired_missing"), "nothing to be missing")
     assert node.metric('aimage_pull_bytes_total{source="registry"}') == pulling["total"]
     node.aimage("verify")
