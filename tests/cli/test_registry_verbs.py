@@ -144,7 +144,7 @@ def test_manifest_push_lists_a_referrer(model: tuple[Aimage, str], repository: s
         (None, 1, "cannot read m.json"),
         ("not JSON", 5, "m.json is not a manifest"),
         ("{}", 5, "m.json is not a manifest"),
-        (" " * (4 << 20) + "{}", 1, "m.json has more than"),
+        (" " * (4 << 20) + "{}", 1, "m.json is larger than"),
     ],
 )
 def test_manifest_push_refuses_other_files(

@@ -175,7 +175,7 @@ def test_a_dripping_connection_is_replaced(
 ) -> None:
     """Its rate is below any real network's: another connection continues at its offset."""
     monkeypatch.setattr(download, "_WINDOW", 0.2)
-    monkeypatch.setattr(download, "_SLOWEST", 4 * MIB)
+    monkeypatch.setattr(download, "_MIN_SPEED", 4 * MIB)
     proxy.pace = MIB / 2
     drips = first(is_big)
 

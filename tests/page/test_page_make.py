@@ -219,7 +219,7 @@ def test_errors_are_beside_the_field_that_caused_them(open_page: OpenPage, watch
     page = open_page()
     page.keyboard.press("Control+Enter")
     prompt = page.get_by_label("Prompt", exact=True)
-    expect(page.get_by_role("alert").filter(has_text="must not be empty")).to_be_visible()
+    expect(page.get_by_role("alert").filter(has_text="prompt is required")).to_be_visible()
     assert prompt.get_attribute("aria-invalid") == "true"
     write(page, "a red circle")
     assert prompt.get_attribute("aria-invalid") is None

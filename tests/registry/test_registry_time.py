@@ -85,7 +85,7 @@ def test_a_slow_blob_is_given_up_after_a_few_connections(
 ) -> None:
     """Each part arrives in time, and all of them too slowly."""
     monkeypatch.setattr(download, "_WINDOW", 0.0)
-    monkeypatch.setattr(download, "_SLOWEST", 1 << 40)
+    monkeypatch.setattr(download, "_MIN_SPEED", 1 << 40)
     reference = Reference.parse(f"{registry.host}/blobdrip:v1")
     with Repository(reference, ClientOptions(docker_config=Path("/nonexistent"))) as source:
         root = source.resolve(reference)

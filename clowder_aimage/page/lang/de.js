@@ -555,7 +555,7 @@ export const errors = {
     verification_failed: 'Der Inhalt hat nicht den erwarteten Digest ({message}).',
   },
   forms: [
-    [/ must not be empty$/, 'Dieses Feld darf nicht leer sein.'],
+    [/ (must not be empty|is required)$/, 'Dieses Feld darf nicht leer sein.'],
     [/ must be less than or equal to ([0-9.]+)$/, 'Höchstens $1 ist möglich.'],
     [/ must be greater than or equal to ([0-9.]+)$/, 'Mindestens $1 ist nötig.'],
     [/ must be a whole number from (\S+) to ([^ ,]+).*$/, 'Möglich sind ganze Zahlen von $1 bis $2.'],
