@@ -382,7 +382,7 @@ def test_a_worker_that_restarts_makes_the_picture_once_it_is_back(
     page = open_page(url=worker.url)
     page.evaluate(IMPATIENT)
     write(page, "a red circle")
-    page.get_by_label("Steps").fill("40")
+    page.get_by_label("Steps").fill("200")
     page.keyboard.press("Control+Enter")
     expect(page.locator(".make-state")).to_contain_text("Step")
     worker.stop(signal.SIGKILL)

@@ -298,7 +298,7 @@ def test_the_worker_says_that_a_control_picture_lacks_a_controlnet(
     open_page: Open, watch: Watch
 ) -> None:
     """The request has the picture and its strength; the message is beside the field."""
-    watch.allow("status of 400")
+    watch.allow("status of 422")
     sent: list[dict[str, Any]] = []
     page = open_page()
 
