@@ -15,7 +15,8 @@ from clowder_aimage.oci.digest import PATTERN as DIGEST
 from clowder_aimage.oci.digest import Digest
 
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
-_PLAIN = r"[a-z0-9]+(?:(?:_|__|-+)[a-z0-9]+)*"  # a component that is not a host
+# A component that is not a host
+_PLAIN = r"[a-z0-9]+(?:(?:_|__|-+)[a-z0-9]+)*"
 _REPOSITORY = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"

@@ -33,7 +33,8 @@ _MAX_HEADS = 1 << 12
 _MAX_EXPERTS = 512  # LLAMA_MAX_EXPERTS
 _INT32 = 1 << 31
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
-_VECTORS = ("F32", "I32")  # the types of vectors that llama.cpp's operations accept
+# The types of vectors that llama.cpp's operations accept
+_VECTORS = ("F32", "I32")
 _VECTOR_NAMES = ("norm.weight", ".bias")
 _REFUSED = ("I8", "I16", "I64", "F64", "Q8_1", "Q8_K")  # types of no weight
 # Special tokens of a tokenizer without their keys, whose spelling is that of the format

@@ -16,7 +16,8 @@ from clowder_aimage.model.llama.server import LlamaServer
 
 _WORD = "@#@#"
 _MAX_CACHED = 64
-_MAX_SIZE = 1 << 16  # bytes of a schema: all requests wait while its grammar is prepared
+# Bytes of a schema: all requests wait while its grammar is prepared
+_MAX_SIZE = 1 << 16
 _MAX_REPEATS = 10_000
 _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties")
 _REPEATS = re.compile(r"\{(\d+)(?:,(\d*))?\}")

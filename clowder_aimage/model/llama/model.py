@@ -170,12 +170,14 @@ class LlamaModel:
         body = self._params.body(request, prompt.removeprefix(self._bos))
         # Only if this module ends the text: timings take 3 % of the time
         body["timings_per_token"] = bool(request.stop or self._params.stop or self.context % STEP)
-        body["preserved_tokens"] = sorted(stream.marks)  # special tokens are hidden otherwise
+        # Special tokens are hidden otherwise
+        body["preserved_tokens"] = sorted(stream.marks)
         server, drawn = self._server, request.begun
         stream.resume(drawn, [drawn.text.encode()])
         if request.schema is not None:
             body["grammar"] = self._grammars.of(request.schema)
-            if drawn.text:  # grammars of this type begin with the text that the server has
+            # Grammars of this type begin with the text that the server has
+            if drawn.text:
                 body["grammar_type"] = "tool_calls"
                 server = _serve(self._layers, context=self.context, prefix=drawn.text)
         text = self._text(server, body, stream, request)
@@ -190,7 +192,8 @@ class LlamaModel:
         template = require_template(self._template)
         has_schema = request.schema is not None
         if has_schema and template.has_thinking and request.thinking is None:
-            request = replace(request, thinking=False)  # the schema has no room for thoughts
+            # The schema has no room for thoughts
+            request = replace(request, thinking=False)
         text = template.render(replace(request, messages=self._messages(request)))
         return text, TextStream(
             stop,

@@ -12,15 +12,23 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.model.hardware import limited_cores, machine_memory
 from clowder_aimage.model.llama.gguf_check import GgufFacts
 
-STEP = 256  # llama.cpp rounds the context of a request up to a multiple of it
-BATCH = 512  # tokens of a prompt between two answers, at which a request can be cancelled
-_MAX_EMBEDDED = 8192  # tokens of a text to embed, by default: they are computed at once
-_SHARE = 0.5  # of the machine's memory, if no limit is given
-_USUAL = 8192  # tokens of a request, before several requests share the memory
-_MAX_USUAL = 32_768  # tokens of a request, if no number is given: their memory is taken at once
-_LIBRARY = 48 << 20  # bytes of the library without a model
+# llama.cpp rounds the context of a request up to a multiple of it
+STEP = 256
+# Tokens of a prompt between two answers, at which a request can be cancelled
+BATCH = 512
+# Tokens of a text to embed, by default: they are computed at once
+_MAX_EMBEDDED = 8192
+# Of the machine's memory, if no limit is given
+_SHARE = 0.5
+# Tokens of a request, before several requests share the memory
+_USUAL = 8192
+# Tokens of a request, if no number is given: their memory is taken at once
+_MAX_USUAL = 32_768
+# Bytes of the library without a model
+_LIBRARY = 48 << 20
 _MIB = 1 << 20
-_SMALL = 8 * _MIB  # bytes of a model that one thread computes: several would wait for each other
+# Bytes of a model that one thread computes: several would wait for each other
+_SMALL = 8 * _MIB
 
 
 def fit_context(

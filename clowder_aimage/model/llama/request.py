@@ -19,9 +19,12 @@ from clowder_aimage.model.text.language_model import (
     Token,
 )
 
-_LEAST_LOGPROB = -9999.0  # of a token without a probability, as in OpenAI's API
-_SEEDS = (1 << 32) - 1  # llama.cpp draws a seed for the last value
-_NAMES = {  # llama.cpp's and ollama's, by the field of Sampling
+# Of a token without a probability, as in OpenAI's API
+_LEAST_LOGPROB = -9999.0
+# llama.cpp draws a seed for the last value
+_SEEDS = (1 << 32) - 1
+# llama.cpp's and ollama's, by the field of Sampling
+_NAMES = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -65,7 +68,8 @@ class ModelParams:
             "prompt": [prompt, *drawn.numbers] if drawn.count else prompt,
             "stream": True,
             "return_progress": True,
-            "verbose": True,  # states the numbers of tokens
+            # States the numbers of tokens
+            "verbose": True,
             "n_predict": -1 if most is None else most - drawn.count,
         }
         if request.alternatives is not None:

@@ -31,7 +31,8 @@ _MAX_DIRECTORY = 95
 # Seconds between two polls of the answers of a text, and after more than _FAST answers in one
 GATHERED = 0.03
 _FAST, _FAST_GATHERED = 3, 0.06
-_UNENDED = ({"finish_reason": None},)  # the choices of an error
+# The choices of an error
+_UNENDED = ({"finish_reason": None},)
 # Seconds that a cancelled request may take to end
 _PATIENCE = 10.0
 _MAX_LOG = 500
@@ -99,8 +100,10 @@ class LlamaServer:
         server = [_start(params)]
         calls = weakref.WeakSet[_Call]()
         self._server, self._calls = server, calls
-        self._looked = 0.0  # when this thread last waited for answers
-        self.close = weakref.finalize(self, _close, server, calls)  # also when the process exits
+        # When this thread last waited for answers
+        self._looked = 0.0
+        # Also when the process exits
+        self.close = weakref.finalize(self, _close, server, calls)
 
     def stream(self, body: dict[str, Any]) -> Generator[list[dict[str, Any]], None, None]:
         """Yield the answers to a completion, those together that came together.
@@ -118,7 +121,8 @@ class LlamaServer:
         try:
             while answers := call.take():
                 yield answers
-                is_begun = "prompt_progress" not in answers[-1]  # the first token does not wait
+                # The first token does not wait
+                is_begun = "prompt_progress" not in answers[-1]
                 if is_begun and call.answers.empty():
                     self._gather(call, _FAST_GATHERED if len(answers) > _FAST else GATHERED)
         finally:
@@ -187,7 +191,8 @@ def _reason(params: xllamacpp.CommonParams) -> str:
         except RuntimeError:
             lines = _read_log(Path(log.name))
         else:
-            lines = []  # it can be loaded now
+            # It can be loaded now
+            lines = []
         finally:
             os.dup2(stderr, 2)
             os.close(stderr)

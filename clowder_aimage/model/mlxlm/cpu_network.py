@@ -23,8 +23,10 @@ from clowder_aimage.model.mlxlm.rotary_angles import share_angles
 from clowder_aimage.tensor import blas
 
 _NAME = "scaled_dot_product_attention"
-_SCORES = 128 * 1024  # that a core computes at a time
-_LEAST = 1 << 18  # products; MLX does fewer in the time in which it is waited for
+# That a core computes at a time
+_SCORES = 128 * 1024
+# Products; MLX does fewer in the time in which it is waited for
+_LEAST = 1 << 18
 Attention = Callable[..., mx.array]
 
 

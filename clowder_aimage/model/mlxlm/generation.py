@@ -21,8 +21,10 @@ from clowder_aimage.model.text.language_model import (
 from clowder_aimage.model.text.stream import TextStream
 from clowder_aimage.model.text.token_table import TokenTable
 
-_PART = 512  # tokens of a prompt that are computed at once
-_CLEARED = 256  # tokens after which unused memory is returned
+# Tokens of a prompt that are computed at once
+_PART = 512
+# Tokens after which unused memory is returned
+_CLEARED = 256
 # Yielded so that the worker can advance other requests
 _YIELD = TextDelta("")
 
@@ -42,7 +44,8 @@ class Prompt:
 
 @dataclass(slots=True)
 class _Progress:
-    fed: int  # tokens of prompt and text that are in the cache
+    # Tokens of prompt and text that are in the cache
+    fed: int
     drawn: list[int]
     is_limited: bool = False
 

@@ -49,12 +49,17 @@ from clowder_aimage.model.tokenizer_backend import EncodingLimits, TokenizerBack
 from clowder_aimage.model.weights import ModelWeights
 
 _ENCODING = EncodingLimits(text=4 << 20, seconds=10.0)
-_USUAL_CONTEXT = 8192  # tokens of a request, before several requests share the memory
-_DEFAULT_CONTEXT = 4096  # of a configuration without one
+# Tokens of a request, before several requests share the memory
+_USUAL_CONTEXT = 8192
+# Of a configuration without one
+_DEFAULT_CONTEXT = 4096
 _LEAST_CONTEXT = 16
-_SLOTS = 256  # tokens for which mlx-lm's caches allocate at once
-_RESERVE = 0.9  # of the memory; the rest is for activations
-_KEPT = 0.25  # of the memory for caches: those of earlier requests
+# Tokens for which mlx-lm's caches allocate at once
+_SLOTS = 256
+# Of the memory; the rest is for activations
+_RESERVE = 0.9
+# Of the memory for caches: those of earlier requests
+_KEPT = 0.25
 
 
 @dataclass(frozen=True, slots=True)

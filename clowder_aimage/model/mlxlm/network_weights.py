@@ -17,7 +17,8 @@ from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor import Quantization
 
 _WEIGHT = ".weight"
-_INNER = "model."  # before the names of a model without a head, such as Qwen3Model
+# Before the names of a model without a head, such as Qwen3Model
+_INNER = "model."
 Arrays = dict[str, mx.array]
 
 

@@ -10,8 +10,10 @@ from typing import Any
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.mlxlm.library import library_module
 
-_LEAST = 16  # tokens for which a part of a cache is copied
-Cache = list[Any]  # one of mlx-lm's caches for each layer
+# Tokens for which a part of a cache is copied
+_LEAST = 16
+# One of mlx-lm's caches for each layer
+Cache = list[Any]
 
 
 @dataclass(slots=True)
@@ -27,7 +29,8 @@ class PromptCache:
     def __init__(self, network: Any, limit: int, count: int = 8) -> None:
         self._network, self._limit, self._count = network, limit, count
         self._library = library_module("models.cache")
-        self._entries: list[_Entry] = []  # the last one is the newest
+        # The last one is the newest
+        self._entries: list[_Entry] = []
 
     @property
     def size(self) -> int:

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.compute.array_block import is_slow
 
-_KINDS = ("RoPE", "Llama3RoPE")  # that rotate and do nothing else
+# That rotate and do nothing else
+_KINDS = ("RoPE", "Llama3RoPE")
 
 
 class RotaryAngles:

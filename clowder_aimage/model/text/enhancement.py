@@ -25,7 +25,8 @@ Answer with the description alone, without a heading, a list or an explanation."
 ANY = "Invent a picture"
 ANY_TEMPERATURE = 0.9
 MAX_TOKENS = 512
-MAX_INSTRUCTION = 64 << 10  # bytes of an instruction in place of INSTRUCTION
+# Bytes of an instruction in place of INSTRUCTION
+MAX_INSTRUCTION = 64 << 10
 _THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _FENCE = re.compile(r"^\s*```[^\n]*$", re.MULTILINE)
 _LABEL = re.compile(

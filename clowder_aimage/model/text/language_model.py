@@ -17,9 +17,11 @@ from clowder_aimage.errors import UsageError
 
 CHAT, COMPLETION, EMBEDDING = "chat", "completion", "embedding"
 TOOLS, THINKING, GRAMMAR, LOGPROBS = "tools", "thinking", "grammar", "logprobs"
-STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"  # reasons for the end of a text
+# Reasons for the end of a text
+STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 MAX_STOPS = 16
-MAX_STOP = 1024  # characters of a stop string
+# Characters of a stop string
+MAX_STOP = 1024
 MAX_ALTERNATIVES = 20  # of a token
 MAX_SEED = (1 << 64) - 1
 _IN_WORDS = {GRAMMAR: "JSON Schemas for its answers: use a model in GGUF"}

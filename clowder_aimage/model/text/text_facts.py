@@ -17,7 +17,8 @@ from clowder_aimage.model.text.language_model import CHAT, COMPLETION, EMBEDDING
 from clowder_aimage.oci import Digest, mediatype
 from clowder_aimage.tensor.config_fields import parse_object
 
-_MAX_FILE = 16 << 20  # bytes of a tokenizer's configuration, or of a GGUF file's metadata
+# Bytes of a tokenizer's configuration, or of a GGUF file's metadata
+_MAX_FILE = 16 << 20
 _TOOLS = re.compile(r"\btools\b")
 _THINKING = re.compile(r"enable_thinking|<think>")
 _CONFIG = "tokenizer_config.json"

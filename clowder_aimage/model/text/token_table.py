@@ -11,7 +11,8 @@ import re
 from clowder_aimage.model.tokenizer_backend import TokenizerBackend
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "\u2581"  # SentencePiece's mark of a space
+# SentencePiece's mark of a space
+_SPACE = "\u2581"
 
 
 class TokenTable:

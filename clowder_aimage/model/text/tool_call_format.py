@@ -24,7 +24,8 @@ from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import FormatError
 from clowder_aimage.model.text.language_model import ToolCall
 
-MAX_CALL = 1 << 20  # characters of the calls of a text
+# Characters of the calls of a text
+MAX_CALL = 1 << 20
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 _FUNCTION = re.compile(r"<function=([^<>\s]{1,256})>")
 _PARAMETER = re.compile(r"<parameter=([^<>\s]{1,256})>\n?")
