@@ -9,7 +9,7 @@ from typing import Any
 
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
-from clowder_aimage.generation.request import COUNTS, GenerateRequest, places
+from clowder_aimage.generation.request import COUNTS, GenerateRequest, parameter_locations
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.adapter_source import (
     AdapterFinder,
@@ -199,9 +199,10 @@ def _computing() -> Iterator[None]:
 def _stated_values(request: GenerateRequest) -> dict[str, Any]:
     """Return the parameters that a picture states: those of its inputs only if there are some."""
     has_image, has_control = request.input.image is not None, request.control.image is not None
+    groups = {name: location.group for name, location in parameter_locations().items()}
     is_omitted = {
-        **{name: not has_image for name, place in places().items() if place.group == "input"},
-        **{name: not has_control for name, place in places().items() if place.group == "control"},
+        **{name: not has_image for name, group in groups.items() if group == "input"},
+        **{name: not has_control for name, group in groups.items() if group == "control"},
         **dict.fromkeys(COUNTS, True),
         "fit": not (has_image or has_control),
         "references": not request.input.references,

@@ -353,13 +353,13 @@ def _cell(text: str) -> str:
 
 def keywords() -> str:
     """Return the module with the parameters of pictures as keyword arguments."""
-    from clowder_aimage.generation.request import places
+    from clowder_aimage.generation.request import parameter_locations
 
     rows = []
-    for name, place in places().items():
+    for name, location in parameter_locations().items():
         if name in _EXPLICIT:
             continue
-        kind, words = place.parameter.type.kind, place.parameter.words
+        kind, words = location.parameter.type.kind, location.parameter.words
         kind = str(kind).replace("typing.", "") if get_origin(kind) else kind.__name__
         kind = re.sub(r"Annotated\[(\w+),[^]]*\]", r"\1", kind).replace("'", '"')
         default = f" Default: {words.default}." if words.default else ""
@@ -370,11 +370,11 @@ def keywords() -> str:
 def parameter_page() -> str:
     """Return the page of the parameters of pictures."""
     from clowder_aimage.generation.check import describe
-    from clowder_aimage.generation.request import places
+    from clowder_aimage.generation.request import parameter_locations
 
     rows = []
-    for name, place in places().items():
-        parameter = place.parameter
+    for name, location in parameter_locations().items():
+        parameter = location.parameter
         names = (parameter.field, *parameter.words.synonyms)
         fields = ", ".join(f"`{each}`" for each in names)
         values, text = describe(parameter.type), _cell(parameter.words.help)
@@ -385,9 +385,9 @@ def parameter_page() -> str:
 def picture_defaults() -> str:
     """Return the schema of the parameters that the config of a model may set, and others state."""
     from clowder_aimage.generation.parameter import parameters
-    from clowder_aimage.generation.request import MODEL_DEFAULTS, LoraUse, places
+    from clowder_aimage.generation.request import MODEL_DEFAULTS, LoraUse, parameter_locations
 
-    known = {name: place.parameter for name, place in places().items()}
+    known = {name: location.parameter for name, location in parameter_locations().items()}
     (strength,) = (each for each in parameters(LoraUse) if each.attribute == "strength")
     schema = _SCHEMA | {
         "properties": {name: _number(known[name]) for name in MODEL_DEFAULTS},

@@ -16,7 +16,7 @@ from clowder_aimage.api import page_parameter
 from clowder_aimage.api.health_operation import HELLO
 from clowder_aimage.api.request_body import Parameters
 from clowder_aimage.engine.executor import run_io
-from clowder_aimage.generation.request import places
+from clowder_aimage.generation.request import parameter_locations
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.operation import PAGE, Answer, Operation
@@ -132,7 +132,7 @@ def _load(path: Path, _: int) -> PageFile:
 
 @functools.cache
 def _parameters() -> PageFile:
-    return _file_of(page_parameter.module(places()).encode(), _TYPES[".js"])
+    return _file_of(page_parameter.module(parameter_locations()).encode(), _TYPES[".js"])
 
 
 def _file_of(data: bytes, media_type: str) -> PageFile:

@@ -13,7 +13,7 @@ from clowder_aimage.generation.request import (
     MODEL_DEFAULTS,
     STRENGTH,
     UPSCALE_STRENGTH,
-    Place,
+    ParameterLocation,
 )
 
 NAME = "parameters.js"
@@ -31,15 +31,15 @@ _MAX_WHOLE = (1 << 53) - 1
 _STRENGTHS = {"image": STRENGTH, "upscale": UPSCALE_STRENGTH, "control": CONTROL_STRENGTH}
 
 
-def module(table: Mapping[str, Place]) -> str:
+def module(table: Mapping[str, ParameterLocation]) -> str:
     """Return the module: the parameters by their names, and the strengths that are defaults.
 
     The kinds are whole, number, digits (a whole number beyond those of JavaScript), text, digest,
     flag, one, list and object; ``of`` has the choices, the item of a list, or the fields.
     """
     entries = [
-        f"  {name}: {json.dumps({'group': place.group, **_describe(place.parameter)})},\n"
-        for name, place in table.items()
+        f"  {name}: {json.dumps({'group': location.group, **_describe(location.parameter)})},\n"
+        for name, location in table.items()
     ]
     strengths = f"export const STRENGTHS = {json.dumps(_STRENGTHS)};\n"
     return f"export const PARAMETERS = {{\n{''.join(entries)}}};\n{strengths}"

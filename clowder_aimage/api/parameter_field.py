@@ -13,7 +13,7 @@ from clowder_aimage.api.request_body import RequestBody, wrong
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.generation.check import check, parse
 from clowder_aimage.generation.parameter import Parameter, parameters
-from clowder_aimage.generation.request import MAX_TEXT, places
+from clowder_aimage.generation.request import MAX_TEXT, parameter_locations
 from clowder_aimage.http.api_error import ApiError
 
 
@@ -129,15 +129,15 @@ def parameter_error(error: AImageError, names: Mapping[str, str] | None = None) 
     name = error.facts.get("parameter")
     if name is None or isinstance(error, ApiError):
         return error
-    place = places().get(name)
-    field = place.parameter.field if place else name
+    location = parameter_locations().get(name)
+    field = location.parameter.field if location else name
     message = f"{error.message}; {error.hint}" if error.hint else error.message
     if field != name and message.startswith(name):
         message = field + message.removeprefix(name)
     return ApiError(400, message, code="invalid_value", param=(names or {}).get(field, field))
 
 
-PROMPT = places()["prompt"].parameter
+PROMPT = parameter_locations()["prompt"].parameter
 Prompt = Annotated[
     str, Field(max_length=MAX_TEXT, description=PROMPT.words.help), BeforeValidator(reader(PROMPT))
 ]

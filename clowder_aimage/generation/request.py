@@ -402,7 +402,7 @@ class GenerateRequest:
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> Self:
         """Return the request for a picture with the metadata ``facts``."""
-        names = places().keys() - {*COUNTS, "prompt"}
+        names = parameter_locations().keys() - {*COUNTS, "prompt"}
         values = {name: facts[name] for name in names & facts.keys()}
         if facts.get("prompt") is None:
             raise wrong("prompt", "must be text")
@@ -410,7 +410,7 @@ class GenerateRequest:
 
     def values(self) -> dict[str, Any]:
         """Return all parameters by their names in interfaces."""
-        return {name: location.value(self) for name, location in places().items()}
+        return {name: location.value(self) for name, location in parameter_locations().items()}
 
     def to_json(self) -> dict[str, Any]:
         """Return the values as JSON has them: the arguments of ``of``."""
@@ -428,7 +428,9 @@ class GenerateRequest:
     def stated_values(self) -> dict[str, Any]:
         """Return the parameters that are stated, by their names in interfaces."""
         return {
-            name: location.value(self) for name, location in places().items() if self.states(name)
+            name: location.value(self)
+            for name, location in parameter_locations().items()
+            if self.states(name)
         }
 
     def change(self, **values: Any) -> Self:
@@ -441,7 +443,7 @@ class GenerateRequest:
     def _with(self, values: Mapping[str, Any], stated: frozenset[str] | None) -> Self:
         groups: dict[str, dict[str, Any]] = {"": {"stated": stated}}
         for name, value in values.items():
-            if (location := places().get(name)) is None:
+            if (location := parameter_locations().get(name)) is None:
                 raise wrong(name, "is not a parameter of pictures")
             if name == "loras" and isinstance(value, list | tuple):
                 value = tuple(LoraUse.of(use) if isinstance(use, dict) else use for use in value)
@@ -463,7 +465,7 @@ _GROUPS: Mapping[str, type] = {
 }
 
 
-class Place(NamedTuple):
+class ParameterLocation(NamedTuple):
     """The location of a parameter in a request: the name of its group, or ""."""
 
     group: str
@@ -476,11 +478,11 @@ class Place(NamedTuple):
 
 
 @cache
-def places() -> Mapping[str, Place]:
+def parameter_locations() -> Mapping[str, ParameterLocation]:
     """Return all parameters of pictures by their names in interfaces."""
     groups = {"": GenerateRequest, **_GROUPS}
     locations = [
-        Place(group, parameter)
+        ParameterLocation(group, parameter)
         for group, owner in groups.items()
         for parameter in parameters(owner)
     ]

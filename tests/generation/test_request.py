@@ -21,7 +21,7 @@ from clowder_aimage.generation.request import (
     GenerateRequest,
     LoraUse,
     Sampling,
-    places,
+    parameter_locations,
 )
 
 PACKAGE = Path(__file__).parents[2] / "clowder_aimage"
@@ -60,11 +60,11 @@ ALL: dict[str, Any] = {
 
 
 def test_all_parameters_have_a_place_and_words() -> None:
-    assert ALL.keys() <= places().keys()
-    for name, place in places().items():
-        help_text = place.parameter.words.help
+    assert ALL.keys() <= parameter_locations().keys()
+    for name, location in parameter_locations().items():
+        help_text = location.parameter.words.help
         assert help_text[:1].isupper() and help_text.endswith("."), name
-    assert set(MODEL_DEFAULTS) <= places().keys()
+    assert set(MODEL_DEFAULTS) <= parameter_locations().keys()
 
 
 def test_a_request_is_made_of_its_values() -> None:
@@ -164,7 +164,7 @@ def test_metadata_without_a_prompt_are_refused(facts: dict[str, Any]) -> None:
 def test_type_checkers_know_the_keyword_arguments_of_python() -> None:
     others = {"prompt", "image", "mask", "references", "control", "loras"}
     others |= {"previews", "original_prompt", "enhancer"}
-    assert PictureKeywords.__annotations__.keys() == places().keys() - others
+    assert PictureKeywords.__annotations__.keys() == parameter_locations().keys() - others
     assert not PictureKeywords.__required_keys__
 
 
@@ -174,11 +174,12 @@ def test_a_request_cannot_be_changed() -> None:
 
 
 BOUND = re.compile(r"(ge|gt|le|lt|min|max|multiple_of|(min|max)_length)$")
-NAMES = {place.parameter.field for place in places().values()} | places().keys()
+LOCATIONS = parameter_locations()
+NAMES = {location.parameter.field for location in LOCATIONS.values()} | LOCATIONS.keys()
 LIMITS = {
     bound
-    for place in places().values()
-    for name, bound in place.parameter.type.bounds.items()
+    for location in parameter_locations().values()
+    for name, bound in location.parameter.type.bounds.items()
     if name in ("ge", "gt", "le") and bound not in (0, 1, 4, 16)
 }
 

@@ -19,7 +19,7 @@ from playwright.sync_api import expect
 
 from clowder_aimage.api import page_parameter
 from clowder_aimage.generation.parameter import Words, parameters
-from clowder_aimage.generation.request import Place, places
+from clowder_aimage.generation.request import ParameterLocation, parameter_locations
 from tests.page.conftest import Watch
 from tests.page.picture_steps import draft, give, png, with_facts
 from tests.process import Aimage
@@ -430,7 +430,8 @@ def test_a_parameter_that_is_added_to_the_table_is_in_the_page(
     """It is a field that is kept, sent, loaded from files, and shown with pictures."""
     watch.allow("status of 400")
     (added,) = parameters(Added)
-    module = page_parameter.module({**places(), "noise_scale": Place("sampling", added)})
+    location = ParameterLocation("sampling", added)
+    module = page_parameter.module({**parameter_locations(), "noise_scale": location})
     context.route(
         f"**/page/{page_parameter.NAME}",
         lambda route: route.fulfill(body=module, content_type="text/javascript"),

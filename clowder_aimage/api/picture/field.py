@@ -18,7 +18,7 @@ from clowder_aimage.generation.request import (
     Control,
     GenerateRequest,
     ImageInput,
-    places,
+    parameter_locations,
 )
 from clowder_aimage.pictures.input_file import reduction
 from clowder_aimage.pictures.input_kind import assign_role, most_area, own_sized
@@ -55,7 +55,8 @@ class PictureFields(ParameterBody):
 
         Without a size it is that of the first image, or of the control picture.
         """
-        stated = {name: value for name, value in self.stated.items() if name in places()}
+        locations = parameter_locations()
+        stated = {name: value for name, value in self.stated.items() if name in locations}
         stated |= parameters if pictures is None else pictures.digests | parameters
         draft = GenerateRequest.draft(prompt, **stated)
         first_picture = None if pictures is None else pictures.first

@@ -37,7 +37,7 @@ from clowder_aimage.generation.request import (
     Guidance,
     Output,
     Sampling,
-    places,
+    parameter_locations,
 )
 from clowder_aimage.oci import read_json
 
@@ -183,17 +183,20 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
         return request
 
 
+_NEEDS_IMAGE = needs(IMAGE, IMAGES)
+
+
 class EditRequest(ImageRequest):
     """A request of ``/v1/images/edits``."""
 
     EVENTS = "image_edit"
-    RULES: ClassVar[tuple[FieldRule, ...]] = (needs(IMAGE, IMAGES),)
+    RULES: ClassVar[tuple[FieldRule, ...]] = (_NEEDS_IMAGE,)
 
 
 class VariationRequest(ImageRequest):
     """A request of ``/v1/images/variations``, without a prompt."""
 
-    RULES: ClassVar[tuple[FieldRule, ...]] = (needs(IMAGE, IMAGES),)
+    RULES: ClassVar[tuple[FieldRule, ...]] = (_NEEDS_IMAGE,)
 
     prompt: Annotated[str, AfterValidator(_no_prompt)] = Field(
         default="", json_schema_extra={"maxLength": 0}
@@ -246,7 +249,7 @@ def _size(text: str) -> dict[str, int]:
         raise wrong("size", 'must be "auto" or WIDTHxHEIGHT, such as "1024x1024"')
     size = {"width": int(sides[1]), "height": int(sides[2])}
     for name, side in size.items():
-        accepted = places()[name].parameter.type
+        accepted = parameter_locations()[name].parameter.type
         try:
             check(name, side, accepted)
         except UsageError:

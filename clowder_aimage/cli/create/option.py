@@ -14,7 +14,7 @@ from clowder_aimage.cli.console.option import jobs_option, options
 from clowder_aimage.cli.console.parameter_option import reader
 from clowder_aimage.cli.console.stored_name import stored_reference
 from clowder_aimage.cli.create.model_files import FileOptions, FormOptions, ProvenanceOptions
-from clowder_aimage.generation.request import places
+from clowder_aimage.generation.request import parameter_locations
 from clowder_aimage.importer import Recipe
 from clowder_aimage.importer.model_source import FORMATS
 from clowder_aimage.oci import Reference, mediatype
@@ -55,7 +55,7 @@ _recipe_options = options(
 
 def _default_option(name: str, metavar: str) -> Callable[[Any], Any]:
     """Return an option for the default of a parameter of pictures, with the bounds of that."""
-    accepted = reader(places()[name].parameter)
+    accepted = reader(parameter_locations()[name].parameter)
     text = f"Default {name} of pictures. [default: by the model]"
     return click.option(f"--{name}", type=accepted, metavar=metavar, help=text)
 

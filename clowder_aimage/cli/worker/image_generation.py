@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from clowder_aimage.cli.console.lora_option import to_worker
 from clowder_aimage.cli.console.picture_option import to_request
 from clowder_aimage.errors import FormatError
-from clowder_aimage.generation.request import places
+from clowder_aimage.generation.request import parameter_locations
 from clowder_aimage.model.picture_metadata import kind_of, read_metadata
 from clowder_aimage.pictures.generated_picture import MadePicture
 
@@ -41,7 +41,7 @@ def generation_fields(client: WorkerClient, task: PictureTask) -> dict[str, Any]
     draft = task.drafts[0]
     stated = draft.stated_values().items()
     fields: dict[str, Any] = {"prompt": draft.prompt} | {
-        places()[name].parameter.field: value
+        parameter_locations()[name].parameter.field: value
         for name, value in stated
         if value is not None and name not in _OTHERS
     }

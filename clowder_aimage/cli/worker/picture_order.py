@@ -27,14 +27,16 @@ from clowder_aimage.cli.console.seed_option import seed_runs
 from clowder_aimage.cli.text.enhance_option import read_enhancement
 from clowder_aimage.cli.worker.worker import PictureTask, Worker
 from clowder_aimage.errors import UsageError
-from clowder_aimage.generation.request import COUNTS, ENHANCED, GenerateRequest, places
+from clowder_aimage.generation.request import COUNTS, ENHANCED, GenerateRequest, parameter_locations
 
 if TYPE_CHECKING:
     from clowder_aimage.generation.encoding import Format
     from clowder_aimage.pictures.generated_picture import MadePicture
 
 _OPTIONS = tuple(
-    name for name in places() if name not in ("prompt", "references", *COUNTS, *ENHANCED)
+    name
+    for name in parameter_locations()
+    if name not in ("prompt", "references", *COUNTS, *ENHANCED)
 )
 _OUTPUT = ("seeds", "sheet", "n", "output", "show", "inline")
 SETTABLE = (*_OPTIONS, "trigger", "size", *_OUTPUT)  # between prompts
