@@ -400,13 +400,13 @@ class GenerateRequest:
         return self._with({name: defaults[name] for name in names}, None)
 
     @classmethod
-    def of_facts(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the request for a picture with the metadata ``facts``."""
+    def of_metadata(cls, metadata: Mapping[str, Any]) -> Self:
+        """Return the request for a picture with this metadata."""
         names = parameter_locations().keys() - {*COUNTS, "prompt"}
-        values = {name: facts[name] for name in names & facts.keys()}
-        if facts.get("prompt") is None:
+        values = {name: metadata[name] for name in names & metadata.keys()}
+        if metadata.get("prompt") is None:
             raise wrong("prompt", "must be text")
-        return cls.of(facts["prompt"], **values)
+        return cls.of(metadata["prompt"], **values)
 
     def values(self) -> dict[str, Any]:
         """Return all parameters by their names in interfaces."""

@@ -14,7 +14,7 @@ from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, read_json
 from clowder_aimage.oci.manifest import encode, parse_document
-from clowder_aimage.pictures.generated_picture import MadePicture
+from clowder_aimage.pictures.generated_picture import GeneratedPicture
 from clowder_aimage.registry import ClientOptions, Repository
 
 MAX_CONFIG = 1 << 20  # bytes
@@ -60,7 +60,7 @@ def _check_replaceable(target: Reference, repository: Repository) -> None:
 
 
 def push_pictures(
-    pictures: Sequence[MadePicture],
+    pictures: Sequence[GeneratedPicture],
     target: Reference,
     store: ContentStore,
     connection: ClientOptions,
@@ -91,7 +91,7 @@ def push_pictures(
     return manifest.descriptor
 
 
-def picture_config(pictures: Sequence[MadePicture]) -> bytes:
+def picture_config(pictures: Sequence[GeneratedPicture]) -> bytes:
     """Return the config of an artifact of pictures, which differ in their seeds only."""
     settings = {name: value for name, value in pictures[0].facts.items() if name != "seed"}
     entries = [

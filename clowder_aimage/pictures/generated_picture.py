@@ -16,7 +16,7 @@ _SUFFIXES = {"png": "png", "jpeg": "jpg", "webp": "webp"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MadePicture:
+class GeneratedPicture:
     """A picture file of a kind (png, jpeg, webp), its seed, and its metadata."""
 
     data: bytes
@@ -32,7 +32,9 @@ class MadePicture:
         return replace(descriptor, annotations={mediatype.TITLE: title})
 
 
-def encode_image(image: Image, facts: Mapping[str, Any], encoding: PictureEncoding) -> MadePicture:
+def encode_image(
+    image: Image, facts: Mapping[str, Any], encoding: PictureEncoding
+) -> GeneratedPicture:
     """Return the file of an image; ``facts`` are those of its request, without its own seed."""
     # Imported late: a worker without numpy does not encode
     from clowder_aimage.model.picture import encode_picture
@@ -42,4 +44,4 @@ def encode_image(image: Image, facts: Mapping[str, Any], encoding: PictureEncodi
     stated = add_quality({**facts, "seed": image.seed}, kind, quality)
     shown = stated if encoding.has_facts else None
     data = encode_picture(image.pixels, shown, kind, quality)
-    return MadePicture(data, image.seed, kind, stated)
+    return GeneratedPicture(data, image.seed, kind, stated)

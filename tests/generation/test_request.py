@@ -155,10 +155,10 @@ def test_a_draft_is_checked_before_the_model_is_known() -> None:
 @pytest.mark.parametrize("facts", [{}, {"prompt": None}, {"prompt": 3}, {"prompt": "a", "n": "x"}])
 def test_metadata_without_a_prompt_are_refused(facts: dict[str, Any]) -> None:
     if facts.get("prompt") == "a":
-        assert GenerateRequest.of_facts(facts).output.n == 1
+        assert GenerateRequest.of_metadata(facts).output.n == 1
         return
     with pytest.raises(UsageError, match="prompt must be text"):
-        GenerateRequest.of_facts(facts)
+        GenerateRequest.of_metadata(facts)
 
 
 def test_type_checkers_know_the_keyword_arguments_of_python() -> None:

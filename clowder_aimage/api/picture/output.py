@@ -20,7 +20,7 @@ from clowder_aimage.pictures.artifact import (
     check_target,
     push_pictures,
 )
-from clowder_aimage.pictures.generated_picture import MadePicture
+from clowder_aimage.pictures.generated_picture import GeneratedPicture
 
 
 class OutputField(RequestBody):
@@ -65,7 +65,7 @@ async def push_events(
 
     Raises ApiError: 502 if the registry is at fault.
     """
-    generated = [MadePicture(event.data, event.seed, kind, event.facts) for event in pictures]
+    generated = [GeneratedPicture(event.data, event.seed, kind, event.facts) for event in pictures]
     outcome = "failed"
     try:
         push = partial(push_pictures, generated, target, service.store, service.connection)

@@ -11,7 +11,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 if TYPE_CHECKING:
-    from clowder_aimage.pictures.generated_picture import MadePicture
+    from clowder_aimage.pictures.generated_picture import GeneratedPicture
     from clowder_aimage.registry import ClientOptions
 
 
@@ -29,7 +29,7 @@ def check_push(target: Reference, prompt: str | None, model: Reference) -> None:
     check_replaceable(target, connection)
 
 
-def push_made(pictures: Sequence[MadePicture], target: Reference) -> dict[str, str]:
+def push_made(pictures: Sequence[GeneratedPicture], target: Reference) -> dict[str, str]:
     """Push pictures as one artifact; return its name and digest."""
     from clowder_aimage.pictures.artifact import push_pictures
 

@@ -257,7 +257,7 @@ def _note_registry(picture: str, reference: Reference) -> None:
 
 def _request(picture: str, metadata: dict[str, Any]) -> GenerateRequest:
     try:
-        return GenerateRequest.of_facts(metadata)
+        return GenerateRequest.of_metadata(metadata)
     except (TypeError, UsageError) as error:
         raise UsageError(
             f"cannot read the request from the metadata in {picture}: {error}"

@@ -12,7 +12,7 @@ from clowder_aimage.cli.console.picture_option import to_request
 from clowder_aimage.errors import FormatError
 from clowder_aimage.generation.request import parameter_locations
 from clowder_aimage.model.picture_metadata import kind_of, read_metadata
-from clowder_aimage.pictures.generated_picture import MadePicture
+from clowder_aimage.pictures.generated_picture import GeneratedPicture
 
 if TYPE_CHECKING:
     from clowder_aimage.cli.text.enhance_option import Enhancement
@@ -56,7 +56,7 @@ def generation_fields(client: WorkerClient, task: PictureTask) -> dict[str, Any]
     return fields | _enhancement_fields(task.enhancement)
 
 
-def picture_of(reply: Mapping[str, Any], seed: int, kind: str) -> MadePicture:
+def picture_of(reply: Mapping[str, Any], seed: int, kind: str) -> GeneratedPicture:
     """Return the picture in a reply, with its metadata if they can be read. Raises FormatError."""
     try:
         data = base64.b64decode(reply["data"][0]["b64_json"], validate=True)
@@ -69,7 +69,7 @@ def picture_of(reply: Mapping[str, Any], seed: int, kind: str) -> MadePicture:
         metadata = read_metadata(data)
     except FormatError:
         metadata = {}
-    return MadePicture(data, seed, kind, metadata)
+    return GeneratedPicture(data, seed, kind, metadata)
 
 
 def _enhancement_fields(enhancement: Enhancement | None) -> dict[str, Any]:

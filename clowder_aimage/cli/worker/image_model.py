@@ -30,7 +30,7 @@ from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.library_choice import choose_library
 from clowder_aimage.oci import Reference
-from clowder_aimage.pictures.generated_picture import MadePicture, encode_image
+from clowder_aimage.pictures.generated_picture import GeneratedPicture, encode_image
 
 if TYPE_CHECKING:
     from clowder_aimage.dialect import AImage
@@ -119,7 +119,7 @@ class LocalImageModel:
 
     def generate(
         self, draft: GenerateRequest, task: PictureTask, announce: Announce, *, is_last: bool
-    ) -> Generator[MadePicture, None, None]:
+    ) -> Generator[GeneratedPicture, None, None]:
         """Yield the pictures of a draft of a task."""
         from clowder_aimage.cli.console.installation import install_command
         from clowder_aimage.generate import describe_picture

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.model.text.language_model import TextEvent, TextRequest
     from clowder_aimage.oci import Reference
-    from clowder_aimage.pictures.generated_picture import MadePicture
+    from clowder_aimage.pictures.generated_picture import GeneratedPicture
 
 
 @dataclass(slots=True)
@@ -41,7 +41,9 @@ class LocalWorker:
         else:
             self._open(draft).load(draft, is_last=False)
 
-    def pictures(self, task: PictureTask, announce: Announce) -> Generator[MadePicture, None, None]:
+    def pictures(
+        self, task: PictureTask, announce: Announce
+    ) -> Generator[GeneratedPicture, None, None]:
         """Yield pictures; a prompt is enhanced before the image model is loaded."""
         drafts = task.drafts
         if task.enhancement is not None:

@@ -31,7 +31,7 @@ from clowder_aimage.generation.request import COUNTS, ENHANCED, GenerateRequest,
 
 if TYPE_CHECKING:
     from clowder_aimage.generation.encoding import Format
-    from clowder_aimage.pictures.generated_picture import MadePicture
+    from clowder_aimage.pictures.generated_picture import GeneratedPicture
 
 _OPTIONS = tuple(
     name
@@ -58,7 +58,7 @@ class PictureOrder:
     def draw(self, drafts: tuple[GenerateRequest, ...], start: float) -> tuple[str, ...]:
         """Generate, write and print the pictures of drafts; return their paths."""
         output, written = PictureOutput(self.values["output"]), list[dict[str, Any]]()
-        pictures, metadata = list["MadePicture"](), dict[str, Any]()
+        pictures, metadata = list["GeneratedPicture"](), dict[str, Any]()
         prompt, count = drafts[0].prompt, sum(draft.output.n for draft in drafts)
         for picture in self._pictures(drafts, output.kind):
             text = prompt or str(picture.facts.get("prompt", ""))
@@ -77,7 +77,9 @@ class PictureOrder:
         remark(f"{plural(count, 'picture')} in {time.monotonic() - start:.1f} s")
         return tuple(paths)
 
-    def _pictures(self, drafts: tuple[GenerateRequest, ...], kind: Format) -> Iterator[MadePicture]:
+    def _pictures(
+        self, drafts: tuple[GenerateRequest, ...], kind: Format
+    ) -> Iterator[GeneratedPicture]:
         """Yield the pictures of drafts; print a random seed and the worker's label once."""
         is_announced = False
 
@@ -96,7 +98,9 @@ class PictureOrder:
         with contextlib.closing(self.worker.pictures(task, announce)) as pictures:
             yield from pictures
 
-    def _report(self, value: dict[str, Any], paths: list[str], pictures: list[MadePicture]) -> None:
+    def _report(
+        self, value: dict[str, Any], paths: list[str], pictures: list[GeneratedPicture]
+    ) -> None:
         """Draw, push and print pictures that were written."""
         is_stdout = PictureOutput(self.values["output"]).is_stdout
         if not is_stdout and self.values["inline"] is not False:
@@ -112,7 +116,7 @@ class PictureOrder:
             result(value, paths)
 
 
-def _write_sheet(output: PictureOutput, prompt: str, pictures: list[MadePicture]) -> str:
+def _write_sheet(output: PictureOutput, prompt: str, pictures: list[GeneratedPicture]) -> str:
     """Write a sheet of pictures; return its path."""
     from clowder_aimage.model.picture import contact_sheet
 

@@ -14,7 +14,7 @@ from clowder_aimage.cli.worker.image_generation import generation_fields, pictur
 from clowder_aimage.cli.worker.worker import Announce, PictureTask
 from clowder_aimage.errors import NetworkError, NotFoundError
 from clowder_aimage.model.text.language_model import TextEnd, TextEvent, TextRequest
-from clowder_aimage.pictures.generated_picture import MadePicture
+from clowder_aimage.pictures.generated_picture import GeneratedPicture
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
@@ -39,7 +39,9 @@ class RemoteWorker:
         if draft is None:
             remark(f"answering on the {self.label}")
 
-    def pictures(self, task: PictureTask, announce: Announce) -> Generator[MadePicture, None, None]:
+    def pictures(
+        self, task: PictureTask, announce: Announce
+    ) -> Generator[GeneratedPicture, None, None]:
         """Yield pictures, and show a bar of the steps.
 
         Each is a request of its own: a finished picture can be kept, and other clients are served

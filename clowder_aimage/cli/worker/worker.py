@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from clowder_aimage.generation.encoding import Format
     from clowder_aimage.generation.request import GenerateRequest
     from clowder_aimage.model.text.language_model import TextEvent, TextRequest
-    from clowder_aimage.pictures.generated_picture import MadePicture
+    from clowder_aimage.pictures.generated_picture import GeneratedPicture
 
 # Called with the worker's label before it generates pictures.
 Announce = Callable[[str], None]
@@ -38,7 +38,9 @@ class Worker(Protocol):
     def prepare(self, draft: GenerateRequest | None) -> None:
         """Load the model for later pictures of such a draft, or for answers (None)."""
 
-    def pictures(self, task: PictureTask, announce: Announce) -> Generator[MadePicture, None, None]:
+    def pictures(
+        self, task: PictureTask, announce: Announce
+    ) -> Generator[GeneratedPicture, None, None]:
         """Yield pictures as they are completed; closing the generator cancels the others."""
 
     def answer(self, request: TextRequest) -> Generator[TextEvent, None, None]:
