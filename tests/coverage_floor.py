@@ -13,7 +13,7 @@ from pathlib import Path
 # The least coverage of each package, of lines and branches together, in per cent, rounded down.
 # It only rises. "." is the root.
 FLOORS = {
-    ".": 96,
+    ".": 97,
     "adapter": 95,
     "api": 95,
     "cli": 93,
@@ -29,7 +29,7 @@ FLOORS = {
     "formats": 97,
     "generation": 97,
     "http": 87,
-    "importer": 97,
+    "importer": 98,
     "layout": 96,
     "model": 96,
     "node": 94,
