@@ -117,9 +117,9 @@ def man_page(context: click.Context, version: str) -> str:
     ]
     for text, is_kept in paragraphs(context):
         lines += [".PP", *_kept(text)] if is_kept else [".PP", _roff(" ".join(text.split()))]
-    from clowder_aimage.cli.console.example import examples_of
+    from clowder_aimage.cli.console.example import get_examples
 
-    if shown := examples_of(context.command):
+    if shown := get_examples(context.command):
         lines += [".SH EXAMPLES", *_kept("\n".join(shown))]
     for title, items in (("COMMANDS", commands(context)), ("OPTIONS", records(context))):
         if items:

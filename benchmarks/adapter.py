@@ -84,7 +84,7 @@ def main() -> None:
     widths, random = SHAPES[options.shape], np.random.default_rng(1)
     side = widths.side // 8
     latents = mx.array(random.standard_normal((16, side, side), np.float32))
-    caption = network.caption(
+    caption = network.build_caption(
         mx.array(random.standard_normal((TOKENS, widths.text_hidden), np.float32))
     )
     mx.eval(caption.tokens, *caption.rope)

@@ -97,8 +97,8 @@ class Queue:
         job = SimpleNamespace(name=name, headers=None, began=0.0, done=asyncio.Event())
         job.metadata = SimpleNamespace(sequence=SimpleNamespace(stream=self._number))
         job.at = asyncio.get_running_loop().time()
-        self.waiting[self.names.consumer(INTERACTIVE, digest)].append(job)
-        text = f"{self.names.job(INTERACTIVE, digest, 'me')} {self._number}"
+        self.waiting[self.names.build_consumer_name(INTERACTIVE, digest)].append(job)
+        text = f"{self.names.build_job_subject(INTERACTIVE, digest, 'me')} {self._number}"
         for worker in self.workers:
             worker._begin(self._tell(worker, text))
         return job
@@ -137,9 +137,9 @@ class Queue:
         found = {}
         for digest in MODELS.values():
             plain = digest.partition(":")[2]
-            name = self.names.consumer(INTERACTIVE, plain)
+            name = self.names.build_consumer_name(INTERACTIVE, plain)
             if self.waiting[name] or self.running[name]:
-                found[self.names.job(INTERACTIVE, plain, "me")] = 1
+                found[self.names.build_job_subject(INTERACTIVE, plain, "me")] = 1
         return SimpleNamespace(state=SimpleNamespace(subjects=found))
 
 
@@ -157,12 +157,12 @@ class SimulatedWorker(JoinedWorker):
 
     async def run(self) -> None:
         loops = (self._report, 0.25), (self._sweep, 0.25), (self._take, 0.0)
-        await asyncio.gather(*(joined_worker._for_ever(work, pause) for work, pause in loops))
+        await asyncio.gather(*(joined_worker._repeat(work, pause) for work, pause in loops))
 
     async def _serve(self, message: Any, key: tuple[str, str]) -> None:
         begun, digest = asyncio.get_running_loop().time(), f"sha256:{key[1]}"
         is_warm = await self._role.work(message.name)
-        name = self._link.names.consumer(*key)
+        name = self._link.names.build_consumer_name(*key)
         self._queue.running[name] -= 1
         now = asyncio.get_running_loop().time()
         self._results.append((is_warm, begun - message.at, now))
@@ -172,7 +172,7 @@ class SimulatedWorker(JoinedWorker):
         self._wake.set()
 
     async def _publish_status(self) -> None:
-        status = self._status()
+        status = self._build_status()
         for other in self._queue.workers:
             self._begin(self._tell(other._watch.workers, status))
 

@@ -133,7 +133,7 @@ def _stack(
     part: LayoutComponent, configs: dict[str, dict[str, Any]]
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield the tensors of a component in a file."""
-    component = Z_IMAGE.component(part.component)
+    component = Z_IMAGE.get_component(part.component)
     shapes = component.shapes(configs[part.component])
     for name, members in component.dialects[part.dialect].invert(shapes).items():
         own = [shapes[member] for member, _ in members]

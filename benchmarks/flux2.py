@@ -75,7 +75,7 @@ def aimage(directory: Path, part: str, given: dict[str, Any]) -> Run:
 
     if part == "step":
         transformer = pipeline.networks.transformer.get()
-        caption = transformer.caption(mx.array(given["features"]))
+        caption = transformer.build_caption(mx.array(given["features"]))
         mx.eval(caption.tokens, *caption.rope)
         latents = mx.array(given["latents"])
         return lambda: evaluated(transformer(latents, TIME, caption))

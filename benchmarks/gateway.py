@@ -73,7 +73,7 @@ class SleepingRole(Role):
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._is_free = asyncio.Condition()
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         handlers = {PICTURES: self._make, CHAT: self._tell}
         return [SharedRoute("POST", path, each, INFER) for path, each in handlers.items()]
 
@@ -161,7 +161,7 @@ def service_of(role: SleepingRole, slots: int) -> Any:
 def know_models(joined: JoinedWorker) -> None:
     """Let a worker have all models of this benchmark in its store."""
     view = joined._view
-    view.models, view._fingerprint = MODELS, view.store.fingerprint()
+    view.models, view._fingerprint = MODELS, view.store.compute_fingerprint()
     view.kinds = {one: "text" if name == TEXT else "image" for name, one in MODELS.items()}
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.dialect import DEFAULT, DIALECTS
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.layout import ImageLayout
@@ -49,7 +49,7 @@ class Case:
         self.aimage = read_aimage(self.store, NAME).aimage
         self.big = str(directory / BIG)
         layers = [layer for layer in self.aimage.layers if layer.is_tensor]
-        self.paths = [str(self.store.path(layer.descriptor)) for layer in layers]
+        self.paths = [str(self.store.find_path(layer.descriptor)) for layer in layers]
 
     def weights(self) -> ModelWeights:
         return ModelWeights.open(self.store, self.aimage, "net")
@@ -82,13 +82,13 @@ def ours(case: Case) -> Any:
 
 def ours_numpy(case: Case) -> Any:
     weights = case.weights()
-    return [touched(weights.numpy(name)) for name in weights.keys()]  # noqa: SIM118
+    return [touched(weights.read_numpy(name)) for name in weights.keys()]  # noqa: SIM118
 
 
 def ours_torch(case: Case) -> Any:
     weights = case.weights()
     names = weights.keys()
-    return [touched(torch_bytes(weights.torch(name))) for name in names]
+    return [touched(torch_bytes(weights.read_torch(name))) for name in names]
 
 
 def safe_open_torch(case: Case) -> Any:
@@ -147,7 +147,7 @@ def build(directory: Path, count: int, kib: int) -> None:
     store = ImageLayout(directory / "store")
     layers = [file_layer(store, "net/config.json", b"{}")]
     entries = [(f"layers.{index}.weight", "BF16", (rows, COLUMNS)) for index in range(count)]
-    with (directory / BIG).open("wb") as big, store.batch():
+    with (directory / BIG).open("wb") as big, store.begin_batch():
         big.write(encode_header(entries))
         for name, dtype, shape in entries:
             # small positive numbers: random bits would give sums that are infinite or NaN
@@ -155,16 +155,16 @@ def build(directory: Path, count: int, kib: int) -> None:
             big.write(values)
             blob = encode_header([(name, dtype, shape)]) + values
             descriptor = Descriptor.of(mediatype.AIMAGE_SAFETENSORS, blob)
-            store.push(descriptor, bytes_body(blob))
+            store.push(descriptor, build_bytes_body(blob))
             layers.append(Layer(descriptor, f"net/{name}", dtype, shape))
         manifest, config = DIALECTS[DEFAULT].write(AImage(b'{"schemaVersion":1}', tuple(layers)))
-        store.push(manifest.config, bytes_body(config))
-        store.push(manifest.descriptor, bytes_body(manifest.raw), NAME)
+        store.push(manifest.config, build_bytes_body(config))
+        store.push(manifest.descriptor, build_bytes_body(manifest.raw), NAME)
 
 
 def file_layer(store: ImageLayout, name: str, data: bytes) -> Layer:
     descriptor = Descriptor.of(mediatype.AIMAGE_FILE, data)
-    store.push(descriptor, bytes_body(data))
+    store.push(descriptor, build_bytes_body(data))
     return Layer(descriptor, name)
 
 

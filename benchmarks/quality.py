@@ -53,7 +53,7 @@ from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.lora_text import parse_use
 from clowder_aimage.model.pipeline import Image, PictureInput
-from clowder_aimage.model.text.enhancement import enhanced_prompt, enhancement_request
+from clowder_aimage.model.text.enhancement import build_enhancement_request, collect_prompt
 from clowder_aimage.model.text.runtime import load_language_model
 from clowder_aimage.model.zimage.transformer import Block
 from clowder_aimage.oci import Digest, Reference
@@ -175,7 +175,7 @@ def with_cache(
     made = {threshold: CachedPictures() for threshold in THRESHOLDS}
     for seed, scene in enumerate(scenes):
         asked = request(scene, seed).change(steps=steps)
-        pipeline.conditioning(asked)  # encoded once for all
+        pipeline.build_conditioning(asked)  # encoded once for all
         for index in range(len(THRESHOLDS)):
             threshold = THRESHOLDS[(index + seed) % len(THRESHOLDS)]
             one = made[threshold]
@@ -286,7 +286,7 @@ def print_enhanced(pipeline: FlowPipeline, directory: Path, store: ImageLayout) 
     create(store, name, directory)
     model = load_language_model(store, read_aimage(store, name).aimage)
     written = [
-        enhanced_prompt(model.generate(enhancement_request(wish, seed)))
+        collect_prompt(model.generate(build_enhancement_request(wish, seed)))
         for seed, (wish, _) in enumerate(wishes)
     ]
     scenes = [scene for _, scene in wishes]

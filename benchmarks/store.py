@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.layout import ImageLayout, direct_io, group_commit
 from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.oci import Descriptor, mediatype
@@ -179,8 +179,8 @@ def write_all(root: Path, blobs: list[tuple[Descriptor, bytes]]) -> float:
     os.sync()
     layout = ImageLayout(root)
     begun = time.perf_counter()
-    with layout.batch(), ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda one: layout.push(one[0], bytes_body(one[1])), blobs))
+    with layout.begin_batch(), ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(lambda one: layout.push(one[0], build_bytes_body(one[1])), blobs))
     return time.perf_counter() - begun
 
 

@@ -17,7 +17,7 @@ from clowder_aimage.formats.stored_weights import StoredLayer, read_stored
 from clowder_aimage.importer import CreatePlan, PackedModel, Recipe, check_config
 from clowder_aimage.importer.blob_writer import OnWritten, pack
 from clowder_aimage.importer.plan import plan_conversion
-from clowder_aimage.importer.planned_layer import PlannedLayer, computed_layer, file_layer
+from clowder_aimage.importer.planned_layer import PlannedLayer, plan_computed_layer, plan_file_layer
 from clowder_aimage.layout.completeness import IncompleteError, open_complete, require_complete
 from clowder_aimage.layout.stored_aimage import (
     StoredAImage,
@@ -73,10 +73,10 @@ def combine(
     """
     with store.lease() as lease:
         stored = _open_base(store, base, lease)
-        shapes = _shapes(stored)
+        shapes = _collect_shapes(stored)
         for adapter, _ in uses:
             _read(adapter, shapes, str(base))
-        plan = _unchanged_plan(stored)
+        plan = _plan_unchanged(stored)
         config = dict(stored.aimage.properties)
         adapters, defaults = dict(config.get("adapters", {})), list(config.get("loras", []))
         layers = list(plan.layers)
@@ -86,7 +86,7 @@ def combine(
                 key: value for key, value in adapter.metadata.items() if value not in (None, [])
             }
             defaults.append({"adapter": name, "strength": strength})
-            layers += _files(adapter, f"adapters/{name}")
+            layers += _plan_files(adapter, f"adapters/{name}")
         layers.sort(key=lambda layer: layer.name)
         config |= {"adapters": dict(sorted(adapters.items())), "loras": defaults}
         plan = _replan(plan, layers, config)
@@ -121,19 +121,19 @@ def fuse(
     Recipe(dtype="f32").check_tools()
     with store.lease() as lease:
         stored = _open_base(store, base, lease)
-        shapes = _shapes(stored)
+        shapes = _collect_shapes(stored)
         adapters = [
             (_read(adapter_source, shapes, str(base)), strength)
             for adapter_source, strength in uses
         ]
-        parent = _parent(store, stored, lease)
-        plan = _unchanged_plan(stored)
-        weights = _values(store, stored)
-        parent_weights = _values(store, parent) if parent else weights
+        parent = _find_parent(store, stored, lease)
+        plan = _plan_unchanged(stored)
+        weights = _create_value_reader(store, stored)
+        parent_weights = _create_value_reader(store, parent) if parent else weights
         changed: dict[str, PlannedLayer] = {}
         are_quantized = False
-        for name, weight in _single_weights(store, stored).items():
-            if changes := _changes(adapters, name):
+        for name, weight in _read_single_weights(store, stored).items():
+            if changes := _list_changes(adapters, name):
                 are_quantized |= weight.quantization is not None
                 source = weights if weight.quantization is None else parent_weights
                 changed[name] = _fuse_layer(name, weight, partial(_sum, source, name, changes))
@@ -155,14 +155,14 @@ def fuse(
         config["fused"] = [*config.get("fused", []), *added]
         layers = [changed.get(layer.name, layer) for layer in plan.layers]
         layers = [layer for layer in layers if layer.name != FUSION_FILE]
-        layers.append(_fusion_file(stored, config["fused"]))
+        layers.append(_plan_fusion_file(stored, config["fused"]))
         layers.sort(key=lambda layer: layer.name)
         plan = _replan(plan, layers, config)
         on_plan(plan)
         packed = pack(
             plan, store, lease, target, stored.dialect, threads=threads, on_written=on_written
         )
-        return FusedModel(packed, _remark(base, parent) if are_quantized else "")
+        return FusedModel(packed, _describe_requantization(base, parent) if are_quantized else "")
 
 
 def _open_base(store: ContentStore, reference: Reference, lease: Lease) -> StoredAImage:
@@ -173,7 +173,7 @@ def _open_base(store: ContentStore, reference: Reference, lease: Lease) -> Store
     return stored
 
 
-def _shapes(stored: StoredAImage) -> dict[str, tuple[int, ...]]:
+def _collect_shapes(stored: StoredAImage) -> dict[str, tuple[int, ...]]:
     return {
         layer.name: layer.shape
         for layer in stored.aimage.layers
@@ -187,7 +187,7 @@ def _read(adapter: AdapterEntry, shapes: Mapping[str, tuple[int, ...]], base: st
     return read_adapter(adapter.path, shapes, label=adapter.name, base=base, config=adapter.config)
 
 
-def _unchanged_plan(stored: StoredAImage) -> CreatePlan:
+def _plan_unchanged(stored: StoredAImage) -> CreatePlan:
     layers = [StoredLayer(layer, ()) for layer in stored.aimage.layers]
     plan = plan_conversion(stored.aimage, layers, stored.dialect, Recipe(), frozenset())
     tensors = sum(layer.is_tensor for layer in stored.aimage.layers)
@@ -214,17 +214,17 @@ def _free_name(name: str, names: Mapping[str, Any]) -> str:
     return free_name
 
 
-def _files(adapter: AdapterEntry, folder: str) -> list[PlannedLayer]:
+def _plan_files(adapter: AdapterEntry, folder: str) -> list[PlannedLayer]:
     name = f"{folder}/{_WEIGHTS}"
-    source = model_tree.source_file(None, adapter.path, name, mediatype.AIMAGE_LORA)
-    layers = [file_layer(source)]
+    source = model_tree.build_source_file(None, adapter.path, name, mediatype.AIMAGE_LORA)
+    layers = [plan_file_layer(source)]
     if adapter.config:
         data = json.dumps(adapter.config, indent=2, sort_keys=True).encode()
         layers.append(PlannedLayer(f"{folder}/{_CONFIG}", mediatype.AIMAGE_FILE, data, ()))
     return layers
 
 
-def _single_weights(store: ContentStore, stored: StoredAImage) -> dict[str, Weight]:
+def _read_single_weights(store: ContentStore, stored: StoredAImage) -> dict[str, Weight]:
     """Return the weights that are alone in their layer, by its name."""
     layers = read_stored(store, stored.aimage)
     return {
@@ -236,24 +236,26 @@ def _single_weights(store: ContentStore, stored: StoredAImage) -> dict[str, Weig
     }
 
 
-def _values(store: ContentStore, stored: StoredAImage) -> Callable[[str], Floats]:
+def _create_value_reader(store: ContentStore, stored: StoredAImage) -> Callable[[str], Floats]:
     """Return a function from the name of a layer to its values, dequantized."""
     from clowder_aimage.model.weights import ModelWeights
 
     @cache
-    def component(name: str) -> ModelWeights:
+    def open_component(name: str) -> ModelWeights:
         return ModelWeights.open(store, stored.aimage, name)
 
-    def values(name: str) -> Floats:
+    def read_values(name: str) -> Floats:
         import numpy as np
 
         owner, _, tensor_name = name.partition("/")
-        return np.asarray(component(owner).numpy(tensor_name), np.float32)
+        return np.asarray(open_component(owner).read_numpy(tensor_name), np.float32)
 
-    return values
+    return read_values
 
 
-def _changes(adapters: Sequence[tuple[Adapter, float]], name: str) -> list[tuple[Change, float]]:
+def _list_changes(
+    adapters: Sequence[tuple[Adapter, float]], name: str
+) -> list[tuple[Change, float]]:
     return [
         (change, strength)
         for adapter, strength in adapters
@@ -282,10 +284,10 @@ def _fuse_layer(name: str, weight: Weight, compute: Callable[[], Floats]) -> Pla
         target = scales if weight.quantization.type.has_bias and scales in FLOATS else "F32"
     elif target not in FLOATS:
         raise ModelError(f"{name[:200]} is {target[:40]}, to which no adapter can be added")
-    return computed_layer(name, weight.shape, target, weight.quantization, compute)
+    return plan_computed_layer(name, weight.shape, target, weight.quantization, compute)
 
 
-def _parent(store: ContentStore, stored: StoredAImage, lease: Lease) -> StoredAImage | None:
+def _find_parent(store: ContentStore, stored: StoredAImage, lease: Lease) -> StoredAImage | None:
     """Return the AImage that this one is a variant of, if it is complete in the store."""
     subject = stored.aimage.subject
     if subject is None or "variant" not in stored.aimage.properties:
@@ -301,13 +303,13 @@ def _parent(store: ContentStore, stored: StoredAImage, lease: Lease) -> StoredAI
     return parent
 
 
-def _fusion_file(stored: StoredAImage, fused: Sequence[Mapping[str, Any]]) -> PlannedLayer:
+def _plan_fusion_file(stored: StoredAImage, fused: Sequence[Mapping[str, Any]]) -> PlannedLayer:
     value = {"base": str(stored.descriptor.digest), "adapters": list(fused)}
     data = json.dumps(value, indent=2, sort_keys=True).encode() + b"\n"
     return PlannedLayer(FUSION_FILE, mediatype.AIMAGE_FILE, data, ())
 
 
-def _remark(base: Reference, parent: StoredAImage | None) -> str:
+def _describe_requantization(base: Reference, parent: StoredAImage | None) -> str:
     if parent is None:
         return (
             f"{base} is quantized: the adapters were added to its dequantized values, which were "

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from clowder_aimage.content import OnEvent, Overlay, Source, copy
-from clowder_aimage.content.atomic_file import DISK_FULL, atomic_file, write_all
+from clowder_aimage.content.atomic_file import DISK_FULL, open_atomic, write_all
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.copy_option import CopyEvent, ignore
-from clowder_aimage.content.store import Reader, file_body
+from clowder_aimage.content.store import Reader, build_file_body
 from clowder_aimage.content.verified_reader import VerifyingReader, read_all
 from clowder_aimage.errors import (
     FormatError,
@@ -65,7 +65,7 @@ def attach(
     for title, count in Counter(file.name for file in files).items():
         if count > 1:
             raise UsageError(f"two files have the name {title}")
-    layers = [_layer(file) for file in files]
+    layers = [_build_descriptor(file) for file in files]
     with Repository(reference, connection) as repository:
         subject = repository.resolve(reference)
         manifest = build(artifact_type, layers, subject, annotations or {})
@@ -73,7 +73,7 @@ def attach(
         source = Overlay(_Files(layers, files), manifest.descriptor, documents)
         name, connections = (
             reference.with_digest(manifest.digest),
-            connection.connections(reference.registry),
+            connection.compute_connections(reference.registry),
         )
         copy(source, name, repository, concurrency=connections, on_event=on_event)
     return manifest.descriptor, subject
@@ -103,7 +103,7 @@ def fetch_files(
         raw = read_all(repository.open(content), content)
         layers = Manifest.parse(raw, content.media_type).layers
         titled = [layer for layer in layers if mediatype.TITLE in layer.annotations]
-        files = [(directory / _title(layer), layer) for layer in titled]
+        files = [(directory / _parse_title(layer), layer) for layer in titled]
         paths = [path for path, _ in files]
         if not paths:
             raise UsageError(f"{reference} has no files with names", remedy="list_attached")
@@ -122,7 +122,7 @@ def fetch_files(
     return paths
 
 
-def _title(layer: Descriptor) -> str:
+def _parse_title(layer: Descriptor) -> str:
     """Return the title of a layer, a file name without directories. Raises FormatError."""
     title = layer.annotations[mediatype.TITLE]
     if title in ("", "..") or title != Path(title).name or not title.isprintable():
@@ -137,7 +137,7 @@ def _write(source: Source, layer: Descriptor, path: Path, on_event: OnEvent) -> 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
-            atomic_file(path) as file,
+            open_atomic(path) as file,
             VerifyingReader(source.open(layer), layer) as reader,
         ):
             while count := reader.readinto(buffer):
@@ -170,7 +170,7 @@ def build(
     return Manifest.build(document)
 
 
-def _layer(file: Path) -> Descriptor:
+def _build_descriptor(file: Path) -> Descriptor:
     """Return the descriptor of a file, titled with its name without the directories."""
     try:
         with file.open("rb") as opened:
@@ -198,4 +198,4 @@ class _Files(Source):
         return content.digest in self._paths
 
     def open(self, content: Descriptor, offset: int = 0, _: int | None = None, /) -> Reader:
-        return file_body(self._paths[content.digest])(offset)
+        return build_file_body(self._paths[content.digest])(offset)

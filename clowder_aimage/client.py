@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clowder_aimage import __version__
-from clowder_aimage.config.user_directory import client_options, default_stores, dialect_cache
+from clowder_aimage.config.user_directory import (
+    list_default_stores,
+    open_dialect_cache,
+    read_client_options,
+)
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import UsageError
@@ -38,7 +42,7 @@ class Store:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        path_to_write, *read_only = roots = default_stores() if path is None else (Path(path),)
+        path_to_write, *read_only = roots = list_default_stores() if path is None else (Path(path),)
         self.path = path_to_write
         self.layout = LayeredStore(roots) if read_only else ImageLayout(path_to_write)
 
@@ -47,7 +51,7 @@ class Store:
 
     def names(self) -> list[str]:
         """Return the names in the store, sorted."""
-        return sorted(name for name, _ in self.layout.tags())
+        return sorted(name for name, _ in self.layout.list_tags())
 
     def digest(self, name: Name) -> str:
         """Return the digest of a name. Raises NotFoundError."""
@@ -111,7 +115,7 @@ class Registry:
         if (username is None) != (password is None):
             raise UsageError("a username and a password belong together")
         account = {"username": username, "password": password}
-        self.options = client_options(
+        self.options = read_client_options(
             plain_http=plain_http,
             insecure=insecure,
             ca_file=None if ca_file is None else Path(ca_file),
@@ -120,16 +124,16 @@ class Registry:
 
     def repositories(self) -> list[str]:
         """Return the names of the repositories. Raises UnauthorizedError, AccessError."""
-        from clowder_aimage.registry import repositories
+        from clowder_aimage.registry import list_repositories
 
-        return repositories(self.host, self.options)
+        return list_repositories(self.host, self.options)
 
     def tags(self, repository: str) -> list[str]:
         """Return the tags of a repository. Raises NotFoundError, UnauthorizedError, AccessError."""
         from clowder_aimage.registry import Repository, is_generated
 
         with Repository(Reference.parse(f"{self.host}/{repository}"), self.options) as remote:
-            return [tag for tag in remote.tag_names() if not is_generated(tag)]
+            return [tag for tag in remote.list_tag_names() if not is_generated(tag)]
 
     def digest(self, name: str) -> str:
         """Return the digest of REPOSITORY:TAG. Raises NotFoundError, AccessError."""
@@ -199,7 +203,7 @@ def push(
         to_connection(reference, registry),
         dialect=dialect,
         on_event=ProgressCounter(progress).on_event,
-        ladder=dialect_cache(),
+        ladder=open_dialect_cache(),
     )
     return str(sent.digest)
 
@@ -305,7 +309,7 @@ def to_reference(name: Name) -> Reference:
 def to_connection(reference: Reference, registry: Registry | None) -> ClientOptions:
     """Return the options for the registry of a name. Raises UsageError: it is another one."""
     if registry is None:
-        return client_options()
+        return read_client_options()
     if reference.registry not in (None, registry.host):
         raise UsageError(f"{reference} is not in the registry {registry.host}")
     return registry.options

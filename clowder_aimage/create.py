@@ -21,7 +21,7 @@ from clowder_aimage.formats.family_model import LikeModel
 from clowder_aimage.formats.inventory import Inventory
 from clowder_aimage.formats.model_tree import MAX_JSON
 from clowder_aimage.formats.shard_index import is_safetensors
-from clowder_aimage.formats.stored_weights import read_stored, weights_of
+from clowder_aimage.formats.stored_weights import group_weights, read_stored
 from clowder_aimage.importer import (
     CreatePlan,
     PackedModel,
@@ -34,7 +34,7 @@ from clowder_aimage.importer.blob_writer import OnWritten, pack
 from clowder_aimage.importer.enhancer_plan import plan_enhancer
 from clowder_aimage.importer.model_source import ModelForm, take
 from clowder_aimage.importer.plan import plan_conversion
-from clowder_aimage.importer.planned_layer import layer_name
+from clowder_aimage.importer.planned_layer import join_name
 from clowder_aimage.importer.precision_scan import OnSurvey, survey_weights
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import open_complete
@@ -92,12 +92,10 @@ def create(
     chosen = DIALECTS[dialect]
     with store.lease() as lease:
         if like is not None:
-            form = replace(form, like=_like(store, like, lease))
+            form = replace(form, like=_open_like_model(store, like, lease))
         inventory = take(path, form)
         weights = {component.name: component.weights for component in inventory.components}
-        shapes = {
-            layer_name(n, weight.name): weight.shape for n in weights for weight in weights[n]
-        }
+        shapes = {join_name(n, weight.name): weight.shape for n in weights for weight in weights[n]}
         _check(inventory, shapes, "the model")
         exact = survey_weights(weights, recipe, threads, on_survey, on_surveyed)
         plan = make_plan(
@@ -108,7 +106,7 @@ def create(
             recipe=recipe,
             exact=exact,
             compression=form.compression,
-            subject=_subject(store, base, inventory, lease) if base else None,
+            subject=_resolve_subject(store, base, inventory, lease) if base else None,
         )
         check_config(plan)
         on_plan(plan)
@@ -139,14 +137,14 @@ def create_by_stem(store: ImageLayout, path: Path, **options: Any) -> Reference:
     return name
 
 
-def _like(store: ContentStore, reference: Reference, lease: Lease) -> LikeModel:
+def _open_like_model(store: ContentStore, reference: Reference, lease: Lease) -> LikeModel:
     """Return the model in the store that completes another one."""
     stored = open_complete(store, reference, lease)
     aimage = stored.aimage
     layers = read_stored(store, aimage, _read_quantization(store, aimage))
 
     def read(name: str) -> bytes:
-        layer = aimage.layer(name)
+        layer = aimage.get_layer(name)
         if layer.descriptor.size > MAX_JSON:
             raise ModelError(f"{reference}: {name} is too large for a JSON file")
         with store.open(layer.descriptor) as file:
@@ -191,7 +189,7 @@ def convert(
         if is_attached and stored.dialect.name != DEFAULT:
             raise UsageError(f"the dialect {stored.dialect.name} has no variants")
         layers = read_stored(store, stored.aimage, _read_quantization(store, stored.aimage))
-        exact = survey_weights(weights_of(layers), recipe, threads, on_survey, on_surveyed)
+        exact = survey_weights(group_weights(layers), recipe, threads, on_survey, on_surveyed)
         subject = stored.descriptor if is_attached else None
         base = subject and Descriptor(subject.media_type, subject.digest, subject.size)
         plan = plan_conversion(stored.aimage, layers, stored.dialect, recipe, exact, base)
@@ -255,7 +253,7 @@ def _check_last_layer(store: ContentStore, aimage: AImage, name: str, *, has_wei
         )
 
 
-def _subject(
+def _resolve_subject(
     store: ContentStore, base: Reference, inventory: Inventory, lease: Lease
 ) -> Descriptor:
     """Return the manifest of the model of an adapter or ControlNet, if they fit."""
@@ -302,13 +300,13 @@ def _read_quantization(
 
     @cache
     def of(component: str) -> QuantizationConfig:
-        config = _object(store, aimage, layer_name(component, "config.json"))
-        return QuantizationConfig(config, _object(store, aimage, "model_index.json"))
+        config = _read_object(store, aimage, join_name(component, "config.json"))
+        return QuantizationConfig(config, _read_object(store, aimage, "model_index.json"))
 
     return lambda component, name: of(component).of(name)
 
 
-def _object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any]:
+def _read_object(store: ContentStore, aimage: AImage, name: str) -> dict[str, Any]:
     """Return a JSON file of an AImage; an empty object if it is missing or too large."""
     layer = aimage.find(name)
     if layer is None or layer.descriptor.size > MAX_CONFIG_SIZE:

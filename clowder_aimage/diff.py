@@ -145,8 +145,8 @@ def diff(
         changed=tuple(change for change, before, after in pairs if before.digest != after.digest),
         added=tuple(change for change in changes if change.a is None),
         removed=tuple(change for change in changes if change.b is None),
-        config=tuple(_fields(old.properties, new.properties)),
-        annotations=tuple(_fields(old.annotations, new.annotations)),
+        config=tuple(_iter_field_changes(old.properties, new.properties)),
+        annotations=tuple(_iter_field_changes(old.annotations, new.annotations)),
         fetch={digest: size for digest, size in new.blobs.items() if digest not in present},
     )
 
@@ -182,7 +182,7 @@ def _read_side(source: Source, reference: Reference, where: str) -> Side:
     if not isinstance(manifest, Manifest):
         raise FormatError(f"expected a manifest, but {reference} is an index")
     raw = read_all(source.open(manifest.config), manifest.config, MAX_CONFIG_SIZE)
-    dialect, aimage = FOREIGN, AImage(raw, tuple(_foreign(manifest)))
+    dialect, aimage = FOREIGN, AImage(raw, tuple(_iter_foreign_layers(manifest)))
     with suppress(FormatError):
         detected = detect(manifest)
         dialect, aimage = detected.name, detected.read(manifest, raw)
@@ -197,7 +197,7 @@ def _read_side(source: Source, reference: Reference, where: str) -> Side:
     return Side(reference, where, manifest, dialect, layers, properties)
 
 
-def _foreign(manifest: Manifest) -> Iterator[Layer]:
+def _iter_foreign_layers(manifest: Manifest) -> Iterator[Layer]:
     """Yield the layers by their titles, if these are unique; none of them is a tensor."""
     titles = Counter(layer.annotations.get(mediatype.TITLE, "") for layer in manifest.layers)
     for layer in manifest.layers:
@@ -206,14 +206,16 @@ def _foreign(manifest: Manifest) -> Iterator[Layer]:
         yield Layer(plain, title if title and titles[title] == 1 else str(layer.digest))
 
 
-def _fields(
+def _iter_field_changes(
     a: Mapping[str, Any], b: Mapping[str, Any], path: tuple[str, ...] = ()
 ) -> Iterator[FieldChange]:
     """Yield the fields that differ between two objects, nested ones included."""
     for key in sorted(a.keys() | b.keys()):
         old, new = ((side[key],) if key in side else () for side in (a, b))
         if len(path) < _MAX_DEPTH and _has_fields(old) and _has_fields(new):
-            yield from _fields(old[0] if old else {}, new[0] if new else {}, (*path, key))
+            yield from _iter_field_changes(
+                old[0] if old else {}, new[0] if new else {}, (*path, key)
+            )
         elif json.dumps(old, sort_keys=True) != json.dumps(new, sort_keys=True):
             # Compared as JSON: unlike in Python, 1 equals neither true nor 1.0.
             yield FieldChange((*path, key), old, new)

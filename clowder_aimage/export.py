@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.content import ContentStore
-from clowder_aimage.content.atomic_file import atomic_file, write_all
+from clowder_aimage.content.atomic_file import open_atomic, write_all
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
-from clowder_aimage.exporter.directory import LinkMethod, faults, new_directory, new_file
+from clowder_aimage.exporter.directory import LinkMethod, new_directory, new_file, translate_errors
 from clowder_aimage.exporter.family_plan import FamilyPlanner
 from clowder_aimage.exporter.layer_store import LayerStore, is_ours
 from clowder_aimage.exporter.plan import ExportPlan, ExportPlanner
@@ -27,7 +27,7 @@ from clowder_aimage.layout.stored_aimage import (
     StoredAImage,
     interpret,
     lease_manifest,
-    packed_layers,
+    list_packed_layers,
     read_aimage,
     read_manifest,
 )
@@ -89,9 +89,9 @@ def export(
             for layer, compressed in pairs
         ):
             require_complete(store, reference, stored)
-        blobs = LayerStore(store, packed_layers(store, stored))
+        blobs = LayerStore(store, list_packed_layers(store, stored))
         with new_directory(directory) as root:
-            plan = _planner(blobs, stored, reference, layout, shard).plan()
+            plan = _create_planner(blobs, stored, reference, layout, shard).plan()
             on_plan(plan)
             written = ExportWriter(
                 plan, blobs, root, path=directory, links=links, on_written=on_written
@@ -107,7 +107,7 @@ def export(
     )
 
 
-def _planner(
+def _create_planner(
     blobs: LayerStore, stored: StoredAImage, reference: Reference, layout: str | None, shard: int
 ) -> ExportPlanner | FamilyPlanner:
     if layout is None:
@@ -162,17 +162,19 @@ def export_adapter(
         if stored.aimage.properties.get("format") != "lora" or len(weights) != 1:
             raise UsageError(f"{reference} is not an adapter", remedy="export_model")
         converted = convert_adapter(
-            Path(store.path(weights[0].descriptor)),
+            Path(store.find_path(weights[0].descriptor)),
             dialect,
             label=str(reference),
-            shapes=_base_shapes(store, stored),
-            config=_adapter_config(store, stored),
+            shapes=_read_base_shapes(store, stored),
+            config=_read_adapter_config(store, stored),
         )
     size = _write_adapter(path, converted.encode(), converted.config)
     return ExportedAdapter(stored.descriptor, len(converted.tensors), size)
 
 
-def _base_shapes(store: ContentStore, stored: StoredAImage) -> dict[str, tuple[int, ...]] | None:
+def _read_base_shapes(
+    store: ContentStore, stored: StoredAImage
+) -> dict[str, tuple[int, ...]] | None:
     """Return the shapes of the base's tensors, or None if the store lacks it."""
     subject = stored.aimage.subject
     if subject is None or subject.media_type in mediatype.INDEXES:
@@ -184,7 +186,7 @@ def _base_shapes(store: ContentStore, stored: StoredAImage) -> dict[str, tuple[i
     return {layer.name: layer.shape for layer in base.layers if layer.shape} or None
 
 
-def _adapter_config(store: ContentStore, stored: StoredAImage) -> dict[str, Any] | None:
+def _read_adapter_config(store: ContentStore, stored: StoredAImage) -> dict[str, Any] | None:
     layer = stored.aimage.find("adapter_config.json")
     if layer is None or layer.descriptor.size > MAX_CONFIG_SIZE:
         return None
@@ -204,13 +206,13 @@ def _write_adapter(path: Path, data: Iterator[bytes], config: Mapping[str, Any] 
     if config is not None:
         text = json.dumps(config, indent=2).encode() + b"\n"
         with new_directory(path) as root:
-            with faults(path), new_file(root, "adapter_config.json") as fd:
+            with translate_errors(path), new_file(root, "adapter_config.json") as fd:
                 write_all(fd, text)
-            with faults(path), new_file(root, "adapter_model.safetensors") as fd:
+            with translate_errors(path), new_file(root, "adapter_model.safetensors") as fd:
                 write(fd)
         return size + len(text)
     if os.path.lexists(path):
         raise UsageError(f"{path} exists already", hint="choose another name")
-    with faults(path), atomic_file(path) as file:
+    with translate_errors(path), open_atomic(path) as file:
         write(file.fileno())
     return size

@@ -9,7 +9,7 @@ from typing import Any
 
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import AImageError, ModelError, NotFoundError
-from clowder_aimage.generation.request import COUNTS, GenerateRequest, parameter_locations
+from clowder_aimage.generation.request import COUNTS, GenerateRequest, map_parameter_locations
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.adapter_source import (
     AdapterFinder,
@@ -24,7 +24,7 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.input import PictureInputs, PreparedPicture, TiledPicture
 
 
-def no_op() -> None:
+def do_nothing() -> None:
     """Do nothing: all blobs are in the store."""
 
 
@@ -39,7 +39,7 @@ class RunnableModel:
 
     stored: StoredAImage
     pipeline: Pipeline
-    end: Callable[[], None] = no_op
+    end: Callable[[], None] = do_nothing
     adapters: AdapterSource | None = None
     pictures: PictureInputs | None = None
     controls: ControlSource | None = None
@@ -164,7 +164,7 @@ def load(
     dtype: str | None = None,
     tuning: TorchTuning = NO_TUNING,
     request: GenerateRequest | None = None,
-    end: Callable[[], None] = no_op,
+    end: Callable[[], None] = do_nothing,
     finder: AdapterFinder | None = None,
 ) -> RunnableModel:
     """Open the model on the calling thread; check the sides of the first ``request`` before.
@@ -196,10 +196,10 @@ def _computing() -> Iterator[None]:
         raise ModelError(f"the model's numbers cannot be computed with ({kind})") from error
 
 
-def _stated_values(request: GenerateRequest) -> dict[str, Any]:
+def _collect_stated_values(request: GenerateRequest) -> dict[str, Any]:
     """Return the parameters that a picture states: those of its inputs only if there are some."""
     has_image, has_control = request.input.image is not None, request.control.image is not None
-    groups = {name: location.group for name, location in parameter_locations().items()}
+    groups = {name: location.group for name, location in map_parameter_locations().items()}
     is_omitted = {
         **{name: not has_image for name, group in groups.items() if group == "input"},
         **{name: not has_control for name, group in groups.items() if group == "control"},
@@ -226,7 +226,7 @@ def describe_picture(
     return {
         "reference": str(reference),
         "digest": str(model.stored.descriptor.digest),
-        **_stated_values(request),
+        **_collect_stated_values(request),
         "dtype": model.dtype,
         "backend": model.backend,
     }

@@ -13,12 +13,12 @@ from clowder_aimage.content import CopyPlan, copy, plan_copy
 from clowder_aimage.content.fetch import check_space
 from clowder_aimage.content.graph import (
     UNKNOWN,
-    document_of,
     is_document,
+    list_successors,
+    parse_content,
     read_document,
-    successors,
 )
-from clowder_aimage.content.store import Lease, bytes_body
+from clowder_aimage.content.store import Lease, build_bytes_body
 from clowder_aimage.content.tar_store import TarMember, TarStream
 from clowder_aimage.content.verified_reader import check_size, read_all, verify
 from clowder_aimage.document.strict_json import read_json
@@ -31,7 +31,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.index import entry_name
+from clowder_aimage.layout.index import find_entry_name
 from clowder_aimage.layout.stored_aimage import inflate_copied
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Index, Reference
 from clowder_aimage.oci.descriptor import MAX_SIZE
@@ -81,7 +81,7 @@ def load(
         tar = TarStream(file, file_name, on_read)
         if tar.size:
             on_plan(tar.size)
-        with layout.lease() as lease, layout.batch():
+        with layout.lease() as lease, layout.begin_batch():
             loader = _Loader(layout, lease, tar, name, None if tar.size else on_plan)
             return loader.run()
 
@@ -125,7 +125,7 @@ class _Loader:
     is_planned: bool = False
 
     def run(self) -> LoadResult:
-        for member in self.tar.members():
+        for member in self.tar.iter_members():
             self._read_member(member)
         if not self.roots:
             raise FormatError(
@@ -170,7 +170,7 @@ class _Loader:
         return data
 
     def _read_index(self, data: bytes) -> None:
-        self.roots = _entries(data, self.tar.name)
+        self.roots = _parse_entries(data, self.tar.name)
         self.names = _choose_names(self.roots, self.name, self.tar.name)
         self._expect(self.roots)
 
@@ -199,8 +199,8 @@ class _Loader:
                 f"{self.tar.name} is damaged: {error.message}", hint="copy or save it again"
             ) from None
         if is_document(content):
-            document = document_of(raw, content) if raw else read_document(self.layout, content)
-            self._expect(successors(document))
+            document = parse_content(raw, content) if raw else read_document(self.layout, content)
+            self._expect(list_successors(document))
 
     def _store(self, content: Descriptor, member: TarMember) -> bytes | None:
         """Store a blob, or verify a repeated one; return a new document's bytes.
@@ -220,7 +220,7 @@ class _Loader:
         # Read from the archive: a read from the layout would end the group commit.
         if is_document(content):
             raw = read_all(member.open(), content)
-            self.layout.push(content, bytes_body(raw))
+            self.layout.push(content, build_bytes_body(raw))
             return raw
         self.layout.push(content, lambda _=0: member.open())
         return None
@@ -265,7 +265,7 @@ class _Loader:
         if plan.absent and all(isinstance(document, Index) for _, document in plan.documents):
             # An index may lack manifests, but not all of them.
             return list(plan.absent), plan
-        return plan.missing(self.layout), plan
+        return plan.list_missing(self.layout), plan
 
 
 def _check_version(raw: bytes, archive: str) -> None:
@@ -275,7 +275,7 @@ def _check_version(raw: bytes, archive: str) -> None:
     raise FormatError(f"unsupported oci-layout in {archive}: expected version 1.0.0")
 
 
-def _entries(raw: bytes, archive: str) -> list[Descriptor]:
+def _parse_entries(raw: bytes, archive: str) -> list[Descriptor]:
     """Parse the entries of index.json, at least one. Raises FormatError."""
     entries: Any = None
     with suppress(FormatError, LookupError, TypeError):
@@ -303,7 +303,7 @@ def _choose_names(
         return {name: entries[0]}
     names: dict[Reference, Descriptor] = {}
     for entry in entries:
-        reference = _reference(entry)
+        reference = _parse_reference(entry)
         if reference and names.setdefault(reference, entry).digest != entry.digest:
             raise FormatError(
                 f"{archive} has two manifests with the name {reference}: "
@@ -316,10 +316,10 @@ def _choose_names(
     return names
 
 
-def _reference(entry: Descriptor) -> Reference | None:
+def _parse_reference(entry: Descriptor) -> Reference | None:
     """Return the name of an entry, or None if it has no valid one. Raises FormatError."""
     try:
-        reference = Reference.parse(entry_name(entry.annotations))
+        reference = Reference.parse(find_entry_name(entry.annotations))
     except UsageError:
         return None
     if reference.digest not in (None, entry.digest):
@@ -329,5 +329,5 @@ def _reference(entry: Descriptor) -> Reference | None:
 
 def _describe(entry: Descriptor) -> str:
     """Return the digest of an entry, and its name if it has one."""
-    name = entry_name(entry.annotations)
+    name = find_entry_name(entry.annotations)
     return f"{entry.digest} ({name[:100]!r})" if name else str(entry.digest)

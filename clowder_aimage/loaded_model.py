@@ -139,7 +139,7 @@ class Model:
             uses = tuple(LoraUse(*pair) for pair in pairs)
             draft = GenerateRequest.draft(prompt, **values | digests, loras=uses)
             base, files = self._loaded.stored.aimage, self._finder.store
-            request = own_sized(draft, first_file).for_model(base)
+            request = own_sized(draft, first_file).apply_defaults(base)
             request, _ = self._finder.resolve(request, base, files)
             return self._generate(request, ProgressCounter(progress))
 
@@ -271,8 +271,10 @@ def load(
             loaded = generate.load(fetched.files, fetched.stored, **options)
             if loaded.warning:
                 warnings.warn(loaded.warning, RuntimeWarning, stacklevel=2)
-            loaded.pipeline.set_memory(KEEP, None, loaded.device_memory or machine.memory())
-            loaded.preload(GenerateRequest.draft().for_model(fetched.stored.aimage))
+            loaded.pipeline.set_memory(
+                KEEP, None, loaded.device_memory or machine.read_memory_limit()
+            )
+            loaded.preload(GenerateRequest.draft().apply_defaults(fetched.stored.aimage))
             fetched.end()
         inputs = PictureFiles(layout, connect)
         return Model(reference, loaded, finder, inputs, stack.pop_all())

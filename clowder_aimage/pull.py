@@ -19,7 +19,7 @@ from clowder_aimage.content import (
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.fetch import check_space
 from clowder_aimage.content.platform import ANY, ManifestSelector, select
-from clowder_aimage.content.telemetry import span
+from clowder_aimage.content.telemetry import start_span
 from clowder_aimage.dialect import AImage, Layer, detect
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import AImageError, FormatError, UsageError
@@ -93,24 +93,27 @@ def pull(
         VerificationError, FormatError: the bytes differ from their descriptors.
         StoreError, NoSpaceError: it cannot be stored.
     """
-    with span("pull", reference=str(reference)), Repository(reference, connection) as repository:
+    with (
+        start_span("pull", reference=str(reference)),
+        Repository(reference, connection) as repository,
+    ):
         source = options.wrap(repository) if options.wrap else repository
-        with span("resolve"):
+        with start_span("resolve"):
             root = source.resolve(reference)
-        with span("manifest"):
+        with start_span("manifest"):
             plan = plan_copy(source, *select(source, root, reference, options.selector))
         if options.layers is not None:
             source, plan = _select_layers(source, plan, reference, options.layers, store)
         early: StoredAImage | None = None
         if options.begin is not None and not plan.left_out:
             source, early = _read_early(source, plan, store)
-        name = stored_name(reference, plan.root)
+        name = resolve_stored_name(reference, plan.root)
         if options.is_dry_run:
-            return PullResult(name, plan, tuple(plan.missing_left_out(store)))
+            return PullResult(name, plan, tuple(plan.list_missing_left_out(store)))
         # Checked before the lease: that would write into an empty store.
-        check_space(plan.missing(store), store)
+        check_space(plan.list_missing(store), store)
         limit = connection.limit(reference.registry)
-        with store.lease(*plan.digests), span("blobs", count=len(plan.digests)):
+        with store.lease(*plan.digests), start_span("blobs", count=len(plan.digests)):
             if options.begin is not None and early is not None:
                 plan = plan.order_blobs(_order_of_use(early.aimage, options.begin(early)))
             copy(
@@ -118,7 +121,7 @@ def pull(
                 reference,
                 store,
                 name,
-                concurrency=connection.connections(reference.registry),
+                concurrency=connection.compute_connections(reference.registry),
                 on_event=options.on_event,
                 rate=options.rate or (Rate(limit) if limit else None),
                 plan=plan,
@@ -141,7 +144,7 @@ def resolve_changed(
         return (root, select(repository, root, reference, ANY)[0]) if root else None
 
 
-def stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
+def resolve_stored_name(reference: Reference, descriptor: Descriptor) -> Reference:
     """Return the name of a pulled manifest; for an index, the digest is that of its child."""
     return replace(reference, digest=descriptor.digest) if reference.digest else reference
 
@@ -161,7 +164,7 @@ def _select_layers(
             f"cannot select components or layers of {reference}: {error.message}",
             remedy="no_layers",
         ) from None
-    names = layers.names(stored.aimage, reference)
+    names = layers.list_names(stored.aimage, reference)
     selected = {
         blob.digest
         for blob, layer in zip(stored.manifest.layers, stored.aimage.layers, strict=True)
@@ -214,9 +217,9 @@ def _order_of_use(aimage: AImage, components: Sequence[str]) -> list[Digest]:
 def _tag_partial(store: ContentStore, plan: CopyPlan, name: Reference) -> list[Descriptor]:
     """Tag the fetched content, marked as partial if blobs are missing, and return those."""
     # The check is repeated after the tag: two pulls of different layers may end together.
-    missing = plan.missing_left_out(store)
+    missing = plan.list_missing_left_out(store)
     store.tag(plan.root, name, is_partial=bool(missing))
-    if missing and not (missing := plan.missing_left_out(store)):
+    if missing and not (missing := plan.list_missing_left_out(store)):
         # Another process has completed it in the meantime.
         store.tag(plan.root, name)
     return missing

@@ -20,7 +20,7 @@ from clowder_aimage.content import (
 from clowder_aimage.content.copy_option import CopyEvent, ignore
 from clowder_aimage.content.graph import read_document, walk
 from clowder_aimage.content.store import Reader, WrappedSource
-from clowder_aimage.content.telemetry import span
+from clowder_aimage.content.telemetry import start_span
 from clowder_aimage.dialect import FALLBACK_ORDER, READABLE, Dialect
 from clowder_aimage.errors import (
     AImageError,
@@ -30,7 +30,7 @@ from clowder_aimage.errors import (
     NotFoundError,
     UsageError,
 )
-from clowder_aimage.layout.completeness import check_stored, completion_advice, describe_missing
+from clowder_aimage.layout.completeness import check_stored, describe_missing, suggest_completion
 from clowder_aimage.layout.stored_aimage import StoredAImage, inflate, lease_manifest, read_aimage
 from clowder_aimage.oci import (
     MAX_MANIFEST_SIZE,
@@ -98,7 +98,7 @@ def push(
     memory = ladder or DialectCache(None)
     origins = MountOrigins(MountHolders(store, target), on_event)
     with (
-        span("push", reference=str(reference)),
+        start_span("push", reference=str(reference)),
         store.lease() as lease,
         Repository(reference, connection, origins) as repository,
     ):
@@ -107,8 +107,8 @@ def push(
         def send(source: Source) -> Descriptor:
             plan = plan_copy(source, source.resolve(reference))
             if stored is not None:
-                source, plan = _missing_first(store, source, plan, stored, reference)
-            connections = connection.connections(host)
+                source, plan = _order_missing_first(store, source, plan, stored, reference)
+            connections = connection.compute_connections(host)
             return copy(
                 source, reference, repository, concurrency=connections, on_event=on_event, plan=plan
             )
@@ -146,7 +146,7 @@ def transfer(
         VerificationError, FormatError: the bytes differ from their descriptors.
     """
     source, target = connection.expand(source), connection.expand(target)
-    with _repositories(source, target, connection, on_event) as (
+    with _open_repositories(source, target, connection, on_event) as (
         source_repository,
         target_repository,
     ):
@@ -157,7 +157,7 @@ def transfer(
                     f"the source has the digest {digest}, but the target is {target}",
                     hint="omit the digest of the target",
                 )
-        connections = connection.connections(source.registry, target.registry)
+        connections = connection.compute_connections(source.registry, target.registry)
         return _transfer(
             source_repository,
             target_repository,
@@ -181,13 +181,13 @@ def transfer_tags(
     The tags are in order; those of lists of referrers are not copied. Raises as ``transfer`` does.
     """
     source, target = connection.expand(source), connection.expand(target)
-    with _repositories(source, target, connection, on_event) as (
+    with _open_repositories(source, target, connection, on_event) as (
         source_repository,
         target_repository,
     ):
-        tags = sorted(tag for tag in source_repository.tag_names() if not is_generated(tag))
+        tags = sorted(tag for tag in source_repository.list_tag_names() if not is_generated(tag))
         pairs = [(replace(source, tag=tag), replace(target, tag=tag)) for tag in tags]
-        connections = connection.connections(source.registry, target.registry)
+        connections = connection.compute_connections(source.registry, target.registry)
         roots = _transfer(
             source_repository, target_repository, pairs, recursive, connections, on_event
         )
@@ -208,7 +208,7 @@ def _transfer(
         plan = plan_copy(source_repository, source_repository.resolve(source))
         # Attached artifacts come first: once the tag exists, its signatures do, too.
         for subject, _ in plan.documents if recursive else ():
-            for _, _, entry in source_repository.all_referrers(subject.digest):
+            for _, _, entry in source_repository.iter_referrers(subject.digest):
                 # Registries may list referrers that were deleted.
                 with contextlib.suppress(NotFoundError):
                     root = source_repository.resolve(source.with_digest(entry.digest))
@@ -244,7 +244,7 @@ def _transfer(
 
 
 @contextlib.contextmanager
-def _repositories(
+def _open_repositories(
     source: Reference, target: Reference, connection: ClientOptions, on_event: OnEvent
 ) -> Iterator[tuple[Repository, Repository]]:
     """Open the repositories of a copy. Raises UsageError: a name has no host."""
@@ -259,7 +259,7 @@ def _repositories(
     is_near = source.registry == target.registry and source.repository != target.repository
     origins = MountOrigins(lambda _: [source.repository] if is_near else [], on_event)
     with (
-        span("copy", source=str(source), reference=str(target)),
+        start_span("copy", source=str(source), reference=str(target)),
         Repository(source, connection) as source_repository,
         Repository(target, connection, origins) as target_repository,
     ):
@@ -285,7 +285,7 @@ def _read(
     return stored
 
 
-def _missing_first(
+def _order_missing_first(
     store: ContentStore, source: Source, plan: CopyPlan, stored: StoredAImage, reference: Reference
 ) -> tuple[Source, CopyPlan]:
     """Put blobs that the store lacks first; reading them raises the error for them."""
@@ -296,7 +296,7 @@ def _missing_first(
     error = NotFoundError(
         f"{reference} is incomplete, and its registry does not have the rest: the store is "
         f"missing {words or f'{len(absent)} of its blobs'}",
-        **completion_advice(store, reference, stored.descriptor, prefer_other=True),
+        **suggest_completion(store, reference, stored.descriptor, prefer_other=True),
     )
     return _PartialSource(source, absent, error), plan.put_first(absent)
 
@@ -373,10 +373,10 @@ def _descend(
     # If all dialects are refused, the cause is another one, and the cache would mislead.
     if len(refused) > 1:
         memory.remove(host)
-    raise _final_error(reasons)
+    raise _choose_error(reasons)
 
 
-def _final_error(reasons: list[AImageError]) -> AImageError:
+def _choose_error(reasons: list[AImageError]) -> AImageError:
     """Return the error after the last dialect: that of the registry, if there is one."""
     refusals = [reason for reason in reasons if isinstance(reason, ManifestRefusedError)]
     if not refusals:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clowder_aimage.content import CopyPlan, Lease, OnEvent, copy, plan_copy
-from clowder_aimage.content.atomic_file import atomic_file
+from clowder_aimage.content.atomic_file import open_atomic
 from clowder_aimage.content.copy_option import ignore
 from clowder_aimage.content.open_directory import open_special, resolve
 from clowder_aimage.content.tar_store import TarTarget, write_error
@@ -20,7 +20,7 @@ from clowder_aimage.content.verified_reader import check_size
 from clowder_aimage.errors import AImageError, NoSpaceError, NotFoundError, StoreError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import require_complete
-from clowder_aimage.layout.lock import store_errors
+from clowder_aimage.layout.lock import translate_store_errors
 from clowder_aimage.layout.stored_aimage import lease_manifest, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype
 from clowder_aimage.oci.manifest import encode, parse_document
@@ -70,12 +70,15 @@ def save(
             for plan in plans
             for content, document in reversed(plan.documents)
         }
-        entries = [_entry(name, *documents[root.digest]) for name, root in names]
+        entries = [_encode_entry(name, *documents[root.digest]) for name, root in names]
         head = {"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX}
         index = encode(head | {"manifests": entries})
         plan = _merge(plans, documents, index)
         archive = TarTarget(index, plan)
-        with _output(target, archive.size) as (file, name), store_errors(layout.root):
+        with (
+            _open_output(target, archive.size) as (file, name),
+            translate_store_errors(layout.root),
+        ):
             archive.open_file(file, name, is_hashed=is_hashed)
             copy(layout, names[0][0], archive, on_event=on_event, plan=plan)
     for _, root in names:
@@ -107,9 +110,9 @@ def _plan(layout: ImageLayout, reference: Reference, root: Descriptor, lease: Le
             reference=reference,
         )
     # A blob may exist with another size. That is damage, not absence.
-    for blob in plan.missing(layout):
+    for blob in plan.list_missing(layout):
         try:
-            check_size(blob, layout.path(blob).stat().st_size)
+            check_size(blob, layout.find_path(blob).stat().st_size)
         except NotFoundError:
             _check_aimage(layout, reference)
             raise
@@ -126,7 +129,9 @@ def _check_aimage(layout: ImageLayout, reference: Reference) -> None:
     require_complete(layout, reference, stored)
 
 
-def _entry(reference: Reference, root: Descriptor, document: Manifest | Index) -> dict[str, object]:
+def _encode_entry(
+    reference: Reference, root: Descriptor, document: Manifest | Index
+) -> dict[str, object]:
     """Return an entry of index.json as the layout writes it for that name."""
     entry = document.descriptor.to_json() | {"digest": str(root.digest)}
     if isinstance(document, Manifest) and document.artifact_type:
@@ -151,7 +156,7 @@ def _merge(
 
 
 @contextmanager
-def _output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO, object]]:
+def _open_output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO, object]]:
     """Open a stream for ``size`` bytes, and return its name for errors.
 
     A link is followed, if it is not another user's. A file is created when it is complete; a named
@@ -185,7 +190,7 @@ def _output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO, obje
             if mode is not None:
                 os.fchmod(fd, stat.S_IMODE(mode))
 
-        with atomic_file(final, prepare=keep_mode, removes_leftovers=True) as file:
+        with open_atomic(final, prepare=keep_mode, removes_leftovers=True) as file:
             yield file, target
     except OSError as error:
         raise write_error(error, target) from error

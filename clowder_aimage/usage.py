@@ -15,8 +15,8 @@ from pathlib import Path
 
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, blobs
-from clowder_aimage.layout.lock import check_own, store_errors
+from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, iter_blobs
+from clowder_aimage.layout.lock import check_own, translate_store_errors
 from clowder_aimage.oci import Descriptor, Digest, Manifest
 
 # st_blocks counts units of this many bytes (stat(2)).
@@ -81,16 +81,18 @@ class DiskUsage:
     free: int
 
 
-def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = ()) -> UsageReport:
+def measure_usage(
+    layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = ()
+) -> UsageReport:
     """Return the usage of each manifest in ``layout``, or of those in ``only``, compared with all.
 
     ``roots`` are the directories of the stores in ``layout``. Raises StoreError.
     """
-    sizes = {name: status.st_size for root in roots for name, status in blobs(root)}
+    sizes = {name: status.st_size for root in roots for name, status in iter_blobs(root)}
     needs = _NeededBlobs(layout, sizes)
     names: dict[Digest, list[str]] = {}
     needed: dict[Digest, tuple[tuple[str, ...], dict[str, int]]] = {}
-    for name, descriptor in layout.entries():
+    for name, descriptor in layout.iter_entries():
         names.setdefault(descriptor.digest, []).append(name)
         if descriptor.digest not in needed:
             needed[descriptor.digest] = needs.of(descriptor)
@@ -119,14 +121,14 @@ def usage(layout: ImageLayout, roots: Sequence[Path], only: Iterable[Digest] = (
     )
 
 
-def disk_usage(layout: ImageLayout) -> DiskUsage:
+def measure_disk_usage(layout: ImageLayout) -> DiskUsage:
     """Return the disk usage of the single store ``layout``. Raises StoreError."""
-    entries = list(layout.entries())
-    statuses = dict(blobs(layout.root))
+    entries = list(layout.iter_entries())
+    statuses = dict(iter_blobs(layout.root))
     sizes = {name: status.st_size for name, status in statuses.items()}
     needs = _NeededBlobs(layout, sizes)
     needed = {blob for _, descriptor in entries for blob in needs.of(descriptor)[0]}
-    partials = [status.st_blocks * _BLOCK for status in _partials(layout.root)]
+    partials = [status.st_blocks * _BLOCK for status in _iter_partials(layout.root)]
     return DiskUsage(
         root=layout.root,
         names=sum(1 for name, _ in entries if name),
@@ -137,7 +139,7 @@ def disk_usage(layout: ImageLayout) -> DiskUsage:
         unneeded_size=sum(sizes.values()) - sum(sizes[blob] for blob in needed),
         partials=len(partials),
         partial_size=sum(partials),
-        free=layout.free(),
+        free=layout.measure_free(),
     )
 
 
@@ -176,16 +178,16 @@ class _NeededBlobs:
             return None if size is None else b""
         content = Descriptor("application/octet-stream", Digest.parse(key), 0)
         try:
-            with store_errors(self._layout.root), self._layout.open(content) as file:
+            with translate_store_errors(self._layout.root), self._layout.open(content) as file:
                 return file.read(LARGEST) or b""
         except NotFoundError:
             # It was removed in the meantime.
             return None
 
 
-def _partials(root: Path) -> Iterator[os.stat_result]:
+def _iter_partials(root: Path) -> Iterator[os.stat_result]:
     """Yield the status of each unfinished download."""
-    with store_errors(root), contextlib.suppress(FileNotFoundError):
+    with translate_store_errors(root), contextlib.suppress(FileNotFoundError):
         for entry in os.scandir(check_own(root, "ingest")):
             if not entry.name.endswith(".journal") and entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(FileNotFoundError):

@@ -18,9 +18,15 @@ from typing import Any, BinaryIO
 
 from clowder_aimage.dialect import detect
 from clowder_aimage.dialect.aimage import check_name
-from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_config
+from clowder_aimage.dialect.ollama import CARRIED_CONFIG, find_carried_config
 from clowder_aimage.document import schema as schemas
-from clowder_aimage.document.schema import JSONPath, Violation, json_positions, line_column, locate
+from clowder_aimage.document.schema import (
+    JSONPath,
+    Violation,
+    compute_line_column,
+    find_json_positions,
+    locate,
+)
 from clowder_aimage.document.strict_json import is_too_deep
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
@@ -117,7 +123,7 @@ def _validate_yaml(raw: bytes, name: str, schema: str) -> CheckedDocument:
     # A document of comments only is empty.
     value = {} if value is None else value
     schema = schema or ("desired" if isinstance(value, list) else "config")
-    violations = schemas.violations(schema, value)
+    violations = schemas.iter_violations(schema, value)
     located = [
         replace(violation, line=lines.get(violation.path, 0), column=1) for violation in violations
     ]
@@ -131,8 +137,8 @@ def validate_stream(
 
     Raises UsageError: the schema or the kind of document is unknown.
     """
-    names = ", ".join(schemas.names())
-    if schema and schema not in schemas.names():
+    names = ", ".join(schemas.list_names())
+    if schema and schema not in schemas.list_names():
         raise UsageError(f"schema not found: {schema}", hint=f"expected one of: {names}")
     raw = start + file.read(MAX_SIZE + 1)
     if len(raw) > MAX_SIZE:
@@ -151,7 +157,7 @@ def validate_stream(
 def validate_reference(layout: ImageLayout, reference: Reference) -> list[CheckedDocument]:
     """Check the manifest or index of ``reference`` and all below it. Raises NotFoundError."""
     descriptor = layout.resolve(reference)
-    layout.path(descriptor)
+    layout.find_path(descriptor)
     return _Walk(layout).run(_Step(descriptor, str(reference)))
 
 
@@ -182,11 +188,11 @@ def check(
     descriptor. With ``has_lines`` violations have their line and column.
     """
     value, violations = _read(raw)
-    schema = schema or kind_of(value) or _SCHEMAS.get(media_type, "")
+    schema = schema or detect_schema(value) or _SCHEMAS.get(media_type, "")
     if value is None and violations:
         return CheckedDocument(name, schema, violations)
     if schema:
-        violations += schemas.violations(schema, value)
+        violations += schemas.iter_violations(schema, value)
     if schema in _GRAPH and isinstance(value, dict):
         violations += _check_graph(schema, value, raw, {violation.path for violation in violations})
         # The reader stops at the first error, which the schema has reported.
@@ -197,7 +203,7 @@ def check(
     return CheckedDocument(name, schema, violations, note, value)
 
 
-def kind_of(value: object) -> str:
+def detect_schema(value: object) -> str:
     """Return the name of the schema for a document, or an empty string."""
     if not isinstance(value, dict):
         return ""
@@ -232,7 +238,7 @@ def _read(raw: bytes) -> tuple[Any, list[Violation]]:
         value = json.loads(text)
     except UnicodeDecodeError as error:
         text = raw[: error.start].decode()
-        line, column = line_column(text, len(text))
+        line, column = compute_line_column(text, len(text))
         return None, [Violation((), "not valid JSON: not UTF-8", line, column)]
     except json.JSONDecodeError as error:
         return None, [Violation((), f"not valid JSON: {error.msg}", error.lineno, error.colno)]
@@ -242,7 +248,7 @@ def _read(raw: bytes) -> tuple[Any, list[Violation]]:
     # libyaml recurses without a limit.
     if not is_too_deep(value):
         duplicates = [
-            path for path, positions in json_positions(text).items() if len(positions) > 1
+            path for path, positions in find_json_positions(text).items() if len(positions) > 1
         ]
     if not duplicates:
         return None, [Violation((), reason)]
@@ -257,16 +263,16 @@ def _check_graph(
     if schema != OCI_INDEX and len(raw) > MAX_MANIFEST_SIZE:
         yield Violation((), f"{len(raw)} bytes, and registries accept at most {MAX_MANIFEST_SIZE}")
     names: dict[str, JSONPath] = {}
-    for path, descriptor in _descriptors(value):
+    for path, descriptor in _iter_descriptors(value):
         if (*path, "data") not in wrong_paths:
             yield from _check_data(path, descriptor)
-        if path[0] != "layers" or not (layer_name := _layer_name(descriptor)):
+        if path[0] != "layers" or not (layer_name := _find_layer_name(descriptor)):
             continue
         path, name = (*path, *layer_name[0]), layer_name[1]
         if path in wrong_paths:
             continue
         if name in names:
-            pointer = schemas.pointer(names[name])
+            pointer = schemas.format_pointer(names[name])
             yield Violation(path, f"duplicate layer name {name[:100]!r}, also at {pointer}")
         names.setdefault(name, path)
         try:
@@ -275,7 +281,7 @@ def _check_graph(
             yield Violation(path, error.message)
 
 
-def _descriptors(value: dict[str, Any]) -> Iterator[tuple[JSONPath, dict[str, Any]]]:
+def _iter_descriptors(value: dict[str, Any]) -> Iterator[tuple[JSONPath, dict[str, Any]]]:
     for key in ("config", "subject"):
         if isinstance(value.get(key), dict):
             yield (key,), value[key]
@@ -286,7 +292,7 @@ def _descriptors(value: dict[str, Any]) -> Iterator[tuple[JSONPath, dict[str, An
                 yield (key, position), item
 
 
-def _layer_name(layer: dict[str, Any]) -> tuple[JSONPath, str] | None:
+def _find_layer_name(layer: dict[str, Any]) -> tuple[JSONPath, str] | None:
     """Return the name of a layer and its path in the descriptor, in either form."""
     annotations = layer.get("annotations")
     annotated = annotations.get(mediatype.NAME) if isinstance(annotations, dict) else None
@@ -299,7 +305,7 @@ def _check_data(path: JSONPath, descriptor: dict[str, Any]) -> Iterator[Violatio
     # These errors are violations of the schema, which are reported there.
     with suppress(KeyError, TypeError, ValueError, FormatError):
         content = base64.b64decode(descriptor["data"], validate=True)
-        for name, message in _differences(content, Descriptor.from_json(descriptor)):
+        for name, message in _iter_differences(content, Descriptor.from_json(descriptor)):
             yield Violation((*path, "data"), f"{name} differs from the descriptor: {message}")
             break
 
@@ -360,7 +366,7 @@ class _Walk:
         """Add a document to the report, and the documents that it lists to the walk."""
         self._documents.append(checked)
         value, checked.value = checked.value, None
-        for path, descriptor in _children(value):
+        for path, descriptor in _iter_children(value):
             name = self._layout.locate(descriptor) if self._shows_paths else str(descriptor.digest)
             self._steps.append(_Step(descriptor, name, checked, raw, path))
 
@@ -380,13 +386,13 @@ class _Walk:
             checked = check(step.name, raw, media_type=media_type, has_lines=self._shows_paths)
             self.add(checked, raw)
         document = step.parent or self._documents[-1]
-        for key, message in _differences(raw, step.descriptor):
+        for key, message in _iter_differences(raw, step.descriptor):
             document.violations.append(Violation((*step.path, key) if step.parent else (), message))
 
     def _check_foreign_config(self, step: _Step, raw: bytes) -> None:
         """Check the AImage config that is embedded in a config of another media type."""
         with suppress(FormatError):
-            if (inner := carried_config(raw)) is not None:
+            if (inner := find_carried_config(raw)) is not None:
                 name = f"{CARRIED_CONFIG} in {step.name}"
                 self.add(check(name, inner, AIMAGE_CONFIG, has_lines=False))
                 if step.parent and not step.parent.violations:
@@ -400,12 +406,12 @@ class _Walk:
         self.add(CheckedDocument(step.name, "", note=f"no schema for {kind}"))
 
 
-def _children(value: Any) -> Iterator[tuple[JSONPath, Descriptor]]:
+def _iter_children(value: Any) -> Iterator[tuple[JSONPath, Descriptor]]:
     """Yield the valid descriptors of a manifest's config, or of the manifests in an index."""
     if not isinstance(value, dict):
         return
     is_index = isinstance(value.get("manifests"), list)
-    for path, item in _descriptors(value):
+    for path, item in _iter_descriptors(value):
         if path[0] == ("manifests" if is_index else "config"):
             with suppress(FormatError):
                 descriptor = Descriptor.from_json(item)
@@ -413,7 +419,7 @@ def _children(value: Any) -> Iterator[tuple[JSONPath, Descriptor]]:
                     yield path, descriptor
 
 
-def _differences(raw: bytes, descriptor: Descriptor) -> Iterator[tuple[str, str]]:
+def _iter_differences(raw: bytes, descriptor: Descriptor) -> Iterator[tuple[str, str]]:
     """Yield the different fields of a descriptor and that of ``raw``."""
     if len(raw) != descriptor.size:
         yield "size", f"size mismatch: expected {descriptor.size} bytes, got {len(raw)}"

@@ -13,7 +13,7 @@ from clowder_aimage.content.open_directory import move
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.fsck import Fsck, FsckProblem, FsckReport
-from clowder_aimage.layout.lock import store_errors
+from clowder_aimage.layout.lock import translate_store_errors
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
 
@@ -31,14 +31,14 @@ def verify(
     if references:
         roots = [(str(reference), layout.resolve(reference)) for reference in references]
     else:
-        roots = [(name or str(root.digest), root) for name, root in layout.entries()]
+        roots = [(name or str(root.digest), root) for name, root in layout.iter_entries()]
     with layout.lease() as lease:
         check = Fsck(layout, roots, lease, on_plan=on_plan, on_read=on_read)
         report = check.run(loose=not references)
     if not references:
         report.problems += [
             FsckProblem("document", f"index.json, entry {position}", message)
-            for position, message in layout.unreadable()
+            for position, message in layout.iter_malformed()
         ]
         report.problems = _drop_removed(layout, roots, report.problems)
     return report
@@ -50,7 +50,7 @@ def _drop_removed(
     """Drop problems of names that were removed during the check."""
     if not any(problem.kind == "missing" for problem in problems):
         return problems
-    current = {(name or str(root.digest), root.digest) for name, root in layout.entries()}
+    current = {(name or str(root.digest), root.digest) for name, root in layout.iter_entries()}
     removed = {name for name, root in roots if (name, root.digest) not in current}
     return [p for p in problems if p.kind != "missing" or not set(p.names) <= removed]
 
@@ -85,25 +85,25 @@ def repair(
             except AImageError as error:
                 failed[name] = error
     finally:
-        outcome = [(problem, _outcome(layout, problem, failed)) for problem in problems]
+        outcome = [(problem, _find_error(layout, problem, failed)) for problem in problems]
         for problem, failure in outcome:
-            with store_errors(layout.root):
+            with translate_store_errors(layout.root):
                 if problem in aside and failure is None:
                     aside[problem].unlink(missing_ok=True)
                 elif problem in aside and aside[problem].exists():
-                    move(aside[problem], _path(layout, problem))
+                    move(aside[problem], _build_path(layout, problem))
     return outcome
 
 
-def _path(layout: ImageLayout, problem: FsckProblem) -> Path:
+def _build_path(layout: ImageLayout, problem: FsckProblem) -> Path:
     digest = Digest.parse(problem.what)
     return Path(layout.root, "blobs", digest.algorithm, digest.encoded)
 
 
 def _move_aside(layout: ImageLayout, problem: FsckProblem) -> Path:
-    path = _path(layout, problem)
+    path = _build_path(layout, problem)
     aside = layout.root / ".aimage" / f"damaged.{path.name}.{secrets.token_hex(8)}"
-    with store_errors(layout.root):
+    with translate_store_errors(layout.root):
         aside.parent.mkdir(exist_ok=True)
         # The blob of a read-only store is not moved.
         with contextlib.suppress(FileNotFoundError):
@@ -126,7 +126,7 @@ def _fetch(
             source,
             pinned,
             layout,
-            concurrency=connection.connections(reference.registry),
+            concurrency=connection.compute_connections(reference.registry),
             rate=Rate(limit) if limit else None,
             is_named=False,
             # The plan is of the whole index: the blob may belong to any of its manifests.
@@ -134,10 +134,10 @@ def _fetch(
         )
 
 
-def _outcome(
+def _find_error(
     layout: ImageLayout, problem: FsckProblem, failed: dict[str, AImageError]
 ) -> AImageError | None:
-    if _path(layout, problem).is_file() or not problem.names:
+    if _build_path(layout, problem).is_file() or not problem.names:
         # Repaired, or not needed by a name: then the damaged file is removed.
         return None
     errors = (failed[name] for name in problem.names if name in failed)

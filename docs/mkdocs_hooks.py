@@ -215,7 +215,7 @@ def command_line() -> str:
     sys.path.insert(0, str(ROOT))
     try:
         import hatch_build as pages
-        from clowder_aimage.cli.console.example import examples_of
+        from clowder_aimage.cli.console.example import get_examples
         from clowder_aimage.cli.main import cli
 
         contexts = list(pages.contexts(cli))
@@ -229,7 +229,7 @@ def command_line() -> str:
             lines += [f"## {context.command_path}", _literal(f"{context.command_path} {usage}")]
             for text, is_kept in pages.paragraphs(context):
                 lines.append(_literal(text) if is_kept else _prose(text))
-            if shown := examples_of(context.command):
+            if shown := get_examples(context.command):
                 lines += ["Examples:", _literal("\n".join(shown))]
             if children := pages.commands(context):
                 lines.append(_records(("Verb", ""), children))
@@ -273,7 +273,7 @@ def _prose(text: str) -> str:
 
 def openapi() -> dict[str, Any]:
     """Return the OpenAPI document of a worker with tokens."""
-    from clowder_aimage.api.openapi import document
+    from clowder_aimage.api.openapi import build_document
     from clowder_aimage.api.service import make_service
     from clowder_aimage.api.worker_role import WorkerRole
     from clowder_aimage.engine.settings import Settings
@@ -282,13 +282,13 @@ def openapi() -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as place:
         service = make_service(Settings(), ImageLayout(Path(place)), ClientOptions())
-        return document(WorkerRole(service).routes(), title="HTTP API", has_tokens=True)
+        return build_document(WorkerRole(service).build_routes(), title="HTTP API", has_tokens=True)
 
 
 def _http_api() -> str:
-    from clowder_aimage.api.description_page import page
+    from clowder_aimage.api.description_page import render_page
 
-    text = page(openapi())
+    text = render_page(openapi())
     title, _, body = text.partition("<body><h1>")[2].partition("</h1>")
     body = re.sub(r"<p>The document: .*?</p>", "", body.partition("</body>")[0])
     links = "[Explanations](../api.md), [the OpenAPI document](openapi.json)."
@@ -353,10 +353,10 @@ def _cell(text: str) -> str:
 
 def keywords() -> str:
     """Return the module with the parameters of pictures as keyword arguments."""
-    from clowder_aimage.generation.request import parameter_locations
+    from clowder_aimage.generation.request import map_parameter_locations
 
     rows = []
-    for name, location in parameter_locations().items():
+    for name, location in map_parameter_locations().items():
         if name in _EXPLICIT:
             continue
         kind, words = location.parameter.type.kind, location.parameter.words
@@ -370,10 +370,10 @@ def keywords() -> str:
 def parameter_page() -> str:
     """Return the page of the parameters of pictures."""
     from clowder_aimage.generation.check import describe
-    from clowder_aimage.generation.request import parameter_locations
+    from clowder_aimage.generation.request import map_parameter_locations
 
     rows = []
-    for name, location in parameter_locations().items():
+    for name, location in map_parameter_locations().items():
         parameter = location.parameter
         names = (parameter.field, *parameter.words.synonyms)
         fields = ", ".join(f"`{each}`" for each in names)
@@ -384,11 +384,11 @@ def parameter_page() -> str:
 
 def picture_defaults() -> str:
     """Return the schema of the parameters that the config of a model may set, and others state."""
-    from clowder_aimage.generation.parameter import parameters
-    from clowder_aimage.generation.request import MODEL_DEFAULTS, LoraUse, parameter_locations
+    from clowder_aimage.generation.parameter import list_parameters
+    from clowder_aimage.generation.request import MODEL_DEFAULTS, LoraUse, map_parameter_locations
 
-    known = {name: location.parameter for name, location in parameter_locations().items()}
-    (strength,) = (each for each in parameters(LoraUse) if each.attribute == "strength")
+    known = {name: location.parameter for name, location in map_parameter_locations().items()}
+    (strength,) = (each for each in list_parameters(LoraUse) if each.attribute == "strength")
     schema = _SCHEMA | {
         "properties": {name: _number(known[name]) for name in MODEL_DEFAULTS},
         "$defs": {"seed": _number(known["seed"]), "lora_strength": _number(strength)},

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.api.openapi import document
+from clowder_aimage.api.openapi import build_document
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
 from clowder_aimage.engine.settings import Settings
@@ -38,7 +38,7 @@ _BOUNDS = {
 def worker_routes(*, makes_pictures: bool = True) -> list[Route]:
     with tempfile.TemporaryDirectory() as place:
         service = make_service(Settings(), ImageLayout(Path(place)), ClientOptions())
-        return WorkerRole(service, makes_pictures=makes_pictures).routes()
+        return WorkerRole(service, makes_pictures=makes_pictures).build_routes()
 
 
 def gateway_routes() -> list[Route]:
@@ -52,13 +52,13 @@ def gateway_routes() -> list[Route]:
         raise NotImplementedError(reference)
 
     link = FleetLink(FleetAccess(("nats://localhost",), FleetNames("listed")), GATEWAY)
-    return GatewayRole(link, GatewayMetrics(), resolve=resolve).routes()
+    return GatewayRole(link, GatewayMetrics(), resolve=resolve).build_routes()
 
 
 def listing() -> str:
     """Return the lines of a worker, and after "+" and "-" how those of a gateway differ."""
     own, other = (
-        list(_lines(document(routes, title="", has_tokens=True)))
+        list(_lines(build_document(routes, title="", has_tokens=True)))
         for routes in (worker_routes(), gateway_routes())
     )
     more = [f"+ {line}" for line in other if line not in own]

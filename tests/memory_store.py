@@ -60,7 +60,7 @@ class MemoryStore(Target):
     def ingest(self, _: str, expected: Descriptor | None = None, /) -> MemoryIngest:
         return MemoryIngest(self._blobs, expected)
 
-    def batch(self) -> AbstractContextManager[None]:
+    def begin_batch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -73,7 +73,7 @@ class MemoryIngest:
         self._data = bytearray()
         self._written: list[tuple[int, int]] = []
 
-    def missing(self) -> list[tuple[int, int]]:
+    def list_missing(self) -> list[tuple[int, int]]:
         spans, offset = [], 0
         for start, end in sorted(self._written):
             if start > offset:
@@ -94,7 +94,7 @@ class MemoryIngest:
         return Digest.of(self._data, algorithm)
 
     def commit(self, expected: Descriptor, /) -> None:
-        if self.missing():
+        if self.list_missing():
             raise VerificationError(f"{expected.digest} is not complete")
         check(expected, len(self._data), self.digest(expected.digest.algorithm).encoded)
         self._blobs[expected.digest] = bytes(self._data)

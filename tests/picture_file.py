@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.model.picture import Pixels, missing_metadata, read_file, read_picture
+from clowder_aimage.model.picture import Pixels, build_metadata_error, read_file, read_picture
 
 
 def load_picture(path: Path) -> tuple[Pixels, dict[str, Any]]:
     """Return the pixels and the facts of a file. Raises UsageError: it has none."""
     found = read_picture(read_file(path), str(path))
     if not found.metadata:
-        raise missing_metadata(str(path))
+        raise build_metadata_error(str(path))
     return found.pixels, found.metadata

@@ -180,7 +180,7 @@ def serving(manifest: bytes, blobs: dict[str, bytes]) -> Script:
 def skip_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Let the client's retries of a request follow at once; return the seconds of the waits."""
     waits: list[float] = []
-    for function in (retry.retrying, retry.writing):
+    for function in (retry.retry_call, retry.retry_write):
         defaults = function.__kwdefaults__
         assert defaults is not None
         monkeypatch.setitem(defaults, "sleep", waits.append)

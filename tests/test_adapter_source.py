@@ -24,7 +24,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model import adapter_source
 from clowder_aimage.model.adapter_source import AdapterEntry, AdapterFinder, is_path
-from clowder_aimage.model.lora_text import missing_words, parse_use, take_tags
+from clowder_aimage.model.lora_text import list_missing_words, parse_use, take_tags
 from clowder_aimage.oci import Digest, Reference
 from tests.conftest import TINY
 from tests.lora_file import write_lora
@@ -91,7 +91,7 @@ def test_a_tag_without_a_name_is_refused() -> None:
 
 
 def test_trigger_words_are_those_that_a_prompt_lacks() -> None:
-    assert missing_words("An INK fox", ["ink", "bold", "bold"]) == ["bold"]
+    assert list_missing_words("An INK fox", ["ink", "bold", "bold"]) == ["bold"]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,9 @@ def test_a_file_of_the_directory_is_found_by_its_relative_name(
         assert found.path == path and found.name == name
         digest = f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
         assert found.use(None) == LoraUse(name, 0.5, digest)
-    assert [(one.name, one.metadata["weight"]) for one in own.files()] == [("styles/My Ink", 0.5)]
+    assert [(one.name, one.metadata["weight"]) for one in own.list_files()] == [
+        ("styles/My Ink", 0.5)
+    ]
 
 
 def test_the_digest_of_a_file_follows_its_content(layout: ImageLayout, tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_no_name_leaves_the_directory(layout: ImageLayout, tmp_path: Path, name:
     os.mkfifo(root / "pipe.safetensors")
     with pytest.raises(NotFoundError, match="not found"):
         finder(layout, root).find(LoraUse(name))
-    assert not finder(layout, root).files() and finder(layout, root).file(name) is None
+    assert not finder(layout, root).list_files() and finder(layout, root).find_file(name) is None
 
 
 def test_a_link_within_the_directory_is_followed(layout: ImageLayout, tmp_path: Path) -> None:
@@ -269,7 +271,7 @@ def test_an_error_has_the_index_of_its_adapter(layout: ImageLayout) -> None:
 def test_a_recommended_strength_out_of_bounds_is_not_used(weight: object) -> None:
     digest = Digest("sha256", "0" * 64)
     found = AdapterEntry("x", digest, Path("x"), {"weight": weight})
-    assert found.strength(None) == 1.0 and found.strength(0.0) == 0.0
+    assert found.resolve_strength(None) == 1.0 and found.resolve_strength(0.0) == 0.0
 
 
 def test_a_request_is_resolved_with_strengths_digests_and_words(layout: ImageLayout) -> None:
@@ -304,4 +306,4 @@ def test_a_listing_of_a_directory_is_bounded(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.safetensors").touch()
     finder = AdapterFinder(layout, lambda _: None, tmp_path)  # type: ignore[arg-type, return-value]
-    assert finder._names() == ["a", "f"]
+    assert finder._list_names() == ["a", "f"]

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("numpy")
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import (
     AImageError,
     ForbiddenError,
@@ -154,7 +154,7 @@ def test_a_picture_of_an_artifact_leaves_nothing_in_the_store(
         str(Digest.of(PICTURE))
     ]
     assert not store.root.exists()
-    store.push(Descriptor.of("image/png", PICTURE), bytes_body(PICTURE))
+    store.push(Descriptor.of("image/png", PICTURE), build_bytes_body(PICTURE))
     mark = len(server.seen)
     assert read_input(user(store), text) == PICTURE
     assert all("/blobs/" not in seen.path for seen in server.seen[mark:])

@@ -17,8 +17,8 @@ from PIL import Image
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.pictures.input import (
-    around,
     check_mask,
+    compute_mask_box,
     decode,
     fit,
     inspect,
@@ -159,7 +159,7 @@ def test_the_box_around_a_mask(
 ) -> None:
     mask = np.zeros((100, 100), np.bool_)
     mask[place] = True
-    assert around(mask, aspect) == expected
+    assert compute_mask_box(mask, aspect) == expected
 
 
 def test_pasting_keeps_the_original_and_mixes_at_the_edge() -> None:

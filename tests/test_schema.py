@@ -16,7 +16,7 @@ import pytest
 
 import clowder_aimage
 from clowder_aimage.dialect.aimage import check_name
-from clowder_aimage.document.schema import load, names, validate, violations
+from clowder_aimage.document.schema import iter_violations, list_names, load, validate
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import mediatype
 from clowder_aimage.tensor.header import DTYPE_BITS
@@ -42,7 +42,7 @@ LORA = {
 
 def places(name: str, document: dict[Any, Any]) -> list[Any]:
     """Return the JSON paths of all violations."""
-    return sorted("/".join(map(str, one.path)) for one in violations(name, document))
+    return sorted("/".join(map(str, one.path)) for one in iter_violations(name, document))
 
 
 def subschemas(schema: Any, path: tuple[Any, ...] = ()) -> Iterator[Any]:
@@ -70,7 +70,7 @@ def test_a_schema_is_valid_versioned_listed_and_described(path: Path) -> None:
     assert schema["$id"] == f"https://clowder.dev/schemas/{name}.v1.schema.json"
     assert schema["title"] and schema["description"]
     assert f"]({path.name})" in (SCHEMAS / "README.md").read_text("utf-8")
-    assert name in names()
+    assert name in list_names()
     found = list(subschemas(schema))
     assert found
     for where, one in found:
@@ -87,9 +87,9 @@ def test_references_between_schemas_need_no_network(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(socket, "socket", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    for name in names():
-        assert list(violations(name, 7))  # no schema describes a bare number
-        list(violations(name, {"config": {"digest": ""}, "layers": [{}], "manifests": [{}]}))
+    for name in list_names():
+        assert list(iter_violations(name, 7))  # no schema describes a bare number
+        list(iter_violations(name, {"config": {"digest": ""}, "layers": [{}], "manifests": [{}]}))
 
 
 def test_the_media_types_in_the_schemas_are_those_of_the_code() -> None:
@@ -236,7 +236,7 @@ def test_an_installed_package_contains_the_schemas(tmp_path: Path) -> None:
     shutil.copytree(SCHEMAS, installed / "schemas")
     code = (
         "from clowder_aimage.document.schema import *;"
-        "print(load('aimage-config')['title'], len(names()))"
+        "print(load('aimage-config')['title'], len(list_names()))"
     )
     done = run([sys.executable, "-S", "-c", code], cwd=tmp_path, text=True)
     assert done.stdout == f"AImage config {len(FILES)}\n", done.stderr

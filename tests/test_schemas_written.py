@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
-from clowder_aimage.document.schema import names
+from clowder_aimage.document.schema import list_names
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype, parse_document
-from clowder_aimage.validate import check, kind_of, validate_layout
+from clowder_aimage.validate import check, detect_schema, validate_layout
 from tests.conftest import TINY
 from tests.process import Aimage
 from tests.vectors.vector import HERE, raw
@@ -72,7 +72,7 @@ def places(value: dict[str, Any], schema: str = "") -> list[Any]:
 
 def test_every_dialect_that_is_written_has_a_schema() -> None:
     assert set(DIALECTS) == set(SCHEMA_OF)
-    assert set(SCHEMA_OF.values()) <= set(names())
+    assert set(SCHEMA_OF.values()) <= set(list_names())
 
 
 @pytest.mark.parametrize("name", ["clowder", "custom", "ollama", "container"])
@@ -144,7 +144,7 @@ def test_an_empty_layout_is_valid(tmp_path: Path) -> None:
     layout = ImageLayout(tmp_path / "store")
     data = b'{"schemaVersion":2,"manifests":[]}'
     content = Descriptor.of(mediatype.OCI_INDEX, data)
-    layout.push(content, bytes_body(data), Reference.parse("nothing"))
+    layout.push(content, build_bytes_body(data), Reference.parse("nothing"))
     layout.untag(Reference.parse("nothing"))
     assert json.loads((layout.root / "index.json").read_bytes())["manifests"] == []
     assert [one.violations for one in validate_layout(layout.root)] == [[], []]
@@ -159,7 +159,7 @@ OTHERS = {"safetensors-headers"}  # not a document
 def test_vectors_are_valid() -> None:
     for name in (path.stem for path in HERE.glob("*.json")):
         value = json.loads(raw(name))
-        kind = kind_of(value)
+        kind = detect_schema(value)
         assert kind or name.endswith("-config") or name in OTHERS, f"unknown kind: {name}"
         if kind:
             assert places(value) == WRONG.get(name, []), name

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from clowder_aimage.document.schema import MAX_POSITIONED_SIZE, json_positions
+from clowder_aimage.document.schema import MAX_POSITIONED_SIZE, find_json_positions
 from clowder_aimage.validate import check
 
 VALUES = st.recursive(
@@ -41,7 +41,7 @@ def test_positions_of_all_values(value: Any, indent: Any, ascii_only: bool) -> N
     if value and isinstance(value, list) and indent == 1:
         text = text.replace("\n", "\r\n")
     wanted = paths(value)
-    positions = json_positions(text)
+    positions = find_json_positions(text)
     assert positions.keys() == wanted.keys()
     for path, (at,) in positions.items():
         found, _ = json.JSONDecoder().raw_decode(text, at)
@@ -50,7 +50,7 @@ def test_positions_of_all_values(value: Any, indent: Any, ascii_only: bool) -> N
 
 
 def test_positions_of_a_key_that_occurs_twice() -> None:
-    assert json_positions('{"a":1,\n"a":2}') == {(): [0], ("a",): [1, 8]}
+    assert find_json_positions('{"a":1,\n"a":2}') == {(): [0], ("a",): [1, 8]}
 
 
 @pytest.mark.parametrize("text", ['{"a":' * 900 + "1" + "}" * 900, '{"' + "k" * 2000 + '": 1}'])

@@ -33,7 +33,7 @@ class LowRank:
     def rank(self) -> int:
         return int(self.down.shape[0])
 
-    def rows(self, start: int, stop: int) -> LowRank:
+    def slice_rows(self, start: int, stop: int) -> LowRank:
         """Return the change of these rows of the matrix."""
         return LowRank(self.down, self.up[start:stop], self.scale)
 
@@ -53,9 +53,11 @@ class Hadamard:
     def shape(self) -> tuple[int, int]:
         return self.first.shape
 
-    def rows(self, start: int, stop: int) -> Hadamard:
+    def slice_rows(self, start: int, stop: int) -> Hadamard:
         """Return the change of these rows of the matrix."""
-        return Hadamard(self.first.rows(start, stop), self.second.rows(start, stop), self.scale)
+        return Hadamard(
+            self.first.slice_rows(start, stop), self.second.slice_rows(start, stop), self.scale
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +78,7 @@ class Kronecker:
         rows, columns = (a * b for a, b in zip(self.first.shape, self.second.shape, strict=True))
         return (rows if self.stop is None else self.stop) - self.start, columns
 
-    def rows(self, start: int, stop: int) -> Kronecker:
+    def slice_rows(self, start: int, stop: int) -> Kronecker:
         """Return the change of these rows of the matrix."""
         return Kronecker(self.first, self.second, self.scale, self.start + start, self.start + stop)
 
@@ -91,7 +93,7 @@ class DenseChange:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    def rows(self, start: int, stop: int) -> DenseChange:
+    def slice_rows(self, start: int, stop: int) -> DenseChange:
         """Return the change of these rows."""
         return DenseChange(self.values[start:stop])
 
@@ -106,7 +108,7 @@ class Replacement:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    def rows(self, start: int, stop: int) -> Replacement:
+    def slice_rows(self, start: int, stop: int) -> Replacement:
         """Return the change of these rows."""
         return Replacement(self.values[start:stop])
 
@@ -139,9 +141,9 @@ class Decomposed:
     def shape(self) -> tuple[int, ...]:
         return self.changes[0].shape
 
-    def rows(self, start: int, stop: int) -> Decomposed:
+    def slice_rows(self, start: int, stop: int) -> Decomposed:
         """Return the change of these rows. Not for COLUMNS: their norms need all rows."""
-        changes = tuple(change.rows(start, stop) for change in self.changes)
+        changes = tuple(change.slice_rows(start, stop) for change in self.changes)
         return Decomposed(changes, self.magnitude[start:stop], self.norm)
 
 
@@ -161,10 +163,12 @@ class Adapter:
     @property
     def nbytes(self) -> int:
         """Return the size of the values in bytes."""
-        return sum(array.nbytes for changes in self.changes.values() for array in _arrays(changes))
+        return sum(
+            array.nbytes for changes in self.changes.values() for array in _list_arrays(changes)
+        )
 
 
-def _arrays(changes: tuple[object, ...]) -> list[Floats]:
+def _list_arrays(changes: tuple[object, ...]) -> list[Floats]:
     arrays: list[Floats] = []
     for change in changes:
         match change:
@@ -173,9 +177,9 @@ def _arrays(changes: tuple[object, ...]) -> list[Floats]:
             case LowRank():
                 arrays += [change.down, change.up]
             case Hadamard() | Kronecker():
-                arrays += _arrays((change.first, change.second))
+                arrays += _list_arrays((change.first, change.second))
             case DenseChange() | Replacement():
                 arrays.append(change.values)
             case Decomposed():
-                arrays += [*_arrays(change.changes), change.magnitude]
+                arrays += [*_list_arrays(change.changes), change.magnitude]
     return arrays

@@ -31,43 +31,46 @@ def apply_changes(weight: Floats, uses: Iterable[tuple[Change, float]]) -> Float
     """
     total = np.zeros(weight.shape, dtype=np.float32)
     for change, strength in uses:
-        total += effect(weight, change, strength)
+        total += compute_effect(weight, change, strength)
     total += weight
     return total
 
 
-def effect(weight: Floats, change: Change, strength: float) -> Floats:
+def compute_effect(weight: Floats, change: Change, strength: float) -> Floats:
     """Return the difference from ``weight`` of a change with a strength."""
     t = np.float32(strength)
     if not isinstance(change, Decomposed):
-        changed = change.values - weight if isinstance(change, Replacement) else delta(change)
+        changed = (
+            change.values - weight if isinstance(change, Replacement) else compute_delta(change)
+        )
         return np.asarray(t * changed)
-    sums = difference(change.changes)
+    sums = sum_changes(change.changes)
     magnitude = change.magnitude
     # With peft's norm the strength is inside the norm; ComfyUI scales the difference afterwards.
     if change.norm is Norm.CHANGED:
         changed = weight + t * sums
         return np.asarray(
-            magnitude[:, None] * changed / np.maximum(norms(changed, 1), _TINY)[:, None] - weight
+            magnitude[:, None] * changed / np.maximum(compute_norms(changed, 1), _TINY)[:, None]
+            - weight
         )
     changed = weight + sums
     if change.norm is Norm.ROWS:
-        factors = (magnitude / (norms(weight, 1) + EPSILON))[:, None]
+        factors = (magnitude / (compute_norms(weight, 1) + EPSILON))[:, None]
     else:
-        factors = (magnitude / (norms(changed, 0) + EPSILON))[None]
+        factors = (magnitude / (compute_norms(changed, 0) + EPSILON))[None]
     return np.asarray(t * (factors * changed - weight))
 
 
-def difference(changes: Iterable[Linear]) -> Floats:
+def sum_changes(changes: Iterable[Linear]) -> Floats:
     """Return the sum of the changes as a matrix."""
     total = None
     for change in changes:
-        total = delta(change) if total is None else total + delta(change)
+        total = compute_delta(change) if total is None else total + compute_delta(change)
     assert total is not None  # noqa: S101 - a decomposed change has changes
     return total
 
 
-def delta(change: Linear) -> Floats:
+def compute_delta(change: Linear) -> Floats:
     """Return a linear change as a matrix."""
     if isinstance(change, DenseChange):
         return change.values
@@ -75,17 +78,17 @@ def delta(change: Linear) -> Floats:
     if isinstance(change, LowRank):
         return scale * (change.up @ change.down)
     if isinstance(change, Hadamard):
-        return scale * (delta(change.first) * delta(change.second))
-    first, second = matrix(change.first), matrix(change.second)
+        return scale * (compute_delta(change.first) * compute_delta(change.second))
+    first, second = expand_factor(change.first), expand_factor(change.second)
     return scale * np.kron(first, second)[change.start : change.stop]
 
 
-def matrix(factor: Floats | LowRank) -> Floats:
+def expand_factor(factor: Floats | LowRank) -> Floats:
     """Return a factor of a Kronecker product as a matrix."""
-    return delta(factor) if isinstance(factor, LowRank) else factor
+    return compute_delta(factor) if isinstance(factor, LowRank) else factor
 
 
-def norms(values: Floats, axis: int) -> Floats:
+def compute_norms(values: Floats, axis: int) -> Floats:
     """Return the Euclidean norms along an axis."""
     sums: Floats = np.square(values).sum(axis=axis, dtype=np.float32)
     return np.sqrt(sums)

@@ -24,7 +24,7 @@ from clowder_aimage.adapter.layer import (
     read_layers,
 )
 from clowder_aimage.adapter.peft_config import CONFIG, PeftConfig, parse_metadata
-from clowder_aimage.adapter.target import network_module
+from clowder_aimage.adapter.target import strip_network_prefixes
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import Header
@@ -59,36 +59,36 @@ def describe(path: Path, header: Header, config: Mapping[str, Any] | None = None
     shapes = {name: info.shape for name, info in header.tensors.items()}
     layers = read_layers(label, shapes, peft).layers
     configs = [*((peft,) if peft else ()), *parse_metadata(metadata, label).values()]
-    kind_set = {kind for layer in layers for kind in _kinds(layer)}
+    kind_set = {kind for layer in layers for kind in _list_kinds(layer)}
     kinds = [kind for kind in _KINDS if kind in kind_set]
     summary = {
         "type": kinds[0],
         "types": kinds if len(kinds) > 1 else None,
-        "title": _first(metadata, _TITLES),
+        "title": _find_text(metadata, _TITLES),
         "rank": max((rank for layer in layers for rank in layer.ranks.values()), default=None),
-        "alpha": _alpha(path, header, layers, configs),
-        "targets": sorted({network_module(layer.stem) for layer in layers}),
+        "alpha": _read_alpha(path, header, layers, configs),
+        "targets": sorted({strip_network_prefixes(layer.stem) for layer in layers}),
         "triggerWords": _trigger_words(metadata),
-        "weight": _number(metadata.get(key) for key in _STRENGTHS),
-        "base": (peft and peft.base) or _first(metadata, BASES),
+        "weight": _parse_number(metadata.get(key) for key in _STRENGTHS),
+        "base": (peft and peft.base) or _find_text(metadata, BASES),
     }
     return {key: value for key, value in summary.items() if value not in (None, [])}
 
 
-def _kinds(layer: AdapterLayer) -> list[str]:
+def _list_kinds(layer: AdapterLayer) -> list[str]:
     kinds = [LORA if kind == TABLE else kind for kind in layer.kinds]
     kinds += [DORA] if layer.is_decomposed else []
     changes = {names.DIFF, names.DIFF_BIAS, names.SET, names.SET_BIAS}
     return kinds + ([FULL] if changes & layer.tensors.keys() else [])
 
 
-def _alpha(
+def _read_alpha(
     path: Path, header: Header, layers: Iterable[AdapterLayer], configs: Iterable[PeftConfig]
 ) -> float | int | None:
     """Return the common alpha of all layers, from tensors or else a configuration, or None."""
     tensors = [layer.tensors[names.ALPHA] for layer in layers if names.ALPHA in layer.tensors]
     with path.open("rb") as file:
-        alphas = {_scalar(file, header, name) for name in tensors}
+        alphas = {_read_scalar(file, header, name) for name in tensors}
     if not alphas:
         alphas = {next((config.alpha for config in configs if config.alpha is not None), None)}
     if len(alphas) != 1:
@@ -99,7 +99,7 @@ def _alpha(
     return int(value) if value.is_integer() else value
 
 
-def _scalar(file: BinaryIO, header: Header, name: str) -> float | None:
+def _read_scalar(file: BinaryIO, header: Header, name: str) -> float | None:
     """Return the number in a scalar tensor; None for other tensors."""
     info = header.tensors[name]
     if math.prod(info.shape) != 1 or info.dtype not in _CODES:
@@ -112,24 +112,24 @@ def _scalar(file: BinaryIO, header: Header, name: str) -> float | None:
 
 
 def _trigger_words(metadata: Mapping[str, str]) -> list[str]:
-    words = [_text(metadata.get(key)) for key in _PHRASES]
+    words = [_strip_text(metadata.get(key)) for key in _PHRASES]
     words += [word.strip() for word in _split_words(metadata.get(_WORDS, ""))]
     if not any(words):
-        words = _tags(metadata.get(_TAGS, ""))
+        words = _parse_tags(metadata.get(_TAGS, ""))
     return list(dict.fromkeys(word for word in words if word))
 
 
 def _split_words(text: str) -> list[str]:
     """Return the words of a list in JSON or separated by commas."""
     if text.startswith("["):
-        value = _json(text)
+        value = _parse_json(text)
         return [word for word in value if isinstance(word, str)] if isinstance(value, list) else []
     return text.split(",")
 
 
-def _tags(text: str) -> list[str | None]:
+def _parse_tags(text: str) -> list[str | None]:
     """Return the tags common to all pictures of a data set; kohya counts them by directory."""
-    counts = _json(text) if text else {}
+    counts = _parse_json(text) if text else {}
     common_tags: list[str | None] = []
     for tags in counts.values() if isinstance(counts, dict) else ():
         if isinstance(tags, dict) and tags:
@@ -139,14 +139,14 @@ def _tags(text: str) -> list[str | None]:
     return common_tags[:_MAX_TAGS]
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return read_json(text.encode(), "it", _MAX_JSON)
     except (FormatError, UnicodeEncodeError):
         return None
 
 
-def _number(texts: Iterable[str | None]) -> float | None:
+def _parse_number(texts: Iterable[str | None]) -> float | None:
     for text in texts:
         try:
             value = float(text or "")
@@ -157,9 +157,9 @@ def _number(texts: Iterable[str | None]) -> float | None:
     return None
 
 
-def _first(metadata: Mapping[str, str], keys: Iterable[str]) -> str | None:
-    return next((text for key in keys if (text := _text(metadata.get(key)))), None)
+def _find_text(metadata: Mapping[str, str], keys: Iterable[str]) -> str | None:
+    return next((text for key in keys if (text := _strip_text(metadata.get(key)))), None)
 
 
-def _text(value: object) -> str | None:
+def _strip_text(value: object) -> str | None:
     return value.strip() or None if isinstance(value, str) else None

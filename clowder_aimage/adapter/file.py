@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.adapter.fit import Shapes, base_names
+from clowder_aimage.adapter.fit import Shapes, format_base_names
 from clowder_aimage.adapter.layer import AdapterLayers, read_layers
 from clowder_aimage.adapter.peft_config import CONFIG, WEIGHTS, PeftConfig, parse_metadata
 from clowder_aimage.adapter.values import AdapterValues
@@ -100,8 +100,9 @@ class OpenAdapter:
     @property
     def base_names(self) -> str:
         """Return the names of its base models in the adapter, for messages."""
-        return base_names(self.values.header.metadata, self.configs())
+        return format_base_names(self.values.header.metadata, self.configs)
 
+    @property
     def configs(self) -> Iterable[PeftConfig]:
         """Return all configurations; the first has precedence."""
         return (*((self.config,) if self.config else ()), *self.metadata.values())

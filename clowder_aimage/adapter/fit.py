@@ -20,7 +20,7 @@ _OTHER = "use an adapter that was made for this base"
 _AGAIN = "use the complete file, as its author published it"
 
 
-def base_names(metadata: Mapping[str, str], configs: Iterable[PeftConfig | None]) -> str:
+def format_base_names(metadata: Mapping[str, str], configs: Iterable[PeftConfig | None]) -> str:
     """Return the names of base models in an adapter's metadata and configurations."""
     stated = [metadata.get(key) for key in BASES]
     stated += [config.base for config in configs if config is not None]
@@ -61,18 +61,18 @@ class AdapterFit:
             self._check(layer, target)
             yield layer, target
 
-    def misfit(
+    def build_shape_error(
         self, name: str, shape: Shape, tensor: str, expected_shape: Shape | None = None
     ) -> FormatError:
         """Return the error for a tensor of the adapter with a ``shape`` other than the base's."""
         expected = list(self.shapes[tensor] if expected_shape is None else expected_shape)
         return FormatError(
             f"{self.label} does not match {self.base}: for {name[:200]} it has {list(shape)}, the "
-            f"model {expected} ({tensor[:200]}){self._says()}",
+            f"model {expected} ({tensor[:200]}){self._describe_bases()}",
             hint=_OTHER,
         )
 
-    def _says(self) -> str:
+    def _describe_bases(self) -> str:
         return f"; it says that it is for {self.base_names}" if self.base_names else ""
 
     def _find(self, layer: AdapterLayer, table: TargetTable) -> LayerTarget:
@@ -81,7 +81,7 @@ class AdapterFit:
             name = next(iter(layer.tensors.values()))
             raise FormatError(
                 f"{self.label} does not match {self.base}, which has no layer for {name[:200]}"
-                f"{self._says()}",
+                f"{self._describe_bases()}",
                 hint=_OTHER,
             )
         return target
@@ -93,7 +93,7 @@ class AdapterFit:
             is_matrix = len(shape) == 2 < len(target.shape)
             expected = (target.shape[0], math.prod(target.shape[1:])) if is_matrix else target.shape
             if shape != expected:
-                raise self.misfit(name, shape, tensor, target.shape)
+                raise self.build_shape_error(name, shape, tensor, target.shape)
         for role in layer.biases:
             self._check_bias(layer, role, target)
         for role in (MAGNITUDE, DORA_SCALE):
@@ -111,16 +111,18 @@ class AdapterFit:
                     role, f"{target_rows.tensor} of {self.base} is not a layer with a bias", _AGAIN
                 )
             elif shape != target.shape[:1]:
-                raise self.misfit(name, shape, target_rows.tensor, target.shape[:1])
+                raise self.build_shape_error(name, shape, target_rows.tensor, target.shape[:1])
             elif self.shapes.get(bias, length) != length:
-                raise self.misfit(name, length, bias)
+                raise self.build_shape_error(name, length, bias)
 
     def _check_magnitude(self, layer: AdapterLayer, role: str, target: LayerTarget) -> None:
         rows, columns, shape = target.shape[0], math.prod(target.shape[1:]), layer.shapes[role]
         if shape in ((rows,), (rows, 1)):
             return
         if role == MAGNITUDE or shape != (1, columns):
-            raise self.misfit(layer.tensors[role], shape, target.rows[0].tensor, target.shape)
+            raise self.build_shape_error(
+                layer.tensors[role], shape, target.rows[0].tensor, target.shape
+            )
         if len(target.rows) > 1:
             layer.fail(
                 role,

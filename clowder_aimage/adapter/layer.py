@@ -24,7 +24,7 @@ from clowder_aimage.adapter.names import (
     UP_BIAS,
 )
 from clowder_aimage.adapter.peft_config import PeftConfig
-from clowder_aimage.adapter.target import dotted_module
+from clowder_aimage.adapter.target import strip_tool_prefixes
 from clowder_aimage.errors import FormatError
 
 LORA, TABLE, LOHA, LOKR, DORA, FULL = "lora", "embedding", "loha", "lokr", "dora", "full"
@@ -92,7 +92,7 @@ class AdapterLayer:
             for up, down in (HADA[:2], HADA[2:]):
                 yield self.tensors[up], (shapes[up][0], shapes[down][1])
         if self.kron:
-            rows, columns = self._factor("lokr_w1"), self._factor("lokr_w2")
+            rows, columns = self._get_factor_shape("lokr_w1"), self._get_factor_shape("lokr_w2")
             yield (
                 self.tensors[self.kron[0]],
                 tuple(a * b for a, b in zip(rows, columns, strict=True)),
@@ -169,7 +169,7 @@ class AdapterLayer:
             problem = "a low-rank pair of rank 0" if not down_shape[0] else "an empty matrix"
             self.fail(up, problem, "save the adapter again without empty layers")
 
-    def _factor(self, name: str) -> tuple[int, int]:
+    def _get_factor_shape(self, name: str) -> tuple[int, int]:
         if name in self.shapes:
             rows, columns = self.shapes[name]
             return rows, columns
@@ -207,7 +207,7 @@ def read_layers(
                 f"{name[:200]}",
                 hint="keep one of them: a file contains a single adapter",
             )
-        layer.tensors[role], layer.shapes[role] = name, _matrix(shape)
+        layer.tensors[role], layer.shapes[role] = name, _squeeze_shape(shape)
     flags = layers.pop("", AdapterLayer(label, "")).tensors
     if unknown := flags.keys() - {names.DORA_FLAG, names.RSLORA_FLAG}:
         raise FormatError(f"{label}: {flags[min(unknown)][:200]} names no layer", hint=_AGAIN)
@@ -222,14 +222,14 @@ def _split(label: str, name: str, config: PeftConfig | None) -> tuple[str, str]:
     split = names.split_name(name)
     if split is not None:
         return split
-    if (kind := names.unsupported_kind(name)) is not None:
+    if (kind := names.find_unsupported_kind(name)) is not None:
         raise FormatError(
             f"{label} is of a kind that is not supported: {kind} (its tensor {name[:200]})",
             hint="LoRA, LoHa, LoKr, DoRA and whole differences can be read",
         )
     module, _, leaf = name.rpartition(".")
     if config is not None and leaf in ("weight", "bias"):
-        if config.saves(dotted_module(module)):
+        if config.is_saved(strip_tool_prefixes(module)):
             return module, SET if leaf == "weight" else SET_BIAS
         if leaf == "bias" and config.has_biases:
             return module, SET_BIAS
@@ -239,7 +239,7 @@ def _split(label: str, name: str, config: PeftConfig | None) -> tuple[str, str]:
     )
 
 
-def _matrix(shape: Shape) -> Shape:
+def _squeeze_shape(shape: Shape) -> Shape:
     """Return a shape without the last dimensions of 1 of convolutions."""
     while len(shape) > 2 and shape[-1] == 1:
         shape = shape[:-1]

@@ -27,17 +27,17 @@ class LoadedAdapter:
         """Return the size of the changes and effects in bytes."""
         changes = {name: tuple(values) for name, values in self._changes.items()}
         effects = (effect for values in self._effects.values() for effect in values)
-        return Adapter(self.label, changes).nbytes + sum(map(size_of, effects))
+        return Adapter(self.label, changes).nbytes + sum(map(count_bytes, effects))
 
-    def touches(self, prefixes: tuple[str, ...]) -> bool:
+    def has_changes(self, prefixes: tuple[str, ...]) -> bool:
         """Return True if a changed tensor's ``component/name`` begins with one of ``prefixes``."""
         return any(name.startswith(prefixes) for name in self.tensors)
 
-    def changes(self, name: str) -> list[Change]:
+    def get_changes(self, name: str) -> list[Change]:
         """Return the changes of the tensor ``component/name`` that are not effects yet."""
         return self._changes[name]
 
-    def effects(self, name: str, prepare: Callable[[Change], Any]) -> list[Any]:
+    def prepare_effects(self, name: str, prepare: Callable[[Change], Any]) -> list[Any]:
         """Return the effects on a linear layer; their changes are released."""
         if name not in self._effects:
             self._effects[name] = [prepare(change) for change in self._changes[name]]
@@ -70,10 +70,10 @@ class AdapterCache:
         return adapter
 
 
-def size_of(effect: Any) -> int:
+def count_bytes(effect: Any) -> int:
     """Return the bytes of the arrays of an effect."""
     if isinstance(effect, tuple):
-        return sum(map(size_of, effect))
+        return sum(map(count_bytes, effect))
     if is_dataclass(effect):
-        return sum(size_of(getattr(effect, field.name)) for field in fields(effect))
+        return sum(count_bytes(getattr(effect, field.name)) for field in fields(effect))
     return int(getattr(effect, "nbytes", 0))

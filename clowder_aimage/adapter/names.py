@@ -91,7 +91,7 @@ def split_name(name: str) -> tuple[str, str] | None:
     return stem, role
 
 
-def unsupported_kind(name: str) -> str | None:
+def find_unsupported_kind(name: str) -> str | None:
     """Return the kind of an unsupported adapter by the name of a tensor, or None."""
     match = _UNSUPPORTED_NAME.fullmatch(name)
     return _KINDS[match["word"]] if match else None

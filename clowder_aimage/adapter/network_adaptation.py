@@ -28,9 +28,9 @@ class NetworkAdaptation(ABC):
 
     def use(self, uses: Sequence[Use]) -> None:
         """Set the adapters of the network; ``apply`` changes it."""
-        self._uses = tuple(use for use in uses if use[1] and self.tensors(use[0]))
+        self._uses = tuple(use for use in uses if use[1] and self.list_tensors(use[0]))
 
-    def tensors(self, adapter: LoadedAdapter) -> list[str]:
+    def list_tensors(self, adapter: LoadedAdapter) -> list[str]:
         """Return the names of the network's tensors that an adapter changes."""
         prefix = f"{self.component}/"
         names = (name.removeprefix(prefix) for name in adapter.tensors if name.startswith(prefix))

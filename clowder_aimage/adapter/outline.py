@@ -16,7 +16,7 @@ _THIRD = re.compile(r"(.+\.(?:to_|add_))[qkv]((?:_proj)?\.weight)")
 _MAX_BLOCK = 255
 
 
-def outline_shapes(layers: Iterable[AdapterLayer]) -> dict[str, Shape]:
+def infer_shapes(layers: Iterable[AdapterLayer]) -> dict[str, Shape]:
     """Return the shapes of an adapter's target tensors, in the family with most of them.
 
     Query, key and value of a block have the same shape. Layers with unknown names are omitted.
@@ -24,11 +24,13 @@ def outline_shapes(layers: Iterable[AdapterLayer]) -> dict[str, Shape]:
     layers = list(layers)
     numbers = {int(n) for layer in layers for n in _NUMBER.findall(layer.stem[:1024]) if len(n) < 4}
     count = min(max(numbers, default=0), _MAX_BLOCK) + 1
-    return max((_outline(layers, family, count) for family in FAMILIES), key=len)
+    return max((_infer_family_shapes(layers, family, count) for family in FAMILIES), key=len)
 
 
-def _outline(layers: Iterable[AdapterLayer], family: ImageFamily, count: int) -> dict[str, Shape]:
-    names = dict(_names(family, count))
+def _infer_family_shapes(
+    layers: Iterable[AdapterLayer], family: ImageFamily, count: int
+) -> dict[str, Shape]:
+    names = dict(_iter_tensors(family, count))
     table = TargetTable(names)
     shapes: dict[str, Shape] = {}
     for layer in layers:
@@ -50,7 +52,7 @@ def _outline(layers: Iterable[AdapterLayer], family: ImageFamily, count: int) ->
     return shapes
 
 
-def _names(family: ImageFamily, count: int) -> Iterator[tuple[str, Shape]]:
+def _iter_tensors(family: ImageFamily, count: int) -> Iterator[tuple[str, Shape]]:
     """Yield the tensors that adapters can change, with placeholders as lengths."""
     for component in family.components:
         if component.name != "vae":

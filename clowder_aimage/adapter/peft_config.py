@@ -55,7 +55,7 @@ class Pattern:
                     hint="write the names of the modules instead",
                 )
             values = anchored if key.startswith("^") else ends
-            values.setdefault(plain, (position, _number(number, label)))
+            values.setdefault(plain, (position, _parse_number(number, label)))
         return cls(ends, anchored)
 
     def find(self, names: Iterable[str]) -> float | None:
@@ -117,8 +117,10 @@ class PeftConfig:
         base = value.get("base_model_name_or_path")
         return cls(
             kind,
-            _rank(value.get("r"), f"r of {label}"),
-            _optional(value.get("alpha" if kind != "LORA" else "lora_alpha"), f"alpha of {label}"),
+            _parse_rank(value.get("r"), f"r of {label}"),
+            _parse_optional(
+                value.get("alpha" if kind != "LORA" else "lora_alpha"), f"alpha of {label}"
+            ),
             Pattern.parse(value.get("rank_pattern"), f"rank_pattern of {label}"),
             Pattern.parse(value.get("alpha_pattern"), f"alpha_pattern of {label}"),
             value.get("use_rslora") is True,
@@ -128,17 +130,17 @@ class PeftConfig:
             base.strip() or None if isinstance(base, str) else None,
         )
 
-    def alpha_of(self, names: Iterable[str]) -> float | None:
+    def find_alpha(self, names: Iterable[str]) -> float | None:
         """Return alpha for a module with one of these names."""
         alpha = self.alphas.find(names)
         return self.alpha if alpha is None else alpha
 
-    def rank_of(self, names: Iterable[str]) -> int | None:
+    def find_rank(self, names: Iterable[str]) -> int | None:
         """Return the rank for a module with one of these names. Raises FormatError."""
         rank = self.ranks.find(names)
-        return self.rank if rank is None else _rank(rank, "a rank of rank_pattern")
+        return self.rank if rank is None else _parse_rank(rank, "a rank of rank_pattern")
 
-    def saves(self, module: str) -> bool:
+    def is_saved(self, module: str) -> bool:
         """Return True if the adapter has complete tensors of a module (``modules_to_save``)."""
         return any(module == name or module.endswith(f".{name}") for name in self.saved)
 
@@ -160,20 +162,20 @@ def parse_metadata(metadata: Mapping[str, str], label: str) -> dict[str, PeftCon
     }
 
 
-def _optional(value: object, label: str) -> float | None:
-    return None if value is None else _number(value, label)
+def _parse_optional(value: object, label: str) -> float | None:
+    return None if value is None else _parse_number(value, label)
 
 
-def _rank(value: object, label: str) -> int | None:
+def _parse_rank(value: object, label: str) -> int | None:
     if value is None:
         return None
-    number = _number(value, label)
+    number = _parse_number(value, label)
     if number < 1 or not number.is_integer():
         raise FormatError(f"{label} is not a rank: {value!r:.40}")
     return int(number)
 
 
-def _number(value: object, label: str) -> float:
+def _parse_number(value: object, label: str) -> float:
     if not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= MAX_ALPHA:
         return float(value)
     raise FormatError(f"{label} is not a number: {value!r:.40}")

@@ -50,7 +50,7 @@ from clowder_aimage.adapter.names import (
     UP,
 )
 from clowder_aimage.adapter.peft_config import MAX_ALPHA, PeftConfig
-from clowder_aimage.adapter.target import LayerTarget, dotted_module
+from clowder_aimage.adapter.target import LayerTarget, strip_tool_prefixes
 from clowder_aimage.errors import FormatError
 
 _AGAIN = "download the file again"
@@ -120,14 +120,14 @@ class MatchedAdapter:
             role = next(role for role in layer.tensors if role not in (ALPHA, DORA_SCALE))
             layer.fail(role, f"{target.name} of {self.base} is not a linear layer", "remove it")
         if RESHAPE in layer.tensors:
-            shape = self.source.values.integers(layer.tensors[RESHAPE])
+            shape = self.source.values.read_integers(layer.tensors[RESHAPE])
             if shape != target.shape:
-                raise fit.misfit(layer.tensors[RESHAPE], shape, target.rows[0].tensor)
+                raise fit.build_shape_error(layer.tensors[RESHAPE], shape, target.rows[0].tensor)
 
     def _check_magnitudes(self) -> None:
         """Check that an adapter stated to be a DoRA has magnitudes. Raises FormatError."""
         flags = [flag for flag in (self.source.content.flags.get(names.DORA_FLAG),) if flag]
-        is_dora = any(config.is_dora for config in self.source.configs()) or any(
+        is_dora = any(config.is_dora for config in self.source.configs) or any(
             map(self._is_set, flags)
         )
         if is_dora and not any(layer.is_decomposed for layer in self.source.content.layers):
@@ -140,62 +140,68 @@ class MatchedAdapter:
                 layer.fail(names.DORA_FLAG, "the magnitude of DoRA is missing", _AGAIN)
 
     def _is_set(self, name: str) -> bool:
-        return self.source.values.number(name) != 0
+        return self.source.values.read_number(name) != 0
 
     def _read_layer(
         self, layer: AdapterLayer, target: LayerTarget, changes_by_tensor: dict[str, list[Change]]
     ) -> None:
-        linear = [self._linear(layer, kind, target) for kind in layer.kinds]
+        linear = [self._read_linear(layer, kind, target) for kind in layer.kinds]
         weights: list[Change] = list(linear)
         if layer.is_decomposed:
             weights = [self._read_decomposed(layer, linear, target)]
         if DIFF in layer.tensors:
-            weights.append(DenseChange(self._dense(layer, DIFF, target)))
+            weights.append(DenseChange(self._read_dense(layer, DIFF, target)))
         if SET in layer.tensors:
-            weights.append(Replacement(self._dense(layer, SET, target)))
-        biases = [self._bias(layer, role, target) for role in layer.biases]
+            weights.append(Replacement(self._read_dense(layer, SET, target)))
+        biases = [self._read_bias(layer, role, target) for role in layer.biases]
         for rows in target.rows:
             for tensor, changes in ((rows.tensor, weights), (rows.bias, biases)):
                 if tensor is not None and changes:
                     tensor_changes = changes_by_tensor.setdefault(tensor, [])
                     is_whole = len(target.rows) == 1
                     tensor_changes += (
-                        changes if is_whole else [c.rows(rows.start, rows.stop) for c in changes]
+                        changes
+                        if is_whole
+                        else [c.slice_rows(rows.start, rows.stop) for c in changes]
                     )
 
-    def _dense(self, layer: AdapterLayer, role: str, target: LayerTarget) -> Floats:
-        values = self.source.values.array(layer.tensors[role], None).reshape(target.shape)
+    def _read_dense(self, layer: AdapterLayer, role: str, target: LayerTarget) -> Floats:
+        values = self.source.values.read_array(layer.tensors[role], None).reshape(target.shape)
         return _order_rows(values, layer, role, target)
 
-    def _bias(self, layer: AdapterLayer, role: str, target: LayerTarget) -> Change:
-        values = _order_rows(self.source.values.array(layer.tensors[role], 1), layer, role, target)
+    def _read_bias(self, layer: AdapterLayer, role: str, target: LayerTarget) -> Change:
+        values = _order_rows(
+            self.source.values.read_array(layer.tensors[role], 1), layer, role, target
+        )
         if role == SET_BIAS:
             return Replacement(values)
         if role == DIFF_BIAS:
             return DenseChange(values)
-        return DenseChange(np.float32(self._scale(layer, LORA, target)) * values)
+        return DenseChange(np.float32(self._read_scale(layer, LORA, target)) * values)
 
     def _read_decomposed(
         self, layer: AdapterLayer, linear: list[Linear], target: LayerTarget
     ) -> Decomposed:
         if MAGNITUDE in layer.tensors:
-            vector = _order_rows(self._vector(layer, MAGNITUDE), layer, MAGNITUDE, target)
+            vector = _order_rows(self._read_vector(layer, MAGNITUDE), layer, MAGNITUDE, target)
             return Decomposed(tuple(linear), vector, Norm.CHANGED)
         rows = target.shape[0]
         norm = Norm.ROWS if layer.shapes[DORA_SCALE] in ((rows,), (rows, 1)) else Norm.COLUMNS
-        vector = self._vector(layer, DORA_SCALE)
+        vector = self._read_vector(layer, DORA_SCALE)
         if norm is Norm.ROWS:
             vector = _order_rows(vector, layer, DORA_SCALE, target)
         return Decomposed(tuple(linear), vector, norm)
 
-    def _vector(self, layer: AdapterLayer, role: str) -> Floats:
-        return self.source.values.array(layer.tensors[role], None).reshape(-1)
+    def _read_vector(self, layer: AdapterLayer, role: str) -> Floats:
+        return self.source.values.read_array(layer.tensors[role], None).reshape(-1)
 
-    def _linear(self, layer: AdapterLayer, kind: str, target: LayerTarget) -> Linear:
+    def _read_linear(self, layer: AdapterLayer, kind: str, target: LayerTarget) -> Linear:
         def of(role: str) -> Floats:
-            return _order_rows(self.source.values.array(layer.tensors[role]), layer, role, target)
+            return _order_rows(
+                self.source.values.read_array(layer.tensors[role]), layer, role, target
+            )
 
-        scale = self._scale(layer, kind, target)
+        scale = self._read_scale(layer, kind, target)
         if kind == LORA:
             return LowRank(of(DOWN), of(UP), scale)
         if kind == TABLE:
@@ -210,7 +216,7 @@ class MatchedAdapter:
         ]
         return Kronecker(factors[0], factors[1], scale)
 
-    def scaling(
+    def read_scaling(
         self, layer: AdapterLayer, kind: str, target: LayerTarget
     ) -> tuple[float, int] | None:
         """Return alpha and rank of a layer's matrices; None if they are not scaled.
@@ -219,13 +225,13 @@ class MatchedAdapter:
         root of the rank if the adapter is rank-stabilised (arXiv 2312.03732).
         """
         rank = layer.ranks.get(kind)
-        module = (dotted_module(layer.stem), target.module)
+        module = (strip_tool_prefixes(layer.stem), target.module)
         metadata = self.source.metadata
         configs = (self.source.config, metadata.get(target.component) or metadata.get(""))
         stated = [config for config in configs if config is not None]
         if kind == LOKR and stated and stated[0].kind == "LOKR":
             # peft scales LoKr factors that are matrices too, by the rank of the configuration.
-            rank = stated[0].rank_of(module) or rank
+            rank = stated[0].find_rank(module) or rank
         if rank is None:
             return None
         flags = (
@@ -234,23 +240,23 @@ class MatchedAdapter:
         )
         is_stable = any(config.is_rslora for config in stated)
         is_stable = is_stable or any(flag is not None and self._is_set(flag) for flag in flags)
-        alpha = self._alpha(layer, module, stated, rank)
+        alpha = self._read_alpha(layer, module, stated, rank)
         return (alpha * math.sqrt(rank) if is_stable else alpha), rank
 
-    def _scale(self, layer: AdapterLayer, kind: str, target: LayerTarget) -> float:
-        scaling = self.scaling(layer, kind, target)
+    def _read_scale(self, layer: AdapterLayer, kind: str, target: LayerTarget) -> float:
+        scaling = self.read_scaling(layer, kind, target)
         return 1.0 if scaling is None else scaling[0] / scaling[1]
 
-    def _alpha(
+    def _read_alpha(
         self, layer: AdapterLayer, module: tuple[str, str], configs: list[PeftConfig], rank: int
     ) -> float:
         if ALPHA in layer.tensors:
-            alpha = self.source.values.number(layer.tensors[ALPHA])
+            alpha = self.source.values.read_number(layer.tensors[ALPHA])
             if abs(alpha) > MAX_ALPHA:
                 layer.fail(ALPHA, f"{alpha} is too large", _AGAIN)
             return alpha
         for config in configs:
-            stated, of_rank = config.alpha_of(module), config.rank_of(module)
+            stated, of_rank = config.find_alpha(module), config.find_rank(module)
             if stated is None:
                 continue
             if of_rank not in (None, rank):

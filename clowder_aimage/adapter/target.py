@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from clowder_aimage.family.image_family import has_exchanged_halves, original_module
+from clowder_aimage.family.image_family import find_original_module, has_exchanged_halves
 
 _NETWORK = (
     r"base_model\.model\.|model\.diffusion_model\.|diffusion_model\.|(?:transformer|unet)[._]|"
@@ -77,7 +77,7 @@ class TargetTable:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._dotted: dict[str, dict[str, LayerTarget]] = {}
         self._flat: dict[str, dict[str, LayerTarget | None]] = {}
-        targets = [_target(name, shape) for name, shape in shapes.items() if shape]
+        targets = [_build_target(name, shape) for name, shape in shapes.items() if shape]
         # Biases are changed with their layer.
         targets = [target for target in targets if not target.name.endswith(".bias")]
         for target in [*targets, *_stack_targets(targets)]:
@@ -85,9 +85,9 @@ class TargetTable:
             flat = self._flat.setdefault(target.component, {})
             dotted[target.module] = target
             original = (
-                original_module(target.module) if has_exchanged_halves(target.module) else None
+                find_original_module(target.module) if has_exchanged_halves(target.module) else None
             )
-            for name in spellings(target.module):
+            for name in list_spellings(target.module):
                 is_original = original is not None and name.endswith(original)
                 spelled = replace(target, is_exchanged=True) if is_original else target
                 dotted.setdefault(name, spelled)
@@ -129,19 +129,19 @@ class TargetTable:
         return None
 
 
-def spellings(module: str) -> set[str]:
+def list_spellings(module: str) -> set[str]:
     """Return the names, with dots, of diffusers' layer ``module`` in all dialects."""
-    names = {module, original_module(module)}
+    names = {module, find_original_module(module)}
     names |= {_INDEXED.sub(r"\1", name) for name in names}
     return names | {f"model.{name}" for name in names} | {n.removeprefix("model.") for n in names}
 
 
-def dotted_module(stem: str) -> str:
+def strip_tool_prefixes(stem: str) -> str:
     """Return a stem without the prefixes of tools."""
     return _strip_prefixes(_PREFIX, stem)
 
 
-def network_module(stem: str) -> str:
+def strip_network_prefixes(stem: str) -> str:
     """Return a stem without the prefixes for the network, but with that of a text encoder."""
     return _strip_prefixes(_NETWORK_PREFIX, stem)
 
@@ -155,7 +155,7 @@ def _strip_prefixes(prefix: re.Pattern[str], stem: str) -> str:
     return stem
 
 
-def _target(tensor: str, shape: tuple[int, ...]) -> LayerTarget:
+def _build_target(tensor: str, shape: tuple[int, ...]) -> LayerTarget:
     return LayerTarget(tensor.removesuffix(_WEIGHT), shape, (TargetRows(tensor, 0, shape[0]),))
 
 
@@ -166,12 +166,12 @@ def _stack_targets(targets: Iterable[LayerTarget]) -> Iterator[LayerTarget]:
         for pattern, words in _STACKS:
             stem = name.removesuffix(pattern.format("q"))
             thirds = [targets_by_name.get(stem + pattern.format(letter)) for letter in "qkv"]
-            if stem != name and (rows := _stacked_rows(thirds, first.shape[1:])):
+            if stem != name and (rows := _stack_rows(thirds, first.shape[1:])):
                 shape = (rows[-1].stop, *first.shape[1:])
                 yield from (LayerTarget(stem + word, shape, rows) for word in words)
 
 
-def _stacked_rows(
+def _stack_rows(
     thirds: Iterable[LayerTarget | None], columns: tuple[int, ...]
 ) -> tuple[TargetRows, ...]:
     """Return the rows of each layer in the stacked layer; empty if they cannot be stacked."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from clowder_aimage.adapter.adapter import Floats
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import Header
-from clowder_aimage.tensor.float_code import e4m3, e5m2
+from clowder_aimage.tensor.float_code import decode_e4m3, decode_e5m2
 
 _AGAIN = "download the file again"
 # BF16 and float8 are read as unsigned integers, since numpy lacks them.
@@ -52,14 +52,14 @@ class StoredArray:
 
     def multiply(self, factor: float) -> StoredArray:
         """Return the values times a number, in float32."""
-        return StoredArray("F32", self.float32() * np.float32(factor))
+        return StoredArray("F32", self.to_float32() * np.float32(factor))
 
     @staticmethod
     def promote(arrays: Sequence[StoredArray]) -> list[StoredArray]:
         """Return arrays of the same type: their type, or float32 if they differ."""
         if len({array.dtype for array in arrays}) == 1:
             return list(arrays)
-        return [StoredArray("F32", array.float32()) for array in arrays]
+        return [StoredArray("F32", array.to_float32()) for array in arrays]
 
     @classmethod
     def concatenate(cls, arrays: Sequence[StoredArray]) -> StoredArray:
@@ -67,7 +67,7 @@ class StoredArray:
         promoted = cls.promote(arrays)
         return cls(promoted[0].dtype, np.concatenate([array.codes for array in promoted]))
 
-    def float32(self) -> Floats:
+    def to_float32(self) -> Floats:
         """Return the values in float32."""
         return _decode(self.codes.tobytes(), self.dtype).reshape(self.codes.shape)
 
@@ -80,7 +80,7 @@ class AdapterValues:
     file: BinaryIO
     header: Header
 
-    def array(self, name: str, ndim: int | None = 2) -> Floats:
+    def read_array(self, name: str, ndim: int | None = 2) -> Floats:
         """Return a tensor; the last dimensions are removed until it has ``ndim``, if they are 1."""
         info = self.header.tensors[name]
         if info.dtype not in _TYPES or info.dtype in _COUNTS:
@@ -104,7 +104,7 @@ class AdapterValues:
         codes = np.frombuffer(self._read(name), _TYPES[dtype])
         return StoredArray(dtype, codes.reshape(shape))
 
-    def number(self, name: str) -> float:
+    def read_number(self, name: str) -> float:
         """Return the value of a tensor with one element."""
         info = self.header.tensors[name]
         if math.prod(info.shape) != 1 or info.dtype not in _TYPES:
@@ -116,7 +116,7 @@ class AdapterValues:
             raise FormatError(f"{self.label}: {name[:200]} is not finite: {value}", hint=_AGAIN)
         return value
 
-    def integers(self, name: str) -> tuple[int, ...]:
+    def read_integers(self, name: str) -> tuple[int, ...]:
         """Return the values of a short list of integers."""
         info = self.header.tensors[name]
         if math.prod(info.shape) <= 8 and info.dtype in _TYPES:
@@ -139,9 +139,9 @@ def _decode(data: bytes, dtype: str) -> Floats:
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E5M2":
-        return e5m2(values)
+        return decode_e5m2(values)
     if dtype == "F8_E4M3":
-        return e4m3(values)
+        return decode_e4m3(values)
     # float64 may overflow; infinities are rejected by the caller.
     with np.errstate(over="ignore"):
         return values.astype(np.float32)

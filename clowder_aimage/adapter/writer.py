@@ -35,13 +35,13 @@ from clowder_aimage.adapter.names import (
     UP,
     UP_BIAS,
 )
-from clowder_aimage.adapter.outline import NAME, outline_shapes
+from clowder_aimage.adapter.outline import NAME, infer_shapes
 from clowder_aimage.adapter.peft_config import METADATA
 from clowder_aimage.adapter.reader import MatchedAdapter, match_adapter
 from clowder_aimage.adapter.target import LayerTarget
 from clowder_aimage.adapter.values import StoredArray
 from clowder_aimage.errors import UsageError
-from clowder_aimage.family.image_family import has_exchanged_halves, original_module
+from clowder_aimage.family.image_family import find_original_module, has_exchanged_halves
 from clowder_aimage.tensor import encode_header
 
 _KINDS = {
@@ -147,7 +147,7 @@ def convert_adapter(
     if chosen is None:
         raise UsageError(f"unknown dialect of adapters: {dialect[:60]!r}", hint=_CHOICES)
     with open_adapter(path, label, config) as source:
-        base_shapes = outline_shapes(source.content.layers) if shapes is None else shapes
+        base_shapes = infer_shapes(source.content.layers) if shapes is None else shapes
         source.check_size(base_shapes)
         matched = match_adapter(source, base_shapes, NAME)
         # The result is not needed: this checks the values.
@@ -183,7 +183,7 @@ def _convert_layer(
         )
     if target.is_exchanged != (dialect.is_fused and has_exchanged_halves(target.module)):
         arrays |= _exchange_halves(label, dialect, arrays)
-    scaling = matched.scaling(layer, (*layer.kinds, LORA)[0], target)
+    scaling = matched.read_scaling(layer, (*layer.kinds, LORA)[0], target)
     if LOKR in layer.kinds and scaling is not None:
         scale, rank = scaling[0] / scaling[1], layer.ranks.get(LOKR)
         scaling = None if rank is None else (scale * rank, rank)
@@ -316,7 +316,7 @@ def _rename_layers(
         stem = dialect.stem(layer.component, layer.module)
         arrays = layer.arrays
         if dialect.is_fused and UP_BIAS in arrays:
-            arrays = _bias_to_difference(source.label, layer, dialect, shapes)
+            arrays = _convert_bias(source.label, layer, dialect, shapes)
         for role in sorted(arrays, key=_ORDER.index):
             if role not in dialect.suffixes:
                 _reject(source.label, dialect, _KINDS[role])
@@ -330,7 +330,7 @@ def _rename_layers(
     metadata |= {"format": "pt"}
     if dialect.is_fused:
         return ConvertedAdapter(tensors, metadata)
-    config = _config(source, layers, dialect)
+    config = _build_config(source, layers, dialect)
     if dialect.name == PEFT:
         return ConvertedAdapter(tensors, metadata, config)
     # diffusers passes all keys to peft's LoraConfig.
@@ -338,7 +338,7 @@ def _rename_layers(
     return ConvertedAdapter(tensors, metadata | {METADATA: json.dumps(stated, sort_keys=True)})
 
 
-def _bias_to_difference(
+def _convert_bias(
     label: str, layer: _ConvertedLayer, dialect: _Dialect, shapes: Shapes
 ) -> Mapping[str, StoredArray]:
     """Return the arrays with the bias of a pair as a difference of the layer's bias."""
@@ -352,7 +352,7 @@ def _bias_to_difference(
     return arrays
 
 
-def _config(
+def _build_config(
     source: OpenAdapter, layers: list[_ConvertedLayer], dialect: _Dialect
 ) -> dict[str, Any]:
     """Return peft's configuration. Raises UsageError: A configuration cannot state the changes."""
@@ -366,9 +366,9 @@ def _config(
     if is_dora and any(MAGNITUDE not in layer.arrays for layer in layers):
         _reject(source.label, dialect, "DoRA of some layers only")
     numbers = {layer.module: layer.scaling for layer in layers if layer.scaling is not None}
-    alphas = {module: _plain(alpha) for module, (alpha, _) in numbers.items()}
+    alphas = {module: _to_plain(alpha) for module, (alpha, _) in numbers.items()}
     ranks = {module: rank for module, (_, rank) in numbers.items()}
-    alpha, rank = _most_common(alphas.values()), _most_common(ranks.values())
+    alpha, rank = _find_most_common(alphas.values()), _find_most_common(ranks.values())
     config: dict[str, Any] = {
         "peft_type": "LOHA" if is_loha else "LORA",
         "r": rank,
@@ -384,12 +384,12 @@ def _config(
     return config
 
 
-def _most_common(values: Iterable[Any]) -> Any:
+def _find_most_common(values: Iterable[Any]) -> Any:
     numbers = list(values)
     return max(dict.fromkeys(numbers), key=numbers.count)
 
 
-def _plain(value: float) -> float | int:
+def _to_plain(value: float) -> float | int:
     return int(value) if value.is_integer() else value
 
 
@@ -400,19 +400,21 @@ def _reject(label: str, dialect: _Dialect, kind: str) -> NoReturn:
     )
 
 
-def _text_module(module: str) -> str:
+def _strip_model_prefix(module: str) -> str:
     return module.removeprefix("model.")
 
 
-def _comfyui(component: str, module: str) -> str:
+def _build_comfyui_name(component: str, module: str) -> str:
     if component == _TEXT:
-        return f"text_encoders.qwen3_4b.transformer.model.{_text_module(module)}"
-    return f"diffusion_model.{original_module(module)}"
+        return f"text_encoders.qwen3_4b.transformer.model.{_strip_model_prefix(module)}"
+    return f"diffusion_model.{find_original_module(module)}"
 
 
-def _kohya(component: str, module: str) -> str:
+def _build_kohya_name(component: str, module: str) -> str:
     is_text = component == _TEXT
-    name = f"te_{_text_module(module)}" if is_text else f"unet_{original_module(module)}"
+    name = (
+        f"te_{_strip_model_prefix(module)}" if is_text else f"unet_{find_original_module(module)}"
+    )
     return f"lora_{name}".replace(".", "_")
 
 
@@ -436,8 +438,10 @@ DIALECTS = {
             ("transformer", _TEXT),
             is_fused=False,
         ),
-        _Dialect(COMFYUI, _comfyui, _KOHYA_SUFFIXES, ("transformer", _TEXT), is_fused=True),
-        _Dialect(KOHYA, _kohya, _KOHYA_SUFFIXES, ("transformer", _TEXT), is_fused=True),
+        _Dialect(
+            COMFYUI, _build_comfyui_name, _KOHYA_SUFFIXES, ("transformer", _TEXT), is_fused=True
+        ),
+        _Dialect(KOHYA, _build_kohya_name, _KOHYA_SUFFIXES, ("transformer", _TEXT), is_fused=True),
     )
 }
 _CHOICES = f"choose one of {', '.join(DIALECTS)}"

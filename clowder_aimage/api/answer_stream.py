@@ -16,7 +16,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from clowder_aimage.errors import AImageError
-from clowder_aimage.http.api_error import ApiError, api_error, response
+from clowder_aimage.http.api_error import ApiError, build_response, convert_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.response_writer import ResponseWriter, abort, is_gone
 
@@ -40,7 +40,7 @@ _log = logging.getLogger("aimage.worker")
 T = TypeVar("T")
 
 
-def frame(event: str | None, data: Any, *, mark: str | None = None) -> bytes:
+def encode_event(event: str | None, data: Any, *, mark: str | None = None) -> bytes:
     """Return an event with JSON data; clients resume after its id, ``mark``."""
     head = f"id: {mark}\n" if mark is not None else ""
     if event is not None:
@@ -53,7 +53,7 @@ def frame(event: str | None, data: Any, *, mark: str | None = None) -> bytes:
     return (head + "".join(f"data: {line}\n" for line in lines) + "\n").encode()
 
 
-def comment(text: str) -> bytes:
+def encode_comment(text: str) -> bytes:
     """Return a comment line. Clients ignore it."""
     return f": {' '.join(text.split())}\n\n".encode()
 
@@ -158,11 +158,11 @@ class EventStream:
             for start in range(0, len(data), _CHUNK):
                 if is_gone(self._request):
                     raise ConnectionResetError("the client disconnected")
-                await self._in_time(self._writer.write(data[start : start + _CHUNK]))
+                await self._await_write(self._writer.write(data[start : start + _CHUNK]))
         if frames:
             self._sent = self._clock()
 
-    async def _in_time(self, writing: Awaitable[T]) -> T:
+    async def _await_write(self, writing: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(STALL):
                 return await writing
@@ -180,11 +180,11 @@ class EventStream:
         if is_gone(self._request):
             raise ConnectionResetError("the client disconnected")
         if self.is_silent:
-            await self.send(comment("keep-alive"))
+            await self.send(encode_comment("keep-alive"))
 
     async def close(self) -> web.StreamResponse:
         """End the response. Raises ConnectionResetError."""
-        return await self._in_time(self._writer.end())
+        return await self._await_write(self._writer.end())
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,19 +231,19 @@ async def stream_events(
         except Exception as error:
             if not stream.has_begun:
                 raise form.explain(error) from None
-            await stream.send(frame("error", _error_data(request, form.explain(error))))
+            await stream.send(encode_event("error", _encode_error(request, form.explain(error))))
         return await stream.close()
 
 
-def _error_data(request: Request, error: Exception) -> str:
+def _encode_error(request: Request, error: Exception) -> str:
     if not isinstance(error, AImageError):
         # Only the type is logged: the text may contain a prompt
         _log.error("stream failed: %s", type(error).__name__)
         error = ApiError(500, "internal error; see the server's log", code="internal_error")
-    api_failure = api_error(error)
+    api_failure = convert_error(error)
     if api_failure.status >= 500:
         _log.warning("request failed: %s", api_failure.message)
-    return response(request, api_failure).text or ""
+    return build_response(request, api_failure).text or ""
 
 
 class NdjsonStream:
@@ -277,7 +277,7 @@ class NdjsonStream:
         """
         if not self.has_begun:
             raise error
-        api_failure = api_error(error)
+        api_failure = convert_error(error)
         facts = {"error": api_failure.message, "status": api_failure.status}
         await self.write({**facts, "code": api_failure.code} if api_failure.code else facts)
         return await self.end()

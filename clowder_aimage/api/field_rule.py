@@ -25,7 +25,7 @@ class FieldRule:
     words: str = ""
     exclude: bool = False
 
-    def fault(self, is_set: Callable[[str], bool]) -> tuple[str, str] | None:
+    def find_fault(self, is_set: Callable[[str], bool]) -> tuple[str, str] | None:
         """Return a field and the reason of its refusal; None if the body observes the rule."""
         fields = [field for field in self.fields if is_set(field)]
         set_others = [name for name in self.others if is_set(name)]
@@ -37,16 +37,16 @@ class FieldRule:
             return self.others[0], "is required"
         return (fields[0], f"requires {self.words or self.others[0]}") if fields else None
 
-    def schema(self, names: Collection[str], unset: Unset) -> JsonDict | None:
+    def build_schema(self, names: Collection[str], unset: Unset) -> JsonDict | None:
         """Return the JSON Schema of a body with ``names`` fields; None if it cannot break it."""
         fields = [name for name in self.fields if name in names]
         alternatives = [name for name in self.others if name in names]
         if not alternatives or (self.fields and not fields):
             return None
         cases = [_without(fields, unset)] if fields else []
-        return {"anyOf": [*cases, *self._cases(alternatives, unset)]}
+        return {"anyOf": [*cases, *self._build_cases(alternatives, unset)]}
 
-    def _cases(self, alternatives: list[str], unset: Unset) -> list[JsonDict]:
+    def _build_cases(self, alternatives: list[str], unset: Unset) -> list[JsonDict]:
         if self.exclude:
             return [_without(alternatives, unset)]
         return [

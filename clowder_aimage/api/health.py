@@ -9,7 +9,12 @@ from aiohttp import web
 
 from clowder_aimage import __version__
 from clowder_aimage.api import health_operation as operation
-from clowder_aimage.api.answer_stream import EventStream, comment, frame, with_keepalive
+from clowder_aimage.api.answer_stream import (
+    EventStream,
+    encode_comment,
+    encode_event,
+    with_keepalive,
+)
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_probe
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
@@ -20,15 +25,15 @@ from clowder_aimage.http.route import INFER, Route, serve
 ALIVE = 15.0
 
 
-def routes(service: Service) -> list[Route]:
+def build_routes(service: Service) -> list[Route]:
     """Return the routes of health, metrics and events."""
     health = Health(service)
     return [
-        serve(operation.ALIVE, health.alive),
-        serve(operation.READY, health.ready),
-        serve(operation.WORKER, health.worker),
-        *MetricsRole(service.metrics.text, INFER).routes(),
-        serve(operation.EVENTS, health.events),
+        serve(operation.ALIVE, health.report_liveness),
+        serve(operation.READY, health.report_readiness),
+        serve(operation.WORKER, health.describe_worker),
+        *MetricsRole(service.metrics.format_text, INFER).build_routes(),
+        serve(operation.EVENTS, health.stream_events),
     ]
 
 
@@ -38,14 +43,14 @@ class Health:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def alive(self, _: web.Request) -> web.Response:
+    async def report_liveness(self, _: web.Request) -> web.Response:
         """Respond that the event loop runs, without further checks."""
         return web.json_response({"status": "ok"})
 
-    async def ready(self, request: web.Request) -> web.Response:
+    async def report_readiness(self, request: web.Request) -> web.Response:
         """Respond with the readiness. Models are named only to requests with a token."""
         service, node = self._service, self._service.node
-        missing = node.missing() if node is not None else ()
+        missing = node.list_missing() if node is not None else ()
         try:
             reasons = await run_probe(service.readiness.list_reasons, service.required, missing)
         except TimeoutError:
@@ -58,11 +63,11 @@ class Health:
             reasons = [{"reason": reason["reason"]} for reason in reasons]
         body: dict[str, Any] = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
         if node is not None:
-            body["warnings"] = list(node.warnings())
+            body["warnings"] = list(node.list_warnings())
         headers = {"Retry-After": str(RETRY_AFTER)} if reasons else {}
         return web.json_response(body, status=503 if reasons else 200, headers=headers)
 
-    async def worker(self, request: web.Request) -> web.Response:
+    async def describe_worker(self, request: web.Request) -> web.Response:
         """Respond with the scope of the token; with the settings only if there is a token."""
         scope, settings = request.get("scope"), self._service.settings
         body: dict[str, Any] = {"version": __version__, "scope": scope}
@@ -70,7 +75,7 @@ class Health:
             body |= {"default_model": settings.default_model, "enhancer": settings.enhancer}
         return web.json_response(body)
 
-    async def events(self, request: web.Request) -> web.StreamResponse:
+    async def stream_events(self, request: web.Request) -> web.StreamResponse:
         """Stream events as server-sent events (HTML, 9.2), from ``Last-Event-ID`` on."""
         # Event numbers restart with each worker
         mark = f"{self._service.started:.3f}-"
@@ -87,8 +92,8 @@ class Health:
         async with contextlib.aclosing(events):
             async for event in events:
                 if event is None:
-                    await answer.send(comment("alive"))
+                    await answer.send(encode_comment("alive"))
                     continue
                 facts = {"at": event.at, **event.facts}
-                await answer.send(frame(event.kind, facts, mark=f"{mark}{event.id}"))
+                await answer.send(encode_event(event.kind, facts, mark=f"{mark}{event.id}"))
         return await answer.close()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
-from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, kind_of
+from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, classify_model
 from clowder_aimage.api.model_list import describe_all
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.model_fetch import read_model
@@ -15,15 +15,15 @@ from clowder_aimage.errors import AImageError, NotFoundError, StoreError, UsageE
 from clowder_aimage.generation.request import MODEL_DEFAULTS, GenerateRequest
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.model.adapter_source import AdapterFile, is_adapter
-from clowder_aimage.model.text.text_facts import text_facts
+from clowder_aimage.model.text.text_facts import read_text_facts
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.pictures.input_kind import max_images
+from clowder_aimage.pictures.input_kind import get_max_images
 
 # Cached manifests
 _MAX_KNOWN = 4096
 
 
-def unknown_model(name: str) -> ApiError:
+def build_unknown_error(name: str) -> ApiError:
     """Return the error for a missing model."""
     message = f"model {name[:200]!r} not found; GET /v1/models lists the available models"
     return ApiError(404, message, code="model_not_found", param="model")
@@ -36,52 +36,58 @@ class ModelCatalog:
         self._service = service
         self._cached: dict[Digest, dict[str, Any] | None] = {}
 
-    def all(self) -> list[dict[str, Any]]:
+    def list_all(self) -> list[dict[str, Any]]:
         """Return all runnable models by name, their aliases, and the adapters of both places."""
 
         def describe(tag: tuple[str, Descriptor]) -> tuple[str, dict[str, Any] | None]:
             # Another tool's name, invalid in a request
             with contextlib.suppress(UsageError):
                 reference = Reference.parse(tag[0])
-                return str(reference), self._facts(reference, tag[1].digest)
+                return str(reference), self._find_facts(reference, tag[1].digest)
             return tag[0], None
 
-        listed = describe_all(self._service.store.tags(), describe)
+        listed = describe_all(self._service.store.list_tags(), describe)
         facts_by_name = {name: facts for name, facts in listed if facts is not None}
         facts_by_name = {name: facts_by_name[name] for name in sorted(facts_by_name)}
         runnable = {name: facts for name, facts in facts_by_name.items() if "adapter" not in facts}
-        models = [_model(name, facts) for name, facts in runnable.items()]
-        models += [_model(alias, facts) for alias, facts in self._aliases(runnable)]
+        models = [_describe_model(name, facts) for name, facts in runnable.items()]
+        models += [_describe_model(alias, facts) for alias, facts in self._iter_aliases(runnable)]
         stored = {name: facts for name, facts in facts_by_name.items() if "adapter" in facts}
-        files = {file.name: _file_facts(file) for file in self._service.adapters.files()}
-        bases = self._names() if stored else {}
+        files = {file.name: _describe_file(file) for file in self._service.adapters.list_files()}
+        bases = self._index_names() if stored else {}
         adapters = {**files, **stored}.items()
-        return models + [_adapter(name, facts, bases) for name, facts in adapters]
+        return models + [_describe_adapter(name, facts, bases) for name, facts in adapters]
 
-    def one(self, name: str) -> dict[str, Any]:
+    def find(self, name: str) -> dict[str, Any]:
         """Return the model or adapter with the name of a request. Raises ApiError."""
-        if (file := self._service.adapters.file(name)) is not None:
-            return _adapter(name, _file_facts(file), {})
+        if (file := self._service.adapters.find_file(name)) is not None:
+            return _describe_adapter(name, _describe_file(file), {})
         try:
-            reference = self._service.reference(name)
+            reference = self._service.resolve_reference(name)
             descriptor = self._service.store.resolve(reference)
         except NotFoundError:
-            raise unknown_model(name) from None
-        facts = self._facts(reference, descriptor.digest)
+            raise build_unknown_error(name) from None
+        facts = self._find_facts(reference, descriptor.digest)
         if facts is None:
-            raise unknown_model(name)
-        return _adapter(name, facts, self._names()) if "adapter" in facts else _model(name, facts)
+            raise build_unknown_error(name)
+        return (
+            _describe_adapter(name, facts, self._index_names())
+            if "adapter" in facts
+            else _describe_model(name, facts)
+        )
 
-    def _aliases(self, models: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _iter_aliases(
+        self, models: dict[str, dict[str, Any]]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         for alias in sorted(self._service.settings.aliases):
             try:
-                name = str(self._service.reference(alias))
+                name = str(self._service.resolve_reference(alias))
             except NotFoundError:
                 continue
             if name in models and alias not in models:
                 yield alias, models[name]
 
-    def _facts(self, reference: Reference, digest: Digest) -> dict[str, Any] | None:
+    def _find_facts(self, reference: Reference, digest: Digest) -> dict[str, Any] | None:
         """Return the facts of a model; None if it is not runnable or not readable."""
         try:
             facts = self._cached[digest]
@@ -101,7 +107,7 @@ class ModelCatalog:
         facts = {**facts, "owned_by": reference.registry or "local"}
         # Not cached: the files of a language model may be stored later
         if (aimage := facts.pop("text", None)) is not None:
-            text = text_facts(self._service.store, digest, aimage)
+            text = read_text_facts(self._service.store, digest, aimage)
             facts["capabilities"] = list(text.capabilities)
             facts |= {"context_length": text.context} if text.context else {}
         return facts
@@ -113,11 +119,11 @@ class ModelCatalog:
         if is_adapter(stored.aimage):
             subject = stored.aimage.subject
             facts = {"adapter": properties.get("adapter", {}), "base": subject and subject.digest}
-        elif (kind := kind_of(stored.aimage)) in (TEXT, EMBEDDER):
+        elif (kind := classify_model(stored.aimage)) in (TEXT, EMBEDDER):
             facts = {"text": stored.aimage}
         elif kind == PICTURES:
-            facts = {"capabilities": [PICTURES], "max_images": max_images(properties)}
-            defaults = GenerateRequest.draft().for_model(stored.aimage).values()
+            facts = {"capabilities": [PICTURES], "max_images": get_max_images(properties)}
+            defaults = GenerateRequest.draft().apply_defaults(stored.aimage).collect_values()
             facts["defaults"] = {name: defaults[name] for name in MODEL_DEFAULTS}
         else:
             return None
@@ -125,23 +131,25 @@ class ModelCatalog:
         with contextlib.suppress(KeyError, ValueError, OverflowError):
             created = datetime.fromisoformat(properties["created"])
             return {"created": int(created.timestamp()), **facts}
-        path = store.path(stored.descriptor)
+        path = store.find_path(stored.descriptor)
         return {"created": int(path.stat().st_mtime), **facts}
 
-    def _names(self) -> dict[Digest, str]:
+    def _index_names(self) -> dict[Digest, str]:
         """Return a name of each manifest, the first in order."""
-        tags = sorted(self._service.store.tags(), key=lambda tag: tag[0], reverse=True)
+        tags = sorted(self._service.store.list_tags(), key=lambda tag: tag[0], reverse=True)
         return {descriptor.digest: name for name, descriptor in tags}
 
 
-def _adapter(name: str, facts: dict[str, Any], names: Mapping[Digest, str]) -> dict[str, Any]:
+def _describe_adapter(
+    name: str, facts: dict[str, Any], names: Mapping[Digest, str]
+) -> dict[str, Any]:
     """Return the entry of an adapter: ``parent`` is a name of its base, if the store has it."""
     fields = {key: value for key, value in facts.items() if key not in ("base", "adapter")}
     parent = None if facts["base"] is None else names.get(facts["base"])
-    return _model(name, fields) | {"parent": parent, "adapter": facts["adapter"]}
+    return _describe_model(name, fields) | {"parent": parent, "adapter": facts["adapter"]}
 
 
-def _file_facts(file: AdapterFile) -> dict[str, Any]:
+def _describe_file(file: AdapterFile) -> dict[str, Any]:
     """Return the facts of an adapter in the directory."""
     return {
         "created": int(file.changed),
@@ -151,5 +159,5 @@ def _file_facts(file: AdapterFile) -> dict[str, Any]:
     }
 
 
-def _model(name: str, facts: dict[str, Any]) -> dict[str, Any]:
+def _describe_model(name: str, facts: dict[str, Any]) -> dict[str, Any]:
     return {"id": name, "object": "model", **facts}

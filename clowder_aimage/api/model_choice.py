@@ -10,8 +10,8 @@ from functools import partial
 from typing import Protocol
 from urllib.parse import quote
 
-from clowder_aimage.api.model_catalog import ModelCatalog, unknown_model
-from clowder_aimage.api.model_kind import PICTURES, check_kind, unsupported_model
+from clowder_aimage.api.model_catalog import ModelCatalog, build_unknown_error
+from clowder_aimage.api.model_kind import PICTURES, build_unsupported_error, check_kind
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
@@ -59,10 +59,10 @@ class SelectedModel:
     def aimage(self) -> AImage | None:
         return self.stored.aimage if self.stored else None
 
-    def headers(self, service: Service, body: ModelChoice) -> dict[str, str]:
+    def build_headers(self, service: Service, body: ModelChoice) -> dict[str, str]:
         """Return the headers with the name of the model, and the alias that was requested."""
         fields = {"X-Aimage-Model": str(self.reference)}
-        if body.model and service.alias(body.model) and not self.is_default:
+        if body.model and service.resolve_alias(body.model) and not self.is_default:
             fields["X-Aimage-Alias"] = quote(body.model, safe="/:@ ")
         return fields
 
@@ -81,19 +81,19 @@ async def choose_model(
     stored, is_default = await _read(service, reference, kinds[0]), False
     if stored is None and not (reference.registry and pull != NEVER):
         is_exact = reference.registry is not None or reference.digest is not None
-        is_literal = service.alias(body.model) is None if body.model else False
+        is_literal = service.resolve_alias(body.model) is None if body.model else False
         is_built_in = body.model is None or _is_built_in(service, body.model)
         has_default = service.settings.default_model is not None
-        missing = partial(_missing_model, service, body.model or str(reference), kinds)
+        missing = partial(_build_missing_error, service, body.model or str(reference), kinds)
         if not (has_default and is_built_in) or (is_exact and is_literal):
             raise await run_io(missing)
-        reference, is_default = service.reference(None), True
+        reference, is_default = service.resolve_reference(None), True
         stored = await _read(service, reference, kinds[0])
         if stored is None and not (reference.registry and pull != NEVER):
             raise await run_io(missing)
     adapter = None
     if stored is not None and is_adapter(stored.aimage) and PICTURES in kinds:
-        adapter, reference = reference, await run_io(_base_of, service, reference, stored.aimage)
+        adapter, reference = reference, await run_io(_find_base, service, reference, stored.aimage)
         stored = await _read(service, reference, kinds[0])
     elif stored is not None:
         check_kind(reference, stored.aimage, *kinds)
@@ -102,10 +102,10 @@ async def choose_model(
     return SelectedModel(reference, stored, pull, is_default, adapter)
 
 
-def _base_of(service: Service, reference: Reference, adapter: AImage) -> Reference:
+def _find_base(service: Service, reference: Reference, adapter: AImage) -> Reference:
     """Return a name of the base model of an adapter. Raises ApiError if the store has none."""
     digest = adapter.subject and adapter.subject.digest
-    for name, descriptor in sorted(service.store.tags(), key=lambda tag: tag[0]):
+    for name, descriptor in sorted(service.store.list_tags(), key=lambda tag: tag[0]):
         if descriptor.digest == digest:
             # Another tool's name
             with contextlib.suppress(UsageError):
@@ -119,13 +119,13 @@ def _is_built_in(service: Service, name: str) -> bool:
     return any(fnmatchcase(plain, pattern) for pattern in service.settings.default_for)
 
 
-def _missing_model(service: Service, name: str, kinds: Sequence[str]) -> ApiError:
+def _build_missing_error(service: Service, name: str, kinds: Sequence[str]) -> ApiError:
     """Return the error for a missing model, with the names of suitable models."""
-    models = [model for model in ModelCatalog(service).all() if "adapter" not in model]
+    models = [model for model in ModelCatalog(service).list_all() if "adapter" not in model]
     is_picture = PICTURES in kinds
     names = [model["id"] for model in models if (PICTURES in model["capabilities"]) == is_picture]
     if not names:
-        return unknown_model(name)
+        return build_unknown_error(name)
     suffix = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     message = f"model {name[:200]!r} not found; available: {', '.join(names[:_MAX_NAMED])}{suffix}"
     return ApiError(404, message, code="model_not_found", param="model")
@@ -133,7 +133,7 @@ def _missing_model(service: Service, name: str, kinds: Sequence[str]) -> ApiErro
 
 def _parse(service: Service, name: str | None) -> Reference:
     try:
-        return service.reference(name)
+        return service.resolve_reference(name)
     except NotFoundError as error:
         raise ApiError(404, error.message, code="model_not_found", param="model") from None
     except UsageError as error:
@@ -148,4 +148,4 @@ async def _read(service: Service, reference: Reference, kind: str) -> StoredAIma
     except NotFoundError:
         return None
     except FormatError:
-        raise unsupported_model(reference, expected=kind) from None
+        raise build_unsupported_error(reference, expected=kind) from None

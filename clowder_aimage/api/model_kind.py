@@ -5,7 +5,7 @@ from __future__ import annotations
 from clowder_aimage.dialect import AImage
 from clowder_aimage.formats.diffusers import FAMILIES
 from clowder_aimage.http.api_error import OLLAMA, OPENAI, ApiError
-from clowder_aimage.model.text.runtime import runtime_of
+from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.model.text.text_facts import is_embedder
 from clowder_aimage.oci import Reference
 
@@ -38,26 +38,26 @@ def is_runnable(aimage: AImage) -> bool:
     return "format" not in properties and properties.get("components", {}).keys() >= _PARTS
 
 
-def kind_of(aimage: AImage) -> str:
+def classify_model(aimage: AImage) -> str:
     """Return PICTURES, TEXT or EMBEDDER for a runnable model, else another word."""
     properties = aimage.properties
     if properties.get("format") == "lora" or "adapter" in properties:
         return _ADAPTER
     if properties.get("format") == "controlnet":
         return _CONTROLNET
-    if runtime_of(aimage) is not None:
+    if find_runtime(aimage) is not None:
         return EMBEDDER if is_embedder(aimage) else TEXT
     return PICTURES if is_runnable(aimage) else _OTHER
 
 
 def check_kind(reference: Reference, aimage: AImage, *kinds: str, interface: str = OPENAI) -> None:
     """Raise ApiError if the AImage is of none of ``kinds``. The message names the right route."""
-    kind = kind_of(aimage)
+    kind = classify_model(aimage)
     if kind not in kinds:
-        raise unsupported_model(reference, kind, kinds[0], interface)
+        raise build_unsupported_error(reference, kind, kinds[0], interface)
 
 
-def unsupported_model(
+def build_unsupported_error(
     reference: Reference, kind: str = _OTHER, expected: str = PICTURES, interface: str = OPENAI
 ) -> ApiError:
     """Return the error for an AImage that a route cannot serve."""

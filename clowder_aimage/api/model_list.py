@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import TypedDict
 
-from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, kind_of
+from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, classify_model
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.executor import run_io, run_locking
@@ -24,12 +24,12 @@ from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import check_completeness
 from clowder_aimage.layout.gc import Collector
-from clowder_aimage.layout.index import same_name
+from clowder_aimage.layout.index import is_same_name
 from clowder_aimage.layout.layout import index_name
-from clowder_aimage.layout.metadata import weight_type
+from clowder_aimage.layout.metadata import find_weight_type
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.text.language_model import COMPLETION, EMBEDDING, THINKING, TOOLS
-from clowder_aimage.model.text.text_facts import TextFacts, text_facts
+from clowder_aimage.model.text.text_facts import TextFacts, read_text_facts
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 # The largest integer of JavaScript; a larger number of parameters is not plausible
@@ -50,11 +50,11 @@ class ModelEntry:
     missing: tuple[Descriptor, ...]
 
 
-def items(store: ImageLayout) -> list[ModelEntry]:
+def list_entries(store: ImageLayout) -> list[ModelEntry]:
     """Return all names that a client can request, in order; skip unreadable ones."""
-    tags = store.tags()
+    tags = store.list_tags()
     entries = describe_each(
-        tags, lambda tag: item_of(store, Reference.parse(tag[0]), tag[1]), _skip
+        tags, lambda tag: read_entry(store, Reference.parse(tag[0]), tag[1]), _skip
     )
     return sorted(entries, key=lambda item: str(item.reference))
 
@@ -75,24 +75,24 @@ def _leave_out(model: object, error: Exception) -> None:
     _log.warning("a model was left out of a list", extra={"model": name, "reason": repr(error)})
 
 
-def item(store: ImageLayout, reference: Reference) -> ModelEntry | None:
+def find_entry(store: ImageLayout, reference: Reference) -> ModelEntry | None:
     """Return the entry with exactly this name. Raises ContentError, StoreError."""
-    descriptor = entry(store, reference)
-    return None if descriptor is None else item_of(store, reference, descriptor)
+    descriptor = find_descriptor(store, reference)
+    return None if descriptor is None else read_entry(store, reference, descriptor)
 
 
-def entry(store: ImageLayout, reference: Reference) -> Descriptor | None:
+def find_descriptor(store: ImageLayout, reference: Reference) -> Descriptor | None:
     """Return the descriptor of exactly this name; a digest does not match other names."""
     text = index_name(reference)
     parsed = Reference.parse(text)
-    for name, descriptor in store.tags():
-        is_same = name == text or same_name(name, parsed)
+    for name, descriptor in store.list_tags():
+        is_same = name == text or is_same_name(name, parsed)
         if is_same and reference.digest in (None, descriptor.digest):
             return descriptor
     return None
 
 
-def item_of(store: ImageLayout, reference: Reference, descriptor: Descriptor) -> ModelEntry:
+def read_entry(store: ImageLayout, reference: Reference, descriptor: Descriptor) -> ModelEntry:
     """Return the entry of a name and its manifest. Raises as ``item``."""
     completeness = check_completeness(store, descriptor)
     return ModelEntry(reference, descriptor, completeness.total, completeness.missing)
@@ -112,19 +112,19 @@ def describe_model(
         stored.aimage.validate()
     except AImageError:
         return properties, None, None
-    is_text = kind_of(stored.aimage) in (TEXT, EMBEDDER)
-    facts = text_facts(store, stored.descriptor.digest, stored.aimage) if is_text else None
+    is_text = classify_model(stored.aimage) in (TEXT, EMBEDDER)
+    facts = read_text_facts(store, stored.descriptor.digest, stored.aimage) if is_text else None
     return properties, stored.aimage, facts
 
 
 def read_stored_time(store: ImageLayout, descriptor: Descriptor) -> datetime:
     """Return the modification time of the stored manifest."""
     with contextlib.suppress(OSError):
-        return datetime.fromtimestamp(store.path(descriptor).stat().st_mtime, UTC)
+        return datetime.fromtimestamp(store.find_path(descriptor).stat().st_mtime, UTC)
     return datetime.fromtimestamp(0, UTC)
 
 
-def unknown(reference: Reference) -> NotFoundError:
+def build_missing_error(reference: Reference) -> NotFoundError:
     """Return the error for a missing name, without local paths."""
     hint = "pull it first" if reference.registry else "create it, or add a registry to the name"
     return NotFoundError(f"model {reference} not found", hint=hint)
@@ -137,20 +137,20 @@ async def delete(service: Service, reference: Reference) -> None:
     StoreError; ApiError (409) if the name is pinned, or in a read-only store.
     """
     store = service.store
-    descriptor = await run_io(entry, store, reference)
+    descriptor = await run_io(find_descriptor, store, reference)
     if descriptor is None:
-        raise unknown(reference)
+        raise build_missing_error(reference)
     if await run_io(store.pins.get, index_name(reference)) is not None:
         raise ApiError(409, f"{reference} is pinned; unpin it first", code="pinned")
     try:
         await run_locking(store.untag, reference)
     except NotFoundError as error:
-        if await run_io(entry, store, reference) is None:
+        if await run_io(find_descriptor, store, reference) is None:
             # Another request has removed it
-            raise unknown(reference) from None
+            raise build_missing_error(reference) from None
         message = f"{reference} is in a read-only store"
         raise ApiError(409, message, code="read_only") from error
-    remaining = await run_io(lambda: {tagged.digest for _, tagged in store.tags()})
+    remaining = await run_io(lambda: {tagged.digest for _, tagged in store.list_tags()})
     if descriptor.digest not in remaining:
         await unload(service, descriptor.digest)
     service.on_removed()
@@ -187,7 +187,7 @@ class ModelDetails(TypedDict):
     quantization_level: str
 
 
-def details(properties: Mapping[str, Any]) -> ModelDetails:
+def build_details(properties: Mapping[str, Any]) -> ModelDetails:
     """Return the ``details`` of a model."""
     family = str(properties.get("family") or properties.get("architecture") or "")
     count = properties.get("parameters")
@@ -196,8 +196,10 @@ def details(properties: Mapping[str, Any]) -> ModelDetails:
         "format": str(properties.get("format") or "safetensors"),
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": _short(count) if type(count) is int and 0 <= count <= _MOST else "",
-        "quantization_level": str(weight_type(properties) or "").upper(),
+        "parameter_size": _format_count(count)
+        if type(count) is int and 0 <= count <= _MOST
+        else "",
+        "quantization_level": str(find_weight_type(properties) or "").upper(),
     }
 
 
@@ -209,7 +211,7 @@ class UsedLora(TypedDict):
     digest: str | None
 
 
-def used_loras(loras: Sequence[LoraUse]) -> list[UsedLora]:
+def describe_loras(loras: Sequence[LoraUse]) -> list[UsedLora]:
     """Return the adapters in use."""
     return [{"model": use.model, "strength": use.strength, "digest": use.digest} for use in loras]
 
@@ -217,26 +219,26 @@ def used_loras(loras: Sequence[LoraUse]) -> list[UsedLora]:
 def describe_use(loras: Sequence[LoraUse], warnings: Sequence[str] = ()) -> dict[str, list[Any]]:
     """Return the fields of a response with the adapters in use, and with warnings, if any."""
     fields: dict[str, list[Any]] = {
-        "loras": used_loras(loras),
+        "loras": describe_loras(loras),
         "warnings": [*warnings],
     }
     return {name: values for name, values in fields.items() if values}
 
 
-def _short(count: int) -> str:
+def _format_count(count: int) -> str:
     for unit, letter in _UNITS:
         if count >= unit:
             return f"{count / unit:.1f}{letter}"
     return str(count)
 
 
-def capabilities(aimage: AImage | None, facts: TextFacts | None) -> list[str]:
+def list_capabilities(aimage: AImage | None, facts: TextFacts | None) -> list[str]:
     """Return ``image`` for an image model, and ollama's words for a language model.
 
     Chat clients offer the models with ``completion``.
     """
     if facts is None:
-        return [PICTURES] if aimage is not None and kind_of(aimage) == PICTURES else []
+        return [PICTURES] if aimage is not None and classify_model(aimage) == PICTURES else []
     return [
         capability
         for capability in (COMPLETION, EMBEDDING, TOOLS, THINKING)

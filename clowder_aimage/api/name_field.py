@@ -9,7 +9,7 @@ from pydantic.config import JsonDict
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
-from clowder_aimage.oci.reference import MAX_REPOSITORY, pattern
+from clowder_aimage.oci.reference import MAX_REPOSITORY, build_pattern
 
 _LENGTH = f"([^/]*[.:][^/]*/|localhost/)?[^:@]{{0,{MAX_REPOSITORY}}}([:@][^/]*)?"
 
@@ -38,7 +38,7 @@ def _check_tag(text: str) -> str:
 
 
 def _make_field(**allowed: bool) -> Any:
-    return Field(json_schema_extra=name_schema(f"({pattern(**allowed)})?"))
+    return Field(json_schema_extra=name_schema(f"({build_pattern(**allowed)})?"))
 
 
 def name_schema(names: str, prefix: str = "") -> JsonDict:

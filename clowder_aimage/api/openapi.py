@@ -11,7 +11,7 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from clowder_aimage.api.health_operation import DESCRIBE, SHOW
-from clowder_aimage.api.openapi_schema import schemas_of
+from clowder_aimage.api.openapi_schema import build_schemas
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.operation import JSON, Answer, Operation
@@ -71,7 +71,7 @@ class OllamaError(TypedDict):
     error: str
 
 
-def description_routes(kind: str) -> list[Route]:
+def build_description_routes(kind: str) -> list[Route]:
     """Return the routes of the description of a kind of server: as JSON, and as a page."""
     # The document, made at the first request
     documents: list[dict[str, Any]] = []
@@ -79,7 +79,10 @@ def description_routes(kind: str) -> list[Route]:
     async def make_document(app: web.Application) -> dict[str, Any]:
         if not documents:
             make = partial(
-                document, app["routes"], title=f"{PRODUCT} {kind}", has_tokens=app["has_tokens"]
+                build_document,
+                app["routes"],
+                title=f"{PRODUCT} {kind}",
+                has_tokens=app["has_tokens"],
             )
             documents.append(await run_io(make))
         return documents[0]
@@ -88,25 +91,25 @@ def description_routes(kind: str) -> list[Route]:
         return web.json_response(await make_document(request.app))
 
     async def show(request: web.Request) -> web.Response:
-        from clowder_aimage.api.description_page import POLICY, page
+        from clowder_aimage.api.description_page import POLICY, render_page
 
         headers = {"Content-Security-Policy": POLICY}
-        shown = page(await make_document(request.app))
+        shown = render_page(await make_document(request.app))
         return web.Response(text=shown, content_type="text/html", headers=headers)
 
     return [serve(DESCRIBE, describe), serve(SHOW, show)]
 
 
-def document(routes: Iterable[Route], *, title: str, has_tokens: bool) -> dict[str, Any]:
+def build_document(routes: Iterable[Route], *, title: str, has_tokens: bool) -> dict[str, Any]:
     """Return the description of the routes that have an operation."""
     listed = list(routes)
     operations = [route.operation for route in listed if route.operation is not None]
-    schemas, components = schemas_of(operations, OpenAIError, OllamaError)
+    schemas, components = build_schemas(operations, OpenAIError, OllamaError)
     refusals: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     for operation in operations:
         description = _describe(operation, schemas, refusals, has_tokens=has_tokens)
-        paths.setdefault(_path(operation), {})[operation.method.lower()] = description
+        paths.setdefault(_format_path(operation), {})[operation.method.lower()] = description
     tags = {operation.tag.name: operation.tag.description for operation in operations}
     about = _ABOUT + (
         " `x-aimage-scope` is the scope that an operation requires: `open` requires no token, and "
@@ -144,7 +147,7 @@ _SECURITY = {
 }
 
 
-def _path(operation: Operation) -> str:
+def _format_path(operation: Operation) -> str:
     return re.sub(r":[^}]*\}", "}", operation.path)
 
 
@@ -170,25 +173,27 @@ def _describe(
     if has_tokens:
         scopes = [operation.scope]
         description["security"] = [{"token": scopes}, {"password": scopes}] if needs_token else []
-    if parameters := list(_parameters(operation, schemas)):
+    if parameters := list(_iter_parameters(operation, schemas)):
         description["parameters"] = parameters
     bodies = {JSON: operation.body, "multipart/form-data": operation.form}
     content = {name: {"schema": schemas[id(kind)]} for name, kind in bodies.items() if kind}
     if content:
         description["requestBody"] = {"required": True, "content": content}
-    answers = {str(answer.status): _answer(answer, schemas) for answer in operation.answers}
+    answers = {
+        str(answer.status): _describe_answer(answer, schemas) for answer in operation.answers
+    }
     prefix = "Ollama" if operation.path.startswith("/api/") else ""
-    for status in _statuses(operation, needs_token=needs_token):
+    for status in _list_statuses(operation, needs_token=needs_token):
         if str(status) not in answers:
             name = prefix + _REFUSALS[status][0]
             error = schemas[id(OllamaError if prefix else OpenAIError)]
-            refusals[name] = _refusal(status, error)
+            refusals[name] = _describe_refusal(status, error)
             answers[str(status)] = {"$ref": _RESPONSES + name}
     description["responses"] = dict(sorted(answers.items()))
     return description
 
 
-def _statuses(operation: Operation, *, needs_token: bool) -> list[int]:
+def _list_statuses(operation: Operation, *, needs_token: bool) -> list[int]:
     """Return the statuses of refusals: also those that follow from the scope and the body."""
     statuses = {403, 500, *operation.refusals, *([401] if needs_token else [])}
     if operation.body or operation.form:
@@ -196,7 +201,7 @@ def _statuses(operation: Operation, *, needs_token: bool) -> list[int]:
     return sorted(statuses | {400} if operation.query else statuses)
 
 
-def _parameters(operation: Operation, schemas: Mapping[int, Any]) -> Iterable[dict[str, Any]]:
+def _iter_parameters(operation: Operation, schemas: Mapping[int, Any]) -> Iterable[dict[str, Any]]:
     types = (
         ("path", operation.path_fields),
         ("query", operation.query),
@@ -213,25 +218,25 @@ def _parameters(operation: Operation, schemas: Mapping[int, Any]) -> Iterable[di
             yield {"name": name, "in": location, "required": is_required, **text, "schema": schema}
 
 
-def _answer(answer: Answer, schemas: Mapping[int, Any]) -> dict[str, Any]:
+def _describe_answer(answer: Answer, schemas: Mapping[int, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if answer.body is not None:
         content[JSON] = {"schema": schemas[id(answer.body)]}
     content |= {name: {} for name in answer.media}
     description: dict[str, Any] = {"description": answer.description}
     if answer.headers:
-        description["headers"] = _headers(answer.headers)
+        description["headers"] = _describe_headers(answer.headers)
     return description | ({"content": content} if content else {})
 
 
-def _refusal(status: int, error: Any) -> dict[str, Any]:
+def _describe_refusal(status: int, error: Any) -> dict[str, Any]:
     description: dict[str, Any] = {"description": _REFUSALS[status][1]}
     if status in _HEADERS:
-        description["headers"] = _headers(_HEADERS[status])
+        description["headers"] = _describe_headers(_HEADERS[status])
     return description | {"content": {JSON: {"schema": error}}}
 
 
-def _headers(descriptions: Mapping[str, str]) -> dict[str, Any]:
+def _describe_headers(descriptions: Mapping[str, str]) -> dict[str, Any]:
     return {
         name: {"description": text, "schema": {"type": "string"}}
         for name, text in descriptions.items()

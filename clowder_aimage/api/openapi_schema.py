@@ -15,7 +15,7 @@ from clowder_aimage.http.operation import Operation
 SCHEMAS = "#/components/schemas/"
 
 
-def schemas_of(
+def build_schemas(
     operations: Sequence[Operation], *types: object
 ) -> tuple[dict[int, Any], dict[str, Any]]:
     """Return the schemas of all types by their identity, and the components that they name."""
@@ -49,7 +49,7 @@ class _Schema(GenerateJsonSchema):
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         inner = self.generate_inner(schema["schema"])
-        return _or_null(inner) if self.has_null else inner
+        return _allow_null(inner) if self.has_null else inner
 
     def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
         value = schema.get("default")
@@ -75,9 +75,9 @@ class _Schema(GenerateJsonSchema):
             return json_schema
         fields, required = json_schema["properties"], json_schema.get("required", ())
         for name in fields.keys() - {*required}:
-            fields[name] = _or_null(fields[name])
+            fields[name] = _allow_null(fields[name])
         no_effect = {"description": "Accepted, and has no effect."}
-        rules = [rule.schema(fields.keys(), kind.unset) for rule in kind.rules()]
+        rules = [rule.build_schema(fields.keys(), kind.list_unset) for rule in kind.list_rules()]
         if stated := [rule for rule in rules if rule is not None]:
             json_schema["allOf"] = [*json_schema.get("allOf", ()), *stated]
         fields |= dict.fromkeys(sorted(kind.NO_EFFECT), no_effect)
@@ -94,7 +94,7 @@ class _TextSchema(_Schema):
     has_null = False
 
 
-def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
+def _allow_null(schema: JsonSchemaValue) -> JsonSchemaValue:
     """Return a schema that null satisfies too."""
     nullable = dict(schema)
     if "enum" in nullable:

@@ -16,7 +16,7 @@ from clowder_aimage.api import page_parameter
 from clowder_aimage.api.health_operation import HELLO
 from clowder_aimage.api.request_body import Parameters
 from clowder_aimage.engine.executor import run_io
-from clowder_aimage.generation.request import parameter_locations
+from clowder_aimage.generation.request import map_parameter_locations
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.operation import PAGE, Answer, Operation
@@ -79,17 +79,17 @@ class PageFile:
     media_type: str
 
 
-def routes(*, is_shown: bool) -> list[Route]:
+def build_routes(*, is_shown: bool) -> list[Route]:
     """Return the routes of the page; without it, ``/`` responds with a line of text only."""
-    root = serve(HELLO, partial(_root, is_shown))
+    root = serve(HELLO, partial(_send_root, is_shown))
     if not is_shown:
         return [root]
     paths = sorted(path for path in DIRECTORY.rglob("*") if path.suffix in _TYPES)
     names = {path.relative_to(DIRECTORY).as_posix() for path in paths} | {page_parameter.NAME}
-    return [root, serve(_FILE, partial(_file, frozenset(names)))]
+    return [root, serve(_FILE, partial(_send_file, frozenset(names)))]
 
 
-async def _root(is_shown: bool, request: web.Request) -> web.StreamResponse:
+async def _send_root(is_shown: bool, request: web.Request) -> web.StreamResponse:
     """Respond to a browser with the page, to others as ollama does."""
     if is_shown and "text/html" in request.headers.get("Accept", ""):
         answer = await _respond(request, INDEX)
@@ -100,7 +100,7 @@ async def _root(is_shown: bool, request: web.Request) -> web.StreamResponse:
     return answer
 
 
-async def _file(names: frozenset[str], request: web.Request) -> web.StreamResponse:
+async def _send_file(names: frozenset[str], request: web.Request) -> web.StreamResponse:
     name = request.match_info["name"]
     if name not in names:
         raise ApiError(404, "the page does not have this file", code="unknown_url")
@@ -109,7 +109,11 @@ async def _file(names: frozenset[str], request: web.Request) -> web.StreamRespon
 
 async def _respond(request: web.Request, name: str) -> web.Response:
     """Respond with a file, unless the browser has it (RFC 9110, 13.1.2)."""
-    file = _parameters() if name == page_parameter.NAME else await run_io(_read, DIRECTORY / name)
+    file = (
+        _build_parameters()
+        if name == page_parameter.NAME
+        else await run_io(_read, DIRECTORY / name)
+    )
     headers = _HEADERS | {"ETag": file.tag}
     headers |= _OF_DOCUMENTS if name.endswith(_DOCUMENTS) else {}
     if file.tag in request.headers.get("If-None-Match", ""):
@@ -127,14 +131,16 @@ def _read(path: Path) -> PageFile:
 
 @functools.lru_cache(maxsize=128)
 def _load(path: Path, _: int) -> PageFile:
-    return _file_of(path.read_bytes(), _TYPES[path.suffix])
+    return _build_file(path.read_bytes(), _TYPES[path.suffix])
 
 
 @functools.cache
-def _parameters() -> PageFile:
-    return _file_of(page_parameter.module(parameter_locations()).encode(), _TYPES[".js"])
+def _build_parameters() -> PageFile:
+    return _build_file(
+        page_parameter.render_module(map_parameter_locations()).encode(), _TYPES[".js"]
+    )
 
 
-def _file_of(data: bytes, media_type: str) -> PageFile:
+def _build_file(data: bytes, media_type: str) -> PageFile:
     tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
     return PageFile(data, gzip.compress(data, 9, mtime=0), tag, media_type)

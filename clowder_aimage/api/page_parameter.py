@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, is_dataclass
 from typing import Any, Literal, get_args, get_origin
 
-from clowder_aimage.generation.parameter import Parameter, ValueType, parameters
+from clowder_aimage.generation.parameter import Parameter, ValueType, list_parameters
 from clowder_aimage.generation.request import (
     CONTROL_STRENGTH,
     MODEL_DEFAULTS,
@@ -31,7 +31,7 @@ _MAX_WHOLE = (1 << 53) - 1
 _STRENGTHS = {"image": STRENGTH, "upscale": UPSCALE_STRENGTH, "control": CONTROL_STRENGTH}
 
 
-def module(table: Mapping[str, ParameterLocation]) -> str:
+def render_module(table: Mapping[str, ParameterLocation]) -> str:
     """Return the module: the parameters by their names, and the strengths that are defaults.
 
     The kinds are whole, number, digits (a whole number beyond those of JavaScript), text, digest,
@@ -54,10 +54,10 @@ def _describe(parameter: Parameter) -> dict[str, Any]:
     }
     stated = {key: value for key, value in optional.items() if value is not None}
     about = {"field": parameter.field, "help": words.help}
-    return _type(parameter.type, words.unit) | about | stated
+    return _describe_type(parameter.type, words.unit) | about | stated
 
 
-def _type(accepted: ValueType, unit: str = "") -> dict[str, Any]:
+def _describe_type(accepted: ValueType, unit: str = "") -> dict[str, Any]:
     """Return the kind of a value with its bounds."""
     kind = accepted.kind
     bounds = {_BOUNDS[name]: bound for name, bound in accepted.bounds.items()}
@@ -72,9 +72,9 @@ def _type(accepted: ValueType, unit: str = "") -> dict[str, Any]:
             if other_types == [...]
             else {"least": 1 + len(other_types), "most": 1 + len(other_types)}
         )
-        return {"kind": "list", "of": _type(ValueType.of(item), unit), **bounds, **count}
+        return {"kind": "list", "of": _describe_type(ValueType.of(item), unit), **bounds, **count}
     if isinstance(kind, type) and is_dataclass(kind):
-        fields = {field.attribute: _describe(field) for field in parameters(kind)}
+        fields = {field.attribute: _describe(field) for field in list_parameters(kind)}
         return {"kind": "object", "of": fields, **bounds}
     if kind is int and bounds.get("most", 0) > _MAX_WHOLE:
         return {"kind": "digits", **bounds, "most": str(bounds["most"])}

@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 from pydantic import BeforeValidator, Field, ValidationInfo, create_model
 from pydantic_core import PydanticCustomError
 
-from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.api.request_body import RequestBody, build_field_error
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.generation.check import check, parse
-from clowder_aimage.generation.parameter import Parameter, parameters
-from clowder_aimage.generation.request import MAX_TEXT, parameter_locations
+from clowder_aimage.generation.parameter import Parameter, list_parameters
+from clowder_aimage.generation.request import MAX_TEXT, map_parameter_locations
 from clowder_aimage.http.api_error import ApiError
 
 
@@ -23,12 +23,12 @@ class ParameterBody(RequestBody):
     PARAMETERS: ClassVar[tuple[Parameter, ...]] = ()
 
     @classmethod
-    def unset(cls, name: str) -> list[Any]:
+    def list_unset(cls, name: str) -> list[Any]:
         default = next(
             (parameter.default for parameter in cls.PARAMETERS if parameter.field == name), None
         )
         is_neutral = isinstance(default, str) or (type(default) is int and default == 0)
-        return [*super().unset(name), *([default] if is_neutral else [])]
+        return [*super().list_unset(name), *([default] if is_neutral else [])]
 
     @property
     def stated(self) -> Mapping[str, Any]:
@@ -39,12 +39,14 @@ class ParameterBody(RequestBody):
                 if (value := getattr(self, name)) is None:
                     continue
                 if values.setdefault(parameter.name, value) != value:
-                    raise wrong(parameter.field, f"and {name} must be equal if both are set")
+                    raise build_field_error(
+                        parameter.field, f"and {name} must be equal if both are set"
+                    )
         return values
 
-    def arguments(self, owner: type) -> dict[str, Any]:
+    def build_arguments(self, owner: type) -> dict[str, Any]:
         """Return the stated parameters of a dataclass as its arguments."""
-        stated, owned = self.stated, parameters(owner)
+        stated, owned = self.stated, list_parameters(owner)
         return {
             parameter.attribute: stated[parameter.name]
             for parameter in owned
@@ -64,11 +66,11 @@ def with_parameters(
         added = [
             candidate
             for owner in owners
-            for candidate in parameters(owner)
+            for candidate in list_parameters(owner)
             if candidate.name not in without
         ]
         fields: dict[str, Any] = {
-            name: (_type(parameter), None)
+            name: (_build_type(parameter), None)
             for parameter in added
             for name in (parameter.field, *parameter.words.synonyms)
         }
@@ -82,7 +84,7 @@ def with_parameters(
     return add
 
 
-def _type(parameter: Parameter) -> Any:
+def _build_type(parameter: Parameter) -> Any:
     kind = parameter.type.kind
     limits = getattr(parameter.annotation, "__metadata__", ())
     default = f" Default: {parameter.words.default}." if parameter.words.default else ""
@@ -91,7 +93,7 @@ def _type(parameter: Parameter) -> Any:
     described = Field(description=parameter.words.help + default, json_schema_extra=shown)
     limited: Any = Annotated[kind, *limits]
     read = BeforeValidator(
-        reader(parameter), json_schema_input_type=_make_input_type(parameter, limited)
+        build_reader(parameter), json_schema_input_type=_make_input_type(parameter, limited)
     )
     return Annotated[limited | None, read, described]
 
@@ -104,7 +106,7 @@ def _make_input_type(parameter: Parameter, limited: Any) -> Any:
     return limited | Annotated[str, Field(pattern=f"^[0-9]+(,[0-9]+){{{count - 1}}}$")]
 
 
-def reader(parameter: Parameter) -> Callable[[Any, ValidationInfo], Any]:
+def build_reader(parameter: Parameter) -> Callable[[Any, ValidationInfo], Any]:
     """Return a validator of a parameter; the values of a form are texts."""
 
     def read(value: Any, info: ValidationInfo) -> Any:
@@ -121,7 +123,9 @@ def reader(parameter: Parameter) -> Callable[[Any, ValidationInfo], Any]:
     return read
 
 
-def parameter_error(error: AImageError, names: Mapping[str, str] | None = None) -> AImageError:
+def convert_parameter_error(
+    error: AImageError, names: Mapping[str, str] | None = None
+) -> AImageError:
     """Return the response to the error of a parameter, with its field; other errors unchanged.
 
     ``names`` are fields that state other parameters than their own.
@@ -129,7 +133,7 @@ def parameter_error(error: AImageError, names: Mapping[str, str] | None = None) 
     name = error.facts.get("parameter")
     if name is None or isinstance(error, ApiError):
         return error
-    location = parameter_locations().get(name)
+    location = map_parameter_locations().get(name)
     field = location.parameter.field if location else name
     message = f"{error.message}; {error.hint}" if error.hint else error.message
     if field != name and message.startswith(name):
@@ -137,7 +141,9 @@ def parameter_error(error: AImageError, names: Mapping[str, str] | None = None) 
     return ApiError(400, message, code="invalid_value", param=(names or {}).get(field, field))
 
 
-PROMPT = parameter_locations()["prompt"].parameter
+PROMPT = map_parameter_locations()["prompt"].parameter
 Prompt = Annotated[
-    str, Field(max_length=MAX_TEXT, description=PROMPT.words.help), BeforeValidator(reader(PROMPT))
+    str,
+    Field(max_length=MAX_TEXT, description=PROMPT.words.help),
+    BeforeValidator(build_reader(PROMPT)),
 ]

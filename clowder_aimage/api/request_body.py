@@ -67,18 +67,18 @@ class RequestBody(BaseModel):
             return value
         names = cls.model_fields if cls.model_config.get("extra") == "forbid" else value
         return {
-            name: _integers(field)
+            name: _convert_integers(field)
             for name, field in value.items()
             if name not in cls.NO_EFFECT and (field is not None or name not in names)
         }
 
     @classmethod
-    def rules(cls) -> list[FieldRule]:
+    def list_rules(cls) -> list[FieldRule]:
         """Return the rules between the fields."""
         return [rule for kind in reversed(cls.__mro__) for rule in vars(kind).get("RULES", ())]
 
     @classmethod
-    def unset(cls, name: str) -> list[Any]:
+    def list_unset(cls, name: str) -> list[Any]:
         """Return the values of a field that count as absent in rules."""
         field = cls.model_fields.get(name)
         default = field.default if field and isinstance(field.default, int | float | str) else None
@@ -89,27 +89,29 @@ class RequestBody(BaseModel):
         if name not in type(self).model_fields:
             return False
         value = getattr(self, name)
-        return not any(type(unset) is type(value) and unset == value for unset in self.unset(name))
+        return not any(
+            type(unset) is type(value) and unset == value for unset in self.list_unset(name)
+        )
 
     def check_rules(
         self, other_fields: Collection[str] = (), rules: Sequence[FieldRule] | None = None
     ) -> None:
         """Check the rules between the fields and set ``other_fields``. Raises ApiError."""
-        for rule in self.rules() if rules is None else rules:
-            if fault := rule.fault(lambda name: name in other_fields or self.is_set(name)):
-                raise wrong(*fault, "" if rule.fields else "missing_required_parameter")
+        for rule in self.list_rules() if rules is None else rules:
+            if fault := rule.find_fault(lambda name: name in other_fields or self.is_set(name)):
+                raise build_field_error(*fault, "" if rule.fields else "missing_required_parameter")
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         names = type(self).model_fields.keys()
-        self.check_rules(rules=[rule for rule in self.rules() if names & {*rule.others}])
+        self.check_rules(rules=[rule for rule in self.list_rules() if names & {*rule.others}])
         return self
 
 
-def _integers(value: object) -> object:
+def _convert_integers(value: object) -> object:
     """Return a number, or a list of them, with 1.0 as 1."""
     if isinstance(value, list):
-        return [_integers(element) for element in value]
+        return [_convert_integers(element) for element in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -225,11 +227,11 @@ def _read_parameters(values: MultiMapping[str], kind: type[_ParametersT]) -> _Pa
     stated = {name: values.getall(name) for name in names if name in values}
     for name, texts in stated.items():
         if len(texts) > 1:
-            raise wrong(name, "must be there once only")
+            raise build_field_error(name, "must be there once only")
     try:
         return kind.model_validate({name: texts[0] for name, texts in stated.items()})
     except ValidationError as error:
-        raise _field_error(error) from None
+        raise _convert_error(error) from None
 
 
 def is_strict(request: Request) -> bool:
@@ -260,13 +262,13 @@ async def read_checked(request: Request, check: Callable[[dict[str, Any]], _T]) 
         raw = await request.read()
         size, fields = len(raw), partial(read_object, raw)
     else:
-        size, fields = request.size, partial(local_fields, request)
+        size, fields = request.size, partial(read_local_fields, request)
     if size <= _SHORT:
         return check(fields())
     return await run_generation(lambda: check(fields()))
 
 
-def local_fields(request: LocalRequest) -> dict[str, Any]:
+def read_local_fields(request: LocalRequest) -> dict[str, Any]:
     """Return the fields of a request of this process, as those of an HTTP request are read."""
     return read_object(b"") if request.fields is None else dict(request.fields)
 
@@ -302,26 +304,28 @@ def check_fields(
         fields, context = {**value, **absent}, {"is_form": is_form}
         return kind.model_validate(fields, strict=not is_form, context=context)
     except ValidationError as error:
-        raise _field_error(error) from None
+        raise _convert_error(error) from None
 
 
-def _field_error(error: ValidationError) -> ApiError:
+def _convert_error(error: ValidationError) -> ApiError:
     """Return the response to the first malformed field. Its value is not repeated."""
     details: Any = error.errors(include_url=False)[0]
-    param, kind = _path(details["loc"])[:60], details["type"]
+    param, kind = _format_path(details["loc"])[:60], details["type"]
     if kind == "missing":
         message = f"missing required field: {param}"
         return ApiError(400, message, code="missing_required_parameter", param=param)
     if kind == "extra_forbidden":
-        return wrong(param, "is not supported", "unknown_parameter")
+        return build_field_error(param, "is not supported", "unknown_parameter")
     message = re.sub(r"^(Input|String|List) should ", "must ", details["msg"])
     message = message.replace(" after validation", "")
     is_literal = kind == "literal_error" and not isinstance(details["input"], str)
     is_type = kind.endswith("_type") or is_literal
-    return wrong(param, message.removeprefix("Value error, "), "invalid_type" if is_type else "")
+    return build_field_error(
+        param, message.removeprefix("Value error, "), "invalid_type" if is_type else ""
+    )
 
 
-def _path(location: tuple[int | str, ...]) -> str:
+def _format_path(location: tuple[int | str, ...]) -> str:
     """Return the path of a field: ``loras[0].model``.
 
     ollama's ``options`` are named alone, since they may be in the body too.
@@ -331,6 +335,6 @@ def _path(location: tuple[int | str, ...]) -> str:
     return "".join(parts).removeprefix(".")
 
 
-def wrong(param: str, message: str, code: str = "") -> ApiError:
+def build_field_error(param: str, message: str, code: str = "") -> ApiError:
     """Return the response to a malformed field."""
     return ApiError(400, f"{param} {message}", code=code or "invalid_value", param=param)

@@ -38,13 +38,13 @@ BY_NODE = "node"
 class NodeState(Protocol):
     """The node's contribution to the readiness of its server."""
 
-    def missing(self) -> Sequence[str]:
+    def list_missing(self) -> Sequence[str]:
         """Return the desired models that are not present."""
 
     def list_reasons(self) -> list[dict[str, str]]:
         """Return the other reasons against the readiness of the server."""
 
-    def warnings(self) -> Sequence[str]:
+    def list_warnings(self) -> Sequence[str]:
         """Return the problems that do not affect readiness."""
 
 
@@ -67,7 +67,7 @@ class Readiness:
         reasons = [] if _is_writable(self._store) else [{"reason": "store not writable"}]
         try:
             self._check_names()
-            pins = self._store.pins.items()
+            pins = self._store.pins.iter_items()
             pinned = sorted(name for name, value in pins if value.get("by") != BY_NODE)
             incomplete = [name for name in (*models, *pinned) if not self._is_complete(name)]
         except (AImageError, OSError):
@@ -80,7 +80,7 @@ class Readiness:
 
     def _check_names(self) -> None:
         """Read the names unless the store is unchanged. Raises StoreError."""
-        before = self._store.fingerprint()
+        before = self._store.compute_fingerprint()
         if before is None or before != self._readable:
             self._store.check()
             self._readable = before
@@ -149,7 +149,7 @@ class Service:
         self.adapters = AdapterFinder(self.store, partial(find, self.store), directory)
         self.jobs = JobQueue(self.store.roots, self.events, lora_dir=directory)
 
-    def inputs(self, *, may_pull: bool) -> InputSource:
+    def build_input_source(self, *, may_pull: bool) -> InputSource:
         """Return the reader of pictures that requests name by URL or artifact.
 
         With ``may_pull`` also those in the registries that are configured for models, unless this
@@ -160,10 +160,10 @@ class Service:
 
         hosts = InputHosts.parse(self.settings.allow_inputs)
         may_pull = may_pull and self.settings.pull != NEVER
-        registries = self._registries() if may_pull else frozenset[str]()
+        registries = self._list_registries() if may_pull else frozenset[str]()
         return InputSource(self.store, lambda: self.connection, hosts, registries)
 
-    def _registries(self) -> frozenset[str]:
+    def _list_registries(self) -> frozenset[str]:
         """Return the hosts of the configuration, and those of the models in the settings."""
         names = (self.settings.default_model, *self.settings.aliases.values(), *self.wanted)
         models = (Reference.parse(name).registry for name in names if name is not None)
@@ -178,17 +178,17 @@ class Service:
             return self.wanted
         return (name, *self.wanted)
 
-    def reference(self, name: str | None) -> Reference:
+    def resolve_reference(self, name: str | None) -> Reference:
         """Return the AImage of a client's ``name``.
 
         Raises UsageError without a name; NotFoundError if it is neither an alias nor a reference.
         """
-        text = (self.alias(name) or name) if name else self.settings.default_model
+        text = (self.resolve_alias(name) or name) if name else self.settings.default_model
         if not text:
             raise UsageError("the request has no model, and the worker has no default model")
         return parse_model(text)
 
-    def alias(self, name: str) -> str | None:
+    def resolve_alias(self, name: str) -> str | None:
         """Return the target of an alias.
 
         Clients append ``:latest`` to a name without a tag.

@@ -12,14 +12,14 @@ from clowder_aimage.api import health, page
 from clowder_aimage.api.batch.run import BatchRunner
 from clowder_aimage.api.batch.store import DirectoryBatchStore
 from clowder_aimage.api.ollama import routes as ollama_routes
-from clowder_aimage.api.openapi import description_routes
+from clowder_aimage.api.openapi import build_description_routes
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.store import routes as store_routes
 from clowder_aimage.api.store import storage
 from clowder_aimage.engine.engine import Engine
 from clowder_aimage.engine.model_fetch import preload
 from clowder_aimage.errors import AImageError
-from clowder_aimage.http.background import background_tasks
+from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Exchange, Role, Route
 
@@ -53,17 +53,21 @@ class WorkerRole(Role):
     def is_draining(self) -> bool:
         return self._service.engine.is_draining
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         return self._routes
 
     @cached_property
     def _routes(self) -> list[Route]:
         """The routes, made once: uploads and links are those of all requests."""
         service = self._service
-        common = health.routes(service) + ollama_routes.routes(service) + storage.routes(service)
-        common += page.routes(is_shown=self._makes_pictures and service.settings.page)
-        common += store_routes.routes(service)
-        common += description_routes("worker" if self._makes_pictures else "node")
+        common = (
+            health.build_routes(service)
+            + ollama_routes.build_routes(service)
+            + storage.build_routes(service)
+        )
+        common += page.build_routes(is_shown=self._makes_pictures and service.settings.page)
+        common += store_routes.build_routes(service)
+        common += build_description_routes("worker" if self._makes_pictures else "node")
         if not self._makes_pictures:
             return common
         # Imported here, as only a worker needs these modules: nodes start faster
@@ -76,10 +80,14 @@ class WorkerRole(Role):
         from clowder_aimage.api.store import adapter_list, job_routes
 
         uploads = PictureUploads(service)
-        common += BatchRoutes(self._batches, lambda _: "").routes()
-        common += ollama_generate.routes(uploads) + ollama_text.routes(service)
-        common += adapter_list.routes(service) + job_routes.routes(service)
-        return [*openai.routes(service, uploads), *TextRoutes(service).routes(), *common]
+        common += BatchRoutes(self._batches, lambda _: "").build_routes()
+        common += ollama_generate.build_routes(uploads) + ollama_text.build_routes(service)
+        common += adapter_list.build_routes(service) + job_routes.build_routes(service)
+        return [
+            *openai.build_routes(service, uploads),
+            *TextRoutes(service).build_routes(),
+            *common,
+        ]
 
     def count(self, exchange: Exchange) -> None:
         self._service.metrics.requests.labels(exchange.route, str(exchange.status)).inc()
@@ -89,13 +97,13 @@ class WorkerRole(Role):
         service = self._service
         fetching = preload(service.store, service.transfers, service.wanted)
         if not self._makes_pictures:
-            async with background_tasks(self._expire(), fetching):
+            async with run_in_background(self._expire(), fetching):
                 yield
             return
-        async with background_tasks(self._expire(), fetching, self._batches.run()):
+        async with run_in_background(self._expire(), fetching, self._batches.run()):
             yield
 
-    async def ready(self) -> None:
+    async def signal_ready(self) -> None:
         self._service.events.record("ready")
 
     async def drain(self, grace: float, hurry: asyncio.Event) -> None:

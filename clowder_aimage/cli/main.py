@@ -16,7 +16,7 @@ from clowder_aimage import __version__
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.interruption import interruption
 from clowder_aimage.cli.console.option import VerbGroup, common_options
-from clowder_aimage.cli.console.output import META, event, printable, wants_json
+from clowder_aimage.cli.console.output import META, clean_lines, format_event, wants_json
 from clowder_aimage.errors import AImageError, UsageError
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class _Verbs(VerbGroup):
         name, *words = alias.split() if alias else args[:1]
         if name not in VERBS and not ctx.resilient_parsing and not name.startswith("-"):
             ctx.meta[META + "as_json"] = wants_json() or "--json" in args
-            raise UsageError(f"unknown verb '{name}'", hint=_suggestion(name))
+            raise UsageError(f"unknown verb '{name}'", hint=_suggest_verb(name))
         return super().resolve_command(ctx, [name, *words, *args[1:]])
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -181,7 +181,7 @@ class _Verbs(VerbGroup):
                 formatter.write_dl([(name, text) for name, (_, text) in verbs.items()])
 
 
-def _suggestion(name: str) -> str:
+def _suggest_verb(name: str) -> str:
     import difflib
 
     if name in _ELSEWHERE:
@@ -267,10 +267,10 @@ def main() -> NoReturn:
 
 def _report(error: click.ClickException | AImageError) -> int:
     """Print an error with its advice, with ``--json`` as an event; return its exit code."""
-    from clowder_aimage.cli.console.remedy import advice
+    from clowder_aimage.cli.console.remedy import format_advice
 
     if isinstance(error, AImageError):
-        kind, message, hint = type(error).__name__, error.message, advice(error)
+        kind, message, hint = type(error).__name__, error.message, format_advice(error)
     else:
         message = error.format_message()
         # A group without a verb shows its help.
@@ -283,7 +283,7 @@ def _report(error: click.ClickException | AImageError) -> int:
     code = error.exit_code
     if wants_json():
         facts = {"code": kind, "exit": code, "message": message}
-        click.echo(event("error", **facts, **({"hint": hint} if hint else {})), err=True)
+        click.echo(format_event("error", **facts, **({"hint": hint} if hint else {})), err=True)
     else:
         _print_error(message, hint)
     return code
@@ -292,8 +292,8 @@ def _report(error: click.ClickException | AImageError) -> int:
 def _print_error(message: str, hint: str | None = None) -> None:
     """Print an error; on a terminal with colours, unless NO_COLOR is set."""
     # The message may be from a registry.
-    text = printable(message.replace("\n", " "))
-    advice_text = f"\n  {printable(hint)}" if hint else ""
+    text = clean_lines(message.replace("\n", " "))
+    advice_text = f"\n  {clean_lines(hint)}" if hint else ""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         click.echo(f"aimage: {text}{advice_text}", err=True)
     else:

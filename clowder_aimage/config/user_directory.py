@@ -33,7 +33,7 @@ _SECTIONS = {
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\w+)?)$")
 
 
-def server_variables(section: str) -> dict[str, str]:
+def list_server_variables(section: str) -> dict[str, str]:
     """Return the environment variables of a server, by key in its section of the configuration."""
     from clowder_aimage.document.schema import load
 
@@ -43,17 +43,17 @@ def server_variables(section: str) -> dict[str, str]:
 
 def check_variables(section: str) -> None:
     """Raise UsageError for an environment variable of a server that is not a setting."""
-    prefix, names = _SECTIONS[section], set(server_variables(section).values())
+    prefix, names = _SECTIONS[section], set(list_server_variables(section).values())
     for name in os.environ:
         if name.startswith(prefix) and name not in names and not _SERVICE_LINK.search(name):
-            close = _nearest(name, names, prefix)
+            close = _find_nearest(name, names, prefix)
             raise UsageError(
                 f"unknown environment variable {name}",
                 hint=f"did you mean {close}?" if close else None,
             )
 
 
-def misspelt_variables() -> Iterator[tuple[str, str]]:
+def find_misspelt_variables() -> Iterator[tuple[str, str]]:
     """Yield unknown environment variables that resemble a known one, with the known one.
 
     These are not errors, unlike unknown settings of a server: scripts have variables such as
@@ -64,16 +64,16 @@ def misspelt_variables() -> Iterator[tuple[str, str]]:
     for name in names:
         is_server = name.startswith(prefixes) or _SERVICE_LINK.search(name)
         if name not in SHARED_VARIABLES and not is_server:
-            servers = (server_variables(section).values() for section in _SECTIONS)
+            servers = (list_server_variables(section).values() for section in _SECTIONS)
             variables = {
                 *SHARED_VARIABLES,
                 *(variable for section_variables in servers for variable in section_variables),
             }
-            if close := _nearest(name, variables, "AIMAGE_"):
+            if close := _find_nearest(name, variables, "AIMAGE_"):
                 yield name, close
 
 
-def _nearest(name: str, variables: set[str], prefix: str) -> str | None:
+def _find_nearest(name: str, variables: set[str], prefix: str) -> str | None:
     import difflib
 
     # Without the common prefix, which would make all names similar.
@@ -82,7 +82,7 @@ def _nearest(name: str, variables: set[str], prefix: str) -> str | None:
     return by_suffix[close[0]] if close else None
 
 
-def default_stores() -> tuple[Path, ...]:
+def list_default_stores() -> tuple[Path, ...]:
     """Return the directories in AIMAGE_STORE, else the platform's directory for data.
 
     The first is written, all are read (XDG Base Directory; macOS Library).
@@ -91,38 +91,38 @@ def default_stores() -> tuple[Path, ...]:
         name for name in os.environ.get("AIMAGE_STORE", "").split(os.pathsep) if name
     ]:
         return tuple(Path(name) for name in directories)
-    return (_platform_directory("XDG_DATA_HOME", ".local/share", "aimage"),)
+    return (_resolve_platform_directory("XDG_DATA_HOME", ".local/share", "aimage"),)
 
 
-def dialect_cache() -> DialectCache:
+def open_dialect_cache() -> DialectCache:
     """Return the cache of refused dialects in the platform's state directory."""
     from clowder_aimage.registry import DialectCache
 
-    return DialectCache(_state_directory() / "registries.json")
+    return DialectCache(_resolve_state_directory() / "registries.json")
 
 
-def history_file() -> Path:
+def resolve_history_file() -> Path:
     """Return the file of the prompts that were typed, in the platform's state directory."""
-    return _state_directory() / "prompts"
+    return _resolve_state_directory() / "prompts"
 
 
-def _state_directory() -> Path:
+def _resolve_state_directory() -> Path:
     # On macOS both are in one directory: the state must be beside the store, not in it.
     name = "aimage-state" if sys.platform == "darwin" else "aimage"
-    return _platform_directory("XDG_STATE_HOME", ".local/state", name)
+    return _resolve_platform_directory("XDG_STATE_HOME", ".local/state", name)
 
 
-def config_file() -> Path:
+def find_config_file() -> Path:
     """Return the path of the configuration: config.json, or config.yaml in the same directory.
 
     Raises UsageError: both exist, or the file in AIMAGE_CONFIG does not exist.
     """
-    explicit = _path_from("AIMAGE_CONFIG")
+    explicit = _read_path("AIMAGE_CONFIG")
     if explicit is not None and not explicit.is_file():
         raise UsageError(f"file in AIMAGE_CONFIG not found: {explicit}")
     if explicit is not None:
         return explicit
-    path = _xdg_directory("XDG_CONFIG_HOME", ".config") / "aimage" / "config.json"
+    path = _resolve_xdg_directory("XDG_CONFIG_HOME", ".config") / "aimage" / "config.json"
     yaml_path = path.with_suffix(".yaml")
     if not yaml_path.is_file():
         return path
@@ -131,7 +131,7 @@ def config_file() -> Path:
     return yaml_path
 
 
-def client_options(*, ca_file: str | Path | None = None, **options: Any) -> ClientOptions:
+def read_client_options(*, ca_file: str | Path | None = None, **options: Any) -> ClientOptions:
     """Return the options of a connection, with the credentials and settings of this user.
 
     Raises:
@@ -141,9 +141,9 @@ def client_options(*, ca_file: str | Path | None = None, **options: Any) -> Clie
     from clowder_aimage.registry.host_settings import read_settings
 
     realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "").lower().split(",")
-    registries, default = read_settings(config_file())
+    registries, default = read_settings(find_config_file())
     return ClientOptions(
-        **{**_credential_paths(), "user_agent": f"aimage/{__version__}", **options},
+        **{**_list_credential_paths(), "user_agent": f"aimage/{__version__}", **options},
         ca_file=None if ca_file is None else Path(ca_file),
         trusted_realms=frozenset(realm.strip() for realm in realms if realm.strip()),
         registries=registries,
@@ -151,36 +151,36 @@ def client_options(*, ca_file: str | Path | None = None, **options: Any) -> Clie
     )
 
 
-def _platform_directory(variable: str, usual: str, name: str) -> Path:
+def _resolve_platform_directory(variable: str, usual: str, name: str) -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / name
-    return _xdg_directory(variable, usual) / name
+    return _resolve_xdg_directory(variable, usual) / name
 
 
-def _xdg_directory(variable: str, usual: str) -> Path:
+def _resolve_xdg_directory(variable: str, usual: str) -> Path:
     """Return the directory in a variable. A relative path is ignored, as XDG requires."""
-    directory = _path_from(variable)
+    directory = _read_path(variable)
     return directory if directory and directory.is_absolute() else Path.home() / usual
 
 
-def _path_from(variable: str) -> Path | None:
+def _read_path(variable: str) -> Path | None:
     value = os.environ.get(variable)
     return Path(value) if value else None
 
 
-def _credential_paths() -> dict[str, Any]:
+def _list_credential_paths() -> dict[str, Any]:
     """Return the paths of credentials and certificates of docker, containers and OpenSSL."""
-    home, runtime = Path.home(), _path_from("XDG_RUNTIME_DIR")
+    home, runtime = Path.home(), _read_path("XDG_RUNTIME_DIR")
     user = home / ".config" / "containers"
     certificates = os.environ.get("SSL_CERT_DIR", "").split(os.pathsep)
     return {
-        "auth_file": _path_from("REGISTRY_AUTH_FILE"),
-        "docker_config": _path_from("DOCKER_CONFIG") or home / ".docker",
+        "auth_file": _read_path("REGISTRY_AUTH_FILE"),
+        "docker_config": _read_path("DOCKER_CONFIG") or home / ".docker",
         "container_auth": (
             *((runtime / "containers" / "auth.json",) if runtime else ()),
             user / "auth.json",
         ),
-        "ca_bundle": _path_from("SSL_CERT_FILE")
+        "ca_bundle": _read_path("SSL_CERT_FILE")
         or next((Path(name) for name in certificates if name and Path(name).is_dir()), None),
         "cert_dirs": (
             user / "certs.d",

@@ -8,8 +8,8 @@ from clowder_aimage.content.store import (
     Lease,
     Overlay,
     Source,
-    bytes_body,
-    file_body,
+    build_bytes_body,
+    build_file_body,
 )
 from clowder_aimage.content.verified_reader import VerifyingReader, read_all
 
@@ -23,9 +23,9 @@ __all__ = [
     "Rate",
     "Source",
     "VerifyingReader",
-    "bytes_body",
+    "build_bytes_body",
+    "build_file_body",
     "copy",
-    "file_body",
     "plan_copy",
     "read_all",
 ]

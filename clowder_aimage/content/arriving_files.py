@@ -37,8 +37,8 @@ class ArrivingFiles(BlobFiles):
     def open(self, content: Descriptor, /) -> Reader:
         return self._read_when_stored(content, self._store.open)
 
-    def path(self, content: Descriptor, /) -> Path:
-        return self._read_when_stored(content, self._store.path)
+    def find_path(self, content: Descriptor, /) -> Path:
+        return self._read_when_stored(content, self._store.find_path)
 
     def _read_when_stored(self, content: Descriptor, read: Callable[[Descriptor], _T]) -> _T:
         for attempts in itertools.count():

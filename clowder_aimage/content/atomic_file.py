@@ -23,7 +23,7 @@ _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 @contextmanager
-def atomic_file(
+def open_atomic(
     path: Path,
     *,
     mode: int = 0o666,
@@ -52,7 +52,7 @@ def atomic_file(
         with os.fdopen(fd, "wb", buffering=0) as file:
             try:
                 if removes_leftovers:
-                    remove_leftovers(temporary_directory, temporary, temporary_prefix(path))
+                    remove_leftovers(temporary_directory, temporary, build_temporary_prefix(path))
                 if prepare is not None:
                     prepare(fd)
                 yield file
@@ -71,7 +71,7 @@ def atomic_file(
 def _create(directory: OpenDirectory, path: Path, mode: int) -> tuple[str, int]:
     """Return the name of a new temporary file, and its descriptor, locked while it is open."""
     while True:
-        temporary = temporary_name(path)
+        temporary = build_temporary_name(path)
         fd = directory.create(temporary, mode)
         flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
@@ -82,7 +82,7 @@ def _create(directory: OpenDirectory, path: Path, mode: int) -> tuple[str, int]:
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o666, durable: bool = True) -> None:
     """Write ``data`` to ``path`` atomically. Raises OSError."""
-    with atomic_file(path, mode=mode, durable=durable) as file:
+    with open_atomic(path, mode=mode, durable=durable) as file:
         write_all(file.fileno(), data)
 
 
@@ -98,12 +98,12 @@ def write_all(fd: int, data: bytes | memoryview, offset: int | None = None) -> N
         view = view[count:]
 
 
-def temporary_name(path: Path, infix: str = "") -> str:
+def build_temporary_name(path: Path, infix: str = "") -> str:
     """Return a new name for a temporary file of ``path``."""
-    return f"{temporary_prefix(path, infix)}{os.urandom(8).hex()}"
+    return f"{build_temporary_prefix(path, infix)}{os.urandom(8).hex()}"
 
 
-def temporary_prefix(path: Path, infix: str = "") -> str:
+def build_temporary_prefix(path: Path, infix: str = "") -> str:
     """Return the prefix of the names of temporary files of ``path``."""
     return f".{path.name[:100]}.{infix}"
 
@@ -126,7 +126,7 @@ def remove_leftovers(
     with contextlib.suppress(OSError):
         if not _is_locked(directory.open(temporary)):
             return
-        for name in directory.names():
+        for name in directory.list_names():
             if is_temporary(name, prefix):
                 with contextlib.suppress(OSError):
                     _remove_unlocked(directory, name, remove)
@@ -174,14 +174,14 @@ def sync_file_system(fd: int) -> bool:
     """
     import ctypes
 
-    syncfs = _syncfs()
+    syncfs = _load_syncfs()
     if syncfs is not None and syncfs(fd) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
     return syncfs is not None
 
 
-def _syncfs() -> Callable[[int], int] | None:
+def _load_syncfs() -> Callable[[int], int] | None:
     # Imported late: many verbs write no files.
     import ctypes
 

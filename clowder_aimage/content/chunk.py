@@ -86,7 +86,7 @@ class BlobTransfer:
         self.content, self.ingest = content, ingest
         # Chunks end at its multiples.
         self._alignment = alignment
-        self.unclaimed: list[_Range] = ingest.missing()
+        self.unclaimed: list[_Range] = ingest.list_missing()
         self._missing = self.left_unclaimed
         # The time of its first byte.
         self._began = math.inf

@@ -17,8 +17,8 @@ from clowder_aimage.content.copy_option import (
     ignore,
 )
 from clowder_aimage.content.graph import read_document, walk
-from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
-from clowder_aimage.content.store import Reader, Source, Target, bytes_body
+from clowder_aimage.content.parallel import ParallelStoppedError, run_parallel
+from clowder_aimage.content.store import Reader, Source, Target, build_bytes_body
 from clowder_aimage.content.verified_reader import SourceReader
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference
 
@@ -52,11 +52,11 @@ class CopyPlan:
         contents = [descriptor for descriptor, _ in self.documents]
         return {content.digest for content in (*contents, *self.blobs, *self.left_out)}
 
-    def missing(self, target: Source) -> list[Descriptor]:
+    def list_missing(self, target: Source) -> list[Descriptor]:
         """Return the blobs that ``target`` does not have in full."""
         return [blob for blob in self.blobs if not target.exists(blob)]
 
-    def missing_left_out(self, target: Source) -> list[Descriptor]:
+    def list_missing_left_out(self, target: Source) -> list[Descriptor]:
         """Return the left-out blobs that ``target`` does not have."""
         return [blob for blob in self.left_out if not target.exists(blob)]
 
@@ -145,9 +145,9 @@ def copy(
         *children, (root, document) = plan.documents
         for descriptor, child in children:
             if not target.exists(descriptor):
-                target.push(descriptor, bytes_body(child.raw))
+                target.push(descriptor, build_bytes_body(child.raw))
         name = (target_reference or reference) if is_named and not plan.left_out else None
-        target.push(root, bytes_body(document.raw), name)
+        target.push(root, build_bytes_body(document.raw), name)
     return root
 
 
@@ -167,7 +167,7 @@ def push_blobs(
         target.push(blob, _WatchedBody(source, blob, stopped, on_event))
         on_event(CopyEvent("done", blob, blob.size))
 
-    in_parallel([partial(push, blob) for blob in blobs], options.concurrency, stopped.set)
+    run_parallel([partial(push, blob) for blob in blobs], options.concurrency, stopped.set)
 
 
 class _WatchedBody:
@@ -182,12 +182,12 @@ class _WatchedBody:
 
     def __call__(self, offset: int = 0, /) -> Reader:
         # A retry returns to an earlier offset: the progress is taken back.
-        self._progress(offset - self._count)
+        self._report_progress(offset - self._count)
         source = self._source.open(self._blob, offset)
         kind = _WatchedFile if isinstance(source, io.FileIO) else _WatchedReader
         return kind(source, self)
 
-    def _progress(self, count: int) -> None:
+    def _report_progress(self, count: int) -> None:
         if count:
             self._count += count
             self._on_event(CopyEvent("progress", self._blob, count))
@@ -195,7 +195,7 @@ class _WatchedBody:
     def advance(self, count: int) -> None:
         if self._stopped.is_set():
             raise ParallelStoppedError
-        self._progress(count)
+        self._report_progress(count)
 
 
 class _WatchedReader(SourceReader):
@@ -217,5 +217,5 @@ class _WatchedFile(_WatchedReader):
     def fileno(self) -> int:
         return self._source.fileno()
 
-    def sent(self, count: int) -> None:
+    def record_sent(self, count: int) -> None:
         self._body.advance(count)

@@ -49,10 +49,14 @@ def open_decompressed(
             that compression, is truncated, or unpacks to too many bytes.
         VerificationError: on reading, the blob is damaged, or differs from ``content``.
     """
-    compression = compression_of(layer.media_type)
+    compression = parse_compression(layer.media_type)
     if content is not None and content.size > limit:
-        raise too_large(layer, limit)
-    decoder = {"gzip": _gzip, "zstd": _zstd}[compression]() if compression else None
+        raise build_size_error(layer, limit)
+    decoder = (
+        {"gzip": _create_gzip_decoder, "zstd": _create_zstd_decoder}[compression]()
+        if compression
+        else None
+    )
     source = VerifyingReader(store.open(layer), layer)
     if decoder is None:
         return source
@@ -60,7 +64,7 @@ def open_decompressed(
     return plain if content is None else VerifyingReader(plain, content)
 
 
-def compression_of(media_type: str) -> str:
+def parse_compression(media_type: str) -> str:
     """Return the compression of a layer, one of mediatype.COMPRESSIONS, or an empty string.
 
     Docker's types have a dot before it (Docker registry, "Image Manifest Version 2, Schema 2").
@@ -70,7 +74,7 @@ def compression_of(media_type: str) -> str:
     return mediatype.split_compression(media_type)[1]
 
 
-def too_large(layer: Descriptor, limit: int) -> FormatError:
+def build_size_error(layer: Descriptor, limit: int) -> FormatError:
     """Return the error for a layer that unpacks to more than ``limit`` bytes."""
     return FormatError(
         f"layer {layer.digest} of {layer.size} bytes decompresses to more than {limit} bytes",
@@ -119,20 +123,20 @@ class _Decoder:
         return plain
 
 
-def _gzip() -> _Decoder:
+def _create_gzip_decoder() -> _Decoder:
     """Return a decoder of gzip (RFC 1952, section 2.2)."""
     begin = partial(zlib.decompressobj, 16 + zlib.MAX_WBITS)
     return _Decoder("gzip", begin, zlib.error, _GZIP_READ, padding=b"\0")
 
 
-def _zstd() -> _Decoder:
+def _create_zstd_decoder() -> _Decoder:
     """Return a decoder of zstd (RFC 8878, section 3). Raises UsageError."""
-    zstandard = zstandard_package()
+    zstandard = import_zstandard()
     limited = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
     return _Decoder("zstd", limited.decompressobj, zstandard.ZstdError, _ZSTD_READ)
 
 
-def zstandard_package() -> Any:
+def import_zstandard() -> Any:
     """Import zstandard, since Python has no zstd before 3.14. Raises UsageError without it."""
     try:
         import zstandard
@@ -202,4 +206,4 @@ class _PlainReader(SourceReader):
                 f"layer {self._layer.digest} decompresses to more than the {limit} bytes "
                 f"of {self._content.digest}"
             )
-        raise too_large(self._layer, limit)
+        raise build_size_error(self._layer, limit)

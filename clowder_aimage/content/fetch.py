@@ -24,7 +24,7 @@ from clowder_aimage.content.chunk import (
     is_large,
 )
 from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
-from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
+from clowder_aimage.content.parallel import ParallelStoppedError, run_parallel
 from clowder_aimage.content.store import ContentStore, IngestBusyError, Source
 from clowder_aimage.errors import NoSpaceError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest
@@ -47,14 +47,14 @@ def fetch_blobs(
     check_space(missing, target)
     for blob in set(blobs).difference(missing):
         options.on_event(CopyEvent("skip", blob, blob.size))
-    with target.batch():
+    with target.begin_batch():
         BlobDownload(source, target, missing, options).run()
 
 
 def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
     """Raise NoSpaceError if the ``missing`` blobs do not fit, before the first byte is fetched."""
-    needed = sum(target.missing_size(blob) for blob in missing)
-    free = target.free()
+    needed = sum(target.compute_missing_size(blob) for blob in missing)
+    free = target.measure_free()
     missing_size = needed + RESERVE - free
     if needed and missing_size > 0:
         raise NoSpaceError(
@@ -100,7 +100,7 @@ class BlobDownload:
         if not self._pending:
             return
         try:
-            in_parallel([self._connection] * self._connections, self._connections, self._stop)
+            run_parallel([self._run_connection] * self._connections, self._connections, self._stop)
         except BaseException:
             for blob in self._active:
                 blob.ingest.suspend()
@@ -111,18 +111,18 @@ class BlobDownload:
             self._stopped = True
             self._changed.notify_all()
 
-    def _connection(self) -> None:
+    def _run_connection(self) -> None:
         """Fetch chunks over one connection until none are left."""
         buffer = new_buffer()
         blob: BlobTransfer | None = None
         try:
-            while (blob := self._next(blob)) is not None:
+            while (blob := self._take_next(blob)) is not None:
                 self._fetch_chunk(blob, buffer)
                 self._leave(blob.content)
         except ParallelStoppedError:
             return
 
-    def _next(self, current: BlobTransfer | None) -> BlobTransfer | None:
+    def _take_next(self, current: BlobTransfer | None) -> BlobTransfer | None:
         """Return a blob to fetch a chunk of, or None at the end.
 
         A blob that only this connection fetches comes first, so that its bytes arrive in order;
@@ -245,7 +245,7 @@ class BlobDownload:
         if content.digest not in self._reported:
             self._reported[content.digest] = 0
             self._on_event(CopyEvent("start", content, content.size))
-        arrived = content.size - self._target.missing_size(content)
+        arrived = content.size - self._target.compute_missing_size(content)
         if (count := arrived - self._reported[content.digest]) > 0:
             self._reported[content.digest] = arrived
             self._on_event(CopyEvent("progress", content, count))

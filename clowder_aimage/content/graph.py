@@ -50,10 +50,10 @@ def read_document(source: Source, content: Descriptor) -> Manifest | Index:
     Raises NotFoundError, AccessError, or, for wrong or malformed bytes, VerificationError and
     FormatError.
     """
-    return document_of(read_all(source.open(content), content), content)
+    return parse_content(read_all(source.open(content), content), content)
 
 
-def document_of(raw: bytes, content: Descriptor) -> Manifest | Index:
+def parse_content(raw: bytes, content: Descriptor) -> Manifest | Index:
     """Parse the bytes of a manifest or an index. Raises FormatError with its digest."""
     try:
         return parse_document(raw, content.media_type)
@@ -61,7 +61,7 @@ def document_of(raw: bytes, content: Descriptor) -> Manifest | Index:
         raise FormatError(f"{content.digest}: {error.message}", **error.advice) from None
 
 
-def successors(document: Manifest | Index) -> tuple[Descriptor, ...]:
+def list_successors(document: Manifest | Index) -> tuple[Descriptor, ...]:
     """Return the descriptors that a document refers to, in its order.
 
     A config or a layer is a blob of any media type; the ``subject`` is not included.
@@ -74,7 +74,7 @@ def successors(document: Manifest | Index) -> tuple[Descriptor, ...]:
     )
 
 
-def referrer_entry(content: Descriptor, document: Manifest | Index) -> Descriptor:
+def build_referrer_entry(content: Descriptor, document: Manifest | Index) -> Descriptor:
     """Return the descriptor of a referrer in a list, with its type and annotations."""
     kind = document.artifact_type
     if not kind and isinstance(document, Manifest):
@@ -114,7 +114,7 @@ def _walk(
     node = GraphNode(content, document, parent)
     if not children_first:
         yield node
-    for child in successors(document) if document else ():
+    for child in list_successors(document) if document else ():
         yield from _walk(read, child, node, children_first, visited, depth + 1)
     if children_first:
         yield node

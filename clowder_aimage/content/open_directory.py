@@ -46,7 +46,7 @@ class OpenDirectory:
     ) -> None:
         os.close(self.fd)
 
-    def below(self, name: str) -> OpenDirectory:
+    def open_subdirectory(self, name: str) -> OpenDirectory:
         """Open a directory below this one."""
         fd = self.fd
         for segment in name.split("/"):
@@ -59,28 +59,28 @@ class OpenDirectory:
         return OpenDirectory(self.path / name, fd)
 
     @contextmanager
-    def _at(self, name: str) -> Iterator[tuple[int, str]]:
+    def _open_parent(self, name: str) -> Iterator[tuple[int, str]]:
         """Yield the descriptor of the directory of ``name``, and the last component."""
         head, _, base = name.rpartition("/")
         if not head:
             yield self.fd, base
             return
-        with self.below(head) as directory:
+        with self.open_subdirectory(head) as directory:
             yield directory.fd, base
 
     def create(self, name: str, mode: int = 0o666) -> int:
         """Create a file, and return its descriptor for writing."""
-        with self._at(name) as (fd, base):
+        with self._open_parent(name) as (fd, base):
             return os.open(base, _NEW, mode, dir_fd=fd)
 
     def open(self, name: str, flags: int = READ) -> int:
         """Open an existing file, and return its descriptor."""
-        with self._at(name) as (fd, base):
+        with self._open_parent(name) as (fd, base):
             return os.open(base, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
 
     def stat(self, name: str) -> os.stat_result:
         """Return the status of a name, or of a link itself."""
-        with self._at(name) as (fd, base):
+        with self._open_parent(name) as (fd, base):
             return os.stat(base, dir_fd=fd, follow_symlinks=False)
 
     def make(self, name: str, mode: int = 0o777) -> None:
@@ -88,26 +88,29 @@ class OpenDirectory:
         path = ""
         for segment in filter(None, name.split("/")):
             path = f"{path}/{segment}" if path else segment
-            with contextlib.suppress(FileExistsError), self._at(path) as (fd, base):
+            with contextlib.suppress(FileExistsError), self._open_parent(path) as (fd, base):
                 os.mkdir(base, mode, dir_fd=fd)
 
     def make_new(self, name: str, mode: int = 0o777) -> OpenDirectory:
         """Create a directory and open it."""
         os.mkdir(name, mode, dir_fd=self.fd)
-        directory = self.below(name)
-        if directory.names():
+        directory = self.open_subdirectory(name)
+        if directory.list_names():
             os.close(directory.fd)
-            raise _replacement_error(name)
+            raise _build_replacement_error(name)
         return directory
 
     def symlink(self, target: str, name: str) -> None:
         """Create a symbolic link."""
-        with self._at(name) as (fd, base):
+        with self._open_parent(name) as (fd, base):
             os.symlink(target, base, dir_fd=fd)
 
     def link(self, source: str, name: str) -> None:
         """Create a hard link to a file below this directory."""
-        with self._at(source) as (old_dir, old_base), self._at(name) as (new_dir, new_base):
+        with (
+            self._open_parent(source) as (old_dir, old_base),
+            self._open_parent(name) as (new_dir, new_base),
+        ):
             os.link(
                 old_base, new_base, src_dir_fd=old_dir, dst_dir_fd=new_dir, follow_symlinks=False
             )
@@ -117,7 +120,7 @@ class OpenDirectory:
 
         ``source`` may become another file at any time. The returned file is the linked one.
         """
-        with self._at(name) as (fd, base):
+        with self._open_parent(name) as (fd, base):
             os.link(source, base, dst_dir_fd=fd, follow_symlinks=False)
         try:
             linked = self.open(name)
@@ -141,20 +144,20 @@ class OpenDirectory:
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists; ignore errors."""
-        with contextlib.suppress(OSError), self._at(name) as (fd, base):
+        with contextlib.suppress(OSError), self._open_parent(name) as (fd, base):
             os.unlink(base, dir_fd=fd)
 
     def remove_tree(self, name: str) -> None:
         """Remove a directory with its contents; ignore errors."""
         with contextlib.suppress(OSError):
-            with self.below(name) as directory:
+            with self.open_subdirectory(name) as directory:
                 directory.clear()
             os.rmdir(name, dir_fd=self.fd)
 
     def clear(self) -> None:
         """Remove the contents; ignore errors."""
         for _ in range(_TRIES):
-            for name in (names := self.names()):
+            for name in (names := self.list_names()):
                 self.remove(name)
                 import shutil
 
@@ -163,7 +166,7 @@ class OpenDirectory:
             if not names:
                 return
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names in the directory, sorted."""
         return sorted(os.listdir(self.fd))  # noqa: PTH208 - a descriptor
 
@@ -182,7 +185,7 @@ def rename_opened(
     """Rename ``path`` to ``new`` if it is the file ``opened``, see fstat. Raises OSError else."""
     status = os.stat(path, dir_fd=old_dir, follow_symlinks=False)
     if not os.path.samestat(status, opened):
-        raise _replacement_error(path)
+        raise _build_replacement_error(path)
     os.replace(path, new, src_dir_fd=old_dir, dst_dir_fd=new_dir)
 
 
@@ -192,7 +195,7 @@ def move(path: Path, new: Path) -> None:
         directory.move(path.name, new.name, into)
 
 
-def _replacement_error(name: str) -> OSError:
+def _build_replacement_error(name: str) -> OSError:
     return OSError(errno.ESTALE, "another program has replaced it meanwhile", name)
 
 
@@ -222,5 +225,5 @@ def open_special(path: Path) -> BinaryIO:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise _replacement_error(str(path))
+        raise _build_replacement_error(str(path))
     return os.fdopen(fd, "wb", buffering=0)

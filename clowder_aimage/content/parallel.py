@@ -22,7 +22,7 @@ class ParallelStoppedError(AImageError):
         super().__init__("stopped")
 
 
-def in_parallel(
+def run_parallel(
     calls: Sequence[Callable[[], None]], threads: int, stop: Callable[[], None]
 ) -> None:
     """Run ``calls``, ``threads`` at a time.

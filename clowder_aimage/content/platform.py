@@ -51,7 +51,7 @@ class Platform:
         return cls(_SYSTEMS.get(os, os), architecture, variant)
 
     @classmethod
-    def here(cls) -> Platform:
+    def detect(cls) -> Platform:
         """Return the platform of this machine."""
         machine = os.uname()
         return cls.of(machine.sysname, machine.machine)
@@ -125,7 +125,7 @@ def select(
     if selector is None:
         return root, document
     if isinstance(document, Index):
-        machine, candidates = Platform.here(), candidates_in(source, document)
+        machine, candidates = Platform.detect(), list_candidates(source, document)
         chosen = choose(candidates, selector, machine, reference).descriptor
         return chosen, read_document(source, chosen)
     if selector.variant not in (None, document.annotations.get(mediatype.VARIANT)):
@@ -136,7 +136,7 @@ def select(
     return root, document
 
 
-def candidates_in(source: Source, index: Index) -> list[Candidate]:
+def list_candidates(source: Source, index: Index) -> list[Candidate]:
     """Return the selectable manifests of ``index`` in order, without attestations.
 
     Raises FormatError, VerificationError, AccessError: a nested index cannot be read.
@@ -153,13 +153,13 @@ def candidates_in(source: Source, index: Index) -> list[Candidate]:
         return read_document(source, content)
 
     return [
-        _candidate(node)
+        _build_candidate(node)
         for node in walk(read, index.descriptor)
         if node.content.media_type in mediatype.MANIFESTS and not _is_attestation(node.content)
     ]
 
 
-def _candidate(node: GraphNode) -> Candidate:
+def _build_candidate(node: GraphNode) -> Candidate:
     """Return the candidate at ``node``, with missing fields taken from its parent indexes."""
     content, variant, platform = node.content, "", None
     ancestor: GraphNode | None = node
@@ -195,12 +195,12 @@ def choose(
     if selector.platform is not None:
         unspecified = [candidate for candidate in matches if candidate.platform is None]
         matches = _filter_compatible(matches, selector.platform) or unspecified
-    elif len(_digests(matches)) > 1:
+    elif len(_collect_digests(matches)) > 1:
         matches = _filter_compatible(matches, machine, unspecified=True)
     if not matches:
-        raise _no_match_error(candidates, selector, machine, reference)
-    if len(_digests(matches)) > 1:
-        raise _ambiguity_error(matches, reference)
+        raise _build_no_match_error(candidates, selector, machine, reference)
+    if len(_collect_digests(matches)) > 1:
+        raise _build_ambiguity_error(matches, reference)
     return matches[0]
 
 
@@ -220,12 +220,12 @@ def _filter_compatible(
     ]
 
 
-def _digests(candidates: Sequence[Candidate]) -> set[Digest]:
+def _collect_digests(candidates: Sequence[Candidate]) -> set[Digest]:
     """Return the distinct digests: an index may list a manifest twice."""
     return {candidate.descriptor.digest for candidate in candidates}
 
 
-def _no_match_error(
+def _build_no_match_error(
     candidates: Sequence[Candidate],
     selector: ManifestSelector,
     machine: Platform,
@@ -248,7 +248,7 @@ def _no_match_error(
     )
 
 
-def _ambiguity_error(matches: Sequence[Candidate], reference: Reference) -> UsageError:
+def _build_ambiguity_error(matches: Sequence[Candidate], reference: Reference) -> UsageError:
     has_variants = len({candidate.variant for candidate in matches}) > 1
     has_platforms = len({candidate.platform for candidate in matches}) > 1
     return UsageError(
@@ -269,8 +269,8 @@ def _format_table(candidates: Sequence[Candidate]) -> str:
     """Return a line for each: variant, platform and digest."""
     rows = [
         (
-            one_line(candidate.variant),
-            one_line(str(candidate.platform or "")),
+            format_cell(candidate.variant),
+            format_cell(str(candidate.platform or "")),
             str(candidate.descriptor.digest),
         )
         for candidate in candidates[:_MAX_LISTED]
@@ -281,6 +281,6 @@ def _format_table(candidates: Sequence[Candidate]) -> str:
     return "\n".join([*lines, f"  and {remainder} more"] if remainder else lines)
 
 
-def one_line(text: str) -> str:
+def format_cell(text: str) -> str:
     """Return untrusted text as one short line; ``-`` if it is empty."""
     return " ".join(text.split())[:_MAX_WIDTH] or "-"

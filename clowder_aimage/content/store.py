@@ -34,7 +34,7 @@ class FileStream(Protocol):
     """A stream over a file that the kernel may send; ``sent`` is called with the bytes sent."""
 
     def fileno(self) -> int: ...
-    def sent(self, count: int, /) -> None: ...
+    def record_sent(self, count: int, /) -> None: ...
 
 
 class Body(Protocol):
@@ -165,7 +165,7 @@ class IngestBusyError(AccessError):
 class Ingest(Protocol):
     """A blob being written. Ranges may arrive in any order; commit makes the blob visible."""
 
-    def missing(self) -> list[tuple[int, int]]:
+    def list_missing(self) -> list[tuple[int, int]]:
         """Return the ranges [start, end) of the expected size that have not been written yet."""
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
@@ -192,13 +192,13 @@ class BlobFiles(Protocol):
 
     def open(self, content: Descriptor, /) -> Reader: ...
 
-    def path(self, content: Descriptor, /) -> Path: ...
+    def find_path(self, content: Descriptor, /) -> Path: ...
 
 
 class ContentStore(Target, BlobFiles, Protocol):
     """Content in local files that other programs can map."""
 
-    def tags(self) -> Iterator[tuple[str, Descriptor]]:
+    def list_tags(self) -> Iterator[tuple[str, Descriptor]]:
         """Yield all names and the manifests that they refer to."""
 
     def tag(
@@ -209,7 +209,7 @@ class ContentStore(Target, BlobFiles, Protocol):
     def untag(self, reference: Reference, /) -> None:
         """Remove a name. Raises NotFoundError."""
 
-    def batch(self) -> AbstractContextManager[None]:
+    def begin_batch(self) -> AbstractContextManager[None]:
         """Make small content durable together at the end of the block, or raise AccessError."""
 
     def is_durable(self, content: Descriptor, /) -> bool:
@@ -225,24 +225,24 @@ class ContentStore(Target, BlobFiles, Protocol):
         IngestBusyError if another process is writing the blob.
         """
 
-    def missing_size(self, content: Descriptor, /) -> int:
+    def compute_missing_size(self, content: Descriptor, /) -> int:
         """Return the number of bytes that must still be written to complete the content."""
 
-    def free(self) -> int:
+    def measure_free(self) -> int:
         """Return the number of bytes available for more content."""
 
 
-def bytes_body(data: bytes) -> Body:
+def build_bytes_body(data: bytes) -> Body:
     """Return a body over bytes in memory."""
     return lambda offset=0: io.BytesIO(data[offset:] if offset else data)
 
 
-def file_body(path: Path) -> Body:
+def build_file_body(path: Path) -> Body:
     """Return a body over a file."""
 
-    def body(offset: int = 0, /) -> Reader:
+    def open_at(offset: int = 0, /) -> Reader:
         file = path.open("rb")
         file.seek(offset)
         return file
 
-    return body
+    return open_at

@@ -22,7 +22,7 @@ _MAX_HEADER = 64 * 1024
 _ERRORS = (tarfile.TarError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
-def tar_header(name: str, **fields: object) -> bytes:
+def build_tar_header(name: str, **fields: object) -> bytes:
     """Return a ustar header without owner and time.
 
     A pax header precedes it if the name or the size does not fit.
@@ -49,7 +49,7 @@ def check_members(file: io.FileIO, name: str) -> None:
         start = file.tell()
         reader = TarReader(lambda view: file.readinto(view) or 0, name, skip=skip)
         try:
-            for count, _ in enumerate(reader.members(), 1):  # noqa: B007
+            for count, _ in enumerate(reader.iter_members(), 1):  # noqa: B007
                 pass
         except FormatError:
             if count >= MAX_MEMBERS:
@@ -82,20 +82,20 @@ class TarReader:
         # The last block that tarfile read: the end, or a block that is not a header.
         self._last = b""
 
-    def members(self) -> Iterator[tarfile.TarInfo]:
+    def iter_members(self) -> Iterator[tarfile.TarInfo]:
         """Yield all entries; data after the end of the archive is not read.
 
         Raises FormatError if the file is not a tar, is damaged, is truncated, or has more than
         MAX_MEMBERS members.
         """
         count = 0
-        with self._errors("is not a tar archive"):
+        with self._translate_errors("is not a tar archive"):
             tar = tarfile.open(  # noqa: SIM115 - it holds nothing to be closed
                 fileobj=cast(IO[bytes], self), mode="r:", encoding="utf-8"
             )
         while True:
             self._budget = _MAX_HEADER
-            with self._errors(f"is damaged at byte {self.position}"):
+            with self._translate_errors(f"is damaged at byte {self.position}"):
                 header = tar.next()
             if header is None:
                 break
@@ -105,14 +105,14 @@ class TarReader:
                 raise FormatError(f"{self._name} has more than {MAX_MEMBERS} members")
             yield header
         if len(self._last) < tarfile.BLOCKSIZE:
-            raise self._truncation_error()
+            raise self._build_truncation_error()
         if self._last.strip(b"\0"):
             raise FormatError(f"{self._name} is damaged: no header at byte {self.position}")
 
     def read_exactly(self, view: memoryview) -> None:
         """Fill ``view`` from a member. Raises FormatError if the archive is truncated."""
         if self._fill(view) < len(view):
-            raise self._truncation_error()
+            raise self._build_truncation_error()
 
     def _fill(self, view: memoryview) -> int:
         count_read = 0
@@ -122,13 +122,13 @@ class TarReader:
         return count_read
 
     @contextmanager
-    def _errors(self, message: str) -> Iterator[None]:
+    def _translate_errors(self, message: str) -> Iterator[None]:
         try:
             yield
         except _ERRORS as error:
             raise FormatError(f"{self._name} {message}: {error}") from None
 
-    def _truncation_error(self) -> FormatError:
+    def _build_truncation_error(self) -> FormatError:
         return FormatError(f"{self._name} is truncated at byte {self.position}", hint=self._hint)
 
     # tell, read and seek form the file object of tarfile, for headers only.

@@ -22,7 +22,7 @@ from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.copy import CopyPlan
 from clowder_aimage.content.copy_option import CopyEvent, CopyOptions
 from clowder_aimage.content.store import LAYOUT_FILE, Body, Reader, Source, Target
-from clowder_aimage.content.tar import MAX_MEMBERS, TarReader, check_members, tar_header
+from clowder_aimage.content.tar import MAX_MEMBERS, TarReader, build_tar_header, check_members
 from clowder_aimage.content.verified_reader import RawReader, VerifyingReader
 from clowder_aimage.errors import (
     AImageError,
@@ -95,10 +95,10 @@ class TarTarget(Target):
             )
         self._head = b"".join(
             [
-                _small_file("oci-layout", LAYOUT_FILE),
-                _small_file("index.json", index),
-                *(tar_header(name, type=tarfile.DIRTYPE, mode=0o755) for name in directories),
-                *(_small_file(_name(digest), raw) for digest, raw in self._documents.items()),
+                _encode_file("oci-layout", LAYOUT_FILE),
+                _encode_file("index.json", index),
+                *(build_tar_header(name, type=tarfile.DIRTYPE, mode=0o755) for name in directories),
+                *(_encode_file(_name(digest), raw) for digest, raw in self._documents.items()),
             ]
         )
         self._file: BinaryIO | None = None
@@ -108,7 +108,9 @@ class TarTarget(Target):
     @property
     def size(self) -> int:
         """The size of the archive in bytes."""
-        sizes = (len(_header(blob)) + blob.size + -blob.size % _BLOCK for blob in self._blobs)
+        sizes = (
+            len(_encode_header(blob)) + blob.size + -blob.size % _BLOCK for blob in self._blobs
+        )
         return len(self._head) + sum(sizes) + len(_END)
 
     @property
@@ -141,12 +143,12 @@ class TarTarget(Target):
         self._write(self._head)
         for blob in self._blobs:
             options.on_event(CopyEvent("start", blob, blob.size))
-            self._write(_header(blob))
+            self._write(_encode_header(blob))
             with VerifyingReader(source.open(blob), blob) as reader:
                 while count := reader.readinto(buffer):
                     self._write(buffer[:count])
                     options.on_event(CopyEvent("progress", blob, count))
-            self._write(_padding(blob.size))
+            self._write(_build_padding(blob.size))
             options.on_event(CopyEvent("done", blob, blob.size))
         self._write(_END)
 
@@ -166,15 +168,15 @@ def _name(digest: Digest) -> str:
     return f"blobs/{digest.algorithm}/{digest.encoded}"
 
 
-def _header(blob: Descriptor) -> bytes:
-    return tar_header(_name(blob.digest), size=blob.size, mode=0o644)
+def _encode_header(blob: Descriptor) -> bytes:
+    return build_tar_header(_name(blob.digest), size=blob.size, mode=0o644)
 
 
-def _small_file(name: str, data: bytes) -> bytes:
-    return tar_header(name, size=len(data), mode=0o644) + data + _padding(len(data))
+def _encode_file(name: str, data: bytes) -> bytes:
+    return build_tar_header(name, size=len(data), mode=0o644) + data + _build_padding(len(data))
 
 
-def _padding(size: int) -> bytes:
+def _build_padding(size: int) -> bytes:
     return bytes(-size % _BLOCK)
 
 
@@ -276,7 +278,7 @@ class TarStream:
         """The size of the file in bytes; 0 if it is not known in advance."""
         return self._input.size
 
-    def members(self) -> Iterator[TarMember]:
+    def iter_members(self) -> Iterator[TarMember]:
         """Yield the regular files in the archive, in its order.
 
         Raises:
@@ -284,15 +286,15 @@ class TarStream:
                 links, devices, names outside the archive.
             StoreError: it cannot be read.
         """
-        for header in self._tar.members():
-            if (member := self._member(header)) is not None:
+        for header in self._tar.iter_members():
+            if (member := self._parse_member(header)) is not None:
                 yield member
         # The padding after the end is read, so that a writer into a pipe does not fail.
         buffer, remaining = new_buffer(), _TRAILER
         while remaining > 0 and (count := self._input.readinto(buffer)):
             remaining -= count
 
-    def _member(self, header: tarfile.TarInfo) -> TarMember | None:
+    def _parse_member(self, header: tarfile.TarInfo) -> TarMember | None:
         """Return the member of a header; None for a directory. Raises FormatError."""
         segments = tuple(segment for segment in header.name.split("/") if segment not in ("", "."))
         description = f"{self.name} contains {header.name[:200]!r}"

@@ -69,7 +69,7 @@ def stop() -> None:
         provider.shutdown()
 
 
-def span(
+def start_span(
     name: str, *, headers: Mapping[str, str] | None = None, **attributes: object
 ) -> AbstractContextManager[Any]:
     """Return the context of a span, None while nothing is recorded.
@@ -79,11 +79,11 @@ def span(
         headers: Of a request that a server received: ``traceparent`` is the span's parent.
         attributes: Its attributes, as ``aimage.NAME``.
     """
-    return contextlib.nullcontext() if _trace is None else _span(name, headers, attributes)
+    return contextlib.nullcontext() if _trace is None else _start_span(name, headers, attributes)
 
 
 @contextlib.contextmanager
-def _span(
+def _start_span(
     name: str, headers: Mapping[str, str] | None, attributes: Mapping[str, object]
 ) -> Iterator[Any]:
     from opentelemetry import propagate

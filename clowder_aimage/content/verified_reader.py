@@ -47,7 +47,7 @@ class VerifyingReader(SourceReader):
     def __init__(self, source: Reader, expected: Descriptor) -> None:
         super().__init__(source)
         self._expected = expected
-        self._hasher = expected.digest.hasher()
+        self._hasher = expected.digest.create_hasher()
         self._count = 0
 
     def _fill(self, view: memoryview) -> int:

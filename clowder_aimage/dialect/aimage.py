@@ -69,7 +69,7 @@ class AImage:
         """The algorithm of the layers' digests, and of the config's."""
         return self.layers[0].descriptor.digest.algorithm if self.layers else "sha256"
 
-    def layer(self, name: str) -> Layer:
+    def get_layer(self, name: str) -> Layer:
         """Return the layer called ``name``. Raises NotFoundError."""
         match = self.find(name)
         if match is None:
@@ -78,14 +78,14 @@ class AImage:
 
     def find(self, name: str) -> Layer | None:
         """Return the layer called ``name``, or None."""
-        by_name = self._once(
+        by_name = self._derive_once(
             "names", lambda: {layer.name: layer for layer in reversed(self.layers)}
         )
         return by_name.get(name)
 
-    def component(self, name: str) -> tuple[Layer, ...]:
+    def list_layers(self, name: str) -> tuple[Layer, ...]:
         """Return the layers of a component, in the manifest's order."""
-        return tuple(self._once("components", self._group_by_component).get(name, ()))
+        return tuple(self._derive_once("components", self._group_by_component).get(name, ()))
 
     def _group_by_component(self) -> dict[str, list[Layer]]:
         components: dict[str, list[Layer]] = {}
@@ -104,11 +104,11 @@ class AImage:
     @property
     def properties(self) -> Mapping[str, Any]:
         """The config, parsed once; do not change it. Raises FormatError."""
-        return self._once("properties", self._read)
+        return self._derive_once("properties", self._read)
 
     def validate(self) -> None:
         """Check the config, once if it is valid. Raises FormatError."""
-        self._once("valid", lambda: validate("aimage-config", self.properties))
+        self._derive_once("valid", lambda: validate("aimage-config", self.properties))
 
     def _read(self) -> dict[str, Any]:
         value = read_json(self.config, "the AImage config")
@@ -116,7 +116,7 @@ class AImage:
             raise FormatError("the AImage config must be a JSON object")
         return value
 
-    def _once(self, key: str, derive: Callable[[], _T]) -> _T:
+    def _derive_once(self, key: str, derive: Callable[[], _T]) -> _T:
         if key not in self._derived:
             self._derived[key] = derive()
         value: _T = self._derived[key]

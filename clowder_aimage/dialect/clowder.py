@@ -41,28 +41,28 @@ class ClowderDialect(Dialect):
             aimage.config,
             [
                 layer.descriptor.to_json()
-                | {"annotations": layer_annotations(layer) | _title(layer, has_titles)}
+                | {"annotations": build_layer_annotations(layer) | _build_title(layer, has_titles)}
                 for layer in aimage.layers
             ],
             media_type=self._media_type,
             artifact_type=mediatype.AIMAGE_MANIFEST,
-            annotations=manifest_annotations(aimage),
+            annotations=build_manifest_annotations(aimage),
         )
 
 
-def manifest_annotations(aimage: AImage) -> dict[str, str]:
+def build_manifest_annotations(aimage: AImage) -> dict[str, str]:
     """Return the annotations in the config, and OCI's for its properties."""
     properties = aimage.properties
     keys = [("created", mediatype.CREATED), ("license", mediatype.LICENSES)]
     keys += [("variant", mediatype.VARIANT)]
-    return config_annotations(aimage) | {
+    return collect_config_annotations(aimage) | {
         annotation: value
         for key, annotation in keys
         if isinstance(value := properties.get(key), str) and value
     }
 
 
-def config_annotations(aimage: AImage) -> dict[str, str]:
+def collect_config_annotations(aimage: AImage) -> dict[str, str]:
     """Return the annotations in the config that may be written to a manifest."""
     annotations = aimage.properties.get("annotations")
     return {
@@ -72,12 +72,12 @@ def config_annotations(aimage: AImage) -> dict[str, str]:
     }
 
 
-def _title(layer: Layer, has_titles: bool) -> dict[str, str]:
+def _build_title(layer: Layer, has_titles: bool) -> dict[str, str]:
     """Return the title, by which other clients write a layer to a file (docs/adr/0018)."""
     return {mediatype.TITLE: layer.name} if has_titles and layer.content is None else {}
 
 
-def layer_annotations(layer: Layer) -> dict[str, str]:
+def build_layer_annotations(layer: Layer) -> dict[str, str]:
     """Return name, dtype and shape of a layer as annotations."""
     annotations = {mediatype.NAME: layer.name}
     if layer.dtype is not None:
@@ -90,7 +90,7 @@ def layer_annotations(layer: Layer) -> dict[str, str]:
     return annotations
 
 
-def annotated_layer(layer: Descriptor, plain: Descriptor, name: str | None = None) -> Layer:
+def parse_layer(layer: Descriptor, plain: Descriptor, name: str | None = None) -> Layer:
     """Return the AImage layer described by the annotations of ``layer``, with content ``plain``.
 
     ``name`` is used if they have none. Raises FormatError.
@@ -111,4 +111,4 @@ def annotated_layer(layer: Descriptor, plain: Descriptor, name: str | None = Non
 
 
 def _read(layer: Descriptor, name: str) -> Layer:
-    return annotated_layer(layer, Descriptor(layer.media_type, layer.digest, layer.size), name)
+    return parse_layer(layer, Descriptor(layer.media_type, layer.digest, layer.size), name)

@@ -12,9 +12,13 @@ import contextlib
 from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
-from clowder_aimage.dialect.clowder import annotated_layer, config_annotations, layer_annotations
+from clowder_aimage.dialect.clowder import (
+    build_layer_annotations,
+    collect_config_annotations,
+    parse_layer,
+)
 from clowder_aimage.dialect.dialect import Dialect, build_manifest
-from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_config, foreign_config
+from clowder_aimage.dialect.ollama import CARRIED_CONFIG, build_foreign_config, find_carried_config
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, mediatype, read_json
 from clowder_aimage.oci.manifest import encode
@@ -45,7 +49,7 @@ class ContainerDialect(Dialect):
             layers = _read_table(table)
         if [layer.descriptor.digest for layer in layers] != diff_ids:
             raise FormatError("the layers do not match the diff_ids of the image config")
-        aimage_config = carried_config(config) or foreign_config(layers)
+        aimage_config = find_carried_config(config) or build_foreign_config(layers)
         return AImage(aimage_config, check_names(layers), manifest.subject)
 
     def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
@@ -68,7 +72,7 @@ class ContainerDialect(Dialect):
         annotations: dict[str, str] = {}
         # A config that is not valid is carried unread.
         with contextlib.suppress(FormatError):
-            annotations = config_annotations(aimage)
+            annotations = collect_config_annotations(aimage)
         return build_manifest(aimage, mediatype.OCI_CONFIG, config, layers, annotations=annotations)
 
 
@@ -86,11 +90,11 @@ def _read_annotated(layer: Descriptor) -> Layer:
             "this is a container image, not an AImage",
             hint="it can be pulled, pushed and listed, but not run",
         )
-    return annotated_layer(layer, Descriptor(media_type, layer.digest, layer.size))
+    return parse_layer(layer, Descriptor(media_type, layer.digest, layer.size))
 
 
 def _write(layer: Layer) -> dict[str, Any]:
     plain = layer.descriptor
-    annotations = layer_annotations(layer) | {mediatype.MEDIATYPE: plain.media_type}
+    annotations = build_layer_annotations(layer) | {mediatype.MEDIATYPE: plain.media_type}
     value = Descriptor(mediatype.OCI_LAYER_TAR, plain.digest, plain.size).to_json()
     return value | {"annotations": annotations}

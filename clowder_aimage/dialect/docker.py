@@ -18,11 +18,11 @@ from clowder_aimage.dialect.layer_name import UsedNames, clean_path, name_layers
 from clowder_aimage.dialect.vendor import (
     FILEPATH,
     VendorFile,
-    at,
-    file_names,
+    build_vendor_config,
+    get_nested,
+    guess_media_type,
+    name_files,
     read_object,
-    type_of_file,
-    vendor_config,
 )
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
 
@@ -59,7 +59,7 @@ class DockerDialect(Dialect):
         return manifest.config.media_type.startswith(_CONFIG)
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
-        paths = [_path(layer) for layer in manifest.layers]
+        paths = [_find_path(layer) for layer in manifest.layers]
         files = [
             None if path else _VENDOR_FILES.get(layer.media_type)
             for path, layer in zip(paths, manifest.layers, strict=True)
@@ -67,13 +67,13 @@ class DockerDialect(Dialect):
         used = UsedNames(path for path in paths if path)
         names = [
             path or (name and used.add(number_names(name)))
-            for path, name in zip(paths, file_names(files), strict=True)
+            for path, name in zip(paths, name_files(files), strict=True)
         ]
         layers = name_layers(manifest.layers, names, _read)
-        return AImage(_config_of(layers, config), layers, manifest.subject)
+        return AImage(_build_config(layers, config), layers, manifest.subject)
 
 
-def _path(layer: Descriptor) -> str:
+def _find_path(layer: Descriptor) -> str:
     """Return the file's path, or an empty string if there is none. Raises FormatError."""
     path = clean_path(layer.annotations.get(FILEPATH, ""))
     is_bare = layer.media_type.endswith(".tar") and not path.endswith(".tar")
@@ -84,32 +84,35 @@ def _read(layer: Descriptor, name: str) -> Layer:
     file = _VENDOR_FILES.get(layer.media_type)
     media_type = (file and file.media_type) or layer.media_type
     if media_type == _FILE:
-        media_type = type_of_file(name) or mediatype.AIMAGE_FILE
+        media_type = guess_media_type(name) or mediatype.AIMAGE_FILE
     elif media_type == mediatype.AIMAGE_TRANSFORMERS:
         # An adapter's weights are safetensors, too.
-        media_type = type_of_file(name) or media_type
+        media_type = guess_media_type(name) or media_type
     return Layer(Descriptor(media_type, layer.digest, layer.size), name)
 
 
-def _config_of(layers: tuple[Layer, ...], config: bytes) -> bytes:
+def _build_config(layers: tuple[Layer, ...], config: bytes) -> bytes:
     value = read_object(config)
-    fields = at(value, "config")
-    sections = [at(fields, word) for word in _FORMATS]
+    fields = get_nested(value, "config")
+    sections = [get_nested(fields, word) for word in _FORMATS]
 
     def list_values(*keys: str) -> list[object]:
-        return [at(section, key) for section in (fields, *sections) for key in keys]
+        return [get_nested(section, key) for section in (fields, *sections) for key in keys]
 
-    return vendor_config(
+    return build_vendor_config(
         layers,
         {
-            "name": [at(section, "general.name") for section in sections],
-            "format": (at(fields, "format"),),
-            "formatVersion": (at(fields, "format_version"),),
+            "name": [get_nested(section, "general.name") for section in sections],
+            "format": (get_nested(fields, "format"),),
+            "formatVersion": (get_nested(fields, "format_version"),),
             "architecture": list_values("architecture", "general.architecture"),
             "parameters": list_values("parameters", "parameter_count"),
             "quantization": list_values("quantization"),
-            "context": (at(fields, "context_size"),),
-            "license": [at(section, "general.license") for section in sections],
-            "created": (at(value, "descriptor", "created"), at(value, "descriptor", "createdAt")),
+            "context": (get_nested(fields, "context_size"),),
+            "license": [get_nested(section, "general.license") for section in sections],
+            "created": (
+                get_nested(value, "descriptor", "created"),
+                get_nested(value, "descriptor", "createdAt"),
+            ),
         },
     )

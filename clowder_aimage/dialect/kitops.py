@@ -20,7 +20,12 @@ from typing import Any, NamedTuple
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.dialect.dialect import Dialect
 from clowder_aimage.dialect.layer_name import clean_path, name_layers
-from clowder_aimage.dialect.vendor import at, read_object, type_of_file, vendor_config
+from clowder_aimage.dialect.vendor import (
+    build_vendor_config,
+    get_nested,
+    guess_media_type,
+    read_object,
+)
 from clowder_aimage.oci import Descriptor, Manifest
 
 _MANIFEST = "application/vnd.kitops.modelkit.manifest.v1+json"
@@ -69,23 +74,23 @@ class KitOpsDialect(Dialect):
 
     def read(self, manifest: Manifest, config: bytes) -> AImage:
         kitfile = read_object(config)
-        elements = _Elements(_elements(kitfile))
+        elements = _Elements(_iter_elements(kitfile))
         names = [_name(layer, elements) for layer in manifest.layers]
         layers = name_layers(manifest.layers, names, _read)
-        return AImage(_config_of(layers, kitfile), layers, manifest.subject)
+        return AImage(_build_config(layers, kitfile), layers, manifest.subject)
 
 
-def _elements(kitfile: Mapping[str, Any]) -> Iterator[_Element]:
+def _iter_elements(kitfile: Mapping[str, Any]) -> Iterator[_Element]:
     """Yield the entries with a layer, in the Kitfile's order; remote data sets have none."""
-    model = at(kitfile, "model")
+    model = get_nested(kitfile, "model")
     entries = [
         ("model", model),
-        *(("modelpart", model_part) for model_part in _list(at(model, "parts"))),
+        *(("modelpart", model_part) for model_part in _list(get_nested(model, "parts"))),
     ]
     for kind, key in _LISTS.items():
-        entries += [(kind, element) for element in _list(at(kitfile, key))]
+        entries += [(kind, element) for element in _list(get_nested(kitfile, key))]
     for kind, element in entries:
-        path, digest = at(element, "path"), at(element, "digest")
+        path, digest = get_nested(element, "path"), get_nested(element, "digest")
         if isinstance(element, dict) and "://" not in str(path):
             yield _Element(
                 kind,
@@ -114,17 +119,17 @@ def _name(layer: Descriptor, elements: _Elements) -> str | None:
 def _read(layer: Descriptor, name: str) -> Layer:
     media_type = layer.media_type
     if media_type.endswith(".raw"):
-        media_type = type_of_file(name) or media_type
+        media_type = guess_media_type(name) or media_type
     return Layer(Descriptor(media_type, layer.digest, layer.size), name)
 
 
-def _config_of(layers: tuple[Layer, ...], kitfile: Mapping[str, Any]) -> bytes:
-    model, package = at(kitfile, "model"), at(kitfile, "package")
-    return vendor_config(
+def _build_config(layers: tuple[Layer, ...], kitfile: Mapping[str, Any]) -> bytes:
+    model, package = get_nested(kitfile, "model"), get_nested(kitfile, "package")
+    return build_vendor_config(
         layers,
         {
-            "name": (at(model, "name"), at(package, "name")),
-            "format": (at(model, "format"),),
-            "license": (at(model, "license"), at(package, "license")),
+            "name": (get_nested(model, "name"), get_nested(package, "name")),
+            "format": (get_nested(model, "format"),),
+            "license": (get_nested(model, "license"), get_nested(package, "license")),
         },
     )

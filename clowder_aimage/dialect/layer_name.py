@@ -40,7 +40,7 @@ def name_layers(
     used = UsedNames(name for name in names if name is not None)
     return check_names(
         tuple(
-            read(layer, used.add(_proposals(layer, position)) if name is None else name)
+            read(layer, used.add(_iter_proposals(layer, position)) if name is None else name)
             for position, (layer, name) in enumerate(zip(layers, names, strict=True))
         )
     )
@@ -51,22 +51,22 @@ class UsedNames:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._files = set(names)
-        self._directories = {parent for name in self._files for parent in _parents(name)}
+        self._directories = {parent for name in self._files for parent in _iter_parents(name)}
 
     def add(self, proposals: Iterable[str]) -> str:
         """Add and return the first free name of ``proposals``, an infinite sequence."""
         name = next(proposal for proposal in proposals if self._is_free(proposal))
         self._files.add(name)
-        self._directories.update(_parents(name))
+        self._directories.update(_iter_parents(name))
         return name
 
     def _is_free(self, name: str) -> bool:
         # A file system has no file and directory of one name.
         is_used = name in self._files or name in self._directories
-        return not is_used and self._files.isdisjoint(_parents(name))
+        return not is_used and self._files.isdisjoint(_iter_parents(name))
 
 
-def _parents(name: str) -> Iterator[str]:
+def _iter_parents(name: str) -> Iterator[str]:
     """Yield the parent directories of a file."""
     parts = name.split("/")[:-1]
     yield from ("/".join(parts[:count]) for count in range(1, len(parts) + 1))
@@ -79,16 +79,16 @@ def number_names(name: str) -> Iterator[str]:
     yield from (f"{stem}-{n}.{suffix}" if dot else f"{name}-{n}" for n in count(2))
 
 
-def _proposals(layer: Descriptor, position: int) -> Iterator[str]:
+def _iter_proposals(layer: Descriptor, position: int) -> Iterator[str]:
     # A title need not be a valid name.
     with contextlib.suppress(FormatError):
         yield check_name(layer.annotations.get(mediatype.TITLE, ""))
-    plain = f"{_word(layer.media_type)}.{position}"
+    plain = f"{_find_word(layer.media_type)}.{position}"
     yield plain
     yield from (f"{plain}-{number}" for number in count(2))
 
 
-def _word(media_type: str) -> str:
+def _find_word(media_type: str) -> str:
     """Return the last specific word of a media type: ``gguf``, ``ep``, ``license``."""
     words = [word for word in _WORD.findall(media_type) if not _NUMBER.fullmatch(word)]
     return next((word for word in reversed(words) if word not in _GENERIC), "layer")[:100]

@@ -16,17 +16,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage, Layer
-from clowder_aimage.dialect.clowder import annotated_layer, layer_annotations, manifest_annotations
+from clowder_aimage.dialect.clowder import (
+    build_layer_annotations,
+    build_manifest_annotations,
+    parse_layer,
+)
 from clowder_aimage.dialect.dialect import Dialect, build_manifest
 from clowder_aimage.dialect.layer_name import clean_path, name_layers
-from clowder_aimage.dialect.ollama import CARRIED_CONFIG, carried_text
+from clowder_aimage.dialect.ollama import CARRIED_CONFIG, encode_carried_config
 from clowder_aimage.dialect.vendor import (
     FILEPATH,
     FORMATS,
-    at,
+    build_vendor_config,
+    get_nested,
+    guess_media_type,
     read_object,
-    type_of_file,
-    vendor_config,
 )
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype
@@ -71,13 +75,15 @@ class ModelPackDialect(Dialect):
     def read(self, manifest: Manifest, config: bytes) -> AImage:
         layers = name_layers(manifest.layers, list(map(_name, manifest.layers)), _read)
         carried = manifest.annotations.get(CARRIED_CONFIG)
-        aimage_config = _config(layers, config) if carried is None else carried_text(carried)
+        aimage_config = (
+            _build_config(layers, config) if carried is None else encode_carried_config(carried)
+        )
         return AImage(aimage_config, layers, manifest.subject)
 
     def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
         if not aimage.layers:
             raise FormatError("a ModelPack requires at least one layer, but the AImage has none")
-        annotations = manifest_annotations(aimage) | {CARRIED_CONFIG: aimage.config_text}
+        annotations = build_manifest_annotations(aimage) | {CARRIED_CONFIG: aimage.config_text}
         layers, config = [_write(layer) for layer in aimage.layers], encode(_describe(aimage))
         return build_manifest(
             aimage, CONFIG, config, layers, artifact_type=MANIFEST, annotations=annotations
@@ -89,10 +95,10 @@ def _name(layer: Descriptor) -> str | None:
     if mediatype.MEDIATYPE in layer.annotations:
         return layer.annotations.get(mediatype.NAME)
     name = clean_path(layer.annotations.get(FILEPATH, ""))
-    return (f"{name}.tar" if name and _form(layer.media_type) == "tar" else name) or None
+    return (f"{name}.tar" if name and _parse_packing(layer.media_type) == "tar" else name) or None
 
 
-def _form(media_type: str) -> str:
+def _parse_packing(media_type: str) -> str:
     """Return the packing of a layer (``raw``, ``tar`` ...); empty for foreign layers."""
     match = _LAYER.fullmatch(media_type)
     return (match[2] or "raw") if match else ""
@@ -100,38 +106,38 @@ def _form(media_type: str) -> str:
 
 def _read(layer: Descriptor, name: str) -> Layer:
     annotated = layer.annotations.get(mediatype.MEDIATYPE)
-    media_type = _media_type(layer, name) if annotated is None else annotated
+    media_type = _resolve_media_type(layer, name) if annotated is None else annotated
     plain = Descriptor(media_type, layer.digest, layer.size)
-    return Layer(plain, name) if annotated is None else annotated_layer(layer, plain, name)
+    return Layer(plain, name) if annotated is None else parse_layer(layer, plain, name)
 
 
-def _media_type(layer: Descriptor, name: str) -> str:
+def _resolve_media_type(layer: Descriptor, name: str) -> str:
     """Return Clowder's media type for a file of a known format, else the vendor's."""
     match = _LAYER.fullmatch(layer.media_type)
     if match is None or match[2] == "tar" or match[3]:
         return layer.media_type
     default = layer.media_type if match[1] == "weight" else mediatype.AIMAGE_FILE
-    return _FORMS.get(match[2] or "") or type_of_file(name) or default
+    return _FORMS.get(match[2] or "") or guess_media_type(name) or default
 
 
-def _config(layers: tuple[Layer, ...], config: bytes) -> bytes:
+def _build_config(layers: tuple[Layer, ...], config: bytes) -> bytes:
     value = read_object(config)
-    about, technical = at(value, "descriptor"), at(value, "config")
-    licenses = at(about, "licenses")
-    return vendor_config(
+    about, technical = get_nested(value, "descriptor"), get_nested(value, "config")
+    licenses = get_nested(about, "licenses")
+    return build_vendor_config(
         layers,
         {
-            "name": (at(about, "name"), at(about, "title")),
-            "family": (at(about, "family"),),
-            "format": (at(technical, "format"),),
-            "architecture": (at(technical, "architecture"),),
-            "parameters": (at(technical, "paramSize"),),
-            "dtype": (at(technical, "precision"),),
-            "quantization": (at(technical, "quantization"),),
+            "name": (get_nested(about, "name"), get_nested(about, "title")),
+            "family": (get_nested(about, "family"),),
+            "format": (get_nested(technical, "format"),),
+            "architecture": (get_nested(technical, "architecture"),),
+            "parameters": (get_nested(technical, "paramSize"),),
+            "dtype": (get_nested(technical, "precision"),),
+            "quantization": (get_nested(technical, "quantization"),),
             # The format does not state whether several licenses all apply or are alternatives.
             "license": licenses if isinstance(licenses, list) and len(licenses) == 1 else (),
-            "source": (at(about, "sourceURL"),),
-            "created": (at(about, "createdAt"),),
+            "source": (get_nested(about, "sourceURL"),),
+            "created": (get_nested(about, "createdAt"),),
         },
     )
 
@@ -139,22 +145,22 @@ def _config(layers: tuple[Layer, ...], config: bytes) -> bytes:
 def _describe(aimage: AImage) -> dict[str, Any]:
     """Return the ModelPack config (docs/config.md, Properties)."""
     properties = aimage.properties
-    source = _text(properties, "source")
-    license_ = _text(properties, "license")
+    source = _get_text(properties, "source")
+    license_ = _get_text(properties, "license")
     about = {
-        "createdAt": _text(properties, "created"),
-        "family": _text(properties, "family"),
-        "name": _text(properties, "name"),
+        "createdAt": _get_text(properties, "created"),
+        "family": _get_text(properties, "family"),
+        "name": _get_text(properties, "name"),
         "sourceURL": source if source and source.startswith(("https://", "http://")) else None,
         "licenses": [license_] if license_ else None,
     }
-    dtype = _text(properties, "dtype")
+    dtype = _get_text(properties, "dtype")
     technical = {
-        "architecture": _text(properties, "architecture"),
+        "architecture": _get_text(properties, "architecture"),
         "format": _format(aimage),
-        "paramSize": _param_size(properties.get("parameters")),
+        "paramSize": _format_param_size(properties.get("parameters")),
         "precision": _PRECISIONS.get(dtype, dtype.lower()) if dtype else None,
-        "quantization": _text(properties, "quantization"),
+        "quantization": _get_text(properties, "quantization"),
     }
     diff_ids = [str(layer.descriptor.digest) for layer in aimage.layers]
     return {
@@ -164,19 +170,19 @@ def _describe(aimage: AImage) -> dict[str, Any]:
     }
 
 
-def _text(properties: Mapping[str, Any], key: str) -> str | None:
+def _get_text(properties: Mapping[str, Any], key: str) -> str | None:
     value = properties.get(key)
     return value if isinstance(value, str) and value else None
 
 
 def _format(aimage: AImage) -> str | None:
-    word = _text(aimage.properties, "format")
+    word = _get_text(aimage.properties, "format")
     if word is None and any(layer.is_tensor for layer in aimage.layers):
         return "safetensors"
     return _FORMAT_WORDS.get(word, word) if word else None
 
 
-def _param_size(count: object) -> str | None:
+def _format_param_size(count: object) -> str | None:
     """Return ``6.7B``: a count with at most one decimal, and the letter of its scale."""
     if type(count) is not int:
         return None
@@ -190,14 +196,14 @@ def _param_size(count: object) -> str | None:
 
 def _write(layer: Layer) -> dict[str, Any]:
     plain = layer.descriptor
-    annotations = {FILEPATH: _path(layer)} | layer_annotations(layer)
-    value = Descriptor(_type_to_write(layer), plain.digest, plain.size).to_json()
+    annotations = {FILEPATH: _build_path(layer)} | build_layer_annotations(layer)
+    value = Descriptor(_choose_media_type(layer), plain.digest, plain.size).to_json()
     return value | {"annotations": annotations | {mediatype.MEDIATYPE: plain.media_type}}
 
 
-def _path(layer: Layer) -> str:
+def _build_path(layer: Layer) -> str:
     """Return the path of the layer's file: tensors are complete safetensors files."""
-    if _form(layer.descriptor.media_type) == "tar":
+    if _parse_packing(layer.descriptor.media_type) == "tar":
         return layer.name.removesuffix(".tar") or layer.name
     base, compression = mediatype.split_compression(layer.descriptor.media_type)
     is_tensor = base == mediatype.AIMAGE_SAFETENSORS
@@ -205,9 +211,9 @@ def _path(layer: Layer) -> str:
     return layer.name + ending + _ENDINGS[compression]
 
 
-def _type_to_write(layer: Layer) -> str:
+def _choose_media_type(layer: Layer) -> str:
     media_type = layer.descriptor.media_type
-    if _form(media_type):
+    if _parse_packing(media_type):
         return media_type
     base, _ = mediatype.split_compression(media_type)
     file_name = layer.name.rpartition("/")[2].lower()

@@ -17,7 +17,7 @@ from dataclasses import replace
 from clowder_aimage.dialect.aimage import AImage, Layer, check_names, from_named, to_named
 from clowder_aimage.dialect.dialect import Dialect, build_manifest
 from clowder_aimage.dialect.layer_name import name_layers
-from clowder_aimage.dialect.vendor import VendorFile, file_names, read_object, vendor_config
+from clowder_aimage.dialect.vendor import VendorFile, build_vendor_config, name_files, read_object
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
 from clowder_aimage.oci.manifest import encode
@@ -67,9 +67,11 @@ class OllamaDialect(Dialect):
             return _read_gguf(manifest, config)
         named_layers = [_name_text(layer, i) for i, layer in enumerate(manifest.layers)]
         layers = check_names(
-            tuple(from_named(layer, _media_type(_READ, layer)) for layer in named_layers)
+            tuple(from_named(layer, _map_media_type(_READ, layer)) for layer in named_layers)
         )
-        return AImage(carried_config(config) or foreign_config(layers), layers, manifest.subject)
+        return AImage(
+            find_carried_config(config) or build_foreign_config(layers), layers, manifest.subject
+        )
 
     def write(self, aimage: AImage, /) -> tuple[Manifest, bytes]:
         config = {
@@ -79,7 +81,9 @@ class OllamaDialect(Dialect):
             # The config's bytes as text: its digest must not change.
             CARRIED_CONFIG: aimage.config_text,
         }
-        layers = [to_named(layer, _media_type(_WRITE, layer.descriptor)) for layer in aimage.layers]
+        layers = [
+            to_named(layer, _map_media_type(_WRITE, layer.descriptor)) for layer in aimage.layers
+        ]
         kind, raw = mediatype.DOCKER_MANIFEST, encode(config)
         return build_manifest(aimage, mediatype.DOCKER_CONFIG, raw, layers, media_type=kind)
 
@@ -93,9 +97,9 @@ def _is_ours(manifest: Manifest) -> bool:
 def _read_gguf(manifest: Manifest, config: bytes) -> AImage:
     """Read a GGUF model. Raises FormatError."""
     files = [_VENDOR_FILES.get(layer.media_type) for layer in manifest.layers]
-    layers = name_layers(manifest.layers, file_names(files), _read_file)
+    layers = name_layers(manifest.layers, name_files(files), _read_file)
     fields = read_object(config)
-    vendor = vendor_config(
+    vendor = build_vendor_config(
         layers,
         {
             "name": (fields.get("base_name"),),
@@ -106,7 +110,7 @@ def _read_gguf(manifest: Manifest, config: bytes) -> AImage:
             "context": (fields.get("context_length"),),
         },
     )
-    return AImage(carried_config(config) or vendor, layers, manifest.subject)
+    return AImage(find_carried_config(config) or vendor, layers, manifest.subject)
 
 
 def _read_file(layer: Descriptor, name: str) -> Layer:
@@ -123,20 +127,20 @@ def _name_text(layer: Descriptor, position: int) -> Descriptor:
     return replace(layer, extra={**layer.extra, "name": f"{kind}.{position}"})
 
 
-def _media_type(table: dict[str, str], descriptor: Descriptor) -> str:
+def _map_media_type(table: dict[str, str], descriptor: Descriptor) -> str:
     return table.get(descriptor.media_type, descriptor.media_type)
 
 
-def carried_config(config: bytes) -> bytes | None:
+def find_carried_config(config: bytes) -> bytes | None:
     """Return the AImage config embedded in another tool's config, or None. Raises FormatError."""
     try:
         carried = read_json(config, "the config")[CARRIED_CONFIG]
     except (FormatError, KeyError, TypeError):
         return None
-    return carried_text(carried) if isinstance(carried, str) else None
+    return encode_carried_config(carried) if isinstance(carried, str) else None
 
 
-def carried_text(text: str) -> bytes:
+def encode_carried_config(text: str) -> bytes:
     """Encode an embedded AImage config. Raises FormatError."""
     try:
         return text.encode()
@@ -144,7 +148,7 @@ def carried_text(text: str) -> bytes:
         raise FormatError(f"{CARRIED_CONFIG} is not Unicode text") from None
 
 
-def foreign_config(layers: tuple[Layer, ...]) -> bytes:
+def build_foreign_config(layers: tuple[Layer, ...]) -> bytes:
     """Return a config for an artifact of another tool, from its layers."""
     components = sorted({layer.component for layer in layers if layer.is_tensor} - {""})
     return encode({"schemaVersion": 1, "components": {name: {} for name in components}})

@@ -25,7 +25,7 @@ class LayerSelection:
     components: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
 
-    def names(self, aimage: AImage, reference: Reference) -> frozenset[str]:
+    def list_names(self, aimage: AImage, reference: Reference) -> frozenset[str]:
         """Return the names of the selected layers.
 
         Raises:
@@ -43,7 +43,7 @@ class LayerSelection:
             chosen.update(matches)
             unmatched += [] if matches else [f"no layer matching {pattern!r:.100}"]
         if unmatched:
-            raise _not_found(aimage, reference, unmatched)
+            raise _build_not_found_error(aimage, reference, unmatched)
         if self.components:
             chosen.update(layer.name for layer in aimage.layers if _is_top_file(layer))
         return frozenset(chosen)
@@ -54,7 +54,9 @@ def _is_top_file(layer: Layer) -> bool:
     return not layer.component and kind == mediatype.AIMAGE_FILE
 
 
-def _not_found(aimage: AImage, reference: Reference, missed: Sequence[str]) -> NotFoundError:
+def _build_not_found_error(
+    aimage: AImage, reference: Reference, missed: Sequence[str]
+) -> NotFoundError:
     components = dict.fromkeys(layer.component for layer in aimage.layers if layer.component)
     top = [layer.name for layer in aimage.layers if not layer.component]
     available = [f"the components {join_names(components)}"] if components else []

@@ -58,7 +58,7 @@ class VendorFile(NamedTuple):
     is_split: bool = False
 
 
-def file_names(files: Sequence[VendorFile | None]) -> list[str | None]:
+def name_files(files: Sequence[VendorFile | None]) -> list[str | None]:
     """Return names for layers of these kinds, in order: ``license``, ``license-2``.
 
     Parts are named ``model-00001-of-00003.gguf``, as in llama.cpp and Hugging Face.
@@ -77,7 +77,7 @@ def file_names(files: Sequence[VendorFile | None]) -> list[str | None]:
     return names
 
 
-def type_of_file(name: str) -> str | None:
+def guess_media_type(name: str) -> str | None:
     """Return Clowder's media type for a file of a known format, by its name."""
     file_name = name.rpartition("/")[2].lower()
     if file_name in _ADAPTERS:
@@ -96,14 +96,16 @@ def read_object(config: bytes) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def at(value: object, *keys: str) -> Any:
+def get_nested(value: object, *keys: str) -> Any:
     """Return the nested value of ``value`` at ``keys``, or None."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
-def vendor_config(layers: Sequence[Layer], candidates: Mapping[str, Sequence[object]]) -> bytes:
+def build_vendor_config(
+    layers: Sequence[Layer], candidates: Mapping[str, Sequence[object]]
+) -> bytes:
     """Return an AImage config (schemas/aimage-config.schema.json) from layers and ``candidates``.
 
     The first valid candidate of each property is used.
@@ -140,39 +142,39 @@ def _format(layers: Sequence[Layer]) -> str | None:
     return next((word for word in FORMATS.values() if word in formats), None)
 
 
-def _text(candidate: object) -> str | None:
+def _parse_text(candidate: object) -> str | None:
     text = candidate.strip() if isinstance(candidate, str) else ""
     return text if text and len(text) <= 1024 and text.isprintable() else None
 
 
-def _word(candidate: object) -> str | None:
-    text = (_text(candidate) or "").lower()
+def _parse_word(candidate: object) -> str | None:
+    text = (_parse_text(candidate) or "").lower()
     return text if re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", text) else None
 
 
-def _context(candidate: object) -> int | None:
+def _parse_context(candidate: object) -> int | None:
     return candidate if type(candidate) is int and 1 <= candidate <= _MAX_COUNT else None
 
 
-def _dtype(candidate: object) -> str | None:
+def _parse_dtype(candidate: object) -> str | None:
     return _PRECISIONS.get(candidate.lower()) if isinstance(candidate, str) else None
 
 
-def _time(candidate: object) -> str | None:
+def _parse_time(candidate: object) -> str | None:
     return candidate if isinstance(candidate, str) and _TIME.fullmatch(candidate) else None
 
 
 _PROPERTIES: dict[str, Callable[[object], Any]] = {
-    "name": _text,
-    "family": _word,
-    "format": _word,
-    "formatVersion": _text,
-    "architecture": _text,
+    "name": _parse_text,
+    "family": _parse_word,
+    "format": _parse_word,
+    "formatVersion": _parse_text,
+    "architecture": _parse_text,
     "parameters": read_count,
-    "dtype": _dtype,
-    "quantization": _text,
-    "context": _context,
-    "license": _text,
-    "source": _text,
-    "created": _time,
+    "dtype": _parse_dtype,
+    "quantization": _parse_text,
+    "context": _parse_context,
+    "license": _parse_text,
+    "source": _parse_text,
+    "created": _parse_time,
 }

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 class _GrowingIngest(FileIngest):
     """An ingest that is read while it is written."""
 
-    def reader(self) -> BinaryIO:
+    def open_reader(self) -> BinaryIO:
         return Path(self._path).open("rb", buffering=0)
 
 
@@ -46,9 +46,9 @@ class CachedFetch(Arrival):
         """Open the growing file. It stays readable when it is renamed or removed."""
         if self._ingest is not None:
             with contextlib.suppress(FileNotFoundError):
-                return self._ingest.reader()
+                return self._ingest.open_reader()
         try:
-            return self._layout.path(self.content).open("rb", buffering=0)
+            return self._layout.find_path(self.content).open("rb", buffering=0)
         except AImageError as error:
             raise ConnectionResetError(str(error)) from None
 
@@ -91,7 +91,7 @@ class CachedFetch(Arrival):
     def _begin(self) -> tuple[_GrowingIngest, list[tuple[int, int]]]:
         """Return an ingest, and the ranges to fetch."""
         digest = self.content.digest
-        if self._layout.missing_size(self.content) > self._layout.free():
+        if self._layout.compute_missing_size(self.content) > self._layout.measure_free():
             raise NoSpaceError(f"no space left for {digest} ({self.content.size} bytes)")
         try:
             ingest = _GrowingIngest(self._layout.root, digest.encoded, self.content)
@@ -99,7 +99,7 @@ class CachedFetch(Arrival):
             # Another process fetches it, with unknown progress: fetch it into a separate ingest
             ingest = _GrowingIngest(self._layout.root, f"cache-{digest.encoded}")
             return ingest, [(0, self.content.size)]
-        return ingest, ingest.missing()
+        return ingest, ingest.list_missing()
 
     def _receive(
         self, source: Source, ingest: _GrowingIngest, missing: list[tuple[int, int]]

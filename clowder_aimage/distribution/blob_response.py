@@ -15,7 +15,7 @@ from clowder_aimage.http.body_stream import SEND_CHUNK, SEND_TIMEOUT, send_file,
 from clowder_aimage.oci import Digest
 
 
-def content_headers(digest: Digest) -> dict[str, str]:
+def build_content_headers(digest: Digest) -> dict[str, str]:
     """Return the headers that identify the content of a response."""
     return {"Docker-Content-Digest": str(digest), "ETag": f'"{digest}"'}
 
@@ -24,7 +24,7 @@ async def begin_response(
     request: web.Request, digest: Digest, size: int, byte_range: tuple[int, int] | None
 ) -> web.StreamResponse:
     """Send the head of a response with the bytes of ``byte_range``, or all of them."""
-    headers = content_headers(digest) | {"Accept-Ranges": "bytes"}
+    headers = build_content_headers(digest) | {"Accept-Ranges": "bytes"}
     start, end = byte_range or (0, size)
     if byte_range is not None:
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"

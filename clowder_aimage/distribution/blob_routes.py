@@ -9,10 +9,14 @@ from typing import BinaryIO
 from aiohttp import web
 
 from clowder_aimage.distribution.blob_fetch import CachedFetch
-from clowder_aimage.distribution.blob_response import begin_response, content_headers, send_body
+from clowder_aimage.distribution.blob_response import (
+    begin_response,
+    build_content_headers,
+    send_body,
+)
 from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.error import DistributionError
-from clowder_aimage.distribution.repository_name import digest_of, is_of_peer, repository_of
+from clowder_aimage.distribution.repository_name import is_of_peer, read_digest, read_repository
 from clowder_aimage.distribution.served_blobs import ServedBlobs
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.oci import Digest
@@ -28,15 +32,15 @@ class BlobRoutes:
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         """Answer HEAD and GET /v2/<name>/blobs/<digest>, with Range (206, 416) and ETag (304)."""
-        repository, digest = repository_of(request), digest_of(request)
+        repository, digest = read_repository(request), read_digest(request)
         cache = None if is_of_peer(request) else self._cache
         if request.method == "HEAD":
             if cache is not None:
-                size = await cache.size(repository, digest)
+                size = await cache.get_size(repository, digest)
             else:
-                size = await run_io(self._blobs.size, digest)
+                size = await run_io(self._blobs.read_size, digest)
             return await _head(request, digest, size)
-        fetch = None if cache is None else await cache.blob(repository, digest)
+        fetch = None if cache is None else await cache.fetch_blob(repository, digest)
         if fetch is not None:
             size = fetch.content.size
             with await run_io(fetch.open) as file:
@@ -46,8 +50,8 @@ class BlobRoutes:
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """Answer DELETE /v2/<name>/blobs/<digest>, of a blob that no manifest needs."""
-        repository_of(request)
-        await run_locking(self._blobs.remove, digest_of(request))
+        read_repository(request)
+        await run_locking(self._blobs.remove, read_digest(request))
         return web.Response(status=202)
 
 
@@ -60,7 +64,7 @@ def is_current(request: web.Request, digest: Digest) -> bool:
 async def _head(request: web.Request, digest: Digest, size: int) -> web.StreamResponse:
     """Answer without a body: to HEAD, or 304 to a client that has the content."""
     if is_current(request, digest):
-        headers = content_headers(digest) | {"Accept-Ranges": "bytes"}
+        headers = build_content_headers(digest) | {"Accept-Ranges": "bytes"}
         return web.Response(status=304, headers=headers)
     response = await begin_response(request, digest, size, None)
     await response.write_eof()

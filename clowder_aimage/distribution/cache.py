@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.distribution.blob_fetch import CachedFetch
 from clowder_aimage.distribution.catalog import Catalog
-from clowder_aimage.distribution.error import DistributionError, manifest_unknown
+from clowder_aimage.distribution.error import DistributionError, build_manifest_error
 from clowder_aimage.distribution.pending_manifest import PendingManifests
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
 from clowder_aimage.engine.executor import run_io, run_locking
@@ -62,14 +62,14 @@ class PullThroughCache:
         self._upstream_requests = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
+    async def fetch_manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
         """Return a manifest and its bytes. Concurrent requests for it are merged.
 
         Raises MANIFEST_UNKNOWN; DENIED or UNKNOWN (502) if it is not stored.
         """
         task = self._resolving.get(reference)
         if task is None:
-            task = asyncio.create_task(self._request(lambda: self._manifest(reference)))
+            task = asyncio.create_task(self._request(lambda: self._fetch_manifest(reference)))
             self._resolving[reference] = task
             task.add_done_callback(lambda _: self._resolving.pop(reference))
             # asyncio logs exceptions that nothing retrieves, as after all clients disconnect
@@ -93,23 +93,23 @@ class PullThroughCache:
         request.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(request)
 
-    def _manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
+    def _fetch_manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
         stored = self._read_stored(reference) if reference.digest else None
         if stored is not None:
             return stored
         try:
-            descriptor, raw = self._upstream.manifest(reference)
+            descriptor, raw = self._upstream.fetch_manifest(reference)
         except NotFoundError:
-            raise manifest_unknown(reference) from None
+            raise build_manifest_error(reference) from None
         except AImageError as error:
             stored = self._read_stored(reference)
             if stored is None:
-                raise self._refusal(error) from error
+                raise self._convert_error(error) from error
             _log.warning("serving the stored %s: %s", self._catalog.qualify(reference), error)
             return stored
         cataloged = self._catalog.find(reference)
         if cataloged is None or cataloged.digest != descriptor.digest:
-            self._layout.push(descriptor, bytes_body(raw))
+            self._layout.push(descriptor, build_bytes_body(raw))
             self._pending.add(reference, descriptor, raw)
         return descriptor, raw
 
@@ -126,34 +126,34 @@ class PullThroughCache:
             _log.warning("cannot read %s: %s", descriptor, error)
             return None
 
-    async def size(self, repository: str, digest: Digest) -> int:
+    async def get_size(self, repository: str, digest: Digest) -> int:
         """Return the size of a blob, stored or not. Raises BLOB_UNKNOWN, DENIED, UNKNOWN (502)."""
         try:
-            return await run_io(self._blobs.size, digest)
+            return await run_io(self._blobs.read_size, digest)
         except DistributionError:
-            return await self._size_at_upstream(repository, digest)
+            return await self._fetch_size(repository, digest)
 
-    async def blob(self, repository: str, digest: Digest) -> CachedFetch | None:
+    async def fetch_blob(self, repository: str, digest: Digest) -> CachedFetch | None:
         """Return the fetch of a blob, None if it is stored. Raises as ``size``; TOOMANYREQUESTS."""
         fetch = self._fetches.get(digest)
         if fetch is None and await run_locking(self._has, digest):
             return None
         if fetch is None:
-            size = self._pending.size(digest)
+            size = self._pending.find_size(digest)
             if size is None:
-                size = await self._size_at_upstream(repository, digest)
+                size = await self._fetch_size(repository, digest)
             # Another request may have started it while the size was awaited
             fetch = self._fetches.get(digest) or self._start(repository, digest, size)
         try:
             await fetch.wait(0)
         except AImageError as error:
-            raise self._blob_error(error, digest) from error
+            raise self._convert_blob_error(error, digest) from error
         return fetch
 
     def _has(self, digest: Digest) -> bool:
         """Return True if a blob is stored, and tag the manifests that it completes."""
         is_stored = self._blobs.has(digest)
-        if is_stored and self._pending.size(digest) is not None:
+        if is_stored and self._pending.find_size(digest) is not None:
             self._pending.tag_completed(digest)
         return is_stored
 
@@ -171,9 +171,9 @@ class PullThroughCache:
     async def _run(self, repository: str, fetch: CachedFetch) -> None:
         """Fetch a blob as soon as fewer than CONCURRENCY others are being fetched."""
 
-        def work() -> None:
+        def run_fetch() -> None:
             try:
-                with self._upstream.source(repository) as source:
+                with self._upstream.open_source(repository) as source:
                     fetch.run(source, self._pending.tag_completed)
             except AImageError as error:
                 # No connection to the upstream
@@ -181,17 +181,17 @@ class PullThroughCache:
 
         try:
             async with self._fetch_slots:
-                await run_in_daemon_thread(work)
+                await run_in_daemon_thread(run_fetch)
         finally:
             del self._fetches[fetch.content.digest]
 
-    async def tags(self, repository: str) -> list[str] | None:
+    async def list_tags(self, repository: str) -> list[str] | None:
         """Return the tags at the upstream, None if it does not respond. Raises NAME_UNKNOWN."""
-        return await self._list(repository, lambda upstream: upstream.tag_names())
+        return await self._list(repository, lambda upstream: upstream.list_tag_names())
 
-    async def referrers(self, repository: str, subject: Digest) -> list[Descriptor] | None:
+    async def list_referrers(self, repository: str, subject: Digest) -> list[Descriptor] | None:
         """Return the referrers of a manifest at the upstream, None if it does not respond."""
-        return await self._list(repository, lambda upstream: upstream.referrers(subject))
+        return await self._list(repository, lambda upstream: upstream.list_referrers(subject))
 
     async def _list(
         self, repository: str, call: Callable[[Repository], list[_T]]
@@ -206,20 +206,22 @@ class PullThroughCache:
             _log.warning("listing stored content: %s", error)
             return None
 
-    async def _size_at_upstream(self, repository: str, digest: Digest) -> int:
+    async def _fetch_size(self, repository: str, digest: Digest) -> int:
         try:
             return await self._request(
-                lambda: self._upstream.call(repository, lambda upstream: upstream.size(digest))
+                lambda: self._upstream.call(
+                    repository, lambda upstream: upstream.fetch_size(digest)
+                )
             )
         except AImageError as error:
-            raise self._blob_error(error, digest) from error
+            raise self._convert_blob_error(error, digest) from error
 
-    def _blob_error(self, error: AImageError, digest: Digest) -> AImageError:
+    def _convert_blob_error(self, error: AImageError, digest: Digest) -> AImageError:
         if isinstance(error, NotFoundError):
             return DistributionError("BLOB_UNKNOWN", {"digest": str(digest)})
-        return self._refusal(error)
+        return self._convert_error(error)
 
-    def _refusal(self, error: AImageError) -> AImageError:
+    def _convert_error(self, error: AImageError) -> AImageError:
         """Return the error for a client. Messages of the upstream are only logged."""
         if isinstance(error, DistributionError):
             return error

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from clowder_aimage.content.graph import referrer_entry, walk
+from clowder_aimage.content.graph import build_referrer_entry, walk
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import ContentError, FormatError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
@@ -63,13 +63,13 @@ class ManifestSummary:
     index: Index | None
 
 
-def _summary(document: Manifest | Index, digest: Digest) -> ManifestSummary:
+def _build_summary(document: Manifest | Index, digest: Digest) -> ManifestSummary:
     """Return the summary; annotations and type only if the manifest has a subject."""
     index = document if isinstance(document, Index) else None
     listed = Descriptor(document.media_type, digest, len(document.raw))
     if document.subject is None:
         return ManifestSummary(listed, None, index)
-    entry = referrer_entry(listed, document)
+    entry = build_referrer_entry(listed, document)
     left, annotations = MAX_ANNOTATIONS, {}
     for key, value in entry.annotations.items():
         left -= len(key) + len(value)
@@ -79,7 +79,7 @@ def _summary(document: Manifest | Index, digest: Digest) -> ManifestSummary:
     return ManifestSummary(entry, document.subject.digest, index)
 
 
-def _version(index: Path) -> tuple[int, int, int] | None:
+def _read_version(index: Path) -> tuple[int, int, int] | None:
     try:
         status = index.stat()
     except OSError:
@@ -101,21 +101,21 @@ class Catalog:
         self._searching = threading.Lock()
         self._cached_names: tuple[Version, dict[str, list[CatalogEntry]]] | None = None
 
-    def version(self) -> Version:
+    def read_version(self) -> Version:
         """Return a value that changes when the names do."""
-        return tuple(_version(root / "index.json") for root in self._layout.roots)
+        return tuple(_read_version(root / "index.json") for root in self._layout.roots)
 
-    def repositories(self) -> list[str]:
+    def list_repositories(self) -> list[str]:
         """Return all repositories that have a name."""
-        return list(self._names())
+        return list(self._load_names())
 
-    def entries(self, repository: str) -> list[CatalogEntry]:
+    def list_entries(self, repository: str) -> list[CatalogEntry]:
         """Return the names of ``repository``."""
-        return self._names().get(repository, [])
+        return self._load_names().get(repository, [])
 
-    def _names(self) -> dict[str, list[CatalogEntry]]:
+    def _load_names(self) -> dict[str, list[CatalogEntry]]:
         # Taken before reading: later changes are read again
-        version = self.version()
+        version = self.read_version()
         if self._cached_names is None or self._cached_names[0] != version:
             names: dict[str, list[CatalogEntry]] = {}
             for entry in self._read_names():
@@ -130,7 +130,7 @@ class Catalog:
         return self._cached_names[1]
 
     def _read_names(self) -> Iterator[CatalogEntry]:
-        for name, descriptor in self._layout.tags():
+        for name, descriptor in self._layout.list_tags():
             try:
                 reference = Reference.parse(name)
             except UsageError:
@@ -147,7 +147,7 @@ class Catalog:
 
     def find(self, reference: Reference) -> Descriptor | None:
         """Return the manifest that a reference of the API names, or None."""
-        entries = self.entries(reference.repository)
+        entries = self.list_entries(reference.repository)
         if reference.digest is None:
             return next((e.descriptor for e in entries if e.tag == reference.tag), None)
         return self.reach(entries, reference.digest)
@@ -171,28 +171,28 @@ class Catalog:
     def _index(self, content: Descriptor) -> Index | None:
         if content.media_type in mediatype.INDEXES:
             with contextlib.suppress(NotFoundError):
-                return self._summary(content).index
+                return self._read_summary(content).index
         return None
 
-    def _summary(self, descriptor: Descriptor) -> ManifestSummary:
+    def _read_summary(self, descriptor: Descriptor) -> ManifestSummary:
         """Return the summary of a manifest. Raises NotFoundError, ContentError."""
         cached = self._summaries.get(descriptor.digest)
         if cached is not None:
             return cached
         raw = self.read(descriptor)
-        summary = _summary(parse_document(raw, descriptor.media_type), descriptor.digest)
+        summary = _build_summary(parse_document(raw, descriptor.media_type), descriptor.digest)
         if len(raw) <= MAX_CACHED_SIZE or summary.index is None:
             if len(self._summaries) >= MAX_SUMMARIES:
                 self._summaries.clear()
             self._summaries[descriptor.digest] = summary
         return summary
 
-    def summaries(self, repository: str) -> Iterator[ManifestSummary]:
+    def iter_summaries(self, repository: str) -> Iterator[ManifestSummary]:
         """Yield the named manifests of ``repository``, each once; unreadable ones are skipped."""
-        entries = self.entries(repository)
+        entries = self.list_entries(repository)
         for descriptor in {e.descriptor.digest: e.descriptor for e in entries}.values():
             try:
-                yield self._summary(descriptor)
+                yield self._read_summary(descriptor)
             except (NotFoundError, ContentError):
                 continue
 
@@ -200,7 +200,7 @@ class Catalog:
         """Return True if any name of the layout needs a blob. Not thread-safe."""
         text, scanner = str(digest), DigestScanner()
         with self._searching:
-            roots = {str(descriptor.digest) for _, descriptor in self._layout.tags()}
+            roots = {str(descriptor.digest) for _, descriptor in self._layout.list_tags()}
             return text in roots or any(
                 document is not None and text in document.digests
                 for root in roots

@@ -12,7 +12,11 @@ from aiohttp import web
 from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.distribution.error import DistributionError
-from clowder_aimage.distribution.repository_name import digest_of, parse_repository, repository_of
+from clowder_aimage.distribution.repository_name import (
+    parse_repository,
+    read_digest,
+    read_repository,
+)
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.oci import Descriptor, Digest, mediatype
 
@@ -26,32 +30,32 @@ class CatalogRoutes:
     def __init__(self, catalog: Catalog, cache: PullThroughCache | None) -> None:
         self._catalog, self._cache = catalog, cache
 
-    async def version(self, _: web.Request) -> web.StreamResponse:
+    async def get_version(self, _: web.Request) -> web.StreamResponse:
         """Answer GET /v2/: this is a registry ("Determining Support")."""
         return web.json_response({})
 
-    async def tags(self, request: web.Request) -> web.StreamResponse:
+    async def list_tags(self, request: web.Request) -> web.StreamResponse:
         """Answer GET /v2/<name>/tags/list?n=<count>&last=<tag>."""
-        repository = repository_of(request)
-        listed = None if self._cache is None else await self._cache.tags(repository)
+        repository = read_repository(request)
+        listed = None if self._cache is None else await self._cache.list_tags(repository)
         if listed is None:
-            entries = await run_io(self._catalog.entries, repository)
+            entries = await run_io(self._catalog.list_entries, repository)
             if not entries:
                 raise DistributionError("NAME_UNKNOWN", {"name": repository})
             listed = [entry.tag for entry in entries if entry.tag is not None]
-        return _page(request, set(listed), {"name": repository}, "tags")
+        return _paginate(request, set(listed), {"name": repository}, "tags")
 
-    async def repositories(self, request: web.Request) -> web.StreamResponse:
+    async def list_repositories(self, request: web.Request) -> web.StreamResponse:
         """Answer GET /v2/_catalog?n=<count>&last=<name>."""
-        names = await run_io(self._catalog.repositories)
-        return _page(request, filter(_is_servable, names), {}, "repositories")
+        names = await run_io(self._catalog.list_repositories)
+        return _paginate(request, filter(_is_servable, names), {}, "repositories")
 
-    async def referrers(self, request: web.Request) -> web.StreamResponse:
+    async def list_referrers(self, request: web.Request) -> web.StreamResponse:
         """Answer GET /v2/<name>/referrers/<digest>?artifactType=<type> with an index."""
-        repository, subject = repository_of(request), digest_of(request)
+        repository, subject = read_repository(request), read_digest(request)
         descriptors = None
         if self._cache is not None:
-            descriptors = await self._cache.referrers(repository, subject)
+            descriptors = await self._cache.list_referrers(repository, subject)
         query = request.query
         body, following = await run_io(
             lambda: _index(
@@ -69,7 +73,7 @@ class CatalogRoutes:
         return web.Response(body=body, content_type=mediatype.OCI_INDEX, headers=headers)
 
     def _find(self, repository: str, subject: Digest) -> list[Descriptor]:
-        summaries = self._catalog.summaries(repository)
+        summaries = self._catalog.iter_summaries(repository)
         return [summary.listed for summary in summaries if summary.subject == subject]
 
 
@@ -103,7 +107,7 @@ def _is_servable(repository: str) -> bool:
         return False
 
 
-def _page(
+def _paginate(
     request: web.Request, names: Iterable[str], document: dict[str, object], key: str
 ) -> web.Response:
     last = request.query.get("last", "")

@@ -44,6 +44,6 @@ class DistributionError(ApiError):
         )
 
 
-def manifest_unknown(reference: Reference) -> DistributionError:
+def build_manifest_error(reference: Reference) -> DistributionError:
     """Return the error for a reference that names no manifest."""
     return DistributionError("MANIFEST_UNKNOWN", {"reference": reference.target})

@@ -7,13 +7,13 @@ import threading
 
 from aiohttp import web
 
-from clowder_aimage.content.store import bytes_body
-from clowder_aimage.distribution.blob_response import content_headers
+from clowder_aimage.content.store import build_bytes_body
+from clowder_aimage.distribution.blob_response import build_content_headers
 from clowder_aimage.distribution.blob_routes import is_current
 from clowder_aimage.distribution.cache import PullThroughCache
 from clowder_aimage.distribution.catalog import Catalog, CatalogEntry
-from clowder_aimage.distribution.error import DistributionError, manifest_unknown
-from clowder_aimage.distribution.repository_name import is_of_peer, parse_reference, reference_of
+from clowder_aimage.distribution.error import DistributionError, build_manifest_error
+from clowder_aimage.distribution.repository_name import is_of_peer, parse_reference, read_reference
 from clowder_aimage.distribution.served_blobs import ServedBlobs
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import FormatError, NotFoundError
@@ -62,12 +62,12 @@ class ManifestRoutes:
 
     async def get(self, request: web.Request) -> web.StreamResponse:
         """Answer HEAD and GET /v2/<name>/manifests/<reference>."""
-        reference = reference_of(request)
+        reference = read_reference(request)
         if self._cache is not None and not is_of_peer(request):
-            descriptor, raw = await self._cache.manifest(reference)
+            descriptor, raw = await self._cache.fetch_manifest(reference)
         else:
             descriptor, raw = await run_io(self._read, reference)
-        headers = content_headers(descriptor.digest)
+        headers = build_content_headers(descriptor.digest)
         if is_current(request, descriptor.digest):
             return web.Response(status=304, headers=headers)
         return web.Response(body=raw, content_type=descriptor.media_type, headers=headers)
@@ -80,15 +80,15 @@ class ManifestRoutes:
                 raw = self._catalog.read(descriptor)
                 self._layout.use(descriptor)
                 return descriptor, raw
-        raise manifest_unknown(reference)
+        raise build_manifest_error(reference)
 
     async def put(self, request: web.Request) -> web.StreamResponse:
         """Answer PUT /v2/<name>/manifests/<reference>?tag=<tag>&...: verify, store and name it."""
-        reference = reference_of(request)
-        names = [reference, *_tags(request, reference)]
+        reference = read_reference(request)
+        names = [reference, *_parse_tags(request, reference)]
         if request.content_type not in ACCEPTED:
             detail = {"mediaType": request.headers.get("Content-Type", "")[:300]}
-            raise _invalid("unsupported media type", detail)
+            raise _build_invalid_error("unsupported media type", detail)
         raw = await _read_body(request)
         digest, subject = await run_locking(self._store, raw, request.content_type, names)
         location = f"/v2/{reference.repository}/manifests/{digest}"
@@ -107,12 +107,12 @@ class ManifestRoutes:
         try:
             document = parse_document(raw, media_type)
         except FormatError as error:
-            raise _invalid(error.message) from None
+            raise _build_invalid_error(error.message) from None
         descriptor = Descriptor(document.media_type, digest, len(raw))
         # The children are leased until the manifest has its names
         with self._layout.keep(), self._names_lock:
             self._check_children(document)
-            self._layout.push(descriptor, bytes_body(raw))
+            self._layout.push(descriptor, build_bytes_body(raw))
             for name in names:
                 self._layout.tag(descriptor, self._catalog.qualify(name))
         return digest, document.subject
@@ -131,31 +131,33 @@ class ManifestRoutes:
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """Answer DELETE of a tag, but not its manifest, or of a digest and all its tags."""
-        reference = reference_of(request)
+        reference = read_reference(request)
         await run_locking(self._delete, reference)
         return web.Response(status=202)
 
     def _delete(self, reference: Reference) -> None:
         with self._names_lock:
-            entries = self._catalog.entries(reference.repository)
+            entries = self._catalog.list_entries(reference.repository)
             removed = [entry for entry in entries if _matches(reference, entry)]
             remaining = [entry for entry in entries if not _matches(reference, entry)]
             self._check_names({entry.name for entry in removed})
             if reference.digest is None:
                 self._keep_by_digest(removed, remaining, reference)
             elif self._catalog.reach(remaining, reference.digest):
-                raise _refusal("an index of this repository refers to it: delete the index")
+                raise _build_unsupported_error(
+                    "an index of this repository refers to it: delete the index"
+                )
             digests = {entry.name: entry.descriptor.digest for entry in removed}
             if not self._layout.remove_names(digests):
                 # Unknown, or removed by another process
-                raise manifest_unknown(reference)
+                raise build_manifest_error(reference)
 
     def _check_names(self, names: set[str]) -> None:
         """Raise DistributionError if one of the names may not be removed."""
         if names & self._layout.read_only_names().keys():
-            raise _refusal("it is in a read-only store")
+            raise _build_unsupported_error("it is in a read-only store")
         written = {index_name(Reference.parse(name)) for name in names}
-        if any(name in names | written for name, _ in self._layout.pins.items()):
+        if any(name in names | written for name, _ in self._layout.pins.iter_items()):
             raise DistributionError("DENIED", message="the name is pinned in this store")
 
     def _keep_by_digest(
@@ -171,11 +173,13 @@ class ManifestRoutes:
                     self._layout.tag(entry.descriptor, name)
 
 
-def _refusal(message: str) -> DistributionError:
+def _build_unsupported_error(message: str) -> DistributionError:
     return DistributionError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD, PUT"})
 
 
-def _invalid(message: str, *details: object, status: int | None = None) -> DistributionError:
+def _build_invalid_error(
+    message: str, *details: object, status: int | None = None
+) -> DistributionError:
     return DistributionError("MANIFEST_INVALID", *details, message=message, status=status)
 
 
@@ -185,19 +189,19 @@ def _matches(reference: Reference, entry: CatalogEntry) -> bool:
     return entry.descriptor.digest == reference.digest
 
 
-def _tags(request: web.Request, reference: Reference) -> list[Reference]:
+def _parse_tags(request: web.Request, reference: Reference) -> list[Reference]:
     """Return the names in ``?tag=`` (distribution-spec, next after 1.1, "Pushing Manifests")."""
     tags = list(dict.fromkeys(request.query.getall("tag", [])))
     if tags and reference.digest is None:
-        raise _invalid("?tag= requires a manifest pushed by digest")
+        raise _build_invalid_error("?tag= requires a manifest pushed by digest")
     if len(tags) > MAX_TAGS:
-        raise _invalid(f"one push sets at most {MAX_TAGS} tags", status=414)
+        raise _build_invalid_error(f"one push sets at most {MAX_TAGS} tags", status=414)
     try:
         names = [parse_reference(reference.repository, tag) for tag in tags]
     except DistributionError as error:
-        raise _invalid("invalid tag", *error.details) from None
+        raise _build_invalid_error("invalid tag", *error.details) from None
     if any(name.tag is None for name in names):
-        raise _invalid("invalid tag")
+        raise _build_invalid_error("invalid tag")
     return names
 
 
@@ -216,5 +220,7 @@ async def _read_body(request: web.Request) -> bytes:
     async for chunk in read_chunks(request):
         body += chunk
         if len(body) > MAX_MANIFEST_SIZE:
-            raise _invalid(f"the manifest exceeds {MAX_MANIFEST_SIZE} bytes", status=413)
+            raise _build_invalid_error(
+                f"the manifest exceeds {MAX_MANIFEST_SIZE} bytes", status=413
+            )
     return bytes(body)

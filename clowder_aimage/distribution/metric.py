@@ -44,6 +44,6 @@ class RegistryMetrics:
         self._bytes.labels("received").inc(exchange.received)
         self._bytes.labels("sent").inc(exchange.sent)
 
-    def text(self) -> bytes:
+    def format_text(self) -> bytes:
         """Format all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

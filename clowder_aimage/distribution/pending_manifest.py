@@ -49,7 +49,7 @@ class PendingManifests:
         document = parse_document(raw, descriptor.media_type)
         self._blobs.expect(descriptor.digest, *(child.digest for child in document.children))
         with self._layout.keep():
-            waiter = self._waiter(reference, descriptor, document)
+            waiter = self._create_waiter(reference, descriptor, document)
             with self._lock:
                 self._waiters.pop(reference, None)
                 if waiter is not None:
@@ -60,7 +60,7 @@ class PendingManifests:
             if reference.digest is None or self._catalog.find(reference) is None:
                 self._layout.tag(descriptor, self._catalog.qualify(reference))
 
-    def _waiter(
+    def _create_waiter(
         self, reference: Reference, descriptor: Descriptor, document: Manifest | Index
     ) -> _Waiter | None:
         """Return the missing blobs, or None if it is complete."""
@@ -93,7 +93,7 @@ class PendingManifests:
                     return waiter.descriptor
         return None
 
-    def size(self, digest: Digest) -> int | None:
+    def find_size(self, digest: Digest) -> int | None:
         """Return the size of a missing blob, as stated in its manifest."""
         with self._lock:
             sizes = (waiter.missing.get(digest) for waiter in self._waiters.values())

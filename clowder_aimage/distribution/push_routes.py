@@ -12,7 +12,7 @@ from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.distribution.repository_name import (
     parse_digest,
     parse_repository,
-    repository_of,
+    read_repository,
 )
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedBlobs
 from clowder_aimage.distribution.upload_session import UploadSession, UploadSessions
@@ -36,7 +36,7 @@ class PushRoutes:
 
     async def begin(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /v2/<name>/blobs/uploads/: begin, mount (201 or 202) or receive all of it."""
-        repository = repository_of(request)
+        repository = read_repository(request)
         if "mount" in request.query:
             digest = parse_digest(request.query["mount"])
             if "from" in request.query:
@@ -85,14 +85,14 @@ class PushRoutes:
             await self._keep(upload, digest)
         return _respond_created(upload.repository, digest)
 
-    async def status(self, request: web.Request) -> web.StreamResponse:
+    async def get_status(self, request: web.Request) -> web.StreamResponse:
         """Answer GET <location>: the range of received bytes; a broken upload resumes after it."""
         upload = self._upload(request)
         # Bytes of a broken request may still be written
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLE), upload.lock:
                 pass
-        return web.Response(status=204, headers=_headers(upload))
+        return web.Response(status=204, headers=_build_headers(upload))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
         """Answer DELETE <location>: abort the upload."""
@@ -102,7 +102,7 @@ class PushRoutes:
         return web.Response(status=204)
 
     def _upload(self, request: web.Request) -> UploadSession:
-        return self._uploads.get(repository_of(request), request.match_info["upload"])
+        return self._uploads.get(read_repository(request), request.match_info["upload"])
 
     async def _keep(self, upload: UploadSession, digest: Digest) -> None:
         await run_locking(self._blobs.expect, digest)
@@ -111,14 +111,14 @@ class PushRoutes:
 
     async def _receive(self, request: web.Request, upload: UploadSession) -> None:
         """Write the body to the upload; received bytes survive a broken connection."""
-        end = _declared_end(request, upload)
+        end = _parse_content_range(request, upload)
         if (size := request.content_length or 0) > WRITE_SIZE:
             await self._uploads.check_space(upload, size)
         buffer = bytearray()
         try:
             async for chunk in read_chunks(request):
                 if end is not None and upload.offset + len(buffer) + len(chunk) > end:
-                    raise _wrong_size("the body is longer than Content-Range")
+                    raise _build_size_error("the body is longer than Content-Range")
                 buffer += chunk
                 if len(buffer) >= WRITE_SIZE:
                     full, buffer = buffer, bytearray()
@@ -127,10 +127,10 @@ class PushRoutes:
             if buffer:
                 await self._uploads.write(upload, buffer)
         if end is not None and upload.offset != end:
-            raise _wrong_size("the body is shorter than Content-Range")
+            raise _build_size_error("the body is shorter than Content-Range")
 
 
-def _declared_end(request: web.Request, upload: UploadSession) -> int | None:
+def _parse_content_range(request: web.Request, upload: UploadSession) -> int | None:
     """Return the offset of the upload after this chunk, if its Content-Range has one.
 
     Raises 416 if the chunk does not begin at the end of the last one.
@@ -145,25 +145,25 @@ def _declared_end(request: web.Request, upload: UploadSession) -> int | None:
     start, end = int(match[1]), int(match[2]) + 1
     if start != upload.offset:
         message = f"expected a chunk at offset {upload.offset}, not {start}"
-        headers = _headers(upload)
+        headers = _build_headers(upload)
         raise DistributionError("BLOB_UPLOAD_INVALID", message=message, status=416, headers=headers)
     if request.content_length is not None and end - start != request.content_length:
-        raise _wrong_size(
+        raise _build_size_error(
             f"Content-Range {text} does not match Content-Length {request.content_length}"
         )
     return end
 
 
-def _wrong_size(message: str) -> DistributionError:
+def _build_size_error(message: str) -> DistributionError:
     return DistributionError("SIZE_INVALID", message=message)
 
 
-def _headers(upload: UploadSession) -> dict[str, str]:
+def _build_headers(upload: UploadSession) -> dict[str, str]:
     return {"Location": upload.location, "Range": upload.range, "Docker-Upload-UUID": upload.id}
 
 
 def _accept(upload: UploadSession) -> web.Response:
-    return web.Response(status=202, headers=_headers(upload))
+    return web.Response(status=202, headers=_build_headers(upload))
 
 
 def _respond_created(repository: str, digest: Digest) -> web.Response:

@@ -48,18 +48,18 @@ def _parse(text: str) -> Reference | None:
         return None
 
 
-def repository_of(request: web.Request) -> str:
+def read_repository(request: web.Request) -> str:
     """Return the valid ``<name>`` of the request's path."""
     return parse_repository(request.match_info["name"])
 
 
-def digest_of(request: web.Request) -> Digest:
+def read_digest(request: web.Request) -> Digest:
     """Return the valid ``<digest>`` of the request's path."""
-    repository_of(request)
+    read_repository(request)
     return parse_digest(request.match_info["digest"])
 
 
-def reference_of(request: web.Request) -> Reference:
+def read_reference(request: web.Request) -> Reference:
     """Return the valid ``<name>`` and ``<reference>`` of the request's path."""
     return parse_reference(request.match_info["name"], request.match_info["reference"])
 

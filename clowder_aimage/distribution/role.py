@@ -26,7 +26,7 @@ from clowder_aimage.engine.executor import run_locking
 from clowder_aimage.errors import StoreBusyError, UsageError
 from clowder_aimage.http.access import check_site
 from clowder_aimage.http.api_error import OCI
-from clowder_aimage.http.background import background_tasks
+from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.listening_socket import listen, listen_tcp_only
 from clowder_aimage.http.metrics_role import MetricsRole
 from clowder_aimage.http.route import ADMIN, NODE, Exchange, Handler, Role, Route
@@ -69,15 +69,15 @@ class RegistryRole(Role):
         self._blobs, self._push = BlobRoutes(blobs, self._cache), PushRoutes(blobs, self._uploads)
         self._manifests = ManifestRoutes(layout, catalog, blobs, self._cache)
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         """Return all endpoints. The first match wins, so uploads precede blobs."""
         names, push, blob, manifest = self._catalog, self._push, self._blobs, self._manifests
         routes = [
-            Route("GET", "/v2/", names.version, ADMIN),
-            Route("GET", "/v2/_catalog", names.repositories, ADMIN),
-            Route("GET", _NAME + "/tags/list", names.tags, ADMIN),
+            Route("GET", "/v2/", names.get_version, ADMIN),
+            Route("GET", "/v2/_catalog", names.list_repositories, ADMIN),
+            Route("GET", _NAME + "/tags/list", names.list_tags, ADMIN),
             Route("POST", _NAME + "/blobs/uploads/", push.begin, ADMIN, None),
-            Route("GET", _UPLOAD, push.status, ADMIN, has_head=False),
+            Route("GET", _UPLOAD, push.get_status, ADMIN, has_head=False),
             Route("PATCH", _UPLOAD, push.append, ADMIN, None),
             Route("PUT", _UPLOAD, push.finish, ADMIN, None),
             Route("DELETE", _UPLOAD, push.cancel, ADMIN),
@@ -86,8 +86,8 @@ class RegistryRole(Role):
             Route("GET", _NAME + "/manifests/{reference}", manifest.get, ADMIN),
             Route("PUT", _NAME + "/manifests/{reference}", manifest.put, ADMIN, None),
             Route("DELETE", _NAME + "/manifests/{reference}", manifest.delete, ADMIN),
-            Route("GET", _NAME + "/referrers/{digest}", names.referrers, ADMIN),
-            *MetricsRole(self.metrics.text, ADMIN).routes(),
+            Route("GET", _NAME + "/referrers/{digest}", names.list_referrers, ADMIN),
+            *MetricsRole(self.metrics.format_text, ADMIN).build_routes(),
         ]
         if self._cache is not None:
             routes = [replace(route, handler=_refuse_cross_site(route.handler)) for route in routes]
@@ -109,7 +109,7 @@ class RegistryRole(Role):
     async def running(self) -> AsyncIterator[None]:
         """Expire idle uploads and old leases while running, and end all of them on exit."""
         try:
-            async with background_tasks(self._expire()):
+            async with run_in_background(self._expire()):
                 yield
         finally:
             if self._cache is not None:
@@ -136,7 +136,7 @@ def _refuse_cross_site(handler: Handler) -> Handler:
     return check_and_handle
 
 
-def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:
+def build_read_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") -> list[Route]:
     """Return the read-only routes for names below ``base``, for other nodes.
 
     The caller rotates (``rotate``) and closes ``leases``.
@@ -145,8 +145,8 @@ def reading_routes(layout: ImageLayout, leases: ServedLeases, base: str = "") ->
     blobs = ServedBlobs(layout, catalog, leases)
     names, manifests = CatalogRoutes(catalog, None), ManifestRoutes(layout, catalog, blobs, None)
     return [
-        Route("GET", "/v2/", names.version, NODE),
-        Route("GET", _NAME + "/tags/list", names.tags, NODE),
+        Route("GET", "/v2/", names.get_version, NODE),
+        Route("GET", _NAME + "/tags/list", names.list_tags, NODE),
         Route("GET", _NAME + "/blobs/{digest}", BlobRoutes(blobs, None).get, NODE),
         Route("GET", _NAME + "/manifests/{reference}", manifests.get, NODE),
     ]
@@ -190,7 +190,7 @@ def serve(
             metrics_listeners = stack.enter_context(
                 contextlib.closing(listen_tcp_only(metrics_address))
             )
-            metrics = metrics_listeners, MetricsRole(role.metrics.text)
+            metrics = metrics_listeners, MetricsRole(role.metrics.format_text)
         serve_roles(
             listeners,
             role,

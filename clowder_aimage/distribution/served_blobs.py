@@ -71,7 +71,7 @@ class ServedBlobs:
                 return self._layout.open(Descriptor(MEDIA_TYPE, digest, 0))
         raise DistributionError("BLOB_UNKNOWN", {"digest": str(digest)})
 
-    def size(self, digest: Digest) -> int:
+    def read_size(self, digest: Digest) -> int:
         """Return the size of a blob, and lease it for the client. Raises BLOB_UNKNOWN."""
         # Only stored blobs are leased: clients may request any digest
         self.open(digest).close()
@@ -82,7 +82,7 @@ class ServedBlobs:
     def has(self, digest: Digest) -> bool:
         """Return True if a blob is served, and lease it for the client."""
         try:
-            self.size(digest)
+            self.read_size(digest)
         except DistributionError:
             return False
         return True
@@ -94,7 +94,7 @@ class ServedBlobs:
     def remove(self, digest: Digest) -> None:
         """Stop serving a blob until it is pushed again. Raises BLOB_UNKNOWN, UNSUPPORTED."""
         self.open(digest).close()
-        version = self._catalog.version()
+        version = self._catalog.read_version()
         if self._catalog.needs(digest):
             message = "a manifest of this registry refers to the blob: delete the manifest"
             raise DistributionError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD"})
@@ -111,7 +111,7 @@ class ServedBlobs:
     def _is_deleted(self, digest: Digest) -> bool:
         if digest not in self._deleted:
             return False
-        version = self._catalog.version()
+        version = self._catalog.read_version()
         # The names have changed: they may need the blob again
         if self._deleted[digest] != version:
             if self._catalog.needs(digest):

@@ -141,7 +141,7 @@ class UploadSessions:
 
         Uploads that have been idle for IDLE seconds are aborted first. Raises NoSpaceError.
         """
-        while size > await run_io(self._layout.free):
+        while size > await run_io(self._layout.measure_free):
             if not await self._abort_idle():
                 await self.abort(upload)
                 raise NoSpaceError(f"a body of {size} bytes is announced, and the disk is too full")

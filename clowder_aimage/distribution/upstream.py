@@ -129,7 +129,7 @@ class UpstreamRegistry:
     # The methods below raise NotFoundError, UnauthorizedError, NetworkError, RegistryError and
     # ContentError.
 
-    def manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
+    def fetch_manifest(self, reference: Reference) -> tuple[Descriptor, bytes]:
         """Return a manifest by its name in the API, verified."""
         name = self._prefix + reference.repository
         upstream_reference = Reference(self.host, name, reference.tag, reference.digest)
@@ -138,7 +138,7 @@ class UpstreamRegistry:
             return descriptor, read_all(repository.open(descriptor), descriptor)
 
     @contextlib.contextmanager
-    def source(self, repository: str) -> Iterator[Source]:
+    def open_source(self, repository: str) -> Iterator[Source]:
         """Yield a repository as a source of blobs."""
         with self._connect(repository) as shared:
             yield _GuardedSource(shared, self._guard)

@@ -46,10 +46,10 @@ class Violation:
     @property
     def pointer(self) -> str:
         """The path as a JSON pointer."""
-        return pointer(self.path)
+        return format_pointer(self.path)
 
 
-def pointer(path: JSONPath) -> str:
+def format_pointer(path: JSONPath) -> str:
     """Return a path as a JSON pointer (RFC 6901)."""
     return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
@@ -57,20 +57,20 @@ def pointer(path: JSONPath) -> str:
 @functools.cache
 def load(name: str) -> dict[str, Any]:
     """Return the schema in ``schemas/<name>.schema.json``. Raises FileNotFoundError."""
-    path = _paths().get(name)
+    path = _list_paths().get(name)
     if path is None:
         raise FileNotFoundError(f"no schema {name}")
     schema: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return schema
 
 
-def names() -> list[str]:
+def list_names() -> list[str]:
     """Return the names that ``load`` accepts."""
-    return sorted(_paths())
+    return sorted(_list_paths())
 
 
 @functools.cache
-def _paths() -> dict[str, Path]:
+def _list_paths() -> dict[str, Path]:
     directories = (_HERE.parent / "schemas", _HERE / "schemas")
     paths = (path for directory in directories for path in directory.glob(f"*{_SUFFIX}"))
     return {path.name.removesuffix(_SUFFIX): path for path in paths}
@@ -80,10 +80,10 @@ def validate(name: str, document: object) -> None:
     """Check ``document`` against a schema. Raises FormatError, with the most relevant violation."""
     from jsonschema.exceptions import best_match
 
-    error = best_match(islice(_validator(name).iter_errors(document), _MAX_MATCHED))
+    error = best_match(islice(_build_validator(name).iter_errors(document), _MAX_MATCHED))
     if error is not None:
         location = "/".join(str(key) for key in error.absolute_path) or "the top"
-        raise FormatError(f"invalid {name} document: {_message(error)} (at {location})")
+        raise FormatError(f"invalid {name} document: {_format_message(error)} (at {location})")
 
 
 def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:
@@ -95,7 +95,7 @@ def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:
         UsageError: the file cannot be read, is not valid, or ``parse`` raises ValueError.
     """
     try:
-        document = _configuration(path)
+        document = _load_configuration(path)
         validate("config", document)
         return parse(document)
     except (FileNotFoundError, NotADirectoryError):
@@ -106,7 +106,7 @@ def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:
         ) from None
 
 
-def _configuration(path: Path) -> Any:
+def _load_configuration(path: Path) -> Any:
     raw = path.read_bytes()
     if not is_yaml(path):
         return read_json(raw, "it")
@@ -123,14 +123,14 @@ def is_yaml(path: Path) -> bool:
     return path.suffix in (".yaml", ".yml")
 
 
-def violations(name: str, document: object) -> Iterator[Violation]:
+def iter_violations(name: str, document: object) -> Iterator[Violation]:
     """Yield all violations of a schema, each once."""
     reported: set[Violation] = set()
-    for error in _validator(name).iter_errors(document):
+    for error in _build_validator(name).iter_errors(document):
         path = tuple(error.absolute_path)
         if "propertyNames" in error.absolute_schema_path:
             path = (*path, str(error.instance))
-        violation = Violation(path, _message(error))
+        violation = Violation(path, _format_message(error))
         # Two schemas may have the same rule for one value.
         if violation not in reported:
             reported.add(violation)
@@ -138,14 +138,14 @@ def violations(name: str, document: object) -> Iterator[Violation]:
 
 
 @functools.cache
-def _validator(name: str) -> Any:
+def _build_validator(name: str) -> Any:
     """Return a validator that resolves references to the project's other schemas only."""
     # Imported late: it takes 40 ms.
     import jsonschema
     from referencing import Registry
     from referencing.jsonschema import DRAFT202012
 
-    resources = [DRAFT202012.create_resource(_drop_dialect(schema)) for schema in names()]
+    resources = [DRAFT202012.create_resource(_drop_dialect(schema)) for schema in list_names()]
     registry: Registry[Any] = Registry().with_resources(
         (resource.id() or "", resource) for resource in resources
     )
@@ -153,7 +153,7 @@ def _validator(name: str) -> Any:
         "integer", lambda _, value: type(value) is int
     )
     kind = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
-        jsonschema.Draft202012Validator, {"pattern": _pattern}, type_checker=types
+        jsonschema.Draft202012Validator, {"pattern": _iter_pattern_errors}, type_checker=types
     )
     return kind(_drop_dialect(name), registry=registry.crawl())
 
@@ -163,7 +163,7 @@ def _drop_dialect(name: str) -> dict[str, Any]:
     return {key: value for key, value in load(name).items() if key != "$schema"}
 
 
-def _pattern(
+def _iter_pattern_errors(
     _validator: Any, pattern: str, instance: object, _schema: object
 ) -> Iterator[ValidationError]:
     from jsonschema import ValidationError
@@ -179,7 +179,7 @@ def _compile(pattern: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"(?<!\\)\$", r"\\Z", shielded))
 
 
-def _message(error: ValidationError) -> str:
+def _format_message(error: ValidationError) -> str:
     """Return jsonschema's message, shortened, with the schema's description of a pattern."""
     text, schema = error.message, error.schema
     if error.validator == "pattern" and isinstance(schema, dict) and "description" in schema:
@@ -187,13 +187,15 @@ def _message(error: ValidationError) -> str:
     if error.validator == "additionalProperties" and error.validator_value is False:
         declared = schema.get("properties", {}) if isinstance(schema, dict) else {}
         keys: Any = error.instance
-        text = ", ".join(unknown(str(key), declared) for key in keys if key not in declared)
+        text = ", ".join(
+            describe_unknown_key(str(key), declared) for key in keys if key not in declared
+        )
     if len(text) <= _MAX_MESSAGE:
         return text
     return f"{text[: _MAX_MESSAGE // 2]} ... {text[-_MAX_MESSAGE // 2 :]}"
 
 
-def unknown(key: str, names: Iterable[str]) -> str:
+def describe_unknown_key(key: str, names: Iterable[str]) -> str:
     """Return the message for a key that is not in ``names``, with the nearest that is."""
     import difflib
 
@@ -203,7 +205,7 @@ def unknown(key: str, names: Iterable[str]) -> str:
 
 def locate(text: str, violations: list[Violation]) -> list[Violation]:
     """Return the violations with the nearest lines, in text order."""
-    positions = json_positions(text)
+    positions = find_json_positions(text)
     if not positions:
         return violations
     located = []
@@ -212,12 +214,12 @@ def locate(text: str, violations: list[Violation]) -> list[Violation]:
         while path not in positions:
             path = path[:-1]
         # Of duplicate keys the last one counts.
-        line, column = line_column(text, positions[path][-1])
+        line, column = compute_line_column(text, positions[path][-1])
         located.append(replace(violation, line=line, column=column))
     return sorted(located, key=lambda violation: (violation.line, violation.column))
 
 
-def json_positions(text: str) -> dict[JSONPath, list[int]]:
+def find_json_positions(text: str) -> dict[JSONPath, list[int]]:
     """Return the offsets of the values of a JSON text; in an object, of the keys.
 
     PyYAML parses the text after characters that YAML does not allow are replaced at the same
@@ -250,6 +252,6 @@ def json_positions(text: str) -> dict[JSONPath, list[int]]:
     return positions
 
 
-def line_column(text: str, offset: int) -> tuple[int, int]:
+def compute_line_column(text: str, offset: int) -> tuple[int, int]:
     """Return the line and column of a character; both count from 1."""
     return text.count("\n", 0, offset) + 1, offset - text.rfind("\n", 0, offset)

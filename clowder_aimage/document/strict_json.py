@@ -121,7 +121,7 @@ def is_too_deep(value: Any) -> bool:
     return True
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -129,26 +129,26 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _no_constant(text: str) -> NoReturn:
+def _reject_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON number")
 
 
-def _finite(text: str) -> float:
+def _parse_float(text: str) -> float:
     value = float(text)
     if math.isinf(value):
         raise ValueError(f"the number {text[:60]} is too large")
     return value
 
 
-def _integer(text: str) -> int:
+def _parse_integer(text: str) -> int:
     if len(text) > _MAX_DIGITS:
         raise ValueError(f"the number {text[:60]} is too large")
     return int(text)
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_object,
-    parse_constant=_no_constant,
-    parse_float=_finite,
-    parse_int=_integer,
+    object_pairs_hook=_build_object,
+    parse_constant=_reject_constant,
+    parse_float=_parse_float,
+    parse_int=_parse_integer,
 )

@@ -233,7 +233,7 @@ class _Meter:
         text: str = self.admit(separator.join(texts))
         return text
 
-    def text(self, value: Any) -> str:
+    def to_text(self, value: Any) -> str:
         """Return the value as text."""
         text: str = value if isinstance(value, str) else self.admit(str(value))
         return text
@@ -261,13 +261,13 @@ class _Environment(ImmutableSandboxedEnvironment):
         # Jinja's compiler calls a finalizer of constants unless it needs the context.
         @pass_context
         def print_value(_: Context, value: Any) -> str:
-            return self.meter.text(value if finalize is None else finalize(value))
+            return self.meter.to_text(value if finalize is None else finalize(value))
 
         super().__init__(finalize=print_value, optimized=False, **options)
         self.meter = _Meter(limits)
         self.globals = {"dict": dict, "namespace": _Namespace, "range": self.globals["range"]}
         replaced: dict[str, Any] = {
-            "_admit": _identity,
+            "_admit": _pass_through,
             "_concat": self._concat,
             "e": self._escape,
             "escape": self._escape,
@@ -354,17 +354,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         return call_and_charge
 
     def _escape(self, value: Any) -> str:
-        return html.escape(self.meter.text(value))
+        return html.escape(self.meter.to_text(value))
 
     def _concat(self, values: list[Any]) -> str:
-        return self.meter.join("", map(self.meter.text, values))
+        return self.meter.join("", map(self.meter.to_text, values))
 
     def _format(self, text: str, *args: Any, **kwargs: Any) -> str:
         """Format with ``%``, after a bound of the length of the result."""
         values = kwargs or (args[0] if len(args) == 1 else args)
         operands: Any = values.values() if isinstance(values, dict) else args
         parts = operands[0] if len(args) == 1 and isinstance(args[0], tuple) else operands
-        longest = max((len(self.meter.text(value)) for value in parts), default=0)
+        longest = max((len(self.meter.to_text(value)) for value in parts), default=0)
         width = max(map(int, re.findall(r"\d+", text)), default=0)
         # With "*" the width is an argument, and not bounded by the text.
         is_open = re.search(r"%[^a-zA-Z%]*\*", text) is not None
@@ -376,7 +376,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def _indent(
         self, text: Any, width: int | str = 4, first: bool = False, blank: bool = False
     ) -> str:
-        text = self.meter.text(text)
+        text = self.meter.to_text(text)
         count = len(width) if isinstance(width, str) else width
         self.meter.require((len(text.splitlines()) + 1) * count + len(text), "indent")
         return filters.do_indent(text, width, first, blank)
@@ -387,17 +387,17 @@ class _Environment(ImmutableSandboxedEnvironment):
     ) -> str:
         if attribute is not None:
             values = filters.sync_do_map(context, values, attribute=attribute)
-        return self.meter.join(self.meter.text(d), map(self.meter.text, values))
+        return self.meter.join(self.meter.to_text(d), map(self.meter.to_text, values))
 
     def _replace(self, text: Any, old: str, new: str, count: int | None = None) -> str:
-        text = self.meter.text(text)
+        text = self.meter.to_text(text)
         self.meter.require(len(text) + text.count(old) * len(new), "replace")
         replaced: str = self.meter.admit(text.replace(old, new, -1 if count is None else count))
         return replaced
 
     def _trim(self, text: Any, chars: str | None = None) -> str:
         self._check_stripped(chars)
-        return self.meter.text(text).strip(chars)
+        return self.meter.to_text(text).strip(chars)
 
     def _check_stripped(self, chars: str | None = None) -> None:
         self.meter.require(sys.maxsize if len(chars or "") > _MAX_STRIPPED else 0, "strip")
@@ -449,7 +449,7 @@ def _check_numbers(name: str, values: Iterable[Any]) -> None:
         raise _LimitError(f"a number for {name} is too large")
 
 
-def _identity(value: Any) -> Any:
+def _pass_through(value: Any) -> Any:
     return value
 
 

@@ -46,13 +46,13 @@ def read_yaml(text: str, file: str, hint: str | None = None) -> tuple[Any, Lines
     try:
         _check(text)
         root = yaml.compose(text, Loader=_LOADER)
-        return None if root is None else _value(root, (), lines), lines
+        return None if root is None else _build_value(root, (), lines), lines
     except yaml.YAMLError as error:
-        line, message = _syntax_error(error, text)
+        line, message = _describe_syntax_error(error, text)
     raise FormatError(f"{position(file, line)}: {message}", hint=hint)
 
 
-def json_lines(text: str) -> Lines:
+def find_json_lines(text: str) -> Lines:
     """Return the lines of the values in a JSON text, parsed as YAML; empty if that fails."""
     try:
         return read_yaml(text.replace("\t", " "), "")[1]
@@ -86,25 +86,25 @@ def _check(text: str) -> None:
             raise _refuse(f"nested more than {MAX_DEPTH} levels deep", event)
 
 
-def _value(node: Any, path: Path, lines: Lines) -> Any:
+def _build_value(node: Any, path: Path, lines: Lines) -> Any:
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.ScalarNode):
-        return node.value if node.style else _plain(node.value)
+        return node.value if node.style else _resolve_scalar(node.value)
     if isinstance(node, yaml.SequenceNode):
-        return [_value(item, (*path, index), lines) for index, item in enumerate(node.value)]
+        return [_build_value(item, (*path, index), lines) for index, item in enumerate(node.value)]
     mapping: dict[str, Any] = {}
     for key_node, value in node.value:
-        key = _value(key_node, (), lines) if isinstance(key_node, yaml.ScalarNode) else None
+        key = _build_value(key_node, (), lines) if isinstance(key_node, yaml.ScalarNode) else None
         if not isinstance(key, str):
             raise _refuse("a key must be a string: put it in quotes", key_node)
         if key in mapping:
             raise _refuse(f"duplicate key {key[:60]!a}", key_node)
         lines[(*path, key)] = key_node.start_mark.line + 1
-        mapping[key] = _value(value, (*path, key), lines)
+        mapping[key] = _build_value(value, (*path, key), lines)
     return mapping
 
 
-def _plain(text: str) -> Any:
+def _resolve_scalar(text: str) -> Any:
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):
@@ -114,7 +114,7 @@ def _plain(text: str) -> Any:
     return text
 
 
-def _syntax_error(error: Any, text: str) -> tuple[int, str]:
+def _describe_syntax_error(error: Any, text: str) -> tuple[int, str]:
     """Return the line of the parser's error, 0 if unknown, and the message."""
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     if mark is not None:

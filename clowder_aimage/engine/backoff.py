@@ -46,7 +46,7 @@ class Backoff:
     delay: float
 
 
-def next_attempt(error: AImageError, attempts: int, chance: float, refresh: float) -> Backoff:
+def compute_backoff(error: AImageError, attempts: int, chance: float, refresh: float) -> Backoff:
     """Return the attempt after ``attempts`` consecutive failures.
 
     The backoff is exponential with full jitter (Brooker, "Exponential Backoff And Jitter", 2015);
@@ -62,7 +62,7 @@ def next_attempt(error: AImageError, attempts: int, chance: float, refresh: floa
     return Backoff(code, after, max(retry_after, longest * chance, 0.1))
 
 
-def full_backoff(failures: int, chance: float) -> float:
+def compute_full_backoff(failures: int, chance: float) -> float:
     """Return the delay in seconds after content failed verification ``failures`` times.
 
     ``chance``, in [0, 1), shortens it, so that nodes that failed together do not retry together.

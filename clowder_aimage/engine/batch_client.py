@@ -59,7 +59,7 @@ class RemoteBatch:
         with suppress(AImageError):
             self._ask("POST", f"/v1/batches/{self.value['id']}/cancel")
 
-    def results(self) -> Iterator[bytes]:
+    def iter_results(self) -> Iterator[bytes]:
         """Yield the lines of the results."""
         for name in self.files:
             yield from self.client.read_lines(f"/v1/files/{name}/content")

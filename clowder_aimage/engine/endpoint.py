@@ -31,14 +31,14 @@ class Endpoint:
             parts = urlsplit(text if "://" in text else f"http://{text}")
             port, host = parts.port, parts.hostname or ""
         except ValueError:
-            raise _invalid(text) from None
+            raise _build_address_error(text) from None
         if parts.username is not None or parts.password is not None:
             message = "a worker's address must not contain credentials"
             raise UsageError(message, remedy="worker_token")
         is_bare = parts.path in ("", "/") and not parts.query and not parts.fragment
         is_valid = is_bare and port != 0 and re.fullmatch(r"[\w.:%-]+", host, re.ASCII)
         if not is_valid or not text.isprintable() or parts.scheme not in ("http", "https"):
-            raise _invalid(text)
+            raise _build_address_error(text)
         return cls(parts.scheme, host, port or (443 if parts.scheme == "https" else _PORT))
 
     @classmethod
@@ -72,6 +72,6 @@ class Endpoint:
         return f"unix://{self.path}" if is_unix else f"{self.scheme}://{self.authority}"
 
 
-def _invalid(text: str) -> UsageError:
+def _build_address_error(text: str) -> UsageError:
     hint = "for example 127.0.0.1:11434, http://host:11434 or unix:///run/aimage/worker.sock"
     return UsageError(f"invalid worker address {text!r}", hint=hint)

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from clowder_aimage.content.telemetry import record, span
+from clowder_aimage.content.telemetry import record, start_span
 from clowder_aimage.engine import admission
 from clowder_aimage.engine.admission import IF_MISSING, BusyError, EngineLimits, StoppedError
 from clowder_aimage.engine.event import (
@@ -32,7 +32,7 @@ from clowder_aimage.engine.event import (
 )
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.engine.first_variant import FirstVariant
-from clowder_aimage.engine.machine import available
+from clowder_aimage.engine.machine import read_available_memory
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch, find, read_model
 from clowder_aimage.engine.queued_request import MakeRequest, ModelSlot, QueuedRequest
@@ -46,7 +46,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage
 from clowder_aimage.model.pipeline import Step
 from clowder_aimage.model.text.language_model import TextDelta, TextEnd, TextRequest, ToolCall
-from clowder_aimage.model.text.runtime import runtime_of
+from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Digest, Reference
 
 Emit = Callable[[Event], None]
@@ -69,7 +69,7 @@ class Engine:
         *,
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
-        free: Callable[[], int | None] = available,
+        free: Callable[[], int | None] = read_available_memory,
     ) -> None:
         self.store, self.limits, self.metrics = store, limits, metrics
         self._events = events or EventLog()
@@ -213,10 +213,10 @@ class Engine:
         self._requests.add(request)
         self.metrics.queue.set(self.waiting)
         try:
-            async with request.timeout():
+            async with request.create_timeout():
                 await self._run(request, emit)
         except (TimeoutError, AImageError) as error:
-            if (cause := request.cause(error)) is not error:
+            if (cause := request.resolve_error(error)) is not error:
                 raise cause from None
             raise
         finally:
@@ -277,13 +277,13 @@ class Engine:
             request.suspect()
             request.wait_again()
             if isinstance(parameters, TextRequest):
-                parameters = request.sent.continuation(parameters)
+                parameters = request.sent.continue_request(parameters)
 
     async def _pull(self, request: QueuedRequest, emit: Emit) -> StoredAImage:
         """Pull the model of a request, or its variant; it waits in the queue from then on."""
         self._check_queue("pulling", self.limits.queue + self.limits.models)
         request.stage = "pulling"
-        emit(QueuedEvent(self._scheduler.ahead(request)))
+        emit(QueuedEvent(self._scheduler.count_ahead(request)))
         begin = partial(self._prepare, request)
         stored = await self._first.fetch(request.reference, emit, begin)
         request.stage, request.number = "waiting", next(self._numbers)
@@ -293,7 +293,7 @@ class Engine:
         """Wait until the request may begin; emit its position, and again when it has changed."""
         position = None
         while True:
-            if (ahead := self._scheduler.ahead(request)) != position:
+            if (ahead := self._scheduler.count_ahead(request)) != position:
                 position = ahead
                 emit(QueuedEvent(ahead))
             with contextlib.suppress(TimeoutError):
@@ -310,11 +310,11 @@ class Engine:
     ) -> None:
         """Wait for the model and serve the request; raise DiedError if its process dies."""
         model = self._scheduler.enter(request, stored)
-        with span("queue"):
+        with start_span("queue"):
             await self._wait_in_queue(request, emit)
         if not request.is_begun:
             emit(LoadingEvent())
-            with span("load", model=str(model.reference)):
+            with start_span("load", model=str(model.reference)):
                 await request.turn.wait()
         self.metrics.queue.set(self.waiting)
         if parameters is not None:
@@ -325,7 +325,7 @@ class Engine:
         make = request.make
         parameters = await run_generation(make, stored.aimage) if make else None
         # Language models are loaded when they are complete
-        if runtime_of(stored.aimage) is None:
+        if find_runtime(stored.aimage) is None:
             self._scheduler.prepare(request, stored, parameters)
 
     async def _fetch_adapters(self, request: QueuedRequest, emit: Emit) -> None:
@@ -377,9 +377,9 @@ class Engine:
             else self._observe_text(model, request, emit)
         )
 
-        name = model.pinned_name(request.reference)
+        name = model.pin_name(request.reference)
         try:
-            with span("generate", model=str(model.reference)):
+            with start_span("generate", model=str(model.reference)):
                 await request.runner.generate(name, parameters, request.encoding, observed)
             outcome = "done"
         except AImageError as error:

@@ -28,7 +28,7 @@ def read(file: BinaryIO) -> tuple[Message, bytes] | None:
     head = file.read(_LENGTHS.size)
     if len(head) < _LENGTHS.size:
         return None
-    length, size = _lengths(head)
+    length, size = _unpack_lengths(head)
     text, data = file.read(length), file.read(size)
     if len(text) < length or len(data) < size:
         return None
@@ -38,14 +38,14 @@ def read(file: BinaryIO) -> tuple[Message, bytes] | None:
 async def receive(stream: StreamReader) -> tuple[Message, bytes] | None:
     """Read the next frame of a stream; return None at its end."""
     try:
-        length, size = _lengths(await stream.readexactly(_LENGTHS.size))
+        length, size = _unpack_lengths(await stream.readexactly(_LENGTHS.size))
         text = await stream.readexactly(length)
         return json.loads(text), await stream.readexactly(size)
     except IncompleteReadError:
         return None
 
 
-def _lengths(head: bytes) -> tuple[int, int]:
+def _unpack_lengths(head: bytes) -> tuple[int, int]:
     length, size = _LENGTHS.unpack(head)
     if length + size > _MAX_FRAME:
         raise ValueError(f"{length + size} bytes, more than {_MAX_FRAME}")

@@ -56,28 +56,28 @@ class JobReport:
         """Begin a stage of ``total`` bytes."""
         with self._lock:
             self.stage, self.completed, self.total = stage, 0, total
-            self._progress()
+            self._send_progress()
 
     def advance(self, count: int) -> None:
         """Count ``count`` bytes; report them if the last report is old."""
         with self._lock:
             self.completed += count
             if self.completed >= self.total or time.monotonic() - self._sent > _INTERVAL:
-                self._progress()
+                self._send_progress()
 
     def send(self, event: str, /, **facts: Any) -> None:
         """Write a frame."""
         self.target.write(frame.encode({"is": event, **facts}))
         self.target.flush()
 
-    def callbacks(self) -> dict[str, Any]:
+    def build_callbacks(self) -> dict[str, Any]:
         """Return the callbacks of writing."""
         return {
             "on_plan": lambda plan: self.begin("writing", plan.size),
             "on_written": lambda written: self.advance(written.layer.descriptor.size),
         }
 
-    def _progress(self) -> None:
+    def _send_progress(self) -> None:
         self._sent = time.monotonic()
         self.send("progress", stage=self.stage, completed=self.completed, total=self.total)
 
@@ -121,7 +121,12 @@ def _change(command: frame.Message, report: JobReport) -> tuple[PackedModel, str
 
     survey = {"on_survey": partial(report.begin, "reading"), "on_surveyed": report.advance}
     recipe = Recipe.parse(**command["recipe"])
-    options = {"is_attached": command["attach"], "threads": threads, **survey, **report.callbacks()}
+    options = {
+        "is_attached": command["attach"],
+        "threads": threads,
+        **survey,
+        **report.build_callbacks(),
+    }
     return convert(store, source, target, recipe, **options), ""
 
 
@@ -141,8 +146,11 @@ def _fuse(
     with store.lease() as lease:
         finder = AdapterFinder(store, partial(open_valid, store, lease=lease), directory)
         requested = [LoraUse(**use) for use in command["loras"]]
-        uses = [(adapter := finder.find(use), adapter.strength(use.strength)) for use in requested]
-        result = fuse(store, source, target, uses, threads=threads, **report.callbacks())
+        uses = [
+            (adapter := finder.find(use), adapter.resolve_strength(use.strength))
+            for use in requested
+        ]
+        result = fuse(store, source, target, uses, threads=threads, **report.build_callbacks())
     return result.packed, result.remark
 
 
@@ -164,7 +172,7 @@ def main() -> None:
     if (received := frame.read(source)) is None:
         return
     threading.Thread(target=_await_end, args=(source,), daemon=True).start()
-    free = machine.available()
+    free = machine.read_available_memory()
     machine.limit_memory(None if free is None else int(free * _SHARE))
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         perform(received[0], JobReport(target))

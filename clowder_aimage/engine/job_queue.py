@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 from clowder_aimage.engine import frame
 from clowder_aimage.engine.admission import BusyError, shutdown_error
 from clowder_aimage.engine.event import EventLog
-from clowder_aimage.engine.runner import error_of, log_lines, start_process
+from clowder_aimage.engine.runner import log_lines, parse_error, start_process
 from clowder_aimage.errors import AImageError, ModelError, NoMemoryError
 from clowder_aimage.oci import Reference
 
@@ -74,7 +74,7 @@ class Job:
             self.stage, self.completed = facts["stage"], facts["completed"]
             self.total = facts["total"]
         elif message["is"] == "error":
-            self.status, self.error = FAILED, error_of(message)
+            self.status, self.error = FAILED, parse_error(message)
         else:
             self.status, self.result, self.completed = DONE, facts, self.total
 

@@ -22,7 +22,7 @@ from clowder_aimage.layout.completeness import IncompleteError, lease_aimage, op
 from clowder_aimage.layout.stored_aimage import StoredAImage, interpret, read_aimage
 from clowder_aimage.model.adapter_source import is_adapter, is_controlnet
 from clowder_aimage.model.pipeline import COMPONENTS
-from clowder_aimage.model.text.runtime import runtime_of
+from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Descriptor, Manifest, Reference
 
 if TYPE_CHECKING:
@@ -149,12 +149,12 @@ def fetch(
         yield fetched
         return
     # Imported here, as the import takes 70 ms and models are usually in the store
-    from clowder_aimage.pull import stored_name
+    from clowder_aimage.pull import resolve_stored_name
 
     with BackgroundPull(work, lease, on_event) as pulling:
         stored = pulling.arriving.result()
         if stored is None:
-            name = stored_name(reference, pulling.result.result())
+            name = resolve_stored_name(reference, pulling.result.result())
             yield FetchedAImage(open_valid(store, name, lease), store)
             return
         check(reference, stored.aimage)
@@ -184,7 +184,7 @@ def _pull(
 
 def check_language_model(reference: Reference, aimage: AImage) -> None:
     """Raise ModelError for an AImage that is not a language model."""
-    if runtime_of(aimage) is None:
+    if find_runtime(aimage) is None:
         raise ModelError(
             f"{reference} is not a language model", remedy="use_encoder", model=str(reference)
         )
@@ -192,7 +192,7 @@ def check_language_model(reference: Reference, aimage: AImage) -> None:
 
 def check_pipeline(reference: Reference, aimage: AImage) -> None:
     """Raise ModelError for an AImage that is not a pipeline."""
-    if runtime_of(aimage) is not None:
+    if find_runtime(aimage) is not None:
         raise ModelError(f"{reference} is a language model, which does not generate pictures")
     if is_adapter(aimage):
         message = f"{reference} is an adapter, not a model"

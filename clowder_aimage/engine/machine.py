@@ -23,32 +23,34 @@ _NO_MEMORY = ("allocate", "out of memory", "bad_alloc")
 _UNLIMITED = 1 << 60
 
 
-def memory(root: Path = Path("/")) -> int | None:
+def read_memory_limit(root: Path = Path("/")) -> int | None:
     """Return the number of bytes that a worker may use; None if unknown."""
-    limits = (_number(group / name) for group in _groups(root) for name in _LIMITS)
-    sizes = [size for size in (_physical(), *limits) if 0 < size < _UNLIMITED]
+    limits = (_read_number(group / name) for group in _iter_groups(root) for name in _LIMITS)
+    sizes = [size for size in (_read_physical_memory(), *limits) if 0 < size < _UNLIMITED]
     return int(min(sizes) * _SHARE) if sizes else None
 
 
-def available(root: Path = Path("/")) -> int | None:
+def read_available_memory(root: Path = Path("/")) -> int | None:
     """Return the number of bytes available to a new process; None if unknown."""
-    kilobytes = _fields(root / "proc/meminfo").get("MemAvailable:")
+    kilobytes = _read_fields(root / "proc/meminfo").get("MemAvailable:")
     sizes = [] if kilobytes is None else [kilobytes * 1024]
-    for group in _groups(root):
-        limit, usage = _number(group / "memory.max"), _number(group / "memory.current")
+    for group in _iter_groups(root):
+        limit, usage = _read_number(group / "memory.max"), _read_number(group / "memory.current")
         if limit and usage:
-            sizes.append(limit - usage + _fields(group / "memory.stat").get("inactive_file", 0))
+            sizes.append(
+                limit - usage + _read_fields(group / "memory.stat").get("inactive_file", 0)
+            )
     return max(0, min(sizes)) if sizes else None
 
 
-def _physical() -> int:
+def _read_physical_memory() -> int:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return 0
 
 
-def _groups(root: Path) -> Iterator[Path]:
+def _iter_groups(root: Path) -> Iterator[Path]:
     """Yield the control groups of this process, innermost first.
 
     Lines of /proc/self/cgroup are ``NUMBER:CONTROLLERS:PATH``, without controllers in version 2.
@@ -67,7 +69,7 @@ def _groups(root: Path) -> Iterator[Path]:
         yield from (group for group in (inner, *inner.parents) if group.is_relative_to(mount))
 
 
-def _number(file: Path) -> int:
+def _read_number(file: Path) -> int:
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -75,7 +77,7 @@ def _number(file: Path) -> int:
         return 0
 
 
-def _fields(file: Path) -> dict[str, int]:
+def _read_fields(file: Path) -> dict[str, int]:
     """Parse the lines ``NAME NUMBER`` of a system file."""
     try:
         words = [line.split() for line in file.read_text().splitlines()]

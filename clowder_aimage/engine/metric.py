@@ -116,7 +116,7 @@ class Metrics:
             self.models.labels(name).set(name in labels)
         self._shown |= labels
 
-    def text(self) -> bytes:
+    def format_text(self) -> bytes:
         """Format all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 

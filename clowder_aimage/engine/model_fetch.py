@@ -10,13 +10,13 @@ from functools import partial
 
 import tenacity
 
-from clowder_aimage.engine.backoff import next_attempt
+from clowder_aimage.engine.backoff import compute_backoff
 from clowder_aimage.engine.event import PullingEvent
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.transfer_queue import DESIRED, TransferQueue
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.completeness import check_stored, completion_advice, describe_missing
+from clowder_aimage.layout.completeness import check_stored, describe_missing, suggest_completion
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_stored
 from clowder_aimage.oci import Descriptor, Reference
 
@@ -51,7 +51,7 @@ def find(store: ImageLayout, reference: Reference) -> StoredAImage:
         missing = describe_missing(stored, completeness)
     raise NotFoundError(
         f"model {reference} is incomplete or damaged: the store lacks {missing}",
-        **completion_advice(store, reference, root),
+        **suggest_completion(store, reference, root),
     )
 
 
@@ -122,7 +122,7 @@ def _delay(state: tenacity.RetryCallState) -> float:
     if not isinstance(error, AImageError):
         return MAX_DELAY
     chance = random.random()  # noqa: S311 - jitter
-    return min(next_attempt(error, state.attempt_number, chance, MAX_DELAY).delay, MAX_DELAY)
+    return min(compute_backoff(error, state.attempt_number, chance, MAX_DELAY).delay, MAX_DELAY)
 
 
 def _log_failure(reference: Reference, state: tenacity.RetryCallState) -> None:

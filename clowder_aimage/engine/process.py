@@ -27,8 +27,8 @@ from clowder_aimage.errors import AImageError, ModelError, StuckError, UsageErro
 from clowder_aimage.layout.completeness import open_valid
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.model.library_choice import library_options
-from clowder_aimage.model.process_memory import resident_memory
+from clowder_aimage.model.library_choice import parse_library_options
+from clowder_aimage.model.process_memory import read_resident_memory
 from clowder_aimage.model.text.language_model import (
     EmbeddingRequest,
     Embeddings,
@@ -37,7 +37,7 @@ from clowder_aimage.model.text.language_model import (
     TextEvent,
     TextRequest,
 )
-from clowder_aimage.model.text.runtime import load_language_model, runtime_of
+from clowder_aimage.model.text.runtime import find_runtime, load_language_model
 from clowder_aimage.oci import Descriptor, Reference
 
 # Seconds between two reports of a load
@@ -83,10 +83,10 @@ class ModelProcess:
         for work in (self._read, self._frames.write_in_time):
             threading.Thread(target=work, daemon=True).start()
         with self._leases:
-            while not self._is_stuck and (command := self._next()) is not None:
+            while not self._is_stuck and (command := self._take_command()) is not None:
                 self._execute(command)
 
-    def _next(self) -> frame.Message | None:
+    def _take_command(self) -> frame.Message | None:
         """Return the next command, after turns of the open texts; None at the end."""
         while self._texts and not self._is_stuck and self._commands.empty():
             for number, events in [*self._texts.items()]:
@@ -147,7 +147,7 @@ class ModelProcess:
             if "document" not in command:
                 reference = Reference.parse(command["reference"])
                 stored = open_valid(store, reference, lease)
-                if runtime_of(stored.aimage) is not None:
+                if find_runtime(stored.aimage) is not None:
                     self._load_text(store, stored, command)
                 else:
                     self._load_pipeline(local_fetch.FetchedAImage(stored, store), command)
@@ -163,7 +163,7 @@ class ModelProcess:
         self._model = model = load_language_model(store, stored.aimage, **options)
         # Not with a GPU: its driver maps more than the machine's memory
         if model.device.startswith("cpu"):
-            machine.limit_memory(machine.memory())
+            machine.limit_memory(machine.read_memory_limit())
         facts = {"parallel": model.parallel, "context": model.context}
         plan = f"a context of {model.context} tokens for each of {model.parallel} requests"
         self._report_loaded(model.device, model.dtype, plan, **facts)
@@ -178,17 +178,17 @@ class ModelProcess:
             _log.warning("%s", self._model.warning)
         # Not with a GPU: its driver maps more than the machine's memory
         if self._model.device_memory is None:
-            machine.limit_memory(machine.memory())
+            machine.limit_memory(machine.read_memory_limit())
         _set_memory(self._model, command)
         # The texts of a waiting request are encoded while other blobs arrive
         if command.get("request"):
             self._model.prepare(GenerateRequest.of(**command["request"]))
-        defaults = GenerateRequest.draft().for_model(fetched.stored.aimage)
+        defaults = GenerateRequest.draft().apply_defaults(fetched.stored.aimage)
         memory = self._model.preload(defaults)
         self._report_loaded(self._model.backend, self._model.dtype, memory)
 
     def _report_loaded(self, device: str, dtype: str, memory: str, **facts: int) -> None:
-        size = resident_memory()
+        size = read_resident_memory()
         self._send("loaded", device=device, dtype=dtype, memory=memory, bytes=size, **facts)
 
     def _make_finder(self, command: frame.Message) -> Any:
@@ -211,7 +211,7 @@ class ModelProcess:
         def report() -> None:
             with contextlib.suppress(OSError):
                 while not is_over.wait(_INTERVAL):
-                    self._send("loading", bytes=resident_memory())
+                    self._send("loading", bytes=read_resident_memory())
 
         thread = threading.Thread(target=report, daemon=True)
         thread.start()
@@ -241,7 +241,7 @@ class ModelProcess:
         events = self._model.generate(request)
         self._send("started", number)
         with contextlib.closing(events):
-            for event in self._until_cancelled(number, events):
+            for event in self._iter_until_cancelled(number, events):
                 if isinstance(event, Image):
                     encoded = encode_image(event, facts, encoding)
                     names = ("seed", "picture", "width", "height")
@@ -272,7 +272,7 @@ class ModelProcess:
     def _embed(self, request: EmbeddingRequest) -> Generator[_Text, None, None]:
         """Yield the embeddings, after a turn of the other requests for each batch of texts."""
         results: list[Embeddings] = []
-        for batch in request.batches():
+        for batch in request.iter_batches():
             results.append(self._model.embed(batch))
             yield TextDelta("")
         vectors = (vector for embeddings in results for vector in embeddings.vectors)
@@ -309,9 +309,9 @@ class ModelProcess:
         """Report the end of a request."""
         is_cancelled = self._is_cancelled(number)
         self._cancelled.discard(number)
-        self._send("done", number, cancelled=is_cancelled, bytes=resident_memory())
+        self._send("done", number, cancelled=is_cancelled, bytes=read_resident_memory())
 
-    def _until_cancelled(self, number: int, events: Iterator[Any]) -> Iterator[Any]:
+    def _iter_until_cancelled(self, number: int, events: Iterator[Any]) -> Iterator[Any]:
         if number in self._cancelled:
             return
         for event in events:
@@ -333,7 +333,7 @@ def _load_model(library: dict[str, Any], *content: Any, finder: Any) -> Any:
     try:
         from clowder_aimage import generate
 
-        return generate.load(*content, **library_options(library), finder=finder)
+        return generate.load(*content, **parse_library_options(library), finder=finder)
     except UsageError as error:
         # Clients see messages only
         advice = f" ({error.hint})" if error.hint else ""
@@ -356,7 +356,7 @@ def _log_error(event: str, error: BaseException | None) -> None:
 def _set_memory(model: Any, command: frame.Message) -> None:
     from clowder_aimage.model.flow.memory_budget import AUTO
 
-    total = model.device_memory or machine.memory()
+    total = model.device_memory or machine.read_memory_limit()
     share = total if command["memory"] is None else command["memory"]
     share = None if share is None else share // command["models"]
     text_encoder = command["text_encoder"]

@@ -93,7 +93,7 @@ class ModelSlot:
             else datetime.now(UTC) + timedelta(seconds=remaining)
         )
 
-    def pinned_name(self, reference: Reference) -> str:
+    def pin_name(self, reference: Reference) -> str:
         """Return ``reference`` with its digest at the model's first request."""
         return f"{str(reference).partition('@')[0]}@{self.digest}"
 
@@ -168,7 +168,7 @@ class QueuedRequest:
         done = step.picture * step.total + step.index
         self.seconds = elapsed * step.total * pictures / done
 
-    def timeout(self) -> asyncio.Timeout:
+    def create_timeout(self) -> asyncio.Timeout:
         """Return the context that ends at the deadline or on ``interrupt``."""
         self.limit = asyncio.timeout(None if self.deadline == FOR_EVER else self.deadline)
         return self.limit
@@ -179,7 +179,7 @@ class QueuedRequest:
         if self.limit is not None and not self.limit.expired():
             self.limit.reschedule(asyncio.get_running_loop().time())
 
-    def cause(self, error: Exception) -> Exception:
+    def resolve_error(self, error: Exception) -> Exception:
         """Return the error that ended the request: an earlier interruption, else ``error``."""
         if self.error is not None:
             return self.error

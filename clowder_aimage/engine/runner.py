@@ -107,7 +107,7 @@ class Runner:
             )
             message = await runner._await_loaded(limits.load_timeout)
             if message["is"] == "error":
-                raise error_of(message)
+                raise parse_error(message)
         except BaseException:
             await runner.end(0.0)
             raise
@@ -150,16 +150,16 @@ class Runner:
         number = next(self._numbers)
         is_done = False
         self._replies[number] = asyncio.Queue()
-        self.send({"id": number, "reference": reference, **_command(request, encoding)})
+        self.send({"id": number, "reference": reference, **_build_command(request, encoding)})
         try:
             while True:
                 message, data = await self.receive(number)
-                if (event := _event(message, data)) is not None:
+                if (event := _parse_event(message, data)) is not None:
                     on_event(event)
                     continue
                 is_done = True
                 if message["is"] == "error":
-                    raise error_of(message)
+                    raise parse_error(message)
                 # This side did not cancel it: the process is exiting
                 if message["cancelled"]:
                     raise self._make_error()
@@ -284,7 +284,7 @@ class Runner:
         return f"the model process {reason}"
 
 
-def _command(request: ModelRequest, encoding: PictureEncoding) -> frame.Message:
+def _build_command(request: ModelRequest, encoding: PictureEncoding) -> frame.Message:
     if isinstance(request, GenerateRequest):
         command = {"do": "generate", "request": request.to_json()}
         return {**command, "encoding": asdict(encoding)}
@@ -292,7 +292,7 @@ def _command(request: ModelRequest, encoding: PictureEncoding) -> frame.Message:
     return {"do": do, "request": asdict(request)}
 
 
-def _event(message: frame.Message, data: bytes) -> Event | None:
+def _parse_event(message: frame.Message, data: bytes) -> Event | None:
     """Return the event of a frame; None for the end of a request."""
     if message["is"] == "vectors":
         return Embeddings.unpack(data, message["count"], message["tokens"])
@@ -308,7 +308,7 @@ def _event(message: frame.Message, data: bytes) -> Event | None:
     return kind(**fields)
 
 
-def error_of(message: frame.Message) -> AImageError:
+def parse_error(message: frame.Message) -> AImageError:
     """Return the error that a process has reported."""
     facts = message.get("facts", {})
     if message["kind"] == "ContextError":

@@ -69,7 +69,7 @@ class ModelScheduler:
 
     def enter(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
         """Queue a request, ordered by its number."""
-        model = self._slot(request, stored)
+        model = self._get_slot(request, stored)
         model.arrival = {}
         model.users += 1
         if (prepared := request.model) is not None:
@@ -94,7 +94,7 @@ class ModelScheduler:
         is_loading = existing is not None and (existing.load or existing.runner) is not None
         if not is_loading and not self._has_room(stored.size):
             return
-        model = self._slot(request, stored)
+        model = self._get_slot(request, stored)
         model.users += 1
         request.model = model
         if not is_loading:
@@ -109,7 +109,7 @@ class ModelScheduler:
         occupied = len(self.list_loaded()) + len(self._unloads)
         return not is_busy and occupied < self._limits.models and not self._lacks_memory(size)
 
-    def _slot(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
+    def _get_slot(self, request: QueuedRequest, stored: StoredAImage) -> ModelSlot:
         digest, keep_alive = stored.descriptor.digest, self._limits.keep_alive
         if (model := self._models.get(digest)) is None:
             model = ModelSlot(request.reference, stored, keep_alive, clock=self._clock)
@@ -124,7 +124,7 @@ class ModelScheduler:
             self.unload(model, "idle")
         self._drop(model)
 
-    def ahead(self, request: QueuedRequest) -> int:
+    def count_ahead(self, request: QueuedRequest) -> int:
         """Return the number of requests ahead of this one."""
         return sum(queued.number < request.number for queued in self._queue)
 
@@ -227,7 +227,7 @@ class ModelScheduler:
     async def _run(self, model: ModelSlot) -> Runner:
         while self._lacks_memory(model.stored.size) and await self._unload_idle():
             pass
-        name = model.pinned_name(model.reference)
+        name = model.pin_name(model.reference)
         content = self._roots, name, model.stored.descriptor
         start = partial(Runner.start, *content, self._limits, model.arrival)
         try:

@@ -66,7 +66,7 @@ class SentText:
             seconds=end.seconds + self._seconds,
         )
 
-    def continuation(self, request: TextRequest) -> TextRequest:
+    def continue_request(self, request: TextRequest) -> TextRequest:
         """Return the request for the rest of the text, after its process has died."""
         if self._times:
             self._seconds += self._times[-1] - self._times[0]

@@ -43,7 +43,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
 
 
-def duration(value: object) -> float:
+def parse_duration(value: object) -> float:
     """Parse 90, "90s", "5m", "1h30m" or "500ms" (Go's durations) into seconds.
 
     Negative durations and those above MAX_DURATION become FOR_EVER. Raises ValueError.
@@ -62,14 +62,14 @@ def duration(value: object) -> float:
     return FOR_EVER if (sign < 0 and seconds) or seconds >= MAX_DURATION else seconds
 
 
-def _size(value: object) -> int | None:
+def _parse_size(value: object) -> int | None:
     """Parse a number of bytes from a number or a string such as "12GiB"."""
     if value is None or (type(value) is int and value >= 0):
         return value
     return parse_size(str(value))
 
 
-def _pairs(value: object, kind: str, form: str) -> object:
+def _parse_pairs(value: object, kind: str, form: str) -> object:
     if not isinstance(value, str):
         return value
     pairs = {}
@@ -81,8 +81,8 @@ def _pairs(value: object, kind: str, form: str) -> object:
     return pairs
 
 
-_ALIASES = BeforeValidator(partial(_pairs, kind="alias", form="NAME=REF"))
-_BACKENDS = BeforeValidator(partial(_pairs, kind="backend", form="NAME=BACKEND"))
+_ALIASES = BeforeValidator(partial(_parse_pairs, kind="alias", form="NAME=REF"))
+_BACKENDS = BeforeValidator(partial(_parse_pairs, kind="backend", form="NAME=BACKEND"))
 
 
 def _list(value: object) -> object:
@@ -91,7 +91,7 @@ def _list(value: object) -> object:
     return tuple(filter(None, map(str.strip, value.split(","))))
 
 
-def _base_url(value: object) -> str | None:
+def _parse_base_url(value: object) -> str | None:
     """Validate the base of links: scheme, host, optional port and path (RFC 3986, 3)."""
     if value is None:
         return None
@@ -101,7 +101,7 @@ def _base_url(value: object) -> str | None:
     return text
 
 
-def _origins(value: object) -> object:
+def _parse_origins(value: object) -> object:
     """Validate origins of web pages: scheme, host and optional port (RFC 6454, 6.2)."""
     origins = _list(value)
     if not isinstance(origins, tuple | list):
@@ -113,19 +113,19 @@ def _origins(value: object) -> object:
     return origins
 
 
-def _inputs(value: object) -> object:
+def _parse_inputs(value: object) -> object:
     """Validate hosts of pictures to fetch: HOST, HOST:PORT, *.DOMAIN or *."""
     hosts = _list(value)
     return InputHosts.parse(map(str, hosts)).entries if isinstance(hosts, tuple | list) else hosts
 
 
-def _device(value: object) -> object:
+def _check_device(value: object) -> object:
     if value is not None and _DEVICE.fullmatch(str(value)) is None:
         raise ValueError(f"unknown device {value!r}: use cuda, cuda:1 and so on, mps or cpu")
     return value
 
 
-def _reference(value: object) -> str:
+def _check_reference(value: object) -> str:
     try:
         Reference.parse(str(value))
     except UsageError as error:
@@ -133,12 +133,12 @@ def _reference(value: object) -> str:
     return str(value)
 
 
-Name = Annotated[str, BeforeValidator(_reference)]
-Origins = Annotated[tuple[str, ...], BeforeValidator(_origins)]
+Name = Annotated[str, BeforeValidator(_check_reference)]
+Origins = Annotated[tuple[str, ...], BeforeValidator(_parse_origins)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_list)]
-Seconds = Annotated[float, BeforeValidator(duration)]
+Seconds = Annotated[float, BeforeValidator(parse_duration)]
 # 0 means no limit
-Limit = Annotated[float, BeforeValidator(lambda value: duration(value) or FOR_EVER)]
+Limit = Annotated[float, BeforeValidator(lambda value: parse_duration(value) or FOR_EVER)]
 ServerSettingsT = TypeVar("ServerSettingsT", bound="ServerSettings")
 
 
@@ -180,11 +180,11 @@ class Settings(ServerSettings):
     PATHS = (*ServerSettings.PATHS, "lora_dir")
 
     allow_origins: Origins = ()
-    allow_inputs: Annotated[tuple[str, ...], BeforeValidator(_inputs)] = ()
-    public_url: Annotated[str | None, BeforeValidator(_base_url)] = None
+    allow_inputs: Annotated[tuple[str, ...], BeforeValidator(_parse_inputs)] = ()
+    public_url: Annotated[str | None, BeforeValidator(_parse_base_url)] = None
     max_models: int = Field(default=1, ge=1)
     text_encoder: Literal["auto", "keep", "release"] = "auto"
-    memory: Annotated[int | None, BeforeValidator(_size)] = None
+    memory: Annotated[int | None, BeforeValidator(_parse_size)] = None
     queue: int = Field(default=8, ge=0)
     keep_alive: Seconds = 300.0
     deadline: Limit = FOR_EVER
@@ -201,7 +201,7 @@ class Settings(ServerSettings):
     backends: Annotated[dict[Name, Literal["auto", "mlx", "torch"]], _BACKENDS] = {}
     compile: bool = False
     attention: str | None = None
-    device: Annotated[str | None, BeforeValidator(_device)] = None
+    device: Annotated[str | None, BeforeValidator(_check_device)] = None
     dtype: Literal["float32", "f32", "bfloat16", "bf16"] | None = None
     first: Annotated[str | None, BeforeValidator(lambda text: parse_precision(str(text)))] = None
     lora_dir: Path | None = None

@@ -93,7 +93,7 @@ class SharedTransfer:
     @property
     def completed(self) -> int:
         """The number of bytes that are transferred or were there already."""
-        return sum(blob.completed for blob in self.blobs())
+        return sum(blob.completed for blob in self.list_blobs())
 
     @property
     def rate(self) -> float:
@@ -105,7 +105,7 @@ class SharedTransfer:
             return 0.0
         return sum(count for _, count in recent) / max(timestamp - recent[0][0], INTERVAL)
 
-    def blobs(self) -> list[TransferBlob]:
+    def list_blobs(self) -> list[TransferBlob]:
         """Return the current state of all known blobs."""
         with self._lock:
             return [replace(blob) for blob in self._blobs.values()]
@@ -178,7 +178,7 @@ class SharedTransfer:
         while True:
             # Read before the blobs, so that no change is missed
             is_done = self.result.done()
-            for blob in self.blobs():
+            for blob in self.list_blobs():
                 if reported.get(blob.digest) != blob.completed:
                     reported[blob.digest] = blob.completed
                     yield blob

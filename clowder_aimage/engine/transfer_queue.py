@@ -16,7 +16,7 @@ from clowder_aimage.content.copy_option import OnEvent
 from clowder_aimage.content.platform import ANY, ManifestSelector
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.engine.admission import BusyError, shutdown_error
-from clowder_aimage.engine.backoff import next_attempt
+from clowder_aimage.engine.backoff import compute_backoff
 from clowder_aimage.engine.event import EventLog
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.shared_transfer import (
@@ -93,10 +93,10 @@ class TransferQueue:
     def find_pull(self, reference: Reference) -> SharedTransfer | None:
         """Return the queued or running pull of ``reference``, if any."""
         return next(
-            (transfer for transfer in self.pulls() if transfer.reference == reference), None
+            (transfer for transfer in self.list_pulls() if transfer.reference == reference), None
         )
 
-    def pulls(self) -> list[SharedTransfer]:
+    def list_pulls(self) -> list[SharedTransfer]:
         """Return all queued or running pulls."""
         # A copy, as it is called from other threads too
         transfers = list(self._transfers.values())
@@ -113,7 +113,7 @@ class TransferQueue:
     def count_stalls(self) -> None:
         """Count stalled pulls; call this periodically."""
         timestamp = time.monotonic()
-        for transfer in self.pulls():
+        for transfer in self.list_pulls():
             if (
                 transfer.is_begun
                 and not transfer.is_stalled
@@ -146,11 +146,11 @@ class TransferQueue:
         if credentials is not None:
             connection = replace(connection, auths={reference.name: dict([credentials.entry])})
 
-        def work(transfer: SharedTransfer, on_event: OnEvent) -> Descriptor:
+        def run_pull(transfer: SharedTransfer, on_event: OnEvent) -> Descriptor:
             gate, limit = TransferGate(transfer), connection.limit(reference.registry)
             rate = Rate(limit) if limit else None
 
-            def near(source: Source) -> Source:
+            def wrap_source(source: Source) -> Source:
                 counted = CountedSource(source, transfer.count, rate)
                 if self.near is None or credentials is not None:
                     return counted
@@ -162,13 +162,13 @@ class TransferQueue:
                 layers,
                 on_event=on_event,
                 rate=gate,
-                wrap=near,
+                wrap=wrap_source,
                 begin=transfer.begin if is_early else None,
             )
             return pull(reference, self._store, connection, options).root
 
         key = (PULL, str(reference), (credentials, components))
-        with self._join(key, reference, work, urgency, priority) as shared:
+        with self._join(key, reference, run_pull, urgency, priority) as shared:
             yield shared
 
     @contextlib.contextmanager
@@ -261,7 +261,7 @@ class TransferQueue:
         # Internal errors have the code "failed" too
         if outcome == "failed":
             code = (
-                next_attempt(error, 1, 0.0, 0.0).code
+                compute_backoff(error, 1, 0.0, 0.0).code
                 if isinstance(error, AImageError)
                 else "failed"
             )

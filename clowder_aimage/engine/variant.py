@@ -10,8 +10,8 @@ from clowder_aimage.content.graph import read_document
 from clowder_aimage.content.platform import (
     ManifestSelector,
     Platform,
-    candidates_in,
     choose,
+    list_candidates,
     select,
 )
 from clowder_aimage.dialect import AImage
@@ -67,10 +67,10 @@ def _find_in_index(
     assert isinstance(index, Index)  # noqa: S101 (for mypy)
     candidates = [
         candidate
-        for candidate in candidates_in(repository, index)
+        for candidate in list_candidates(repository, index)
         if candidate.variant == precision
     ]
-    platform = Platform.here()
+    platform = Platform.detect()
     return (
         choose(candidates, ManifestSelector(), platform, reference).descriptor
         if candidates
@@ -79,7 +79,7 @@ def _find_in_index(
 
 
 def _find_referrer(repository: Repository, base: Descriptor, precision: str) -> Descriptor | None:
-    for referrer in repository.referrers(base.digest, mediatype.AIMAGE_MANIFEST):
+    for referrer in repository.list_referrers(base.digest, mediatype.AIMAGE_MANIFEST):
         if referrer.annotations.get(mediatype.VARIANT) == precision:
             return referrer
     return None

@@ -99,7 +99,7 @@ class WorkerClient:
         return self._reply("POST", path, body, f"multipart/form-data; boundary={mark}")
 
     def _reply(self, method: str, path: str, data: bytes | None, kind: str = _JSON) -> Any:
-        with self._request(method, path, data, _REPLY, kind) as response, self._network():
+        with self._request(method, path, data, _REPLY, kind) as response, self._converting_errors():
             text = response.read(_MAX_REPLY + 1)
         if len(text) > _MAX_REPLY:
             raise FormatError(f"the response from {self.endpoint} exceeds {_MAX_REPLY} bytes")
@@ -129,7 +129,9 @@ class WorkerClient:
                     has_name or response.getheader("X-Aimage-Version") is not None
                 )
 
-    def lines(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+    def iter_lines(
+        self, path: str, body: Mapping[str, Any]
+    ) -> Generator[dict[str, Any], None, None]:
         """Yield the JSON lines of a reply as they arrive (ollama's API).
 
         A line with an ``error`` is raised. Closing the generator closes the connection, so that the
@@ -137,9 +139,9 @@ class WorkerClient:
         """
         with self._request("POST", path, json.dumps(body).encode(), None) as response:
             for line in filter(None, self._read(response)):
-                yield self._value(line)
+                yield self._parse_object(line)
 
-    def events(
+    def iter_events(
         self, path: str, body: Mapping[str, Any]
     ) -> Generator[tuple[str, dict[str, Any]], None, None]:
         """Yield the type and JSON data of server-sent events as they arrive; else as ``lines``.
@@ -158,7 +160,7 @@ class WorkerClient:
                 if not line and data == [_DONE]:
                     return
                 if not line and data:
-                    yield kind, self._value(b"\n".join(data))
+                    yield kind, self._parse_object(b"\n".join(data))
                 if not line:
                     kind, data = "message", []
                 elif name == b"event":
@@ -186,7 +188,7 @@ class WorkerClient:
             # A response without keep-alive owns the socket now, and must be closed too
             with closing(self._exchange(connection, method, path, data, headers)) as response:
                 if not 200 <= response.status < 300:
-                    raise self._refusal(response)
+                    raise self._read_error(response)
                 yield response
 
     def _exchange(
@@ -203,17 +205,17 @@ class WorkerClient:
         def report(status: int, reply: Mapping[str, str], error: str = "") -> None:
             if self._on_exchange is None:
                 return
-            from clowder_aimage.registry.trace import RequestTrace, body_size, redact_headers
+            from clowder_aimage.registry.trace import RequestTrace, parse_body_size, redact_headers
 
             seconds, sent = time.monotonic() - began, len(data or b"")
             redacted = redact_headers(headers), redact_headers(reply)
             url = f"{self.endpoint}{path}"
-            received = body_size(reply)
+            received = parse_body_size(reply)
             trace = RequestTrace(method, url, status, seconds, sent, received, error, *redacted)
             self._on_exchange(trace)
 
         try:
-            with self._network():
+            with self._converting_errors():
                 # It may have replied, as with 413, before it read the whole body
                 with suppress(BrokenPipeError, ConnectionResetError):
                     connection.request(method, path, data, headers)
@@ -239,7 +241,7 @@ class WorkerClient:
             yield bytes(line)
 
     def _read_chunk(self, response: http.client.HTTPResponse) -> bytes:
-        with self._network():
+        with self._converting_errors():
             if isinstance(response, TimedResponse):
                 # A stream may last: the timeout is that between two reads
                 response.allow(response.timeout)
@@ -249,7 +251,7 @@ class WorkerClient:
         return chunk
 
     @contextmanager
-    def _network(self) -> Iterator[None]:
+    def _converting_errors(self) -> Iterator[None]:
         try:
             yield
         except TimeoutError:
@@ -266,7 +268,7 @@ class WorkerClient:
             message = f"invalid response from {self.endpoint}: not JSON"
             raise FormatError(message, remedy="worker_address") from None
 
-    def _value(self, text: bytes) -> dict[str, Any]:
+    def _parse_object(self, text: bytes) -> dict[str, Any]:
         """Return an object of a stream. Raises the error that it contains."""
         value = self._parse(text)
         if not isinstance(value, dict):
@@ -274,20 +276,20 @@ class WorkerClient:
             message = f"invalid response from {self.endpoint}: expected an object, not {kind}"
             raise FormatError(message)
         if value.get("error"):
-            raise _error(value, value.get("status"))
+            raise _build_error(value, value.get("status"))
         return value
 
-    def _refusal(self, response: http.client.HTTPResponse) -> AImageError:
+    def _read_error(self, response: http.client.HTTPResponse) -> AImageError:
         value = None
-        with self._network(), suppress(FormatError):
+        with self._converting_errors(), suppress(FormatError):
             value = self._parse(response.read(_MAX_ERROR))
         if not isinstance(value, dict) or not value.get("error"):
             message = f"{self.endpoint} answered {response.status} {response.reason}"
             return errors.AccessError(message, remedy="worker_address")
-        return _error(value, response.status, response.getheader("Retry-After"))
+        return _build_error(value, response.status, response.getheader("Retry-After"))
 
 
-def program_at(endpoint: Endpoint) -> str:
+def detect_program(endpoint: Endpoint) -> str:
     """Return the name of the program that answers HTTP at ``endpoint``; "" if it is unknown."""
     with (
         suppress(AImageError, OSError, http.client.HTTPException, ValueError),
@@ -304,7 +306,9 @@ def program_at(endpoint: Endpoint) -> str:
     return ""
 
 
-def _error(value: Mapping[str, Any], status: object, retry_after: str | None = None) -> AImageError:
+def _build_error(
+    value: Mapping[str, Any], status: object, retry_after: str | None = None
+) -> AImageError:
     """Return the error of ``{"error": "..."}`` or ``{"error": {"message": "..."}}``."""
     error = value["error"]
     fields = error if isinstance(error, dict) else {**value, "message": error}

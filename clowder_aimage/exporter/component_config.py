@@ -12,9 +12,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clowder_aimage.formats.weight_file import is_modelopt, stem
+from clowder_aimage.formats.weight_file import get_stem, is_modelopt
 from clowder_aimage.tensor import QUANT_TYPES, Quantization
-from clowder_aimage.tensor.quantization_config import METHOD, mlx_entry, mlx_type, unknown_key
+from clowder_aimage.tensor.quantization_config import (
+    METHOD,
+    find_mlx_entry,
+    find_unknown_key,
+    parse_mlx_type,
+)
 from clowder_aimage.tensor.weight import Weight
 
 _MLX, _OTHER_TOOLS = "quantization", "quantization_config"
@@ -25,45 +30,45 @@ def merge_quantization(config: Mapping[str, Any], weights: Sequence[Weight]) -> 
     """Return a config.json with the quantization of ``weights``; None if ``config`` states it."""
     merged_config = dict(config)
     mlx = {
-        stem(weight): weight.quantization
+        get_stem(weight): weight.quantization
         for weight in weights
         if weight.quantization is not None and not is_modelopt(weight)
     }
-    if any(
-        _stated_quantization(config, name) != quantization for name, quantization in mlx.items()
-    ):
-        merged_config[_MLX] = _table(mlx)
+    if any(_parse_quantization(config, name) != quantization for name, quantization in mlx.items()):
+        merged_config[_MLX] = _encode_mlx(mlx)
     if (
         any(weight.quantization for weight in weights)
-        and unknown_key(merged_config) == _OTHER_TOOLS
+        and find_unknown_key(merged_config) == _OTHER_TOOLS
     ):
         # It describes the form before the import, which is not exported.
         del merged_config[_OTHER_TOOLS]
     if any(map(is_modelopt, weights)) and not _is_modelopt(config):
-        merged_config[_OTHER_TOOLS] = _modelopt(weights)
+        merged_config[_OTHER_TOOLS] = _encode_modelopt(weights)
     if merged_config == config:
         return None
     return (json.dumps(merged_config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _stated_quantization(config: Mapping[str, Any], module: str) -> Quantization | None:
+def _parse_quantization(config: Mapping[str, Any], module: str) -> Quantization | None:
     """Return the quantization of a module in a config, or None if it is missing or incomplete."""
     # Readers may not derive a missing group size from the shapes.
-    name, size = mlx_type(mlx_entry(config, module) or {})
+    name, size = parse_mlx_type(find_mlx_entry(config, module) or {})
     if name is None or size not in QUANT_TYPES[name].group_sizes:
         return None
     return Quantization.parse(name, size)
 
 
-def _table(mlx: Mapping[str, Quantization]) -> dict[str, Any]:
+def _encode_mlx(mlx: Mapping[str, Quantization]) -> dict[str, Any]:
     """Return the entry for most modules, with entries for the different ones."""
     count = Counter(mlx.values())
     most_common = max(count, key=lambda kind: (count[kind], kind.type.name, kind.group_size))
-    differing = {name: _entry(kind) for name, kind in sorted(mlx.items()) if kind != most_common}
-    return _entry(most_common) | differing
+    differing = {
+        name: _encode_entry(kind) for name, kind in sorted(mlx.items()) if kind != most_common
+    }
+    return _encode_entry(most_common) | differing
 
 
-def _entry(kind: Quantization) -> dict[str, Any]:
+def _encode_entry(kind: Quantization) -> dict[str, Any]:
     return {"group_size": kind.group_size, "bits": kind.type.bits, "mode": kind.type.mode}
 
 
@@ -72,12 +77,12 @@ def _is_modelopt(config: Mapping[str, Any]) -> bool:
     return isinstance(entry, dict) and entry.get(METHOD) in _METHODS
 
 
-def _modelopt(weights: Sequence[Weight]) -> dict[str, Any]:
+def _encode_modelopt(weights: Sequence[Weight]) -> dict[str, Any]:
     """Return ModelOpt's form ("unified checkpoint"): the algorithm and the excluded modules."""
     unquantized = [w for w in weights if w.quantization is None and len(w.shape) == 2]
     return {
         METHOD: "modelopt",
         "quant_algo": "NVFP4",
         "group_size": 16,
-        "ignore": sorted(stem(weight) for weight in unquantized),
+        "ignore": sorted(get_stem(weight) for weight in unquantized),
     }

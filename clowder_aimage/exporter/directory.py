@@ -16,12 +16,12 @@ from pathlib import Path
 
 from clowder_aimage.content.atomic_file import (
     DISK_FULL,
+    build_temporary_name,
+    build_temporary_prefix,
     flock,
     is_temporary,
     remove_leftovers,
     sync_file_system,
-    temporary_name,
-    temporary_prefix,
 )
 from clowder_aimage.content.open_directory import READ, OpenDirectory, resolve
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
@@ -52,19 +52,19 @@ def new_directory(path: Path) -> Iterator[OpenDirectory]:
     # the parent cannot redirect them by links. An existing directory is not replaced, since it may
     # be a mount or the working directory of a process.
     with contextlib.ExitStack() as stack:
-        with faults(path):
+        with translate_errors(path):
             final = resolve(path)
             exists = os.path.lexists(final)
             _check(path, final, exists)
             parent = stack.enter_context(OpenDirectory(final if exists else final.parent))
-            temporary = temporary_name(final, _INFIX)
+            temporary = build_temporary_name(final, _INFIX)
             new = stack.enter_context(parent.make_new(temporary, DIRECTORY_MODE))
         try:
             flock(new.fd, fcntl.LOCK_EX)
-            prefix = temporary_prefix(final, _INFIX)
+            prefix = build_temporary_prefix(final, _INFIX)
             remove_leftovers(parent, temporary, prefix, OpenDirectory.remove_tree)
             yield new
-            with faults(path):
+            with translate_errors(path):
                 _sync(new)
                 try:
                     if exists:
@@ -74,14 +74,14 @@ def new_directory(path: Path) -> Iterator[OpenDirectory]:
                 except OSError as error:
                     if error.errno in _OCCUPIED:
                         # Another process created it in the meantime.
-                        raise _occupied_error(path) from error
+                        raise _build_occupied_error(path) from error
                     raise
         except BaseException:
             new.clear()
             raise
         finally:
             parent.remove_tree(temporary)
-        with faults(path):
+        with translate_errors(path):
             parent.sync()
 
 
@@ -92,7 +92,7 @@ def is_folding(directory: OpenDirectory) -> bool:
 
 
 @contextmanager
-def faults(path: Path) -> Iterator[None]:
+def translate_errors(path: Path) -> Iterator[None]:
     """Convert an OSError on output to a NoSpaceError or a StoreError."""
     try:
         yield
@@ -112,15 +112,15 @@ def _check(path: Path, final: Path, exists: bool) -> None:
         return
     if not final.is_dir():
         raise UsageError(f"{path} is a file", hint="pass a directory that does not exist yet")
-    prefix = temporary_prefix(final, _INFIX)
+    prefix = build_temporary_prefix(final, _INFIX)
     for entry in final.iterdir():
         # Temporary directories are those of running or killed processes.
         is_temporary_name = is_temporary(entry.name, prefix)
         if not is_temporary_name or entry.is_symlink() or not entry.is_dir():
-            raise _occupied_error(path)
+            raise _build_occupied_error(path)
 
 
-def _occupied_error(path: Path) -> UsageError:
+def _build_occupied_error(path: Path) -> UsageError:
     return UsageError(
         f"{path} is not empty", hint="pass a directory that is empty or does not exist yet"
     )
@@ -140,11 +140,11 @@ def _sync(root: OpenDirectory) -> None:
 
 def _move_up(final: OpenDirectory, temporary: OpenDirectory) -> None:
     """Move the contents of ``temporary`` into ``final``, its parent; undo it on errors."""
-    if final.names() != [temporary.path.name]:
+    if final.list_names() != [temporary.path.name]:
         raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
     moved: list[str] = []
     try:
-        for name in temporary.names():
+        for name in temporary.list_names():
             moved.append(name)
             temporary.move(name, name, final)
     except BaseException:

@@ -10,9 +10,9 @@ from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.family.component_names import DIFFUSERS, ComponentNames
 from clowder_aimage.family.image_family import ImageFamily, LayoutComponent, LayoutFile
 from clowder_aimage.family.name_table import TensorChange, TensorLocation
-from clowder_aimage.family.tensor_change import last_shape
+from clowder_aimage.family.tensor_change import permute_shape
 from clowder_aimage.formats.family_model import EXTRA
-from clowder_aimage.formats.weight_file import entries
+from clowder_aimage.formats.weight_file import build_entries
 from clowder_aimage.tensor.weight import SourceTensor, Weight
 
 # Values that share a scale in MLX's files of image models, which do not state the number.
@@ -47,7 +47,7 @@ class FamilyTensor:
         return sum(chunk.stop - chunk.start for chunk in self.chunks)
 
 
-def file_tensors(
+def build_tensors(
     family: ImageFamily,
     file: LayoutFile,
     weights: Mapping[str, Sequence[Weight]],
@@ -63,13 +63,13 @@ def file_tensors(
     """
     tensors: dict[str, FamilyTensor] = {}
     for layout_component in file.components:
-        component = family.component(layout_component.component)
+        component = family.get_component(layout_component.component)
         component_weights = weights.get(layout_component.component)
         if not component_weights:
             raise UsageError(
                 f"the model has no {layout_component.component}, which the layout requires"
             )
-        for tensor in _tensors(component, layout_component, component_weights, has_quantized):
+        for tensor in _iter_tensors(component, layout_component, component_weights, has_quantized):
             tensors[layout_component.prefix + tensor.name] = replace(
                 tensor, name=layout_component.prefix + tensor.name
             )
@@ -82,7 +82,7 @@ def file_tensors(
     return tensors
 
 
-def _tensors(
+def _iter_tensors(
     component: ComponentNames,
     layout_component: LayoutComponent,
     weights: Iterable[Weight],
@@ -90,9 +90,9 @@ def _tensors(
 ) -> Iterable[FamilyTensor]:
     stacked: dict[str, dict[int, tuple[Weight, TensorLocation]]] = {}
     weights = list(weights)
-    locations = component.locate(DIFFUSERS, (component.full(weight.name) for weight in weights))
+    locations = component.locate(DIFFUSERS, (component.add_base(weight.name) for weight in weights))
     for weight in weights:
-        name = component.full(weight.name)
+        name = component.add_base(weight.name)
         if name not in locations:
             if not re.fullmatch(component.extras, weight.name):
                 raise FormatError(
@@ -102,7 +102,7 @@ def _tensors(
             continue
         location = component.dialects[layout_component.dialect].locate(name)
         if weight.quantization is not None:
-            yield from _quantized_tensors(component, weight, location, has_quantized)
+            yield from _iter_quantized_tensors(component, weight, location, has_quantized)
         elif location.count > 1:
             stacked.setdefault(location.name, {})[location.index] = (weight, location)
         else:
@@ -111,7 +111,7 @@ def _tensors(
         yield _stack_tensors(component, members)
 
 
-def _quantized_tensors(
+def _iter_quantized_tensors(
     component: ComponentNames, weight: Weight, location: TensorLocation, is_allowed: bool
 ) -> Iterable[FamilyTensor]:
     quantization = weight.quantization
@@ -123,28 +123,28 @@ def _quantized_tensors(
             f"{quantization.group_size}, which the layout cannot express",
             hint="export the unquantized model",
         )
-    for entry in entries(component.name, replace(weight, name=location.name)):
+    for entry in build_entries(component.name, replace(weight, name=location.name)):
         chunk = SourceChunk(entry.source, 0, entry.nbytes)
         yield FamilyTensor(entry.name, entry.dtype, entry.shape, (chunk,))
 
 
 def _copy_tensor(weight: Weight, name: str) -> FamilyTensor:
-    return FamilyTensor(name, weight.dtype, weight.shape, (_whole_tensor(weight),))
+    return FamilyTensor(name, weight.dtype, weight.shape, (_build_chunk(weight),))
 
 
-def _whole_tensor(weight: Weight) -> SourceChunk:
+def _build_chunk(weight: Weight) -> SourceChunk:
     return SourceChunk(weight.tensor, 0, weight.tensor.nbytes)
 
 
 def _change_tensor(weight: Weight, location: TensorLocation) -> FamilyTensor:
     shape, half = weight.shape, weight.tensor.nbytes // 2
-    chunks: tuple[SourceChunk, ...] = (_whole_tensor(weight),)
+    chunks: tuple[SourceChunk, ...] = (_build_chunk(weight),)
     match location.change:
         case TensorChange.UNIT_KERNEL if len(shape) == 2:
             shape = (*shape, 1, 1)
         case TensorChange.CHANNELS_LAST if len(shape) == 4:
             chunks = (replace(chunks[0], is_last=True),)
-            shape = last_shape(shape)
+            shape = permute_shape(shape)
         case TensorChange.HALVES:
             chunk = chunks[0]
             chunks = (replace(chunk, start=half), replace(chunk, stop=half))
@@ -163,4 +163,4 @@ def _stack_tensors(
             "incomplete, or differ in type or shape"
         )
     shape = (len(weights) * template.shape[0], *template.shape[1:])
-    return FamilyTensor(location.name, template.dtype, shape, tuple(map(_whole_tensor, weights)))
+    return FamilyTensor(location.name, template.dtype, shape, tuple(map(_build_chunk, weights)))

@@ -15,14 +15,14 @@ from typing import Any
 from clowder_aimage.dialect import AImage, Layer
 from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.errors import FormatError, UsageError
-from clowder_aimage.exporter.family_file import FamilyTensor, file_tensors
+from clowder_aimage.exporter.family_file import FamilyTensor, build_tensors
 from clowder_aimage.exporter.file_name import FileNames
 from clowder_aimage.exporter.layer_store import LayerStore, is_gathered
 from clowder_aimage.exporter.plan import MLX, ExportPlan, FileChunk
 from clowder_aimage.family.image_family import QUANTIZED, TRANSFORMER, ImageFamily, LayoutFile
 from clowder_aimage.formats.family_model import SOURCE
 from clowder_aimage.formats.model_tree import naming
-from clowder_aimage.formats.stored_weights import read_stored, weights_of
+from clowder_aimage.formats.stored_weights import group_weights, read_stored
 from clowder_aimage.oci import Descriptor, read_json
 from clowder_aimage.tensor import DTYPE_BITS, Header, encode_header
 from clowder_aimage.tensor.header import MAX_HEADER_SIZE, parse_header
@@ -59,9 +59,9 @@ class FamilyPlanner:
             FormatError, VerificationError: A blob is damaged or does not match its layer.
         """
         for layer in self._tensors:
-            self._blobs[self._store.path(layer.descriptor)] = layer.descriptor
+            self._blobs[self._store.find_path(layer.descriptor)] = layer.descriptor
         gathered = replace(self._aimage, layers=self._tensors)
-        weights = weights_of(read_stored(self._store, gathered, self._find_quantization))
+        weights = group_weights(read_stored(self._store, gathered, self._find_quantization))
         kinds = {
             w.quantization
             for component_weights in weights.values()
@@ -73,7 +73,7 @@ class FamilyPlanner:
         bits = next((kind.type.bits for kind in kinds), None)
         whole_layers: list[Layer] = []
         for file in self._family.layouts[self._layout]:
-            tensors = file_tensors(self._family, file, weights, self._layout in QUANTIZED)
+            tensors = build_tensors(self._family, file, weights, self._layout in QUANTIZED)
             if not self._plan_restored(tensors, whole_layers):
                 self._plan_files(file, tensors, bits)
         self._add_configs(weights, bits)
@@ -91,7 +91,7 @@ class FamilyPlanner:
 
     def _plan_restored(self, tensors: Tensors, whole_layers: list[Layer]) -> bool:
         """Plan the imported files with these tensors; return False if they are incomplete."""
-        headers = [(layer, data, head) for layer, data, head in self._headers(tensors)]
+        headers = [(layer, data, head) for layer, data, head in self._iter_headers(tensors)]
         names = [name for _, _, header in headers for name in header.tensors]
         needed = {name for name, tensor in tensors.items() if not tensor.is_extra}
         if len(names) != len(set(names)) or not needed <= set(names):
@@ -100,23 +100,23 @@ class FamilyPlanner:
             ordered = sorted(
                 header.tensors, key=lambda tensor_name: header.tensors[tensor_name].start
             )
-            self._place(_source_name(layer), data, [tensors[name] for name in ordered])
+            self._place(_strip_source(layer), data, [tensors[name] for name in ordered])
         directories = {layer.name.rpartition("/")[0] for layer, _, _ in headers}
-        for layer in self._aimage.component(SOURCE):
+        for layer in self._aimage.list_layers(SOURCE):
             if layer.name.endswith(".json") and layer.name.rpartition("/")[0] in directories:
-                whole_layers.append(replace(layer, name=_source_name(layer)))
+                whole_layers.append(replace(layer, name=_strip_source(layer)))
         return True
 
-    def _headers(self, tensors: Tensors) -> Iterator[tuple[Layer, bytes, Header]]:
+    def _iter_headers(self, tensors: Tensors) -> Iterator[tuple[Layer, bytes, Header]]:
         """Yield the headers of imported files with only tensors in ``tensors``."""
-        for layer in self._aimage.component(SOURCE):
+        for layer in self._aimage.list_layers(SOURCE):
             if layer.name.endswith(".json"):
                 continue
             data = self._store.read(layer, MAX_HEADER_SIZE + 8)
             with naming(Path(layer.name)):
                 header = parse_header(data[8:], None)
             matches = (
-                name in tensors and (info.dtype, info.shape) == _kind(tensors[name])
+                name in tensors and (info.dtype, info.shape) == _get_kind(tensors[name])
                 for name, info in header.tensors.items()
             )
             if all(matches):
@@ -128,13 +128,13 @@ class FamilyPlanner:
         ordered.sort(key=lambda tensor: (-DTYPE_BITS[tensor.dtype], tensor.name))
         metadata = {"format": "mlx" if self._layout == "mlx" else "pt"}
         if not file.shard:
-            self._place(file.name, _header(ordered, metadata), ordered)
+            self._place(file.name, _build_header(ordered, metadata), ordered)
             return
         metadata = {"quantization_level": str(bits)}
         weight_map: dict[str, str] = {}
-        for number, shard in enumerate(_shards(ordered, file.shard)):
+        for number, shard in enumerate(_iter_shards(ordered, file.shard)):
             name = f"{number}.safetensors"
-            self._place(f"{file.name}/{name}", _header(shard, metadata), shard)
+            self._place(f"{file.name}/{name}", _build_header(shard, metadata), shard)
             weight_map |= dict.fromkeys((tensor.name for tensor in shard), name)
         self._add(f"{file.name}/{_INDEX}", {"metadata": metadata, "weight_map": weight_map})
 
@@ -159,11 +159,11 @@ class FamilyPlanner:
         if pattern is None:
             return
         for component in self._family.components:
-            layer = self._aimage.layer(f"{component.name}/config.json")
+            layer = self._aimage.get_layer(f"{component.name}/config.json")
             data = self._store.read(layer, MAX_DOCUMENT_SIZE)
             self._generated[pattern.format(component.name)] = (data, len(data))
         if self._layout == "mlx":
-            config = self._object(f"{TRANSFORMER}/config.json")
+            config = self._read_object(f"{TRANSFORMER}/config.json")
             dtypes = {weight.dtype for weight in weights[TRANSFORMER]}
             precision = _PRECISIONS.get(next(iter(dtypes)), "Original")
             try:
@@ -173,29 +173,29 @@ class FamilyPlanner:
             self._add("config.json", mlx_config)
 
     def _find_quantization(self, component: str, name: str) -> tuple[str | None, int | None]:
-        return QuantizationConfig(self._object(f"{component}/config.json"), {}).of(name)
+        return QuantizationConfig(self._read_object(f"{component}/config.json"), {}).of(name)
 
-    def _object(self, name: str) -> dict[str, Any]:
+    def _read_object(self, name: str) -> dict[str, Any]:
         layer = self._aimage.find(name)
         value = read_json(self._store.read(layer, MAX_DOCUMENT_SIZE), name) if layer else {}
         return value if isinstance(value, dict) else {}
 
 
-def _source_name(layer: Layer) -> str:
+def _strip_source(layer: Layer) -> str:
     return layer.name.removeprefix(f"{SOURCE}/")
 
 
-def _kind(tensor: FamilyTensor) -> tuple[str, tuple[int, ...]]:
+def _get_kind(tensor: FamilyTensor) -> tuple[str, tuple[int, ...]]:
     return tensor.dtype, tensor.shape
 
 
-def _header(tensors: Sequence[FamilyTensor], metadata: Mapping[str, str]) -> bytes:
+def _build_header(tensors: Sequence[FamilyTensor], metadata: Mapping[str, str]) -> bytes:
     return encode_header(
         [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], metadata
     )
 
 
-def _shards(tensors: Sequence[FamilyTensor], limit: int) -> Iterator[list[FamilyTensor]]:
+def _iter_shards(tensors: Sequence[FamilyTensor], limit: int) -> Iterator[list[FamilyTensor]]:
     shard: list[FamilyTensor] = []
     size = 0
     for tensor in tensors:

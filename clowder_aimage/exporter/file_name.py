@@ -36,11 +36,11 @@ class FileNames:
         """Add a file. Raises FormatError: It exists, is too long, a directory, or below a file."""
         self._check_length(name)
         self._add_components(name.split("/")[:-1], name)
-        key = self._key(name)
+        key = self._build_key(name)
         if key in self._directories:
-            raise _file_conflict(name, self._directories[key] + "/...")
+            raise _build_conflict_error(name, self._directories[key] + "/...")
         if key in self._files:
-            raise _collision(name, self._files[key])
+            raise _build_collision_error(name, self._files[key])
         self._files[key] = name
 
     def add_directory(self, name: str) -> None:
@@ -51,11 +51,11 @@ class FileNames:
     def _add_components(self, components: list[str], user: str) -> None:
         for count in range(1, len(components) + 1):
             directory = "/".join(components[:count])
-            key = self._key(directory)
+            key = self._build_key(directory)
             if key in self._files:
-                raise _file_conflict(self._files[key], user)
+                raise _build_conflict_error(self._files[key], user)
             if self._directories.setdefault(key, directory) != directory:
-                raise _collision(directory, self._directories[key])
+                raise _build_collision_error(directory, self._directories[key])
 
     def fold(self) -> None:
         """Compare all names case-insensitively from now on. Raises FormatError."""
@@ -100,9 +100,9 @@ class FileNames:
 
     def is_file(self, name: str) -> bool:
         """Return True if a file has exactly this name."""
-        return self._files.get(self._key(name)) == name
+        return self._files.get(self._build_key(name)) == name
 
-    def _key(self, name: str) -> str:
+    def _build_key(self, name: str) -> str:
         return _fold(name) if self._is_folded else name
 
 
@@ -116,11 +116,11 @@ def _limit(root: Path, name: str) -> int:
     return value if value > 0 else _PATH_MAX
 
 
-def _file_conflict(file: str, path: str) -> FormatError:
+def _build_conflict_error(file: str, path: str) -> FormatError:
     return FormatError(f"{file[:200]!r} is a file, but {path[:200]!r} requires a directory")
 
 
-def _collision(name: str, existing: str) -> FormatError:
+def _build_collision_error(name: str, existing: str) -> FormatError:
     if name == existing:
         return FormatError(f"duplicate file name: {name[:200]!r}")
     return FormatError(

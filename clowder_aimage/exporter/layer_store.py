@@ -49,9 +49,9 @@ class LayerStore:
         with open_decompressed(self, layer.descriptor, layer.content, limit=limit) as file:
             return b"".join(iter(lambda: file.read(1 << 20), b""))
 
-    def path(self, content: Descriptor, /) -> Path:
+    def find_path(self, content: Descriptor, /) -> Path:
         """Return the file of the blob, compressed or not. Raises NotFoundError."""
-        return self._store.path(self._blobs.get(content.digest, content))
+        return self._store.find_path(self._blobs.get(content.digest, content))
 
     def is_stored(self, content: Descriptor) -> bool:
         """Return True if the store has the blob itself, not a compressed form."""

@@ -15,16 +15,16 @@ from clowder_aimage.exporter.component_config import merge_quantization
 from clowder_aimage.exporter.file_name import FileNames
 from clowder_aimage.exporter.layer_store import LayerStore, is_gathered, is_packed, is_tar
 from clowder_aimage.formats.family_model import EXTRA, SOURCE
-from clowder_aimage.formats.model_tree import CARD, card, naming
-from clowder_aimage.formats.stored_weights import read_stored, weights_of
+from clowder_aimage.formats.model_tree import CARD, build_card, naming
+from clowder_aimage.formats.stored_weights import group_weights, read_stored
 from clowder_aimage.formats.weight_file import (
     STEMS,
     WeightEntry,
     WeightFile,
-    entries,
+    build_entries,
     index_file,
     is_modelopt,
-    weight_files,
+    plan_weight_files,
 )
 from clowder_aimage.oci import Descriptor, mediatype, read_json
 from clowder_aimage.tensor.header import MAX_HEADER_SIZE, parse_header
@@ -134,9 +134,11 @@ class ExportPlanner:
                 replaced.update(layer.name for layer in component_headers)
                 self._gather(component, members)
             if (
-                config := merge_quantization(self._object(_inside(component, _CONFIG)), members)
+                config := merge_quantization(
+                    self._read_object(_join_name(component, _CONFIG)), members
+                )
             ) is not None:
-                name = _inside(component, _CONFIG)
+                name = _join_name(component, _CONFIG)
                 self._generated[name] = (config, len(config))
                 replaced.add(name)
         gathered = {layer.name for layer in self._tensors} | replaced
@@ -157,20 +159,20 @@ class ExportPlanner:
     def _read(self) -> dict[str, list[Weight]]:
         """Return the weights of each component, and record the blobs of their files."""
         for layer in self._tensors:
-            self._blobs[self._store.path(layer.descriptor)] = layer.descriptor
+            self._blobs[self._store.find_path(layer.descriptor)] = layer.descriptor
         gathered = replace(self._aimage, layers=self._tensors)
-        return weights_of(read_stored(self._store, gathered, self._find_quantization))
+        return group_weights(read_stored(self._store, gathered, self._find_quantization))
 
     def _gather(self, component: str, weights: Sequence[Weight]) -> None:
-        stem = self._stem(component)
-        tensors = [entry for weight in weights for entry in entries(component, weight)]
-        files = weight_files(stem, tensors, self._shard)
+        stem = self._find_stem(component)
+        tensors = [entry for weight in weights for entry in build_entries(component, weight)]
+        files = plan_weight_files(stem, tensors, self._shard)
         for file in files:
-            name = _inside(component, file.name)
+            name = _join_name(component, file.name)
             self._generated[name] = (file.header, file.size)
             self._place(name, file)
         if (index := index_file(stem, files)) is not None:
-            self._generated[_inside(component, index[0])] = (index[1], len(index[1]))
+            self._generated[_join_name(component, index[0])] = (index[1], len(index[1]))
         if any(weight.quantization for weight in weights):
             self._quantized[component] = MODELOPT if any(map(is_modelopt, weights)) else MLX
 
@@ -210,7 +212,7 @@ class ExportPlanner:
     def _add_card(self, names: FileNames, *, has_weights: bool) -> None:
         """Add a model card with the licence, if ``create`` reads cards and no GGUF states it."""
         properties = self._aimage.properties
-        content = card(properties.get("license"))
+        content = build_card(properties.get("license"))
         if content is None or not (has_weights or properties.get("format") in _CARDED):
             return
         ggufs = (x.descriptor for x in self._aimage.layers if x.descriptor.media_type in _GGUFS)
@@ -219,29 +221,29 @@ class ExportPlanner:
             self._generated[CARD] = (content, len(content))
             names.add_file(CARD)
 
-    def _stem(self, component: str) -> str:
+    def _find_stem(self, component: str) -> str:
         """Return the stem of weight files of a component's library.
 
         The library is that in the AImage config, the pipeline's index, or the component's config.
         """
         if not component:
-            is_diffusers = "_class_name" in self._object(_CONFIG)
+            is_diffusers = "_class_name" in self._read_object(_CONFIG)
             return STEMS["diffusers" if is_diffusers else "transformers"]
         components = self._aimage.properties.get("components")
         entry = components.get(component) if isinstance(components, dict) else None
         library = entry.get("library") if isinstance(entry, dict) else None
         if not library:
-            class_entry = self._object(_INDEX).get(component)
+            class_entry = self._read_object(_INDEX).get(component)
             library = class_entry[0] if isinstance(class_entry, list) and class_entry else None
-        if not library and "_class_name" in self._object(_inside(component, _CONFIG)):
+        if not library and "_class_name" in self._read_object(_join_name(component, _CONFIG)):
             library = "diffusers"
         return STEMS.get(str(library), STEMS["transformers"])
 
     def _find_quantization(self, component: str, name: str) -> tuple[str | None, int | None]:
-        config = self._object(_inside(component, _CONFIG))
-        return QuantizationConfig(config, self._object(_INDEX)).of(name)
+        config = self._read_object(_join_name(component, _CONFIG))
+        return QuantizationConfig(config, self._read_object(_INDEX)).of(name)
 
-    def _object(self, name: str) -> dict[str, Any]:
+    def _read_object(self, name: str) -> dict[str, Any]:
         """Return a JSON file of the AImage; an empty object if it is missing or too large."""
         if name not in self._objects:
             layer = self._aimage.find(name)
@@ -265,7 +267,7 @@ def _has_license(store: BlobFiles, content: Descriptor, license_: str) -> bool:
     from clowder_aimage.formats.gguf_header import read_header
 
     try:
-        with store.path(content).open("rb") as file:
+        with store.find_path(content).open("rb") as file:
             stated = read_header(file, content.size).metadata.get("general.license")
     except (FormatError, OSError):
         # It is not a GGUF file: its readers report that.
@@ -273,5 +275,5 @@ def _has_license(store: BlobFiles, content: Descriptor, license_: str) -> bool:
     return isinstance(stated, str) and stated.strip() == license_
 
 
-def _inside(component: str, name: str) -> str:
+def _join_name(component: str, name: str) -> str:
     return f"{component}/{name}" if component else name

@@ -52,7 +52,7 @@ class TarExtractor:
             OSError: It cannot be written.
         """
         self._names.fold()
-        for member in self._tar.members():
+        for member in self._tar.iter_members():
             self._unpack(member)
         # The digest is verified at the end of the source, after the end of the tar.
         while self._source.readinto(self._buffer):
@@ -65,21 +65,21 @@ class TarExtractor:
                 self._names.add_directory(name)
                 self._root.make(name, DIRECTORY_MODE)
         elif not name:
-            raise self._rejection(member.name, "the file has no name")
+            raise self._build_error(member.name, "the file has no name")
         elif member.issparse():
-            raise self._rejection(name, "sparse files are not supported")
+            raise self._build_error(name, "sparse files are not supported")
         elif member.isreg():
             self._write(member, name)
         elif member.issym() or member.islnk():
             self._link(member, name)
         else:
-            raise self._rejection(name, "not a file, directory or link")
+            raise self._build_error(name, "not a file, directory or link")
 
     def _name(self, path: str) -> str:
         """Return a name below the directory; empty for the directory itself. Raises FormatError."""
         components = [component for component in path.split("/") if component not in ("", ".")]
         if path.startswith("/") or ".." in components:
-            raise self._rejection(path, "the path is outside the directory")
+            raise self._build_error(path, "the path is outside the directory")
         return check_name("/".join(components)) if components else ""
 
     def _add_file(self, name: str) -> str:
@@ -90,7 +90,7 @@ class TarExtractor:
     def _write(self, member: tarfile.TarInfo, name: str) -> None:
         if member.size < 0 or self.size + member.size > self._limit:
             limit = self._limit - self.size
-            raise self._rejection(name, f"it has {member.size} bytes; the limit is {limit}")
+            raise self._build_error(name, f"it has {member.size} bytes; the limit is {limit}")
         mode = _PROGRAM if member.mode & 0o100 else FILE_MODE
         with new_file(self._root, self._add_file(name), mode) as file:
             remaining = member.size
@@ -107,7 +107,9 @@ class TarExtractor:
         if member.islnk():
             source = self._name(member.linkname)
             if not self._names.is_file(source) or stat.S_ISLNK(self._root.stat(source).st_mode):
-                raise self._rejection(name, f"link to {source[:200]!r}, not a file in the archive")
+                raise self._build_error(
+                    name, f"link to {source[:200]!r}, not a file in the archive"
+                )
             self._root.link(source, self._add_file(name))
         else:
             target = member.linkname
@@ -129,9 +131,9 @@ class TarExtractor:
             or climbs > name.count("/")
             or not target.isprintable()
         ):
-            raise self._rejection(name, f"link to {target[:200]!r}, outside the directory")
+            raise self._build_error(name, f"link to {target[:200]!r}, outside the directory")
         if len(os.fsencode(target)) > _TARGET:
-            raise self._rejection(name, f"the link target has more than {_TARGET} bytes")
+            raise self._build_error(name, f"the link target has more than {_TARGET} bytes")
 
-    def _rejection(self, name: str, reason: str) -> FormatError:
+    def _build_error(self, name: str, reason: str) -> FormatError:
         return FormatError(f"{self._layer}: cannot unpack {name[:200]!r}: {reason}")

@@ -18,9 +18,9 @@ from pathlib import Path
 from clowder_aimage.content import VerifyingReader
 from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.decompress import MAX_PLAIN, compression_of, open_decompressed
+from clowder_aimage.content.decompress import MAX_PLAIN, open_decompressed, parse_compression
 from clowder_aimage.content.open_directory import OpenDirectory
-from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
+from clowder_aimage.content.parallel import ParallelStoppedError, run_parallel
 from clowder_aimage.content.store import Reader
 from clowder_aimage.content.tar import check_members
 from clowder_aimage.dialect import Layer
@@ -28,10 +28,10 @@ from clowder_aimage.errors import NoSpaceError, StoreError
 from clowder_aimage.exporter.directory import (
     DIRECTORY_MODE,
     LinkMethod,
-    faults,
     is_folding,
     link,
     new_file,
+    translate_errors,
 )
 from clowder_aimage.exporter.layer_store import LayerStore
 from clowder_aimage.exporter.plan import ExportPlan, FileChunk
@@ -76,7 +76,7 @@ class ExportWriter:
         self._lock = threading.Lock()
         self._methods = Counter[LinkMethod]()
         self._files = self._size = 0
-        self._shared = self._linkable() if links else set[Descriptor]()
+        self._shared = self._find_linkable() if links else set[Descriptor]()
 
     def run(self) -> ExportedFiles:
         """Write all files, with THREADS threads.
@@ -88,7 +88,7 @@ class ExportWriter:
                 entries.
             NotFoundError, StoreError: A blob cannot be read, or a file cannot be written.
         """
-        with faults(self._path):
+        with translate_errors(self._path):
             self._plan.names.fit(self._root.path)
             if is_folding(self._root):
                 self._plan.names.fold()
@@ -102,25 +102,27 @@ class ExportWriter:
         ]
         # Largest first, so that the threads end together.
         calls.sort(key=lambda call: -call[0])
-        in_parallel([call for _, call in calls], THREADS, self._stopped.set)
+        run_parallel([call for _, call in calls], THREADS, self._stopped.set)
         # Sequential: names in tars are unknown before, and may collide.
         for layer in self._plan.tars:
             self._untar(layer, limit - self._size)
-        with faults(self._path):
+        with translate_errors(self._path):
             # Another user may have replaced a directory by a link: opening fails then.
             for name in self._plan.generated:
                 os.close(self._root.open(name))
         return ExportedFiles(self._files, self._size, self._methods)
 
-    def _linkable(self) -> set[Descriptor]:
+    def _find_linkable(self) -> set[Descriptor]:
         """Return the blobs of whole layers on the same file system."""
-        with faults(self._path):
+        with translate_errors(self._path):
             device = os.fstat(self._root.fd).st_dev
             contents = {
                 x.descriptor for x in self._plan.whole_layers if self._blobs.is_stored(x.descriptor)
             }
             return {
-                content for content in contents if self._blobs.path(content).stat().st_dev == device
+                content
+                for content in contents
+                if self._blobs.find_path(content).stat().st_dev == device
             }
 
     def _check_space(self) -> int:
@@ -166,9 +168,9 @@ class ExportWriter:
     def _read_verified(self, content: Descriptor) -> Iterator[memoryview]:
         """Yield the bytes of a blob; verify its digest at the end."""
         with VerifyingReader(self._blobs.open(content), content) as reader:
-            yield from self._chunks(reader, content)
+            yield from self._iter_chunks(reader, content)
 
-    def _chunks(self, source: Reader, content: Descriptor) -> Iterator[memoryview]:
+    def _iter_chunks(self, source: Reader, content: Descriptor) -> Iterator[memoryview]:
         while not self._stopped.is_set():
             try:
                 count = source.readinto(self._buffer)
@@ -187,14 +189,14 @@ class ExportWriter:
         files: dict[str, int] = {}
         try:
             for name in {file_chunk.name for file_chunk in chunks}:
-                with faults(self._path):
+                with translate_errors(self._path):
                     files[name] = self._root.open(name, os.O_WRONLY)
             if any(file_chunk.shape for file_chunk in chunks):
                 self._reorder(b"".join(map(bytes, self._read_verified(blob))), pending, files)
                 return
             position = 0
             for chunk in self._read_verified(blob):
-                with faults(self._path):
+                with translate_errors(self._path):
                     pending = _scatter(chunk, position, pending, files)
                 position += len(chunk)
                 self._on_written(len(chunk))
@@ -211,22 +213,22 @@ class ExportWriter:
                 if chunk.shape
                 else data_range
             )
-            with faults(self._path):
+            with translate_errors(self._path):
                 write_all(files[chunk.name], memoryview(reordered), chunk.offset)
         self._on_written(len(data))
 
     def _write_whole(self, layer: Layer) -> None:
         content = layer.descriptor
         if content in self._shared:
-            with faults(self._path):
-                shared = link(self._blobs.path(content), self._root, layer.name)
+            with translate_errors(self._path):
+                shared = link(self._blobs.find_path(content), self._root, layer.name)
             if shared is not None:
                 method, linked = shared
                 with VerifyingReader(linked, content) as reader:
-                    for chunk in self._chunks(reader, content):
+                    for chunk in self._iter_chunks(reader, content):
                         self._on_written(len(chunk))
                 return self._count(content.size, method)
-        with faults(self._path), new_file(self._root, layer.name) as file:
+        with translate_errors(self._path), new_file(self._root, layer.name) as file:
             for chunk in self._read_verified(content):
                 write_all(file, chunk)
                 self._on_written(len(chunk))
@@ -237,10 +239,10 @@ class ExportWriter:
         limit = max_size if layer.content is None else layer.content.size
         with (
             open_decompressed(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
-            faults(self._path),
+            translate_errors(self._path),
             new_file(self._root, layer.name) as file,
         ):
-            for chunk in self._chunks(source, layer.descriptor):
+            for chunk in self._iter_chunks(source, layer.descriptor):
                 write_all(file, chunk)
                 size += len(chunk)
         self._on_written(layer.descriptor.size)
@@ -250,12 +252,12 @@ class ExportWriter:
         limit = max_size if layer.content is None else layer.content.size
         name = f"layer {layer.name}"
         blob = layer.descriptor
-        if self._blobs.is_stored(blob) and not compression_of(blob.media_type):
-            with faults(self._path), self._blobs.path(blob).open("rb", 0) as file:
+        if self._blobs.is_stored(blob) and not parse_compression(blob.media_type):
+            with translate_errors(self._path), self._blobs.find_path(blob).open("rb", 0) as file:
                 check_members(file, name)
         with (
             open_decompressed(self._blobs, layer.descriptor, layer.content, limit=limit) as source,
-            faults(self._path),
+            translate_errors(self._path),
         ):
             tar = TarExtractor(source, name, self._root, self._plan.names, max_size)
             tar.run()

@@ -50,12 +50,12 @@ class ComponentNames:
     flags: tuple[str, ...] = ()
     check: Callable[[Mapping[str, Any]], str | None] = lambda _: None
 
-    def full(self, name: str) -> str:
+    def add_base(self, name: str) -> str:
         """Return a name of diffusers with its base prefix."""
         return name if name.startswith(self.base) else self.base + name
 
     @cache  # noqa: B019 (the families are constants)
-    def names(self, count: int) -> tuple[str, ...]:
+    def list_names(self, count: int) -> tuple[str, ...]:
         """Return the names of all tensors of ``count`` blocks of each kind."""
         return tuple(self.shapes(self.widest(count)))
 
@@ -65,7 +65,7 @@ class ComponentNames:
         """Return diffusers' tensors by their names in a layout, for the blocks in ``names``."""
         numbers = (int(number) for name in names for number in _NUMBER.findall(name[:500]))
         count = min(max(numbers, default=0) + 1, _MAX_BLOCKS)
-        return self.dialects[dialect].invert(self.names(count))
+        return self.dialects[dialect].invert(self.list_names(count))
 
 
 @dataclass(frozen=True, slots=True)

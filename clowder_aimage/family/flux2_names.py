@@ -13,7 +13,7 @@ from typing import Any
 from clowder_aimage.family import zimage_config, zimage_names
 from clowder_aimage.family.component_names import ComponentNames, Shapes
 from clowder_aimage.family.name_table import NameTable, TensorChange
-from clowder_aimage.family.zimage_config import blocks, length
+from clowder_aimage.family.zimage_config import count_blocks, get_length
 from clowder_aimage.family.zimage_names import ORIGINAL
 
 SCHEDULER = {
@@ -82,7 +82,7 @@ _VAE = NameTable(
 )
 
 
-def _transformer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _build_transformer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     head = config["attention_head_dim"]
     dim, channels = head * config["num_attention_heads"], config["in_channels"]
     inner = int(dim * config.get("mlp_ratio", _RATIO))
@@ -117,21 +117,21 @@ def _transformer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
     return {f"{name}.weight": shape for name, shape in shapes.items()}
 
 
-def _transformer_config(shapes: Shapes) -> dict[str, Any]:
-    dim = length(shapes, "x_embedder.weight")
-    head = length(shapes, "transformer_blocks.0.attn.norm_q.weight")
+def _build_transformer_config(shapes: Shapes) -> dict[str, Any]:
+    dim = get_length(shapes, "x_embedder.weight")
+    head = get_length(shapes, "transformer_blocks.0.attn.norm_q.weight")
     return {
         "_class_name": "Flux2Transformer2DModel",
         "attention_head_dim": head,
         "axes_dims_rope": [head // _AXES] * _AXES,
         "eps": 1e-06,
         "guidance_embeds": False,
-        "in_channels": length(shapes, "x_embedder.weight", 1),
-        "joint_attention_dim": length(shapes, "context_embedder.weight", 1),
-        "mlp_ratio": length(shapes, "transformer_blocks.0.ff.linear_out.weight", 1) / dim,
+        "in_channels": get_length(shapes, "x_embedder.weight", 1),
+        "joint_attention_dim": get_length(shapes, "context_embedder.weight", 1),
+        "mlp_ratio": get_length(shapes, "transformer_blocks.0.ff.linear_out.weight", 1) / dim,
         "num_attention_heads": max(1, dim // head),
-        "num_layers": blocks(shapes, r"transformer_blocks\.([0-9]+)\."),
-        "num_single_layers": blocks(shapes, r"single_transformer_blocks\.([0-9]+)\."),
+        "num_layers": count_blocks(shapes, r"transformer_blocks\.([0-9]+)\."),
+        "num_single_layers": count_blocks(shapes, r"single_transformer_blocks\.([0-9]+)\."),
         "out_channels": None,
         "patch_size": 1,
         "rope_theta": 2000,
@@ -146,21 +146,21 @@ def _check_transformer(config: Mapping[str, Any]) -> str | None:
     return f"the heads have {head} channels, which are not pairs for {_AXES} axes"
 
 
-def _widest_transformer(count: int) -> dict[str, Any]:
+def _build_widest_transformer(count: int) -> dict[str, Any]:
     sizes = dict.fromkeys(("attention_head_dim", "num_attention_heads", "in_channels"), 1)
     return {**sizes, "joint_attention_dim": 1, "num_layers": count, "num_single_layers": count}
 
 
-def _vae_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    shapes = zimage_names.vae_shapes(_VAE_DEFAULTS | dict(config))
+def _build_vae_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    shapes = zimage_names.build_vae_shapes(_VAE_DEFAULTS | dict(config))
     shapes |= {
         f"bn.running_{statistic}": (4 * config["latent_channels"],) for statistic in ("mean", "var")
     }
     return shapes | {"bn.num_batches_tracked": ()}
 
 
-def _vae_config(shapes: Shapes) -> dict[str, Any]:
-    config = zimage_config.vae_config(shapes)
+def _build_vae_config(shapes: Shapes) -> dict[str, Any]:
+    config = zimage_config.build_vae_config(shapes)
     del config["scaling_factor"], config["shift_factor"]
     return config | {
         "_class_name": "AutoencoderKLFlux2",
@@ -183,9 +183,9 @@ TRANSFORMER = ComponentNames(
     ),
     dialects={"diffusers": NameTable(), ORIGINAL: _TRANSFORMER},
     prefix=r"(?:model\.)?(?:diffusion_model\.)?(?:transformer\.)?",
-    shapes=_transformer_shapes,
-    configure=_transformer_config,
-    widest=_widest_transformer,
+    shapes=_build_transformer_shapes,
+    configure=_build_transformer_config,
+    widest=_build_widest_transformer,
     check=_check_transformer,
     sizes=(
         *("attention_head_dim", "num_attention_heads", "num_layers", "num_single_layers"),
@@ -200,9 +200,9 @@ VAE = ComponentNames(
     ),
     dialects={"diffusers": NameTable(), ORIGINAL: _VAE},
     prefix=r"(?:vae\.|first_stage_model\.)?",
-    shapes=_vae_shapes,
-    configure=_vae_config,
-    widest=zimage_config.widest_vae,
+    shapes=_build_vae_shapes,
+    configure=_build_vae_config,
+    widest=zimage_config.build_widest_vae,
     check=zimage_config.check_vae,
     optional=("bn.num_batches_tracked",),
     sizes=("block_out_channels", "layers_per_block", "latent_channels"),

@@ -62,7 +62,7 @@ class ImageFamily:
     # Those of Qwen.
     tokens: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")
 
-    def component(self, name: str) -> ComponentNames:
+    def get_component(self, name: str) -> ComponentNames:
         """Return the component called ``name``."""
         return next(names for names in self.components if names.name == name)
 
@@ -76,9 +76,9 @@ QWEN3 = ComponentNames(
     ),
     dialects=zimage_names.TEXT_ENCODER,
     prefix=r"(?:text_encoders\.[^.]+\.|text_encoder\.)?(?:transformer\.)?",
-    shapes=zimage_names.text_encoder_shapes,
-    configure=zimage_config.text_encoder_config,
-    widest=zimage_config.widest_text_encoder,
+    shapes=zimage_names.build_text_encoder_shapes,
+    configure=zimage_config.build_text_encoder_config,
+    widest=zimage_config.build_widest_text_encoder,
     sizes=(
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
         *("num_attention_heads", "num_key_value_heads"),
@@ -99,9 +99,9 @@ VAE = ComponentNames(
     prefix=r"(?:vae\.|first_stage_model\.)?",
     # The VAE of FLUX.2 has the same marks.
     excluded=r"(?:^|\.)bn\.running_mean$",
-    shapes=zimage_names.vae_shapes,
-    configure=zimage_config.vae_config,
-    widest=zimage_config.widest_vae,
+    shapes=zimage_names.build_vae_shapes,
+    configure=zimage_config.build_vae_config,
+    widest=zimage_config.build_widest_vae,
     check=zimage_config.check_vae,
     sizes=(
         *("block_out_channels", "layers_per_block", "latent_channels"),
@@ -120,9 +120,9 @@ _DIT = ComponentNames(
     ),
     dialects=zimage_names.TRANSFORMER,
     prefix=r"(?:model\.)?(?:diffusion_model\.)?(?:transformer\.)?",
-    shapes=zimage_names.transformer_shapes,
-    configure=zimage_config.transformer_config,
-    widest=zimage_config.widest_transformer,
+    shapes=zimage_names.build_transformer_shapes,
+    configure=zimage_config.build_transformer_config,
+    widest=zimage_config.build_widest_transformer,
     check=zimage_config.check_transformer,
     extras=r"norm_final\.weight",
     omitted=("x_pad_token", "cap_pad_token"),
@@ -180,7 +180,7 @@ Z_IMAGE = ImageFamily(
         ((TRANSFORMER, "in_channels"), ("vae", "latent_channels"), 1),
     ),
     configs={"mlx": "{}_config.json", "mflux": "{}/config.json"},
-    mlx_config=zimage_config.mlx_config,
+    mlx_config=zimage_config.build_mlx_config,
 )
 FLUX_2 = ImageFamily(
     name="flux2",
@@ -226,11 +226,11 @@ def recognise(names: Iterable[str]) -> list[NamedComponent]:
     return [match for match in matches if match is not None]
 
 
-def family_of(components: Iterable[ComponentNames]) -> ImageFamily | None:
+def find_transformer_family(components: Iterable[ComponentNames]) -> ImageFamily | None:
     """Return the family of a transformer among components, or None."""
     component_set = set(components)
     for family in FAMILIES:
-        if family.component(TRANSFORMER) in component_set:
+        if family.get_component(TRANSFORMER) in component_set:
             return family
     return None
 
@@ -251,13 +251,13 @@ def find_unsupported(names: Iterable[str]) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def original_module(module: str) -> str:
+def find_original_module(module: str) -> str:
     """Return the original code's name of a transformer's layer in diffusers.
 
     A layer that the original code stacks with others keeps its name.
     """
     for family in FAMILIES:
-        table = family.component(TRANSFORMER).dialects[ORIGINAL]
+        table = family.get_component(TRANSFORMER).dialects[ORIGINAL]
         if table.locate(module).count > 1:
             return module
         if (name := table.rename_module(module)) != module:
@@ -269,5 +269,5 @@ def original_module(module: str) -> str:
 def has_exchanged_halves(module: str) -> bool:
     """Return True if the original code has the halves of a layer's rows exchanged."""
     name = f"{module}.weight"
-    tables = (family.component(TRANSFORMER).dialects[ORIGINAL] for family in FAMILIES)
+    tables = (family.get_component(TRANSFORMER).dialects[ORIGINAL] for family in FAMILIES)
     return any(table.locate(name).change is TensorChange.HALVES for table in tables)

@@ -31,7 +31,7 @@ def transpose(data: bytes | memoryview, dtype: str, rows: int, columns: int) -> 
     return transposed.tobytes()
 
 
-def last_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def permute_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a convolution with its channels last."""
     return (shape[0], *shape[2:], shape[1])
 
@@ -50,9 +50,9 @@ def restore(tensor: SourceTensor, name: str, location: TensorLocation) -> Source
     if location.count > 1:
         rows = tensor.shape[0] if tensor.shape else 0
         if not rows or rows % location.count:
-            raise _unfit(tensor, f"must have a multiple of {location.count} rows")
+            raise _build_error(tensor, f"must have a multiple of {location.count} rows")
         size = rows // location.count
-        tensor = tensor.rows(name, location.index * size, (location.index + 1) * size)
+        tensor = tensor.slice_rows(name, location.index * size, (location.index + 1) * size)
     return _change_order(tensor, name, location.change)
 
 
@@ -64,16 +64,16 @@ def _change_order(tensor: SourceTensor, name: str, change: TensorChange) -> Sour
         case TensorChange.CHANNELS_LAST if len(shape) == 4:
             shape = (shape[0], shape[3], *shape[1:3])
             decoder = _ChannelsFirst(tensor.file_range, tensor.dtype, shape)
-            return tensor.rename(name, shape).decoding(decoder, tensor.dtype, shape)
+            return tensor.rename(name, shape).with_decoder(decoder, tensor.dtype, shape)
         case TensorChange.HALVES:
             if not shape or shape[0] % 2:
-                raise _unfit(tensor, "must have an even number of rows")
+                raise _build_error(tensor, "must have an even number of rows")
             halves = _Halves(tensor)
-            return tensor.rename(name, shape).decoding(halves, tensor.dtype, shape)
+            return tensor.rename(name, shape).with_decoder(halves, tensor.dtype, shape)
     return tensor.rename(name, shape)
 
 
-def _unfit(tensor: SourceTensor, problem: str) -> FormatError:
+def _build_error(tensor: SourceTensor, problem: str) -> FormatError:
     return FormatError(f"{tensor.path}: {tensor.name[:200]} {list(tensor.shape)} {problem}")
 
 
@@ -119,7 +119,7 @@ def read_rows(file_range: FileRange, row: int, start: int, stop: int) -> bytes:
             file_range.decoded.start + start,
             file_range.decoded.start + stop,
         )
-        return b"".join(map(bytes, rows.parts()))
+        return b"".join(map(bytes, rows.iter_bytes()))
     with file_range.path.open("rb") as file:
         file.seek(file_range.offset + start * row)
         return file.read((stop - start) * row)

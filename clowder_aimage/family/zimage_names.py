@@ -109,18 +109,18 @@ VAE = {
 }
 
 
-def transformer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def build_transformer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of a transformer."""
     dim, width = config["dim"], min(config["dim"], 256)
     text, patch, middle = config["cap_feat_dim"], 4 * config["in_channels"], 1024
     shapes = {
-        **_linear("all_x_embedder.2-1", dim, patch),
-        **_linear("all_final_layer.2-1.linear", patch, dim),
-        **_linear("all_final_layer.2-1.adaLN_modulation.1", dim, width),
+        **_build_linear_shapes("all_x_embedder.2-1", dim, patch),
+        **_build_linear_shapes("all_final_layer.2-1.linear", patch, dim),
+        **_build_linear_shapes("all_final_layer.2-1.adaLN_modulation.1", dim, width),
         "cap_embedder.0.weight": (text,),
-        **_linear("cap_embedder.1", dim, text),
-        **_linear("t_embedder.mlp.0", middle, 256),
-        **_linear("t_embedder.mlp.2", width, middle),
+        **_build_linear_shapes("cap_embedder.1", dim, text),
+        **_build_linear_shapes("t_embedder.mlp.0", middle, 256),
+        **_build_linear_shapes("t_embedder.mlp.2", width, middle),
         "x_pad_token": (1, dim),
         "cap_pad_token": (1, dim),
     }
@@ -129,13 +129,13 @@ def transformer_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for kind, count in counts.items():
         for number in range(count):
             block = f"{kind}.{number}"
-            shapes |= _block(block, dim, dim // config["n_heads"])
+            shapes |= _build_block_shapes(block, dim, dim // config["n_heads"])
             if kind != "context_refiner":
-                shapes |= _linear(f"{block}.adaLN_modulation.0", 4 * dim, width)
+                shapes |= _build_linear_shapes(f"{block}.adaLN_modulation.0", 4 * dim, width)
     return shapes
 
 
-def _block(block: str, dim: int, head: int) -> dict[str, tuple[int, ...]]:
+def _build_block_shapes(block: str, dim: int, head: int) -> dict[str, tuple[int, ...]]:
     hidden = int(dim / 3 * 8)
     projections = {
         f"attention.to_{projection}": (dim, dim) for projection in ("q", "k", "v", "out.0")
@@ -149,11 +149,11 @@ def _block(block: str, dim: int, head: int) -> dict[str, tuple[int, ...]]:
     return {f"{block}.{name}.weight": shape for name, shape in (projections | layers).items()}
 
 
-def _linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+def _build_linear_shapes(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
 
 
-def text_encoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def build_text_encoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of a Qwen3 decoder without its output layer."""
     size, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -173,67 +173,73 @@ def text_encoder_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
     return {f"model.{name}.weight": shape for name, shape in shapes.items()}
 
 
-def vae_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def build_vae_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of an ``AutoencoderKL``."""
     channels, layers = list(config["block_out_channels"]), config["layers_per_block"]
     latent, last_level = config["latent_channels"], len(channels) - 1
     shapes = dict(
-        _ends("encoder", channels[0], channels[-1], config.get("in_channels", 3), 2 * latent)
+        _iter_end_shapes(
+            "encoder", channels[0], channels[-1], config.get("in_channels", 3), 2 * latent
+        )
     )
     shapes |= dict(
-        _ends("decoder", channels[-1], channels[0], latent, config.get("out_channels", 3))
+        _iter_end_shapes(
+            "decoder", channels[-1], channels[0], latent, config.get("out_channels", 3)
+        )
     )
     for side in ("encoder", "decoder"):
-        shapes |= dict(_middle(f"{side}.mid_block", channels[-1]))
+        shapes |= dict(_iter_middle_shapes(f"{side}.mid_block", channels[-1]))
     for name, size in (("quant_conv", 2 * latent), ("post_quant_conv", latent)):
         if config.get(f"use_{name}"):
-            shapes |= dict(_convolution(name, size, size, 1))
+            shapes |= dict(_iter_convolution_shapes(name, size, size, 1))
     for level, width in enumerate(channels):
         in_width = channels[max(level - 1, 0)]
         name = f"encoder.down_blocks.{level}"
-        shapes |= dict(_resnets(name, in_width, width, layers))
+        shapes |= dict(_iter_resnet_shapes(name, in_width, width, layers))
         if level < last_level:
-            shapes |= dict(_convolution(f"{name}.downsamplers.0.conv", width, width))
+            shapes |= dict(_iter_convolution_shapes(f"{name}.downsamplers.0.conv", width, width))
         decoder_in_width = channels[min(last_level, last_level - level + 1)]
         name, width = f"decoder.up_blocks.{level}", channels[last_level - level]
-        shapes |= dict(_resnets(name, decoder_in_width, width, layers + 1))
+        shapes |= dict(_iter_resnet_shapes(name, decoder_in_width, width, layers + 1))
         if level < last_level:
-            shapes |= dict(_convolution(f"{name}.upsamplers.0.conv", width, width))
+            shapes |= dict(_iter_convolution_shapes(f"{name}.upsamplers.0.conv", width, width))
     return shapes
 
 
-def _ends(
+def _iter_end_shapes(
     side: str, first_width: int, last_width: int, in_channels: int, out_channels: int
 ) -> NamedShapes:
-    yield from _convolution(f"{side}.conv_in", first_width, in_channels)
-    yield from _convolution(f"{side}.conv_out", out_channels, last_width)
-    yield from _norm(f"{side}.conv_norm_out", last_width)
+    yield from _iter_convolution_shapes(f"{side}.conv_in", first_width, in_channels)
+    yield from _iter_convolution_shapes(f"{side}.conv_out", out_channels, last_width)
+    yield from _iter_norm_shapes(f"{side}.conv_norm_out", last_width)
 
 
-def _middle(name: str, width: int) -> NamedShapes:
-    yield from _resnets(name, width, width, 2)
+def _iter_middle_shapes(name: str, width: int) -> NamedShapes:
+    yield from _iter_resnet_shapes(name, width, width, 2)
     attention = f"{name}.attentions.0"
-    yield from _norm(f"{attention}.group_norm", width)
+    yield from _iter_norm_shapes(f"{attention}.group_norm", width)
     for projection in ("to_q", "to_k", "to_v", "to_out.0"):
-        yield from _linear(f"{attention}.{projection}", width, width).items()
+        yield from _build_linear_shapes(f"{attention}.{projection}", width, width).items()
 
 
-def _resnets(name: str, in_width: int, width: int, count: int) -> NamedShapes:
+def _iter_resnet_shapes(name: str, in_width: int, width: int, count: int) -> NamedShapes:
     for number in range(count):
         block, block_in = f"{name}.resnets.{number}", in_width if number == 0 else width
-        yield from _norm(f"{block}.norm1", block_in)
-        yield from _convolution(f"{block}.conv1", width, block_in)
-        yield from _norm(f"{block}.norm2", width)
-        yield from _convolution(f"{block}.conv2", width, width)
+        yield from _iter_norm_shapes(f"{block}.norm1", block_in)
+        yield from _iter_convolution_shapes(f"{block}.conv1", width, block_in)
+        yield from _iter_norm_shapes(f"{block}.norm2", width)
+        yield from _iter_convolution_shapes(f"{block}.conv2", width, width)
         if block_in != width:
-            yield from _convolution(f"{block}.conv_shortcut", width, block_in, 1)
+            yield from _iter_convolution_shapes(f"{block}.conv_shortcut", width, block_in, 1)
 
 
-def _convolution(name: str, out_channels: int, in_channels: int, side: int = 3) -> NamedShapes:
+def _iter_convolution_shapes(
+    name: str, out_channels: int, in_channels: int, side: int = 3
+) -> NamedShapes:
     yield f"{name}.weight", (out_channels, in_channels, side, side)
     yield f"{name}.bias", (out_channels,)
 
 
-def _norm(name: str, width: int) -> NamedShapes:
+def _iter_norm_shapes(name: str, width: int) -> NamedShapes:
     yield f"{name}.weight", (width,)
     yield f"{name}.bias", (width,)

@@ -46,6 +46,7 @@ class Frame:
     worker: str = ""
     past: tuple[str, ...] = ()
 
+    @property
     def headers(self) -> dict[str, str]:
         """Return the headers of the message."""
         fields = {_KIND: self.kind, _PLACE: f"{self.attempt} {self.number}", _WORKER: self.worker}

@@ -35,14 +35,14 @@ from clowder_aimage.fleet.job.run import (
     GIVEN_UP,
     LATER,
     JobRun,
-    heartbeat,
+    extend_deadline,
     read_job,
 )
 from clowder_aimage.fleet.link import LOST, MESSAGE_ID, FleetLink, LastFrameError
 from clowder_aimage.fleet.placement import Placement, SlotCounter
 from clowder_aimage.fleet.store_view import StoreView
 from clowder_aimage.fleet.worker_registry import WorkerStatus, WorkerWatch
-from clowder_aimage.http.background import background_tasks
+from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.route import Role
 from clowder_aimage.oci import read_json
@@ -90,7 +90,7 @@ class JoinedWorker(Role):
             service, self._view, self._slots, self._watch.workers, identity.id
         )
         self._choice = JobChoice(self._placement.wait, self._placement.lacks_room)
-        service.engine.set_eviction_cost(self._eviction_cost)
+        service.engine.set_eviction_cost(self._estimate_eviction_cost)
         self._wake = asyncio.Event()
         self._runs: dict[str, JobRun] = {}
         # a job may be cancelled while its message is on the way here
@@ -110,11 +110,11 @@ class JoinedWorker(Role):
         self._link.on_ready.append(self._wake.set)
         async with (
             self._link.open(),
-            background_tasks(
+            run_in_background(
                 self._watch.run(),
-                _for_ever(self._report, LOOK),
-                _for_ever(self._sweep, LOOK),
-                _for_ever(self._take, 0),
+                _repeat(self._report, LOOK),
+                _repeat(self._sweep, LOOK),
+                _repeat(self._take, 0),
             ),
         ):
             try:
@@ -126,13 +126,13 @@ class JoinedWorker(Role):
         """Take no more jobs; end running ones within ``grace``, and give the others back."""
         self.takes_jobs = False
         await self._publish_status()
-        waiting = [asyncio.create_task(hurry.wait()), asyncio.create_task(self._idle())]
+        waiting = [asyncio.create_task(hurry.wait()), asyncio.create_task(self._wait_until_idle())]
         await asyncio.wait(waiting, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
         for task in waiting:
             task.cancel()
         await self._end()
 
-    async def _idle(self) -> None:
+    async def _wait_until_idle(self) -> None:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -148,17 +148,17 @@ class JoinedWorker(Role):
                 bucket = await self._link.streams.key_value(self._link.names.workers)
                 await bucket.delete(self._identity.id)
 
-    def _eviction_cost(self, digest: object) -> float:
+    def _estimate_eviction_cost(self, digest: object) -> float:
         """Return the eviction cost of a model in memory: highest with a job on the queue."""
         name = str(digest)
         is_wanted = self._choice.is_wanted(name.partition(":")[2])
-        return self._placement.eviction_cost(name, is_wanted=is_wanted)
+        return self._placement.estimate_eviction_cost(name, is_wanted=is_wanted)
 
     # -- taking jobs
 
     async def _take(self) -> None:
         """Ask for a job once there may be one that this worker can serve."""
-        key, soonest = self._choice.next(time.monotonic())
+        key, soonest = self._choice.select_next(time.monotonic())
         if key is None or not self.takes_jobs or not self._link.is_ready:
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
@@ -195,7 +195,9 @@ class JoinedWorker(Role):
         """
         names = self._link.names
         try:
-            info = await self._link.streams.consumer_info(names.jobs, names.consumer(*key))
+            info = await self._link.streams.consumer_info(
+                names.jobs, names.build_consumer_name(*key)
+            )
         except NotFoundError:
             # No worker has asked yet.
             return True
@@ -212,10 +214,10 @@ class JoinedWorker(Role):
     async def _ask(self, key: Key) -> Msg | None:
         """Return a job of a queue; None if it is empty or unreachable."""
         names = self._link.names
-        consumer = names.consumer(*key)
+        consumer = names.build_consumer_name(*key)
         try:
             if (timestamp := time.monotonic()) - self._consumers.get(key, -IDLE) > IDLE / 2:
-                await self._link.streams.add_consumer(names.jobs, self._consumer(key))
+                await self._link.streams.add_consumer(names.jobs, self._build_consumer_config(key))
             self._consumers[key] = timestamp
             subject = f"$JS.API.CONSUMER.MSG.NEXT.{names.jobs}.{consumer}"
             message = await self._link.client.request(
@@ -232,11 +234,11 @@ class JoinedWorker(Role):
         status = (message.headers or {}).get("Status")
         return message if status is None else None
 
-    def _consumer(self, key: Key) -> ConsumerConfig:
+    def _build_consumer_config(self, key: Key) -> ConsumerConfig:
         names = self._link.names
         return ConsumerConfig(
-            durable_name=names.consumer(*key),
-            filter_subject=names.job(*key),
+            durable_name=names.build_consumer_name(*key),
+            filter_subject=names.build_job_subject(*key),
             ack_policy=AckPolicy.EXPLICIT,
             ack_wait=ACK_WAIT,
             max_deliver=-1,
@@ -248,7 +250,7 @@ class JoinedWorker(Role):
         start, digest = time.monotonic(), f"sha256:{key[1]}"
         try:
             workers = self._watch.workers
-            async with heartbeat(message):
+            async with extend_deadline(message):
                 job = await read_job(self._link, message)
             run = JobRun(
                 self._link,
@@ -290,7 +292,7 @@ class JoinedWorker(Role):
             await message.nak(delay=LATER)
             return
         link, job = self._link, (message.headers or {}).get(MESSAGE_ID, "")
-        mark, after = await link.read_last(link.names.mark(job))
+        mark, after = await link.read_last(link.names.build_mark_subject(job))
         if mark is None or mark.kind not in LAST:
             log = JobLog(link, job, self._identity.id, Attempt.following(mark))
             text = f"the job was given up, as no worker can read it: {error.message}"
@@ -327,9 +329,9 @@ class JoinedWorker(Role):
     async def _listen(self) -> None:
         names, subscribe = self._link.names, self._link.client.subscribe
         await subscribe(names.announcements, cb=self._on_announcement)
-        await subscribe(names.cancel("*"), cb=self._on_cancel)
-        await subscribe(names.call(self._identity.id), cb=self._on_call)
-        await subscribe(names.control(self._identity.id), cb=self._on_order)
+        await subscribe(names.build_cancel_subject("*"), cb=self._on_cancel)
+        await subscribe(names.build_call_subject(self._identity.id), cb=self._on_call)
+        await subscribe(names.build_control_subject(self._identity.id), cb=self._on_order)
         self._is_subscribed = True
 
     async def _on_announcement(self, message: Msg) -> None:
@@ -355,7 +357,7 @@ class JoinedWorker(Role):
         """Report after a change of the store, and return the status. Raises AImageError."""
         await run_io(self._view.read)
         await self._publish_status()
-        return self._status().encode()
+        return self._build_status().encode()
 
     async def _on_order(self, message: Msg) -> None:
         """Follow an operator's order to take or refuse jobs; answer with the status."""
@@ -366,11 +368,11 @@ class JoinedWorker(Role):
             self._wake.set()
         await self._publish_status()
         with contextlib.suppress(*LOST):
-            await message.respond(self._status().encode())
+            await message.respond(self._build_status().encode())
 
     # -- reporting
 
-    def _status(self) -> WorkerStatus:
+    def _build_status(self) -> WorkerStatus:
         settings = self._service.settings
         minutes = max(1.0, time.monotonic() - self._started_at) / 60
         return WorkerStatus(
@@ -397,7 +399,7 @@ class JoinedWorker(Role):
         with contextlib.suppress(*LOST, JetStreamError):
             if self._link.is_ready:
                 bucket = await self._link.streams.key_value(self._link.names.workers)
-                await bucket.put(self._identity.id, self._status().encode())
+                await bucket.put(self._identity.id, self._build_status().encode())
 
     async def _report(self) -> None:
         """Put the status if it has changed, or is old."""
@@ -410,7 +412,7 @@ class JoinedWorker(Role):
             await self._publish_status()
 
 
-async def _for_ever(work: Callable[[], Awaitable[None]], pause: float) -> None:
+async def _repeat(work: Callable[[], Awaitable[None]], pause: float) -> None:
     """Repeat work with a pause; an error is logged, and no reason to end."""
     while True:
         try:

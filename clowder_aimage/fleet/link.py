@@ -26,7 +26,7 @@ from nats.js.errors import APIError, NotFoundError, ServiceUnavailableError
 from clowder_aimage.errors import AImageError, NetworkError, UnauthorizedError, UsageError
 from clowder_aimage.fleet.frame import Frame
 from clowder_aimage.fleet.name import FleetNames
-from clowder_aimage.fleet.stream import FleetShape, differences
+from clowder_aimage.fleet.stream import FleetShape, describe_differences
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.background import end_tasks
 
@@ -75,7 +75,7 @@ class FleetAccess:
     ca_file: Path | None = None
     certificate: tuple[Path, Path] | None = None
 
-    def options(self) -> dict[str, Any]:
+    def build_options(self) -> dict[str, Any]:
         """Return the options of the client. Raises UsageError."""
         arguments: dict[str, Any] = {"servers": list(self.servers)}
         for path in filter(None, (self.creds, self.nkey, self.ca_file)):
@@ -124,7 +124,7 @@ class FullStoreError(AImageError):
     """A stream of the fleet has no more room."""
 
 
-def unavailable(message: str, **advice: Any) -> ApiError:
+def build_unavailable_error(message: str, **advice: Any) -> ApiError:
     """Return the response while the fleet cannot be used."""
     headers = {"Retry-After": str(LATER)}
     return ApiError(503, message, code="fleet_unavailable", headers=headers, **advice)
@@ -141,7 +141,7 @@ class FleetLink:
     def __init__(self, access: FleetAccess, kind: str, name: str = "") -> None:
         self.names, self._access = access.names, access
         self._kind, self._name = kind, f"aimage-{kind}-{name}"
-        self._options = access.options()
+        self._options = access.build_options()
         self._client = Client()
         self._js = JetStreamContext(self._client)
         self._reason: AImageError | None = None
@@ -230,8 +230,10 @@ class FleetLink:
             return
         reason = self._reason
         if reason is None or isinstance(reason, NetworkError):
-            raise unavailable("the gateway has no connection to NATS; try again later")
-        raise unavailable(reason.message, remedy=reason.remedy, hint=reason.hint, **reason.facts)
+            raise build_unavailable_error("the gateway has no connection to NATS; try again later")
+        raise build_unavailable_error(
+            reason.message, remedy=reason.remedy, hint=reason.hint, **reason.facts
+        )
 
     def check_lasting(self) -> None:
         """Raise ApiError (503) if the fleet cannot be used until its configuration changes."""
@@ -373,7 +375,7 @@ class FleetLink:
 
     async def store_later(self, subject: str, frame: Frame) -> asyncio.Future[api.PubAck]:
         """Publish a frame without waiting; the future is the acknowledgement."""
-        return await self._js.publish_async(subject, frame.data, headers=frame.headers())
+        return await self._js.publish_async(subject, frame.data, headers=frame.headers)
 
     async def read_last(self, subject: str) -> tuple[Frame | None, int]:
         """Return the last frame of a subject and its number in the stream, or None and 0.
@@ -435,6 +437,6 @@ async def check_streams(
                 raise TimeoutError from None
             message = f"the NATS server refuses access to the stream {name}: {error.description}"
             raise UsageError(message) from None
-        wrong = differences(names, stream.config)
+        wrong = describe_differences(names, stream.config)
         if wrong:
             raise UsageError(f"the stream {name} is configured otherwise: {wrong}", **advice)

@@ -61,44 +61,44 @@ class FleetNames:
         """The subject of announcements of new jobs."""
         return f"{self.fleet}.news"
 
-    def job(self, priority: str, digest: str, caller: str = "*") -> str:
+    def build_job_subject(self, priority: str, digest: str, caller: str = "*") -> str:
         """Return the subject of jobs for a manifest; ``digest`` is its hexadecimal part."""
         return f"{self.fleet}.job.{priority}.{digest}.{caller}"
 
-    def log(self, job: str) -> str:
+    def build_log_subject(self, job: str) -> str:
         """Return the subject of the frames of a job."""
         return f"{self.fleet}.log.{job}"
 
-    def mark(self, job: str) -> str:
+    def build_mark_subject(self, job: str) -> str:
         """Return the subject of the frames that begin and end the attempts at a job."""
         return f"{self.fleet}.mark.{job}"
 
-    def body(self, job: str) -> str:
+    def build_body_subject(self, job: str) -> str:
         """Return the subject of the chunks of a job's body."""
         return f"{self.fleet}.body.{job}"
 
-    def file(self, chunk: str) -> str:
+    def build_file_subject(self, chunk: str) -> str:
         """Return the subject of a chunk of a file."""
         return f"{self.fleet}.file.{chunk}"
 
-    def dead_letter(self, job: str) -> str:
+    def build_dead_letter_subject(self, job: str) -> str:
         """Return the subject of the entry for a job that was given up."""
         return f"{self.fleet}.dead.{job}"
 
-    def cancel(self, job: str) -> str:
+    def build_cancel_subject(self, job: str) -> str:
         """Return the subject of the cancellation of a job."""
         return f"{self.fleet}.cancel.{job}"
 
-    def call(self, worker: str) -> str:
+    def build_call_subject(self, worker: str) -> str:
         """Return the subject of requests to one worker. They are not queued."""
         return f"{self.fleet}.call.{worker}"
 
-    def control(self, worker: str) -> str:
+    def build_control_subject(self, worker: str) -> str:
         """Return the subject of orders to one worker."""
         return f"{self.fleet}.control.{worker}"
 
     @staticmethod
-    def consumer(priority: str, digest: str) -> str:
+    def build_consumer_name(priority: str, digest: str) -> str:
         """Return the name of the consumer of jobs for a manifest."""
         return f"{priority}-{digest[:32]}"
 

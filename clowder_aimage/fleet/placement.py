@@ -111,11 +111,11 @@ class DemandStats:
         rate = self._counts[digest] / max(1.0, self.clock() - self._jobs[0][0])
         return 1 + int(rate * seconds / count / BUSY)
 
-    def eviction_cost(self, digest: str, copies: int) -> float:
+    def estimate_eviction_cost(self, digest: str, copies: int) -> float:
         """Return the eviction cost of one of ``copies`` in memory; 0 if the others suffice."""
         return 0.0 if copies > self.count_needed(digest) else (1 + self._counts[digest]) / copies
 
-    def price(
+    def estimate_unload_cost(
         self,
         loaded: Collection[str],
         at_work: Collection[str],
@@ -131,7 +131,7 @@ class DemandStats:
         if len({*loaded, *at_work}) < slots:
             return 0.0
         idle = (
-            self.eviction_cost(digest, copies.get(digest, 1))
+            self.estimate_eviction_cost(digest, copies.get(digest, 1))
             for digest in loaded
             if digest not in at_work
         )
@@ -175,10 +175,10 @@ class Placement:
         engine = self._service.engine
         return frozenset(str(model.digest) for model in engine.list_loaded() if model.is_ready)
 
-    def eviction_cost(self, digest: str, *, is_wanted: bool = False) -> float:
+    def estimate_eviction_cost(self, digest: str, *, is_wanted: bool = False) -> float:
         """Return the eviction cost of a model in memory here."""
-        copies = self._others().copies[digest] + 1
-        return _WANTED if is_wanted else self.demand.eviction_cost(digest, copies)
+        copies = self._get_others().copies[digest] + 1
+        return _WANTED if is_wanted else self.demand.estimate_eviction_cost(digest, copies)
 
     def wait(self, digest: str) -> float | None:
         """Return the seconds to wait before asking for a model's jobs; None without a free slot.
@@ -195,7 +195,7 @@ class Placement:
         at_work = self._slots.of(name)
         if at_work and not is_text:
             return job_choice.FOLLOW
-        other_workers = self._others()
+        other_workers = self._get_others()
         if at_work or name in self.loaded:
             copies = other_workers.loaded.get(name, ())
             rank = sum(worker < self._worker for worker in copies)
@@ -211,7 +211,9 @@ class Placement:
     def _load(self, name: str, other_workers: OtherWorkers) -> float:
         loaded = self.loaded
         copies = other_workers.copies + Counter({*loaded, *self._slots.digests})
-        cost = self.demand.price(loaded, self._slots.digests, self._slots.slots, copies)
+        cost = self.demand.estimate_unload_cost(
+            loaded, self._slots.digests, self._slots.slots, copies
+        )
         price = _WANTED if cost is None else cost
         rank = sum(
             other_price < (price, self._worker)
@@ -228,7 +230,7 @@ class Placement:
         is_there = self._workers.on_disk_elsewhere(name, self._worker)
         return job_choice.FETCH_TOO if is_there else job_choice.FETCH
 
-    def _others(self) -> OtherWorkers:
+    def _get_others(self) -> OtherWorkers:
         """Return the other workers, read again when a status has arrived, or after a time."""
         timestamp, last_read = self.demand.clock(), self._read_others
         if last_read.revision != self._workers.revision or timestamp - last_read.read > _FRESH:
@@ -236,7 +238,7 @@ class Placement:
         return last_read
 
     def _read(self, timestamp: float) -> OtherWorkers:
-        statuses = self._workers.others(self._worker)
+        statuses = self._workers.list_others(self._worker)
         in_memory = {status.id: {*status.loaded, *status.at_work} for status in statuses}
         local = {*self.loaded, *self._slots.digests}
         copies = Counter(copy for digests in in_memory.values() for copy in digests)
@@ -246,7 +248,9 @@ class Placement:
         for status in statuses:
             for digest in status.loaded:
                 loaded[digest].append(status.id)
-            price = self.demand.price(status.loaded, status.at_work, status.slots, total)
+            price = self.demand.estimate_unload_cost(
+                status.loaded, status.at_work, status.slots, total
+            )
             if price is not None:
                 for digest in {*status.models.values()} - in_memory[status.id]:
                     prices[digest].append((price, status.id))

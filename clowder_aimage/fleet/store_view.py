@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from clowder_aimage.api.model_kind import kind_of
-from clowder_aimage.api.model_list import items
+from clowder_aimage.api.model_kind import classify_model
+from clowder_aimage.api.model_list import list_entries
 from clowder_aimage.errors import AImageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -27,19 +27,19 @@ class StoreView:
 
     def read(self) -> None:
         """Read the store again if it has changed. Raises AImageError."""
-        fingerprint = self.store.fingerprint()
+        fingerprint = self.store.compute_fingerprint()
         if fingerprint is not None and fingerprint == self._fingerprint:
             return
         models, kinds = {}, {}
         is_whole = True
-        for item in items(self.store):
+        for item in list_entries(self.store):
             digest = str(item.descriptor.digest)
             is_whole &= not item.missing
             if item.missing:
                 continue
             if digest not in self._cached_kinds:
                 try:
-                    self._cached_kinds[digest] = kind_of(
+                    self._cached_kinds[digest] = classify_model(
                         read_aimage(self.store, item.reference).aimage
                     )
                 except AImageError:

@@ -28,7 +28,7 @@ class FleetShape:
     # Somewhat longer than their records.
     keep_files: float = 32 * _DAY
 
-    def streams(self, names: FleetNames) -> list[api.StreamConfig]:
+    def build_streams(self, names: FleetNames) -> list[api.StreamConfig]:
         """Return the configurations of the streams.
 
         A full stream refuses messages (``discard``): nothing is lost silently.
@@ -82,7 +82,7 @@ class FleetShape:
     async def make(self, js: JetStreamContext, names: FleetNames) -> list[str]:
         """Make or change the streams; return the names of those that were made."""
         created = []
-        for config in self.streams(names):
+        for config in self.build_streams(names):
             assert config.name is not None  # noqa: S101
             try:
                 await js.stream_info(config.name)
@@ -110,9 +110,11 @@ class FleetShape:
         return created
 
 
-def differences(names: FleetNames, config: api.StreamConfig) -> str:
+def describe_differences(names: FleetNames, config: api.StreamConfig) -> str:
     """Return the faults of a stream of a fleet as a text, empty if there are none."""
-    expected = {stream.name: stream for stream in FleetShape().streams(names)}.get(config.name)
+    expected = {stream.name: stream for stream in FleetShape().build_streams(names)}.get(
+        config.name
+    )
     if expected is None:  # a bucket
         is_wrong = config.name == f"KV_{names.workers}" and not config.max_age
         return "entries do not expire" if is_wrong else ""

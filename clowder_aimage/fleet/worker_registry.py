@@ -101,34 +101,36 @@ class WorkerRegistry:
         self._statuses.pop(worker, None)
         self.revision += 1
 
-    def statuses(self) -> list[WorkerStatus]:
+    def list_statuses(self) -> list[WorkerStatus]:
         """Return the statuses of the workers that are there, by id."""
         oldest = self._clock() - STATUS_TTL
         self._statuses = {key: entry for key, entry in self._statuses.items() if entry[1] >= oldest}
         return [status for _, (status, _) in sorted(self._statuses.items())]
 
-    def others(self, worker: str) -> list[WorkerStatus]:
+    def list_others(self, worker: str) -> list[WorkerStatus]:
         """Return the statuses of the other workers that take jobs."""
         return [
-            status for status in self.statuses() if not status.is_draining and status.id != worker
+            status
+            for status in self.list_statuses()
+            if not status.is_draining and status.id != worker
         ]
 
     def on_disk_elsewhere(self, digest: str, worker: str, *past: str) -> bool:
         """Return True if another worker that takes jobs, not in ``past``, has a model on disk."""
-        statuses = (status for status in self.others(worker) if status.id not in past)
+        statuses = (status for status in self.list_others(worker) if status.id not in past)
         return any(digest in status.models.values() for status in statuses)
 
     def may_pull(self) -> bool:
         """Return True if a worker may pull missing models."""
-        return any(status.may_pull and not status.is_draining for status in self.statuses())
+        return any(status.may_pull and not status.is_draining for status in self.list_statuses())
 
-    def reference(self, name: str | None) -> Reference:
+    def resolve_reference(self, name: str | None) -> Reference:
         """Return the reference of a client's name for a model.
 
         Raises UsageError without a name; NotFoundError if it is neither an alias nor a reference.
         """
-        statuses = self.statuses()
-        text = (_alias(statuses, name) or name) if name else _default(statuses, None)
+        statuses = self.list_statuses()
+        text = (_find_alias(statuses, name) or name) if name else _find_default(statuses, None)
         if not text:
             raise UsageError("the request has no model, and the workers have no default model")
         return parse_model(text)
@@ -138,11 +140,11 @@ class WorkerRegistry:
 
         A name without a model means the default model. Raises as ``reference``.
         """
-        statuses, reference = self.statuses(), self.reference(name)
+        statuses, reference = self.list_statuses(), self.resolve_reference(name)
         match = _resolve(statuses, reference)
         is_exact = reference.registry is not None or reference.digest is not None
-        is_literal = name is None or _alias(statuses, name) is None
-        default = None if is_exact and is_literal else _default(statuses, name)
+        is_literal = name is None or _find_alias(statuses, name) is None
+        default = None if is_exact and is_literal else _find_default(statuses, name)
         if match is None and default is not None:
             match = _resolve(statuses, Reference.parse(default))
         if match is None:
@@ -153,14 +155,14 @@ class WorkerRegistry:
     @property
     def default_model(self) -> str | None:
         """The model of requests without one."""
-        return _default(self.statuses(), None)
+        return _find_default(self.list_statuses(), None)
 
-    def names(self, *kinds: str) -> list[str]:
+    def list_names(self, *kinds: str) -> list[str]:
         """Return the names of the models of some kinds."""
         return sorted(
             {
                 name
-                for status in self.statuses()
+                for status in self.list_statuses()
                 for name, digest in status.models.items()
                 if status.kinds.get(digest) in kinds
             }
@@ -180,14 +182,14 @@ def _resolve(statuses: Iterable[WorkerStatus], reference: Reference) -> tuple[st
     return name, min(counts, key=lambda digest: (-counts[digest], digest))
 
 
-def _alias(statuses: Iterable[WorkerStatus], name: str) -> str | None:
+def _find_alias(statuses: Iterable[WorkerStatus], name: str) -> str | None:
     variant = name.removesuffix(f":{DEFAULT_TAG}")
     variant = variant if variant != name else f"{name}:{DEFAULT_TAG}"
     aliases = (status.aliases.get(name) or status.aliases.get(variant) for status in statuses)
     return next(filter(None, aliases), None)
 
 
-def _default(statuses: Iterable[WorkerStatus], name: str | None) -> str | None:
+def _find_default(statuses: Iterable[WorkerStatus], name: str | None) -> str | None:
     """Return the default model that replaces a name that clients have built in."""
     plain = (name or "").removesuffix(f":{DEFAULT_TAG}")
     for status in statuses:
@@ -224,7 +226,7 @@ class WorkerWatch:
         await self._link.client.subscribe(f"{self._subject}*", cb=self._take)
         # Workers report again.
         with contextlib.suppress(*LOST, JetStreamError):
-            for status in (await read_workers(self._link)).statuses():
+            for status in (await read_workers(self._link)).list_statuses():
                 self.workers.put(status)
         return True
 
@@ -254,7 +256,9 @@ async def give_order(link: FleetLink, worker: str, order: str) -> dict[str, Any]
     """
     data = json.dumps({"order": order}).encode()
     try:
-        message = await link.client.request(link.names.control(worker), data, timeout=5.0)
+        message = await link.client.request(
+            link.names.build_control_subject(worker), data, timeout=5.0
+        )
     except NoRespondersError:
         raise NotFoundError(f"no worker {worker!r} is in the fleet") from None
     return asdict(WorkerStatus.decode(message.data))

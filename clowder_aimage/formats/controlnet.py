@@ -33,7 +33,7 @@ def is_controlnet(names: Iterable[str]) -> bool:
 
 def is_packed_with(model: AImage) -> bool:
     """Return True if a model contains a control network."""
-    return any(layer.is_tensor or layer.is_shard for layer in model.component(COMPONENT))
+    return any(layer.is_tensor or layer.is_shard for layer in model.list_layers(COMPONENT))
 
 
 def take(path: Path) -> Inventory:
@@ -61,22 +61,26 @@ def check_fit(shapes: Shapes, base: Shapes, label: str, model: str) -> None:
     for name, shape in sorted(shapes.items()):
         expected = base.get(f"{_BASE}0.{name.removeprefix(_FIRST)}")
         if name.startswith(_FIRST) and expected not in (None, shape):
-            raise _misfit(
+            raise _build_fit_error(
                 label, model, f"{name} has the shape {list(shape)}, not {list(expected or ())}"
             )
     embedded, patches = shapes.get(EMBEDDER, ()), base.get(_EMBEDDER, ())
     if len(patches) != 2:
-        raise _misfit(label, model, "it is not a Z-Image")
+        raise _build_fit_error(label, model, "it is not a Z-Image")
     # The embedder of later control networks also takes a mask and inpainting latents: more columns.
     if len(embedded) != 2 or embedded[0] != patches[0] or embedded[1] < patches[1]:
         minimum = f"at least {list(patches)}"
-        raise _misfit(label, model, f"{EMBEDDER} has the shape {list(embedded)}, not {minimum}")
+        raise _build_fit_error(
+            label, model, f"{EMBEDDER} has the shape {list(embedded)}, not {minimum}"
+        )
     layers = {name.removeprefix(_BASE).partition(".")[0] for name in base if name.startswith(_BASE)}
     if not 1 <= (count := count_layers(shapes)) <= len(layers):
-        raise _misfit(label, model, f"it has {count} control layers for {len(layers)} layers")
+        raise _build_fit_error(
+            label, model, f"it has {count} control layers for {len(layers)} layers"
+        )
 
 
-def _misfit(label: str, model: str, problem: str) -> FormatError:
+def _build_fit_error(label: str, model: str, problem: str) -> FormatError:
     return FormatError(
         f"{label} does not fit {model}: {problem}", hint="it is of another base model"
     )

@@ -9,8 +9,8 @@ from clowder_aimage.adapter.names import (
     ALPHA,
     DORA_SCALE,
     MAGNITUDE,
+    find_unsupported_kind,
     split_name,
-    unsupported_kind,
 )
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import (
@@ -24,7 +24,7 @@ from clowder_aimage.formats import (
     savedmodel,
     torchscript,
 )
-from clowder_aimage.formats.diffusers import MODEL_INDEX, component_class, is_component
+from clowder_aimage.formats.diffusers import MODEL_INDEX, is_component, read_class_name
 from clowder_aimage.formats.family_weights import has_transformer, is_transformer
 from clowder_aimage.formats.onnx_graph import is_model
 from clowder_aimage.formats.shard_index import read_file
@@ -67,17 +67,17 @@ def _detect_file(path: Path) -> str:
             if torchscript.is_archive(file) or ending in torchscript.ENDINGS:
                 return torchscript.FORMAT
     if torchscript.is_pickle(start):
-        raise model_tree.pickle_error(path, torchscript.CONVERT)
+        raise model_tree.build_pickle_error(path, torchscript.CONVERT)
     # A safetensors file begins with the 8 bytes of its header's length, then JSON.
     if ending == SAFETENSORS or start[8:9] == b"{":
         return _detect_safetensors(path)
     with path.open("rb") as file:
         if is_model(file, path.stat().st_size):
             return onnx.FORMAT
-    return _by_ending(path, ending)
+    return _detect_by_ending(path, ending)
 
 
-def _by_ending(path: Path, ending: str) -> str:
+def _detect_by_ending(path: Path, ending: str) -> str:
     """Return the format of the extension, so that its reader explains the damage."""
     if ending in (gguf.ENDING, onnx.ENDING):
         return ending.removeprefix(".")
@@ -86,8 +86,8 @@ def _by_ending(path: Path, ending: str) -> str:
             f"{path} is part of a SavedModel", hint="pass the directory that contains it"
         )
     if ending in model_tree.PICKLED:
-        raise model_tree.pickle_error(path, torchscript.CONVERT)
-    raise _unknown(path)
+        raise model_tree.build_pickle_error(path, torchscript.CONVERT)
+    raise _build_unsupported_error(path)
 
 
 def _detect_safetensors(path: Path) -> str:
@@ -96,7 +96,7 @@ def _detect_safetensors(path: Path) -> str:
     except FormatError:
         if path.suffix.lower() == SAFETENSORS:
             raise
-        raise _unknown(path) from None
+        raise _build_unsupported_error(path) from None
     if controlnet.is_controlnet(names):
         return controlnet.FORMAT
     if is_lora(names):
@@ -114,7 +114,7 @@ def is_lora(names: Iterable[str]) -> bool:
     for name in names:
         split = split_name(name)
         if split is None:
-            balance += 1 if unsupported_kind(name) is not None else -1
+            balance += 1 if find_unsupported_kind(name) is not None else -1
         elif split[1] not in (ALPHA, DORA_SCALE, MAGNITUDE):
             balance += 1
     return balance > 0
@@ -141,7 +141,7 @@ def _detect_directory(root: Path) -> str:
             format=fits[0],
         )
     if fits == [DIFFUSERS] and MODEL_INDEX not in names:
-        return controlnet.FORMAT if component_class(root) == controlnet.CLASS else DIFFUSERS
+        return controlnet.FORMAT if read_class_name(root) == controlnet.CLASS else DIFFUSERS
     if fits:
         return fits[0]
     if has_transformer(root):
@@ -150,12 +150,12 @@ def _detect_directory(root: Path) -> str:
     if any(path.suffix.lower() == onnx.ENDING for path in model_tree.walk(root)):
         return onnx.FORMAT
     try:
-        if (path := model_tree.only_file(root)) is not None:
+        if (path := model_tree.find_only_file(root)) is not None:
             return _detect_file(path)
     except ModelError:
         # An error about the directory is more specific than one about its only file.
         pass
-    raise _no_format(root, paths)
+    raise _build_directory_error(root, paths)
 
 
 def _is_transformers(root: Path, names: set[str]) -> bool:
@@ -163,34 +163,36 @@ def _is_transformers(root: Path, names: set[str]) -> bool:
     weights = [name for name in names if name.endswith(SAFETENSORS) and "adapter" not in name]
     if not weights or _CONFIG not in names:
         return False
-    config = model_tree.read_json(model_tree.boundary(root), root / _CONFIG)
+    config = model_tree.read_json(model_tree.find_boundary(root), root / _CONFIG)
     return isinstance(config, dict) and any(map(config.get, ("model_type", "architectures")))
 
 
-def _no_format(root: Path, paths: dict[str, Path]) -> ModelError:
+def _build_directory_error(root: Path, paths: dict[str, Path]) -> ModelError:
     """Return the error for a directory of an unknown format, by its file names."""
     if (root / "transformer").is_dir() and (root / "vae").is_dir():
-        return model_tree.whole_files_error(
+        return model_tree.build_whole_files_error(
             f"{root} contains transformer/ and vae/, but no model_index.json",
             model_tree.MODEL_AGAIN,
         )
     for name, path in paths.items():
         if name.lower().endswith(torchscript.ENDINGS) and path.is_file():
-            return model_tree.whole_files_error(
+            return model_tree.build_whole_files_error(
                 f"unsupported model format: {root} ({name} may be TorchScript)",
                 f"if it is, pass the file itself; otherwise {torchscript.CONVERT}",
             )
     for path in paths.values():
         if path.suffix.lower() in model_tree.PICKLED:
-            return model_tree.pickle_error(path, torchscript.CONVERT)
+            return model_tree.build_pickle_error(path, torchscript.CONVERT)
     if weights := [name for name in paths if name.endswith(SAFETENSORS)]:
         missing = "config.json states no model" if _CONFIG in paths else "there is no config.json"
-        return model_tree.whole_files_error(
+        return model_tree.build_whole_files_error(
             f"{root} contains {weights[0]}, but {missing}",
             "pass a weight file itself, or a directory of a whole model",
         )
-    return _unknown(root)
+    return _build_unsupported_error(root)
 
 
-def _unknown(path: Path) -> ModelError:
-    return model_tree.whole_files_error(f"unsupported model format: {path}", f"supported: {_KNOWN}")
+def _build_unsupported_error(path: Path) -> ModelError:
+    return model_tree.build_whole_files_error(
+        f"unsupported model format: {path}", f"supported: {_KNOWN}"
+    )

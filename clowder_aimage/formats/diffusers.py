@@ -18,7 +18,7 @@ from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import model_tree, shard_index
 from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.prequantized import read_quantized
-from clowder_aimage.formats.shard_index import header_files, of_variant, read_weights
+from clowder_aimage.formats.shard_index import build_header_files, of_variant, read_weights
 from clowder_aimage.formats.transformers import TEXTS
 from clowder_aimage.formats.weight_file import STEMS, are_usual
 from clowder_aimage.tensor.weight import Weight
@@ -78,11 +78,11 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
         UsageError: A component has several variants, or none has the chosen one.
     """
     if not (directory / MODEL_INDEX).exists() and is_component(directory):
-        return _single_component(directory, variant)
-    index = _model_index(directory)
+        return _take_component(directory, variant)
+    index = _read_model_index(directory)
     pipeline = check_pipeline(index, str(directory / MODEL_INDEX))
     if pipeline not in PIPELINES:
-        return _any_pipeline(directory, pipeline, index, variant)
+        return _take_generic_pipeline(directory, pipeline, index, variant)
     model_tree.list_directory(directory, directory, model_tree.PICKLED)
     family = PIPELINES[pipeline]
     classes = _FAMILY_CLASSES[family]
@@ -98,15 +98,15 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
         family=family,
         pipeline=pipeline,
         components=tuple(
-            _component(directory, name, index.get(name), variant, classes) for name in names
+            _build_component(directory, name, index.get(name), variant, classes) for name in names
         ),
-        files=(file_of(directory, directory / MODEL_INDEX),),
+        files=(build_file(directory, directory / MODEL_INDEX),),
         license=model_tree.read_license(directory),
         defaults=request_defaults(family, index),
     )
 
 
-def most_references(properties: Mapping[str, Any]) -> int:
+def find_reference_limit(properties: Mapping[str, Any]) -> int:
     """Return the limit of reference pictures in a request to a model with this config.
 
     It is 0 for image-to-image models, which start from one picture.
@@ -126,20 +126,20 @@ def is_component(directory: Path) -> bool:
     weights = (path for path in directory.glob("*.safetensors") if "adapter" not in path.name)
     if not any(weights) or not (directory / "config.json").is_file():
         return False
-    return bool(component_class(directory))
+    return bool(read_class_name(directory))
 
 
-def component_class(directory: Path) -> str:
+def read_class_name(directory: Path) -> str:
     """Return the class in a ``config.json``; empty if there is none."""
-    config = model_tree.read_json(model_tree.boundary(directory), directory / "config.json")
+    config = model_tree.read_json(model_tree.find_boundary(directory), directory / "config.json")
     name = config.get("_class_name") if isinstance(config, dict) else None
     return name if isinstance(name, str) else ""
 
 
-def _single_component(directory: Path, variant: str) -> Inventory:
-    top = model_tree.boundary(directory)
+def _take_component(directory: Path, variant: str) -> Inventory:
+    top = model_tree.find_boundary(directory)
     name = str(model_tree.read_object(top, directory / "config.json")["_class_name"])
-    component = _any_component(directory, "", ["diffusers", name], variant)
+    component = _build_generic_component(directory, "", ["diffusers", name], variant)
     _check_variant(directory, (component,), variant)
     return Inventory(
         family="",
@@ -163,20 +163,22 @@ def check_pipeline(index: Mapping[str, Any], name: str) -> str:
     return pipeline
 
 
-def _any_pipeline(root: Path, pipeline: str, index: Mapping[str, Any], variant: str) -> Inventory:
+def _take_generic_pipeline(
+    root: Path, pipeline: str, index: Mapping[str, Any], variant: str
+) -> Inventory:
     names = sorted(name for name, entry in index.items() if _is_entry(entry))
     if not names:
         raise ModelError(f"{root / MODEL_INDEX} names no components")
     for name in names:
         if not _NAME.fullmatch(name):
             raise ModelError(f"{root / MODEL_INDEX}: invalid component name {name!r:.80}")
-    components = tuple(_any_component(root, name, index[name], variant) for name in names)
+    components = tuple(_build_generic_component(root, name, index[name], variant) for name in names)
     _check_variant(root, components, variant)
     return Inventory(
         family="",
         pipeline=pipeline,
         components=components,
-        files=(file_of(root, root / MODEL_INDEX),),
+        files=(build_file(root, root / MODEL_INDEX),),
         license=model_tree.read_license(root),
         facts={"format": "diffusers"},
     )
@@ -188,18 +190,18 @@ def _check_variant(root: Path, components: Iterable[Component], variant: str) ->
         raise UsageError(f"no component of {root} has weights in the variant {variant!r:.80}")
 
 
-def _any_component(root: Path, name: str, entry: list[str], variant: str) -> Component:
-    directory = _directory(root, name) if name else root
-    top = model_tree.boundary(root)
+def _build_generic_component(root: Path, name: str, entry: list[str], variant: str) -> Component:
+    directory = _resolve_directory(root, name) if name else root
+    top = model_tree.find_boundary(root)
     files_by_name = {path.name: path for path in model_tree.list_directory(top, directory)}
     paths = [files_by_name[file_name] for file_name in sorted(of_variant(files_by_name, variant))]
     texts = [p for p in paths if p.suffix in TEXTS and ".index." not in p.name]
-    files = tuple(file_of(root, path) for path in texts)
+    files = tuple(build_file(root, path) for path in texts)
     has_config = "config.json" in files_by_name
     config = model_tree.read_object(top, directory / "config.json") if has_config else {}
     if not any(path.suffix == ".safetensors" for path in paths):
         if pickled := [p for p in files_by_name.values() if p.suffix.lower() in model_tree.PICKLED]:
-            raise model_tree.pickle_error(pickled[0], "convert the weights to safetensors")
+            raise model_tree.build_pickle_error(pickled[0], "convert the weights to safetensors")
         if has_config and not _WEIGHTLESS.search(entry[1]):
             raise ModelError(
                 f"{directory} contains no weights in safetensors", hint=model_tree.MODEL_AGAIN
@@ -213,11 +215,11 @@ def _any_component(root: Path, name: str, entry: list[str], variant: str) -> Com
         raise
     # With the headers an export writes the files byte for byte.
     if not _is_changed(weights, ignored):
-        files += header_files(f"{name}/" if name else "", paths)
+        files += build_header_files(f"{name}/" if name else "", paths)
     return Component(name, entry[0], entry[1], weights, files, config, ignored)
 
 
-def _directory(root: Path, name: str) -> Path:
+def _resolve_directory(root: Path, name: str) -> Path:
     directory = root / name
     if not directory.is_dir():
         missing = f"the {name} is missing: {directory} is not a directory"
@@ -231,7 +233,7 @@ def _is_entry(value: object) -> bool:
     )
 
 
-def _model_index(directory: Path) -> Mapping[str, Any]:
+def _read_model_index(directory: Path) -> Mapping[str, Any]:
     if not directory.is_dir():
         raise ModelError(
             f"{directory} is not a directory", hint="pass the directory that contains the model"
@@ -245,7 +247,7 @@ def _model_index(directory: Path) -> Mapping[str, Any]:
     return model_tree.read_object(directory, directory / MODEL_INDEX)
 
 
-def _component(
+def _build_component(
     root: Path, name: str, entry: object, variant: str, classes: Mapping[str, str]
 ) -> Component:
     # Users copy a control network into the directory without changing model_index.json.
@@ -258,7 +260,7 @@ def _component(
             f"{root / MODEL_INDEX}: unsupported {name} {entry[1][:80]!r}",
             hint=f"expected {classes[name]}",
         )
-    directory = _directory(root, name)
+    directory = _resolve_directory(root, name)
     paths = model_tree.list_directory(root, directory, model_tree.PICKLED)
     if variant:
         chosen = of_variant((path.name for path in paths), variant)
@@ -269,12 +271,12 @@ def _component(
     file = "scheduler_config.json" if name == "scheduler" else "config.json"
     config = model_tree.read_object(root, directory / file) if name != "tokenizer" else {}
     weights, ignored = read_quantized(directory, tensors, config)
-    layers = tuple(file_of(root, path) for path in paths if path.name in _FILES[name])
+    layers = tuple(build_file(root, path) for path in paths if path.name in _FILES[name])
     is_sharded = any(shard_index.is_index(path.name) for path in paths)
     if is_sharded and not _is_changed(weights, ignored):
         # Headers are stored only for shards that an export would write differently.
         stem = STEMS.get(entry[0], STEMS["transformers"])
-        layers += () if are_usual(stem, weights, paths) else header_files(f"{name}/", paths)
+        layers += () if are_usual(stem, weights, paths) else build_header_files(f"{name}/", paths)
     return Component(name, entry[0], entry[1], weights, layers, config, ignored)
 
 
@@ -283,11 +285,11 @@ def _is_changed(weights: Iterable[Weight], ignored: tuple[str, ...]) -> bool:
     return bool(ignored) or any(weight.quantization for weight in weights)
 
 
-def tokenizer_files(root: Path) -> tuple[model_tree.SourceFile, ...]:
+def list_tokenizer_files(root: Path) -> tuple[model_tree.SourceFile, ...]:
     """Return the files of ``root/tokenizer`` that a pipeline reads. Raises ModelError."""
     paths = model_tree.list_directory(root, root / "tokenizer", model_tree.PICKLED)
     _check_tokenizer(root, {path.name for path in paths})
-    return tuple(file_of(root, path) for path in paths if path.name in _FILES["tokenizer"])
+    return tuple(build_file(root, path) for path in paths if path.name in _FILES["tokenizer"])
 
 
 def _check_tokenizer(root: Path, names: set[str]) -> None:
@@ -304,9 +306,9 @@ def _check_tokenizer(root: Path, names: set[str]) -> None:
         raise ModelError(missing, hint=model_tree.MODEL_AGAIN)
 
 
-def file_of(root: Path, path: Path) -> model_tree.SourceFile:
+def build_file(root: Path, path: Path) -> model_tree.SourceFile:
     """Return a file of the model in ``root``; JSON is checked. Raises ModelError, FormatError."""
-    top = model_tree.boundary(root)
+    top = model_tree.find_boundary(root)
     model_tree.check_inside(top, path)
     if path.suffix == ".json":
         model_tree.read_json(top, path)

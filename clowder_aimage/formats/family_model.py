@@ -14,21 +14,26 @@ from typing import Any
 
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.family.component_names import ComponentNames
-from clowder_aimage.family.image_family import SCHEDULER, TOKENIZER, ImageFamily, family_of
+from clowder_aimage.family.image_family import (
+    SCHEDULER,
+    TOKENIZER,
+    ImageFamily,
+    find_transformer_family,
+)
 from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.diffusers import (
     MODEL_INDEX,
-    file_of,
+    build_file,
+    list_tokenizer_files,
     request_defaults,
-    tokenizer_files,
 )
 from clowder_aimage.formats.family_weights import FamilyWeights, list_tensors, read_family
 from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.model_tree import SourceFile
 from clowder_aimage.formats.stored_weights import StoredLayer
-from clowder_aimage.formats.tokenizer_size import token_count, token_names
+from clowder_aimage.formats.tokenizer_size import count_tokens, list_token_names
 from clowder_aimage.oci import mediatype, read_json
-from clowder_aimage.tensor.weight import Weight, by_name, plain
+from clowder_aimage.tensor.weight import Weight, sort_weights, to_weight
 
 FORMAT = "image-model"
 # Components of an AImage: tensors without a counterpart in diffusers, and the headers of files.
@@ -45,21 +50,23 @@ class LikeModel:
     layers: tuple[StoredLayer, ...]
     read: Callable[[str], bytes]
 
-    def layers_of(self, component: str) -> tuple[StoredLayer, ...]:
+    def list_layers(self, component: str) -> tuple[StoredLayer, ...]:
         """Return the layers of a component."""
         return tuple(stored for stored in self.layers if stored.layer.component == component)
 
-    def weights(self, component: str) -> dict[str, Weight]:
+    def collect_weights(self, component: str) -> dict[str, Weight]:
         """Return the weights of a component by name."""
         return {
-            weight.name: weight for stored in self.layers_of(component) for weight in stored.weights
+            weight.name: weight
+            for stored in self.list_layers(component)
+            for weight in stored.weights
         }
 
     def has(self, name: str) -> bool:
         """Return True if it contains this file."""
         return any(stored.layer.name == name for stored in self.layers)
 
-    def object(self, name: str) -> dict[str, Any]:
+    def read_object(self, name: str) -> dict[str, Any]:
         """Return a JSON file; an empty object if there is none."""
         value = read_json(self.read(name), name) if self.has(name) else {}
         return value if isinstance(value, dict) else {}
@@ -86,7 +93,7 @@ def take(path: Path, like: LikeModel | None = None) -> Inventory:
                 f"{owners} the {weights.component.name}s of two models",
                 hint="keep only the files of one model in the directory",
             )
-    return _FamilyModel(path, components, like).inventory()
+    return _FamilyModel(path, components, like).build_inventory()
 
 
 class _FamilyModel:
@@ -95,7 +102,7 @@ class _FamilyModel:
     def __init__(
         self, path: Path, components: Mapping[str, FamilyWeights], like: LikeModel | None
     ) -> None:
-        family = family_of(weights.component for weights in components.values())
+        family = find_transformer_family(weights.component for weights in components.values())
         if family is None:
             raise UsageError(
                 f"{path} has no transformer of a known image model", remedy="like_unknown"
@@ -118,38 +125,38 @@ class _FamilyModel:
         self._index = self._read_index()
         self._configs: dict[str, Mapping[str, Any]] = {}
 
-    def inventory(self) -> Inventory:
+    def build_inventory(self) -> Inventory:
         """Return everything except the bytes of weights."""
         self._check_complete()
         components = [self._build_component(names) for names in self._family.components]
         _check_agreement(self._path, self._family, self._configs)
-        small = [self._scheduler(), self._tokenizer()]
+        small = [self._build_scheduler(), self._build_tokenizer()]
         extras = [
-            plain(replace(extra, name=f"{name}.{extra.name}"))
+            to_weight(replace(extra, name=f"{name}.{extra.name}"))
             for name, weights in self._components.items()
             for extra in weights.extras
         ]
         if extras:
-            small.append(Component(EXTRA, "", "", by_name(extras), (), {}))
-        index = SourceFile.from_bytes(MODEL_INDEX, _text(self._index))
+            small.append(Component(EXTRA, "", "", sort_weights(extras), (), {}))
+        index = SourceFile.from_bytes(MODEL_INDEX, _encode_json(self._index))
         # The same bytes share one blob with the other model.
-        if self._like is not None and self._like.object(MODEL_INDEX) == self._index:
+        if self._like is not None and self._like.read_object(MODEL_INDEX) == self._index:
             index = SourceFile.from_bytes(MODEL_INDEX, self._like.read(MODEL_INDEX))
         return Inventory(
             family=self._family.name,
             pipeline=str(self._index["_class_name"]),
             components=tuple(sorted([*components, *small], key=lambda component: component.name)),
-            files=(index, *self._headers()),
+            files=(index, *self._build_headers()),
             license=model_tree.read_license(self._root) if self._root else None,
             defaults=request_defaults(self._family.name, self._index),
         )
 
     def _read_index(self) -> Mapping[str, Any]:
-        index = self._like.object(MODEL_INDEX) if self._like else {}
+        index = self._like.read_object(MODEL_INDEX) if self._like else {}
         default = self._family.index
         return index if index.get("_class_name") == default["_class_name"] else default
 
-    def _class(self, name: str) -> tuple[str, str]:
+    def _resolve_class(self, name: str) -> tuple[str, str]:
         entry = self._index.get(name)
         # The index of the other model may lack the component.
         if not isinstance(entry, list) or len(entry) != 2:
@@ -165,7 +172,7 @@ class _FamilyModel:
         ]
         if self._root is None or not (self._root / TOKENIZER).is_dir():
             names.append(TOKENIZER)
-        missing = [name for name in names if self._like is None or not self._like.layers_of(name)]
+        missing = [name for name in names if self._like is None or not self._like.list_layers(name)]
         if missing:
             lacks_tokenizer = self._root is not None and missing == [TOKENIZER]
             raise UsageError(
@@ -178,25 +185,27 @@ class _FamilyModel:
 
     def _build_component(self, component: ComponentNames) -> Component:
         source = self._components.get(component.name)
-        library, class_name = self._class(component.name)
+        library, class_name = self._resolve_class(component.name)
         if source is None:
             assert self._like is not None  # noqa: S101
-            layers = self._like.layers_of(component.name)
+            layers = self._like.list_layers(component.name)
             weights = tuple(weight for stored in layers for weight in stored.weights)
-            config = self._like.object(f"{component.name}/config.json")
+            config = self._like.read_object(f"{component.name}/config.json")
             self._configs[component.name] = config
             return Component(
                 component.name, library, class_name, weights, (), config, stored=layers
             )
         omitted = self._restore_omitted(source)
-        weights = by_name([*source.weights, *(w for stored in omitted for w in stored.weights)])
-        data = self._config(replace(source, weights=weights))
+        weights = sort_weights(
+            [*source.weights, *(w for stored in omitted for w in stored.weights)]
+        )
+        data = self._resolve_config(replace(source, weights=weights))
         name = f"{component.name}/config.json"
         config = read_json(data, name)
         self._configs[component.name] = config
         weights, omitted = (
             self._match_names(component, weights),
-            (*omitted, *self._shared_files(source, weights)),
+            (*omitted, *self._find_shared_files(source, weights)),
         )
         files = (SourceFile.from_bytes(name, data),)
         return Component(
@@ -209,7 +218,7 @@ class _FamilyModel:
         missing = [tensor for tensor in source.component.omitted if tensor not in shapes]
         if not missing or not shapes:
             return ()
-        layers = self._like.layers_of(name) if self._like else ()
+        layers = self._like.list_layers(name) if self._like else ()
         restored = [
             stored for stored in layers if stored.layer.name.removeprefix(f"{name}/") in missing
         ]
@@ -224,11 +233,11 @@ class _FamilyModel:
             )
         return tuple(restored)
 
-    def _config(self, source: FamilyWeights) -> bytes:
+    def _resolve_config(self, source: FamilyWeights) -> bytes:
         """Return the config.json of a component. Raises UsageError."""
         component, shapes = source.component, source.shapes
         derived = component.configure(shapes)
-        data = self._fitting(component, derived)
+        data = self._find_config(component, derived)
         stated = {} if data is None else read_json(data, "config.json")
         derived |= {key: stated[key] for key in component.flags if key in stated}
         expected = component.shapes(derived)
@@ -246,11 +255,11 @@ class _FamilyModel:
                 path=str(self._path),
                 family=self._family.title,
             )
-        return _text(derived)
+        return _encode_json(derived)
 
-    def _fitting(self, component: ComponentNames, derived: Mapping[str, Any]) -> bytes | None:
+    def _find_config(self, component: ComponentNames, derived: Mapping[str, Any]) -> bytes | None:
         """Return the first existing config with the sizes of the derived one, or None."""
-        for data in self._candidates(component):
+        for data in self._read_configs(component):
             config = read_json(data, "config.json")
             if isinstance(config, dict) and all(
                 config.get(key) == derived[key] for key in component.sizes
@@ -258,7 +267,7 @@ class _FamilyModel:
                 return data
         return None
 
-    def _candidates(self, component: ComponentNames) -> list[bytes]:
+    def _read_configs(self, component: ComponentNames) -> list[bytes]:
         """Return the existing configs, in the order of preference."""
         configs = []
         name = component.name
@@ -275,80 +284,82 @@ class _FamilyModel:
         self, component: ComponentNames, weights: Sequence[Weight]
     ) -> tuple[Weight, ...]:
         """Return the weights without their base prefix, if the names of the other model lack it."""
-        like_weights = self._like.weights(component.name) if self._like else {}
+        like_weights = self._like.collect_weights(component.name) if self._like else {}
         if not component.base or any(name.startswith(component.base) for name in like_weights):
             return tuple(weights)
         if not like_weights:
             return tuple(weights)
-        return by_name(replace(w, name=w.name.removeprefix(component.base)) for w in weights)
+        return sort_weights(replace(w, name=w.name.removeprefix(component.base)) for w in weights)
 
-    def _shared_files(
+    def _find_shared_files(
         self, source: FamilyWeights, weights: Sequence[Weight]
     ) -> tuple[StoredLayer, ...]:
         """Return the other model's files and headers, if its tensors have the same outline."""
         if self._like is None:
             return ()
         name = source.component.name
-        like_weights = self._like.weights(name).values()
-        if _outline(like_weights, source.component) != _outline(weights, source.component):
+        like_weights = self._like.collect_weights(name).values()
+        if _build_outline(like_weights, source.component) != _build_outline(
+            weights, source.component
+        ):
             return ()
         return tuple(
             stored
-            for stored in self._like.layers_of(name)
+            for stored in self._like.list_layers(name)
             if not stored.layer.is_tensor and stored.layer.name != f"{name}/config.json"
         )
 
-    def _scheduler(self) -> Component:
+    def _build_scheduler(self) -> Component:
         name = f"{SCHEDULER}/{_SCHEDULER_FILE}"
-        library, class_name = self._class(SCHEDULER)
+        library, class_name = self._resolve_class(SCHEDULER)
         if self._root is not None and (self._root / name).is_file():
-            file = file_of(self._root, self._root / name)
+            file = build_file(self._root, self._root / name)
         elif self._like is not None and self._like.has(name):
-            stored = self._like.layers_of(SCHEDULER)
+            stored = self._like.list_layers(SCHEDULER)
             return Component(SCHEDULER, library, class_name, (), (), {}, stored=stored)
         else:
-            file = SourceFile.from_bytes(name, _text(self._family.scheduler))
+            file = SourceFile.from_bytes(name, _encode_json(self._family.scheduler))
         return Component(SCHEDULER, library, class_name, (), (file,), {})
 
-    def _tokenizer(self) -> Component:
-        library, class_name = self._class(TOKENIZER)
-        rows = _number(self._configs["text_encoder"], "vocab_size")
+    def _build_tokenizer(self) -> Component:
+        library, class_name = self._resolve_class(TOKENIZER)
+        rows = _get_number(self._configs["text_encoder"], "vocab_size")
         if self._root is not None and (self._root / TOKENIZER).is_dir():
-            files = tokenizer_files(self._root)
+            files = list_tokenizer_files(self._root)
             data = {file.path.name: file.path.read_bytes() for file in files}
             layers: tuple[StoredLayer, ...] = ()
         else:
             assert self._like is not None  # noqa: S101
-            files, layers = (), self._like.layers_of(TOKENIZER)
+            files, layers = (), self._like.list_layers(TOKENIZER)
             names = [stored.layer.name for stored in layers]
             data = {name.rpartition("/")[2]: self._like.read(name) for name in names}
-        if (count := token_count(data)) > rows:
+        if (count := count_tokens(data)) > rows:
             raise FormatError(
                 f"the tokenizer has {count} tokens, and the text encoder {rows}: they belong to "
                 "different models"
             )
-        if not token_names(data).issuperset(self._family.tokens):
+        if not list_token_names(data).issuperset(self._family.tokens):
             raise FormatError(
                 f"the tokenizer is that of another family: {self._family.title} requires "
                 f"the tokens {', '.join(self._family.tokens)}"
             )
         return Component(TOKENIZER, library, class_name, (), files, {}, stored=layers)
 
-    def _headers(self) -> list[SourceFile]:
+    def _build_headers(self) -> list[SourceFile]:
         """Return the headers of the files, for a byte-exact export."""
         headers: dict[Path, SourceFile] = {}
         for weights in self._components.values():
             for source in weights.sources:
                 if source.is_exact:
-                    headers[source.path] = self._header(source.path)
+                    headers[source.path] = self._build_header(source.path)
         for directory in {path.parent for path in headers}:
             for path in directory.glob("*.safetensors.index.json"):
-                headers[path] = self._header(path)
+                headers[path] = self._build_header(path)
         return list(headers.values())
 
-    def _header(self, path: Path) -> SourceFile:
+    def _build_header(self, path: Path) -> SourceFile:
         relative = path.relative_to(self._root).as_posix() if self._root else path.name
-        file = model_tree.source_file(self._root, path, f"{SOURCE}/{relative}")
+        file = model_tree.build_source_file(self._root, path, f"{SOURCE}/{relative}")
         size = file.size
         # A safetensors header is 8 bytes of its length (little-endian), then JSON.
         if path.suffix != ".json":
@@ -357,12 +368,14 @@ class _FamilyModel:
         return replace(file, size=size, media_type=mediatype.AIMAGE_HEADER)
 
 
-def _text(value: Mapping[str, Any]) -> bytes:
+def _encode_json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def _outline(weights: Any, component: ComponentNames) -> set[tuple[str, str, tuple[int, ...]]]:
-    return {(component.full(weight.name), weight.dtype, weight.shape) for weight in weights}
+def _build_outline(
+    weights: Any, component: ComponentNames
+) -> set[tuple[str, str, tuple[int, ...]]]:
+    return {(component.add_base(weight.name), weight.dtype, weight.shape) for weight in weights}
 
 
 def _check_shapes(
@@ -392,8 +405,8 @@ def _check_agreement(
     """Compare the sizes that components share, such as text channels. Raises FormatError."""
     for (component, key), (other_component, other_key), factor in family.agreements:
         size, other_size = (
-            _number(configs[component], key),
-            _number(configs[other_component], other_key),
+            _get_number(configs[component], key),
+            _get_number(configs[other_component], other_key),
         )
         if size != factor * other_size:
             raise FormatError(
@@ -402,6 +415,6 @@ def _check_agreement(
             )
 
 
-def _number(config: Mapping[str, Any], key: str) -> int:
+def _get_number(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     return value if isinstance(value, int) else 0

@@ -20,7 +20,7 @@ from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.gguf import read_model
 from clowder_aimage.formats.prequantized import read_quantized
 from clowder_aimage.formats.weight_source import ENDINGS, WeightSource, read_source
-from clowder_aimage.tensor.weight import SourceTensor, Weight, by_name, plain
+from clowder_aimage.tensor.weight import SourceTensor, Weight, sort_weights, to_weight
 
 _SHARD = re.compile(r"(?:^|-)[0-9]+(?:-of-[0-9]{5})?$")
 # Values that share a scale in quantized MLX files, which do not state it (MLX's default).
@@ -62,7 +62,7 @@ def read_family(path: Path) -> list[FamilyWeights]:
         FormatError: A file is damaged, is of an unknown model or an unsupported variant, or has
             tensors of no component.
     """
-    return [weights for group in _groups(path) for weights in _components(group)]
+    return [weights for group in _group_files(path) for weights in _build_components(group)]
 
 
 def has_transformer(path: Path) -> bool:
@@ -71,11 +71,11 @@ def has_transformer(path: Path) -> bool:
     Raises FormatError: A weight file is damaged.
     """
     try:
-        groups = _groups(path)
+        groups = _group_files(path)
     except ModelError:
         # An error about the whole directory is more specific.
         return False
-    return any(is_transformer(_names(group)) for group in groups)
+    return any(is_transformer(_list_names(group)) for group in groups)
 
 
 def is_transformer(names: Iterable[str]) -> bool:
@@ -91,7 +91,7 @@ def has_gguf_transformer(path: Path) -> bool:
     return is_transformer(tensor.name for header in headers for tensor in header.tensors)
 
 
-def _groups(path: Path) -> list[list[WeightSource]]:
+def _group_files(path: Path) -> list[list[WeightSource]]:
     """Return the files at ``path``, grouped by sets of shards."""
     if not path.is_dir():
         return [[read_source(path)]]
@@ -103,12 +103,12 @@ def _groups(path: Path) -> list[list[WeightSource]]:
     return list(groups.values())
 
 
-def _names(group: Sequence[WeightSource]) -> list[str]:
+def _list_names(group: Sequence[WeightSource]) -> list[str]:
     return [tensor.name for source in group for tensor in source.tensors]
 
 
-def _components(group: Sequence[WeightSource]) -> list[FamilyWeights]:
-    path, names = group[0].path, _names(group)
+def _build_components(group: Sequence[WeightSource]) -> list[FamilyWeights]:
+    path, names = group[0].path, _list_names(group)
     if unsupported := find_unsupported(names):
         titles = " or ".join(family.title for family in FAMILIES)
         raise FormatError(
@@ -123,12 +123,14 @@ def _components(group: Sequence[WeightSource]) -> list[FamilyWeights]:
         )
     if len(set(names)) != len(names):
         raise FormatError(f"{path.parent} has two tensors of the same name", hint=model_tree.AGAIN)
-    weights, _ = read_quantized(path, [t for s in group for t in s.tensors], _mlx_config(group))
+    weights, _ = read_quantized(
+        path, [t for s in group for t in s.tensors], _derive_mlx_config(group)
+    )
     divided = _divide(path, matches, weights)
     return [_rename_weights(match, divided[match], group) for match in matches]
 
 
-def _mlx_config(group: Sequence[WeightSource]) -> dict[str, Any]:
+def _derive_mlx_config(group: Sequence[WeightSource]) -> dict[str, Any]:
     """Return the quantization config of an MLX file, derived from the shapes of its tensors."""
     tensors = {tensor.name: tensor for source in group for tensor in source.tensors}
     for name, scales in tensors.items():
@@ -147,7 +149,7 @@ def _divide(
     # The empty prefix of a component matches the names of all others: it is tried last.
     longest = sorted(matches, key=lambda match: -len(match.prefix))
     divided: dict[NamedComponent, list[Weight]] = {match: [] for match in matches}
-    locations = {match: _locations(match, weights) for match in matches}
+    locations = {match: _find_locations(match, weights) for match in matches}
     unknown = []
     for weight in weights:
         for match in longest:
@@ -174,7 +176,7 @@ def list_tensors(names: Sequence[str]) -> str:
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown}{remainder})"
 
 
-def _locations(
+def _find_locations(
     match: NamedComponent, weights: Iterable[Weight]
 ) -> Mapping[str, Sequence[tuple[str, TensorLocation]]]:
     names = [
@@ -188,7 +190,7 @@ def _locations(
 def _rename_weights(
     match: NamedComponent, members: Sequence[Weight], group: Sequence[WeightSource]
 ) -> FamilyWeights:
-    locations = _locations(match, members)
+    locations = _find_locations(match, members)
     weights: list[Weight] = []
     extras = []
     for weight in members:
@@ -197,14 +199,14 @@ def _rename_weights(
             extras.append(weight.tensor.rename(name, weight.shape))
         else:
             weights += [
-                _weight(weight, new_name, location) for new_name, location in locations[name]
+                _rename_weight(weight, new_name, location) for new_name, location in locations[name]
             ]
-    return FamilyWeights(match.component, by_name(weights), tuple(extras), tuple(group))
+    return FamilyWeights(match.component, sort_weights(weights), tuple(extras), tuple(group))
 
 
-def _weight(weight: Weight, name: str, location: TensorLocation) -> Weight:
+def _rename_weight(weight: Weight, name: str, location: TensorLocation) -> Weight:
     if weight.quantization is None:
-        return plain(restore(weight.tensor, name, location))
+        return to_weight(restore(weight.tensor, name, location))
     if location.count > 1:
         raise FormatError(
             f"{weight.tensor.path}: {weight.name[:200]} is quantized, and combines "

@@ -18,7 +18,7 @@ from typing import Any
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.gguf_header import GgufHeader, GgufTensor, read_header
-from clowder_aimage.formats.inventory import Inventory, printable
+from clowder_aimage.formats.inventory import Inventory, clean_text
 from clowder_aimage.oci import mediatype
 
 FORMAT = "gguf"
@@ -80,7 +80,7 @@ def take(path: Path) -> Inventory:
 
 
 def _take_directory(root: Path) -> Inventory:
-    files = model_tree.list_directory(model_tree.boundary(root), root)
+    files = model_tree.list_directory(model_tree.find_boundary(root), root)
     paths = [path for path in files if path.suffix.lower() == ENDING]
     if not paths:
         raise ModelError(f"no GGUF file found in {root}")
@@ -107,22 +107,22 @@ def _build_inventory(
 ) -> Inventory:
     metadata = model.metadata
     tensors = [tensor for member in (model, *projectors) for tensor in member.tensors]
-    architecture = printable(metadata.get("general.architecture"))
+    architecture = clean_text(metadata.get("general.architecture"))
     context = metadata.get(f"{architecture}.context_length")
     facts = {
         "architecture": architecture,
-        "name": printable(metadata.get("general.name")),
+        "name": clean_text(metadata.get("general.name")),
         "parameters": sum(tensor.elements for tensor in tensors) or None,
-        "quantization": quantization(metadata, model.tensors),
+        "quantization": resolve_quantization(metadata, model.tensors),
         "context": context if type(context) is int and context > 0 else None,
-        "adapter": _adapter(model) if model.is_adapter else None,
+        "adapter": _build_adapter_facts(model) if model.is_adapter else None,
     }
     files = [file for member in (model, *projectors) for file in member.files]
-    licence = printable(metadata.get("general.license")) or licence
+    licence = clean_text(metadata.get("general.license")) or licence
     return Inventory.of_files(FORMAT, files, facts, licence)
 
 
-def quantization(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> str | None:
+def resolve_quantization(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> str | None:
     """Return the stated type of most tensors, else the type of most elements."""
     # bool is a subclass of int, hence the exact comparison of types.
     stated = metadata.get("general.file_type")
@@ -134,7 +134,7 @@ def quantization(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> 
     return max(sorted(count), key=lambda kind: count[kind], default=None)
 
 
-def _adapter(model: GgufModel) -> dict[str, Any]:
+def _build_adapter_facts(model: GgufModel) -> dict[str, Any]:
     metadata = model.metadata
     path, kind = model.files[0].path, metadata.get("adapter.type")
     if kind != "lora":
@@ -150,7 +150,7 @@ def _adapter(model: GgufModel) -> dict[str, Any]:
         "rank": max(ranks) or None if len(ranks) == 1 else None,
         "alpha": int(alpha) if alpha is not None and alpha == int(alpha) else alpha,
         "targets": sorted(targets) or None,
-        "base": printable(metadata.get("general.base_model.0.name")),
+        "base": clean_text(metadata.get("general.base_model.0.name")),
     }
     return {key: value for key, value in facts.items() if value is not None}
 
@@ -168,12 +168,12 @@ def read_model(path: Path) -> GgufModel:
         ModelError: The number of a part is invalid.
     """
     match = PART.fullmatch(path.name)
-    paths = _parts(path, match) if match else [path]
+    paths = _list_parts(path, match) if match else [path]
     files, headers = [], []
     for part_path in paths:
         # The user's path may be a link to anywhere; the other parts must be in its directory.
         root = None if part_path == path else path.parent
-        file = model_tree.source_file(root, part_path, part_path.name, mediatype.AIMAGE_GGUF)
+        file = model_tree.build_source_file(root, part_path, part_path.name, mediatype.AIMAGE_GGUF)
         with model_tree.naming(part_path), part_path.open("rb", buffering=1 << 16) as opened:
             headers.append(read_header(opened, file.size))
         files.append(file)
@@ -185,7 +185,7 @@ def read_model(path: Path) -> GgufModel:
     return replace(model, files=tuple(adapters))
 
 
-def _parts(path: Path, match: re.Match[str]) -> list[Path]:
+def _list_parts(path: Path, match: re.Match[str]) -> list[Path]:
     total = int(match["total"])
     if not 1 <= int(match["number"]) <= total:
         raise ModelError(f"{path}: invalid part number {int(match['number'])} of {total}")

@@ -141,13 +141,13 @@ class _Cursor:
                 "left: truncated or damaged"
             )
 
-    def number(self, form: struct.Struct, label: str) -> Any:
+    def read_number(self, form: struct.Struct, label: str) -> Any:
         return form.unpack(self.take(form.size, label))[0]
 
     def count(self, label: str, min_size: int, limit: int) -> int:
         """Read a count of items of at least ``min_size`` bytes each."""
         position = self.position
-        count: int = self.number(_U64, f"the number of {label}")
+        count: int = self.read_number(_U64, f"the number of {label}")
         remaining = self._size - self.position
         if count > limit or count * min_size > remaining:
             raise FormatError(
@@ -155,25 +155,25 @@ class _Cursor:
             )
         return count
 
-    def short_text(self, label: str, limit: int) -> str | None:
+    def read_short_text(self, label: str, limit: int) -> str | None:
         """Return a string; skip it and return None if it is longer than ``limit`` bytes."""
-        position, length = self.position, self.number(_U64, f"the length of {label}")
+        position, length = self.position, self.read_number(_U64, f"the length of {label}")
         if length <= limit:
             return self._decode(position, length, label)
         self.skip(length, label)
         return None
 
-    def text(self, label: str, limit: int) -> str:
-        position, length = self.position, self.number(_U64, f"the length of {label}")
+    def read_text(self, label: str, limit: int) -> str:
+        position, length = self.position, self.read_number(_U64, f"the length of {label}")
         if length > limit:
             raise FormatError(
                 f"at byte {position}, {label} has {length} bytes; the limit is {limit}"
             )
         return self._decode(position, length, label)
 
-    def string(self, is_kept: bool) -> bytes | None:
+    def read_string(self, is_kept: bool) -> bytes | None:
         """Return the bytes of a string in a list, or skip it."""
-        length = self.number(_U64, "the length of a string")
+        length = self.read_number(_U64, "the length of a string")
         if is_kept:
             return self.take(length, "a string")
         self.skip(length, "a string")
@@ -185,7 +185,7 @@ class _Cursor:
         except UnicodeDecodeError:
             raise FormatError(f"at byte {position}, {label} is not UTF-8") from None
 
-    def items_of(self, label: str, min_size: int) -> int:
+    def read_item_count(self, label: str, min_size: int) -> int:
         """Read the item count of a list; the total over all lists of a file is bounded."""
         count = self.count(label, min_size, MAX_ITEMS)
         self._items += count
@@ -203,12 +203,12 @@ def read_header(file: BinaryIO, size: int, *, is_whole: bool = False) -> GgufHea
         FormatError: The file is not GGUF, is truncated, or its header does not match its data.
     """
     cursor = _Cursor(file, size)
-    version = _version(cursor)
+    version = _read_version(cursor)
     tensor_count = cursor.count("tensors", _LEAST_TENSOR, MAX_TENSORS)
     pairs = cursor.count("metadata", _LEAST_PAIR, MAX_KEYS)
-    metadata = _metadata(cursor, pairs, is_whole)
+    metadata = _read_metadata(cursor, pairs, is_whole)
     alignment: int = metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
-    infos = [_tensor(cursor, alignment) for _ in range(tensor_count)]
+    infos = [_read_tensor(cursor, alignment) for _ in range(tensor_count)]
     start = -(-cursor.position // alignment) * alignment
     tensors = tuple(replace(info, offset=start + info.offset) for info in infos)
     _check_ranges(tensors, size)
@@ -234,13 +234,13 @@ def find_value(head: bytes, key: str) -> str | int | None:
     return head[start:end].decode(errors="replace") if end <= len(head) else None
 
 
-def _version(cursor: _Cursor) -> int:
+def _read_version(cursor: _Cursor) -> int:
     magic = cursor.take(4, "the magic number")
     if magic in OLDER:
         raise FormatError("this is a GGML file, the predecessor of GGUF", hint="convert it to GGUF")
     if magic not in (MAGIC, BIG_ENDIAN):
         raise FormatError(f"not a GGUF file: it begins with {magic!r}, not GGUF", hint=OTHER)
-    version: int = cursor.number(_U32, "the version")
+    version: int = cursor.read_number(_U32, "the version")
     # Older big-endian files have the same magic, and a byte-swapped version.
     if magic == BIG_ENDIAN or not version & 0xFFFF:
         raise FormatError(
@@ -255,12 +255,12 @@ def _version(cursor: _Cursor) -> int:
     return version
 
 
-def _metadata(cursor: _Cursor, pairs: int, is_whole: bool) -> dict[str, Any]:
+def _read_metadata(cursor: _Cursor, pairs: int, is_whole: bool) -> dict[str, Any]:
     keys: set[str] = set()
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
         position = cursor.position
-        key = cursor.text("a key", MAX_KEY)
+        key = cursor.read_text("a key", MAX_KEY)
         if not key or not key.isascii() or not key.isprintable() or key in keys:
             raise FormatError(f"at byte {position}, invalid or duplicate key: {key!r:.100}")
         keys.add(key)
@@ -269,9 +269,9 @@ def _metadata(cursor: _Cursor, pairs: int, is_whole: bool) -> dict[str, Any]:
             or key.startswith((*_METADATA_PREFIXES, SHAPES))
             or key.endswith(_METADATA_SUFFIX)
         )
-        position, kind = cursor.position, cursor.number(_U32, "the type of a value")
+        position, kind = cursor.position, cursor.read_number(_U32, "the type of a value")
         limit = (_MAX_LONG_STRING if is_whole else _MAX_STRING) if is_kept else 0
-        value = _value(cursor, kind, key, limit, is_whole)
+        value = _read_value(cursor, kind, key, limit, is_whole)
         if key == _ALIGNMENT and not _is_alignment(kind, value):
             raise FormatError(
                 f"at byte {position}, {key} must be a UINT32 power of two from 8 to "
@@ -286,44 +286,44 @@ def _is_alignment(kind: int, value: Any) -> bool:
     return kind == UINT32 and 8 <= value <= MAX_ALIGNMENT and value & (value - 1) == 0
 
 
-def _value(cursor: _Cursor, kind: int, key: str, limit: int, is_whole: bool) -> Any:
+def _read_value(cursor: _Cursor, kind: int, key: str, limit: int, is_whole: bool) -> Any:
     """Return a value; None for skipped lists and for strings longer than ``limit``."""
     position = cursor.position
     if form := SCALARS.get(kind):
-        value = cursor.number(form, f"the value of {key[:100]}")
+        value = cursor.read_number(form, f"the value of {key[:100]}")
         if kind != BOOL:
             return value
         if value > 1:
             raise FormatError(f"at byte {position}, {key[:100]} is {value}, not true or false")
         return bool(value)
     if kind == STRING:
-        return cursor.short_text(key[:100], limit)
+        return cursor.read_short_text(key[:100], limit)
     if kind == ARRAY:
-        return _shape(cursor, key) if key.startswith(SHAPES) else _list(cursor, is_whole)
+        return _read_shape(cursor, key) if key.startswith(SHAPES) else _list(cursor, is_whole)
     raise FormatError(f"at byte {position - 4}, {key[:100]} has an unknown type: {kind}")
 
 
-def _shape(cursor: _Cursor, key: str) -> tuple[int, ...]:
-    position, kind = cursor.position, cursor.number(_U32, "the type of a list")
+def _read_shape(cursor: _Cursor, key: str) -> tuple[int, ...]:
+    position, kind = cursor.position, cursor.read_number(_U32, "the type of a list")
     form = SCALARS[INT32]
     count = cursor.count("values", form.size, 1 << 60)
     if kind != INT32 or count > _MAX_RANK:
         raise FormatError(f"at byte {position}, {key[:200]} is not a short list of INT32")
-    return tuple(cursor.number(form, key[:200]) for _ in range(count))
+    return tuple(cursor.read_number(form, key[:200]) for _ in range(count))
 
 
 def _list(cursor: _Cursor, is_kept: bool, depth: int = 1) -> GgufList | None:
     """Return a list of scalars or strings; None if it is skipped."""
-    position, kind = cursor.position, cursor.number(_U32, "the type of a list")
+    position, kind = cursor.position, cursor.read_number(_U32, "the type of a list")
     if kind == ARRAY:
         if depth > MAX_DEPTH:
             raise FormatError(f"at byte {position}, lists are nested more than {MAX_DEPTH} deep")
-        for _ in range(cursor.items_of("lists", _LEAST_LIST)):
+        for _ in range(cursor.read_item_count("lists", _LEAST_LIST)):
             _list(cursor, False, depth + 1)
         return None
     if kind == STRING:
-        count = cursor.items_of("strings", _LEAST_TEXT)
-        texts = [cursor.string(is_kept) for _ in range(count)]
+        count = cursor.read_item_count("strings", _LEAST_TEXT)
+        texts = [cursor.read_string(is_kept) for _ in range(count)]
         return GgufList(kind, tuple(texts)) if is_kept else None
     if (form := SCALARS.get(kind)) is None:
         raise FormatError(f"at byte {position}, a list has an unknown type: {kind}")
@@ -335,16 +335,16 @@ def _list(cursor: _Cursor, is_kept: bool, depth: int = 1) -> GgufList | None:
     return GgufList(kind, struct.unpack(f"<{count}{form.format[1:]}", data))
 
 
-def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
+def _read_tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     """Return a tensor's info, with an offset relative to the start of the data."""
-    name = cursor.text("a tensor's name", MAX_NAME)
-    position, rank = cursor.position, cursor.number(_U32, f"the rank of {name}")
+    name = cursor.read_text("a tensor's name", MAX_NAME)
+    position, rank = cursor.position, cursor.read_number(_U32, f"the rank of {name}")
     if rank > MAX_DIMENSIONS:
         raise FormatError(
             f"at byte {position}, {name} has {rank} dimensions; the limit is {MAX_DIMENSIONS}"
         )
     shape = struct.unpack(f"<{rank}Q", cursor.take(8 * rank, f"the shape of {name}"))
-    position, number = cursor.position, cursor.number(_U32, f"the type of {name}")
+    position, number = cursor.position, cursor.read_number(_U32, f"the type of {name}")
     if number not in TENSORS:
         problem = "a type that was removed from GGUF" if number in REMOVED else "an unknown type"
         raise FormatError(f"at byte {position}, {name} has {problem}: {number}")
@@ -352,7 +352,7 @@ def _tensor(cursor: _Cursor, alignment: int) -> GgufTensor:
     if (shape[0] if shape else 1) % block:
         rows = f"rows of {name} {shape[:1]}"
         raise FormatError(f"at byte {position}, {rows} are not whole blocks of {kind}")
-    position, offset = cursor.position, cursor.number(_U64, f"the offset of {name}")
+    position, offset = cursor.position, cursor.read_number(_U64, f"the offset of {name}")
     if offset % alignment:
         raise FormatError(
             f"at byte {position}, {name} is at {offset}, not a multiple of {alignment}"

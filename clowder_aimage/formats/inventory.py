@@ -56,10 +56,10 @@ class Inventory:
         """Return a model of whole files, sorted by name; facts that are None are omitted."""
         stated = {key: value for key, value in facts.items() if value is not None}
         ordered = tuple(sorted(files, key=lambda file: file.name))
-        return cls("", "", (), ordered, printable(licence), {"format": kind} | stated)
+        return cls("", "", (), ordered, clean_text(licence), {"format": kind} | stated)
 
 
-def printable(value: object) -> str | None:
+def clean_text(value: object) -> str | None:
     """Return a text from a file's metadata if it is short and printable, else None."""
     if not isinstance(value, str):
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 from clowder_aimage.adapter import peft_config
 from clowder_aimage.adapter.description import describe
-from clowder_aimage.adapter.fit import AdapterFit, Shapes, base_names
+from clowder_aimage.adapter.fit import AdapterFit, Shapes, format_base_names
 from clowder_aimage.adapter.layer import read_layers
 from clowder_aimage.adapter.peft_config import PeftConfig
 from clowder_aimage.errors import FormatError, ModelError
@@ -35,20 +35,22 @@ def take(path: Path) -> Inventory:
         config_path = path.with_name(CONFIG)
         if path.name != WEIGHTS or not config_path.is_file():
             return _take(path, {}, ())
-        return _take(path, _config(model_tree.boundary(path.parent), config_path), (config_path,))
-    files = model_tree.list_directory(model_tree.boundary(path), path)
+        return _take(
+            path, _read_config(model_tree.find_boundary(path.parent), config_path), (config_path,)
+        )
+    files = model_tree.list_directory(model_tree.find_boundary(path), path)
     weights = [file for file in files if file.suffix == ".safetensors"]
     pickled = [file for file in files if file.suffix.lower() in model_tree.PICKLED]
     if pickled and not weights:
         hint = "save the adapter as safetensors (PEFT: safe_serialization=True)"
-        raise model_tree.pickle_error(pickled[0], hint)
+        raise model_tree.build_pickle_error(pickled[0], hint)
     if len(weights) != 1:
         raise ModelError(
             f"{path} must contain one safetensors file with an adapter, not {len(weights)}",
             hint=f"pass the file itself, or keep only {WEIGHTS}",
         )
     config_files = tuple(file for file in files if file.name == CONFIG)
-    config = _config(model_tree.boundary(path), path / CONFIG) if config_files else {}
+    config = _read_config(model_tree.find_boundary(path), path / CONFIG) if config_files else {}
     return _take(weights[0], config, config_files)
 
 
@@ -60,9 +62,10 @@ def _take(path: Path, config: Mapping[str, Any], config_files: tuple[Path, ...])
         "adapter": adapter,
         "name": adapter.get("title"),
     }
-    files = [model_tree.source_file(None, path, path.name, mediatype.AIMAGE_LORA)]
+    files = [model_tree.build_source_file(None, path, path.name, mediatype.AIMAGE_LORA)]
     files += [
-        model_tree.source_file(None, config_file, config_file.name) for config_file in config_files
+        model_tree.build_source_file(None, config_file, config_file.name)
+        for config_file in config_files
     ]
     licence = model_tree.read_license(path.parent) if config_files else None
     return Inventory.of_files("lora", files, facts, licence)
@@ -73,7 +76,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     return describe(path, read_file(path))
 
 
-def _config(root: Path, path: Path) -> Mapping[str, Any]:
+def _read_config(root: Path, path: Path) -> Mapping[str, Any]:
     value = model_tree.read_json(root, path)
     if not isinstance(value, dict):
         raise FormatError(f"{path} is not a JSON object")
@@ -91,10 +94,12 @@ def check_fit(path: Path, shapes: Shapes, base: str, config: Path | None = None)
     header = read_file(path)
     peft = None
     if config is not None:
-        peft = PeftConfig.parse(_config(model_tree.boundary(config.parent), config), str(config))
+        peft = PeftConfig.parse(
+            _read_config(model_tree.find_boundary(config.parent), config), str(config)
+        )
     tensors = {name: info.shape for name, info in header.tensors.items()}
     layers = read_layers(str(path), tensors, peft).layers
-    fit = AdapterFit(str(path), base, shapes, base_names(header.metadata, (peft,)))
+    fit = AdapterFit(str(path), base, shapes, format_base_names(header.metadata, (peft,)))
     # Matching raises on the first layer that does not fit; the matches are not needed.
     for _ in fit.match(layers):
         pass

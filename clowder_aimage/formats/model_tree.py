@@ -57,7 +57,7 @@ class SourceFile:
         return cls(name, Path(name), len(data), 0, data=data)
 
 
-def source_file(
+def build_source_file(
     root: Path | None, path: Path, name: str, media_type: str = mediatype.AIMAGE_FILE
 ) -> SourceFile:
     """Return a file that is stored as the layer ``name``.
@@ -70,7 +70,7 @@ def source_file(
     """
     _check_file(path)
     if root is not None:
-        check_inside(boundary(root), path)
+        check_inside(find_boundary(root), path)
     try:
         check_name(name)
     except FormatError:
@@ -86,7 +86,7 @@ def start_of(path: Path) -> bytes:
         return file.read(_START)
 
 
-def boundary(root: Path) -> Path:
+def find_boundary(root: Path) -> Path:
     """Return the directory that no link in ``root`` may leave.
 
     It is the snapshot of a Hugging Face cache that contains ``root`` (huggingface_hub, "Understand
@@ -111,7 +111,7 @@ def list_directory(
     paths = sorted(_list_visible(directory, ignored))
     for path in paths:
         if path.suffix.lower() in rejected:
-            raise pickle_error(
+            raise build_pickle_error(
                 path, "convert the weights to safetensors and remove the pickled file"
             )
     files = [path for path in paths if not path.is_dir()]
@@ -132,7 +132,7 @@ def walk(root: Path) -> list[Path]:
     directories = [root]
     while directories:
         for path in sorted(_list_visible(directories.pop())):
-            check_inside(boundary(root), path)
+            check_inside(find_boundary(root), path)
             if not path.is_dir():
                 _check_file(path)
                 files.append(path)
@@ -151,7 +151,7 @@ def walk(root: Path) -> list[Path]:
     return sorted(files)
 
 
-def only_file(root: Path) -> Path | None:
+def find_only_file(root: Path) -> Path | None:
     """Return the only file in a directory, apart from hidden files, a card and adapters.
 
     Raises ModelError: It is a link that leads out.
@@ -159,7 +159,7 @@ def only_file(root: Path) -> Path | None:
     paths = list(_list_visible(root, (CARD, ADAPTERS)))
     if len(paths) != 1 or not paths[0].is_file():
         return None
-    check_inside(boundary(root), paths[0])
+    check_inside(find_boundary(root), paths[0])
     return paths[0]
 
 
@@ -219,13 +219,13 @@ def _is_cached(repository: Path, target: Path) -> bool:
     )
 
 
-def pickle_error(path: Path, hint: str) -> ModelError:
+def build_pickle_error(path: Path, hint: str) -> ModelError:
     """Return the error for a pickled file."""
     message = f"{path} is pickled: loading it can execute arbitrary code, so it is not packed"
-    return whole_files_error(message, hint)
+    return build_whole_files_error(message, hint)
 
 
-def whole_files_error(message: str, hint: str) -> ModelError:
+def build_whole_files_error(message: str, hint: str) -> ModelError:
     """Return the error for a model that can only be packed as whole files.
 
     The remedy is an option of the verb; the hint is for other callers.
@@ -302,7 +302,7 @@ def read_license(root: Path) -> str | None:
     return None
 
 
-def card(license_: object) -> bytes | None:
+def build_card(license_: object) -> bytes | None:
     """Return a model card with only this licence, or None if it is not valid in a card."""
     if not isinstance(license_, str) or not _LICENSE.fullmatch(license_):
         return None

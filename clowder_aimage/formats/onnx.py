@@ -15,7 +15,7 @@ from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats import model_tree
 from clowder_aimage.formats.inventory import Inventory
-from clowder_aimage.formats.model_tree import SourceFile, source_file
+from clowder_aimage.formats.model_tree import SourceFile, build_source_file
 from clowder_aimage.formats.onnx_graph import OnnxModel, read_model
 from clowder_aimage.oci import mediatype
 
@@ -39,7 +39,7 @@ def take(path: Path) -> Inventory:
         if path.is_dir():
             return _take_directory(path)
         files, model = _take_model(path.parent, path, None)
-        return Inventory.of_files(FORMAT, files, _facts([model]), None)
+        return Inventory.of_files(FORMAT, files, _build_facts([model]), None)
 
 
 def _take_directory(root: Path) -> Inventory:
@@ -56,11 +56,13 @@ def _take_directory(root: Path) -> Inventory:
     for path in paths:
         name = path.relative_to(root).as_posix()
         if name not in files and (path.suffix in _ENDINGS or path.name in _NAMES):
-            files[name] = source_file(root, path, name)
-    return Inventory.of_files(FORMAT, files.values(), _facts(models), model_tree.read_license(root))
+            files[name] = build_source_file(root, path, name)
+    return Inventory.of_files(
+        FORMAT, files.values(), _build_facts(models), model_tree.read_license(root)
+    )
 
 
-def _facts(models: Sequence[OnnxModel]) -> dict[str, object]:
+def _build_facts(models: Sequence[OnnxModel]) -> dict[str, object]:
     versions = {
         f"ir {model.ir_version}" + (f", opset {model.opset}" if model.opset else "")
         for model in models
@@ -76,7 +78,7 @@ def _take_model(
     The links of the model are not restricted if ``boundary`` is None.
     """
     name = path.relative_to(root).as_posix()
-    main = source_file(boundary, path, name, mediatype.AIMAGE_ONNX)
+    main = build_source_file(boundary, path, name, mediatype.AIMAGE_ONNX)
     with model_tree.naming(path):
         with path.open("rb") as file:
             model = read_model(file, main.size)
@@ -91,7 +93,7 @@ def _take_model(
                     hint="download the external data files of the model into its directory",
                 )
             file_name = data_path.relative_to(root).as_posix()
-            files[file_name] = source_file(
+            files[file_name] = build_source_file(
                 boundary or root, data_path, file_name, mediatype.AIMAGE_ONNX
             )
             if extent.end > files[file_name].size:

@@ -80,7 +80,7 @@ def is_model(file: BinaryIO, size: int) -> bool:
     """Return True if the top-level fields of a file are those of an ONNX model."""
     numbers = set()
     try:
-        for wire_field in WireReader(file, size).fields(0, size):
+        for wire_field in WireReader(file, size).iter_fields(0, size):
             if _MODEL_FIELDS.get(wire_field.number) != wire_field.wire:
                 return False
             numbers.add(wire_field.number)
@@ -107,7 +107,7 @@ def _walk(
 ) -> set[int]:
     """Read all tensors of a message and return its field numbers."""
     numbers: set[int] = set()
-    for wire_field in wire.fields(start, end):
+    for wire_field in wire.iter_fields(start, end):
         if wire_field.number in numbers and wire_field.number in _SINGULAR.get(kind, ()):
             raise FormatError(f"at byte {wire_field.offset}, duplicate field in {kind}")
         numbers.add(wire_field.number)
@@ -129,15 +129,15 @@ def _walk(
 def _read_versions(wire: WireReader, wire_field: WireField, model: OnnxModel) -> None:
     """Record the version of the IR, or of the ONNX operator set (OperatorSetIdProto)."""
     if wire_field.number == 1:
-        model.ir_version = wire_field.int64()
+        model.ir_version = wire_field.decode_int64()
     elif wire_field.number == 8:
         wire_field.expect(BYTES)
         domain, version = "", 0
-        for inner_field in wire.fields(wire_field.start, wire_field.end):
+        for inner_field in wire.iter_fields(wire_field.start, wire_field.end):
             if inner_field.number == 1:
-                domain = wire.text(inner_field)
+                domain = wire.read_text(inner_field)
             elif inner_field.number == 2:
-                version = inner_field.int64()
+                version = inner_field.decode_int64()
         if domain in ("", "ai.onnx"):
             model.opset = max(model.opset, version)
 
@@ -146,19 +146,19 @@ def _read_tensor(wire: WireReader, message: WireField, model: OnnxModel) -> None
     dims: list[int] = []
     kind, name, is_external = 0, "", False
     external: dict[str, str] = {}
-    for wire_field in wire.fields(message.start, message.end):
+    for wire_field in wire.iter_fields(message.start, message.end):
         if wire_field.number == 1:
-            dims += wire.int64s(wire_field, MAX_RANK)
+            dims += wire.read_int64s(wire_field, MAX_RANK)
             if len(dims) > MAX_RANK or min(dims, default=0) < 0:
                 raise FormatError(f"at byte {wire_field.offset}, invalid tensor dimensions")
         elif wire_field.number == 2:
-            kind = wire_field.int64()
+            kind = wire_field.decode_int64()
         elif wire_field.number == 8:
-            name = wire.text(wire_field)
+            name = wire.read_text(wire_field)
         elif wire_field.number == 13:
             _read_entry(wire, wire_field, external)
         elif wire_field.number == 14:
-            is_external = wire_field.int64() == 1
+            is_external = wire_field.decode_int64() == 1
     # Entries are checked without data_location = EXTERNAL too: a lenient reader could follow them.
     if is_external or external:
         name = name or f"at byte {message.offset}"
@@ -172,9 +172,9 @@ def _read_entry(wire: WireReader, message: WireField, external: dict[str, str]) 
     """Add an entry of external_data (StringStringEntryProto)."""
     message.expect(BYTES)
     pair = {1: "", 2: ""}
-    for wire_field in wire.fields(message.start, message.end):
+    for wire_field in wire.iter_fields(message.start, message.end):
         if wire_field.number in pair:
-            pair[wire_field.number] = wire.text(wire_field)
+            pair[wire_field.number] = wire.read_text(wire_field)
     if pair[1] in external:
         raise FormatError(f"at byte {message.offset}, duplicate external data key {pair[1][:60]!r}")
     external[pair[1]] = pair[2]
@@ -184,8 +184,8 @@ def _add_extent(model: OnnxModel, name: str, external: Mapping[str, str], size: 
     location = external.get("location")
     if not location:
         raise FormatError(f"tensor {name[:200]!r} has external data without a location")
-    offset = _number(name, external, "offset", 0)
-    length = _number(name, external, "length", size)
+    offset = _parse_number(name, external, "offset", 0)
+    length = _parse_number(name, external, "length", size)
     if length < size:
         raise FormatError(f"tensor {name[:200]!r} takes {size} bytes, but its data has {length}")
     previous = model.external.get(location)
@@ -195,7 +195,7 @@ def _add_extent(model: OnnxModel, name: str, external: Mapping[str, str], size: 
         raise FormatError(f"external data is in more than {MAX_LOCATIONS} files")
 
 
-def _number(name: str, external: Mapping[str, str], key: str, default: int) -> int:
+def _parse_number(name: str, external: Mapping[str, str], key: str, default: int) -> int:
     word = external.get(key, str(default))
     if not word.isascii() or not word.isdecimal() or len(word) > 30:
         raise FormatError(f"the {key} of tensor {name[:200]!r} is not a number: {word[:60]!r}")

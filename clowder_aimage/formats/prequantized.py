@@ -33,8 +33,8 @@ from clowder_aimage.tensor.weight import (
     TensorChunk,
     Weight,
     WeightReader,
-    by_name,
-    plain,
+    sort_weights,
+    to_weight,
 )
 
 _NVFP4 = Quantization.parse("nvfp4")
@@ -83,7 +83,7 @@ def read_quantized(
     }
     _check_unused(plain_tensors)
     _check_method(directory, config)
-    ordered = by_name([*weights, *map(plain, plain_tensors.values())])
+    ordered = sort_weights([*weights, *map(to_weight, plain_tensors.values())])
     for previous, following in pairwise(ordered):
         if previous.name == following.name:
             raise FormatError(
@@ -97,36 +97,36 @@ def _parse_quantized(
 ) -> Weight | None:
     stem = tensor.name.removesuffix(WEIGHT)
     if tensor.name.endswith(".weight_packed"):
-        return _compressed_tensors(tensors, tensor, tensor.name.removesuffix("_packed"))
+        return _build_compressed_weight(tensors, tensor, tensor.name.removesuffix("_packed"))
     if stem == tensor.name:
         return None
     if tensor.dtype == CODES and f"{stem}.scales" in tensors:
-        return _mlx(tensors, tensor, stem, config)
+        return _build_mlx_weight(tensors, tensor, stem, config)
     if tensor.dtype == "U8" and f"{tensor.name}_scale" in tensors:
-        return _modelopt(tensors, tensor)
+        return _build_modelopt_weight(tensors, tensor)
     return None
 
 
-def _mlx(
+def _build_mlx_weight(
     tensors: Mapping[str, SourceTensor], codes: SourceTensor, stem: str, config: Mapping[str, Any]
 ) -> Weight:
     scales, biases = tensors[f"{stem}.scales"], tensors.get(f"{stem}.biases")
     # MLX states bits and group size only in config.json: shapes alone are ambiguous.
-    quantization = _mlx_quantization(codes, scales, stem, config)
+    quantization = _parse_mlx_quantization(codes, scales, stem, config)
     sources = {"": codes, SCALE: scales, **({BIAS: biases} if biases else {})}
     if quantization.type.has_bias != (biases is not None):
-        raise _unfit(codes, quantization)
+        raise _build_mismatch_error(codes, quantization)
     chunks = [
         TensorChunk(suffix, source.dtype, source.shape, source)
         for suffix, source in sources.items()
     ]
-    return _weight(codes.name, quantization, chunks)
+    return _build_weight(codes.name, quantization, chunks)
 
 
-def _mlx_quantization(
+def _parse_mlx_quantization(
     codes: SourceTensor, scales: SourceTensor, stem: str, config: Mapping[str, Any]
 ) -> Quantization:
-    entry = quantization_config.mlx_entry(config, stem)
+    entry = quantization_config.find_mlx_entry(config, stem)
     is_table = any(entry is config.get(key) for key in quantization_config.KEYS)
     if entry is None or "bits" not in entry or (is_table and "group_size" not in entry):
         raise FormatError(
@@ -134,7 +134,7 @@ def _mlx_quantization(
             "group_size for it",
             hint='MLX writes "quantization": {"group_size": 64, "bits": 4} into config.json',
         )
-    name, size = quantization_config.mlx_type(entry)
+    name, size = quantization_config.parse_mlx_type(entry)
     if name is None:
         bits, mode = entry["bits"], entry.get("mode", "affine")
         raise FormatError(
@@ -150,46 +150,48 @@ def _mlx_quantization(
         raise FormatError(f"{codes.path}: {codes.name[:200]}: {error}") from None
 
 
-def _modelopt(tensors: Mapping[str, SourceTensor], codes: SourceTensor) -> Weight:
+def _build_modelopt_weight(tensors: Mapping[str, SourceTensor], codes: SourceTensor) -> Weight:
     factor = tensors.get(f"{codes.name}_scale_2")
     if factor is None:
-        raise _unknown(codes)
-    return _nvfp4(codes.name, codes, tensors[f"{codes.name}_scale"], factor, WeightReader.FACTOR)
+        raise _build_unsupported_error(codes)
+    return _build_nvfp4_weight(
+        codes.name, codes, tensors[f"{codes.name}_scale"], factor, WeightReader.FACTOR
+    )
 
 
-def _compressed_tensors(
+def _build_compressed_weight(
     tensors: Mapping[str, SourceTensor], codes: SourceTensor, name: str
 ) -> Weight:
     scale, divisor = tensors.get(f"{name}_scale"), tensors.get(f"{name}_global_scale")
     if scale is None or divisor is None or codes.dtype != "U8":
-        raise _unknown(codes)
-    return _nvfp4(name, codes, scale, divisor, WeightReader.DIVISOR)
+        raise _build_unsupported_error(codes)
+    return _build_nvfp4_weight(name, codes, scale, divisor, WeightReader.DIVISOR)
 
 
-def _nvfp4(
+def _build_nvfp4_weight(
     name: str, codes: SourceTensor, scale: SourceTensor, factor: SourceTensor, reading: WeightReader
 ) -> Weight:
     """Return an nvfp4 weight: two codes per byte, low half first, as in MLX's 32-bit words."""
     if scale.dtype not in ("F8_E4M3", "U8") or factor.dtype not in _FACTORS:
-        raise _unknown(codes)
+        raise _build_unsupported_error(codes)
     if not codes.shape or codes.shape[-1] % 4:
-        raise _unfit(codes, _NVFP4)
+        raise _build_mismatch_error(codes, _NVFP4)
     words = (*codes.shape[:-1], codes.shape[-1] // 4)
     chunks = [
         TensorChunk("", CODES, words, codes),
         TensorChunk(SCALE, "U8", scale.shape, scale),
         TensorChunk(GLOBAL_SCALE, "F32", factor.shape, factor, reading),
     ]
-    return _weight(name, _NVFP4, chunks)
+    return _build_weight(name, _NVFP4, chunks)
 
 
-def _weight(name: str, quantization: Quantization, chunks: list[TensorChunk]) -> Weight:
+def _build_weight(name: str, quantization: Quantization, chunks: list[TensorChunk]) -> Weight:
     words = chunks[0].shape
-    shape = quantization.shape(words) if words else ()
+    shape = quantization.compute_shape(words) if words else ()
     return Weight(name, quantization.type.name, shape, tuple(chunks), quantization)
 
 
-def factors(chunk: TensorChunk, data: bytes | bytearray) -> bytes:
+def convert_factors(chunk: TensorChunk, data: bytes | bytearray) -> bytes:
     """Return float values as float32 factors; divisors become their reciprocals.
 
     Raises:
@@ -219,16 +221,16 @@ def _check(weight: Weight) -> None:
         if chunk.suffix in (SCALE, BIAS):
             fits = (
                 quantization.fits(weight.shape)
-                and chunk.shape == quantization.scales_shape(weight.shape)
+                and chunk.shape == quantization.compute_scales_shape(weight.shape)
                 and chunk.dtype in quantization.type.scale_dtypes
             )
         else:
             fits = chunk.suffix == "" or chunk.shape in ((), (1,), rows, (*rows, 1))
         if not fits:
-            raise _unfit(chunk.tensor, quantization)
+            raise _build_mismatch_error(chunk.tensor, quantization)
 
 
-def _unfit(tensor: SourceTensor, quantization: Quantization) -> FormatError:
+def _build_mismatch_error(tensor: SourceTensor, quantization: Quantization) -> FormatError:
     return FormatError(
         f"{tensor.path}: {tensor.name[:200]} ({tensor.dtype} {list(tensor.shape)}) does not match "
         f"{quantization.type.name} in groups of {quantization.group_size}",
@@ -236,7 +238,7 @@ def _unfit(tensor: SourceTensor, quantization: Quantization) -> FormatError:
     )
 
 
-def _unknown(codes: SourceTensor) -> FormatError:
+def _build_unsupported_error(codes: SourceTensor) -> FormatError:
     return FormatError(
         f"{codes.path}: {codes.name[:200]} has an unsupported quantization", hint=_KNOWN
     )
@@ -244,7 +246,7 @@ def _unknown(codes: SourceTensor) -> FormatError:
 
 def _check_method(directory: Path, config: Mapping[str, Any]) -> None:
     """Reject a config.json with an unsupported quantization. Raises FormatError."""
-    key = quantization_config.unknown_key(config)
+    key = quantization_config.find_unknown_key(config)
     if key is None:
         return
     stated = config[key]

@@ -44,7 +44,7 @@ class WireField(NamedTuple):
                 f"expected {wire}"
             )
 
-    def int64(self) -> int:
+    def decode_int64(self) -> int:
         """Return the value of a varint. Raises FormatError."""
         self.expect(VARINT)
         return _to_signed(self.value)
@@ -59,27 +59,29 @@ class WireReader:
         self._base, self._window = 0, b""
         self._seen = 0
 
-    def fields(self, start: int, end: int) -> Iterator[WireField]:
+    def iter_fields(self, start: int, end: int) -> Iterator[WireField]:
         """Yield the fields of the message from ``start`` to ``end``. Raises FormatError."""
         offset = start
         while offset < end:
             self._seen += 1
             if self._seen > MAX_FIELDS:
                 raise FormatError(f"at byte {offset}, more than {MAX_FIELDS} fields")
-            tag, position = self._varint(offset, end)
+            tag, position = self._read_varint(offset, end)
             number, wire = tag >> 3, tag & 7
             if not 1 <= number <= MAX_NUMBER:
                 raise FormatError(f"at byte {offset}, invalid field number {number}")
-            wire_field = self._field(number, wire, offset, position, end)
+            wire_field = self._read_field(number, wire, offset, position, end)
             yield wire_field
             offset = wire_field.end
 
-    def _field(self, number: int, wire: int, offset: int, position: int, end: int) -> WireField:
+    def _read_field(
+        self, number: int, wire: int, offset: int, position: int, end: int
+    ) -> WireField:
         if wire == VARINT:
-            value, after = self._varint(position, end)
+            value, after = self._read_varint(position, end)
             return WireField(number, wire, value, offset, position, after)
         if wire == BYTES:
-            length, position = self._varint(position, end)
+            length, position = self._read_varint(position, end)
         elif wire in _FIXED:
             length = _FIXED[wire]
         else:
@@ -90,25 +92,25 @@ class WireReader:
             )
         return WireField(number, wire, 0, offset, position, position + length)
 
-    def int64s(self, field: WireField, limit: int) -> list[int]:
+    def read_int64s(self, field: WireField, limit: int) -> list[int]:
         """Return the numbers of a repeated field, packed or unpacked.
 
         Raises:
             FormatError: They are not varints, or there are more than ``limit``.
         """
         if field.wire == VARINT:
-            return [field.int64()]
+            return [field.decode_int64()]
         field.expect(BYTES)
         numbers: list[int] = []
         position = field.start
         while position < field.end:
             if len(numbers) == limit:
                 raise FormatError(f"at byte {field.offset}, more than {limit} numbers")
-            number, position = self._varint(position, field.end)
+            number, position = self._read_varint(position, field.end)
             numbers.append(_to_signed(number))
         return numbers
 
-    def text(self, field: WireField) -> str:
+    def read_text(self, field: WireField) -> str:
         """Return a string. Raises FormatError."""
         field.expect(BYTES)
         length = field.end - field.start
@@ -117,17 +119,17 @@ class WireReader:
                 f"at byte {field.offset}, a string has {length} bytes; the limit is {_MAX_TEXT}"
             )
         try:
-            return self._at(field.start, length).decode()
+            return self._read_at(field.start, length).decode()
         except UnicodeDecodeError:
             raise FormatError(f"at byte {field.offset}, a string is not UTF-8") from None
 
-    def _varint(self, position: int, end: int) -> tuple[int, int]:
+    def _read_varint(self, position: int, end: int) -> tuple[int, int]:
         index = position - self._base
         # Nearly all tags and lengths are one byte in the window: this path makes the reader fast.
         if 0 <= index < len(self._window) and position < end and self._window[index] < 0x80:
             return self._window[index], position + 1
         value = shift = 0
-        for byte in self._at(position, min(_MAX_VARINT, end - position)):
+        for byte in self._read_at(position, min(_MAX_VARINT, end - position)):
             value |= (byte & 0x7F) << shift
             position += 1
             if byte < 0x80:
@@ -137,7 +139,7 @@ class WireReader:
             shift += 7
         raise FormatError(f"before byte {position}, a varint is unterminated or exceeds 64 bits")
 
-    def _at(self, position: int, count: int) -> bytes:
+    def _read_at(self, position: int, count: int) -> bytes:
         index = position - self._base
         if index < 0 or index + count > len(self._window):
             self._file.seek(position)

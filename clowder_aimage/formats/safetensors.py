@@ -14,9 +14,9 @@ from pathlib import Path
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats import model_tree
-from clowder_aimage.formats.inventory import Component, Inventory, printable
+from clowder_aimage.formats.inventory import Component, Inventory, clean_text
 from clowder_aimage.formats.prequantized import read_quantized
-from clowder_aimage.formats.shard_index import header_files, read_file
+from clowder_aimage.formats.shard_index import build_header_files, read_file
 from clowder_aimage.tensor.weight import SourceTensor, Weight
 
 FORMAT = "safetensors"
@@ -31,28 +31,28 @@ def take(path: Path) -> Inventory:
         ModelError: It contains no tensors, or cannot be read.
         FormatError: It is damaged.
     """
-    source = model_tree.source_file(None, path, path.name)
+    source = model_tree.build_source_file(None, path, path.name)
     header = read_file(path)
     tensors = SourceTensor.of(path, header)
     if not tensors:
         raise ModelError(f"{path} contains no tensors")
     # Keys of the ModelSpec of Stability AI ("modelspec" 1.0).
     stated = {
-        "name": printable(header.metadata.get("modelspec.title")),
-        "architecture": printable(header.metadata.get("modelspec.architecture")),
+        "name": clean_text(header.metadata.get("modelspec.title")),
+        "architecture": clean_text(header.metadata.get("modelspec.architecture")),
     }
-    license_ = printable(header.metadata.get("modelspec.license"))
+    license_ = clean_text(header.metadata.get("modelspec.license"))
     properties = {key: value for key, value in stated.items() if value is not None}
-    weights = _weights(path, tensors)
+    weights = _build_weights(path, tensors)
     if weights is None:
         count = sum(math.prod(tensor.shape) for tensor in tensors)
         counted = properties | {"parameters": count}
         return Inventory.of_files(FORMAT, (source,), counted, license_)
-    component = Component("", "", "", weights, header_files("", (path,)), {})
+    component = Component("", "", "", weights, build_header_files("", (path,)), {})
     return Inventory("", "", (component,), (), license_, {"format": FORMAT} | properties)
 
 
-def _weights(path: Path, tensors: Sequence[SourceTensor]) -> tuple[Weight, ...] | None:
+def _build_weights(path: Path, tensors: Sequence[SourceTensor]) -> tuple[Weight, ...] | None:
     """Return the weights if each can be a layer, else None."""
     try:
         weights, ignored = read_quantized(path, tensors, {})

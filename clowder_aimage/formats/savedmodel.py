@@ -43,7 +43,9 @@ def take(path: Path) -> Inventory:
             )
         paths = {file.relative_to(path).as_posix(): file for file in model_tree.walk(path)}
         kind, names = mediatype.AIMAGE_SAVEDMODEL, list(paths)
-        files = [model_tree.source_file(path, file, name, kind) for name, file in paths.items()]
+        files = [
+            model_tree.build_source_file(path, file, name, kind) for name, file in paths.items()
+        ]
         _check_graph(path, names)
         _check_variables(path, names)
     return Inventory.of_files(FORMAT, files, {}, model_tree.read_license(path))

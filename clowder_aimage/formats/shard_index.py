@@ -36,12 +36,12 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
     indexes = [path for path in paths if is_index(path.name)]
     files = [path for path in paths if path.name.endswith(_WEIGHTS)]
     if len(indexes) > 1:
-        raise ModelError(f"{directory} contains several indexes: {_names(indexes)}")
+        raise ModelError(f"{directory} contains several indexes: {_join_names(indexes)}")
     headers = {path: read_file(path) for path in files}
     if indexes:
         _check_index(indexes[0], headers)
     elif len(files) != 1:
-        listing = f"{len(files)} ({_names(files)})" if files else "none"
+        listing = f"{len(files)} ({_join_names(files)})" if files else "none"
         raise ModelError(
             f"{directory} must contain one weight file, or shards with an index; found {listing}",
             hint="download the index of the shards, or keep only one variant"
@@ -52,7 +52,7 @@ def read_weights(directory: Path, paths: list[Path]) -> tuple[SourceTensor, ...]
         tensor for path, header in headers.items() for tensor in SourceTensor.of(path, header)
     ]
     if not tensors:
-        raise ModelError(f"{_names(files)} in {directory} contains no tensors")
+        raise ModelError(f"{_join_names(files)} in {directory} contains no tensors")
     return tuple(sorted(tensors, key=lambda tensor: tensor.name))
 
 
@@ -94,7 +94,7 @@ def of_variant(names: Iterable[str], variant: str) -> set[str]:
     return {name for name in names if weights.get(name, chosen) == chosen}
 
 
-def header_files(prefix: str, paths: Iterable[Path]) -> tuple[SourceFile, ...]:
+def build_header_files(prefix: str, paths: Iterable[Path]) -> tuple[SourceFile, ...]:
     """Return the headers of weight files and the index of shards, as layers.
 
     An export restores the files of any writer from them.
@@ -133,7 +133,7 @@ def read_file(path: Path) -> Header:
 
 def _check_index(index: Path, headers: dict[Path, Header]) -> None:
     """Check that the index assigns every tensor to the shard that contains it."""
-    weight_map = _weight_map(index)
+    weight_map = _read_weight_map(index)
     present = {path.name for path in headers}
     expected = set(weight_map.values())
     if missing := sorted(expected - present):
@@ -157,7 +157,7 @@ def _check_index(index: Path, headers: dict[Path, Header]) -> None:
             )
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def _read_weight_map(index: Path) -> dict[str, str]:
     try:
         with index.open("rb") as file:
             weight_map = read_json(file.read(MAX_JSON + 1), index.name, MAX_JSON)["weight_map"]
@@ -168,5 +168,5 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _names(paths: list[Path]) -> str:
+def _join_names(paths: list[Path]) -> str:
     return ", ".join(path.name for path in paths)

@@ -12,7 +12,12 @@ from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import Header, Quantization, read_header
 from clowder_aimage.tensor import blob as tensor_blob
 from clowder_aimage.tensor.blob import BIAS, CODES, LEGACY_KEY, SCALE, BlobTensor
-from clowder_aimage.tensor.quantization_config import StatedType, complete, group_size, part_layers
+from clowder_aimage.tensor.quantization_config import (
+    StatedType,
+    complete,
+    find_part_layers,
+    group_size,
+)
 from clowder_aimage.tensor.weight import SourceTensor, TensorChunk, Weight
 
 EXPERTS = ("experts", "shared_experts")
@@ -36,7 +41,7 @@ def read_stored(
     return join(layers, stated)
 
 
-def weights_of(layers: Sequence[StoredLayer]) -> dict[str, list[Weight]]:
+def group_weights(layers: Sequence[StoredLayer]) -> dict[str, list[Weight]]:
     """Return the weights of each component."""
     components: dict[str, list[Weight]] = {}
     for stored in layers:
@@ -46,24 +51,24 @@ def weights_of(layers: Sequence[StoredLayer]) -> dict[str, list[Weight]]:
 
 
 def _read(store: BlobFiles, layer: Layer, stated: QuantizationLookup) -> StoredLayer:
-    path = store.path(layer.descriptor)
+    path = store.find_path(layer.descriptor)
     prefix = f"{layer.component}/"
     local_name = layer.name.removeprefix(prefix)
 
-    def stated_by_key(key: str) -> StatedType:
+    def find_stated_type(key: str) -> StatedType:
         name = local_name if key == LEGACY_KEY else key
         return stated(layer.component, name.removeprefix(prefix))
 
     try:
         with store.open(layer.descriptor) as file:
             header = read_header(file, layer.descriptor.size)
-        tensors = tensor_blob.read_tensors(complete(header, stated_by_key))
-        group = tensors_of(layer, local_name, tensors)
+        tensors = tensor_blob.read_tensors(complete(header, find_stated_type))
+        group = find_tensors(layer, local_name, tensors)
     except FormatError as error:
         raise name_layer(layer, error) from None
     if local_name in group:
-        return StoredLayer(layer, (_weight(local_name, group[local_name], header, path),))
-    members = tuple(_weight(name, member, header, path) for name, member in group.items())
+        return StoredLayer(layer, (_build_weight(local_name, group[local_name], header, path),))
+    members = tuple(_build_weight(name, member, header, path) for name, member in group.items())
     return StoredLayer(layer, members, is_group=True)
 
 
@@ -75,7 +80,7 @@ def name_layer(layer: Layer, error: FormatError) -> FormatError:
     return FormatError(f"{layer.name}: {text}", hint=error.hint)
 
 
-def tensors_of(
+def find_tensors(
     layer: Layer, local_name: str, tensors: Mapping[str, BlobTensor]
 ) -> dict[str, BlobTensor]:
     """Return the tensor of a layer, or those of a packed group, by name.
@@ -96,7 +101,7 @@ def tensors_of(
         return tensor_blob.find_group(tensors, local_name, layer.component)
 
 
-def _weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight:
+def _build_weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight:
     keys = {"": tensor.key, **tensor.parts}
     chunks = tuple(
         TensorChunk(suffix, source.dtype, source.shape, source)
@@ -129,7 +134,7 @@ def join(layers: Sequence[StoredLayer], stated: QuantizationLookup) -> list[Stor
     layers_by_name = {stored.layer.name: stored for stored in layers}
     joined, merged = {}, set[str]()
     for stored in layers:
-        parts = dict(_parts(stored, layers_by_name))
+        parts = dict(_iter_parts(stored, layers_by_name))
         if SCALE in parts:
             joined[stored.layer.name] = replace(
                 stored, weights=(_join_weight(stored, parts, stated),)
@@ -151,12 +156,12 @@ def _check(stored: StoredLayer) -> None:
         tensor_blob.check_layer(tensor, layer.name, layer.dtype, layer.shape)
 
 
-def _parts(
+def _iter_parts(
     stored: StoredLayer, layers_by_name: Mapping[str, StoredLayer]
 ) -> Iterator[tuple[str, StoredLayer]]:
     if stored.is_group or [weight.dtype for weight in stored.weights] != [CODES]:
         return
-    for suffix, name in part_layers(stored.layer.name, layers_by_name).items():
+    for suffix, name in find_part_layers(stored.layer.name, layers_by_name).items():
         scale_layer = layers_by_name[name]
         if len(scale_layer.weights) == 1 and not scale_layer.is_group:
             yield suffix, scale_layer
@@ -175,8 +180,8 @@ def _join_weight(
         quantization = Quantization.parse(kind, size)
     except FormatError as error:
         raise FormatError(f"{stored.layer.name}: {error}") from None
-    shape = quantization.shape(codes.shape) if codes.shape else ()
-    scales = quantization.scales_shape(shape) if quantization.fits(shape) else None
+    shape = quantization.compute_shape(codes.shape) if codes.shape else ()
+    scales = quantization.compute_scales_shape(shape) if quantization.fits(shape) else None
     if (
         scales_by_suffix[SCALE].shape != scales
         or scales_by_suffix.get(BIAS, scales_by_suffix[SCALE]).shape != scales

@@ -9,7 +9,7 @@ from clowder_aimage.formats.model_tree import MAX_JSON
 from clowder_aimage.oci import read_json
 
 
-def token_count(files: Mapping[str, bytes]) -> int:
+def count_tokens(files: Mapping[str, bytes]) -> int:
     """Return the largest token id plus one, 0 without tokens; ``files`` are by name.
 
     Raises:
@@ -18,11 +18,11 @@ def token_count(files: Mapping[str, bytes]) -> int:
     for name in ("tokenizer.json", "vocab.json"):
         if name in files:
             value = read_json(files[name], name, MAX_JSON)
-            return max(_ids(value if isinstance(value, dict) else {}, name), default=-1) + 1
+            return max(_iter_ids(value if isinstance(value, dict) else {}, name), default=-1) + 1
     return 0
 
 
-def token_names(files: Mapping[str, bytes]) -> set[str]:
+def list_token_names(files: Mapping[str, bytes]) -> set[str]:
     """Return the tokens of ``tokenizer.json``, else of the vocabulary and added tokens.
 
     Raises:
@@ -46,7 +46,7 @@ def token_names(files: Mapping[str, bytes]) -> set[str]:
     return tokens
 
 
-def _ids(value: Mapping[str, Any], name: str) -> Iterable[int]:
+def _iter_ids(value: Mapping[str, Any], name: str) -> Iterable[int]:
     if name == "vocab.json":
         yield from (number for number in value.values() if isinstance(number, int))
         return

@@ -57,11 +57,11 @@ def take(path: Path) -> Inventory:
                 f"{path} is a directory; a TorchScript model is a single file",
                 hint="pass the file itself",
             )
-        file = model_tree.source_file(None, path, path.name, mediatype.AIMAGE_TORCHSCRIPT)
+        file = model_tree.build_source_file(None, path, path.name, mediatype.AIMAGE_TORCHSCRIPT)
         if is_pickle(model_tree.start_of(path)):
-            raise model_tree.pickle_error(path, CONVERT)
+            raise model_tree.build_pickle_error(path, CONVERT)
         with model_tree.naming(path), path.open("rb") as opened:
-            version = _version(*_open(opened, path))
+            version = _read_version(*_open(opened, path))
     facts = {"pickled": True, "formatVersion": version}
     return Inventory.of_files(FORMAT, [file], facts, None)
 
@@ -104,7 +104,7 @@ def _open(file: BinaryIO, path: Path) -> tuple[zipfile.ZipFile, dict[str, zipfil
     records = {member.filename.partition("/")[2]: member for member in members}
     is_program = any(name.startswith("code/") for name in records)
     if "data.pkl" in records and not is_program:
-        raise model_tree.pickle_error(path, CONVERT)
+        raise model_tree.build_pickle_error(path, CONVERT)
     if not is_program:
         raise FormatError("the zip archive contains no TorchScript program", hint=CONVERT)
     if len({member.filename.partition("/")[0] for member in members}) > 1 or "" in records:
@@ -117,7 +117,7 @@ def _open(file: BinaryIO, path: Path) -> tuple[zipfile.ZipFile, dict[str, zipfil
     return archive, records
 
 
-def _version(archive: zipfile.ZipFile, records: dict[str, zipfile.ZipInfo]) -> str:
+def _read_version(archive: zipfile.ZipFile, records: dict[str, zipfile.ZipInfo]) -> str:
     name = next((name for name in _VERSIONS if name in records), None)
     if name is None:
         raise FormatError("the archive has no version")

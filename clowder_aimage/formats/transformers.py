@@ -38,9 +38,9 @@ def take(directory: Path) -> Inventory:
     config, paths = _read(directory)
     tensors = read_weights(directory, paths)
     weights, ignored = read_quantized(directory, tensors, config)
-    files = tuple(_files(directory, paths))
-    properties = {"format": "transformers"} | facts(config)
-    component = Component("", "transformers", _class(config), weights, files, config, ignored)
+    files = tuple(_list_files(directory, paths))
+    properties = {"format": "transformers"} | build_facts(config)
+    component = Component("", "transformers", _find_class(config), weights, files, config, ignored)
     return Inventory("", "", (component,), (), model_tree.read_license(directory), properties)
 
 
@@ -50,17 +50,17 @@ def take_whole(directory: Path) -> Inventory:
     # This also checks the shards and their index.
     tensors = read_weights(directory, paths)
     weight_files = [
-        model_tree.source_file(directory, path, path.name, mediatype.AIMAGE_TRANSFORMERS)
+        model_tree.build_source_file(directory, path, path.name, mediatype.AIMAGE_TRANSFORMERS)
         for path in paths
         if path.name.endswith((_WEIGHTS, _INDEX))
     ]
     count = sum(math.prod(tensor.shape) for tensor in tensors)
-    files = [*weight_files, *_files(directory, paths)]
-    properties = {"parameters": count} | facts(config)
+    files = [*weight_files, *_list_files(directory, paths)]
+    properties = {"parameters": count} | build_facts(config)
     return Inventory.of_files("transformers", files, properties, model_tree.read_license(directory))
 
 
-def facts(config: Mapping[str, Any]) -> dict[str, Any]:
+def build_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties of the AImage config that are in ``config.json``."""
     text = config.get("text_config")
     # Multimodal models have the fields of their language model in text_config.
@@ -74,11 +74,11 @@ def facts(config: Mapping[str, Any]) -> dict[str, Any]:
         ),
         None,
     )
-    stated = {"architecture": _class(config) or None, "context": context}
+    stated = {"architecture": _find_class(config) or None, "context": context}
     return {key: value for key, value in stated.items() if value is not None}
 
 
-def _class(config: Mapping[str, Any]) -> str:
+def _find_class(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     if isinstance(names, list) and names and isinstance(names[0], str):
         return names[0]
@@ -93,7 +93,7 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
         )
     if not (directory / "config.json").exists():
         raise FormatError(f"config.json not found in {directory}: not a Transformers directory")
-    top = model_tree.boundary(directory)
+    top = model_tree.find_boundary(directory)
     paths = model_tree.list_directory(top, directory, model_tree.PICKLED, _NOT)
     if weighted := sorted(directory.glob("*/*" + _WEIGHTS)):
         raise ModelError(
@@ -101,7 +101,7 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
             hint="only diffusers models may have several components; pack each component by itself",
         )
     config = model_tree.read_object(directory, directory / "config.json")
-    if not _class(config):
+    if not _find_class(config):
         raise FormatError(f"{directory / 'config.json'} has neither architectures nor model_type")
     for path in paths:
         if path.name.endswith(_INDEX):
@@ -109,13 +109,13 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], list[Path]]:
     return config, paths
 
 
-def _files(directory: Path, paths: list[Path]) -> list[model_tree.SourceFile]:
+def _list_files(directory: Path, paths: list[Path]) -> list[model_tree.SourceFile]:
     files = [
-        model_tree.source_file(directory, path, path.name)
+        model_tree.build_source_file(directory, path, path.name)
         for path in paths
         if path.suffix in TEXTS and not path.name.endswith(_INDEX)
     ]
     pooling = directory / POOLING
     if pooling.exists():
-        files.append(model_tree.source_file(directory, pooling, POOLING))
+        files.append(model_tree.build_source_file(directory, pooling, POOLING))
     return files

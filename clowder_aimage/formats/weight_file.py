@@ -38,7 +38,9 @@ class WeightFile:
         return len(self.header) + sum(entry.nbytes for entry in self.entries)
 
 
-def weight_files(stem: str, entries: Sequence[WeightEntry], limit: int = SHARD) -> list[WeightFile]:
+def plan_weight_files(
+    stem: str, entries: Sequence[WeightEntry], limit: int = SHARD
+) -> list[WeightFile]:
     """Return the files that hold ``entries``.
 
     Raises:
@@ -50,7 +52,8 @@ def weight_files(stem: str, entries: Sequence[WeightEntry], limit: int = SHARD) 
             raise FormatError(f"duplicate tensor {previous.name[:200]} in {stem}.safetensors")
     shards = _split(ordered, limit)
     return [
-        _file(_name(stem, number, len(shards)), shard) for number, shard in enumerate(shards, 1)
+        _build_file(_name(stem, number, len(shards)), shard)
+        for number, shard in enumerate(shards, 1)
     ]
 
 
@@ -67,8 +70,8 @@ def index_file(stem: str, files: Sequence[WeightFile]) -> tuple[str, bytes] | No
 
 def are_usual(stem: str, weights: Sequence[Weight], paths: Iterable[Path]) -> bool:
     """Return True if an export without stored headers writes these weight files and index."""
-    tensors = [entry for weight in weights for entry in entries("", weight)]
-    files = weight_files(stem, tensors)
+    tensors = [entry for weight in weights for entry in build_entries("", weight)]
+    files = plan_weight_files(stem, tensors)
     expected = {file.name: file.header for file in files}
     if (index := index_file(stem, files)) is not None:
         expected[index[0]] = index[1]
@@ -100,7 +103,7 @@ def _name(stem: str, number: int, count: int) -> str:
     return f"{stem}{number_suffix}.safetensors"
 
 
-def _file(name: str, shard: Sequence[WeightEntry]) -> WeightFile:
+def _build_file(name: str, shard: Sequence[WeightEntry]) -> WeightFile:
     ordered = sorted(shard, key=lambda entry: (-DTYPE_BITS[entry.dtype], entry.name))
     header = encode_header([(e.name, e.dtype, e.shape) for e in ordered], _METADATA)
     return WeightFile(name, header, tuple(ordered))
@@ -132,12 +135,12 @@ def is_modelopt(weight: Weight) -> bool:
     return any(chunk.suffix == GLOBAL_SCALE for chunk in weight.parts)
 
 
-def stem(weight: Weight) -> str:
+def get_stem(weight: Weight) -> str:
     """Return the module of a weight."""
     return weight.name.removesuffix(_WEIGHT)
 
 
-def entries(component: str, weight: Weight) -> list[WeightEntry]:
+def build_entries(component: str, weight: Weight) -> list[WeightEntry]:
     """Return the tensors of a weight in a file.
 
     Raises:
@@ -154,11 +157,11 @@ def entries(component: str, weight: Weight) -> list[WeightEntry]:
             "MLX and ModelOpt support only quantized tensors named .weight",
             hint="export the unquantized AImage",
         )
-    return _modelopt(weight) if is_modelopt(weight) else _mlx(weight)
+    return _build_modelopt_entries(weight) if is_modelopt(weight) else _build_mlx_entries(weight)
 
 
-def _mlx(weight: Weight) -> list[WeightEntry]:
-    module = stem(weight)
+def _build_mlx_entries(weight: Weight) -> list[WeightEntry]:
+    module = get_stem(weight)
     return [
         WeightEntry(
             module + _MLX.get(chunk.suffix, _WEIGHT), chunk.dtype, chunk.shape, chunk.tensor
@@ -167,7 +170,7 @@ def _mlx(weight: Weight) -> list[WeightEntry]:
     ]
 
 
-def _modelopt(weight: Weight) -> list[WeightEntry]:
+def _build_modelopt_entries(weight: Weight) -> list[WeightEntry]:
     """Return nvfp4 entries: the words of codes as bytes of two codes, the low half first."""
     tensors = []
     for chunk in weight.parts:

@@ -24,7 +24,9 @@ def take(path: Path) -> Inventory:
     if not paths:
         raise ModelError(f"{path} contains no files")
     boundary = root if path.is_dir() else None
-    files = [model_tree.source_file(boundary, p, p.relative_to(root).as_posix()) for p in paths]
+    files = [
+        model_tree.build_source_file(boundary, p, p.relative_to(root).as_posix()) for p in paths
+    ]
     is_pickled = any(p.suffix.lower() in model_tree.PICKLED for p in paths)
     facts = {"pickled": True} if is_pickled else {}
     license_ = model_tree.read_license(path) if path.is_dir() else None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeGuard, get_args, get_origin
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.generation.parameter import ValueType, parameters
+from clowder_aimage.generation.parameter import ValueType, list_parameters
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
 # The most digits of a number that is text
@@ -25,7 +25,9 @@ _TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def wrong(name: str, reason: str, hint: str | None = None, **facts: str) -> UsageError:
+def build_parameter_error(
+    name: str, reason: str, hint: str | None = None, **facts: str
+) -> UsageError:
     """Return the error of a parameter, with its name as a fact."""
     return UsageError(f"{name} {reason}", hint=hint, parameter=name, **facts)
 
@@ -35,7 +37,7 @@ def check_fields(value: Any) -> None:
 
     Raises UsageError as ``check``.
     """
-    for parameter in parameters(value.__class__):
+    for parameter in list_parameters(value.__class__):
         checked = check(parameter.name, getattr(value, parameter.attribute), parameter.type)
         object.__setattr__(value, parameter.attribute, checked)
 
@@ -52,12 +54,14 @@ def check(name: str, value: object, accepted: ValueType) -> Any:
     if not is_kind or not _is_within(value, accepted):
         shown = f", not {stated}" if is_number(stated) and abs(stated) <= _MAX_SHOWN else ""
         mistake = "value" if is_kind else "type"
-        raise wrong(name, f"must be {describe(accepted)}{shown}", mistake=mistake)
+        raise build_parameter_error(name, f"must be {describe(accepted)}{shown}", mistake=mistake)
     if isinstance(value, tuple):
-        items = map(ValueType.of, _items(accepted.kind, len(value)))
+        items = map(ValueType.of, _list_item_types(accepted.kind, len(value)))
         return tuple(check(name, element, item) for element, item in zip(value, items, strict=True))
     if isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise wrong(name, "contains characters that are not valid Unicode", mistake="value")
+        raise build_parameter_error(
+            name, "contains characters that are not valid Unicode", mistake="value"
+        )
     return value
 
 
@@ -85,11 +89,11 @@ def _is_kind(value: object, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return isinstance(value, str)
     if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and len(value) == len(_items(kind, len(value)))
+        return isinstance(value, tuple) and len(value) == len(_list_item_types(kind, len(value)))
     return type(value) is kind
 
 
-def _items(kind: Any, count: int) -> tuple[Any, ...]:
+def _list_item_types(kind: Any, count: int) -> tuple[Any, ...]:
     """Return the types of the items of a tuple of ``count`` items."""
     item, *further = get_args(kind)
     return (item,) * count if further[-1:] == [...] else (item, *further)
@@ -125,7 +129,7 @@ def describe(accepted: ValueType) -> str:
         return "values"
     number = "a number" if kind is float else "a whole number"
     number = f"a multiple of {bounds['multiple_of']}" if "multiple_of" in bounds else number
-    return "true or false" if kind is bool else f"{number}{_range(bounds)}"
+    return "true or false" if kind is bool else f"{number}{_format_range(bounds)}"
 
 
 def _count(bounds: Mapping[str, Any]) -> str:
@@ -133,7 +137,7 @@ def _count(bounds: Mapping[str, Any]) -> str:
     return f"{least} to {most}" if least else f"at most {most}"
 
 
-def _range(bounds: Mapping[str, Any]) -> str:
+def _format_range(bounds: Mapping[str, Any]) -> str:
     if "gt" in bounds:
         return f" above {bounds['gt']}, up to {bounds['le']}"
     return f" from {bounds['ge']} to {bounds['le']}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from clowder_aimage.generation.request import GenerateRequest, first_step
+from clowder_aimage.generation.request import GenerateRequest, compute_first_step
 
 
-def ignored_parameters(request: GenerateRequest, explicit: Collection[str]) -> list[str]:
+def describe_ignored_parameters(request: GenerateRequest, explicit: Collection[str]) -> list[str]:
     """Return a sentence for each of the ``explicit`` parameters that has no effect in a request."""
-    ignored = [reason] if (reason := ignored_image(request)) else []
+    ignored = [reason] if (reason := describe_ignored_image(request)) else []
     if not request.guidance.scale:
         names = [name for name in ("guidance_end", "cfg_normalization") if name in explicit]
         ignored += [f"{name} has no effect without guidance" for name in names]
@@ -19,12 +19,12 @@ def ignored_parameters(request: GenerateRequest, explicit: Collection[str]) -> l
     return ignored
 
 
-def whole_steps(steps: int, strength: float) -> int:
+def compute_schedule_steps(steps: int, strength: float) -> int:
     """Return the steps of a schedule whose last ``steps`` are done with ``fine``."""
     return max(steps, round(steps / strength))
 
 
-def ignored_image(request: GenerateRequest) -> str:
+def describe_ignored_image(request: GenerateRequest) -> str:
     """Return the reason that the image of a request has no effect, with a remedy, or "".
 
     It is so if the first step begins at full noise. With a mask, the rest of the image is kept.
@@ -38,9 +38,9 @@ def ignored_image(request: GenerateRequest) -> str:
     ):
         return ""
     if image_input.fine:
-        is_ignored = whole_steps(steps, image_input.strength) == steps
+        is_ignored = compute_schedule_steps(steps, image_input.strength) == steps
     else:
-        is_ignored = first_step(steps, image_input.strength) == 0
+        is_ignored = compute_first_step(steps, image_input.strength) == 0
     if not is_ignored:
         return ""
     least = (steps - 1) / steps if not image_input.fine else steps / (steps + 1)

@@ -94,7 +94,7 @@ class Parameter:
 
 
 @cache
-def parameters(owner: type[Any]) -> tuple[Parameter, ...]:
+def list_parameters(owner: type[Any]) -> tuple[Parameter, ...]:
     """Return the parameters among the fields of a dataclass, in their order."""
     hints = get_type_hints(owner, include_extras=True)
     listed = []

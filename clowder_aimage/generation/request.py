@@ -15,8 +15,8 @@ from annotated_types import Ge, Gt, Le, MaxLen, MinLen, MultipleOf
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import FormatError
-from clowder_aimage.generation.check import check_fields, wrong
-from clowder_aimage.generation.parameter import Parameter, Words, parameters
+from clowder_aimage.generation.check import build_parameter_error, check_fields
+from clowder_aimage.generation.parameter import Parameter, Words, list_parameters
 from clowder_aimage.oci import Digest
 
 # Parameters that the config of a model may set
@@ -210,7 +210,9 @@ class ImageInput:
         for reference in self.references:
             _check_digest("references", reference)
         if self.feather and not (self.paste or self.crop):
-            raise wrong("feather", "requires paste or crop: it is the width of their seam")
+            raise build_parameter_error(
+                "feather", "requires paste or crop: it is the width of their seam"
+            )
         self._check_enlarged()
         if self.expand is not None and not any(self.expand):
             object.__setattr__(self, "expand", None)
@@ -221,10 +223,10 @@ class ImageInput:
 
     def _check_enlarged(self) -> None:
         if self.upscale is not None and self.expand is not None:
-            raise wrong("upscale", "cannot be combined with expand")
+            raise build_parameter_error("upscale", "cannot be combined with expand")
         for name in ("upscale", "expand"):
             if self.mask is not None and getattr(self, name) is not None:
-                raise wrong(name, "cannot be combined with a mask")
+                raise build_parameter_error(name, "cannot be combined with a mask")
 
 
 # Parameters that need an image, or a mask
@@ -307,7 +309,7 @@ class LoraUse:
         """Return the use that an object in JSON states. Raises UsageError."""
         names = {lora_field.name for lora_field in fields(cls)}
         if not {"model"} <= values.keys() <= names:
-            raise wrong("loras", f"must have the fields {', '.join(sorted(names))}")
+            raise build_parameter_error("loras", f"must have the fields {', '.join(sorted(names))}")
         return cls(**values)
 
 
@@ -365,16 +367,20 @@ class GenerateRequest:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        is_unguided = not self.guidance.scale and self.states("guidance")
+        is_unguided = not self.guidance.scale and self.is_stated("guidance")
         if self.guidance.negative is not None and is_unguided:
-            raise wrong("negative", "requires guidance above 0", "a guidance of 4 is common")
+            raise build_parameter_error(
+                "negative", "requires guidance above 0", "a guidance of 4 is common"
+            )
         if self.sampling.seed + self.output.n - 1 > MAX_SEED:
             most = MAX_SEED - self.output.n + 1
-            raise wrong("seed", f"must be at most {most} for {self.output.n} pictures")
+            raise build_parameter_error(
+                "seed", f"must be at most {most} for {self.output.n} pictures"
+            )
         if self.input.strength is not None and not self.input.fine:
-            first_step(self.sampling.steps, self.input.strength)
+            compute_first_step(self.sampling.steps, self.input.strength)
         if self.enhancer is not None and self.original_prompt is None:
-            raise wrong("enhancer", "requires original_prompt")
+            raise build_parameter_error("enhancer", "requires original_prompt")
 
     @classmethod
     def of(cls, prompt: str = "", /, **values: Any) -> Self:
@@ -392,45 +398,47 @@ class GenerateRequest:
         """
         return cls(prompt, stated=frozenset()).change(**values)
 
-    def for_model(self, aimage: AImage) -> Self:
+    def apply_defaults(self, aimage: AImage) -> Self:
         """Return the complete request of a draft: an AImage has the defaults. Raises UsageError."""
         stated = aimage.properties.get("defaults")
         defaults = stated if isinstance(stated, dict) else {}
-        names = [name for name in MODEL_DEFAULTS if name in defaults and not self.states(name)]
+        names = [name for name in MODEL_DEFAULTS if name in defaults and not self.is_stated(name)]
         return self._with({name: defaults[name] for name in names}, None)
 
     @classmethod
     def of_metadata(cls, metadata: Mapping[str, Any]) -> Self:
         """Return the request for a picture with this metadata."""
-        names = parameter_locations().keys() - {*COUNTS, "prompt"}
+        names = map_parameter_locations().keys() - {*COUNTS, "prompt"}
         values = {name: metadata[name] for name in names & metadata.keys()}
         if metadata.get("prompt") is None:
-            raise wrong("prompt", "must be text")
+            raise build_parameter_error("prompt", "must be text")
         return cls.of(metadata["prompt"], **values)
 
-    def values(self) -> dict[str, Any]:
+    def collect_values(self) -> dict[str, Any]:
         """Return all parameters by their names in interfaces."""
-        return {name: location.value(self) for name, location in parameter_locations().items()}
+        return {
+            name: location.get_value(self) for name, location in map_parameter_locations().items()
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return the values as JSON has them: the arguments of ``of``."""
-        return {**self.values(), "loras": [asdict(use) for use in self.adapters.loras]}
+        return {**self.collect_values(), "loras": [asdict(use) for use in self.adapters.loras]}
 
-    def states(self, name: str) -> bool:
+    def is_stated(self, name: str) -> bool:
         """Return True if a parameter is stated; a complete request states all."""
         return self.stated is None or name in self.stated
 
     @property
     def has_size(self) -> bool:
         """Return True if a side is stated."""
-        return self.states("width") or self.states("height")
+        return self.is_stated("width") or self.is_stated("height")
 
-    def stated_values(self) -> dict[str, Any]:
+    def collect_stated_values(self) -> dict[str, Any]:
         """Return the parameters that are stated, by their names in interfaces."""
         return {
-            name: location.value(self)
-            for name, location in parameter_locations().items()
-            if self.states(name)
+            name: location.get_value(self)
+            for name, location in map_parameter_locations().items()
+            if self.is_stated(name)
         }
 
     def change(self, **values: Any) -> Self:
@@ -443,8 +451,8 @@ class GenerateRequest:
     def _with(self, values: Mapping[str, Any], stated: frozenset[str] | None) -> Self:
         groups: dict[str, dict[str, Any]] = {"": {"stated": stated}}
         for name, value in values.items():
-            if (location := parameter_locations().get(name)) is None:
-                raise wrong(name, "is not a parameter of pictures")
+            if (location := map_parameter_locations().get(name)) is None:
+                raise build_parameter_error(name, "is not a parameter of pictures")
             if name == "loras" and isinstance(value, list | tuple):
                 value = tuple(LoraUse.of(use) if isinstance(use, dict) else use for use in value)
             parameter = location.parameter
@@ -471,20 +479,20 @@ class ParameterLocation(NamedTuple):
     group: str
     parameter: Parameter
 
-    def value(self, request: GenerateRequest) -> Any:
+    def get_value(self, request: GenerateRequest) -> Any:
         """Return the value of the parameter."""
         owner = getattr(request, self.group) if self.group else request
         return getattr(owner, self.parameter.attribute)
 
 
 @cache
-def parameter_locations() -> Mapping[str, ParameterLocation]:
+def map_parameter_locations() -> Mapping[str, ParameterLocation]:
     """Return all parameters of pictures by their names in interfaces."""
     groups = {"": GenerateRequest, **_GROUPS}
     locations = [
         ParameterLocation(group, parameter)
         for group, owner in groups.items()
-        for parameter in parameters(owner)
+        for parameter in list_parameters(owner)
     ]
     return {location.parameter.name: location for location in locations}
 
@@ -493,30 +501,32 @@ def check_area(name: str, width: int, height: int) -> None:
     """Raise UsageError, with the parameter ``name``, if a picture is too large."""
     if width * height > MAX_PIXELS:
         size = f"{width}x{height} has {width * height}"
-        raise wrong(name, f"exceeds the maximum of {MAX_PIXELS} pixels: {size}")
+        raise build_parameter_error(name, f"exceeds the maximum of {MAX_PIXELS} pixels: {size}")
 
 
-def first_step(steps: int, strength: float) -> int:
+def compute_first_step(steps: int, strength: float) -> int:
     """Return the step, from 0, at which a picture begins. Raises UsageError: none is left."""
     index = int(max(steps - min(steps * strength, steps), 0))
     if index >= steps:
         hint = f"use a strength of at least {1 / steps:.2g}, or more steps"
-        raise wrong("strength", f"{strength:g} leaves none of {steps} steps to do", hint)
+        raise build_parameter_error(
+            "strength", f"{strength:g} leaves none of {steps} steps to do", hint
+        )
     return index
 
 
 def _require(value: Any, names: Collection[str], needed: str) -> None:
     """Reject parameters that are stated although they need another. Raises UsageError."""
-    for parameter in parameters(value.__class__):
+    for parameter in list_parameters(value.__class__):
         if (
             parameter.attribute in names
             and getattr(value, parameter.attribute) != parameter.default
         ):
-            raise wrong(parameter.name, f"requires {needed}")
+            raise build_parameter_error(parameter.name, f"requires {needed}")
 
 
 def _check_digest(name: str, value: str) -> None:
     try:
         Digest.parse(value)
     except FormatError:
-        raise wrong(name, "must be the digest of a picture") from None
+        raise build_parameter_error(name, "must be the digest of a picture") from None

@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http import PRODUCT
-from clowder_aimage.http.api_error import OCI, ApiError, interface_of
+from clowder_aimage.http.api_error import OCI, ApiError, find_interface
 from clowder_aimage.http.route import ADMIN, INFER, NODE, OPEN
 
 # Among allowed hosts: IP addresses, which need no resolution
@@ -39,7 +39,7 @@ _NAMES = re.compile(r"[A-Za-z0-9_, -]{1,2000}")
 
 def read_token(path: Path) -> str:
     """Return the token in the first line of a file. Raises UsageError."""
-    token = next(iter(_lines(path)), "").strip()
+    token = next(iter(_read_lines(path)), "").strip()
     if not _is_token(token):
         raise UsageError(
             f"invalid token in the first line of {path}",
@@ -56,7 +56,7 @@ def read_tokens(path: Path) -> dict[str, str]:
     lines and lines that begin with ``#`` are skipped. Raises UsageError.
     """
     scopes: dict[str, str] = {}
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_read_lines(path), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
@@ -74,7 +74,7 @@ def read_tokens(path: Path) -> dict[str, str]:
     return scopes
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         if path.stat().st_mode & stat.S_IROTH:
             _log.warning("all users can read the file of tokens", extra={"path": str(path)})
@@ -102,7 +102,7 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         host = request.headers.get("Host", "")
-        name = host_name(host)
+        name = parse_host(host)
         if not (allowed is None or name in allowed or (ANY_ADDRESS in allowed and is_ip(name))):
             raise ApiError(
                 403,
@@ -114,7 +114,7 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
                 host=(name or host)[:300],
             )
         origin = request.headers.get("Origin")
-        if origin is None or _origin_host(origin) == host:
+        if origin is None or _parse_origin(origin) == host:
             if request.method not in ("GET", "HEAD"):
                 check_site(request)
             return await handler(request)
@@ -130,7 +130,7 @@ def check_host(allowed: frozenset[str] | None, origins: Collection[str] | None) 
         request["origin"] = origin
         requested_method = request.headers.get("Access-Control-Request-Method")
         if requested_method and request.method == "OPTIONS":
-            return _preflight(request)
+            return _answer_preflight(request)
         return await handler(request)
 
     return middleware
@@ -145,7 +145,7 @@ def check_site(request: web.Request) -> None:
         raise ApiError(403, "cross-site request denied", code="origin_not_allowed")
 
 
-def _preflight(request: web.Request) -> web.Response:
+def _answer_preflight(request: web.Request) -> web.Response:
     """Return the response to a preflight request: the methods and headers of later requests."""
     headers = {"Access-Control-Allow-Methods": _METHODS, "Access-Control-Max-Age": "600"}
     names = request.headers.get("Access-Control-Request-Headers", "")
@@ -166,13 +166,13 @@ def check_scope(tokens: Mapping[str, str], scopes: Mapping[web.AbstractRoute, st
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         required = scopes.get(request.match_info.route, INFER)
         anyone = INFER if "origin" in request else ADMIN
-        scope = _scope(request, tokens) if tokens else anyone
+        scope = _find_scope(request, tokens) if tokens else anyone
         if scope is not None:
             request["scope"] = scope
         elif required != OPEN:
-            is_registry = interface_of(request) == OCI
+            is_registry = find_interface(request) == OCI
             headers = {"WWW-Authenticate": _REGISTRY_CHALLENGE if is_registry else _CHALLENGE}
-            has_token = bearer_token(request.headers.get("Authorization", "")) != ""
+            has_token = parse_token(request.headers.get("Authorization", "")) != ""
             # advice
             message = "unknown token" if has_token else "this worker requires a token"
             message = "authentication required" if is_registry else message
@@ -193,9 +193,9 @@ def check_required(required: str, scope: str | None) -> None:
         raise ApiError(403, message, code="insufficient_scope")
 
 
-def _scope(request: web.Request, tokens: Mapping[str, str]) -> str | None:
+def _find_scope(request: web.Request, tokens: Mapping[str, str]) -> str | None:
     """Return the scope of the request's token. All tokens are compared, each in constant time."""
-    text = bearer_token(request.headers.get("Authorization", ""))
+    text = parse_token(request.headers.get("Authorization", ""))
     token = text.encode("utf-8", "surrogateescape")
     matched = None
     for candidate, scope in tokens.items():
@@ -204,7 +204,7 @@ def _scope(request: web.Request, tokens: Mapping[str, str]) -> str | None:
     return matched
 
 
-def bearer_token(authorization: str) -> str:
+def parse_token(authorization: str) -> str:
     """Return the token in an ``Authorization`` header, or "" if there is none.
 
     It is a bearer token or the password of any user (RFC 6750, RFC 7617).
@@ -220,7 +220,7 @@ def bearer_token(authorization: str) -> str:
         return ""
 
 
-def host_name(host: str) -> str | None:
+def parse_host(host: str) -> str | None:
     """Return the host in a ``Host`` header without its port; None if there is none."""
     try:
         return urlsplit(f"//{host}").hostname
@@ -238,10 +238,10 @@ def is_ip(host: str | None) -> bool:
 
 def _is_loopback(origin: str) -> bool:
     scheme, _, host = origin.partition("://")
-    return scheme in ("http", "https") and host_name(host) in LOOPBACK_HOSTS
+    return scheme in ("http", "https") and parse_host(host) in LOOPBACK_HOSTS
 
 
-def _origin_host(origin: str) -> str | None:
+def _parse_origin(origin: str) -> str | None:
     try:
         return urlsplit(origin).netloc
     except ValueError:

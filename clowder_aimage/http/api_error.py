@@ -90,14 +90,14 @@ class ApiError(AImageError):
         self.details = details
 
 
-def interface_of(request: Request) -> str:
+def find_interface(request: Request) -> str:
     """Return the interface of the response: OPENAI, OLLAMA or OCI."""
     if request.path.startswith("/v2/"):
         return OCI
     return OLLAMA if request.path.startswith("/api/") else request.app.get(INTERFACE, OPENAI)
 
 
-def api_error(error: AImageError, interface: str = OPENAI) -> ApiError:
+def convert_error(error: AImageError, interface: str = OPENAI) -> ApiError:
     """Return the response to an error of a lower layer.
 
     The store's messages contain local paths, so they are only logged.
@@ -105,7 +105,7 @@ def api_error(error: AImageError, interface: str = OPENAI) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if interface == OCI and not isinstance(error, BusyError | StoppedError):
-        return _distribution_error(error)
+        return _build_oci_error(error)
     status, code = _find_status(error)
     # Hints of internal errors are for the operator, not for clients
     is_shown = error.hint and (status < 500 or status == 502)
@@ -119,7 +119,7 @@ def api_error(error: AImageError, interface: str = OPENAI) -> ApiError:
     return ApiError(status, message, code=code, headers=headers)
 
 
-def registry_error(error: AImageError) -> AImageError:
+def convert_registry_error(error: AImageError) -> AImageError:
     """Return the error of a pull or a push in the form sent to the client.
 
     The status is 502 if the registry or its content is at fault.
@@ -134,36 +134,38 @@ def registry_error(error: AImageError) -> AImageError:
     return error
 
 
-def response(request: Request, error: ApiError) -> web.Response:
+def build_response(request: Request, error: ApiError) -> web.Response:
     """Return the response in the form of the requested interface."""
-    text = (request.app.get(ADVICE) or _hint)(error)
+    text = (request.app.get(ADVICE) or _get_hint)(error)
     if text:
         error.message = f"{error.message}; {text}"
-    form = {OCI: _oci, OLLAMA: _ollama, OPENAI: _openai}[interface_of(request)]
+    form = {OCI: _build_oci_body, OLLAMA: _build_ollama_body, OPENAI: _build_openai_body}[
+        find_interface(request)
+    ]
     return web.json_response(form(error), status=error.status, headers=error.headers)
 
 
-def _hint(error: AImageError) -> str | None:
+def _get_hint(error: AImageError) -> str | None:
     return error.hint
 
 
-def _oci(error: ApiError) -> dict[str, object]:
+def _build_oci_body(error: ApiError) -> dict[str, object]:
     code = error.code if error.code and error.code.isupper() else None
     code = code or _OCI_CODES.get(error.status, "UNKNOWN")
     entry: dict[str, object] = {"code": code, "message": error.message}
     return {"errors": [entry | {"detail": detail} for detail in error.details] or [entry]}
 
 
-def _ollama(error: ApiError) -> dict[str, object]:
+def _build_ollama_body(error: ApiError) -> dict[str, object]:
     return {"error": error.message, **({"code": error.code} if error.code else {})}
 
 
-def _openai(error: ApiError) -> dict[str, object]:
-    facts = {"type": _kind(error.status), "param": error.param, "code": error.code}
+def _build_openai_body(error: ApiError) -> dict[str, object]:
+    facts = {"type": _find_type(error.status), "param": error.param, "code": error.code}
     return {"error": {"message": error.message, **facts}}
 
 
-def _distribution_error(error: AImageError) -> ApiError:
+def _build_oci_error(error: AImageError) -> ApiError:
     if isinstance(error, NoSpaceError):
         return ApiError(507, "no space left", code="UNKNOWN")
     if isinstance(error, StoreError):
@@ -181,6 +183,6 @@ def _find_status(error: AImageError) -> tuple[int, str]:
     return next(matches, _OTHER)
 
 
-def _kind(status: int) -> str:
+def _find_type(status: int) -> str:
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {401: "authentication_error", 403: "permission_error"}.get(status, kind)

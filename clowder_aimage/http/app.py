@@ -27,8 +27,8 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.http import PRODUCT
 from clowder_aimage.http import api_error as errors
 from clowder_aimage.http.access import LOOPBACK_HOSTS, check_host, check_scope
-from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiError, interface_of
-from clowder_aimage.http.body_stream import check_coding, check_type, too_large
+from clowder_aimage.http.api_error import ADVICE, INTERFACE, OCI, OPENAI, ApiError, find_interface
+from clowder_aimage.http.body_stream import build_size_error, check_coding, check_type
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.loop_watch import watch_requests
 from clowder_aimage.http.operation import BODY
@@ -94,8 +94,8 @@ def build_app(
     app["has_tokens"] = bool(tokens)
     if advice is not None:
         app[ADVICE] = advice
-    app.on_response_prepare.append(_common_headers)
-    app["routes"] = routes = [route for role in roles for route in role.routes()]
+    app.on_response_prepare.append(_set_common_headers)
+    app["routes"] = routes = [route for role in roles for route in role.build_routes()]
     for route in with_head(routes):
         added = app.router.add_route(route.method, route.path, route.handler)
         scopes[added], bodies[added] = route.scope, route.body
@@ -145,10 +145,10 @@ async def account(
             "seconds": round(seconds, 4),
             "id": request["id"],
         }
-        if interface_of(request) == OCI:
-            facts |= {"path": _path(request), "received": received, "sent": sent}
+        if find_interface(request) == OCI:
+            facts |= {"path": _format_path(request), "received": received, "sent": sent}
         elif route is None:
-            facts["path"] = _path(request)
+            facts["path"] = _format_path(request)
         if "model" in request:
             facts["model"] = str(request["model"])
         # nodes request ranges from each other by the hundred
@@ -166,7 +166,7 @@ async def _trace(
     """Handle a request in a span (OpenTelemetry, "Semantic Conventions for HTTP Spans")."""
     route = route or ""
     method = request.method if request.method in METH_ALL else "_OTHER"
-    with telemetry.span(f"{method} {route}".strip(), headers=request.headers) as span:
+    with telemetry.start_span(f"{method} {route}".strip(), headers=request.headers) as span:
         response = await handle()
         if span is not None:
             span.set_attribute("http.request.method", method)
@@ -195,27 +195,27 @@ async def convert_errors(
         # The client has disconnected
         raise
     except Exception as error:
-        api_error = _api_error(request, error)
+        api_error = _convert_error(request, error)
         if request.get("answered"):
             abort(request)
             raise ConnectionResetError("the response was aborted") from None
-        answer = errors.response(request, api_error)
+        answer = errors.build_response(request, api_error)
         if api_error.status in (408, 413):
             # Do not wait for the rest of the body
             answer.force_close()
         return answer
 
 
-def _api_error(request: Request, error: Exception) -> ApiError:
+def _convert_error(request: Request, error: Exception) -> ApiError:
     """Return the response to an exception; log exceptions that the client did not cause."""
-    interface = interface_of(request)
+    interface = find_interface(request)
     if isinstance(error, AImageError):
-        api_error = errors.api_error(error, interface)
+        api_error = errors.convert_error(error, interface)
         if api_error.status >= 500:
             _log_failure(request, error, api_error.status)
         return api_error
     if isinstance(error, web.HTTPException):
-        return _framework_error(request, error)
+        return _convert_framework_error(request, error)
     if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError):
         return ApiError(400, "the request body is not JSON", code="invalid_json")
     # aiohttp raises it for a body with invalid chunks or fewer bytes than announced
@@ -231,7 +231,7 @@ def _api_error(request: Request, error: Exception) -> ApiError:
 
 def _log_failure(request: Request, error: AImageError, status: int) -> None:
     # The registry's log may have no fields: the message names the request
-    if interface_of(request) == OCI:
+    if find_interface(request) == OCI:
         _log.error("%s %s: %s", request.method, request.path, error)
     else:
         facts = {"id": request["id"], "status": status, "reason": error.message}
@@ -244,27 +244,27 @@ def _list_frames(error: Exception) -> list[str]:
     return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-5:]]
 
 
-def _framework_error(request: Request, error: web.HTTPException) -> ApiError:
+def _convert_framework_error(request: Request, error: web.HTTPException) -> ApiError:
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"method not allowed; allowed: {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers={"Allow": allowed})
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return too_large()
+        return build_size_error()
     if error.status == 404:
-        return unknown_url(request)
+        return build_url_error(request)
     return ApiError(error.status, error.reason, code="invalid_request")
 
 
-def unknown_url(request: Request) -> ApiError:
+def build_url_error(request: Request) -> ApiError:
     """Return the response to a request that has no route."""
-    is_known = interface_of(request) != OCI and _UNSUPPORTED.fullmatch(request.path)
+    is_known = find_interface(request) != OCI and _UNSUPPORTED.fullmatch(request.path)
     name = f"{request.method} {request.rel_url.raw_path[:200]}"
     message = f"{name} is not supported by this worker" if is_known else ""
     return ApiError(404, message or f"no such endpoint: {name}", code="unknown_url")
 
 
-def _path(request: Request) -> str:
+def _format_path(request: Request) -> str:
     """Return the path for the log: cut and escaped, without the query."""
     return request.rel_url.raw_path[:200].encode("unicode_escape").decode("ascii")
 
@@ -304,14 +304,14 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
             return await handler(request)
         check_coding(request)
         if (request.content_length or 0) > limit:
-            raise too_large()
+            raise build_size_error()
         try:
             async with asyncio.timeout(BODY_TIMEOUT):
                 size = len(await request.read())
         except TimeoutError:
             raise ApiError(408, "timed out reading the request body", code="timeout") from None
         if size > limit:
-            raise too_large()
+            raise build_size_error()
         if size and request.match_info.route in bodies:
             check_type(request)
         return await handler(request)
@@ -319,13 +319,13 @@ def _read_body(bodies: Mapping[web.AbstractRoute, int | None]) -> Middleware:
     return middleware
 
 
-async def _common_headers(request: web.Request, response: web.StreamResponse) -> None:
+async def _set_common_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Set the headers of every response, and disable content type sniffing."""
     request["answered"] = True
     # Versions would help attackers (RFC 9110, 10.2.4)
     response.headers["Server"] = PRODUCT
     response.headers.setdefault("X-Content-Type-Options", "nosniff")
-    if interface_of(request) == OCI:
+    if find_interface(request) == OCI:
         response.headers["Docker-Distribution-API-Version"] = "registry/2.0"
     else:
         response.headers.setdefault("Cache-Control", "no-store")

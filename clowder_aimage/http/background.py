@@ -20,7 +20,7 @@ _log = logging.getLogger("aimage.http")
 
 
 @contextlib.asynccontextmanager
-async def background_tasks(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+async def run_in_background(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
     """Run coroutines in the background; cancel them on exit. A failure is logged."""
     tasks = [asyncio.create_task(_watch(coroutine)) for coroutine in coroutines]
     for task in tasks:
@@ -62,9 +62,9 @@ async def run_in_daemon_thread(call: Callable[[], _T]) -> _T:
     """
     done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
 
-    def work() -> _T:
+    def call_with_patience() -> _T:
         PATIENCE.set(LOCK_TIMEOUT)
         return call()
 
-    run_in_thread(work, done, "aimage-upstream")
+    run_in_thread(call_with_patience, done, "aimage-upstream")
     return await done

@@ -44,7 +44,7 @@ def check_type(request: web.Request, *alternatives: str) -> None:
         raise ApiError(415, message, code="unsupported_media_type")
 
 
-def too_large() -> ApiError:
+def build_size_error() -> ApiError:
     """Return the response to a body that exceeds its limit."""
     return ApiError(413, "the request body is too large", code="too_large")
 
@@ -59,7 +59,7 @@ async def read_chunks(request: web.Request) -> AsyncIterator[bytes]:
             async with asyncio.timeout(READ_TIMEOUT):
                 chunk = await request.content.readany()
         except TimeoutError:
-            raise _too_slow(f"no data received for {READ_TIMEOUT:.0f} seconds") from None
+            raise _build_timeout_error(f"no data received for {READ_TIMEOUT:.0f} seconds") from None
         if not chunk:
             return
         # Time spent on the client, not on the local disk
@@ -67,12 +67,12 @@ async def read_chunks(request: web.Request) -> AsyncIterator[bytes]:
         count += len(chunk)
         if waited > READ_TIMEOUT:
             if count < MIN_SPEED * READ_TIMEOUT:
-                raise _too_slow(f"received less than {MIN_SPEED} bytes per second")
+                raise _build_timeout_error(f"received less than {MIN_SPEED} bytes per second")
             waited, count = 0.0, 0
         yield chunk
 
 
-def _too_slow(message: str) -> ApiError:
+def _build_timeout_error(message: str) -> ApiError:
     return ApiError(408, message, code="BLOB_UPLOAD_INVALID")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from clowder_aimage.engine.endpoint import Endpoint
-from clowder_aimage.engine.worker_client import program_at
+from clowder_aimage.engine.worker_client import detect_program
 from clowder_aimage.errors import AccessError, UsageError
 from clowder_aimage.http import systemd
 from clowder_aimage.http.access import ANY_ADDRESS, LOOPBACK_HOSTS
@@ -68,7 +68,7 @@ def listen(
     """
     listeners = Listeners()
     try:
-        for listening in systemd.passed_sockets():
+        for listening in systemd.open_passed_sockets():
             listeners.add(listening)
         if not listeners.sockets and path:
             listeners.sockets.append(listen_unix(path))
@@ -124,15 +124,15 @@ def listen_tcp(endpoint: Endpoint, remedy: str = "") -> socket.socket:
         is_taken = error.errno == errno.EADDRINUSE
         reason = os.strerror(errno.EADDRINUSE) if is_taken else error.strerror or error
         message = f"cannot listen on {endpoint.authority}: {reason}"
-        if is_taken and (program := _program(endpoint)):
+        if is_taken and (program := _find_program(endpoint)):
             message += f"; {program} answers there"
         hint = "choose another address"
         raise AccessError(message, hint=hint, remedy=remedy) from None
 
 
-def _program(endpoint: Endpoint) -> str:
+def _find_program(endpoint: Endpoint) -> str:
     loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
-    return program_at(replace(endpoint, host=loopback.get(endpoint.host, endpoint.host)))
+    return detect_program(replace(endpoint, host=loopback.get(endpoint.host, endpoint.host)))
 
 
 def listen_unix(path: Path) -> socket.socket:

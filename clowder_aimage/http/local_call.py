@@ -17,8 +17,8 @@ from aiohttp import web
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http.access import check_required
 from clowder_aimage.http.api_error import ADVICE
-from clowder_aimage.http.app import account, check_running, convert_errors, unknown_url
-from clowder_aimage.http.body_stream import too_large
+from clowder_aimage.http.app import account, build_url_error, check_running, convert_errors
+from clowder_aimage.http.body_stream import build_size_error
 from clowder_aimage.http.local_request import LocalRequest
 from clowder_aimage.http.loop_watch import WatchedCoroutine
 from clowder_aimage.http.route import Role, SharedRoute
@@ -55,8 +55,8 @@ class LocalCalls:
     @cached_property
     def _routes(self) -> list[tuple[SharedRoute, re.Pattern[str]]]:
         return [
-            (route, _pattern(route.path))
-            for route in self._role.routes()
+            (route, _compile_pattern(route.path))
+            for route in self._role.build_routes()
             if isinstance(route, SharedRoute)
         ]
 
@@ -70,15 +70,15 @@ class LocalCalls:
 
     async def _handle(self, request: LocalRequest, route: SharedRoute | None) -> web.StreamResponse:
         if route is None:
-            raise unknown_url(request)
+            raise build_url_error(request)
         check_required(route.scope, request["scope"])
         check_running((self._role,), request.method)
         if route.body is not None and request.exceeds(route.body):
-            raise too_large()
+            raise build_size_error()
         return await route.handler(request)
 
 
-def _pattern(path: str) -> re.Pattern[str]:
+def _compile_pattern(path: str) -> re.Pattern[str]:
     """Return the pattern of the paths of a route, such as ``/v1/models/{id:.+}``."""
     pattern, end = "", 0
     for parameter in _PARAMETER.finditer(path):
@@ -90,7 +90,7 @@ def _pattern(path: str) -> re.Pattern[str]:
     return re.compile(pattern + re.escape(path[end:]))
 
 
-def body_of(response: web.StreamResponse) -> bytes:
+def get_body(response: web.StreamResponse) -> bytes:
     """Return the body of a response that is not a stream."""
     body = response.body if isinstance(response, web.Response) else b""
     return bytes(body) if isinstance(body, bytes | bytearray) else b""

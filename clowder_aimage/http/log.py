@@ -108,7 +108,7 @@ def configure(kind: str = CONSOLE, level: str = "info", *, file: TextIO | None =
             ],
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                *_renderers(kind, target),
+                *_build_renderers(kind, target),
             ],
         )
     )
@@ -120,7 +120,7 @@ def configure(kind: str = CONSOLE, level: str = "info", *, file: TextIO | None =
         logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
 
 
-def _renderers(kind: str, target: TextIO) -> list[Any]:
+def _build_renderers(kind: str, target: TextIO) -> list[Any]:
     if kind == JSON:
         return [structlog.processors.JSONRenderer()]
     return [structlog.dev.ConsoleRenderer(colors=target.isatty())]

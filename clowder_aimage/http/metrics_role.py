@@ -28,8 +28,8 @@ class MetricsRole(Role):
     def __init__(self, text: Callable[[], bytes], scope: str = OPEN) -> None:
         self._text, self._scope = text, scope
 
-    def routes(self) -> list[Route]:
-        return [serve(replace(METRICS, scope=self._scope), self._metrics)]
+    def build_routes(self) -> list[Route]:
+        return [serve(replace(METRICS, scope=self._scope), self._send_metrics)]
 
-    async def _metrics(self, _: web.Request) -> web.Response:
+    async def _send_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._text(), headers={"Content-Type": CONTENT_TYPE})

@@ -112,7 +112,7 @@ class Role:
         """Return True while the role refuses new work."""
         return False
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         """Return the routes of the role."""
         return []
 
@@ -124,7 +124,7 @@ class Role:
         """Run the role's background work."""
         yield
 
-    async def ready(self) -> None:
+    async def signal_ready(self) -> None:
         """Signal that connections are accepted."""
 
     async def drain(self, grace: float, hurry: asyncio.Event) -> None:

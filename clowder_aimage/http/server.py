@@ -16,7 +16,7 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.http import systemd
 from clowder_aimage.http.api_error import OPENAI
 from clowder_aimage.http.app import build_app
-from clowder_aimage.http.background import background_tasks
+from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.listening_socket import Listeners
 from clowder_aimage.http.route import Role
 from clowder_aimage.layout.lock import ON_WAIT
@@ -149,7 +149,7 @@ def serve(
     try:
         app = build_app(
             *roles,
-            hosts=_names(listeners),
+            hosts=_list_hosts(listeners),
             tokens=tokens,
             interface=interface,
             origins=origins,
@@ -162,7 +162,7 @@ def serve(
         loop.close()
 
 
-def _names(listeners: Listeners) -> frozenset[str] | None:
+def _list_hosts(listeners: Listeners) -> frozenset[str] | None:
     return None if listeners.hosts is None else frozenset(listeners.hosts)
 
 
@@ -187,18 +187,20 @@ async def _run(
         if separate is not None:
             separate_listeners, role = separate
             await stack.enter_async_context(
-                accepting(build_app(role, hosts=_names(separate_listeners)), separate_listeners)
+                accepting(
+                    build_app(role, hosts=_list_hosts(separate_listeners)), separate_listeners
+                )
             )
             facts["apart"] = separate_listeners.urls
         # The other address first: its URL is logged with those of the server
         await stack.enter_async_context(accepting(app, listeners, **options))
         await stack.enter_async_context(
-            background_tasks(_notify_watchdog(), _reload(signals, roles))
+            run_in_background(_notify_watchdog(), _reload(signals, roles))
         )
         on_ready(listeners.urls)
         systemd.notify("READY=1")
         for role in roles:
-            await role.ready()
+            await role.signal_ready()
         _log.info("ready", extra=facts)
         await signals.first.wait()
         systemd.notify("STOPPING=1")
@@ -233,7 +235,7 @@ async def accepting(
         for listening in listeners.sockets:
             await web.SockSite(runner, listening).start()
         assert runner.server is not None  # noqa: S101
-        async with background_tasks(_check_connections(runner.server, idle, stalled)):
+        async with run_in_background(_check_connections(runner.server, idle, stalled)):
             yield
     finally:
         await runner.cleanup()
@@ -252,7 +254,7 @@ def _is_not_disconnect(record: logging.LogRecord) -> bool:
 
 async def _notify_watchdog() -> None:
     """Send keep-alives to systemd's watchdog, if any, while the loop is running."""
-    period = systemd.watchdog()
+    period = systemd.read_watchdog_interval()
     while period is not None:
         systemd.notify("WATCHDOG=1")
         await asyncio.sleep(period)

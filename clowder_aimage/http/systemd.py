@@ -25,7 +25,7 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> None:
         to.sendall(state.encode())
 
 
-def watchdog(environment: Mapping[str, str] = os.environ) -> float | None:
+def read_watchdog_interval(environment: Mapping[str, str] = os.environ) -> float | None:
     """Return the seconds between two WATCHDOG=1; None without a watchdog."""
     try:
         period = int(environment["WATCHDOG_USEC"]) / 1_000_000
@@ -35,7 +35,7 @@ def watchdog(environment: Mapping[str, str] = os.environ) -> float | None:
     return period / 2 if is_ours and period > 0 else None
 
 
-def passed_sockets(environment: Mapping[str, str] = os.environ) -> list[socket.socket]:
+def open_passed_sockets(environment: Mapping[str, str] = os.environ) -> list[socket.socket]:
     """Return the listening sockets that systemd passed to the process. Raises UsageError."""
     try:
         if int(environment["LISTEN_PID"]) != os.getpid():

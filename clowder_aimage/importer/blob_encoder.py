@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
-from clowder_aimage.content.decompress import zstandard_package
-from clowder_aimage.formats.prequantized import factors
+from clowder_aimage.content.decompress import import_zstandard
+from clowder_aimage.formats.prequantized import convert_factors
 from clowder_aimage.importer import planned_layer
 from clowder_aimage.importer.planned_layer import (
     CastChunk,
@@ -20,7 +20,7 @@ from clowder_aimage.importer.planned_layer import (
     QuantizeChunk,
 )
 from clowder_aimage.importer.range_reader import RangeReader
-from clowder_aimage.tensor import Quantization, nbytes
+from clowder_aimage.tensor import Quantization, compute_nbytes
 
 if TYPE_CHECKING:
     from clowder_aimage.importer.quantizer import Quantizer
@@ -37,7 +37,7 @@ CHUNKS = 8 * CHUNK_SIZE
 class ChunkReader(Protocol):
     """A reader of values in chunks of bytes."""
 
-    def chunks(self, size: int, /) -> Iterator[memoryview]: ...
+    def iter_chunks(self, size: int, /) -> Iterator[memoryview]: ...
 
 
 class BlobEncoder:
@@ -87,7 +87,7 @@ class BlobEncoder:
                 case QuantizeChunk() | CastChunk():
                     self._convert(chunk, reader, sink)
                 case planned_layer.FactorChunk():
-                    self._add(factors(chunk.chunk, reader.read()), sink)
+                    self._add(convert_factors(chunk.chunk, reader.read()), sink)
             reader.check_unchanged()
 
     def _add(self, data: bytes | memoryview, sink: Sink) -> None:
@@ -126,7 +126,7 @@ class BlobEncoder:
 
         assert self._quantizer is not None  # noqa: S101
         guard = quantizer.QuantizationGuard(chunk.name, chunk.target, quantization)
-        group = nbytes(chunk.source, (quantization.group_size,))
+        group = compute_nbytes(chunk.source, (quantization.group_size,))
         # A blob has all codes first, then all scales, then all biases.
         buffers: list[list[bytes]] = [[], []]
         for values in _cast(chunk, reader, max(1, self._block // group) * group):
@@ -153,7 +153,7 @@ class MemoryReader:
     def __init__(self, values: Any) -> None:
         self._bytes = memoryview(values.reshape(-1)).cast("B")
 
-    def chunks(self, size: int) -> Iterator[memoryview]:
+    def iter_chunks(self, size: int) -> Iterator[memoryview]:
         """Yield the bytes, ``size`` at a time."""
         for start in range(0, len(self._bytes), size):
             yield self._bytes[start : start + size]
@@ -163,10 +163,10 @@ def _cast(chunk: ConvertedChunk, reader: ChunkReader, size: int) -> Iterator[Any
     """Yield the values of ``size`` bytes of the source at a time. Raises ModelError."""
     from clowder_aimage.importer import precision
 
-    for data in reader.chunks(size):
+    for data in reader.iter_chunks(size):
         values, lost = precision.cast(data, chunk.source, chunk.target)
         if lost:
-            raise precision.overflow(chunk.name, lost, chunk.target)
+            raise precision.build_overflow_error(chunk.name, lost, chunk.target)
         yield values
 
 
@@ -183,15 +183,15 @@ class Compressor(Protocol):
     def flush(self) -> bytes: ...
 
 
-def compressor(name: str, size: int) -> Compressor:
+def create_compressor(name: str, size: int) -> Compressor:
     """Return a compressor for ``size`` bytes, by its name in media types. Raises UsageError."""
-    return _Gzip() if name == "gzip" else _zstd(size)
+    return _Gzip() if name == "gzip" else _create_zstd(size)
 
 
 def check_compression(name: str) -> None:
     """Check that the package for a compression is installed. Raises UsageError."""
     if name == "zstd":
-        zstandard_package()
+        import_zstandard()
 
 
 class _Gzip:
@@ -212,6 +212,6 @@ class _Gzip:
         return self._header + self._deflate.flush() + end
 
 
-def _zstd(size: int) -> Compressor:
-    zstd: Compressor = zstandard_package().ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=size)
+def _create_zstd(size: int) -> Compressor:
+    zstd: Compressor = import_zstandard().ZstdCompressor(level=_ZSTD_LEVEL).compressobj(size=size)
     return zstd

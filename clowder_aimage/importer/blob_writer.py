@@ -15,18 +15,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
-from clowder_aimage.content import ContentStore, Lease, bytes_body
+from clowder_aimage.content import ContentStore, Lease, build_bytes_body
 from clowder_aimage.content.buffer import CHUNK_SIZE
-from clowder_aimage.content.parallel import in_parallel
+from clowder_aimage.content.parallel import run_parallel
 from clowder_aimage.content.store import Ingest
 from clowder_aimage.content.verified_reader import verify
 from clowder_aimage.dialect import AImage, Dialect, Layer
 from clowder_aimage.errors import VerificationError
-from clowder_aimage.importer.blob_encoder import BlobEncoder, compressor
+from clowder_aimage.importer.blob_encoder import BlobEncoder, create_compressor
 from clowder_aimage.importer.decision import WeightReport
 from clowder_aimage.importer.plan import CreatePlan
 from clowder_aimage.importer.planned_layer import PlannedLayer
-from clowder_aimage.importer.range_reader import THREADS, changed_error
+from clowder_aimage.importer.range_reader import THREADS, build_changed_error
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import remove_partials
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
@@ -55,7 +55,7 @@ def write_layers(
     """Store the plan's blobs, ``threads`` at a time, and protect them by ``lease``.
 
     Raises:
-        ModelError: A file changed_error while it was read, a value does not fit its type, or values
+        ModelError: A file changed while it was read, a value does not fit its type, or values
             cannot be quantized.
         VerificationError: A stored source blob is damaged.
         StoreError, NoSpaceError: The store cannot be written.
@@ -71,7 +71,7 @@ def write_layers(
         # Quantized layers first, since MLX runs on one thread while the others write; then the
         # largest first, so that the threads end together.
         order = sorted(plan.layers, key=lambda layer: (not layer.is_quantizing, -layer.size))
-        in_parallel([partial(write, planned) for planned in order], threads, writer.stopped.set)
+        run_parallel([partial(write, planned) for planned in order], threads, writer.stopped.set)
     return [written[planned.name] for planned in plan.layers]
 
 
@@ -99,7 +99,7 @@ class _Writer:
         if isinstance(store, ImageLayout) and any(layer.size > self._size for layer in plan.layers):
             # Partial blobs of killed processes would take the space of the new ones.
             remove_partials(store.root, 0.0, dry_run=False)
-            self._sizes = _sizes(store, plan.algorithm)
+            self._sizes = _scan_sizes(store, plan.algorithm)
 
     def write(self, planned: PlannedLayer) -> WrittenLayer:
         if planned.existing is not None:
@@ -113,7 +113,7 @@ class _Writer:
         is_probable = planned.size in self._sizes and is_cheap
         if not is_probable or planned.compression:
             return self._ingest(planned)
-        layer = planned.layer(self._digest(planned))
+        layer = planned.build_layer(self._digest(planned))
         if self._exists(layer):
             return WrittenLayer(layer, True)
         return self._ingest(planned, layer)
@@ -137,10 +137,10 @@ class _Writer:
         chunks: list[memoryview] = []
         self._encoder.encode(planned, chunks.append)
         data = chunks[0] if chunks else memoryview(b"")
-        layer = planned.layer(Digest.of(data, self._algorithm))
+        layer = planned.build_layer(Digest.of(data, self._algorithm))
         existed = self._exists(layer)
         if not existed:
-            self._store.push(layer.descriptor, bytes_body(bytes(data)))
+            self._store.push(layer.descriptor, build_bytes_body(bytes(data)))
         return WrittenLayer(layer, existed)
 
     def _digest(self, planned: PlannedLayer) -> Digest:
@@ -155,7 +155,7 @@ class _Writer:
             encode = self._encode_compressed if planned.compression else self._encode
             layer = encode(planned, ingest)
             if expected is not None and layer != expected:
-                raise changed_error(planned.path)
+                raise build_changed_error(planned.path)
             existed = self._claim(layer.descriptor.digest) or self._exists(layer)
         except BaseException:
             ingest.abort()
@@ -166,7 +166,7 @@ class _Writer:
         try:
             ingest.commit(layer.descriptor)
         except VerificationError:
-            raise changed_error(planned.path) from None
+            raise build_changed_error(planned.path) from None
         return WrittenLayer(layer, False)
 
     def _encode(self, planned: PlannedLayer, ingest: Ingest) -> Layer:
@@ -179,10 +179,10 @@ class _Writer:
             offset += len(view)
 
         self._encoder.encode(planned, write)
-        return planned.layer(ingest.digest(self._algorithm))
+        return planned.build_layer(ingest.digest(self._algorithm))
 
     def _encode_compressed(self, planned: PlannedLayer, ingest: Ingest) -> Layer:
-        packer = compressor(planned.compression, planned.size)
+        packer = create_compressor(planned.compression, planned.size)
         plain, packed = new_hasher(self._algorithm), new_hasher(self._algorithm)
         size = 0
 
@@ -201,7 +201,7 @@ class _Writer:
         write(packer.flush())
         content = Digest(self._algorithm, plain.hexdigest())
         return replace(
-            planned.layer(Digest(self._algorithm, packed.hexdigest()), size),
+            planned.build_layer(Digest(self._algorithm, packed.hexdigest()), size),
             content=Descriptor(planned.media_type, content, planned.size),
         )
 
@@ -213,7 +213,7 @@ class _Writer:
         return was_claimed
 
 
-def _sizes(store: ImageLayout, algorithm: str) -> frozenset[int]:
+def _scan_sizes(store: ImageLayout, algorithm: str) -> frozenset[int]:
     sizes: set[int] = set()
     for root in store.roots:
         try:
@@ -257,13 +257,13 @@ def pack(
         ModelError, VerificationError, StoreError, NoSpaceError: As ``write_layers``; complete
             blobs remain in the store, without a tag.
     """
-    with store.batch():
+    with store.begin_batch():
         written = write_layers(
             plan, store, lease, threads=threads or THREADS, on_written=on_written
         )
     aimage = AImage(plan.config, tuple(layer.layer for layer in written), plan.subject)
     manifest, config = dialect.write(aimage)
     lease.add(manifest.config.digest, manifest.digest)
-    store.push(manifest.config, bytes_body(config))
-    store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+    store.push(manifest.config, build_bytes_body(config))
+    store.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
     return PackedModel(manifest.descriptor, manifest, aimage, tuple(written), plan.report)

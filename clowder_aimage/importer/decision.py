@@ -9,8 +9,8 @@ from typing import Any
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.formats.codes.coded_tensor import CodedTensor, DecodedCount
-from clowder_aimage.importer.recipe import AUTO, DTYPES, UNFIT, Recipe, reason_to_keep
-from clowder_aimage.tensor import Quantization, nbytes
+from clowder_aimage.importer.recipe import AUTO, DTYPES, UNFIT, Recipe, find_keep_reason
+from clowder_aimage.tensor import Quantization, compute_nbytes
 from clowder_aimage.tensor.blob import BIAS, SCALE
 from clowder_aimage.tensor.weight import FLOATS, Weight
 
@@ -55,7 +55,7 @@ class WeightDecision:
     @property
     def nbytes(self) -> int:
         """Return the size of the stored weight in bytes."""
-        return sum(nbytes(dtype, shape) for _, dtype, shape in entries(self))
+        return sum(compute_nbytes(dtype, shape) for _, dtype, shape in build_entries(self))
 
 
 def decide(
@@ -68,14 +68,14 @@ def decide(
     requested = recipe.of(component)
     decisions = []
     for weight in weights:
-        reason = reason_to_keep(weight, requested) if requested else None
+        reason = find_keep_reason(weight, requested) if requested else None
         chosen = None if reason or weight.quantization else requested
-        dtype = _dtype(component, weight, recipe, exact)
+        dtype = _choose_dtype(component, weight, recipe, exact)
         decisions.append(WeightDecision(weight, dtype, chosen, reason))
     return decisions
 
 
-def _dtype(
+def _choose_dtype(
     component: str, weight: Weight, recipe: Recipe, exact: frozenset[tuple[str, str]]
 ) -> str:
     if weight.dtype not in FLOATS or recipe.dtype is None:
@@ -85,7 +85,7 @@ def _dtype(
     return DTYPES[recipe.dtype]
 
 
-def entries(decision: WeightDecision) -> list[Entry]:
+def build_entries(decision: WeightDecision) -> list[Entry]:
     """Return the entries of a weight in the blob's header."""
     weight, quantization = decision.weight, decision.quantization
     if quantization is None:
@@ -94,16 +94,16 @@ def entries(decision: WeightDecision) -> list[Entry]:
             (weight.name + chunk.suffix, cast or chunk.dtype, chunk.shape) for chunk in weight.parts
         ]
     dtypes = quantization.type.scale_dtypes
-    dtype = values_of(decision) if len(dtypes) > 1 else dtypes[0]
-    scales = quantization.scales_shape(weight.shape)
+    dtype = get_value_dtype(decision) if len(dtypes) > 1 else dtypes[0]
+    scales = quantization.compute_scales_shape(weight.shape)
     suffixes = (SCALE, BIAS) if quantization.type.has_bias else (SCALE,)
     return [
-        (weight.name, "U32", quantization.codes_shape(weight.shape)),
+        (weight.name, "U32", quantization.compute_codes_shape(weight.shape)),
         *((weight.name + suffix, dtype, scales) for suffix in suffixes),
     ]
 
 
-def values_of(decision: WeightDecision) -> str:
+def get_value_dtype(decision: WeightDecision) -> str:
     """Return the dtype of the values that MLX quantizes: it has no float64."""
     return "F32" if decision.dtype == "F64" else decision.dtype
 
@@ -130,11 +130,11 @@ def check_quantized(
     raise UsageError(
         f"no tensor of the {component} can be quantized to {requested.type.name} in groups of "
         f"{requested.group_size}",
-        hint=_hint(decisions, requested),
+        hint=_format_hint(decisions, requested),
     )
 
 
-def _hint(decisions: Sequence[WeightDecision], requested: Quantization) -> str:
+def _format_hint(decisions: Sequence[WeightDecision], requested: Quantization) -> str:
     elements = Counter[str]()
     for decision in decisions:
         elements[decision.reason or ""] += decision.weight.elements
@@ -170,7 +170,7 @@ def report(
     quantized = {
         name: config["components"].get(name, {}).get("quantization")
         if name
-        else quantization(members)
+        else describe_quantization(members)
         for name, members in decided.items()
     }
     return WeightReport(
@@ -199,8 +199,8 @@ def describe_component(
     """Return a component's entry in the config: ``properties``, then its totals."""
     if not decisions:
         return dict(properties)
-    summary = quantization(decisions)
-    entry = {**properties, "tensors": len(decisions), **totals(decisions)}
+    summary = describe_quantization(decisions)
+    entry = {**properties, "tensors": len(decisions), **compute_totals(decisions)}
     formats = Counter[str]()
     for (kind, _), count in _count_decoded(decisions).items():
         formats[kind] += count
@@ -208,13 +208,13 @@ def describe_component(
     return entry | decoded | ({"quantization": summary} if summary else {})
 
 
-def model_quantization(decided: Mapping[str, Sequence[WeightDecision]]) -> dict[str, Any]:
+def describe_model_quantization(decided: Mapping[str, Sequence[WeightDecision]]) -> dict[str, Any]:
     """Return the quantization of a model with a single component; empty if it is unquantized."""
-    facts = quantization(decided.get("", ()))
+    facts = describe_quantization(decided.get("", ()))
     return {"quantization": facts["type"]} if facts else {}
 
 
-def totals(decisions: Iterable[WeightDecision]) -> dict[str, Any]:
+def compute_totals(decisions: Iterable[WeightDecision]) -> dict[str, Any]:
     """Return the number of parameters, and the dtype of most bytes."""
     parameters, count = 0, Counter[str]()
     for decision in decisions:
@@ -224,7 +224,7 @@ def totals(decisions: Iterable[WeightDecision]) -> dict[str, Any]:
     return {"parameters": parameters} | ({"dtype": dtype} if dtype else {})
 
 
-def quantization(decisions: Sequence[WeightDecision]) -> dict[str, Any] | None:
+def describe_quantization(decisions: Sequence[WeightDecision]) -> dict[str, Any] | None:
     """Return the quantization of a component with the reasons for unquantized tensors, or None."""
     quantizations = [decision.result for decision in decisions if decision.result]
     if not quantizations:

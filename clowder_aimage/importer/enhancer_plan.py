@@ -17,7 +17,7 @@ from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect import DEFAULT, DIALECTS, AImage, Layer
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.formats.stored_weights import read_stored
-from clowder_aimage.formats.transformers import facts
+from clowder_aimage.formats.transformers import build_facts
 from clowder_aimage.importer.plan import CreatePlan, plan_conversion
 from clowder_aimage.importer.planned_layer import PlannedLayer
 from clowder_aimage.importer.recipe import Recipe
@@ -53,15 +53,17 @@ def plan_enhancer(
             another model.
         FormatError: A blob is damaged.
     """
-    tensors, replaced = _tensors(base, name), tuple[str, ...]()
+    tensors, replaced = _find_tensors(base, name), tuple[str, ...]()
     if weights is not None:
-        tensors, replaced = _replace_tensors(tensors, _tensors(weights, weights_name), weights_name)
+        tensors, replaced = _replace_tensors(
+            tensors, _find_tensors(weights, weights_name), weights_name
+        )
     renamed = [replace(layer, name=key) for key, layer in tensors.items()]
-    files, config = _files(store, base, name)
+    files, config = _plan_files(store, base, name)
     properties = {
         "schemaVersion": 1,
         "format": "transformers",
-        **facts(read_json(config.prefix, _CONFIG, 2 * _MAX_CONFIG)),
+        **build_facts(read_json(config.prefix, _CONFIG, 2 * _MAX_CONFIG)),
     }
     properties |= {key: base.properties[key] for key in ("license",) if key in base.properties}
     model = AImage(encode(properties), (*renamed, *files))
@@ -70,7 +72,7 @@ def plan_enhancer(
     return EnhancerPlan(_with_file(plan, config), replaced)
 
 
-def _tensors(aimage: AImage, name: str) -> dict[str, Layer]:
+def _find_tensors(aimage: AImage, name: str) -> dict[str, Layer]:
     """Return the tensors of a language model, without the component's prefix, by name."""
     prefix = "" if aimage.properties.get("format") == "transformers" else f"{_ENCODER}/"
     tensors = {
@@ -109,12 +111,12 @@ def _replace_tensors(
     return {**tensors, **{key: replacements[key] for key in different}}, tuple(different)
 
 
-def _files(store: BlobFiles, base: AImage, name: str) -> tuple[list[Layer], PlannedLayer]:
+def _plan_files(store: BlobFiles, base: AImage, name: str) -> tuple[list[Layer], PlannedLayer]:
     """Return the files of the tokenizer and of the text encoder, and its configuration."""
     layers = {
         layer.name.rpartition("/")[2]: layer
         for component in (_ENCODER, _TOKENIZER)
-        for layer in base.component(component)
+        for layer in base.list_layers(component)
         if not layer.is_tensor
     }
     layer = layers.pop(_CONFIG, None)

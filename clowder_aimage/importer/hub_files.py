@@ -57,9 +57,9 @@ def choose(
     return _choose_format(repository, names, read, kind, variant) | (names & {CARD})
 
 
-def parts_of(file: str, files: Collection[str]) -> set[str]:
+def find_parts(file: str, files: Collection[str]) -> set[str]:
     """Return all parts of a split GGUF model, else the file alone."""
-    return {name for name in files if _stem(name) == _stem(file)} | {file}
+    return {name for name in files if _parse_stem(name) == _parse_stem(file)} | {file}
 
 
 def _detect(repository: str, names: set[str]) -> str:
@@ -92,13 +92,15 @@ def _choose_format(
 ) -> set[str]:
     top = _list_directory(names, "")
     if kind == DIFFUSERS:
-        return _pipeline(repository, names, read, variant)
+        return _choose_pipeline(repository, names, read, variant)
     if kind == TRANSFORMERS:
         _check_nested(repository, names)
-        texts = {name for name in top if name.endswith(transformers.TEXTS)} - set(_indexes(top))
-        return texts | _weights(top, read)
+        texts = {name for name in top if name.endswith(transformers.TEXTS)} - set(
+            _list_indexes(top)
+        )
+        return texts | _choose_weights(top, read)
     if kind == gguf.FORMAT:
-        return _gguf(repository, top)
+        return _choose_gguf(repository, top)
     if kind in (LORA, CHECKPOINT, controlnet.FORMAT):
         files = {name for name in top if name.lower().endswith(SAFETENSORS)}
         weights = files & {lora.WEIGHTS} or files
@@ -114,11 +116,11 @@ def _choose_format(
     return names
 
 
-def _pipeline(repository: str, names: set[str], read: Read, variant: str) -> set[str]:
+def _choose_pipeline(repository: str, names: set[str], read: Read, variant: str) -> set[str]:
     """Return the files of the components in model_index.json."""
     if MODEL_INDEX not in names:
         raise ModelError(f"{repository} has no {MODEL_INDEX}: not a diffusers model")
-    index = _object(MODEL_INDEX, read)
+    index = _read_object(MODEL_INDEX, read)
     check_pipeline(index, f"{repository}/{MODEL_INDEX}")
     chosen = names & {MODEL_INDEX}
     for name, entry in index.items():
@@ -126,17 +128,17 @@ def _pipeline(repository: str, names: set[str], read: Read, variant: str) -> set
             component_files = _list_directory(names, name)
             component_files = of_variant(component_files, variant) if variant else component_files
             texts = {file for file in component_files if file.endswith(transformers.TEXTS)} - set(
-                _indexes(component_files)
+                _list_indexes(component_files)
             )
-            chosen |= texts | _weights(component_files, read)
+            chosen |= texts | _choose_weights(component_files, read)
     return chosen
 
 
-def _weights(files: set[str], read: Read) -> set[str]:
+def _choose_weights(files: set[str], read: Read) -> set[str]:
     """Return the weight file of a directory, or the shards of an index and the index."""
-    if indexes := [name for name in _indexes(files) if name.endswith(_INDEX)]:
+    if indexes := [name for name in _list_indexes(files) if name.endswith(_INDEX)]:
         index = min(indexes, key=_rank)
-        shards = _object(index, read).get("weight_map")
+        shards = _read_object(index, read).get("weight_map")
         shard_names = list(shards.values()) if isinstance(shards, dict) else []
         return {index} | {name for name in files if name.rpartition("/")[2] in shard_names}
     candidates = [name for name in files if name.endswith(SAFETENSORS)]
@@ -149,19 +151,21 @@ def _rank(name: str) -> tuple[int, bool, str]:
     return file.count("."), file.partition(".")[0] not in _USUAL, name
 
 
-def _indexes(files: Collection[str]) -> list[str]:
+def _list_indexes(files: Collection[str]) -> list[str]:
     return [name for name in files if ".index." in name and name.endswith(".json")]
 
 
-def _gguf(repository: str, top: set[str]) -> set[str]:
+def _choose_gguf(repository: str, top: set[str]) -> set[str]:
     files = {name for name in top if name.lower().endswith(gguf.ENDING)}
     projectors = {name for name in files if "mmproj" in name.lower()}
     models = files - projectors
-    _check_single(repository, {_stem(name): name for name in sorted(models, reverse=True)}.values())
+    _check_single(
+        repository, {_parse_stem(name): name for name in sorted(models, reverse=True)}.values()
+    )
     return models | (projectors if len(projectors) == 1 else set())
 
 
-def _stem(name: str) -> str:
+def _parse_stem(name: str) -> str:
     match = gguf.PART.fullmatch(name)
     return f"{match['stem']}-of-{match['total']}" if match else name
 
@@ -190,7 +194,7 @@ def _list_directory(names: Collection[str], directory: str) -> set[str]:
     return {name for name in names if name.rpartition("/")[0] == directory}
 
 
-def _object(name: str, read: Read) -> dict[str, Any]:
+def _read_object(name: str, read: Read) -> dict[str, Any]:
     try:
         value = read_json(read(name), name, MAX_JSON)
     except FormatError as error:

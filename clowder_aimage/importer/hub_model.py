@@ -160,7 +160,11 @@ def find_model(
     """
     cached = _find_cached(name)
     missing = "" if cached is None else _find_missing(cached, form)
-    if cached is not None and not missing and (_listing(cached) is not None or not _can_fetch()):
+    if (
+        cached is not None
+        and not missing
+        and (_read_listing(cached) is not None or not _can_fetch())
+    ):
         return cached
     reason = f": {missing}" if missing else ""
     if _is_offline():
@@ -208,13 +212,13 @@ def _can_fetch() -> bool:
     return True
 
 
-def _repository_directory(name: HubName) -> Path:
+def _resolve_repository_directory(name: HubName) -> Path:
     return cache_directory() / f"models--{name.repository.replace('/', '--')}"
 
 
 def _find_cached(name: HubName) -> HubModel | None:
     """Return the snapshot of a branch, tag or commit, if the cache has one."""
-    directory, commit = _repository_directory(name), name.revision
+    directory, commit = _resolve_repository_directory(name), name.revision
     reference = directory / "refs" / name.revision
     if reference.is_file():
         commit = reference.read_text("utf-8", "replace").strip()
@@ -223,9 +227,9 @@ def _find_cached(name: HubName) -> HubModel | None:
     return HubModel(name, commit, snapshot) if exists else None
 
 
-def _listing(model: HubModel) -> dict[str, Any] | None:
+def _read_listing(model: HubModel) -> dict[str, Any] | None:
     """Return huggingface_hub's list of the commit's files, or None."""
-    path = _repository_directory(model.name) / "trees" / f"{model.commit}.json"
+    path = _resolve_repository_directory(model.name) / "trees" / f"{model.commit}.json"
     try:
         files = read_json(path.read_bytes(), path.name, model_tree.MAX_JSON)["files"]
     except (OSError, FormatError, LookupError, TypeError):
@@ -235,10 +239,10 @@ def _listing(model: HubModel) -> dict[str, Any] | None:
 
 def _find_missing(model: HubModel, form: ModelForm) -> str:
     """Return the first problem of an incomplete snapshot; empty if it is complete."""
-    listing = _listing(model)
+    listing = _read_listing(model)
     try:
         if listing is not None:
-            chosen = _choose_files(model.name, form, set(listing), _reader(model.snapshot))
+            chosen = _choose_files(model.name, form, set(listing), _create_reader(model.snapshot))
             missing = sorted(file for file in chosen if not (model.snapshot / file).is_file())
             return f"{missing[0]} is missing" if missing else ""
         take(model.path, form)
@@ -252,7 +256,7 @@ def _find_missing(model: HubModel, form: ModelForm) -> str:
     return ""
 
 
-def _reader(snapshot: Path) -> hub_files.Read:
+def _create_reader(snapshot: Path) -> hub_files.Read:
     return lambda name: (snapshot / name).read_bytes()
 
 
@@ -263,7 +267,7 @@ def _choose_files(
         return hub_files.choose(name.repository, files, read, form.format, form.variant)
     if name.file not in files:
         raise NotFoundError(f"{name.repository} has no file {name.file}")
-    return hub_files.parts_of(name.file, files)
+    return hub_files.find_parts(name.file, files)
 
 
 class _Fetch:
@@ -288,7 +292,7 @@ class _Fetch:
             ask = partial(api.model_info, name.repository, revision=name.revision)
             info = _call_in_time(0, partial(ask, files_metadata=True))
             sizes = {entry.rfilename: entry.size or 0 for entry in info.siblings or ()}
-            snapshot = _repository_directory(name) / "snapshots" / info.sha
+            snapshot = _resolve_repository_directory(name) / "snapshots" / info.sha
             chosen = _choose_files(
                 name, self._form, set(sizes), lambda file: self._read(file, info.sha)
             )
@@ -304,7 +308,7 @@ class _Fetch:
                 revision=name.revision,
                 cache_dir=cache,
                 allow_patterns=[escape(file) for file in sorted(chosen)],
-                tqdm_class=_counter(on_done, size),
+                tqdm_class=_build_counter_class(on_done, size),
                 **self._options,
             )
             path = _call_in_time(size, fetch)
@@ -317,7 +321,7 @@ class _Fetch:
             file,
             revision=commit,
             cache_dir=cache_directory(),
-            tqdm_class=_counter(lambda _: None, 0),
+            tqdm_class=_build_counter_class(lambda _: None, 0),
             **self._options,
         )
         return Path(_call_in_time(model_tree.MAX_JSON, fetch)).read_bytes()
@@ -345,7 +349,7 @@ def _call_in_time(size: int, call: Callable[[], _T]) -> _T:
     return value  # type: ignore[no-any-return]
 
 
-def _counter(on_done: Callable[[int], None], size: int) -> type[Any]:
+def _build_counter_class(on_done: Callable[[int], None], size: int) -> type[Any]:
     """Return a subclass of tqdm that reports bytes, at most ``size``, and shows nothing."""
     from tqdm import tqdm
 
@@ -422,13 +426,13 @@ def _translate(name: HubName, error: BaseException) -> AImageError | None:
     if isinstance(error, errors.RevisionNotFoundError):
         return NotFoundError(f"{model} has no revision {name.revision} on {_THE_HUB}")
     if isinstance(error, errors.HfHubHTTPError):
-        return _status_error(model, error.response.status_code)
+        return _build_status_error(model, error.response.status_code)
     if type(error).__module__.partition(".")[0] in _TRANSPORTS:
         return NetworkError(f"{model} cannot be fetched: {_THE_HUB} does not answer ({error})")
-    return _disk_error(model, error) if isinstance(error, OSError) else None
+    return _build_disk_error(model, error) if isinstance(error, OSError) else None
 
 
-def _status_error(model: str, status: int) -> AImageError:
+def _build_status_error(model: str, status: int) -> AImageError:
     if status == _MISSING:
         return NotFoundError(f"{_THE_HUB} lacks files of {model}")
     if status in _FORBIDDEN:
@@ -438,7 +442,7 @@ def _status_error(model: str, status: int) -> AImageError:
     return NetworkError(f"{_THE_HUB} answered {status} to a request for {model}")
 
 
-def _disk_error(model: str, error: OSError) -> AImageError:
+def _build_disk_error(model: str, error: OSError) -> AImageError:
     if error.errno in _FULL:
         return NoSpaceError(f"no space left for {model} in {cache_directory()}", hint=_SPACE_HINT)
     return StoreError(f"cannot fetch {model}: {error.strerror or error}")

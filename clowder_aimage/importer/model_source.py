@@ -132,7 +132,7 @@ def _take_detected(path: Path, form: ModelForm) -> tuple[str, Inventory]:
     if kind == "gguf" and form.format is None and form.like is not None:
         # A GGUF file is packed whole unless another model supplies the other components.
         kind = family_model.FORMAT
-    return kind, _inventory(path, kind, form)
+    return kind, _read_inventory(path, kind, form)
 
 
 def _take_whole(path: Path, form: ModelForm) -> tuple[str, Inventory]:
@@ -145,7 +145,7 @@ def _take_whole(path: Path, form: ModelForm) -> tuple[str, Inventory]:
         if kind == TRANSFORMERS:
             return kind, transformers.take_whole(path)
         if kind in WHOLE_FORMATS:
-            return kind, _inventory(path, kind, form)
+            return kind, _read_inventory(path, kind, form)
     except ModelError:
         # The format rejects some files, such as pickled ones.
         if form.format:
@@ -153,7 +153,7 @@ def _take_whole(path: Path, form: ModelForm) -> tuple[str, Inventory]:
     return whole_files.FORMAT, whole_files.take(path)
 
 
-def _inventory(path: Path, kind: str, form: ModelForm) -> Inventory:
+def _read_inventory(path: Path, kind: str, form: ModelForm) -> Inventory:
     if kind == DIFFUSERS:
         return take_inventory(path, form.variant)
     if kind == family_model.FORMAT:
@@ -163,7 +163,7 @@ def _inventory(path: Path, kind: str, form: ModelForm) -> Inventory:
     if kind == whole_files.FORMAT:
         return whole_files.take(path)
     module: Any = importlib.import_module(f"clowder_aimage.formats.{kind}")
-    inventory: Inventory = module.take(_single_file(path, kind) if path.is_dir() else path)
+    inventory: Inventory = module.take(_find_single_file(path, kind) if path.is_dir() else path)
     if not path.is_dir():
         return inventory
     # An export writes a card with only the licence; it is not a file of the model.
@@ -172,9 +172,9 @@ def _inventory(path: Path, kind: str, form: ModelForm) -> Inventory:
     return replace(inventory, files=files, license=licence)
 
 
-def _single_file(directory: Path, kind: str) -> Path:
+def _find_single_file(directory: Path, kind: str) -> Path:
     """Return the only file of a directory if its format is that of files, else the directory."""
-    file = model_tree.only_file(directory)
+    file = model_tree.find_only_file(directory)
     if file is None or kind == "savedmodel" or file.suffix.lower() == ".onnx":
         return directory
     is_readable = kind != "lora" or is_safetensors(file) or file.suffix == gguf.ENDING
@@ -187,7 +187,7 @@ def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -
     for name, path in adapters:
         if name in descriptions:
             raise UsageError(f"duplicate adapter name: {name}", remedy="name_adapter")
-        adapter = _adapter(path)
+        adapter = _read_adapter(path)
         if adapter.facts["format"] == gguf.FORMAT != inventory.facts.get("format"):
             raise UsageError(f"{path}: adapters in GGUF are for models in GGUF")
         descriptions[name] = adapter.facts["adapter"]
@@ -199,9 +199,9 @@ def _with_adapters(inventory: Inventory, adapters: Sequence[tuple[str, Path]]) -
     return replace(inventory, files=tuple(files.values()), facts=properties)
 
 
-def _adapter(path: Path) -> Inventory:
+def _read_adapter(path: Path) -> Inventory:
     """Return the adapter at ``path``. Raises ModelError, FormatError."""
-    source = _single_file(path, "lora") if path.is_dir() else path
+    source = _find_single_file(path, "lora") if path.is_dir() else path
     if source.suffix != gguf.ENDING:
         return lora.take(source)
     inventory = gguf.take(source)
@@ -222,11 +222,11 @@ def _list_adapters(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:
     directory = root / ADAPTERS
     if not root.is_dir() or not directory.is_dir():
         return []
-    model_tree.check_inside(model_tree.boundary(root), directory)
+    model_tree.check_inside(model_tree.find_boundary(root), directory)
     model = {file.name for file in inventory.files if file.media_type != mediatype.AIMAGE_FILE}
     paths = sorted(path for path in directory.iterdir() if not path.name.startswith("."))
     if not paths:
-        raise _no_adapter(directory, "it is empty")
+        raise _build_adapter_error(directory, "it is empty")
     adapters = []
     for path in paths:
         relative = path.relative_to(root).as_posix()
@@ -241,18 +241,18 @@ def _list_adapters(root: Path, inventory: Inventory) -> list[tuple[str, Path]]:
 
 
 def _check_adapter(root: Path, path: Path) -> None:
-    model_tree.check_inside(model_tree.boundary(root), path)
+    model_tree.check_inside(model_tree.find_boundary(root), path)
     if not path.is_dir():
-        raise _no_adapter(path, "it is a file")
+        raise _build_adapter_error(path, "it is a file")
     if not _NAME.fullmatch(path.name):
-        raise _no_adapter(path, "the name is not a valid adapter name")
+        raise _build_adapter_error(path, "the name is not a valid adapter name")
     try:
-        _adapter(path)
+        _read_adapter(path)
     except ModelError as error:
-        raise _no_adapter(path, error.message) from None
+        raise _build_adapter_error(path, error.message) from None
 
 
-def _no_adapter(path: Path, problem: str) -> ModelError:
+def _build_adapter_error(path: Path, problem: str) -> ModelError:
     return ModelError(
         f"{path} is not an adapter and would be skipped: {problem}",
         hint=f"put each adapter into {ADAPTERS}/NAME/, as one safetensors LoRA with its "
@@ -265,7 +265,9 @@ def _with_extras(inventory: Inventory, extras: Sequence[ExtraFile]) -> Inventory
     for extra in extras:
         if not extra.path.is_file():
             raise UsageError(f"file {extra.path} not found")
-        files.append(model_tree.source_file(None, extra.path, extra.path.name, extra.media_type))
+        files.append(
+            model_tree.build_source_file(None, extra.path, extra.path.name, extra.media_type)
+        )
     return replace(inventory, files=tuple(files))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import FormatError, NotFoundError, StoreError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.ingest import LinkedBlob
@@ -67,7 +67,7 @@ def adopt(
             for blob in blobs.values():
                 if store.exists(blob):
                     existing += 1
-                elif (link := store.adopt(_blob(directory, blob, name), blob)) is not None:
+                elif (link := store.adopt(_find_blob(directory, blob, name), blob)) is not None:
                     stack.callback(link.abort)
                     links.append(link)
                 else:
@@ -76,7 +76,7 @@ def adopt(
             # Links are committed after all copies: a failure before leaves none.
             for link in links:
                 link.commit()
-            store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+            store.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
         return AdoptedModel(manifest.descriptor, len(links), copied, existing, size)
     except OSError as error:
         raise StoreError(
@@ -102,7 +102,7 @@ def find_manifest(directory: Path, name: str) -> Path:
     parts = [*prefix, model, tag or TAG]
     path = manifests.joinpath(*parts)
     if not all(_SEGMENT.fullmatch(segment) for segment in parts) or not path.is_file():
-        names = sorted(_names(manifests))
+        names = sorted(_list_names(manifests))
         raise NotFoundError(
             f"model {name[:200]} not found in {directory}",
             hint=f"available: {', '.join(names[:10])}" if names else "the store is empty",
@@ -110,7 +110,7 @@ def find_manifest(directory: Path, name: str) -> Path:
     return path
 
 
-def _names(manifests: Path) -> list[str]:
+def _list_names(manifests: Path) -> list[str]:
     names = []
     for path in manifests.glob("*/*/*/*"):
         *prefix, model, tag = path.relative_to(manifests).parts
@@ -120,7 +120,7 @@ def _names(manifests: Path) -> list[str]:
     return names
 
 
-def _blob(directory: Path, blob: Descriptor, name: str) -> Path:
+def _find_blob(directory: Path, blob: Descriptor, name: str) -> Path:
     """Return ollama's path of a blob; older releases have a colon. Raises NotFoundError."""
     for separator in "-:":
         path = directory / "blobs" / f"{blob.digest.algorithm}{separator}{blob.digest.encoded}"

@@ -11,22 +11,22 @@ from clowder_aimage.dialect import AImage, Dialect
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats.inventory import Component, Inventory
-from clowder_aimage.formats.model_tree import whole_files_error
-from clowder_aimage.formats.stored_weights import StoredLayer, name_layer, weights_of
+from clowder_aimage.formats.model_tree import build_whole_files_error
+from clowder_aimage.formats.stored_weights import StoredLayer, group_weights, name_layer
 from clowder_aimage.importer import planned_layer
 from clowder_aimage.importer.decision import (
     WeightDecision,
     WeightReport,
     check_quantized,
+    compute_totals,
     decide,
     describe_component,
-    model_quantization,
+    describe_model_quantization,
     report,
-    totals,
 )
 from clowder_aimage.importer.planned_layer import PlannedLayer
 from clowder_aimage.importer.recipe import Recipe
-from clowder_aimage.importer.request_default import model_defaults
+from clowder_aimage.importer.request_default import derive_model_defaults
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, mediatype
 from clowder_aimage.oci.manifest import encode
 
@@ -97,19 +97,21 @@ def make_plan(
     """
     decisions = _decide_all({c.name: c.weights for c in inventory.components}, recipe, exact)
     layers = [
-        planned_layer.file_layer(file, compression if mediatype.is_ours(file.media_type) else "")
+        planned_layer.plan_file_layer(
+            file, compression if mediatype.is_ours(file.media_type) else ""
+        )
         for file in inventory.files
     ]
     for component in inventory.components:
-        files = [planned_layer.file_layer(file) for file in component.files]
+        files = [planned_layer.plan_file_layer(file) for file in component.files]
         layers += [
             layer
             for layer in files
             if not _is_outdated(layer.media_type, decisions[component.name])
         ]
-        layers += _component_layers(component, decisions[component.name])
+        layers += _plan_component(component, decisions[component.name])
     layers.sort(key=lambda layer: layer.name)
-    config = _config(inventory, decisions, layers, provenance)
+    config = _build_config(inventory, decisions, layers, provenance)
     ignored = sum(len(component.ignored) for component in inventory.components)
     summary = report(decisions, config, ignored)
     plan = CreatePlan(tuple(layers), encode(config), algorithm, summary, subject)
@@ -123,14 +125,14 @@ def _is_outdated(media_type: str, decisions: Sequence[WeightDecision]) -> bool:
     return plain == mediatype.AIMAGE_HEADER and any(decision.changes for decision in decisions)
 
 
-def _component_layers(
+def _plan_component(
     component: Component, decisions: Sequence[WeightDecision]
 ) -> list[PlannedLayer]:
     stored = {weight.name for layer in component.stored for weight in layer.weights}
     packed = [decision for decision in decisions if decision.weight.name not in stored]
     by_weight = {(component.name, decision.weight.name): decision for decision in decisions}
     existing = [_plan(layer, by_weight) for layer in component.stored]
-    return planned_layer.tensor_layers(component.name, packed) + existing
+    return planned_layer.plan_tensor_layers(component.name, packed) + existing
 
 
 def _decide_all(
@@ -159,36 +161,38 @@ def _check(plan: CreatePlan, dialect: Dialect) -> None:
     try:
         # The placeholder has the length of any digest, so the manifest has its final size.
         digest = _UNKNOWN[plan.algorithm]
-        layers = tuple(layer.layer(digest) for layer in plan.layers)
+        layers = tuple(layer.build_layer(digest) for layer in plan.layers)
         dialect.write(AImage(plan.config, layers, plan.subject))
     except FormatError:
-        raise whole_files_error(
+        raise build_whole_files_error(
             f"the manifest of {len(plan.layers)} layers exceeds {MAX_MANIFEST_SIZE} bytes, the "
             "limit of registries",
             "models with many small tensors require packing them into fewer layers",
         ) from None
 
 
-def _config(
+def _build_config(
     inventory: Inventory,
     decided: Mapping[str, Sequence[WeightDecision]],
     layers: Sequence[PlannedLayer],
     provenance: Provenance,
 ) -> dict[str, Any]:
-    model_totals = totals(decision for decisions in decided.values() for decision in decisions)
+    model_totals = compute_totals(
+        decision for decisions in decided.values() for decision in decisions
+    )
     config: dict[str, Any] = {
         "schemaVersion": 1,
         **({"family": inventory.family} if inventory.family else {}),
         **({"pipeline": inventory.pipeline} if inventory.pipeline else {}),
         **(model_totals if inventory.components else {}),
         **inventory.facts,
-        **model_quantization(decided),
+        **describe_model_quantization(decided),
         "size": sum(layer.size for layer in layers),
         "components": {
             c.name: describe_component(
                 {"library": c.library, "class": c.class_name}, decided[c.name]
             )
-            | {"size": _size(c.name, layers)}
+            | {"size": _compute_size(c.name, layers)}
             for c in inventory.components
             if c.name and c.class_name
         },
@@ -196,7 +200,7 @@ def _config(
     if provenance.defaults and not inventory.family:
         names = " and ".join(provenance.defaults)
         raise UsageError(f"{names}: only a model that makes pictures has such defaults")
-    if defaults := model_defaults(inventory) | dict(provenance.defaults):
+    if defaults := derive_model_defaults(inventory) | dict(provenance.defaults):
         config["defaults"] = defaults
     optional = {
         "license": provenance.license or inventory.license,
@@ -207,7 +211,7 @@ def _config(
     return config | {key: value for key, value in optional.items() if value}
 
 
-def _size(component: str, layers: Sequence[PlannedLayer]) -> int:
+def _compute_size(component: str, layers: Sequence[PlannedLayer]) -> int:
     return sum(layer.size for layer in layers if layer.name.startswith(f"{component}/"))
 
 
@@ -228,7 +232,7 @@ def plan_conversion(
         UsageError: The recipe does not match the model.
         FormatError: Tensors of a group would have duplicate names.
     """
-    components = weights_of(layers)
+    components = group_weights(layers)
     decided = _decide_all(components, recipe, exact)
     by_weight = {
         (name, decision.weight.name): decision
@@ -242,7 +246,7 @@ def plan_conversion(
             stored.layer.descriptor.media_type, decided.get(stored.layer.component, [])
         )
     ]
-    config = _converted_config(aimage.properties, decided, planned)
+    config = _convert_config(aimage.properties, decided, planned)
     if base is not None:
         config["variant"] = recipe.precision
     subject, summary = base or aimage.subject, report(decided, config)
@@ -263,13 +267,13 @@ def _plan(stored: StoredLayer, decided: Mapping[tuple[str, str], WeightDecision]
         if stored.is_group:
             prefix = layer.name.removeprefix(f"{component}/")
             return planned_layer.group_layer(component, prefix, decisions, layer.descriptor)
-        return planned_layer.tensor_layer(component, decisions[0], layer.descriptor)
+        return planned_layer.plan_tensor_layer(component, decisions[0], layer.descriptor)
     except FormatError as error:
         # A tensor has the same name as the scales of another.
         raise name_layer(layer, error) from None
 
 
-def _converted_config(
+def _convert_config(
     old: Mapping[str, Any],
     decided: Mapping[str, Sequence[WeightDecision]],
     layers: Sequence[PlannedLayer],
@@ -283,21 +287,21 @@ def _converted_config(
         properties = dict(entry) if isinstance(entry, dict) else {}
         if any(decision.changes for decision in decisions) or not properties:
             unchanged = {key: value for key, value in properties.items() if key not in _RECOMPUTED}
-            new = describe_component(unchanged, decisions) | {"size": _size(name, layers)}
+            new = describe_component(unchanged, decisions) | {"size": _compute_size(name, layers)}
             if "quantization" in properties and not any(d.quantization for d in decisions):
                 # The stated one has the reasons for unquantized tensors, which are not in blobs.
                 new["quantization"] = properties["quantization"]
             entries[name] = new
     changes = {
-        **totals(decision for decisions in decided.values() for decision in decisions),
-        **model_quantization(decided),
+        **compute_totals(decision for decisions in decided.values() for decision in decisions),
+        **describe_model_quantization(decided),
         "size": sum(layer.size for layer in layers),
         "components": entries,
     }
-    return _in_order(old, changes)
+    return _merge_in_order(old, changes)
 
 
-def _in_order(old: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def _merge_in_order(old: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return ``old`` updated with ``changes``; new keys are inserted in their order."""
     keys = list(old)
     position = len(keys)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from clowder_aimage.dialect import Layer
 from clowder_aimage.formats.model_tree import SourceFile
-from clowder_aimage.importer.decision import WeightDecision, entries, values_of
-from clowder_aimage.importer.recipe import expert_group
+from clowder_aimage.importer.decision import WeightDecision, build_entries, get_value_dtype
+from clowder_aimage.importer.recipe import find_expert_group
 from clowder_aimage.oci import Descriptor, Digest, mediatype
-from clowder_aimage.tensor import Quantization, encode_header, nbytes
+from clowder_aimage.tensor import Quantization, compute_nbytes, encode_header
 from clowder_aimage.tensor.weight import FileRange, TensorChunk, Weight, WeightReader
 
 # Packing without a recipe must not need numpy.
@@ -67,7 +67,7 @@ class FactorChunk:
 
     @property
     def nbytes(self) -> int:
-        return nbytes(self.chunk.dtype, self.chunk.shape)
+        return compute_nbytes(self.chunk.dtype, self.chunk.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class PlannedLayer:
             for chunk in self.chunks
         )
 
-    def layer(self, digest: Digest, size: int | None = None) -> Layer:
+    def build_layer(self, digest: Digest, size: int | None = None) -> Layer:
         """Return the layer with this digest, and this size if it is compressed."""
         if self.existing is not None:
             return self.existing
@@ -142,12 +142,12 @@ class PlannedLayer:
         return Layer(content, self.name, self.dtype, self.shape)
 
 
-def _chunks(component: str, decision: WeightDecision) -> list[Chunk]:
+def _plan_chunks(component: str, decision: WeightDecision) -> list[Chunk]:
     weight = decision.weight
-    name = layer_name(component, weight.name)
+    name = join_name(component, weight.name)
     file_range, source, size = weight.tensor.file_range, weight.dtype, decision.nbytes
     if decision.quantization is not None:
-        target = values_of(decision)
+        target = get_value_dtype(decision)
         return [QuantizeChunk(file_range, name, source, target, decision.quantization, size)]
     if decision.is_cast:
         return [CastChunk(file_range, name, source, decision.dtype, size)]
@@ -159,12 +159,12 @@ def _chunks(component: str, decision: WeightDecision) -> list[Chunk]:
     ]
 
 
-def layer_name(component: str, name: str) -> str:
+def join_name(component: str, name: str) -> str:
     """Return the name of a layer; a model of a single component has no prefix."""
     return f"{component}/{name}" if component else name
 
 
-def file_layer(file: SourceFile, compression: str = "") -> PlannedLayer:
+def plan_file_layer(file: SourceFile, compression: str = "") -> PlannedLayer:
     """Return the layer of a file, optionally compressed (one of mediatype.COMPRESSIONS)."""
     if file.data is not None:
         return PlannedLayer(file.name, file.media_type, file.data, (), compression=compression)
@@ -172,34 +172,36 @@ def file_layer(file: SourceFile, compression: str = "") -> PlannedLayer:
     return PlannedLayer(file.name, file.media_type, b"", (chunk,), compression=compression)
 
 
-def tensor_layers(component: str, decisions: Iterable[WeightDecision]) -> list[PlannedLayer]:
+def plan_tensor_layers(component: str, decisions: Iterable[WeightDecision]) -> list[PlannedLayer]:
     """Return a layer for each tensor or group of experts."""
     groups: dict[str, list[WeightDecision]] = {}
     layers = []
     for decision in decisions:
-        group = expert_group(decision.weight.name)
+        group = find_expert_group(decision.weight.name)
         if group is None:
-            layers.append(tensor_layer(component, decision))
+            layers.append(plan_tensor_layer(component, decision))
         else:
             groups.setdefault(group, []).append(decision)
     return layers + [group_layer(component, prefix, group) for prefix, group in groups.items()]
 
 
-def tensor_layer(component: str, decision: WeightDecision, *origins: Descriptor) -> PlannedLayer:
+def plan_tensor_layer(
+    component: str, decision: WeightDecision, *origins: Descriptor
+) -> PlannedLayer:
     """Return the layer of a tensor, with its scales if it is quantized."""
     quantization = decision.result
     return PlannedLayer(
-        layer_name(component, decision.weight.name),
+        join_name(component, decision.weight.name),
         mediatype.AIMAGE_SAFETENSORS,
-        encode_header(entries(decision), quantization.metadata() if quantization else None),
-        tuple(_chunks(component, decision)),
+        encode_header(build_entries(decision), quantization.metadata if quantization else None),
+        tuple(_plan_chunks(component, decision)),
         decision.stored,
         decision.weight.shape,
         origins,
     )
 
 
-def computed_layer(
+def plan_computed_layer(
     name: str,
     shape: tuple[int, ...],
     target: str,
@@ -213,14 +215,14 @@ def computed_layer(
     local_name = name.partition("/")[2] or name
     if quantization is None:
         header_entries = [(local_name, target, shape)]
-        size = nbytes(target, shape)
+        size = compute_nbytes(target, shape)
     else:
         decision = WeightDecision(Weight(local_name, target, shape, ()), target, quantization)
-        header_entries, size = entries(decision), decision.nbytes
+        header_entries, size = build_entries(decision), decision.nbytes
     return PlannedLayer(
         name,
         mediatype.AIMAGE_SAFETENSORS,
-        encode_header(header_entries, quantization.metadata() if quantization else None),
+        encode_header(header_entries, quantization.metadata if quantization else None),
         (ComputedChunk(compute, name, target, quantization, size),),
         quantization.type.name if quantization else target,
         shape,
@@ -233,26 +235,27 @@ def group_layer(
     """Return the layer of several tensors, sorted by name, under their common name."""
     members = sorted(members, key=lambda decision: decision.weight.name)
     return PlannedLayer(
-        layer_name(component, prefix),
+        join_name(component, prefix),
         mediatype.AIMAGE_SAFETENSORS,
         encode_header(
-            [entry for decision in members for entry in entries(decision)], _metadata(members)
+            [entry for decision in members for entry in build_entries(decision)],
+            _build_metadata(members),
         ),
-        tuple(chunk for decision in members for chunk in _chunks(component, decision)),
+        tuple(chunk for decision in members for chunk in _plan_chunks(component, decision)),
         origins=origins,
     )
 
 
-def _metadata(members: Sequence[WeightDecision]) -> dict[str, str]:
+def _build_metadata(members: Sequence[WeightDecision]) -> dict[str, str]:
     # A single quantization is stated for the blob, different ones for each tensor.
     quantizations = {
         decision.weight.name: decision.result for decision in members if decision.result
     }
     kinds = set(quantizations.values())
     if len(kinds) == 1:
-        return kinds.pop().metadata()
+        return kinds.pop().metadata
     return {
         f"{name}.{key}": value
         for name, quantization in quantizations.items()
-        for key, value in quantization.metadata().items()
+        for key, value in quantization.metadata.items()
     }

@@ -78,7 +78,7 @@ def _round_to_odd(values: Values) -> Values:
     return odd
 
 
-def overflow(name: str, count: int, target: str) -> ModelError:
+def build_overflow_error(name: str, count: int, target: str) -> ModelError:
     """Return the error for values beyond the range of a type."""
     values = "1 value" if count == 1 else f"{count} values"
     return ModelError(

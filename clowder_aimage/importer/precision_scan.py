@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from clowder_aimage.content.parallel import in_parallel
-from clowder_aimage.formats.prequantized import factors
-from clowder_aimage.importer.planned_layer import layer_name
+from clowder_aimage.content.parallel import run_parallel
+from clowder_aimage.formats.prequantized import convert_factors
+from clowder_aimage.importer.planned_layer import join_name
 from clowder_aimage.importer.range_reader import THREADS, RangeReader
 from clowder_aimage.importer.recipe import AUTO, DTYPES, Recipe
 from clowder_aimage.tensor.weight import Weight, WeightReader
@@ -50,20 +50,20 @@ def survey_weights(
     threads = threads or THREADS
 
     def survey(component: str, weight: Weight) -> None:
-        chunks = _chunks(weight, stopped, min(CHUNK, CHUNKS // threads))
+        chunks = _iter_chunks(weight, stopped, min(CHUNK, CHUNKS // threads))
         if recipe.dtype != AUTO:
             _check_fits(component, weight, chunks)
         elif weight.nbytes and _are_bf16(chunks):
             exact.add((component, weight.name))
         on_surveyed(weight.nbytes)
 
-    in_parallel([partial(survey, *pair) for pair in selected], threads, stopped.set)
+    run_parallel([partial(survey, *pair) for pair in selected], threads, stopped.set)
     return frozenset(exact)
 
 
-def _chunks(weight: Weight, stopped: threading.Event, size: int) -> Iterator[memoryview]:
+def _iter_chunks(weight: Weight, stopped: threading.Event, size: int) -> Iterator[memoryview]:
     with RangeReader(weight.tensor.file_range, stopped) as reader:
-        yield from reader.chunks(size)
+        yield from reader.iter_chunks(size)
         reader.check_unchanged()
 
 
@@ -79,11 +79,11 @@ def _check_fits(component: str, weight: Weight, chunks: Iterator[memoryview]) ->
     target = DTYPES["f16"]
     lost = sum(precision.cast(data, weight.dtype, target)[1] for data in chunks)
     if lost:
-        raise precision.overflow(layer_name(component, weight.name), lost, target)
+        raise precision.build_overflow_error(join_name(component, weight.name), lost, target)
 
 
 def _check_factors(weight: Weight) -> None:
     for chunk in weight.parts:
         if chunk.reading is not WeightReader.AS_IS:
             with RangeReader(chunk.tensor.file_range, threading.Event()) as reader:
-                factors(chunk, reader.read())
+                convert_factors(chunk, reader.read())

@@ -106,7 +106,7 @@ class QuantizationGuard:
         self._quantization = quantization
         self._word, self._mask, self._infinity, self._tiny = _BITS[dtype]
         self._is_mx = quantization.type.mode in _MX
-        self._largest = _bits(REACH.get(quantization.type.mode, math.inf), dtype)
+        self._largest = _encode_bits(REACH.get(quantization.type.mode, math.inf), dtype)
         self._lost, self._groups = 0, 0
 
     def admit(self, values: Words) -> Words:
@@ -119,9 +119,9 @@ class QuantizationGuard:
         largest = sizes.max() if sizes.size else 0
         if largest >= self._infinity:
             count = int(np.count_nonzero(sizes >= self._infinity))
-            raise ModelError(f"{_some(count, self._name)} NaN or infinite", hint=_KEEP)
+            raise ModelError(f"{_format_count(count, self._name)} NaN or infinite", hint=_KEEP)
         if largest > self._largest:
-            raise self._too_large(int(np.count_nonzero(sizes > self._largest)))
+            raise self._build_size_error(int(np.count_nonzero(sizes > self._largest)))
         if not self._is_mx or not self._tiny:
             return values
         is_tiny = sizes < self._tiny
@@ -137,13 +137,13 @@ class QuantizationGuard:
         # The scales of mx types have the range of float32.
         if self._is_mx:
             return
-        is_zero = self._zeros(codes, scales, biases)
+        is_zero = self._find_zeros(codes, scales, biases)
         groups = values.view(self._word).reshape(is_zero.size, -1)
         lost = int(np.count_nonzero((groups[is_zero] & self._mask).any(axis=1)))
         self._lost += lost
         self._groups += lost + is_zero.size - int(np.count_nonzero(is_zero))
 
-    def _zeros(self, codes: bytes, scales: bytes, biases: bytes | None) -> Words:
+    def _find_zeros(self, codes: bytes, scales: bytes, biases: bytes | None) -> Words:
         """Return a mask of the groups that are dequantized to zeros."""
         if biases is None:
             is_zero: Words = (np.frombuffer(scales, "u1") & 0x7F) == 0
@@ -166,21 +166,21 @@ class QuantizationGuard:
                 hint=_USE_MXFP8,
             )
 
-    def _too_large(self, count: int) -> ModelError:
+    def _build_size_error(self, count: int) -> ModelError:
         kind = self._quantization.type
         return ModelError(
-            f"{_some(count, self._name)} too large for {kind.name}, whose maximum is "
+            f"{_format_count(count, self._name)} too large for {kind.name}, whose maximum is "
             f"{REACH[kind.mode]:.4g}",
             hint=_USE_MXFP8 if kind.mode == "nvfp4" else _KEEP,
         )
 
 
-def _some(count: int, name: str) -> str:
+def _format_count(count: int, name: str) -> str:
     values, are = ("1 value", "is") if count == 1 else (f"{count} values", "are")
     return f"{values} of {name[:200]} {are}"
 
 
-def _bits(value: float, dtype: str) -> int:
+def _encode_bits(value: float, dtype: str) -> int:
     """Return the word of the largest value of ``dtype`` that does not exceed ``value``."""
     word, _, infinity, _ = _BITS[dtype]
     if dtype == "F16":

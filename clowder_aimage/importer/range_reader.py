@@ -23,9 +23,9 @@ class RangeReader:
         self._range = file_range
         self._stopped = stopped
         self._remaining = file_range.nbytes
-        self._decoded_chunks = file_range.decoded.parts() if file_range.decoded else None
+        self._decoded_chunks = file_range.decoded.iter_bytes() if file_range.decoded else None
         self._chunk = memoryview(b"")
-        with self._errors():
+        with self._translate_errors():
             # Unbuffered: reads go directly into the buffer of the encoder.
             self._file = file_range.path.open("rb", buffering=0)
             self._file.seek(file_range.offset)
@@ -34,17 +34,17 @@ class RangeReader:
         """Fill ``buffer`` from the range and return the number of bytes, 0 at its end.
 
         Raises:
-            ModelError: The file cannot be read, or has changed_error.
+            ModelError: The file cannot be read, or has changed.
             ParallelStoppedError: The write was cancelled.
         """
         count = 0
         while self._remaining and count < len(buffer):
             if self._stopped.is_set():
                 raise ParallelStoppedError
-            with self._errors():
+            with self._translate_errors():
                 read = self._fill(buffer[count : count + self._remaining])
             if not read:
-                raise changed_error(self._range.path)
+                raise build_changed_error(self._range.path)
             count += read
             self._remaining -= read
         return count
@@ -62,7 +62,7 @@ class RangeReader:
         self._chunk = self._chunk[count:]
         return count
 
-    def chunks(self, size: int) -> Iterator[memoryview]:
+    def iter_chunks(self, size: int) -> Iterator[memoryview]:
         """Yield the rest of the range in one buffer of ``size`` bytes. Raises as ``readinto``."""
         buffer = memoryview(bytearray(min(size, self._remaining)))
         while count := self.readinto(buffer):
@@ -76,13 +76,13 @@ class RangeReader:
 
     def check_unchanged(self) -> None:
         """Check that the file has not changed since its header was read."""
-        with self._errors():
+        with self._translate_errors():
             status = os.fstat(self._file.fileno())
         if status.st_mtime_ns != self._range.modified:
-            raise changed_error(self._range.path)
+            raise build_changed_error(self._range.path)
 
     @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -95,7 +95,7 @@ class RangeReader:
         self._file.close()
 
 
-def changed_error(path: Path) -> ModelError:
+def build_changed_error(path: Path) -> ModelError:
     """Return the error for a file that changed since the plan was made."""
     return ModelError(
         f"{path} changed while it was read",

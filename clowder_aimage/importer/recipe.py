@@ -23,7 +23,7 @@ GROUP_SIZES = QUANT_TYPES["int8"].group_sizes
 
 def quantize_pattern() -> str:
     """Return the regular expression of the types of components, as ``Recipe.parse`` takes them."""
-    kind = f" *({_in_any_case(CHOICES)}) *"
+    kind = f" *({_build_names_pattern(CHOICES)}) *"
     bare, other = (
         f"( *{BARE} *=)?{kind}",
         *(f" *{name} *={kind}" for name in QUANTIZABLE if name != BARE),
@@ -31,12 +31,12 @@ def quantize_pattern() -> str:
     return f"({bare}(,{other})?|{other}(,{bare})?)"
 
 
-def grouped_pattern() -> str:
+def build_grouped_pattern() -> str:
     """Return the regular expression that finds a type whose group size may be chosen."""
-    return f"(^|[=, ])({_in_any_case(GROUPED)})($|[, ])"
+    return f"(^|[=, ])({_build_names_pattern(GROUPED)})($|[, ])"
 
 
-def _in_any_case(names: Iterable[str]) -> str:
+def _build_names_pattern(names: Iterable[str]) -> str:
     return "|".join(re.sub("[a-z]", lambda a: f"[{a[0]}{a[0].upper()}]", name) for name in names)
 
 
@@ -68,7 +68,7 @@ class Recipe:
                 raise UsageError("a group size requires a quantization")
             return cls(dtype)
         types = _parse_types(quantize)
-        chosen = {name: _quantization(kind, group_size) for name, kind in types.items()}
+        chosen = {name: _parse_quantization(kind, group_size) for name, kind in types.items()}
         if group_size is not None and not any(
             quantization.type.has_bias for quantization in chosen.values()
         ):
@@ -131,7 +131,7 @@ def _parse_types(text: str) -> dict[str, str]:
     return types
 
 
-def _quantization(kind: str, group_size: int | None) -> Quantization:
+def _parse_quantization(kind: str, group_size: int | None) -> Quantization:
     try:
         chosen = Quantization.parse(kind)
         return Quantization.parse(kind, group_size) if chosen.type.has_bias else chosen
@@ -160,7 +160,7 @@ _GROUP = re.compile(
 )
 
 
-def reason_to_keep(weight: Weight, quantization: Quantization) -> str | None:
+def find_keep_reason(weight: Weight, quantization: Quantization) -> str | None:
     """Return the reason not to quantize a tensor, or None to quantize it."""
     if weight.dtype not in FLOATS:
         return f"{weight.dtype} values"
@@ -176,7 +176,7 @@ def reason_to_keep(weight: Weight, quantization: Quantization) -> str | None:
     return None
 
 
-def expert_group(name: str) -> str | None:
+def find_expert_group(name: str) -> str | None:
     """Return the prefix of a tensor's group of experts, or None.
 
     Experts of a layer share a blob (ollama, "Tensor Blob Format": packed blobs).

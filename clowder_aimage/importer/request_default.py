@@ -8,7 +8,7 @@ from typing import Any
 from clowder_aimage.errors import UsageError
 from clowder_aimage.formats.inventory import Inventory
 from clowder_aimage.generation.check import check
-from clowder_aimage.generation.request import parameter_locations
+from clowder_aimage.generation.request import map_parameter_locations
 
 # A base model of Z-Image has a shift of 6, a distilled one (Turbo) 3: 8 steps without guidance, the
 # defaults of all requests. The base model's card: 28 to 50 steps, guidance 3 to 5.
@@ -23,7 +23,7 @@ def request_defaults(steps: int | None, guidance: float | None) -> Defaults:
     return {name: _check(name, value) for name, value in stated.items() if value is not None}
 
 
-def model_defaults(inventory: Inventory) -> dict[str, Any]:
+def derive_model_defaults(inventory: Inventory) -> dict[str, Any]:
     """Return the defaults derived from the configs of a model."""
     configs = {component.name: component.config for component in inventory.components}
     size = configs.get("vae", {}).get("sample_size")
@@ -46,5 +46,5 @@ def _is_side(size: object) -> bool:
 def _check(name: str, value: object) -> int | float:
     """Return the checked value of a request parameter. Raises UsageError."""
     # 4.0 becomes 4: equal defaults must have equal digests.
-    number: float = check(name, value, parameter_locations()[name].parameter.type)
+    number: float = check(name, value, map_parameter_locations()[name].parameter.type)
     return int(number) if number == int(number) else number

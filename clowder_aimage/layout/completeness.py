@@ -82,7 +82,7 @@ def require_complete(store: ContentStore, reference: Reference, stored: StoredAI
         raise IncompleteError(
             f"{reference} is incomplete in the store: missing {words}",
             stored.descriptor.digest,
-            **completion_advice(store, reference, stored.descriptor),
+            **suggest_completion(store, reference, stored.descriptor),
         )
 
 
@@ -124,7 +124,7 @@ class IncompleteError(NotFoundError):
         self.digest = digest
 
 
-def completion_advice(
+def suggest_completion(
     store: ContentStore, reference: Reference, root: Descriptor, *, prefer_other: bool = False
 ) -> dict[str, Any]:
     """Return advice with ``reference`` or, preferably with ``prefer_other``, another name.
@@ -132,7 +132,7 @@ def completion_advice(
     The name has a registry: ``root`` can be completed from there.
     """
     names = []
-    for name, descriptor in store.tags():
+    for name, descriptor in store.list_tags():
         # Another tool's name need not be a reference.
         with contextlib.suppress(UsageError):
             names += [Reference.parse(name)] if descriptor.digest == root.digest else []
@@ -201,7 +201,7 @@ class CompletenessCache:
     ) -> Completeness:
         """Return the cached result for ``key`` and ``version``, or that of ``check``."""
         # A result counts only if the store was unchanged from before the check to its end.
-        timestamp, before = self._clock(), self._store.fingerprint()
+        timestamp, before = self._clock(), self._store.compute_fingerprint()
         with self._lock:
             if before is None or before != self._fingerprint:
                 self._fingerprint, self._results = before, {}
@@ -210,7 +210,7 @@ class CompletenessCache:
             return cached[2]
         result = check()
         end = timestamp + MAX_AGE * (1.0 - self._chance() / 2.0)
-        is_settled = before is not None and before == self._store.fingerprint()
+        is_settled = before is not None and before == self._store.compute_fingerprint()
         with self._lock:
             self._results.pop(key, None)
             if result.is_complete and is_settled and before == self._fingerprint:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clowder_aimage.errors import AImageError
-from clowder_aimage.layout.lock import store_errors
+from clowder_aimage.layout.lock import translate_store_errors
 from clowder_aimage.oci import Digest
 
 # Maximum bytes of a scanned document
@@ -61,8 +61,8 @@ class DigestScanner:
             raw = normalize(raw)
             self._documents[digest] = ScannedDocument(
                 tuple(self._intern(_DIGEST.findall(raw))),
-                tuple(str(child) for child in documents(raw)),
-                tuple(self._intern(_configs(raw))),
+                tuple(str(child) for child in iter_manifests(raw)),
+                tuple(self._intern(_find_configs(raw))),
             )
         return self._documents[digest]
 
@@ -102,7 +102,7 @@ def normalize(raw: bytes) -> bytes:
     return raw
 
 
-def documents(raw: bytes) -> Iterator[Digest]:
+def iter_manifests(raw: bytes) -> Iterator[Digest]:
     """Yield the manifests in an index, regardless of media types."""
     if b'"manifests"' not in raw:
         return
@@ -115,7 +115,7 @@ def documents(raw: bytes) -> Iterator[Digest]:
             yield Digest.parse(child.get("digest"))
 
 
-def _configs(raw: bytes) -> list[bytes]:
+def _find_configs(raw: bytes) -> list[bytes]:
     configs = _CONFIG.findall(raw)
     # The pattern fails if the descriptor has objects, such as annotations.
     if not configs and b'"config"' in raw:
@@ -124,10 +124,10 @@ def _configs(raw: bytes) -> list[bytes]:
     return [digest for config in configs for digest in _DIGEST.findall(config)]
 
 
-def blobs(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+def iter_blobs(root: Path) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the digest and the status of all files named like blobs. Raises StoreError."""
     for algorithm in ("sha256", "sha512"):
-        with store_errors(root), contextlib.suppress(FileNotFoundError):
+        with translate_store_errors(root), contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(root / "blobs" / algorithm):
                 name = f"{algorithm}:{entry.name}"
                 is_digest = _DIGEST.fullmatch(os.fsencode(name))

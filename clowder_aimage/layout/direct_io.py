@@ -48,7 +48,7 @@ class DirectFile:
         with self._lock:
             if not self._open():
                 return None
-            future = _writers().submit(self._write, view[:size], offset)
+            future = _get_executor().submit(self._write, view[:size], offset)
             self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         return future
@@ -88,7 +88,7 @@ class DirectFile:
 
 
 @functools.cache
-def _writers() -> ThreadPoolExecutor:
+def _get_executor() -> ThreadPoolExecutor:
     from concurrent.futures import ThreadPoolExecutor
 
     return ThreadPoolExecutor(_THREADS, thread_name_prefix="aimage-write")

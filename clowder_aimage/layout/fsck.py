@@ -13,7 +13,7 @@ from pathlib import Path
 
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.graph import walk
-from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
+from clowder_aimage.content.parallel import ParallelStoppedError, run_parallel
 from clowder_aimage.content.store import Lease
 from clowder_aimage.content.verified_reader import check
 from clowder_aimage.errors import (
@@ -91,7 +91,7 @@ class Fsck:
         checks = sorted(self._checks.values(), key=lambda blob_check: -blob_check.content.size)
         self.on_plan(sum(blob_check.content.size for blob_check in checks))
         calls = [partial(self._check_blob, blob_check) for blob_check in checks]
-        in_parallel(calls, os.cpu_count() or 1, self._stopped.set)
+        run_parallel(calls, os.cpu_count() or 1, self._stopped.set)
         if count := len(self._report.writable):
             message = f"{count} of the blobs have write permission, expected read-only"
             self._report_problem("writable", self.layout.root / "blobs", message)
@@ -181,7 +181,7 @@ class Fsck:
                 self._report.size += content.size
 
     def _hash(self, path: Path, content: Descriptor) -> tuple[str, int]:
-        hasher, size = content.digest.hasher(), 0
+        hasher, size = content.digest.create_hasher(), 0
         buffer = new_buffer()
         with open(open_regular(path), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())

@@ -26,17 +26,17 @@ from pathlib import Path
 
 from clowder_aimage.content.atomic_file import flock
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
-from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, blobs, find_digests
+from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, find_digests, iter_blobs
 from clowder_aimage.layout.index import read_index
 from clowder_aimage.layout.layout import UNNAMED, ImageLayout, index_name
 from clowder_aimage.layout.lease import COLLECTION, read_leases
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
-    held,
-    locks_work,
-    plausible_time,
-    store_errors,
+    hold_lock,
+    sanitize_time,
+    supports_locks,
+    translate_store_errors,
 )
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
@@ -101,9 +101,9 @@ class Collector:
         Raises VerificationError if a manifest is damaged or missing, so that its needs are unknown;
         StoreError if the store cannot be read or written.
         """
-        root, roots, result = self.layout.root, self._roots(), self._result
+        root, roots, result = self.layout.root, self._list_roots(), self._result
         self._leased = {str(digest) for digest in read_leases(root, remove=False)}
-        self._sizes = {name: status.st_size for name, status in blobs(root)}
+        self._sizes = {name: status.st_size for name, status in iter_blobs(root)}
         # Raises for a damaged manifest before any name is removed.
         live = self._find_live(roots)
         if max_age is not None or max_size is not None:
@@ -117,9 +117,9 @@ class Collector:
         if self.dry_run:
             self._sweep(unneeded)
         elif root.is_dir():
-            with held(root, COLLECTION):
+            with hold_lock(root, COLLECTION):
                 self._leased = {str(digest) for digest in read_leases(root, remove=True)}
-                self._sweep(unneeded - self._find_live(self._roots()))
+                self._sweep(unneeded - self._find_live(self._list_roots()))
             tidy(root, self.clock() - max(self.grace, 60.0))
         stale = remove_partials(root, self.clock() - self.stale, dry_run=self.dry_run)
         result.partials, result.partial_size = len(stale), sum(stale)
@@ -130,15 +130,15 @@ class Collector:
         """Remove these blobs if no document and no lease needs them. Raises as ``run``."""
         self._sizes = {str(content.digest): content.size for content in contents}
         # Reads and caches the documents before the lock is held: writers wait for the lock.
-        self._find_live(self._roots())
-        with held(self.layout.root, COLLECTION):
+        self._find_live(self._list_roots())
+        with hold_lock(self.layout.root, COLLECTION):
             self._leased = {str(digest) for digest in read_leases(self.layout.root, remove=False)}
-            self._sweep(self._sizes.keys() - self._find_live(self._roots()))
+            self._sweep(self._sizes.keys() - self._find_live(self._list_roots()))
         return self._result
 
-    def _roots(self) -> list[tuple[str, Digest]]:
+    def _list_roots(self) -> list[tuple[str, Digest]]:
         """Return the digests in index.json with their names, including malformed entries."""
-        roots = [(name, descriptor.digest) for name, descriptor in self.layout.entries()]
+        roots = [(name, descriptor.digest) for name, descriptor in self.layout.iter_entries()]
         listed = {str(digest) for _, digest in roots}
         unparsed = find_digests(json.dumps(read_index(self.layout.root)).encode()) - listed
         return [*roots, *(("", Digest.parse(digest_text)) for digest_text in sorted(unparsed))]
@@ -146,14 +146,14 @@ class Collector:
     def _find_unnamed(self, unneeded: set[str]) -> None:
         """Find the blobs of manifests that lost a name, with the time of the latest loss."""
         directory = Path(check_own(self.layout.root, UNNAMED))
-        with store_errors(self.layout.root), contextlib.suppress(FileNotFoundError):
+        with translate_store_errors(self.layout.root), contextlib.suppress(FileNotFoundError):
             lost = {path.name: path.lstat().st_mtime for path in directory.glob("*")}
         # Without locks, only the grace protects content of running processes.
-        if not lost or not locks_work(self.layout.root):
+        if not lost or not supports_locks(self.layout.root):
             return
         for digest in unneeded:
             if (lost_at := lost.get(digest.partition(":")[2])) is not None:
-                for needed in self._leased_needs(Digest.parse(digest)):
+                for needed in self._read_leased_needs(Digest.parse(digest)):
                     self._unnamed[needed] = max(lost_at, self._unnamed.get(needed, 0.0))
 
     def _find_live(self, roots: Iterable[tuple[str, Digest]]) -> set[str]:
@@ -162,13 +162,13 @@ class Collector:
             live |= self._needs(digest, name)
         # A process may still read a manifest after its tag has moved.
         for unreachable in self._leased - live:
-            live |= self._leased_needs(Digest.parse(unreachable))
+            live |= self._read_leased_needs(Digest.parse(unreachable))
         return live | self._leased
 
-    def _leased_needs(self, digest: Digest) -> set[str]:
+    def _read_leased_needs(self, digest: Digest) -> set[str]:
         """Return the digests that a leased document needs; none if it is a blob or unreadable."""
         with contextlib.suppress(AImageError, OSError):
-            with self.layout.open(_content(str(digest))) as file:
+            with self.layout.open(_build_descriptor(str(digest))) as file:
                 is_document = file.read(1) == b"{"
             return self._needs(digest, "") if is_document else set()
         return set()
@@ -192,7 +192,10 @@ class Collector:
         """Return a verified document; no bytes for a blob, None if it is missing."""
         digest = Digest.parse(key)
         try:
-            with self.layout.open(_content(key)) as file, store_errors(self.layout.root):
+            with (
+                self.layout.open(_build_descriptor(key)) as file,
+                translate_store_errors(self.layout.root),
+            ):
                 raw = file.read(LARGEST + 1) or b""
         except NotFoundError:
             return None
@@ -208,20 +211,23 @@ class Collector:
 
     def _read_config(self, key: str) -> bytes | None:
         """Return a config, verified or not; None if it is missing."""
-        with contextlib.suppress(NotFoundError, OSError), self.layout.open(_content(key)) as file:
+        with (
+            contextlib.suppress(NotFoundError, OSError),
+            self.layout.open(_build_descriptor(key)) as file,
+        ):
             raw = file.read(LARGEST + 1) or b""
             return raw if len(raw) <= LARGEST else b""
         return None
 
     def _evict(self, max_age: float | None, max_size: int | None, keep: Sequence[str]) -> set[str]:
         """Remove names from the first store, and return the removed names."""
-        entries = [(name, root) for name, root in ImageLayout.entries(self.layout) if name]
-        pinned = {name for name, _ in self.layout.pins.items()}
+        entries = [(name, root) for name, root in ImageLayout.iter_entries(self.layout) if name]
+        pinned = {name for name, _ in self.layout.pins.iter_items()}
         candidates = [
             (self.layout.use_time(descriptor), name, descriptor)
             for name, descriptor in entries
-            if _canonical_name(name) is not None
-            and not pinned & {name, _canonical_name(name)}
+            if _normalize_name(name) is not None
+            and not pinned & {name, _normalize_name(name)}
             and str(descriptor.digest) not in self._leased
             and not any(fnmatchcase(name, pattern) for pattern in keep)
         ]
@@ -253,7 +259,7 @@ class Collector:
     ) -> Iterator[str]:
         """Yield names of ``candidates``, in order, until the content of the others fits."""
         needs = Counter(self._leased)
-        for name, digest in self._roots():
+        for name, digest in self._list_roots():
             if not name or name not in evicted:
                 needs.update(self._needs(digest, name))
         total = sum(self._sizes.get(digest, 0) for digest in needs)
@@ -272,8 +278,8 @@ class Collector:
         for digest in sorted(unneeded):
             algorithm, _, encoded = digest.partition(":")
             path = os.path.join(self.layout.root, "blobs", algorithm, encoded)
-            with store_errors(self.layout.root), contextlib.suppress(FileNotFoundError):
-                stored = plausible_time(os.stat(path).st_ctime, timestamp)
+            with translate_store_errors(self.layout.root), contextlib.suppress(FileNotFoundError):
+                stored = sanitize_time(os.stat(path).st_ctime, timestamp)
                 if self.grace and stored > max(latest, self._unnamed.get(digest, 0.0)):
                     self._result.young += 1
                     self._result.young_size += self._sizes[digest]
@@ -284,11 +290,11 @@ class Collector:
                 self._result.size += self._sizes[digest]
 
 
-def _content(digest: str) -> Descriptor:
+def _build_descriptor(digest: str) -> Descriptor:
     return Descriptor("application/octet-stream", Digest.parse(digest), 0)
 
 
-def _canonical_name(name: str) -> str | None:
+def _normalize_name(name: str) -> str | None:
     """Return a name with its tag in canonical form, or None if it is not a reference."""
     with contextlib.suppress(AImageError):
         return index_name(Reference.parse(name))
@@ -311,15 +317,15 @@ def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
     removed: list[int] = []
     if not directory.is_dir():
         return removed
-    can_lock = locks_work(root)
+    can_lock = supports_locks(root)
     for path in sorted(directory.glob("*")):
         # Its name is random: no later ingest continues it.
         is_anonymous = path.suffix != "" and can_lock
-        with store_errors(root), contextlib.suppress(FileNotFoundError):
+        with translate_store_errors(root), contextlib.suppress(FileNotFoundError):
             status = path.lstat()
             if path.suffix == ".journal" or not stat.S_ISREG(status.st_mode):
                 continue
-            is_old = is_anonymous or plausible_time(status.st_mtime, time.time()) <= latest
+            is_old = is_anonymous or sanitize_time(status.st_mtime, time.time()) <= latest
             if is_old and _remove_idle(path, dry_run=dry_run):
                 removed.append(status.st_blocks * 512)
     for journal in () if dry_run else sorted(directory.glob("*.journal")):
@@ -352,7 +358,7 @@ def _remove_idle(path: Path, *, dry_run: bool) -> bool:
 
 def tidy(root: Path, latest: float) -> None:
     """Remove metadata of missing manifests, and temporary files from before ``latest``."""
-    present = {name.partition(":")[2] for name, _ in blobs(root)}
+    present = {name.partition(":")[2] for name, _ in iter_blobs(root)}
     for kind in ("used", "listing", UNNAMED):
         for path in Path(check_own(root, kind)).glob("*"):
             if "." not in path.name and path.name not in present:
@@ -366,5 +372,5 @@ def tidy(root: Path, latest: float) -> None:
             with contextlib.suppress(OSError):
                 # A damaged blob keeps its old mtime
                 changed = path.lstat().st_ctime
-                if plausible_time(changed, time.time()) < latest:
+                if sanitize_time(changed, time.time()) < latest:
                     path.unlink()

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from clowder_aimage.content.atomic_file import sync_file_system
 from clowder_aimage.errors import AImageError
-from clowder_aimage.layout.lock import PRIVATE, store_errors
+from clowder_aimage.layout.lock import PRIVATE, translate_store_errors
 from clowder_aimage.oci import Digest
 
 # Each pending blob is an open file.
@@ -94,7 +94,7 @@ class GroupCommit:
             # Blobs are visible only once their bytes are on disk: sync first, then rename.
             blobs = list(self._settling.values())
             try:
-                with store_errors(self._root):
+                with translate_store_errors(self._root):
                     _synchronise(self._root, blobs)
                     while blobs:
                         blobs[-1].rename()

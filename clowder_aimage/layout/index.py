@@ -24,12 +24,12 @@ from clowder_aimage.errors import FormatError, StoreError, UsageError
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_version,
-    held,
+    hold_lock,
     make_directory,
     read_settled,
-    store_errors,
+    translate_store_errors,
 )
-from clowder_aimage.layout.metadata import MetadataFiles, file_name, write_shared
+from clowder_aimage.layout.metadata import MetadataFiles, build_file_name, write_shared
 from clowder_aimage.oci import Digest, Reference, mediatype, read_json
 
 MAX_INDEX_SIZE = 64 * 1024 * 1024
@@ -58,7 +58,7 @@ def _read(root: Path) -> tuple[dict[str, Any], _Stamp | None]:
     """Return the content of the file, and a stamp that changes when the file does."""
     path = root / "index.json"
     check_version(root)
-    with store_errors(root):
+    with translate_store_errors(root):
         try:
             return read_settled(lambda: _read_file(path), path, FormatError)
         except FormatError as error:
@@ -102,9 +102,9 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
 def _restore_names(root: Path, value: dict[str, Any]) -> dict[str, Any]:
     """Restore recorded names that another tool has dropped, and return ``value``."""
     records = MetadataFiles(root, "names")
-    ours = records.names()
+    ours = records.list_names()
     if ours:
-        ours -= {file_name(name_of(entry)) for entry in value["manifests"]}
+        ours -= {build_file_name(get_name(entry)) for entry in value["manifests"]}
     for name in sorted(ours):
         record = records.read(name)
         if record is None or not isinstance(entry := record.get("entry"), dict):
@@ -118,13 +118,13 @@ def _restore_names(root: Path, value: dict[str, Any]) -> dict[str, Any]:
 def _record_moves(root: Path, entries: list[Any]) -> None:
     """Record names that another tool has moved, so that their old targets are not restored."""
     records = MetadataFiles(root, "names")
-    ours = records.names()
+    ours = records.list_names()
     for entry in entries if ours else ():
-        name = name_of(entry)
-        if file_name(name) not in ours:
+        name = get_name(entry)
+        if build_file_name(name) not in ours:
             continue
         # Of two entries with one name, the first counts.
-        ours.discard(file_name(name))
+        ours.discard(build_file_name(name))
         recorded = (records.get(name) or {}).get("entry")
         if isinstance(recorded, dict) and recorded.get("digest") != entry.get("digest"):
             records.put(name, {"entry": entry}, durable=True)
@@ -139,19 +139,19 @@ def _is_here(root: Path, entry: Any) -> bool:
         return False
 
 
-def entry_name(annotations: Any) -> str:
+def find_entry_name(annotations: Any) -> str:
     """Return the name of an entry with these annotations; empty if it has none."""
     if not isinstance(annotations, dict):
         return ""
     return next((str(annotations[key]) for key in _NAMES if annotations.get(key)), "")
 
 
-def name_of(entry: Any) -> str:
+def get_name(entry: Any) -> str:
     """Return the name of an entry; empty if it has none, or is malformed."""
-    return entry_name(entry.get("annotations")) if isinstance(entry, dict) else ""
+    return find_entry_name(entry.get("annotations")) if isinstance(entry, dict) else ""
 
 
-def same_name(name: str, reference: Reference) -> bool:
+def is_same_name(name: str, reference: Reference) -> bool:
     """Return True if an entry's name means ``reference`` (``model`` is ``model:latest``)."""
     return bool(name) and _parse_name(name) == reference
 
@@ -165,9 +165,9 @@ def _parse_name(name: str) -> Reference | None:
 
 def is_named(entry: Any, name: str) -> bool:
     """Return True if an entry has a name, in aimage's form or that of another tool."""
-    entry_reference, reference = name_of(entry), _parse_name(name)
+    entry_reference, reference = get_name(entry), _parse_name(name)
     return entry_reference == name or (
-        reference is not None and same_name(entry_reference, reference)
+        reference is not None and is_same_name(entry_reference, reference)
     )
 
 
@@ -177,10 +177,10 @@ def edit_index(root: Path) -> Iterator[dict[str, Any]]:
 
     Unknown fields and entries are kept. Concurrent changes by other tools are merged.
     """
-    with held(root, "lock"):
+    with hold_lock(root, "lock"):
         if not (root / "oci-layout").exists():
             _replace(root, "oci-layout", LAYOUT_FILE)
-            with store_errors(root):
+            with translate_store_errors(root):
                 sync_directory(root.parent)
         value, stamp = _read(root)
         before = copy.deepcopy(value)
@@ -205,7 +205,7 @@ def _merge(ours: list[Any], base: list[Any], theirs: list[Any]) -> None:
     for entry in theirs:
         if entry in base:
             continue
-        name = name_of(entry)
+        name = get_name(entry)
         indexes = [i for i, old in enumerate(ours) if name and is_named(old, name)]
         if not indexes:
             ours.append(entry)
@@ -215,18 +215,18 @@ def _merge(ours: list[Any], base: list[Any], theirs: list[Any]) -> None:
 
 
 def _stamp_of(root: Path) -> _Stamp | None:
-    with store_errors(root), contextlib.suppress(FileNotFoundError):
+    with translate_store_errors(root), contextlib.suppress(FileNotFoundError):
         return _stamp(os.stat(root / "index.json"))
     return None
 
 
 def _replace(root: Path, name: str, data: bytes) -> None:
-    with store_errors(root):
+    with translate_store_errors(root):
         private = make_directory(root, PRIVATE)
         write_shared(root / name, data, directory=private)
 
 
-def fingerprint(roots: Iterable[Path]) -> Hashable:
+def compute_fingerprint(roots: Iterable[Path]) -> Hashable:
     """Return a value that changes when a name or a blob of these stores is added or removed.
 
     None if that is uncertain: something changed recently, or cannot be read. A blob that is changed

@@ -27,10 +27,10 @@ from clowder_aimage.layout.group_commit import GroupCommit
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
-    holder_pid,
+    find_holder_pid,
     make_directory,
     open_shared,
-    store_errors,
+    translate_store_errors,
 )
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.digest import new_hasher
@@ -81,11 +81,11 @@ class FileIngest:
         self._journal = Path(f"{self._path}.journal")
         self._direct = DirectFile(self._path)
         self._is_journaled = expected is not None and expected.size > JOURNALED
-        with store_errors(root):
+        with translate_store_errors(root):
             self._fd = self._open()
             size = os.fstat(self._fd).st_size
         self._ranges = self._read_journal(size) if self._is_journaled else []
-        self._journal_size = _total(self._ranges)  # bytes in the journal
+        self._journal_size = _sum_sizes(self._ranges)  # bytes in the journal
         self._reset_hash()
         if not self._ranges and (size or self._is_journaled):
             # A malformed journal must not be used later, either.
@@ -124,7 +124,7 @@ class FileIngest:
             flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             name = os.path.basename(self._path)[:12]
-            pid = holder_pid(fd) or ""
+            pid = find_holder_pid(fd) or ""
             raise IngestBusyError(f"another process is writing {name}", pid=pid) from None
         with contextlib.suppress(FileNotFoundError):
             status = os.fstat(fd)
@@ -174,7 +174,7 @@ class FileIngest:
         self._hashed = 0
         self._hasher = new_hasher(self._algorithm)
 
-    def missing(self) -> list[_Range]:
+    def list_missing(self) -> list[_Range]:
         """Return the ranges [start, end) of the expected size that are not written yet."""
         with self._lock:
             edges = [0, *chain.from_iterable(self._ranges)]
@@ -185,7 +185,7 @@ class FileIngest:
 
     def restart(self) -> None:
         """Discard the bytes of an earlier process."""
-        with store_errors(self._root):
+        with translate_store_errors(self._root):
             self._remove_journal()
             os.ftruncate(self._fd, 0)
         self._ranges = []
@@ -195,7 +195,7 @@ class FileIngest:
     def write_at(self, offset: int, data: bytes | bytearray | memoryview, /) -> None:
         """Write ``data`` at ``offset``. Raises NoSpaceError or StoreError."""
         view = memoryview(data)
-        with store_errors(self._root):
+        with translate_store_errors(self._root):
             written = self._write_past_cache(offset, view) if offset == self._hashed else 0
             while written < len(view):
                 written += os.pwrite(self._fd, view[written:], offset + written)
@@ -237,14 +237,14 @@ class FileIngest:
             finally:
                 self._hashing.release()
             # Another writer may have added a range before the release.
-            behind = self._hashed < self._contiguous_end()
+            behind = self._hashed < self._contiguous_end
 
     def _catch_up(self) -> None:
         """Hash from the file up to the first missing byte."""
         scratch: memoryview | None = None
-        while (remaining := self._contiguous_end() - self._hashed) > 0:
+        while (remaining := self._contiguous_end - self._hashed) > 0:
             scratch = scratch or new_buffer()
-            with store_errors(self._root):
+            with translate_store_errors(self._root):
                 count = os.preadv(self._fd, [scratch[:remaining]], self._hashed)
             if not count:
                 # The file is too short: commit raises.
@@ -252,6 +252,7 @@ class FileIngest:
             self._hasher.update(scratch[:count])
             self._hashed += count
 
+    @property
     def _contiguous_end(self) -> int:
         with self._lock:
             return self._ranges[0][1] if self._ranges and self._ranges[0][0] == 0 else 0
@@ -270,7 +271,7 @@ class FileIngest:
                     return
                 self._synchronise()
                 with self._lock:
-                    unsynchronised = _total(self._ranges) - self._journal_size
+                    unsynchronised = _sum_sizes(self._ranges) - self._journal_size
             finally:
                 self._syncing.release()
             # More bytes than that mean that another writer skipped its checkpoint.
@@ -281,7 +282,7 @@ class FileIngest:
         with self._lock:
             ranges = list(self._ranges)
         line = ",".join(f"{start}-{end}" for start, end in ranges)
-        with store_errors(self._root):
+        with translate_store_errors(self._root):
             os.fsync(self._fd)
             fd = open_shared(self._journal, _JOURNAL_FLAGS)
             try:
@@ -294,7 +295,7 @@ class FileIngest:
             # Both files may be new in the directory.
             if not self._journal_size:
                 sync_directory(self._journal.parent)
-        self._journal_size = _total(ranges)
+        self._journal_size = _sum_sizes(ranges)
 
     def commit(self, expected: Descriptor, /) -> None:
         """Verify, make durable and rename; in a batch, together with others.
@@ -303,21 +304,21 @@ class FileIngest:
         the bytes differ from ``expected``.
         """
         try:
-            if self.missing():
-                written = _total(self._ranges)
+            if self.list_missing():
+                written = _sum_sizes(self._ranges)
                 raise VerificationError(
                     f"{expected.digest} is incomplete: {written} of {expected.size} bytes"
                 )
             digest = self.digest(expected.digest.algorithm)
             check(expected, os.fstat(self._fd).st_size, digest.encoded)
-            self._final = blob_path(self._root, expected)
-            with store_errors(self._root):
+            self._final = build_blob_path(self._root, expected)
+            with translate_store_errors(self._root):
                 os.fchmod(self._fd, BLOB_MODE)
             if self._batch is not None and expected.size <= JOURNALED:
                 self._direct.close()
                 self._batch.add(expected.digest, self, expected.size)
                 return
-            with self._syncing, store_errors(self._root):
+            with self._syncing, translate_store_errors(self._root):
                 self.synchronise()
                 self.rename()
         except VerificationError:
@@ -403,7 +404,7 @@ def _parse_ranges(line: str) -> list[_Range]:
     return ranges
 
 
-def _total(ranges: list[_Range]) -> int:
+def _sum_sizes(ranges: list[_Range]) -> int:
     return sum(end - start for start, end in ranges)
 
 
@@ -425,7 +426,7 @@ def ingest_size(root: Path, content: Descriptor) -> int:
     return 0
 
 
-def blob_path(root: Path, content: Descriptor) -> str:
+def build_blob_path(root: Path, content: Descriptor) -> str:
     """Return the path of a blob. A valid digest keeps it inside the store."""
     return os.path.join(root, "blobs", content.digest.algorithm, content.digest.encoded)
 
@@ -443,7 +444,7 @@ class LinkedBlob:
 
     def __init__(self, root: Path, path: Path, content: Descriptor) -> None:
         """Link the file. Raises VerificationError; OSError, also if it must be copied."""
-        self._root, self._final = root, blob_path(root, content)
+        self._root, self._final = root, build_blob_path(root, content)
         self._name = f"{content.digest.encoded[:80]}.{os.urandom(8).hex()}"
         with (
             OpenDirectory(make_directory(root, PRIVATE)) as directory,

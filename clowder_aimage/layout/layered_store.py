@@ -7,8 +7,8 @@ from itertools import chain
 from pathlib import Path
 
 from clowder_aimage.errors import NotFoundError
-from clowder_aimage.layout.index import same_name
-from clowder_aimage.layout.ingest import blob_path, is_file
+from clowder_aimage.layout.index import is_same_name
+from clowder_aimage.layout.ingest import build_blob_path, is_file
 from clowder_aimage.layout.layout import ImageLayout, index_name
 from clowder_aimage.layout.lease import FileLease
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -30,13 +30,15 @@ class LayeredStore(ImageLayout):
         return (self.root, *(layout.root for layout in self._read_only))
 
     def read_only_names(self) -> dict[str, Path]:
-        local_names = {name for name, _ in super().entries()}
-        entries = [(name, layout.root) for layout in self._read_only for name, _ in layout.tags()]
+        local_names = {name for name, _ in super().iter_entries()}
+        entries = [
+            (name, layout.root) for layout in self._read_only for name, _ in layout.list_tags()
+        ]
         return {name: root for name, root in reversed(entries) if name not in local_names}
 
-    def entries(self) -> Iterator[tuple[str, Descriptor]]:
+    def iter_entries(self) -> Iterator[tuple[str, Descriptor]]:
         names: set[str] = set()
-        listed = [super().entries(), *(layout.entries() for layout in self._read_only)]
+        listed = [super().iter_entries(), *(layout.iter_entries() for layout in self._read_only)]
         for name, descriptor in chain.from_iterable(listed):
             if not name or name not in names:
                 yield name, descriptor
@@ -44,7 +46,7 @@ class LayeredStore(ImageLayout):
 
     def locate(self, content: Descriptor) -> str:
         local_path = super().locate(content)
-        paths = [local_path, *(blob_path(layout.root, content) for layout in self._read_only)]
+        paths = [local_path, *(build_blob_path(layout.root, content) for layout in self._read_only)]
         return next((path for path in paths if is_file(path)), local_path)
 
     def untag(self, reference: Reference, /) -> None:
@@ -52,7 +54,7 @@ class LayeredStore(ImageLayout):
             super().untag(reference)
         except NotFoundError:
             for name, root in self.read_only_names().items():
-                if name == index_name(reference) or same_name(name, reference):
+                if name == index_name(reference) or is_same_name(name, reference):
                     raise read_only_error(reference, root, "rm") from None
             raise
 

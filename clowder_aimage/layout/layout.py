@@ -28,17 +28,17 @@ from clowder_aimage.errors import (
 )
 from clowder_aimage.layout.group_commit import GroupCommit
 from clowder_aimage.layout.index import (
+    compute_fingerprint,
     edit_index,
-    fingerprint,
+    get_name,
     is_named,
-    name_of,
+    is_same_name,
     read_index,
-    same_name,
 )
 from clowder_aimage.layout.ingest import (
     FileIngest,
     LinkedBlob,
-    blob_path,
+    build_blob_path,
     ingest_size,
     is_file,
     link_blob,
@@ -47,13 +47,13 @@ from clowder_aimage.layout.lease import COLLECTION, FileLease
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
-    held,
+    hold_lock,
     make_directory,
     open_regular,
     open_shared,
-    plausible_time,
     read_settled,
-    store_errors,
+    sanitize_time,
+    translate_store_errors,
 )
 from clowder_aimage.layout.metadata import MetadataFiles, remember
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
@@ -102,22 +102,22 @@ class ImageLayout(ContentStore):
 
     def check(self) -> None:
         """Raise StoreError if the names cannot be read. Costs a read of the index."""
-        for _ in self.entries():
+        for _ in self.iter_entries():
             return
 
-    def fingerprint(self) -> Hashable:
+    def compute_fingerprint(self) -> Hashable:
         """Return the fingerprint of the stores; None also while a group commit is pending."""
         batch = self._batch
-        return None if batch is not None and batch.is_pending else fingerprint(self.roots)
+        return None if batch is not None and batch.is_pending else compute_fingerprint(self.roots)
 
     def resolve(self, reference: Reference, /) -> Descriptor:
         """Return the manifest with that name or, for a digest, any entry. Raises NotFoundError."""
         text = str(reference)
-        for name, descriptor in self.entries():
+        for name, descriptor in self.iter_entries():
             if reference.digest is not None:
                 if descriptor.digest == reference.digest:
                     return descriptor
-            elif name == text or same_name(name, reference):
+            elif name == text or is_same_name(name, reference):
                 return descriptor
         raise NotFoundError(
             f"{reference} not found in the store {self.root}", remedy="not_in_store_pull"
@@ -131,25 +131,25 @@ class ImageLayout(ContentStore):
         return self.is_durable(content)
 
     def is_durable(self, content: Descriptor, /) -> bool:
-        with store_errors(self.root), contextlib.suppress(FileNotFoundError):
+        with translate_store_errors(self.root), contextlib.suppress(FileNotFoundError):
             status = os.lstat(self.locate(content))
             return stat.S_ISREG(status.st_mode) and status.st_size == content.size
         return False
 
     def locate(self, content: Descriptor) -> str:
         """Return the path of the content, stored or not."""
-        return blob_path(self.root, content)
+        return build_blob_path(self.root, content)
 
-    def path(self, content: Descriptor, /) -> Path:
+    def find_path(self, content: Descriptor, /) -> Path:
         batch = self._batch
         if batch is not None and content.digest in batch:
             batch.settle()
         path = self.locate(content)
         if not is_file(path):
-            raise self._missing(content)
+            raise self._build_not_found_error(content)
         return Path(path)
 
-    def _missing(self, content: Descriptor) -> NotFoundError:
+    def _build_not_found_error(self, content: Descriptor) -> NotFoundError:
         self._check_exists()
         return NotFoundError(
             f"{content.digest} not found in the store {self.root}",
@@ -159,11 +159,11 @@ class ImageLayout(ContentStore):
     def open(
         self, content: Descriptor, offset: int = 0, length: int | None = None, /
     ) -> io.FileIO | io.BytesIO:
-        with store_errors(self.root):
+        with translate_store_errors(self.root):
             try:
-                file = io.FileIO(open_regular(self.path(content)))
+                file = io.FileIO(open_regular(self.find_path(content)))
             except FileNotFoundError:
-                raise self._missing(content) from None
+                raise self._build_not_found_error(content) from None
             file.seek(offset)
         if length is None:
             return file
@@ -173,20 +173,20 @@ class ImageLayout(ContentStore):
     def receive(self, source: Source, blobs: Sequence[Descriptor], options: CopyOptions) -> None:
         fetch_blobs(source, self, blobs, options)
 
-    def tags(self) -> Iterator[tuple[str, Descriptor]]:
+    def list_tags(self) -> Iterator[tuple[str, Descriptor]]:
         """Yield the names in index.json, unchanged, and their manifests."""
-        return ((name, descriptor) for name, descriptor in self.entries() if name)
+        return ((name, descriptor) for name, descriptor in self.iter_entries() if name)
 
-    def entries(self) -> Iterator[tuple[str, Descriptor]]:
+    def iter_entries(self) -> Iterator[tuple[str, Descriptor]]:
         """Yield all entries of index.json; the name is empty for an entry without one."""
         self._check_exists()
         for entry in read_index(self.root)["manifests"]:
             # Malformed entries of other tools are reported by unreadable().
             with contextlib.suppress(FormatError):
                 descriptor = Descriptor.from_json(entry, "index.json")
-                yield name_of(entry), descriptor
+                yield get_name(entry), descriptor
 
-    def unreadable(self) -> Iterator[tuple[int, str]]:
+    def iter_malformed(self) -> Iterator[tuple[int, str]]:
         """Yield the positions of malformed entries of index.json, with their errors."""
         for position, entry in enumerate(read_index(self.root)["manifests"]):
             try:
@@ -205,7 +205,7 @@ class ImageLayout(ContentStore):
     def keep(self) -> contextlib.AbstractContextManager[None]:
         """Block collections until the returned context ends. Raises StoreError."""
         self._check_exists()
-        return held(self.root, COLLECTION, shared=True)
+        return hold_lock(self.root, COLLECTION, shared=True)
 
     def use(self, content: Descriptor) -> None:
         """Record the use of a manifest, if the store is writable."""
@@ -226,7 +226,7 @@ class ImageLayout(ContentStore):
         encoded = content.digest.encoded
         for path in (os.path.join(self.root, PRIVATE, "used", encoded), self.locate(content)):
             with contextlib.suppress(OSError):
-                return plausible_time(os.lstat(path).st_mtime, time.time())
+                return sanitize_time(os.lstat(path).st_mtime, time.time())
         return 0.0
 
     def _record_unnamed(self, digests: Iterable[Digest]) -> None:
@@ -255,7 +255,7 @@ class ImageLayout(ContentStore):
             raise
 
     @contextlib.contextmanager
-    def batch(self) -> Iterator[None]:
+    def begin_batch(self) -> Iterator[None]:
         """Commit small blobs in groups; all are committed when the block ends.
 
         Copies in several threads share one group commit, and each ends with its blobs committed.
@@ -285,25 +285,25 @@ class ImageLayout(ContentStore):
             if is_last:
                 batch.close()
 
-    def missing_size(self, content: Descriptor, /) -> int:
+    def compute_missing_size(self, content: Descriptor, /) -> int:
         """Return the bytes that must still be allocated; those in an ingest already are."""
         return max(0, content.size - ingest_size(self.root, content))
 
-    def free(self) -> int:
+    def measure_free(self) -> int:
         """Return the bytes available to unprivileged users on the store's file system."""
-        status = self._file_system()
+        status = self._stat_file_system()
         return status.f_bavail * status.f_frsize
 
-    def total(self) -> int:
+    def measure_total(self) -> int:
         """Return the bytes of the store's file system."""
-        status = self._file_system()
+        status = self._stat_file_system()
         return status.f_blocks * status.f_frsize
 
-    def _file_system(self) -> os.statvfs_result:
+    def _stat_file_system(self) -> os.statvfs_result:
         existing = next(
             directory for directory in (self.root, *self.root.parents) if directory.exists()
         )
-        with store_errors(self.root):
+        with translate_store_errors(self.root):
             return os.statvfs(existing)
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
@@ -398,7 +398,7 @@ class ImageLayout(ContentStore):
             with edit_index(self.root) as index:
                 moved = [old for old in index["manifests"] if is_named(old, name)]
                 entry = _replace(index["manifests"], entry, name)
-                is_elsewhere = self.locate(content) != blob_path(self.root, content)
+                is_elsewhere = self.locate(content) != build_blob_path(self.root, content)
                 record = {"entry": entry} | ({"elsewhere": True} if is_elsewhere else {})
                 self._names.put(name, record, durable=True)
         except BaseException:
@@ -406,7 +406,7 @@ class ImageLayout(ContentStore):
             with contextlib.suppress(AImageError):
                 self._names.restore(name, before)
             raise
-        self._record_unnamed(_digests(moved) - {content.digest})
+        self._record_unnamed(_parse_digests(moved) - {content.digest})
         self.use(content)
         if isinstance(document, Manifest):
             # Other artifacts have no summary.
@@ -418,7 +418,7 @@ class ImageLayout(ContentStore):
 
         Raises NotFoundError, VerificationError, StoreError.
         """
-        with store_errors(self.root):
+        with translate_store_errors(self.root):
             return read_settled(
                 lambda: read_all(self.open(content), content),
                 self.locate(content),
@@ -426,7 +426,7 @@ class ImageLayout(ContentStore):
             )
 
     def _sync_blobs(self) -> None:
-        with store_errors(self.root):
+        with translate_store_errors(self.root):
             for directory in [*sorted((self.root / "blobs").glob("*")), self.root / "blobs"]:
                 if directory.is_dir():
                     sync_directory(directory)
@@ -443,8 +443,8 @@ class ImageLayout(ContentStore):
         index_entry_name, digest = index_name(reference), reference.digest
         return {
             name: descriptor.digest
-            for name, descriptor in ImageLayout.entries(self)
-            if name == index_entry_name or same_name(name, Reference.parse(index_entry_name))
+            for name, descriptor in ImageLayout.iter_entries(self)
+            if name == index_entry_name or is_same_name(name, Reference.parse(index_entry_name))
             if digest in (None, descriptor.digest)
         }
 
@@ -462,7 +462,7 @@ class ImageLayout(ContentStore):
                     entry for entry in index["manifests"] if _is_entry_of(entry, names)
                 ]
                 for entry in removed_entries:
-                    name = name_of(entry)
+                    name = get_name(entry)
                     if (record := self._names.get(name)) is not None:
                         removed[name] = record
                         # Removed before the entry: a recorded name would be restored.
@@ -476,11 +476,11 @@ class ImageLayout(ContentStore):
                 for name, record in removed.items():
                     self._names.restore(name, record)
             raise
-        self._record_unnamed(_digests(removed_entries))
-        return {name_of(entry) for entry in removed_entries}
+        self._record_unnamed(_parse_digests(removed_entries))
+        return {get_name(entry) for entry in removed_entries}
 
 
-def _digests(entries: Iterable[Any]) -> set[Digest]:
+def _parse_digests(entries: Iterable[Any]) -> set[Digest]:
     """Return the valid digests of entries."""
     digests = set()
     for entry in entries:
@@ -490,7 +490,7 @@ def _digests(entries: Iterable[Any]) -> set[Digest]:
 
 
 def _is_entry_of(entry: Any, names: Mapping[str, Digest]) -> bool:
-    digest = names.get(name_of(entry))
+    digest = names.get(get_name(entry))
     return digest is not None and entry.get("digest") == str(digest)
 
 

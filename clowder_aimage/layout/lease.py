@@ -22,11 +22,11 @@ from clowder_aimage.layout.lock import (
     PRIVATE,
     READ_ONLY,
     check_own,
-    held,
-    locks_work,
+    hold_lock,
     make_directory,
     open_shared,
-    store_errors,
+    supports_locks,
+    translate_store_errors,
 )
 from clowder_aimage.oci import Digest
 
@@ -57,7 +57,7 @@ class FileLease(Lease):
         if not new:
             return
         try:
-            with held(self._root, COLLECTION, shared=True), store_errors(self._root):
+            with hold_lock(self._root, COLLECTION, shared=True), translate_store_errors(self._root):
                 if self._fd < 0:
                     make_directory(self._root, PRIVATE, _DIRECTORY)
                     self._fd = open_shared(self._path)
@@ -93,15 +93,15 @@ def read_leases(root: Path, *, remove: bool) -> set[Digest]:
     digests: set[Digest] = set()
     if not Path(check_own(root, _DIRECTORY)).is_dir():
         return digests
-    can_lock = locks_work(root)
+    can_lock = supports_locks(root)
     for path in sorted((root / PRIVATE / _DIRECTORY).glob("*")):
-        with store_errors(root), contextlib.suppress(FileNotFoundError):
+        with translate_store_errors(root), contextlib.suppress(FileNotFoundError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             with os.fdopen(fd, "rb", buffering=0) as file:
                 is_old = time.time() - os.fstat(fd).st_mtime > _MAX_AGE
                 # Without locks, the end of a process is not visible.
                 if not (_is_dead(fd) if can_lock else is_old):
-                    digests |= set(_digests(file.read(_MAX_SIZE) or b""))
+                    digests |= set(_parse_digests(file.read(_MAX_SIZE) or b""))
                 elif remove:
                     path.unlink(missing_ok=True)
     return digests
@@ -116,7 +116,7 @@ def _is_dead(fd: int) -> bool:
     return True
 
 
-def _digests(raw: bytes) -> Iterator[Digest]:
+def _parse_digests(raw: bytes) -> Iterator[Digest]:
     for line in raw.decode("ascii", "replace").split("\n"):
         with contextlib.suppress(AImageError):
             yield Digest.parse(line)

@@ -75,15 +75,15 @@ def read_settled(read: Callable[[], T], path: str | Path, malformed: type[AImage
 
 
 @contextlib.contextmanager
-def store_errors(root: Path) -> Iterator[None]:
+def translate_store_errors(root: Path) -> Iterator[None]:
     """Convert an OSError about the store at ``root`` to a StoreError or a NoSpaceError."""
     try:
         yield
     except OSError as error:
-        raise _store_error(error, root) from error
+        raise _build_store_error(error, root) from error
 
 
-def _store_error(error: OSError, root: Path) -> AImageError:
+def _build_store_error(error: OSError, root: Path) -> AImageError:
     if error.errno in DISK_FULL:
         return NoSpaceError(
             f"no space left for the store {root}",
@@ -96,23 +96,23 @@ def _store_error(error: OSError, root: Path) -> AImageError:
     return StoreError(f"cannot use the store {root}: {reason}", remedy="store_permissions")
 
 
-def locks_work(root: Path) -> bool:
+def supports_locks(root: Path) -> bool:
     """Return True if the store's file system has locks; True if that cannot be tested."""
     try:
-        with held(root, "lock", shared=True):
+        with hold_lock(root, "lock", shared=True):
             return is_locked(root / PRIVATE / "lock")
     except StoreError:
         return True
 
 
 @contextlib.contextmanager
-def held(root: Path, name: str, *, shared: bool = False) -> Iterator[None]:
+def hold_lock(root: Path, name: str, *, shared: bool = False) -> Iterator[None]:
     """Hold the store's lock of that name. Raises StoreError; StoreBusyError after PATIENCE."""
-    with store_errors(root):
+    with translate_store_errors(root):
         make_directory(root, PRIVATE)
         fd = open_shared(root / PRIVATE / name)
     try:
-        with store_errors(root):
+        with translate_store_errors(root):
             _acquire(fd, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, root)
         yield
     finally:
@@ -142,7 +142,7 @@ def _acquire(fd: int, operation: int, root: Path) -> None:
         retryer(flock, fd, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         raise StoreBusyError(
-            f"the store {root} is in use by process {holder_pid(fd) or 'unknown'}",
+            f"the store {root} is in use by process {find_holder_pid(fd) or 'unknown'}",
             hint="try again later",
         ) from None
     finally:
@@ -151,7 +151,7 @@ def _acquire(fd: int, operation: int, root: Path) -> None:
 
 def report_wait(resource: str, file: int | str | Path) -> None:
     """Report a wait for the process that locks ``file`` and thus uses ``resource``."""
-    pid = holder_pid(file)
+    pid = find_holder_pid(file)
     for listener in ON_WAIT:
         listener(resource, pid)
     if not ON_WAIT:
@@ -161,7 +161,7 @@ def report_wait(resource: str, file: int | str | Path) -> None:
         logging.getLogger("aimage.store").warning("waiting for another process", extra=fields)
 
 
-def holder_pid(file: int | str | Path) -> int | None:
+def find_holder_pid(file: int | str | Path) -> int | None:
     """Return the id of a process that has locked a file, if the system lists it (proc(5))."""
     with contextlib.suppress(OSError, ValueError):
         inode = str(os.stat(file).st_ino)
@@ -190,7 +190,7 @@ def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
     return fd
 
 
-def plausible_time(timestamp: float, current: float) -> float:
+def sanitize_time(timestamp: float, current: float) -> float:
     """Return a file's time, or 0, the oldest, for one in the future: a clock was wrong."""
     return timestamp if timestamp <= current + _SKEW else 0.0
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.content.atomic_file import atomic_file, sync_directory, write_all
+from clowder_aimage.content.atomic_file import open_atomic, sync_directory, write_all
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import AImageError, FormatError, StoreError
@@ -25,7 +25,7 @@ from clowder_aimage.layout.lock import (
     make_directory,
     open_regular,
     share,
-    store_errors,
+    translate_store_errors,
 )
 from clowder_aimage.oci import Descriptor, Manifest, mediatype, read_json
 
@@ -43,29 +43,29 @@ class MetadataFiles:
         self._root, self._kind = root, kind
         self._directory = os.path.join(root, PRIVATE, kind)
 
-    def names(self) -> set[str]:
-        """Return the names of the files (see ``file_name``). Raises StoreError."""
+    def list_names(self) -> set[str]:
+        """Return the names of the files (see ``build_file_name``). Raises StoreError."""
         directory = check_own(self._root, self._kind)
-        with store_errors(self._root), contextlib.suppress(FileNotFoundError):
+        with translate_store_errors(self._root), contextlib.suppress(FileNotFoundError):
             return {name for name in os.listdir(directory) if "." not in name}
         return set()
 
-    def items(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def iter_items(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield all keys and their values, in arbitrary order. Raises StoreError."""
-        for name in self.names():
+        for name in self.list_names():
             if (value := self.read(name)) is not None:
                 yield value["key"], value
 
     def get(self, key: str) -> dict[str, Any] | None:
         """Return the value of ``key``, or None. Raises StoreError."""
         check_own(self._root, self._kind)
-        value = self.read(file_name(key))
+        value = self.read(build_file_name(key))
         return value if value is not None and value["key"] == key else None
 
     def read(self, name: str) -> dict[str, Any] | None:
         """Return the value in a file; None if it is missing or damaged. Raises StoreError."""
         path = os.path.join(self._directory, name)
-        with store_errors(self._root):
+        with translate_store_errors(self._root):
             try:
                 with open(open_regular(path), "rb", buffering=0) as file:
                     raw = file.read(_MAX_SIZE) or b""
@@ -83,9 +83,9 @@ class MetadataFiles:
     def put(self, key: str, value: dict[str, Any], *, durable: bool) -> None:
         """Write the value of ``key``. Raises StoreError or NoSpaceError."""
         data = json.dumps({"key": key} | value).encode()
-        with store_errors(self._root):
+        with translate_store_errors(self._root):
             make_directory(self._root, PRIVATE, self._kind)
-            write_shared(os.path.join(self._directory, file_name(key)), data, durable=durable)
+            write_shared(os.path.join(self._directory, build_file_name(key)), data, durable=durable)
 
     def restore(self, key: str, value: dict[str, Any] | None) -> None:
         """Write back the result of ``get``. Raises StoreError or NoSpaceError."""
@@ -97,13 +97,13 @@ class MetadataFiles:
     def remove(self, key: str) -> None:
         """Remove ``key``, durably. Raises StoreError."""
         check_own(self._root, self._kind)
-        with store_errors(self._root), contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self._directory, file_name(key)))
+        with translate_store_errors(self._root), contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self._directory, build_file_name(key)))
             sync_directory(self._directory)
 
 
 @functools.lru_cache(maxsize=4096)
-def file_name(key: str) -> str:
+def build_file_name(key: str) -> str:
     """Return the name of the file of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:40]
 
@@ -114,13 +114,13 @@ def write_shared(
     """Replace a file of the store, shared with the directory's group. Raises OSError."""
     final = Path(path)
     prepare = functools.partial(share, directory=final.parent, mode=0o664)
-    with atomic_file(
+    with open_atomic(
         final, mode=0o644, durable=durable, directory=directory, prepare=prepare
     ) as to:
         write_all(to.fileno(), data)
 
 
-def summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str, Any]:
+def read_summary(root: Path, store: ContentStore, descriptor: Descriptor) -> dict[str, Any]:
     """Return ``size`` (bytes of all blobs) and ``kind`` (a dialect, or ``index``) of a manifest.
 
     ``family``, ``type`` (quantization or dtype) and ``created`` are those in its config. They are
@@ -160,10 +160,10 @@ def remember(
         )
         fields = {
             "family": family,
-            "type": weight_type(properties),
+            "type": find_weight_type(properties),
             "created": properties.get("created"),
         }
-        value |= {key: _short(text) for key, text in fields.items()}
+        value |= {key: _shorten(text) for key, text in fields.items()}
     with contextlib.suppress(OSError, AImageError):
         directory = make_directory(root, PRIVATE, _LISTING)
         path = os.path.join(directory, descriptor.digest.encoded)
@@ -171,7 +171,7 @@ def remember(
     return value
 
 
-def weight_type(properties: Mapping[str, Any]) -> object:
+def find_weight_type(properties: Mapping[str, Any]) -> object:
     """Return the quantization of the weights in a config, else their dtype."""
     if isinstance(name := properties.get("quantization"), str):
         return name
@@ -183,5 +183,5 @@ def weight_type(properties: Mapping[str, Any]) -> object:
     return properties.get("dtype")
 
 
-def _short(text: object) -> str | None:
+def _shorten(text: object) -> str | None:
     return " ".join(text.split())[:_MAX_TEXT] if isinstance(text, str) and text else None

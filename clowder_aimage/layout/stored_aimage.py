@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from clowder_aimage.content.buffer import CHUNK_SIZE
-from clowder_aimage.content.decompress import compression_of, open_decompressed
+from clowder_aimage.content.decompress import open_decompressed, parse_compression
 from clowder_aimage.content.store import BlobFiles, Body, ContentStore, Lease, Reader, Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Dialect, detect
@@ -75,7 +75,9 @@ def interpret(
     return StoredAImage(descriptor, manifest, dialect, aimage)
 
 
-def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descriptor, Descriptor]]:
+def list_packed_layers(
+    store: ContentStore, stored: StoredAImage
+) -> list[tuple[Descriptor, Descriptor]]:
     """Return the stored compressed blobs with their plain blobs that are missing.
 
     Raises FormatError: an unsupported compression.
@@ -86,7 +88,7 @@ def packed_layers(store: ContentStore, stored: StoredAImage) -> list[tuple[Descr
         plain = aimage_layer.descriptor
         if layer.digest == plain.digest or store.exists(plain) or not store.exists(layer):
             continue
-        if not compression_of(layer.media_type):
+        if not parse_compression(layer.media_type):
             raise FormatError(
                 f"layer {layer.digest} ({layer.media_type[:100]}) has an unsupported compression",
                 hint="copy the AImage again without compression, or with gzip or zstd",
@@ -101,8 +103,8 @@ def inflate(store: ContentStore, stored: StoredAImage) -> None:
     Raises FormatError: an unsupported compression, or malformed data; UsageError: zstd without its
     package; VerificationError: the blob is damaged, or its content not the plain blob.
     """
-    for layer, plain in packed_layers(store, stored):
-        store.push(plain, _plain_body(store, layer, plain))
+    for layer, plain in list_packed_layers(store, stored):
+        store.push(plain, _build_plain_body(store, layer, plain))
 
 
 def inflate_copied(store: ContentStore, root: Descriptor, document: Manifest | Index) -> None:
@@ -115,11 +117,11 @@ def inflate_copied(store: ContentStore, root: Descriptor, document: Manifest | I
         inflate(store, stored)
 
 
-def _plain_body(store: ContentStore, layer: Descriptor, plain: Descriptor) -> Body:
-    def body(offset: int = 0, /) -> Reader:
+def _build_plain_body(store: ContentStore, layer: Descriptor, plain: Descriptor) -> Body:
+    def open_at(offset: int = 0, /) -> Reader:
         reader = open_decompressed(store, layer, plain)
         while offset and (skipped := len(reader.read(min(offset, CHUNK_SIZE)))):
             offset -= skipped
         return reader
 
-    return body
+    return open_at

@@ -47,7 +47,7 @@ class Adaptation(NetworkAdaptation):
     def _put(self, uses: Sequence[Use]) -> None:
         layers: dict[str, list[tuple[str, Use]]] = {}
         for use in uses:
-            for name in self.tensors(use[0]):
+            for name in self.list_tensors(use[0]):
                 stem, _, suffix = name.rpartition(".")
                 is_layer = bool(stem) and f".{suffix}" in (_WEIGHT, _BIAS)
                 layers.setdefault(stem if is_layer else name, []).append((name, use))
@@ -75,12 +75,12 @@ class Adaptation(NetworkAdaptation):
         for tensor, (adapter, strength) in uses:
             full = f"{self.component}/{tensor}"
             if tensor.endswith(_BIAS):
-                biases += [(change, strength) for change in adapter.changes(full)]
+                biases += [(change, strength) for change in adapter.get_changes(full)]
             else:
                 make = partial(prepare, layer=target.layer, dtype=self.dtype)
-                layer_effects = adapter.effects(full, make)
+                layer_effects = adapter.prepare_effects(full, make)
                 effects += [(effect, strength) for effect in layer_effects]
-        bias = _extra_bias(target.layer, biases, self.dtype) if biases else None
+        bias = _compute_bias_delta(target.layer, biases, self.dtype) if biases else None
         # Undone by the old layer, whose weights were not changed
         target.put(AdaptedLinear(target.layer, effects, bias))
         self._undoing.append(partial(target.put, target.layer))
@@ -90,7 +90,7 @@ class Adaptation(NetworkAdaptation):
         full = f"{self.component}/{tensor}"
         if not isinstance(target.layer, mx.array):
             raise ModelError(f"{uses[0][0].label}: {full[:200]} cannot be changed by an adapter")
-        changes = [(change, t) for adapter, t in uses for change in adapter.changes(full)]
+        changes = [(change, t) for adapter, t in uses for change in adapter.get_changes(full)]
         if not mx.issubdtype(target.layer.dtype, mx.floating):
             raise ModelError(f"{uses[0][0].label}: {full[:200]} is quantized and cannot be changed")
         # Computed in float32: sums of small changes would be lost in bfloat16
@@ -107,7 +107,9 @@ class Adaptation(NetworkAdaptation):
         return _Layer(parent, int(step) if isinstance(parent, list) else step, current)
 
 
-def _extra_bias(layer: Any, changes: Sequence[tuple[Change, float]], dtype: mx.Dtype) -> mx.array:
+def _compute_bias_delta(
+    layer: Any, changes: Sequence[tuple[Change, float]], dtype: mx.Dtype
+) -> mx.array:
     """Return the bias delta; a layer without a bias counts as one of zeros."""
     bias = layer.get("bias")
     base_bias = None if bias is None else np.array(bias.astype(mx.float32))

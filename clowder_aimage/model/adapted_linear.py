@@ -55,7 +55,7 @@ class LayerInput:
 class Effect(Protocol):
     """A change, ready to be applied."""
 
-    def output_delta(self, layer_input: LayerInput, strength: float) -> Array:
+    def compute_delta(self, layer_input: LayerInput, strength: float) -> Array:
         """Return the delta of the layer's output."""
         ...
 
@@ -68,7 +68,7 @@ class PairEffect:
     up: mx.array
     scale: float
 
-    def output_delta(self, layer_input: LayerInput, strength: float) -> Array:
+    def compute_delta(self, layer_input: LayerInput, strength: float) -> Array:
         middle = linear(layer_input.x, self.down, None) * (strength * self.scale)
         return linear(middle, self.up, None)
 
@@ -80,7 +80,7 @@ class MatrixEffect:
     matrix: mx.array
     is_whole: bool = False
 
-    def output_delta(self, layer_input: LayerInput, strength: float) -> Array:
+    def compute_delta(self, layer_input: LayerInput, strength: float) -> Array:
         product = linear(layer_input.x, self.matrix, None)
         return strength * (product - layer_input.product if self.is_whole else product)
 
@@ -95,7 +95,7 @@ class KroneckerEffect:
     start: int
     stop: int | None
 
-    def output_delta(self, layer_input: LayerInput, strength: float) -> Array:
+    def compute_delta(self, layer_input: LayerInput, strength: float) -> Array:
         x = layer_input.x
         # (A (x) B) x is A X B^T for x as a matrix X: the product itself is never built
         split = x.reshape(*x.shape[:-1], self.first.shape[1], self.second.shape[1])
@@ -117,7 +117,7 @@ class DecomposedEffect:
     products: Floats
     squares: Floats
 
-    def output_delta(self, layer_input: LayerInput, strength: float) -> Array:
+    def compute_delta(self, layer_input: LayerInput, strength: float) -> Array:
         kind = layer_input.y.dtype
         if self.norm is Norm.COLUMNS:
             scaled_input = layer_input.scale_columns(
@@ -141,9 +141,9 @@ class DecomposedEffect:
         return base_factors * layer_input.product + delta_factors * deltas
 
     def _sum_deltas(self, layer_input: LayerInput) -> Array:
-        total = self.parts[0].output_delta(layer_input, 1.0)
+        total = self.parts[0].compute_delta(layer_input, 1.0)
         for effect in self.parts[1:]:
-            total = total + effect.output_delta(layer_input, 1.0)
+            total = total + effect.compute_delta(layer_input, 1.0)
         return total
 
 
@@ -178,7 +178,7 @@ class AdaptedLinear(Network):
         y = self.base(x)
         layer_input = LayerInput(self.base, x, y)
         for effect, strength in self.others:
-            y = y + effect.output_delta(layer_input, strength)
+            y = y + effect.compute_delta(layer_input, strength)
         if self.extra_bias is not None:
             y = y + self.extra_bias
         return y if self.pair is None else add_low_rank(y, x, *self.pair)
@@ -199,13 +199,13 @@ def prepare(change: Change, layer: Any, dtype: mx.Dtype) -> Effect:
     match change:
         # A pair of high rank takes more work than its product
         case LowRank() if change.rank * sum(change.shape) > math.prod(change.shape):
-            return MatrixEffect(cast(dense.delta(change)))
+            return MatrixEffect(cast(dense.compute_delta(change)))
         case LowRank():
             return PairEffect(cast(change.down), cast(change.up), change.scale)
         case Hadamard():
-            return prepare(_pair(change) or DenseChange(dense.delta(change)), layer, dtype)
+            return prepare(_pair(change) or DenseChange(dense.compute_delta(change)), layer, dtype)
         case Kronecker():
-            left, right = dense.matrix(change.first), dense.matrix(change.second)
+            left, right = dense.expand_factor(change.first), dense.expand_factor(change.second)
             bounds = (change.scale, change.start, change.stop)
             return KroneckerEffect(cast(left), cast(right), *bounds)
         case DenseChange():
@@ -232,22 +232,22 @@ def _pair(change: Hadamard) -> LowRank | None:
 
 def _decompose(change: Decomposed, layer: Any, dtype: mx.Dtype) -> DecomposedEffect:
     parts = tuple(prepare(inner_change, layer, dtype) for inner_change in change.changes)
-    weight, sums = weights(layer), dense.difference(change.changes)
+    weight, sums = dequantize_weights(layer), dense.sum_changes(change.changes)
     products = squares = np.empty(0, np.float32)
     if change.norm is Norm.CHANGED:
         norms = np.einsum("ij,ij->i", weight, weight)
         products = np.einsum("ij,ij->i", weight, sums)
         squares = np.einsum("ij,ij->i", sums, sums)
     elif change.norm is Norm.ROWS:
-        norms = dense.norms(weight, 1) + dense.EPSILON
+        norms = dense.compute_norms(weight, 1) + dense.EPSILON
     else:
-        norms = dense.norms(weight + sums, 0) + dense.EPSILON
+        norms = dense.compute_norms(weight + sums, 0) + dense.EPSILON
     return DecomposedEffect(
         parts, change.norm, change.magnitude, norms.astype(np.float32), products, squares
     )
 
 
-def weights(layer: Any) -> Floats:
+def dequantize_weights(layer: Any) -> Floats:
     """Return the weights of a linear layer, dequantized, in float32."""
     if isinstance(layer, QuantizedLinear):
         codes = QuantizedArray(

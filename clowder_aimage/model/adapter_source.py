@@ -26,7 +26,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.formats import controlnet, lora
 from clowder_aimage.generation.request import MAX_STRENGTH, Adapters, GenerateRequest, LoraUse
 from clowder_aimage.layout.stored_aimage import StoredAImage
-from clowder_aimage.model.lora_text import missing_words
+from clowder_aimage.model.lora_text import list_missing_words
 from clowder_aimage.model.pipeline import StoredControlNet
 from clowder_aimage.oci import Digest, Reference, read_json
 
@@ -79,7 +79,7 @@ class AdapterEntry:
         listed = self.metadata.get("triggerWords")
         return tuple(map(str, listed[:_MAX_WORDS])) if isinstance(listed, list) else ()
 
-    def strength(self, requested: float | None) -> float:
+    def resolve_strength(self, requested: float | None) -> float:
         """Return the requested strength, else the recommended one, else 1."""
         recommended = self.metadata.get("weight")
         if not isinstance(recommended, int | float) or abs(recommended) > MAX_STRENGTH:
@@ -88,7 +88,7 @@ class AdapterEntry:
 
     def use(self, strength: float | None) -> LoraUse:
         """Return a use of the adapter; None selects the recommended strength."""
-        return LoraUse(self.name, self.strength(strength), str(self.digest))
+        return LoraUse(self.name, self.resolve_strength(strength), str(self.digest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def is_path(text: str) -> bool:
     return has_directory or text.endswith((SUFFIX, *PICKLED)) or os.path.isfile(text)  # noqa: PTH113
 
 
-def file_in(directory: Path, name: str) -> Path | None:
+def find_in_directory(directory: Path, name: str) -> Path | None:
     """Return a file of a directory; None if it is missing or a link leads outside."""
     try:
         check_name(name)
@@ -151,7 +151,7 @@ class AdapterFinder:
             FormatError: Its metadata or its config is invalid.
         """
         # A recorded name has no directory: the path of an earlier use completes it
-        path = self._paths.get((use.model, use.digest)) or self._file(use.model)
+        path = self._paths.get((use.model, use.digest)) or self._find_path(use.model)
         if path is None:
             return self._open_stored(use)
         adapter = self._read_file(path, self._name(use.model, path))
@@ -197,23 +197,23 @@ class AdapterFinder:
         resolved = Adapters(tuple(adapter.use(use.strength) for adapter, use in uses))
         packed = (adapter for adapter, _ in list_packed_adapters(files, base))
         triggers = [word for adapter in (*packed, *adapters) for word in adapter.words]
-        words, prompt = missing_words(request.prompt, triggers), request.prompt
+        words, prompt = list_missing_words(request.prompt, triggers), request.prompt
         if adds_words:
             words, prompt = [], ", ".join(filter(None, [prompt, *words]))
         return replace(request, prompt=prompt, adapters=resolved), words
 
     def is_file(self, name: str) -> bool:
         """Return True if a name is that of a file."""
-        return self._file(name) is not None
+        return self._find_path(name) is not None
 
-    def files(self) -> list[AdapterFile]:
+    def list_files(self) -> list[AdapterFile]:
         """Return the adapters in the directory, by name."""
-        readable = (self.file(name) for name in self._names())
+        readable = (self.find_file(name) for name in self._list_names())
         return [file for file in readable if file is not None]
 
-    def file(self, name: str) -> AdapterFile | None:
+    def find_file(self, name: str) -> AdapterFile | None:
         """Return a file in the directory; None if there is none, or its header is damaged."""
-        if (path := self._in_directory(name)) is None:
+        if (path := self._find_in_directory(name)) is None:
             return None
         try:
             changed = path.stat().st_mtime
@@ -224,7 +224,7 @@ class AdapterFinder:
             return None
         return AdapterFile(name, changed, self._facts[key], path)
 
-    def _names(self) -> list[str]:
+    def _list_names(self) -> list[str]:
         """Return at most 1,000 names in the directory; links to directories are left out."""
         if self.directory is None:
             return []
@@ -241,8 +241,8 @@ class AdapterFinder:
                 break
         return sorted(names[:_MAX_LISTED])
 
-    def _file(self, name: str) -> Path | None:
-        if (in_directory := self._in_directory(name)) is not None:
+    def _find_path(self, name: str) -> Path | None:
+        if (in_directory := self._find_in_directory(name)) is not None:
             return in_directory
         path = os.path.expanduser(name)  # noqa: PTH111 - pathlib's raises for unknown users
         within = os.path.join(path, _WEIGHTS)  # noqa: PTH118
@@ -256,8 +256,8 @@ class AdapterFinder:
             raise NotFoundError(f"adapter not found: there is no file {name[:1000]}")
         return Path(path)
 
-    def _in_directory(self, name: str) -> Path | None:
-        return None if self.directory is None else file_in(self.directory, name)
+    def _find_in_directory(self, name: str) -> Path | None:
+        return None if self.directory is None else find_in_directory(self.directory, name)
 
     def _name(self, text: str, path: Path) -> str:
         """Return the recorded name of a file: without directories of this machine."""
@@ -290,21 +290,21 @@ class AdapterFinder:
         try:
             reference = Reference.parse(use.model)
         except UsageError as error:
-            message = f"adapter {use.model[:200]!r} not found{self._other_places()}"
+            message = f"adapter {use.model[:200]!r} not found{self._describe_other_places()}"
             raise NotFoundError(message, hint=error.message) from None
         if use.digest is not None:
             reference = replace(reference, tag=None, digest=Digest.parse(use.digest))
         try:
             stored = self.open_stored(reference)
         except NotFoundError as error:
-            error.message = f"adapter {error.message}{self._other_places()}"
+            error.message = f"adapter {error.message}{self._describe_other_places()}"
             if reference.tag and reference.tag.isdecimal():
                 error.hint = f"{reference.tag} is a tag here; a strength has a point: {use.model}.0"
                 error.remedy = ""
             raise
         return self._of(stored, use.model)
 
-    def _other_places(self) -> str:
+    def _describe_other_places(self) -> str:
         places = ["a file"] if self.has_files else []
         places += ["in the directory of adapters"] if self.directory else []
         return f"; it is not {' or '.join(places)} either" if places else ""
@@ -316,9 +316,9 @@ class AdapterFinder:
             kind = aimage.properties.get("format") or aimage.properties.get("pipeline")
             about = f" ({str(kind)[:60]})" if kind else ""
             raise UsageError(f"{name} is not an adapter, but another AImage{about}")
-        path = self.store.path(layers[0].descriptor)
+        path = self.store.find_path(layers[0].descriptor)
         facts = aimage.properties.get("adapter")
-        read = _reader(self.store, aimage.find(_CONFIG))
+        read = _build_reader(self.store, aimage.find(_CONFIG))
         return _make_adapter(name, stored.descriptor.digest, path, facts, read)
 
 
@@ -328,7 +328,7 @@ def find_packed_adapter(base: AImage, files: BlobFiles, name: str) -> AdapterEnt
         return None
     weights = [
         layer
-        for layer in base.component(OWN.removesuffix("/"))
+        for layer in base.list_layers(OWN.removesuffix("/"))
         if layer.name.startswith(f"{name}/") and layer.name.endswith(SUFFIX)
     ]
     if len(weights) != 1:
@@ -336,8 +336,10 @@ def find_packed_adapter(base: AImage, files: BlobFiles, name: str) -> AdapterEnt
     (layer,) = weights
     facts_by_name = base.properties.get("adapters")
     facts = facts_by_name.get(name.removeprefix(OWN)) if isinstance(facts_by_name, dict) else None
-    read = _reader(files, base.find(f"{name}/{_CONFIG}"))
-    return _make_adapter(name, layer.descriptor.digest, files.path(layer.descriptor), facts, read)
+    read = _build_reader(files, base.find(f"{name}/{_CONFIG}"))
+    return _make_adapter(
+        name, layer.descriptor.digest, files.find_path(layer.descriptor), facts, read
+    )
 
 
 def list_packed_adapters(files: BlobFiles, base: AImage) -> list[tuple[AdapterEntry, float]]:
@@ -391,7 +393,7 @@ class AdapterSource:
             if self._finder is None:
                 raise NotFoundError(f"adapter {use.model[:200]!r} not found")
             adapter = self._finder.find(use)
-        return self._load(adapter), adapter.strength(use.strength)
+        return self._load(adapter), adapter.resolve_strength(use.strength)
 
     def _load(self, adapter: AdapterEntry) -> LoadedAdapter:
         from clowder_aimage.adapter.reader import read_adapter
@@ -480,26 +482,26 @@ def _make_adapter(
     return AdapterEntry(name, digest, path, checked_facts, read or (lambda: None))
 
 
-def _reader(files: BlobFiles, layer: Layer | None) -> ReadConfig | None:
+def _build_reader(files: BlobFiles, layer: Layer | None) -> ReadConfig | None:
     """Return a reader of ``adapter_config.json``, or None without the file."""
     if layer is None:
         return None
 
     def read() -> Mapping[str, Any]:
         with files.open(layer.descriptor) as stream:
-            return _config(read_all(stream, layer.descriptor, _MAX_CONFIG), _CONFIG)
+            return _parse_config(read_all(stream, layer.descriptor, _MAX_CONFIG), _CONFIG)
 
     return read
 
 
 def _read_beside(path: Path, name: str) -> Mapping[str, Any]:
     try:
-        return _config(path.read_bytes(), f"{_CONFIG} of {name}")
+        return _parse_config(path.read_bytes(), f"{_CONFIG} of {name}")
     except OSError as error:
         raise StoreError(f"cannot read {_CONFIG} of {name}: {error.strerror or error}") from None
 
 
-def _config(data: bytes, label: str) -> Mapping[str, Any]:
+def _parse_config(data: bytes, label: str) -> Mapping[str, Any]:
     value = read_json(data, label, _MAX_CONFIG)
     if not isinstance(value, dict):
         raise FormatError(f"{label} is not a JSON object")

@@ -13,7 +13,7 @@ from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.model.array import read_arrays
 from clowder_aimage.model.backend import Embedding, Linear, mx, tree_flatten
 from clowder_aimage.model.parameter_names import FLOATS, check_shape, match_tensors
-from clowder_aimage.model.quantized import QuantizedArray, quantized_layer
+from clowder_aimage.model.quantized import QuantizedArray, build_quantized_layer
 from clowder_aimage.model.stored_tensor import StoredTensor
 
 _WEIGHT = ".weight"
@@ -42,7 +42,7 @@ class ModuleParameter:
 
     def check_shape(self, name: str, shape: tuple[int, ...], parameter: str) -> None:
         """Check the shape of the tensor ``name`` against its parameter. Raises ModelError."""
-        check_shape(self.component, name, shape, _torch_shape(self.shapes[parameter]))
+        check_shape(self.component, name, shape, _to_torch_shape(self.shapes[parameter]))
 
     def check(self, tensor: StoredTensor, parameter: str) -> None:
         """Check a tensor against its parameter.
@@ -53,7 +53,7 @@ class ModuleParameter:
         """
         name = f"{self.component}/{tensor.name}"
         if tensor.quantization is not None:
-            owner = self.owner(parameter)
+            owner = self.find_owner(parameter)
             if not parameter.endswith(_WEIGHT) or not isinstance(owner, (Linear, Embedding)):
                 raise FormatError(
                     f"{name}: {type(owner).__name__} does not support {tensor.dtype} weights",
@@ -63,7 +63,7 @@ class ModuleParameter:
             raise ModelError(f"{name}: weights of type {tensor.dtype} are not supported")
         self.check_shape(tensor.name, tensor.shape, parameter)
 
-    def owner(self, parameter: str) -> Any:
+    def find_owner(self, parameter: str) -> Any:
         """Return the layer of a parameter."""
         layer = self.module
         for step in parameter.split(".")[:-1]:
@@ -73,7 +73,7 @@ class ModuleParameter:
     def replace(self, parameter: str, layer: Any) -> None:
         """Replace the layer of a parameter by ``layer``."""
         path = parameter.rpartition(".")[0]
-        parent, step = self.owner(path), path.rpartition(".")[2]
+        parent, step = self.find_owner(path), path.rpartition(".")[2]
         parent[int(step) if isinstance(parent, list) else step] = layer
 
 
@@ -105,9 +105,9 @@ def load_into(
         if isinstance(value, QuantizedArray):
             layers[parameter] = value
         else:
-            weights.append((parameter, _channels_last(value)))
+            weights.append((parameter, _to_channels_last(value)))
     for parameter, value in layers.items():
-        layer = quantized_layer(target.owner(parameter), value, dtype)
+        layer = build_quantized_layer(target.find_owner(parameter), value, dtype)
         target.replace(parameter, layer)
         path = parameter.removesuffix(_WEIGHT)
         weights += [(f"{path}.{name}", array) for name, array in value.parts.items()]
@@ -116,11 +116,11 @@ def load_into(
     mx.eval(target.module.parameters())
 
 
-def _channels_last(value: mx.array) -> mx.array:
+def _to_channels_last(value: mx.array) -> mx.array:
     return value.transpose(0, 2, 3, 1) if value.ndim == 4 else value
 
 
-def _torch_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _to_torch_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) != 4:
         return tuple(shape)
     return (shape[0], shape[3], *shape[1:3])

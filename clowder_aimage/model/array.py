@@ -39,14 +39,14 @@ def read_arrays(
         ModelError: MLX does not support the type, or cannot load a blob.
     """
     pending: deque[_Pending] = deque()
-    for chunk in _chunks(tensors):
+    for chunk in _iter_chunks(tensors):
         size = sum(tensor.nbytes for tensor in chunk)
         while pending and size + sum(before for before, _ in pending) > PENDING_BYTES:
             yield from _evaluate(pending)
         files = _open(chunk)
-        values = [(tensor, _value(tensor, files, dtype, keep_quantized)) for tensor in chunk]
+        values = [(tensor, _build_value(tensor, files, dtype, keep_quantized)) for tensor in chunk]
         # MLX reads in its threads while the next headers are opened
-        mx.async_eval(_arrays(values))  # type: ignore[no-untyped-call]
+        mx.async_eval(_list_arrays(values))  # type: ignore[no-untyped-call]
         pending.append((size, values))
         if len(pending) > _PENDING:
             yield from _evaluate(pending)
@@ -62,7 +62,7 @@ def _evaluate(pending: deque[_Pending]) -> list[tuple[StoredTensor, Value]]:
     """Return the oldest chunk, evaluated; memory freed by its casts is returned to the system."""
     _, chunk = pending.popleft()
     try:
-        mx.eval(_arrays(chunk))
+        mx.eval(_list_arrays(chunk))
     except RuntimeError as error:
         raise ModelError(f"the weights cannot be loaded: {error}") from error
     if mx.get_cache_memory() > PENDING_BYTES:
@@ -70,12 +70,12 @@ def _evaluate(pending: deque[_Pending]) -> list[tuple[StoredTensor, Value]]:
     return chunk
 
 
-def _arrays(chunk: list[tuple[StoredTensor, Value]]) -> list[mx.array]:
+def _list_arrays(chunk: list[tuple[StoredTensor, Value]]) -> list[mx.array]:
     parts = (v.parts.values() if isinstance(v, QuantizedArray) else [v] for _, v in chunk)
     return list(chain.from_iterable(parts))
 
 
-def _chunks(tensors: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
+def _iter_chunks(tensors: Iterable[StoredTensor]) -> Iterator[list[StoredTensor]]:
     """Yield lists of as many tensors as fit in a chunk, at least one."""
     chunk: list[StoredTensor] = []
     paths: set[str] = set()
@@ -116,18 +116,18 @@ def _open(chunk: list[StoredTensor]) -> Files:
     return files
 
 
-def _value(
+def _build_value(
     tensor: StoredTensor, files: Files, dtype: mx.Dtype | None, keep_quantized: bool
 ) -> Value:
-    def array(tensor_range: TensorRange) -> mx.array:
+    def get_array(tensor_range: TensorRange) -> mx.array:
         return files[tensor_range.path][tensor_range.key]
 
-    value = array(tensor.values)
+    value = get_array(tensor.values)
     if tensor.quantization is None:
         if dtype is not None and mx.issubdtype(value.dtype, mx.floating):
             return value.astype(dtype)
         return value
-    parts = {suffix: array(tensor_range) for suffix, tensor_range in tensor.parts.items()}
+    parts = {suffix: get_array(tensor_range) for suffix, tensor_range in tensor.parts.items()}
     quantized = QuantizedArray(
         tensor.quantization, value, parts[SCALE], parts.get(BIAS), parts.get(GLOBAL_SCALE)
     )

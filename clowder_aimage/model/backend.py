@@ -19,7 +19,7 @@ from mlx.nn.layers.normalization import GroupNorm, LayerNorm, RMSNorm  # noqa: E
 from mlx.nn.layers.quantized import quantize as quantize_layers  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
 
-from clowder_aimage.model.library_choice import SLOW, type_name  # noqa: E402
+from clowder_aimage.model.library_choice import SLOW, choose_dtype_name  # noqa: E402
 
 __all__ = [
     "BLAS",
@@ -32,10 +32,10 @@ __all__ = [
     "RMSNorm",
     "compute_dtype",
     "describe",
-    "dtype_name",
     "mx",
     "on_gpu",
     "quantize_layers",
+    "resolve_dtype_name",
     "tree_flatten",
 ]
 
@@ -85,14 +85,14 @@ def on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
-def dtype_name(name: str | None) -> str:
+def resolve_dtype_name(name: str | None) -> str:
     """Return the full name of the compute type. Raises as ``type_name`` does."""
-    return type_name(name, is_gpu=on_gpu())
+    return choose_dtype_name(name, is_gpu=on_gpu())
 
 
 def compute_dtype(name: str | None) -> mx.Dtype:
     """Return MLX's type for a name. Raises as ``dtype_name`` does."""
-    return DTYPES[dtype_name(name)]
+    return DTYPES[resolve_dtype_name(name)]
 
 
 def describe() -> str:
@@ -100,7 +100,7 @@ def describe() -> str:
     return "gpu" if on_gpu() else f"cpu ({BLAS})" if BLAS else SLOW
 
 
-def device_memory() -> int | None:
+def get_device_memory() -> int | None:
     """Return the usable memory of the GPU in bytes, or None if unknown or without a GPU.
 
     Source: MLX, ``device_info``: Metal reports a recommended size, CUDA the total.

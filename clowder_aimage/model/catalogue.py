@@ -15,7 +15,7 @@ from clowder_aimage.content.arriving_files import ArrivingFiles
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import Layer
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError
-from clowder_aimage.formats.stored_weights import EXPERTS, name_layer, tensors_of
+from clowder_aimage.formats.stored_weights import EXPERTS, find_tensors, name_layer
 from clowder_aimage.model.stored_tensor import (
     StoredTensor,
     TensorRange,
@@ -35,7 +35,7 @@ from clowder_aimage.tensor.quantization_config import (
     QuantizationConfig,
     StatedType,
     complete,
-    part_layers,
+    find_part_layers,
 )
 
 # Always values, also beside layers with names of scales
@@ -62,7 +62,7 @@ class Catalogue:
         return {
             name: parts
             for name in self._all
-            if (parts := part_layers(name, self._all)) and self._is_codes(name)
+            if (parts := find_part_layers(name, self._all)) and self._is_codes(name)
         }
 
     @cached_property
@@ -85,7 +85,7 @@ class Catalogue:
             return True
         return len(tensors) == 1 and not any(info.dtype in _FLOATS for info in tensors.values())
 
-    def names(self) -> tuple[str, ...]:
+    def list_names(self) -> tuple[str, ...]:
         """Return all names.
 
         Only blobs that may be packed groups, or codes with separate scales, are opened.
@@ -96,14 +96,14 @@ class Catalogue:
         # A dict as an ordered set: weights are read in the order of the layers
         names: dict[str, None] = {}
         for layer_name, layer in self._layers.items():
-            inside = (layer_name,) if layer.dtype is not None else self._tensors(layer_name)
+            inside = (layer_name,) if layer.dtype is not None else self._read_tensors(layer_name)
             for name in inside:
                 if name in names:
                     raise FormatError(f"duplicate tensor name: {name[:120]}")
                 names[name] = None
         return tuple(names)
 
-    def arriving(self, name: str) -> Layer | None:
+    def find_arriving(self, name: str) -> Layer | None:
         """Return the layer of a tensor that is still being fetched; None if it must be read.
 
         Layers of other tools do not state the tensor, or state the shape of codes.
@@ -122,24 +122,24 @@ class Catalogue:
             NotFoundError: It does not exist.
             FormatError: Its blob is invalid.
         """
-        for layer_name in self._candidates(name):
-            tensor = self._tensors(layer_name).get(name)
+        for layer_name in self._iter_candidates(name):
+            tensor = self._read_tensors(layer_name).get(name)
             if tensor is not None:
                 return tensor
         full_name = f"{self._component}/{name}" if self._component else name
         raise NotFoundError(f"tensor {full_name[:200]} not found in the model")
 
-    def _candidates(self, name: str) -> Iterator[str]:
+    def _iter_candidates(self, name: str) -> Iterator[str]:
         """Yield the layer of that name, and the layers that may be groups containing it."""
         if name in self._layers:
             yield name
-        for prefix in _prefixes(name):
+        for prefix in _iter_prefixes(name):
             for group in (prefix, *(f"{prefix}.{word}" for word in EXPERTS)):
                 if group in self._layers and self._layers[group].dtype is None:
                     yield group
         yield from (shard for shard, layer in self._layers.items() if layer.is_shard)
 
-    def _tensors(self, layer_name: str) -> dict[str, StoredTensor]:
+    def _read_tensors(self, layer_name: str) -> dict[str, StoredTensor]:
         """Return the tensors of a layer's blob; headers are cached."""
         if layer_name not in self._read:
             layer = self._layers[layer_name]
@@ -149,36 +149,38 @@ class Catalogue:
                 return self._read[layer_name]
             blob = WeightBlob.read(self._store, layer)
             try:
-                self._read[layer_name] = dict(self._inside(layer_name, blob))
+                self._read[layer_name] = dict(self._iter_tensors(layer_name, blob))
             except FormatError as error:
                 raise name_layer(layer, error) from None
         return self._read[layer_name]
 
-    def _inside(self, layer_name: str, blob: WeightBlob) -> Iterator[tuple[str, StoredTensor]]:
+    def _iter_tensors(
+        self, layer_name: str, blob: WeightBlob
+    ) -> Iterator[tuple[str, StoredTensor]]:
         if parts := self._parts.get(layer_name):
             yield layer_name, self._join(layer_name, blob, parts)
             return
         tensors = read_tensors(self._complete_header(blob.header, layer_name))
         if blob.layer.is_shard:
             for name, tensor in tensors.items():
-                yield name, blob.tensor(name, tensor)
+                yield name, blob.build_tensor(name, tensor)
             return
-        for name, inside in tensors_of(blob.layer, layer_name, tensors).items():
+        for name, inside in find_tensors(blob.layer, layer_name, tensors).items():
             if name == layer_name:
                 _check(blob.layer, inside)
-            yield name, blob.tensor(name, inside)
+            yield name, blob.build_tensor(name, inside)
 
     def _complete_header(self, header: Header, layer_name: str) -> Header:
-        def stated_type(key: str) -> StatedType:
+        def get_stated_type(key: str) -> StatedType:
             name = layer_name if key == LEGACY_KEY else key
             return self._stated.of(name.removeprefix(f"{self._component}/"))
 
-        return complete(header, stated_type)
+        return complete(header, get_stated_type)
 
     def _join(self, name: str, blob: WeightBlob, parts: Mapping[str, str]) -> StoredTensor:
         """Return a quantized tensor whose codes, scales and biases are separate layers."""
-        codes = blob.range_of(self._single(name, blob).key)
-        ranges = {suffix: self._part_range(layer_name) for suffix, layer_name in parts.items()}
+        codes = blob.get_range(self._find_single(name, blob).key)
+        ranges = {suffix: self._locate_part(layer_name) for suffix, layer_name in parts.items()}
         if codes.dtype != CODES:
             raise FormatError(f"values with separate scales must be {CODES}, not {codes.dtype}")
         infos = {
@@ -191,14 +193,14 @@ class Catalogue:
         _check(blob.layer, joined)
         return StoredTensor(name, joined.dtype, joined.shape, codes, joined.quantization, ranges)
 
-    def _part_range(self, layer_name: str) -> TensorRange:
+    def _locate_part(self, layer_name: str) -> TensorRange:
         layer = self._all[layer_name]
         blob = WeightBlob.read(self._store, layer)
-        tensor = self._single(layer_name, blob)
+        tensor = self._find_single(layer_name, blob)
         _check(layer, tensor)
-        return blob.range_of(tensor.key)
+        return blob.get_range(tensor.key)
 
-    def _single(self, name: str, blob: WeightBlob) -> BlobTensor:
+    def _find_single(self, name: str, blob: WeightBlob) -> BlobTensor:
         return find_tensor(read_tensors(blob.header), name, self._component)
 
 
@@ -207,7 +209,7 @@ def _check(layer: Layer, tensor: BlobTensor) -> None:
     check_layer(tensor, layer.name, layer.dtype, layer.shape)
 
 
-def _prefixes(name: str) -> Iterator[str]:
+def _iter_prefixes(name: str) -> Iterator[str]:
     """Yield the names of groups that may contain a tensor, the longest first."""
     while "." in name:
         name = name.rpartition(".")[0]

@@ -48,10 +48,10 @@ def dequantize(
     values = values.reshape(unpacked.shape)
     if global_scale is None:
         return values
-    return values * global_scale.reshape(factor_shape(global_scale.shape, values.ndim))
+    return values * global_scale.reshape(compute_factor_shape(global_scale.shape, values.ndim))
 
 
-def factor_shape(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+def compute_factor_shape(shape: tuple[int, ...], ndim: int) -> tuple[int, ...]:
     """Return the shape for factors of ``shape`` to broadcast to values of ``ndim`` dimensions.
 
     The dimensions are the leading ones of the values, followed by ones.

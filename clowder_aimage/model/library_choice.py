@@ -68,7 +68,7 @@ class _TorchAttempt:
 _attempt = _TorchAttempt()
 
 
-def library_options(values: Mapping[str, Any]) -> dict[str, Any]:
+def parse_library_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of ``generate.load`` from a message: backend, dtype, tuning."""
     return {**values, "tuning": TorchTuning(**values.get("tuning", {}))}
 
@@ -95,11 +95,11 @@ def _check_name(name: str) -> str:
     if name not in _MODULES:
         raise UsageError(f"unknown backend {name!r:.40}: use {', '.join(BACKENDS)}")
     if not _is_installed(name):
-        raise _missing(name)
+        raise _build_extra_error(name)
     return name
 
 
-def type_name(name: str | None, *, is_gpu: bool) -> str:
+def choose_dtype_name(name: str | None, *, is_gpu: bool) -> str:
     """Return the full name of the compute type, such as bfloat16 for bf16.
 
     None selects bfloat16 on a GPU and float32 on a CPU. Raises UsageError for an unknown name, and
@@ -120,15 +120,15 @@ def type_name(name: str | None, *, is_gpu: bool) -> str:
     return chosen
 
 
-def made_by(description: str) -> str:
+def parse_backend(description: str) -> str:
     """Return the backend that a picture states by ``describe``, or AUTO if it is not installed."""
     name = TORCH if description.startswith(f"{TORCH} ") else MLX
     return name if description and _is_installed(name) else AUTO
 
 
-def unused_gpu(library: str, why: str) -> str | None:
+def describe_unused_gpu(library: str, why: str) -> str | None:
     """Return a warning that a library computes on the CPU of a machine with the driver of a GPU."""
-    file = _driver()
+    file = _find_driver()
     if file is None:
         return None
     if _attempt.fault is not None:
@@ -140,17 +140,17 @@ def unused_gpu(library: str, why: str) -> str | None:
 def _select_library() -> str:
     installed = [name for name in (MLX, TORCH) if _is_installed(name)]
     if not installed:
-        raise _missing(MLX if _driver() is None else TORCH)
-    if len(installed) == 1 or sys.platform == "darwin" or _driver() is None:
+        raise _build_extra_error(MLX if _find_driver() is None else TORCH)
+    if len(installed) == 1 or sys.platform == "darwin" or _find_driver() is None:
         return installed[0]
-    return TORCH if not _on_gpu(MLX) and _torch_on_gpu() else MLX
+    return TORCH if not _on_gpu(MLX) and _has_torch_gpu() else MLX
 
 
 def _on_gpu(name: str) -> bool:
     return bool(importlib.import_module(_MODULES[name]).on_gpu())
 
 
-def _torch_on_gpu() -> bool:
+def _has_torch_gpu() -> bool:
     """Return True if PyTorch computes on a GPU; an error selects MLX."""
     try:
         _check_versions()
@@ -175,7 +175,7 @@ def _check_versions() -> None:
             raise UsageError(message, remedy="install_extra", extra=TORCH)
 
 
-def _driver() -> str | None:
+def _find_driver() -> str | None:
     """Return the file of the driver of an NVIDIA or AMD GPU, if there is one."""
     return next((file for file in _GPUS if Path(file).exists()), None)
 
@@ -184,6 +184,6 @@ def _is_installed(name: str) -> bool:
     return all(find_spec(module) is not None for module in (name, *_OTHERS[name]))
 
 
-def _missing(name: str) -> UsageError:
+def _build_extra_error(name: str) -> UsageError:
     message = f"running a model needs the extra [{name}]"
     return UsageError(message, remedy="install_extra", extra=name)

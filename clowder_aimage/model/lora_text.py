@@ -48,7 +48,7 @@ def take_tags(prompt: str) -> tuple[str, tuple[LoraUse, ...]]:
     return text.strip(), tuple(uses)
 
 
-def missing_words(prompt: str, words: Iterable[str]) -> list[str]:
+def list_missing_words(prompt: str, words: Iterable[str]) -> list[str]:
     """Return the trigger words that the prompt lacks, in any case of its letters."""
     folded_prompt = prompt.casefold()
     return [word for word in dict.fromkeys(words) if word.casefold() not in folded_prompt]

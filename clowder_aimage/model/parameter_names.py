@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from clowder_aimage.errors import ModelError
-from clowder_aimage.model.stored_tensor import some
+from clowder_aimage.model.stored_tensor import format_names
 
 # Types of weights that are values
 FLOATS = ("F32", "F16", "BF16")
@@ -28,12 +28,12 @@ def match_tensors(
     matches = {name: sanitize(name) for name in names}
     counts = Counter(matches.values())
     if twice := sorted(parameter for parameter, count in counts.items() if count > 1):
-        raise ModelError(f"{component}: duplicate tensors for {some(twice)}")
+        raise ModelError(f"{component}: duplicate tensors for {format_names(twice)}")
     if missing := sorted(set(parameters) - set(counts)):
-        raise ModelError(f"{component}: missing tensors {some(missing)}")
+        raise ModelError(f"{component}: missing tensors {format_names(missing)}")
     if extra := sorted(name for name, parameter in matches.items() if parameter not in parameters):
         raise ModelError(
-            f"{component}: unexpected tensors {some(extra)}",
+            f"{component}: unexpected tensors {format_names(extra)}",
             hint="the weights do not match the configuration",
         )
     return matches

@@ -22,9 +22,9 @@ from clowder_aimage.model.picture_metadata import (
     KEY,
     QUALITIES,
     add_quality,
-    kind_of,
-    maker_note,
-    parameters_text,
+    detect_kind,
+    encode_maker_note,
+    format_parameters,
     read_metadata,
 )
 
@@ -59,24 +59,24 @@ def encode_picture(
         height, width, *_ = pixels.shape
         stated, text = (
             add_quality(metadata, kind, quality),
-            parameters_text(metadata, width, height),
+            format_parameters(metadata, width, height),
         )
         if kind == "png":
-            options["pnginfo"] = _chunks(stated, text)
+            options["pnginfo"] = _build_chunks(stated, text)
         else:
             limit = _LARGEST_EXIF if kind == "jpeg" else math.inf
-            options["exif"] = _exif(stated, text, limit)
+            options["exif"] = _encode_exif(stated, text, limit)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format=kind.upper(), **options)
     return buffer.getvalue()
 
 
-def contact_sheet(pictures: Sequence[tuple[int, bytes]]) -> bytes:
+def render_contact_sheet(pictures: Sequence[tuple[int, bytes]]) -> bytes:
     """Return a PNG file with the pictures of seeds, reduced, above the seeds, in rows.
 
     Raises FormatError: one is not a picture.
     """
-    thumbnails = [_thumbnail(data) for _, data in pictures]
+    thumbnails = [_create_thumbnail(data) for _, data in pictures]
     columns = math.ceil(math.sqrt(len(pictures)))
     across = max(small.width for small in thumbnails) + _MARGIN
     down = max(small.height for small in thumbnails) + _CAPTION + _MARGIN
@@ -103,7 +103,7 @@ def _open_picture(data: bytes) -> Iterator[Image.Image]:
             yield image
 
 
-def _thumbnail(data: bytes) -> Image.Image:
+def _create_thumbnail(data: bytes) -> Image.Image:
     try:
         with _open_picture(data) as image:
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))
@@ -113,7 +113,7 @@ def _thumbnail(data: bytes) -> Image.Image:
         raise FormatError("a picture is damaged, or too large for the sheet") from None
 
 
-def _chunks(metadata: Mapping[str, Any], text: str) -> PngImagePlugin.PngInfo:
+def _build_chunks(metadata: Mapping[str, Any], text: str) -> PngImagePlugin.PngInfo:
     info = PngImagePlugin.PngInfo()
     info.add_itxt(KEY, json.dumps(metadata, ensure_ascii=False))
     info.add_itxt("Description", str(metadata.get("prompt", "")))
@@ -122,13 +122,13 @@ def _chunks(metadata: Mapping[str, Any], text: str) -> PngImagePlugin.PngInfo:
     return info
 
 
-def _exif(metadata: Mapping[str, Any], text: str, limit: float) -> bytes:
+def _encode_exif(metadata: Mapping[str, Any], text: str, limit: float) -> bytes:
     """Return Exif data with metadata and a comment (Exif 2.3, 4.6.5).
 
     Within a limit, without the comment if both are too long, and none if the metadata are.
     """
     comment = b"UNICODE\0" + text.encode("utf-16-be", "replace")
-    note = (int(ExifTags.Base.MakerNote), maker_note(metadata))
+    note = (int(ExifTags.Base.MakerNote), encode_maker_note(metadata))
     for tags in ([note, (int(ExifTags.Base.UserComment), comment)], [note]):
         exif = Image.Exif()
         # Programs read the UTF-16 of the comment in this order
@@ -179,12 +179,12 @@ def read_picture(data: bytes, name: str) -> StoredPicture:
         # Pillow has no common class for the errors of damaged files
         raise UsageError(f"{name} is not a valid PNG, JPEG or WebP file") from None
     try:
-        return StoredPicture(pixels, kind_of(data), read_metadata(data))
+        return StoredPicture(pixels, detect_kind(data), read_metadata(data))
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from None
 
 
-def missing_metadata(name: str) -> UsageError:
+def build_metadata_error(name: str) -> UsageError:
     """Return the error for a picture without metadata."""
     return UsageError(
         f"{name} has no generation settings",

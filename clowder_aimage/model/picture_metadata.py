@@ -36,12 +36,12 @@ def add_quality(metadata: Mapping[str, Any], kind: str, quality: int | None) -> 
     return {**metadata, **({"quality": stated_quality} if kind in QUALITIES else {})}
 
 
-def maker_note(metadata: Mapping[str, Any]) -> bytes:
+def encode_maker_note(metadata: Mapping[str, Any]) -> bytes:
     """Return the Exif tag of metadata."""
     return _NOTE + json.dumps(metadata, ensure_ascii=False).encode()
 
 
-def kind_of(data: bytes) -> str:
+def detect_kind(data: bytes) -> str:
     """Return the format of a file by its first bytes; empty if it is another."""
     return next((kind for kind, magic in MAGIC.items() if data.startswith(magic)), "")
 
@@ -51,12 +51,12 @@ def read_metadata(data: bytes) -> dict[str, Any]:
 
     Raises FormatError: the Exif data is damaged.
     """
-    kind = kind_of(data)
+    kind = detect_kind(data)
     if kind == "png":
-        return _parse_metadata(_text(data))
-    exif = {"jpeg": _jpeg_exif, "webp": _webp_exif}.get(kind, lambda _: b"")(data)
+        return _parse_metadata(_find_text(data))
+    exif = {"jpeg": _find_jpeg_exif, "webp": _find_webp_exif}.get(kind, lambda _: b"")(data)
     try:
-        note = _maker_note(exif) if exif else b""
+        note = _find_maker_note(exif) if exif else b""
     except (struct.error, LookupError):
         raise FormatError("the Exif data is damaged") from None
     return _parse_metadata(note.removeprefix(_NOTE)) if note.startswith(_NOTE) else {}
@@ -70,7 +70,7 @@ def _parse_metadata(raw: bytes) -> dict[str, Any]:
     return metadata if isinstance(metadata, dict) else {}
 
 
-def _text(data: bytes) -> bytes:
+def _find_text(data: bytes) -> bytes:
     """Return the text of the chunk of metadata of a PNG file (PNG specification, 5.3)."""
     at = len(MAGIC["png"])
     while at + 8 <= len(data):
@@ -91,7 +91,7 @@ def _inflate(data: bytes) -> bytes:
         return b""
 
 
-def _jpeg_exif(data: bytes) -> bytes:
+def _find_jpeg_exif(data: bytes) -> bytes:
     """Return the Exif data of a JPEG file (Exif 2.3, 4.5.4): it is before the first scan."""
     at = 2
     while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != 0xDA:
@@ -102,7 +102,7 @@ def _jpeg_exif(data: bytes) -> bytes:
     return b""
 
 
-def _webp_exif(data: bytes) -> bytes:
+def _find_webp_exif(data: bytes) -> bytes:
     """Return the Exif data of a WebP file (RFC 9649, 2.7)."""
     at = 12
     while at + 8 <= len(data):
@@ -113,7 +113,7 @@ def _webp_exif(data: bytes) -> bytes:
     return b""
 
 
-def _maker_note(exif: bytes) -> bytes:
+def _find_maker_note(exif: bytes) -> bytes:
     """Return the tag MakerNote of Exif data; empty without it. Raises struct.error, LookupError."""
     order = _ORDERS[exif[:4]]
     (root,) = struct.unpack_from(f"{order}I", exif, 4)
@@ -134,7 +134,7 @@ def _tag(exif: bytes, order: str, at: int, number: int) -> tuple[int, int]:
     return 0, 0
 
 
-def parameters_text(metadata: Mapping[str, Any], width: int, height: int) -> str:
+def format_parameters(metadata: Mapping[str, Any], width: int, height: int) -> str:
     """Return metadata as stable-diffusion-webui writes them."""
     negative, end = metadata.get("negative"), metadata.get("guidance_end")
     stated = {
@@ -149,7 +149,7 @@ def parameters_text(metadata: Mapping[str, Any], width: int, height: int) -> str
         "Model hash": str(metadata.get("digest", "")).rpartition(":")[2][:10] or None,
         "Model": str(metadata.get("reference", "")).rpartition("/")[2].removesuffix(":latest")
         or None,
-        "Lora hashes": _lora_hashes(metadata) or None,
+        "Lora hashes": _format_lora_hashes(metadata) or None,
         "Version": f"aimage {__version__}",
     }
     settings_line = ", ".join(
@@ -163,7 +163,7 @@ def parameters_text(metadata: Mapping[str, Any], width: int, height: int) -> str
     return "\n".join(filter(None, lines))
 
 
-def _lora_hashes(metadata: Mapping[str, Any]) -> str:
+def _format_lora_hashes(metadata: Mapping[str, Any]) -> str:
     """Return the names of adapters with the first digits of their digests."""
     uses = [(use.get("model"), str(use.get("digest") or "")) for use in metadata.get("loras", ())]
     return ", ".join(f"{name}: {digest.rpartition(':')[2][:12]}" for name, digest in uses)

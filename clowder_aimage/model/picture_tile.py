@@ -30,11 +30,11 @@ def new_area(width: int, height: int, expand: Sequence[int]) -> Floats:
     0 over the next SEAM pixels of the picture.
     """
     left, top, right, bottom = expand
-    rows, columns = _distance(height, top, bottom), _distance(width, left, right)
+    rows, columns = _compute_distance(height, top, bottom), _compute_distance(width, left, right)
     return np.maximum(rows[:, None], columns[None])
 
 
-def _distance(length: int, before: int, after: int) -> Floats:
+def _compute_distance(length: int, before: int, after: int) -> Floats:
     """Return the share along one side of a picture of ``length`` pixels."""
     positions = np.arange(-before, length + after, dtype=np.float32) + np.float32(0.5)
     seam = np.float32(min(SEAM, max(1, length // 4)))
@@ -109,7 +109,7 @@ class TileGrid:
         across, down = self.tile
         shape = max(self.height, down), max(self.width, across), 1
         total, weights = np.zeros((*shape[:2], 3), np.float32), np.zeros(shape, np.float32)
-        weight = (_ramp(down)[:, None] * _ramp(across)[None])[..., None]
+        weight = (_compute_ramp(down)[:, None] * _compute_ramp(across)[None])[..., None]
         for (x, y), tile in zip(self.origins, tiles, strict=True):
             total[y : y + down, x : x + across] += tile * weight
             weights[y : y + down, x : x + across] += weight
@@ -125,7 +125,7 @@ def _starts(length: int, tile: int) -> list[int]:
     return [round(index * (length - tile) / (count - 1)) for index in range(count)]
 
 
-def _ramp(side: int) -> Floats:
+def _compute_ramp(side: int) -> Floats:
     """Return weights that rise from the ends of a tile over the width of an overlap."""
     positions = np.arange(side, dtype=np.float32) + np.float32(0.5)
     ends = np.minimum(positions, side - positions) / np.float32(max(1, side // _OVERLAP))

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 
-def resident_memory() -> int:
+def read_resident_memory() -> int:
     """Return the resident memory of this process in bytes; its peak without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

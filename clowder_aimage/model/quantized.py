@@ -13,7 +13,7 @@ import numpy as np
 
 from clowder_aimage.model.backend import Embedding, Linear, Network, mx
 from clowder_aimage.model.compute.array_block import Array, to_fastest, to_mlx
-from clowder_aimage.model.dequantize import factor_shape
+from clowder_aimage.model.dequantize import compute_factor_shape
 from clowder_aimage.tensor import Quantization
 
 
@@ -60,10 +60,10 @@ class QuantizedArray:
             self.scales.astype(mx.float32) if affine else self.scales,
             None if self.biases is None else self.biases.astype(mx.float32),
             dtype=mx.float32,
-            **_words(self.quantization),
+            **_build_keywords(self.quantization),
         )
         if self.global_scale is not None:
-            factor = factor_shape(self.global_scale.shape, values.ndim)
+            factor = compute_factor_shape(self.global_scale.shape, values.ndim)
             values = values * self.global_scale.reshape(factor)
         return values.astype(dtype)
 
@@ -93,7 +93,7 @@ class QuantizedLinear(_QuantizedLayer):
             scales=self.scales,
             biases=self.get("biases"),
             transpose=True,
-            **_words(self.quantization),
+            **_build_keywords(self.quantization),
         )
         if "global_scale" in self:
             y = y * self.global_scale.reshape(-1)
@@ -114,18 +114,18 @@ class QuantizedEmbedding(_QuantizedLayer):
             self.weight[tokens],
             self.scales[tokens],
             self.biases[tokens] if "biases" in self else None,
-            self._factors(tokens),
+            self._select_factors(tokens),
         )
         return selected.dequantize(self.dtype)
 
-    def _factors(self, tokens: mx.array) -> mx.array | None:
+    def _select_factors(self, tokens: mx.array) -> mx.array | None:
         if "global_scale" not in self:
             return None
         factors: mx.array = self.global_scale.reshape(-1)
         return factors if factors.size == 1 else factors[tokens]
 
 
-def quantized_layer(old: Network, weights: QuantizedArray, dtype: mx.Dtype | None) -> Network:
+def build_quantized_layer(old: Network, weights: QuantizedArray, dtype: mx.Dtype | None) -> Network:
     """Return the quantized layer that replaces ``old``, a linear layer or an embedding."""
     if isinstance(old, Linear):
         return QuantizedLinear(weights, old.get("bias"))
@@ -133,6 +133,6 @@ def quantized_layer(old: Network, weights: QuantizedArray, dtype: mx.Dtype | Non
     return QuantizedEmbedding(weights, dtype or mx.bfloat16)
 
 
-def _words(quantization: Quantization) -> dict[str, Any]:
+def _build_keywords(quantization: Quantization) -> dict[str, Any]:
     kind = quantization.type
     return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}

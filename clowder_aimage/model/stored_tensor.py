@@ -18,8 +18,8 @@ from clowder_aimage.tensor import (
     BlobTensor,
     Header,
     Quantization,
+    compute_nbytes,
     encode_header,
-    nbytes,
     parse_header,
     read_header,
 )
@@ -83,24 +83,24 @@ class WeightBlob:
             FormatError: The blob is not a safetensors file, or does not match its descriptor.
             AccessError: It is not in the store, or cannot be read.
         """
-        path = os.fspath(store.path(layer.descriptor))
+        path = os.fspath(store.find_path(layer.descriptor))
         try:
-            return cls(layer, path, _header(path, layer.descriptor))
+            return cls(layer, path, _read_header(path, layer.descriptor))
         except FormatError as error:
             raise name_layer(layer, error) from None
         except OSError as error:
             raise StoreError(f"{layer.name}: cannot be read: {error.strerror or error}") from None
 
-    def range_of(self, key: str) -> TensorRange:
+    def get_range(self, key: str) -> TensorRange:
         """Return the location of the array ``key``."""
         info = self.header.tensors[key]
         start = self.header.data_offset + info.start
         return TensorRange(self.path, key, info.dtype, info.shape, start, info.nbytes)
 
-    def tensor(self, name: str, blob_tensor: BlobTensor) -> StoredTensor:
+    def build_tensor(self, name: str, blob_tensor: BlobTensor) -> StoredTensor:
         """Return a tensor of this blob as a stored tensor called ``name``."""
-        parts = {suffix: self.range_of(key) for suffix, key in blob_tensor.parts.items()}
-        value = self.range_of(blob_tensor.key)
+        parts = {suffix: self.get_range(key) for suffix, key in blob_tensor.parts.items()}
+        value = self.get_range(blob_tensor.key)
         return StoredTensor(
             name, blob_tensor.dtype, blob_tensor.shape, value, blob_tensor.quantization, parts
         )
@@ -115,10 +115,10 @@ def read_plain(store: BlobFiles, layer: Layer, name: str) -> StoredTensor | None
     dtype, shape = layer.dtype, layer.shape
     if shape is None or dtype not in DTYPE_BITS or dtype == CODES:
         return None
-    path = os.fspath(store.path(layer.descriptor))
+    path = os.fspath(store.find_path(layer.descriptor))
     # Errors are raised by the full read that follows
     with contextlib.suppress(FormatError, OSError):
-        header, size = encode_header([(name, dtype, shape)]), nbytes(dtype, shape)
+        header, size = encode_header([(name, dtype, shape)]), compute_nbytes(dtype, shape)
         handle = os.open(path, _FLAGS)
         try:
             is_whole = os.fstat(handle).st_size == layer.descriptor.size == len(header) + size
@@ -130,7 +130,7 @@ def read_plain(store: BlobFiles, layer: Layer, name: str) -> StoredTensor | None
     return None
 
 
-def _header(path: str, content: Descriptor) -> Header:
+def _read_header(path: str, content: Descriptor) -> Header:
     """Return the header of the file, parsed strictly; a short one takes a single read."""
     handle = os.open(path, _FLAGS)
     try:
@@ -149,7 +149,7 @@ def _header(path: str, content: Descriptor) -> Header:
         os.close(handle)
 
 
-def some(names: list[str], limit: int = 8) -> str:
+def format_names(names: list[str], limit: int = 8) -> str:
     """Return the first names, and the number of the others."""
     suffix = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(name[:120] for name in names[:limit]) + suffix

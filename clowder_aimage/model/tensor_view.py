@@ -23,16 +23,16 @@ from clowder_aimage.model.dequantize import dequantize
 from clowder_aimage.model.stored_tensor import StoredTensor, TensorRange
 from clowder_aimage.tensor import Quantization
 from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
-from clowder_aimage.tensor.float_code import e4m3, e5m2, e8m0
+from clowder_aimage.tensor.float_code import decode_e4m3, decode_e5m2, decode_e8m0
 
 Array = npt.NDArray[Any]
 _FAILED = ctypes.c_void_p(-1).value
 _NUMPY = {"BOOL": "?", "U8": "u1", "I8": "i1", "C64": "<c8"}
 _NUMPY |= {f"{kind}{8 * size}": f"<{kind.lower()}{size}" for kind in "UIF" for size in (2, 4, 8)}
-_DECODED = {"F8_E4M3": e4m3, "F8_E5M2": e5m2, "F8_E8M0": e8m0}
+_DECODED = {"F8_E4M3": decode_e4m3, "F8_E5M2": decode_e5m2, "F8_E8M0": decode_e8m0}
 
 
-def numpy_tensor(tensor: StoredTensor) -> Array:
+def read_numpy_tensor(tensor: StoredTensor) -> Array:
     """Return the values, read-only: a view of the blob, or float32 if numpy lacks the type.
 
     Raises:
@@ -40,32 +40,36 @@ def numpy_tensor(tensor: StoredTensor) -> Array:
         StoreError: The blob cannot be opened.
     """
     if tensor.quantization is None:
-        return numpy_range(tensor.values)
+        return read_numpy_range(tensor.values)
     values = _dequantize(tensor, tensor.quantization)
     values.flags.writeable = False
     return values
 
 
 def _dequantize(tensor: StoredTensor, quantization: Quantization) -> Array:
-    parts = {suffix: numpy_range(tensor_range) for suffix, tensor_range in tensor.parts.items()}
+    parts = {
+        suffix: read_numpy_range(tensor_range) for suffix, tensor_range in tensor.parts.items()
+    }
     return dequantize(
         quantization,
-        numpy_range(tensor.values),
-        _single(parts[SCALE]),
-        _single(parts[BIAS]) if BIAS in parts else None,
+        read_numpy_range(tensor.values),
+        _widen_scales(parts[SCALE]),
+        _widen_scales(parts[BIAS]) if BIAS in parts else None,
         parts.get(GLOBAL_SCALE),
     )
 
 
-def numpy_range(tensor_range: TensorRange) -> Array:
-    """Return one array as stored, read-only. Raises as ``numpy_tensor`` does."""
+def read_numpy_range(tensor_range: TensorRange) -> Array:
+    """Return one array as stored, read-only. Raises as ``read_numpy_tensor`` does."""
     if tensor_range.dtype in _NUMPY:
-        return _view(tensor_range, _NUMPY[tensor_range.dtype])
+        return _view_range(tensor_range, _NUMPY[tensor_range.dtype])
     if tensor_range.dtype == "BF16":
-        values = np.asarray(_view(tensor_range, "<u2").astype(np.uint32) << 16).view(np.float32)
+        values = np.asarray(_view_range(tensor_range, "<u2").astype(np.uint32) << 16).view(
+            np.float32
+        )
     elif tensor_range.dtype in _DECODED:
         values = np.asarray(
-            _DECODED[tensor_range.dtype](_view(tensor_range, "u1"))
+            _DECODED[tensor_range.dtype](_view_range(tensor_range, "u1"))
             # A scalar is not an array
         )
     else:
@@ -74,11 +78,11 @@ def numpy_range(tensor_range: TensorRange) -> Array:
     return values
 
 
-def torch_tensor(tensor: StoredTensor) -> Any:
+def read_torch_tensor(tensor: StoredTensor) -> Any:
     """Return the values as a ``torch.Tensor`` on the CPU; writes to it stay in this process.
 
     Raises:
-        ModelError: PyTorch is not installed or lacks the type; and as ``numpy_tensor`` does.
+        ModelError: PyTorch is not installed or lacks the type; and as ``read_numpy_tensor`` does.
     """
     try:
         torch = importlib.import_module("torch")
@@ -107,7 +111,7 @@ def torch_tensor(tensor: StoredTensor) -> Any:
     return values if is_aligned else values.clone()
 
 
-def _view(tensor_range: TensorRange, dtype: str) -> Array:
+def _view_range(tensor_range: TensorRange, dtype: str) -> Array:
     count = tensor_range.nbytes // np.dtype(dtype).itemsize
     flat = (
         np.frombuffer(_map_range(tensor_range), dtype, count, tensor_range.start)
@@ -126,7 +130,7 @@ def _map_range(tensor_range: TensorRange) -> Any:
     return buffer
 
 
-def _single(values: Array) -> Array:
+def _widen_scales(values: Array) -> Array:
     """Return scales as bytes, or as float32, exact for all of their types."""
     return values if values.dtype == np.uint8 else values.astype(np.float32)
 
@@ -151,14 +155,14 @@ def map_file(path: str) -> Any:
     except OSError as error:
         raise StoreError(f"{path} cannot be mapped: {error.strerror or error}") from None
     buffer = (ctypes.c_char * size).from_address(address)
-    unmapping = weakref.finalize(buffer, _library().munmap, address, size)
+    unmapping = weakref.finalize(buffer, _load_libc().munmap, address, size)
     # At exit the buffer may still be in use
     unmapping.atexit = False
     return buffer
 
 
 def _map(handle: int, size: int) -> int:
-    address = _library().mmap(
+    address = _load_libc().mmap(
         None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, handle, 0
     )
     if address in (None, _FAILED):
@@ -168,7 +172,7 @@ def _map(handle: int, size: int) -> int:
 
 
 @functools.cache
-def _library() -> Any:
+def _load_libc() -> Any:
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = (

@@ -84,7 +84,7 @@ class TokenizerBackend:
         new = [
             AddedToken(text, **options) for text, options in added.items() if text not in existing
         ]
-        with _quiet("the tokenizer cannot be read"):
+        with _silence_output("the tokenizer cannot be read"):
             backend.add_tokens(new)
             backend.no_padding()
 
@@ -97,18 +97,18 @@ class TokenizerBackend:
         """
         value = parse_object("tokenizer.json", text.encode(), MAX_JSON)
         _check_components(value)
-        growth = _growth(value.get("normalizer"))
+        growth = _compute_growth(value.get("normalizer"))
         _check_tokens([token["content"] for token in value.get("added_tokens") or ()], growth)
-        with _quiet("the tokenizer cannot be read"):
+        with _silence_output("the tokenizer cannot be read"):
             backend = tokenizers.Tokenizer.from_str(text)
-        return cls(backend, growth, added, tuple(_components(value.get("decoder"))))
+        return cls(backend, growth, added, tuple(_iter_components(value.get("decoder"))))
 
     @classmethod
     def from_qwen(
         cls, vocabulary: dict[str, int], merges: list[tuple[str, str]], added: Mapping[str, Any]
     ) -> TokenizerBackend:
         """Return a tokenizer with the other components of Qwen2 and Qwen3. Raises ModelError."""
-        with _quiet("the tokenizer cannot be read"):
+        with _silence_output("the tokenizer cannot be read"):
             backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
             backend.normalizer = normalizers.NFC()
             backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -122,7 +122,7 @@ class TokenizerBackend:
 
     def truncate(self, count: int, side: str) -> None:
         """Return at most ``count`` tokens from now on. Raises ModelError."""
-        with _quiet("the tokenizer cannot be read"):
+        with _silence_output("the tokenizer cannot be read"):
             self._backend.enable_truncation(count, direction=side)
 
     def find(self, token: str) -> int | None:
@@ -130,7 +130,7 @@ class TokenizerBackend:
         token_id: int | None = self._backend.token_to_id(token)
         return token_id
 
-    def text(self, token: int) -> str | None:
+    def find_text(self, token: int) -> str | None:
         """Return the text of a token as it is in the vocabulary, or None."""
         content: str | None = self._backend.id_to_token(token)
         return content
@@ -152,13 +152,13 @@ class TokenizerBackend:
         """
         limits = limits or EncodingLimits()
         _check_length(len(text), self._growth, limits.text)
-        with _quiet("the tokenizer failed", is_private=True):
+        with _silence_output("the tokenizer failed", is_private=True):
             # a batch, unlike a text, is encoded without the interpreter's lock
             special = limits.has_special
             work = _Work(
                 lambda: self._backend.encode_batch([text], add_special_tokens=special)[0].ids
             )
-            tokens: list[int] = work.result(limits.seconds)
+            tokens: list[int] = work.wait_result(limits.seconds)
         return tokens
 
 
@@ -178,7 +178,7 @@ class _Work(threading.Thread):
             # Also panics; result() raises it in the caller's thread
             self._error = error
 
-    def result(self, seconds: float) -> Any:
+    def wait_result(self, seconds: float) -> Any:
         """Return the result of the call, or raise its error. Raises StuckError."""
         self.join(seconds)
         if self.is_alive():
@@ -189,7 +189,7 @@ class _Work(threading.Thread):
 
 
 @contextlib.contextmanager
-def _quiet(failure: str, is_private: bool = False) -> Iterator[None]:
+def _silence_output(failure: str, is_private: bool = False) -> Iterator[None]:
     """Discard the output of the library, and raise ModelError for its errors and panics.
 
     With ``is_private``, the message has the kind of the error alone: its text may quote the prompt.
@@ -226,7 +226,7 @@ def _check_tokens(contents: Iterable[str], growth: int) -> None:
 def _check_components(value: dict[str, Any]) -> None:
     """Refuse slow patterns, repetition of the text, and many or long added tokens."""
     parts = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-    nodes = [component for name in parts for component in _components(value.get(name))]
+    nodes = [component for name in parts for component in _iter_components(value.get(name))]
     if len(nodes) > _MAX_COMPONENTS:
         raise ModelError(f"the tokenizer has more than {_MAX_COMPONENTS} components")
     for node in nodes:
@@ -237,7 +237,7 @@ def _check_components(value: dict[str, Any]) -> None:
     for name in ("unk_token", "continuing_subword_prefix", "end_of_word_suffix"):
         if len(model.get(name) or "") > _MAX_AFFIX:
             raise ModelError(f"the tokenizer's {name} exceeds {_MAX_AFFIX} characters")
-    splits = _components(value.get("pre_tokenizer"))
+    splits = _iter_components(value.get("pre_tokenizer"))
     if [node.get("type") for node in splits].count("ByteLevel") > 1:
         raise ModelError("the tokenizer writes bytes of bytes as text")
     adding = [node for node in nodes if node.get("type") in _ADDING]
@@ -247,13 +247,13 @@ def _check_components(value: dict[str, Any]) -> None:
         _check_template(node)
 
 
-def _components(component: Any) -> Iterator[dict[str, Any]]:
+def _iter_components(component: Any) -> Iterator[dict[str, Any]]:
     """Yield a component with all in it."""
     if isinstance(component, dict):
         yield component
         for kind in ("normalizers", "pretokenizers", "processors", "decoders"):
             for child in component.get(kind) or ():
-                yield from _components(child)
+                yield from _iter_components(child)
 
 
 def _check_template(node: dict[str, Any]) -> None:
@@ -279,13 +279,13 @@ def _check_length(length: int, growth: int, limit: int = _MAX_TEXT) -> None:
         raise ModelError(f"the tokenizer may make more than {limit} characters of the text")
 
 
-def _growth(normalizer: Any) -> int:
+def _compute_growth(normalizer: Any) -> int:
     """Return the most characters that a normalizer makes of one."""
     if not isinstance(normalizer, dict):
         return 1
     kind = normalizer.get("type")
     if kind == "Sequence":
-        return math.prod(map(_growth, normalizer["normalizers"]))
+        return math.prod(map(_compute_growth, normalizer["normalizers"]))
     if kind == "Replace":
         # the empty text is found beside each character, by a regular expression perhaps
         beside = 1 if normalizer["pattern"].get("String", "") == "" else 0

@@ -71,7 +71,7 @@ class ModelWeights:
         config = read(store, aimage, f"{prefix}config.json") or {}
         layers = {
             layer.name.removeprefix(prefix): layer
-            for layer in aimage.component(component)
+            for layer in aimage.list_layers(component)
             if layer.is_tensor or layer.is_shard
         }
         if not layers:
@@ -84,7 +84,7 @@ class ModelWeights:
 
         Only blobs that may be groups, or codes with separate scales, are opened.
         """
-        return self._catalogue.names()
+        return self._catalogue.list_names()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -92,24 +92,24 @@ class ModelWeights:
     def __len__(self) -> int:
         return len(self.keys())
 
-    def quantization(self, name: str) -> Quantization | None:
+    def get_quantization(self, name: str) -> Quantization | None:
         """Return the quantization of a tensor, or None. Raises NotFoundError, FormatError."""
         return self._catalogue.find(name).quantization
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def get_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor ``name``, dequantized. Raises as ``quantization`` does."""
         return self._catalogue.find(name).shape
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors. Raises as ``shape_and_dtype``."""
-        return {name: self.shape_and_dtype(name)[0] for name in self.keys()}
+    def get_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors. Raises as ``get_shape_and_dtype``."""
+        return {name: self.get_shape_and_dtype(name)[0] for name in self.keys()}
 
-    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str | None]:
+    def get_shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str | None]:
         """Return the shape of a tensor, dequantized, and its type, None if it is quantized.
 
         For an arriving blob, both are from its layer's metadata. Raises as ``quantization``.
         """
-        if (layer := self._catalogue.arriving(name)) is not None:
+        if (layer := self._catalogue.find_arriving(name)) is not None:
             return layer.shape or (), layer.dtype if layer.dtype in FLOATS else None
         tensor = self._catalogue.find(name)
         return tensor.shape, None if tensor.quantization is not None else tensor.dtype
@@ -135,7 +135,7 @@ class ModelWeights:
         """Yield all tensors by name, as ``load`` reads them. Raises as ``load`` does."""
         from clowder_aimage.model.array import read_arrays
 
-        tensors = (self._catalogue.find(name) for name in self._catalogue.names())
+        tensors = (self._catalogue.find(name) for name in self._catalogue.list_names())
         values = read_arrays(tensors, dtype, keep_quantized=_keeps(keep_quantized))
         yield from ((tensor.name, value) for tensor, value in values)
 
@@ -203,7 +203,7 @@ class ModelWeights:
         has_codes = _keeps(keep_quantized)
         size = 0
         for name, parameter in parameters.items():
-            if (layer := self._catalogue.arriving(name)) is not None:
+            if (layer := self._catalogue.find_arriving(name)) is not None:
                 shape, nbytes = layer.shape or (), layer.descriptor.size
                 is_quantized = layer.dtype not in FLOATS
                 target.check_shape(name, shape, parameter)
@@ -222,7 +222,7 @@ class ModelWeights:
     ) -> tuple[ModuleParameter, dict[str, str], tuple[str, ...]]:
         from clowder_aimage.model.apply import ModuleParameter
 
-        names = self._catalogue.names()
+        names = self._catalogue.list_names()
         skipped = tuple(name for name in names if skip(name))
         target = ModuleParameter.of(self.component, module)
         left_out = set(skipped)
@@ -230,7 +230,7 @@ class ModelWeights:
 
     # -- other runtimes
 
-    def numpy(self, name: str) -> tensor_view.Array:
+    def read_numpy(self, name: str) -> tensor_view.Array:
         """Return the tensor ``name``, read-only: a view of the blob, or float32.
 
         Quantized tensors, and types that numpy lacks (BF16, 8-bit floats), are float32.
@@ -240,29 +240,30 @@ class ModelWeights:
             FormatError: Its blob does not match its layer.
             ModelError: Its type is unsupported.
         """
-        return tensor_view.numpy_tensor(self._catalogue.find(name))
+        return tensor_view.read_numpy_tensor(self._catalogue.find(name))
 
-    def torch(self, name: str) -> Any:
+    def read_torch(self, name: str) -> Any:
         """Return the tensor ``name`` as a ``torch.Tensor`` over the blob; float32 if quantized.
 
-        Raises as ``numpy`` does, and ModelError without PyTorch.
+        Raises as ``read_numpy`` does, and ModelError without PyTorch.
         """
-        return tensor_view.torch_tensor(self._catalogue.find(name))
+        return tensor_view.read_torch_tensor(self._catalogue.find(name))
 
-    def parts(self, name: str) -> dict[str, tensor_view.Array]:
+    def read_parts(self, name: str) -> dict[str, tensor_view.Array]:
         """Return the stored arrays of the quantized tensor ``name``, by part.
 
         Codes have the key "", the others ".scale", ".bias" and ".global_scale" if they exist.
 
         Raises:
-            FormatError: It is not quantized; and as ``numpy`` does.
+            FormatError: It is not quantized; and as ``read_numpy`` does.
         """
         tensor = self._catalogue.find(name)
         if tensor.quantization is None:
             raise FormatError(f"{name[:200]} is not quantized: it is {tensor.dtype}")
         ranges = {"": tensor.values, **tensor.parts}
         return {
-            suffix: tensor_view.numpy_range(tensor_range) for suffix, tensor_range in ranges.items()
+            suffix: tensor_view.read_numpy_range(tensor_range)
+            for suffix, tensor_range in ranges.items()
         }
 
 
@@ -280,7 +281,7 @@ def find(store: BlobFiles, aimage: AImage, name: str) -> bytes | None:
         AccessError: It is in the AImage but not in the store.
     """
     try:
-        descriptor = aimage.layer(name).descriptor
+        descriptor = aimage.get_layer(name).descriptor
     except NotFoundError:
         return None
     if descriptor.size > MAX_FILE:

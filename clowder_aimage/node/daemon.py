@@ -16,7 +16,7 @@ from clowder_aimage.api.request_body import RequestBody, read_body
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_io, run_locking, run_probe
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.background import background_tasks
+from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.route import ADMIN, INFER, NODE, Role, Route
 from clowder_aimage.node.node import Node
 from clowder_aimage.node.peer_sharing import PeerSharing
@@ -64,17 +64,17 @@ class Daemon(Role):
         )
         self.node.evictor.spare = self._sharing.cache.clear
         if settings.neighbours:
-            service.transfers.near = self._sharing.near
+            service.transfers.near = self._sharing.build_source_wrapper
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         """Return the node's own routes."""
         return [
-            Route("GET", "/v1/node", self.status, INFER),
+            Route("GET", "/v1/node", self.describe_status, INFER),
             Route("POST", "/v1/node/retry", self.retry, ADMIN),
-            *self._sharing.registry.routes(),
+            *self._sharing.registry.build_routes(),
         ]
 
-    async def status(self, _: web.Request) -> web.Response:
+    async def describe_status(self, _: web.Request) -> web.Response:
         """Return the status of the node (docs/api.md, "Node")."""
         node, reasons = self.node, await self._list_reasons()
         started = datetime.fromtimestamp(self._service.started, UTC)
@@ -83,11 +83,11 @@ class Daemon(Role):
             "started": started.isoformat(timespec="seconds"),
             "ready": not reasons and not self._service.engine.is_draining,
             "reasons": reasons,
-            "warnings": node.warnings(),
+            "warnings": node.list_warnings(),
             "desired": node.describe_desired(),
-            "disk": await run_io(node.disk),
-            "neighbours": self._sharing.peers.states(),
-            "models": node.models(),
+            "disk": await run_io(node.describe_disk),
+            "neighbours": self._sharing.peers.list_states(),
+            "models": node.describe_models(),
         }
         return web.json_response(body)
 
@@ -101,7 +101,7 @@ class Daemon(Role):
         return web.Response(status=202)
 
     async def _list_reasons(self) -> list[dict[str, str]]:
-        readiness, missing = self._service.readiness, self.node.missing()
+        readiness, missing = self._service.readiness, self.node.list_missing()
         try:
             reasons = await run_probe(readiness.list_reasons, (), missing)
         except TimeoutError:
@@ -115,7 +115,7 @@ class Daemon(Role):
         self._sharing.peers.start()
         await self.node.begin()
         try:
-            async with background_tasks(self.node.run(), self._measure()):
+            async with run_in_background(self.node.run(), self._measure()):
                 yield
         finally:
             await run_locking(self._sharing.close)
@@ -138,7 +138,7 @@ class Daemon(Role):
                 metrics.ready.set(
                     not await self._list_reasons() and not self._service.engine.is_draining
                 )
-                states = Counter(peer["state"] for peer in self._sharing.peers.states())
+                states = Counter(peer["state"] for peer in self._sharing.peers.list_states())
                 for state in ("live", "silent"):
                     metrics.neighbours.labels(state).set(states[state])
                 self._sharing.registry.leases.rotate()

@@ -24,7 +24,7 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.digest_scan import blobs
+from clowder_aimage.layout.digest_scan import iter_blobs
 from clowder_aimage.layout.gc import Collection, Collector
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.layout.lease import read_leases
@@ -59,7 +59,7 @@ class DiskReading(NamedTuple):
         return self.used / max(1, self.used + self.free)
 
 
-def usage(root: Path) -> DiskReading:
+def measure_disk(root: Path) -> DiskReading:
     """Measure the file system of a store, even before the store is created."""
     path = root
     while not os.path.exists(path) and path != path.parent:  # noqa: PTH110 - never raises
@@ -76,7 +76,7 @@ def measure_blobs(root: Path) -> tuple[int, int]:
             with contextlib.suppress(OSError):
                 # An ingest is a sparse file: its ranges arrive in any order. Blocks have 512 bytes.
                 partial += entry.stat(follow_symlinks=False).st_blocks * 512
-    return sum(status.st_size for _, status in blobs(root)), partial
+    return sum(status.st_size for _, status in iter_blobs(root)), partial
 
 
 @dataclass(slots=True)
@@ -89,9 +89,9 @@ class Watermarks:
     high: float = 0.85
     low: float = 0.80
     age: float = AGE
-    measure: Callable[[Path], DiskReading] = field(default=usage)
+    measure: Callable[[Path], DiskReading] = field(default=measure_disk)
 
-    def excess(self, root: Path) -> int:
+    def compute_excess(self, root: Path) -> int:
         """Return the number of bytes to evict; 0 below the upper watermark."""
         disk = self.measure(root)
         if disk.used_fraction <= self.high:
@@ -116,7 +116,7 @@ def relieve(
         return plain
     limit = max(0, plain.left_size - left)
     latest = time.time() - age
-    young = (name for name, manifest in store.tags() if store.use_time(manifest) > latest)
+    young = (name for name, manifest in store.list_tags() if store.use_time(manifest) > latest)
     patterns = [glob.escape(name) for name in (*keep, *(young if age else ()))]
     if is_all:
         would = collector(dry_run=True).run(max_size=limit, keep=patterns)
@@ -149,9 +149,9 @@ class Evictor:
             return
         self._measured_at = time.monotonic()
         self._measure()
-        if excess := self.marks.excess(self._store.root):
+        if excess := self.marks.compute_excess(self._store.root):
             self._relieve(excess, keep(), "high")
-            excess = self.marks.excess(self._store.root)
+            excess = self.marks.compute_excess(self._store.root)
         self._metrics.excess.set(excess)
         if excess and not self._is_full:
             facts = {"bytes": excess}
@@ -162,7 +162,7 @@ class Evictor:
     def make_room(self, needed: int, keep: Callable[[], Iterable[str]]) -> None:
         """Evict until ``needed`` bytes are free, or evict no name; log a failure."""
         try:
-            excess = max(0, needed - self._store.free())
+            excess = max(0, needed - self._store.measure_free())
             self._relieve(excess, keep(), "space", is_all=True)
         except AImageError as error:
             _log.warning("cannot free space", extra={"reason": error.message})
@@ -198,7 +198,7 @@ class Evictor:
         self._metrics.size.set(disk.total)
         self._metrics.bytes.labels("blob").set(blob_size)
         self._metrics.bytes.labels("partial").set(partial_size)
-        self._metrics.images.set(sum(1 for _ in self._store.tags()))
+        self._metrics.images.set(sum(1 for _ in self._store.list_tags()))
 
     async def prune(self, specified: Set[str], records: SpecStore) -> list[str]:
         """Remove the names that were once listed in the files and are not any more; return them.
@@ -232,20 +232,20 @@ class Evictor:
         no pin but the node's own, and if no running process leases its digest.
         """
         listed, listed_elsewhere = (
-            map_index_names(records.ours()),
-            map_index_names(records.others()),
+            map_index_names(records.read_own_names()),
+            map_index_names(records.read_other_names()),
         )
         former = set(listed) - set(specified)
         if not former or records.is_damaged():
             return {}
-        digests = {name: descriptor.digest for name, descriptor in self._store.tags()}
+        digests = {name: descriptor.digest for name, descriptor in self._store.list_tags()}
         for name in former - (set(digests) - set(listed_elsewhere)):
             # Already removed, or now listed by another node only.
             records.forget(listed[name])
         leased_digests = read_leases(self._store.root, remove=False) - {
             digests[name] for name in specified & set(digests)
         }
-        pins = self._store.pins.items()
+        pins = self._store.pins.iter_items()
         protected = set(listed_elsewhere) | {
             name for name, pin in pins if not is_own_pin(pin, records.owner)
         }

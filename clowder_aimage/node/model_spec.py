@@ -13,7 +13,7 @@ from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.document import schema
 from clowder_aimage.document.yaml import Path, position
 from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, IF_MISSING, NEVER
-from clowder_aimage.engine.settings import duration
+from clowder_aimage.engine.settings import parse_duration
 from clowder_aimage.errors import AImageError, FormatError
 from clowder_aimage.layout.layout import index_name
 from clowder_aimage.oci import Digest, Reference
@@ -62,7 +62,7 @@ class ModelSpec:
             raise FormatError(f"the digest in {reference} is not {digest}")
         object.__setattr__(self, "digest", digest)
         object.__setattr__(self, "reference", replace(reference, digest=digest))
-        object.__setattr__(self, "policy", self.policy or default_policy(self.reference))
+        object.__setattr__(self, "policy", self.policy or choose_default_policy(self.reference))
         object.__setattr__(self, "components", tuple(sorted(set(self.components))))
 
     @property
@@ -88,7 +88,7 @@ class ModelSpec:
         }
 
 
-def default_policy(reference: Reference) -> str:
+def choose_default_policy(reference: Reference) -> str:
     """Return the default policy of an entry (Kubernetes, "Default image pull policy")."""
     is_moving = reference.digest is None and reference.tag in (None, DEFAULT_TAG)
     return ALWAYS if is_moving else IF_MISSING
@@ -96,10 +96,10 @@ def default_policy(reference: Reference) -> str:
 
 def parse_specs(document: object, origin: str = "") -> tuple[ModelSpec, ...]:
     """Return the distinct specs in a document; empty for None. Raises FormatError."""
-    return once(entries(document, origin, origin, lambda _: 0))
+    return deduplicate(iter_specs(document, origin, origin, lambda _: 0))
 
 
-def entries(
+def iter_specs(
     document: object, origin: str, file: str, line: Callable[[Path], int]
 ) -> Iterator[PlacedSpec]:
     """Yield the specs in a document (schemas/desired.schema.json). Raises FormatError.
@@ -109,24 +109,26 @@ def entries(
     entry_list = [] if document is None else document
     violations = [
         (line(violation.path) or line(violation.path[:1]), violation.path, violation.message)
-        for violation in islice(schema.violations("desired", entry_list), _MAX_VIOLATIONS)
+        for violation in islice(schema.iter_violations("desired", entry_list), _MAX_VIOLATIONS)
     ]
     if violations or not isinstance(entry_list, list):
         at, path, message = min(violations, key=lambda violation: violation[0])
-        raise FormatError(f"{position(file, at)}: {_subject(path)}{message}", hint=HINT)
+        raise FormatError(f"{position(file, at)}: {_describe_path(path)}{message}", hint=HINT)
     for number, entry in enumerate(entry_list):
         try:
-            specs = [_spec(violation, origin) for violation in (entry, *_adapters(entry))]
+            specs = [
+                _parse_spec(violation, origin) for violation in (entry, *_iter_adapters(entry))
+            ]
         except AImageError as error:
             raise FormatError(
-                f"{position(file, line((number,)))}: {_subject((number,))}{error.message}",
+                f"{position(file, line((number,)))}: {_describe_path((number,))}{error.message}",
                 hint=error.hint or HINT,
             ) from None
         for spec in specs:
             yield spec, partial(lambda number: position(origin, line((number,))), number)
 
 
-def once(specs: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
+def deduplicate(specs: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
     """Return the distinct specs, one for each name in the store (``index_name``).
 
     Raises FormatError with both positions if two specs of one model differ.
@@ -138,13 +140,13 @@ def once(specs: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:
         if earlier != spec:
             raise FormatError(
                 f"conflicting entries for {name} in {locate_earlier()} and in {locate()}: "
-                + _difference(earlier, spec),
+                + _describe_difference(earlier, spec),
                 hint="remove one of them, or make them equal",
             )
     return tuple(spec for spec, _ in by_name.values())
 
 
-def _subject(path: Path) -> str:
+def _describe_path(path: Path) -> str:
     """Return the entry that a path points into, and the part of it, for messages."""
     if not path:
         return ""
@@ -153,14 +155,14 @@ def _subject(path: Path) -> str:
     return f"entry {int(path[0]) + 1}{shown}: "
 
 
-def _adapters(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _iter_adapters(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the entries of a model's adapters, with the properties that they share with it."""
     shared = {key: entry[key] for key in _SHARED if key in entry}
     for text in entry.get("loras", ()):
         yield {"ref": text, **shared}
 
 
-def _spec(entry: dict[str, Any], origin: str) -> ModelSpec:
+def _parse_spec(entry: dict[str, Any], origin: str) -> ModelSpec:
     """Return the spec of a schema-valid entry. Raises FormatError or UsageError."""
     text, digest = entry["ref"], entry.get("digest")
     if digest is not None and "@" not in text:
@@ -180,7 +182,7 @@ def _spec(entry: dict[str, Any], origin: str) -> ModelSpec:
 
 def _refresh(value: object) -> float:
     try:
-        seconds = duration(value)
+        seconds = parse_duration(value)
     except (ValueError, OverflowError) as error:
         raise FormatError(f"refresh: {error}") from None
     if seconds == 0 or seconds > _MAX_REFRESH:
@@ -190,7 +192,7 @@ def _refresh(value: object) -> float:
     return seconds
 
 
-def _difference(spec: ModelSpec, other_spec: ModelSpec) -> str:
+def _describe_difference(spec: ModelSpec, other_spec: ModelSpec) -> str:
     """Return the first different key of two specs, with both values."""
     entry, other_entry = (
         {"digest": None} | compared.to_json() | {"ref": ""} for compared in (spec, other_spec)

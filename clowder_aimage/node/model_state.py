@@ -220,7 +220,7 @@ class ModelStatus:
             "state": WAITING if is_queued else state.phase,
             "reason": "queued behind other pulls" if is_queued else state.reason,
             "code": failure.code if failure else None,
-            "next": _after(wait) if failure and math.isfinite(wait) else None,
+            "next": _format_time_after(wait) if failure and math.isfinite(wait) else None,
             "completed": transfer.completed if transfer else 0,
             "total": transfer.total if transfer else 0,
             "rate": round(transfer.rate) if transfer else 0,
@@ -230,6 +230,6 @@ class ModelStatus:
         }
 
 
-def _after(seconds: float) -> str:
+def _format_time_after(seconds: float) -> str:
     at = datetime.now(UTC) + timedelta(seconds=max(0.0, seconds))
     return at.isoformat(timespec="seconds")

@@ -21,8 +21,8 @@ from clowder_aimage.engine.backoff import (
     TIME,
     WRONG,
     Backoff,
-    full_backoff,
-    next_attempt,
+    compute_backoff,
+    compute_full_backoff,
 )
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
 from clowder_aimage.layout.completeness import Completeness
@@ -116,7 +116,7 @@ def apply_store_read(
     state = replace(state, name=name, manifest=completeness.root, is_here=completeness.is_complete)
     if not completeness.is_complete:
         return _on_missing(state, time)
-    state, actions = _present(state, time)
+    state, actions = _enter_present(state, time)
     if state.is_followed and time >= state.next_check:
         return state, (*actions, Check(state.root or state.digest))
     if state.is_followed and state.is_short and state.drift is not None:
@@ -124,12 +124,12 @@ def apply_store_read(
     return state, actions
 
 
-def _present(state: ModelState, time: float) -> Step:
+def _enter_present(state: ModelState, time: float) -> Step:
     if state.phase != PRESENT:
         state = replace(state, attempts=0, failure=None, root=None, shortage=None, reason=None)
         state = replace(state, check_at=min(state.check_at, time + state.spec.refresh))
     state, actions = _enter(state, PRESENT, state.reason)
-    state = _rest(state, time) if state.is_followed else replace(state, due=time + LOOK)
+    state = _schedule(state, time) if state.is_followed else replace(state, due=time + LOOK)
     return state, (*actions, Work.KEEP)
 
 
@@ -143,7 +143,7 @@ def _on_missing(state: ModelState, time: float) -> Step:
     if state.is_short:
         return state, (Work.MEASURE,)
     if time < state.next_check:
-        return _rest(state, time), ()
+        return _schedule(state, time), ()
     if state.suspect is None:
         return _pull(state)
     return state, (Check(None if time >= state.suspect.retry_at else state.suspect.root),)
@@ -170,7 +170,7 @@ def apply_check(
     if root is None and suspect is not None:
         refresh = state.spec.refresh
         state = replace(state, failure=Backoff(WRONG, CHANGE, refresh), check_at=time + refresh)
-        return _enter(_rest(state, time), FAILED, suspect.reason)
+        return _enter(_schedule(state, time), FAILED, suspect.reason)
     is_same = suspect is not None and suspect.root == root
     return _pull(replace(state, root=root, suspect=suspect if is_same else None))
 
@@ -190,7 +190,7 @@ def _apply_check_if_present(
     suspect = state.suspect
     if not is_wanted or (suspect is not None and suspect.root != state.root):
         suspect = None
-    state = _rest(replace(state, suspect=suspect), time)
+    state = _schedule(replace(state, suspect=suspect), time)
     if is_wanted and root is None and state.is_short:
         return state, (*actions, Work.MEASURE)
     state = replace(state, failure=None, reason=None)
@@ -223,7 +223,7 @@ def apply_pull(
     if not completeness.is_complete:
         error = StoreError(f"{state.spec.name} was pulled, and removed by another process")
         return apply_failure(state, time, Failure(error), chance)
-    return _present(replace(state, check_at=time + state.spec.refresh), time)
+    return _enter_present(replace(state, check_at=time + state.spec.refresh), time)
 
 
 def apply_measurement(state: ModelState, time: float, free: int) -> Step:
@@ -231,11 +231,11 @@ def apply_measurement(state: ModelState, time: float, free: int) -> Step:
     shortage = state.shortage
     # A retry was requested in the meantime.
     if shortage is None or not state.is_short:
-        return _rest(state, time), ()
+        return _schedule(state, time), ()
     if free < min(shortage.free, shortage.room) and time >= shortage.evict_at:
         state, actions = _evict(state, shortage, time)
         return state, (*actions, Work.MEASURE)
-    return _pull(state) if free >= shortage.free else (_rest(state, time), ())
+    return _pull(state) if free >= shortage.free else (_schedule(state, time), ())
 
 
 def _evict(state: ModelState, shortage: Shortage, time: float) -> Step:
@@ -248,14 +248,14 @@ def _evict(state: ModelState, shortage: Shortage, time: float) -> Step:
 def apply_failure(state: ModelState, time: float, event: Failure, chance: float) -> Step:
     """Apply the failure of an action."""
     error, attempts, before = event.error, state.attempts + 1, state.reason
-    failure = next_attempt(error, attempts, chance, state.spec.refresh)
+    failure = compute_backoff(error, attempts, chance, state.spec.refresh)
     state = replace(state, attempts=attempts, failure=failure)
     actions: tuple[Action, ...] = ()
     if isinstance(error, NoSpaceError):
-        state, actions = _evict(state, _shortage(state, event, error.missing_size), time)
+        state, actions = _evict(state, _compute_shortage(state, event, error.missing_size), time)
     if isinstance(error, VerificationError):
-        state = _suspect(state, event, time, chance)
-    state = _rest(_pause(state, failure, time), time)
+        state = _record_suspect(state, event, time, chance)
+    state = _schedule(_pause(state, failure, time), time)
     # The older version stays in use.
     if state.is_here:
         if before != error.message and failure.after != TIME:
@@ -265,7 +265,7 @@ def apply_failure(state: ModelState, time: float, event: Failure, chance: float)
     return state, (*actions, *entered)
 
 
-def _shortage(state: ModelState, event: Failure, missing: int) -> Shortage:
+def _compute_shortage(state: ModelState, event: Failure, missing: int) -> Shortage:
     """Return the space required for a retry: slightly more if the pull had not begun to write."""
     free = event.free + (RESERVE if event.began else STEP)
     room = event.free + missing if missing else event.needed + RESERVE
@@ -273,13 +273,13 @@ def _shortage(state: ModelState, event: Failure, missing: int) -> Shortage:
     return Shortage(free, room, evictions)
 
 
-def _suspect(state: ModelState, event: Failure, time: float, chance: float) -> ModelState:
+def _record_suspect(state: ModelState, event: Failure, time: float, chance: float) -> ModelState:
     root = state.root or event.root
     if root is None:
         return replace(state, suspect=None)
     previous = state.suspect
     count = previous.count + 1 if previous is not None and previous.root == root else 1
-    suspect = Suspect(root, event.error.message, count, time + full_backoff(count, chance))
+    suspect = Suspect(root, event.error.message, count, time + compute_full_backoff(count, chance))
     return replace(state, root=root, suspect=suspect)
 
 
@@ -296,7 +296,7 @@ def _pause(state: ModelState, failure: Backoff, time: float) -> ModelState:
     return state
 
 
-def _rest(state: ModelState, time: float) -> ModelState:
+def _schedule(state: ModelState, time: float) -> ModelState:
     """Return the state with the time of the next read of the store or query of the registry."""
     return replace(state, due=max(time, min(time + LOOK, state.next_check)))
 

@@ -30,10 +30,10 @@ from clowder_aimage.node.model_transition import (
     apply_spec,
     apply_store_change,
 )
-from clowder_aimage.node.pinner import SpecStore, credentials
+from clowder_aimage.node.pinner import SpecStore, list_credential_files
 from clowder_aimage.node.reconciler import Reconciler
 from clowder_aimage.node.settings import NodeSettings
-from clowder_aimage.node.spec_files import SpecFiles, fingerprint, read_directory
+from clowder_aimage.node.spec_files import SpecFiles, compute_fingerprint, read_directory
 from clowder_aimage.oci import Reference
 
 # Seconds between two turns.
@@ -76,7 +76,7 @@ class Node:
         self.evictor = Evictor(service, settings.marks, self.metrics)
         relieve = partial(self.evictor.make_room, keep=self._list_protected)
         self._reconciler = Reconciler(service, self._records, relieve, clock=clock, chance=chance)
-        self._credentials = credentials(service.connection)
+        self._credentials = list_credential_files(service.connection)
         self._collected = self._followed_at = -math.inf
         self._followed: SpecFiles | None = None
         self._eviction: asyncio.Task[None] | None = None
@@ -87,10 +87,10 @@ class Node:
     def takes_part(self, reference: Reference) -> bool:
         """Return True if this node keeps or pulls any model of a repository."""
         specified = (model.spec.reference for model in list(self._models.values()))
-        pulled = (pull.reference for pull in self._service.transfers.pulls())
+        pulled = (pull.reference for pull in self._service.transfers.list_pulls())
         return any(desired.name == reference.name for desired in (*specified, *pulled))
 
-    def missing(self) -> list[str]:
+    def list_missing(self) -> list[str]:
         """Return the names of the models that are not fully present."""
         return [model.spec.name for model in self._models.values() if not model.state.is_here]
 
@@ -98,18 +98,18 @@ class Node:
         """Return the reasons, other than missing models, why the node is not ready."""
         return [] if self._is_known else [{"reason": "desired state never read"}]
 
-    def warnings(self) -> list[str]:
+    def list_warnings(self) -> list[str]:
         """Return the problems that do not affect readiness."""
         if self._error is not None:
             return ["desired state invalid"]
         return ["no desired models"] if self._settings.desired and not self._models else []
 
-    def models(self) -> list[dict[str, Any]]:
+    def describe_models(self) -> list[dict[str, Any]]:
         """Return the status of each model by descending priority."""
         timestamp = self._clock()
         return [model.to_json(timestamp) for model in self._sort_models()]
 
-    def disk(self) -> dict[str, Any]:
+    def describe_disk(self) -> dict[str, Any]:
         """Return the usage of the disk, without numbers if it cannot be measured. Blocks."""
         marks, figures = self.evictor.marks, dict[str, Any].fromkeys(("total", "free", "used"))
         with contextlib.suppress(StoreError, OSError):
@@ -192,7 +192,7 @@ class Node:
 
     async def _read(self) -> None:
         if (directory := self._settings.desired) is not None:
-            current = await run_io(fingerprint, directory)
+            current = await run_io(compute_fingerprint, directory)
             if current != self._fingerprint:
                 self._fingerprint = (
                     # Before the files are read, to detect changes during the read.
@@ -210,7 +210,7 @@ class Node:
             self._followed_at = self._clock()
             self._error = error.message
             if self._loaded is None:
-                recorded = await run_io(self._records.last, directory)
+                recorded = await run_io(self._records.read_last, directory)
                 self.files, self._is_known = SpecFiles(recorded or ()), recorded is not None
             self.metrics.config.set(0)
             _log.error("desired state rejected; last one kept", extra={"reason": error.message})
@@ -266,7 +266,7 @@ class Node:
 
     async def _check_credentials(self) -> None:
         """Retry unauthorized models after the credential files have changed."""
-        current = await run_io(credentials, self._service.connection)
+        current = await run_io(list_credential_files, self._service.connection)
         if current == self._credentials:
             return
         self._credentials = current
@@ -282,7 +282,7 @@ class Node:
         )
 
     async def _evict(self, timestamp: float) -> None:
-        names = self._names()
+        names = self._list_names()
         # a file may be incomplete yet valid, and a directory may be mounted late
         is_settled = timestamp - self._followed_at >= (SETTLE if names else SETTLE_EMPTY)
         try:
@@ -299,7 +299,7 @@ class Node:
     def _may_prune(self) -> bool:
         return self._settings.prune and self._error is None
 
-    def _names(self) -> set[str]:
+    def _list_names(self) -> set[str]:
         return {index_name(model.state.name) for model in list(self._models.values())}
 
     def _list_protected(self) -> set[str]:
@@ -308,8 +308,12 @@ class Node:
         These are the models of this node and of other nodes, and the former models of this node
         unless they can be pruned.
         """
-        names = self._names() | set(map_index_names(self._records.others()))
-        return names if self._may_prune else names | set(map_index_names(self._records.ours()))
+        names = self._list_names() | set(map_index_names(self._records.read_other_names()))
+        return (
+            names
+            if self._may_prune
+            else names | set(map_index_names(self._records.read_own_names()))
+        )
 
     def _measure(self) -> None:
         metrics, states = self.metrics, [model.state for model in self._models.values()]

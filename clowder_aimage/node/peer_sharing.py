@@ -77,7 +77,7 @@ class PeerSharing:
         self.cache.close()
         self.registry.leases.close()
 
-    def near(
+    def build_source_wrapper(
         self, reference: Reference, on_bytes: OnBytes = lambda *_: None
     ) -> Callable[[Source], Source]:
         """Return a function that wraps the source of a pull in a ``PeerSource``."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.errors import UsageError
-from clowder_aimage.registry.peer import PeerClient, PeerError, addresses_of
+from clowder_aimage.registry.peer import PeerClient, PeerError, resolve_addresses
 
 LIVE, SILENT = "live", "silent"
 # Failures that a late response counts for: a minute.
@@ -73,7 +73,7 @@ def parse_peer(text: str) -> Endpoint:
     return Endpoint(match[1] or match[2] or "http", match[3], int(match[4]))
 
 
-def urls_of(peer: Endpoint) -> list[str]:
+def resolve_urls(peer: Endpoint) -> list[str]:
     """Return the URLs to ping for a configured address, without link-local addresses of a name.
 
     Nodes are never reachable at link-local addresses, but a cloud's metadata service with the
@@ -81,7 +81,7 @@ def urls_of(peer: Endpoint) -> list[str]:
     """
     if peer.scheme != "dns":
         return [str(peer)]
-    hosts = addresses_of(peer.host, peer.port)[:_MAX_ADDRESSES]
+    hosts = resolve_addresses(peer.host, peer.port)[:_MAX_ADDRESSES]
     return [str(Endpoint("http", host, peer.port)) for host in hosts if _is_routable(host)]
 
 
@@ -107,7 +107,7 @@ class Peer:
     retry_at: float = 0.0
     reported: str = SILENT
 
-    def state(self, timestamp: float) -> tuple[str, str | None]:
+    def compute_state(self, timestamp: float) -> tuple[str, str | None]:
         """Return LIVE or SILENT, and the reason why the node is skipped."""
         if not self.is_alive:
             return SILENT, self.reason
@@ -161,7 +161,7 @@ class Peers:
         if self._thread.is_alive():
             self._began.wait(_FIRST_TIMEOUT)
 
-    def usable(self) -> dict[str, Peer]:
+    def select_usable(self) -> dict[str, Peer]:
         """Return the nodes that may be queried now, by id."""
         timestamp = self._clock()
         with self._lock:
@@ -172,13 +172,13 @@ class Peers:
             ]
         return {peer.id: peer for peer in peers if peer.id and peer.id != self._node}
 
-    def states(self) -> list[dict[str, Any]]:
+    def list_states(self) -> list[dict[str, Any]]:
         """Return ``url``, ``id``, ``state`` and ``reason`` of each other node."""
         timestamp = self._clock()
         with self._lock:
             peers = [self._peers[url] for url in sorted(self._peers)]
             states = [
-                _to_json(peer.url, peer.id, *peer.state(timestamp))
+                _to_json(peer.url, peer.id, *peer.compute_state(timestamp))
                 for peer in peers
                 if peer.id != self._node
             ]
@@ -211,7 +211,7 @@ class Peers:
             while not self._closed.is_set():
                 try:
                     self._look_up()
-                    list(pool.map(self._ping, self._due()))
+                    list(pool.map(self._ping, self._take_due()))
                 except Exception as error:
                     # The thread must not end.
                     _log.error("cannot ping the neighbours", extra={"reason": str(error)})
@@ -228,14 +228,14 @@ class Peers:
         for address in configured:
             if is_due or address not in self._looked_up:
                 try:
-                    self._looked_up[address] = urls_of(address)
+                    self._looked_up[address] = resolve_urls(address)
                 except (OSError, UnicodeError):
                     self._looked_up.setdefault(address, [])
         urls = {url for address in configured for url in self._looked_up[address]}
         with self._lock:
             self._peers = {url: self._peers.get(url) or Peer(url) for url in urls}
 
-    def _due(self) -> list[Peer]:
+    def _take_due(self) -> list[Peer]:
         timestamp = self._clock()
         with self._lock:
             interval = max(self.limits.ping, len(self._peers) / _RATE)
@@ -257,7 +257,7 @@ class Peers:
                 peer.reason = reason
             elif peer.id != node:
                 peer.id, peer.failures, peer.retry_at = node, 0, 0.0
-            state, reason_skipped = peer.state(self._clock())
+            state, reason_skipped = peer.compute_state(self._clock())
             has_changed = state != peer.reported and peer.id != self._node
             peer.reported = state
         if has_changed:

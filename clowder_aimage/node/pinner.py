@@ -59,7 +59,7 @@ class SpecStore:
         if record is None or record.get("wants") != value["wants"]:
             self._records.put(key, value, durable=True)
 
-    def last(self, directory: Path) -> tuple[ModelSpec, ...] | None:
+    def read_last(self, directory: Path) -> tuple[ModelSpec, ...] | None:
         """Return the last valid specs of a directory; None if there is no readable record."""
         try:
             record = self._records.get(f"{_LAST}{directory.absolute()}")
@@ -90,13 +90,13 @@ class SpecStore:
         """Return the recorded name in the store if it differs, else an empty string."""
         return str((self._records.get(self._prefix + name) or {}).get("stored", ""))
 
-    def ours(self) -> dict[str, str]:
+    def read_own_names(self) -> dict[str, str]:
         """Map the names that this directory ever listed to their names in the store."""
-        return {name: stored for owner, name, stored in self._ever() if owner == self.owner}
+        return {name: stored for owner, name, stored in self._iter_names() if owner == self.owner}
 
-    def others(self) -> dict[str, str]:
+    def read_other_names(self) -> dict[str, str]:
         """Map the names that other nodes' directories ever listed, as ``ours``."""
-        return {name: stored for owner, name, stored in self._ever() if owner != self.owner}
+        return {name: stored for owner, name, stored in self._iter_names() if owner != self.owner}
 
     def forget(self, name: str) -> None:
         """Remove the record that this directory listed ``name``."""
@@ -105,11 +105,11 @@ class SpecStore:
     def is_damaged(self) -> bool:
         """Return True if a record cannot be parsed; another node may then list any name."""
         directory = self._root / PRIVATE / _KIND
-        damaged = (name for name in self._records.names() if self._records.read(name) is None)
+        damaged = (name for name in self._records.list_names() if self._records.read(name) is None)
         return any(os.path.lexists(directory / name) for name in damaged)
 
-    def _ever(self) -> Iterator[tuple[str, str, str]]:
-        for key, value in self._records.items():
+    def _iter_names(self) -> Iterator[tuple[str, str, str]]:
+        for key, value in self._records.iter_items():
             if key.startswith(_EVER):
                 owner, _, name = key.removeprefix(_EVER).partition(" ")
                 yield owner, name, str(value.get("stored", name))
@@ -121,7 +121,7 @@ def check_model(store: ImageLayout, spec: ModelSpec, name: Reference) -> Complet
     An unreadable model counts as missing, since a pull repairs it. Raises StoreError if the index
     cannot be read: no pull repairs that.
     """
-    root = model_list.entry(store, name)
+    root = model_list.find_descriptor(store, name)
     if root is None:
         return Completeness()
     try:
@@ -139,7 +139,7 @@ def check_model(store: ImageLayout, spec: ModelSpec, name: Reference) -> Complet
 
 def _list_required_blobs(store: ImageLayout, spec: ModelSpec, name: Reference) -> list[Descriptor]:
     stored = read_aimage(store, name)
-    names = LayerSelection(components=spec.components).names(stored.aimage, name)
+    names = LayerSelection(components=spec.components).list_names(stored.aimage, name)
     layers = [layer.descriptor for layer in stored.aimage.layers if layer.name in names]
     return [stored.manifest.config, *layers]
 
@@ -217,7 +217,7 @@ def is_own_pin(pin: Mapping[str, object], owner: str) -> bool:
     return pin.get("by") == BY_NODE and pin.get("owner") == owner
 
 
-def credentials(connection: ClientOptions) -> tuple[tuple[Path, float], ...]:
+def list_credential_files(connection: ClientOptions) -> tuple[tuple[Path, float], ...]:
     """Return the credential files with their modification times."""
     files = []
     for path in connection.auth_files:

@@ -95,9 +95,11 @@ class RangeCache:
     def find(self, blob_range: BlobRange) -> RangeFile | None:
         """Return a range if it is available locally, or begins to arrive."""
         file = (
-            self._in_blob(blob_range) or self.open_cached(blob_range) or self._in_ingest(blob_range)
+            self._open_in_blob(blob_range)
+            or self.open_cached(blob_range)
+            or self._open_in_ingest(blob_range)
         )
-        return file or self._arriving_file(blob_range)
+        return file or self._open_arriving(blob_range)
 
     def has(self, blob_range: BlobRange, offset: int) -> bool:
         """Return True if the byte at ``offset`` of a range is local, or comes from a registry."""
@@ -108,7 +110,7 @@ class RangeCache:
                 return True
         return arrival is not None and (arrival.is_of_registry or arrival.front > offset)
 
-    def arrival(self, blob_range: BlobRange) -> RangeArrival | None:
+    def find_arrival(self, blob_range: BlobRange) -> RangeArrival | None:
         """Return the arrival of a range that is being fetched."""
         return self._arrivals.get(blob_range)
 
@@ -118,26 +120,26 @@ class RangeCache:
             file = self._files.get(blob_range)
             return file.copy() if file is not None else None
 
-    def _arriving_file(self, blob_range: BlobRange) -> RangeFile | None:
+    def _open_arriving(self, blob_range: BlobRange) -> RangeFile | None:
         with self._lock:
             arrival = self._arrivals.get(blob_range)
             return arrival.file.copy(arrival) if arrival and arrival.file else None
 
-    def _in_blob(self, blob_range: BlobRange) -> RangeFile | None:
+    def _open_in_blob(self, blob_range: BlobRange) -> RangeFile | None:
         file = _open_at(self._layout.locate(blob_range.content), blob_range)
         if file is None or os.fstat(file.fileno()).st_size == blob_range.size:
             return file
         file.close()
         return None
 
-    def _in_ingest(self, blob_range: BlobRange) -> RangeFile | None:
+    def _open_in_ingest(self, blob_range: BlobRange) -> RangeFile | None:
         with self._lock:
             if blob_range not in self._written:
                 return None
         file = self._ingest_file(blob_range)
         if file is None:
             # Published in the meantime.
-            return self._in_blob(blob_range)
+            return self._open_in_blob(blob_range)
         if os.fstat(file.fileno()).st_size >= blob_range.end:
             return file
         file.close()
@@ -151,7 +153,7 @@ class RangeCache:
 
     # -- arriving
 
-    def board(self, blob_range: BlobRange) -> tuple[RangeArrival, bool]:
+    def begin_arrival(self, blob_range: BlobRange) -> tuple[RangeArrival, bool]:
         """Return the arrival of a range and True if it is new: the caller must then ``land`` it."""
         with self._lock:
             arrival = self._arrivals.get(blob_range)
@@ -169,7 +171,7 @@ class RangeCache:
 
         Raises StoreError, OSError.
         """
-        if self._layout.free() < self._limits.spared + arrival.blob_range.length:
+        if self._layout.measure_free() < self._limits.spared + arrival.blob_range.length:
             raise StoreError("not enough disk space for ranges of neighbours")
         directory = make_directory(self._layout.root, PRIVATE, "range")
         with tempfile.TemporaryFile(dir=directory) as file:
@@ -198,7 +200,7 @@ class RangeCache:
 
     # -- keeping
 
-    def wrote(self, blob_range: BlobRange) -> None:
+    def record_written(self, blob_range: BlobRange) -> None:
         """Record that a pull has written a range to its ingest."""
         with self._lock:
             self._written[blob_range] = None

@@ -102,7 +102,7 @@ class RangeReader(RawReader):
             if (cached := cache.open_cached(blob_range)) is not None:
                 cached.offset += self._at - blob_range.start
                 yield cached, "cache"
-            arrival, is_new = cache.board(blob_range)
+            arrival, is_new = cache.begin_arrival(blob_range)
             if is_new:
                 self._arrival = arrival
             else:
@@ -112,19 +112,21 @@ class RangeReader(RawReader):
             if self._began == blob_range.start:
                 cache.write_to_ingest(self._arrival)
             for _ in range(_MAX_FAILURES):
-                if (stream := owners.open(self._rest(blob_range))) is None:
+                if (stream := owners.open(self._build_remainder(blob_range))) is None:
                     break
                 yield stream, "neighbour"
-        if (stream := owners.open_stored(self._rest(blob_range), self._preferred)) is not None:
+        if (
+            stream := owners.open_stored(self._build_remainder(blob_range), self._preferred)
+        ) is not None:
             yield stream, "neighbour"
         self._arrival.is_of_registry = True
-        missing = self._rest(blob_range)
+        missing = self._build_remainder(blob_range)
         reader = self._source.open(missing.content, missing.start, missing.end - missing.start)
         if not self._source.supports_ranges(missing.content) and not blob_range.is_whole:
-            self._exchange.upstream.ignores_ranges(missing.reference.registry or "")
+            self._exchange.upstream.record_ignored_ranges(missing.reference.registry or "")
         yield reader, "registry"
 
-    def _rest(self, blob_range: BlobRange) -> PeerRange:
+    def _build_remainder(self, blob_range: BlobRange) -> PeerRange:
         return replace(
             self._peer_range, start=self._at, end=min(blob_range.end, self._peer_range.end)
         )
@@ -141,7 +143,7 @@ class RangeReader(RawReader):
             and self._began == blob_range.start
             and self._at >= blob_range.end
         ):
-            cache.wrote(blob_range)
+            cache.record_written(blob_range)
         if arrival is not None:
             is_read = self._at >= arrival.blob_range.end
             cache.land(arrival, None if is_read else NetworkError("a pull has ended early"))
@@ -180,8 +182,8 @@ class RangeExchange:
         The source is another peer, preferably one of ``preferred``, or the registry.
         """
         if not self._fetch_slots.acquire(blocking=False):
-            return self.cache.arrival(blob_range)
-        arrival, is_new = self.cache.board(blob_range)
+            return self.cache.find_arrival(blob_range)
+        arrival, is_new = self.cache.begin_arrival(blob_range)
         if is_new:
             work = (reference, arrival, preferred)
             Thread(target=self._fetch, args=work, name="aimage-range", daemon=True).start()
@@ -212,7 +214,7 @@ class RangeExchange:
             self._fetch_slots.release()
 
     def _write(self, reader: Reader, arrival: RangeArrival, registry: str) -> None:
-        fd, rate = self.cache.write_to_file(arrival), self.upstream.rate(registry)
+        fd, rate = self.cache.write_to_file(arrival), self.upstream.find_rate(registry)
         buffer, offset = new_buffer(), 0
         with reader:
             while offset < arrival.blob_range.length:

@@ -23,8 +23,8 @@ from aiohttp import web
 
 from clowder_aimage.distribution.blob_response import begin_response, send_body
 from clowder_aimage.distribution.error import DistributionError
-from clowder_aimage.distribution.repository_name import digest_of, repository_of
-from clowder_aimage.distribution.role import reading_routes
+from clowder_aimage.distribution.repository_name import read_digest, read_repository
+from clowder_aimage.distribution.role import build_read_routes
 from clowder_aimage.distribution.served_blobs import MEDIA_TYPE, ServedLeases
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, UsageError
@@ -71,21 +71,21 @@ class ReadOnlyRegistry:
         self.leases = ServedLeases(store, time.monotonic)
         self._handlers = functools.lru_cache(MAX_REGISTRIES)(self._new_handlers)
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         return [Route("GET", path, self._answer(path), NODE) for path in self._handlers("")]
 
     def _new_handlers(self, host: str) -> dict[str, Handler]:
         """Return the handlers for the names of a registry, or for local names if it is empty."""
         return {
-            route.path: route.handler for route in reading_routes(self._store, self.leases, host)
+            route.path: route.handler for route in build_read_routes(self._store, self.leases, host)
         }
 
     def _answer(self, path: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def answer(request: web.Request) -> web.StreamResponse:
-            host = _namespace(request)
+            host = _parse_namespace(request)
             if host and path.endswith("/blobs/{digest}"):
-                digest = digest_of(request)
-                reference = Reference(host, repository_of(request), None, digest)
+                digest = read_digest(request)
+                reference = Reference(host, read_repository(request), None, digest)
                 if (response := await self._ranges.answer(request, reference, digest)) is not None:
                     return response
             response = await self._handlers(host)[path](request)
@@ -96,7 +96,7 @@ class ReadOnlyRegistry:
         return answer
 
 
-def _namespace(request: web.Request) -> str:
+def _parse_namespace(request: web.Request) -> str:
     host = request.query.get("ns", "")
     try:
         is_host = not host or Reference.parse(f"{host}/x:latest").registry == host
@@ -171,11 +171,11 @@ class RangeRoutes:
             return None
         if request.method == "HEAD":
             if not await run_io(self._cache.has, range_request.blob_range, range_request.offset):
-                raise _unknown(range_request)
+                raise _build_unknown_error(range_request)
             return web.Response()
         has_others = bool(self._sample_holders(range_request)) or self._waiting >= MAX_REQUESTS // 2
         if self._inside >= MAX_REQUESTS or (self._slots.locked() and has_others):
-            raise self._busy(range_request)
+            raise self._build_busy_error(range_request)
         self._inside += 1
         try:
             with await self._find(range_request) as file:
@@ -188,13 +188,13 @@ class RangeRoutes:
         try:
             file = await self._find_local(range_request)
             if file is None and range_request.is_stored:
-                raise _unknown(range_request)
+                raise _build_unknown_error(range_request)
             if file is None:
                 file = await self._fetch(range_request)
         except TimeoutError:
-            raise self._busy(range_request, is_coming=True) from None
+            raise self._build_busy_error(range_request, is_coming=True) from None
         if file is None:
-            raise self._busy(range_request)
+            raise self._build_busy_error(range_request)
         return file
 
     async def _send_in_turn(
@@ -205,7 +205,7 @@ class RangeRoutes:
             async with asyncio.timeout(TURN_TIMEOUT):
                 await self._slots.acquire()
         except TimeoutError:
-            raise self._busy(range_request) from None
+            raise self._build_busy_error(range_request) from None
         finally:
             self._waiting -= 1
         try:
@@ -218,7 +218,7 @@ class RangeRoutes:
         # A failed pull does not fail the peer.
         with contextlib.suppress(AImageError):
             return await self._await_arrival(
-                range_request, self._cache.arrival(range_request.blob_range)
+                range_request, self._cache.find_arrival(range_request.blob_range)
             )
         return None
 
@@ -252,7 +252,7 @@ class RangeRoutes:
         try:
             return await self._await_arrival(range_request, arrival)
         except NotFoundError:
-            raise _unknown(range_request) from None
+            raise _build_unknown_error(range_request) from None
         except AImageError as error:
             message = "cannot fetch the blob from the registry"
             raise DistributionError("UNKNOWN", message=message, status=502) from error
@@ -301,20 +301,22 @@ class RangeRoutes:
         holders = self._holders.get(range_request.blob_range)
         if not holders:
             return []
-        usable = self._peers.usable()
+        usable = self._peers.select_usable()
         live = [node for node in holders if node in usable and node != range_request.requester]
         return random.sample(live, min(MAX_NAMED, len(live)))
 
     def _refuse_fetch(self, range_request: RangeRequest) -> DistributionError:
         """Return a redirect to the node that fetches a range; BLOB_UNKNOWN for the first one."""
         if self._sample_holders(range_request):
-            return self._busy(range_request)
+            return self._build_busy_error(range_request)
         self._note(range_request)
-        return _unknown(range_request)
+        return _build_unknown_error(range_request)
 
-    def _busy(self, range_request: RangeRequest, *, is_coming: bool = False) -> DistributionError:
+    def _build_busy_error(
+        self, range_request: RangeRequest, *, is_coming: bool = False
+    ) -> DistributionError:
         """Return TOOMANYREQUESTS, as a redirect if there are nodes that have the range."""
-        nodes, usable = self._sample_holders(range_request), self._peers.usable()
+        nodes, usable = self._sample_holders(range_request), self._peers.select_usable()
         if nodes and nodes[0] in usable:
             location = f"{usable[nodes[0]].url}{range_request.peer_range.path}"
             headers = {"Location": location, NODE_HEADER: ",".join(nodes)}
@@ -323,7 +325,7 @@ class RangeRoutes:
         return DistributionError("TOOMANYREQUESTS", status=BUSY, headers=headers)
 
 
-def _unknown(range_request: RangeRequest) -> DistributionError:
+def _build_unknown_error(range_request: RangeRequest) -> DistributionError:
     return DistributionError(
         "BLOB_UNKNOWN", {"digest": str(range_request.peer_range.content.digest)}
     )

@@ -105,7 +105,7 @@ class RangeOwners:
 
         Returns None if this node is the owner or no owner sends it. Raises NetworkError if closed.
         """
-        usable = self.peers.usable()
+        usable = self.peers.select_usable()
         order = rank_nodes(
             [*usable, self._node], peer_range.content.digest, peer_range.start // RANGE
         )
@@ -124,7 +124,7 @@ class RangeOwners:
 
         Tries ``preferred``, then the nodes that would own the range if this one did not exist.
         """
-        usable = self.peers.usable()
+        usable = self.peers.select_usable()
         order = rank_nodes(usable, peer_range.content.digest, peer_range.start // RANGE)[:OTHERS]
         for node in dict.fromkeys([*preferred, *order]):
             if node in usable and self._has(usable[node], peer_range):
@@ -142,7 +142,7 @@ class RangeOwners:
         """
         limits = self.peers.limits
         began, pause, misses = time.monotonic(), 0.05, 0
-        while owner in self.peers.usable().values():
+        while owner in self.peers.select_usable().values():
             response = self._open(owner, peer_range, is_stored=is_stored)
             if not isinstance(response, PeerRefusal):
                 return response
@@ -172,7 +172,7 @@ class RangeOwners:
 
         Only configured nodes are contacted, at their configured addresses.
         """
-        usable = self.peers.usable()
+        usable = self.peers.select_usable()
         tried, candidates = {self._node, owner.id}, random.sample(nodes, len(nodes))
         # Two nodes count as tried from the beginning: this one and the owner.
         while candidates and len(tried) < MAX_HOPS + 2:
@@ -246,7 +246,7 @@ class RangeUpstream:
         """Return True if range requests may be sent to a registry."""
         return self._whole_only.get(registry, 0.0) <= time.monotonic()
 
-    def ignores_ranges(self, registry: str) -> None:
+    def record_ignored_ranges(self, registry: str) -> None:
         """Record that a registry ignores range requests."""
         self._whole_only[registry] = time.monotonic() + _PAUSE
 
@@ -255,7 +255,7 @@ class RangeUpstream:
         with contextlib.suppress(AImageError), self._pool.connect(reference) as repository:
             repository.invalidate(content)
 
-    def rate(self, registry: str) -> Rate | None:
+    def find_rate(self, registry: str) -> Rate | None:
         """Return the configured rate limit for a registry."""
         limit = self._options.limit(registry)
         with self._lock:

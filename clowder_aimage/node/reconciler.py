@@ -15,7 +15,7 @@ from functools import partial
 
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import StoppedError
-from clowder_aimage.engine.backoff import TIME, next_attempt
+from clowder_aimage.engine.backoff import TIME, compute_backoff
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.engine.transfer_queue import DESIRED, PREFETCH
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, VerificationError
@@ -35,7 +35,7 @@ from clowder_aimage.node.model_state import (
 from clowder_aimage.node.model_transition import CRASHED, LOOK, Failure
 from clowder_aimage.node.pinner import Pinner, SpecStore, check_model
 from clowder_aimage.oci import Descriptor, Digest, Reference
-from clowder_aimage.pull import resolve_changed, stored_name
+from clowder_aimage.pull import resolve_changed, resolve_stored_name
 from clowder_aimage.registry import ClientOptions
 
 # Concurrent requests: to one registry, and in total.
@@ -130,7 +130,7 @@ class Reconciler:
                     await run_locking(self._pinner.keep, model)
                 case Work.MEASURE:
                     return partial(
-                        transition.apply_measurement, free=await run_io(self._store.free)
+                        transition.apply_measurement, free=await run_io(self._store.measure_free)
                     )
                 case Work.PULL:
                     return await self._pull(model)
@@ -184,7 +184,7 @@ class Reconciler:
         except StoppedError:
             raise
         except AImageError as error:
-            outcome = "failed" if next_attempt(error, 1, 0.0, 0.0).after == TIME else "refused"
+            outcome = "failed" if compute_backoff(error, 1, 0.0, 0.0).after == TIME else "refused"
             raise
         finally:
             if model.state.is_here and outcome:
@@ -214,7 +214,7 @@ class Reconciler:
         except NoSpaceError as error:
             return await self._make_failure(model, error, needed=total, began=has_begun)
         model.version += 1
-        name = stored_name(spec.reference, root)
+        name = resolve_stored_name(spec.reference, root)
         completeness = await run_io(check_model, self._store, spec, name)
         sources, chance = dict(transfer.sources), self._chance()
         return partial(
@@ -230,13 +230,13 @@ class Reconciler:
     ) -> Event:
         free, root = 0, None
         if isinstance(error, NoSpaceError):
-            free = await run_io(self._store.free)
+            free = await run_io(self._store.measure_free)
         elif isinstance(error, VerificationError) and model.state.root is None:
             with contextlib.suppress(AImageError):
                 resolved = await self._registries.ask(model.spec.reference, None)
                 root = resolved[0].digest if resolved else None
         chance = self._chance()
-        delay = next_attempt(error, model.state.attempts + 1, chance, model.spec.refresh).delay
+        delay = compute_backoff(error, model.state.attempts + 1, chance, model.spec.refresh).delay
         facts = {"model": model.spec.name, "reason": error.message, "again": delay}
         _log.warning("pull failed", extra=facts)
         event = Failure(_without_path(error), free, needed, began, root)

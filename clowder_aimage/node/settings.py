@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, model_validator
 
-from clowder_aimage.engine.settings import ServerSettings, Words, duration
+from clowder_aimage.engine.settings import ServerSettings, Words, parse_duration
 from clowder_aimage.node.eviction import AGE, Watermarks
 
 DEFAULT_ADDRESS = "127.0.0.1:8050"
@@ -48,8 +48,8 @@ class NodeSettings(ServerSettings):
     prune: bool = False
     high: Annotated[float, _HIGH] = 85.0
     low: Annotated[float, _LOW] = 80.0
-    min_age: Annotated[float, BeforeValidator(duration)] = AGE
-    collect: Annotated[float, BeforeValidator(duration), _PERIOD] = 600.0
+    min_age: Annotated[float, BeforeValidator(parse_duration)] = AGE
+    collect: Annotated[float, BeforeValidator(parse_duration), _PERIOD] = 600.0
     neighbours: Words = ()
 
     @model_validator(mode="after")

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import tenacity
 
-from clowder_aimage.document.yaml import json_lines, position, read_yaml
+from clowder_aimage.document.yaml import find_json_lines, position, read_yaml
 from clowder_aimage.errors import AccessError, FormatError, NotFoundError
-from clowder_aimage.node.model_spec import HINT, ModelSpec, PlacedSpec, entries, once
+from clowder_aimage.node.model_spec import HINT, ModelSpec, PlacedSpec, deduplicate, iter_specs
 from clowder_aimage.oci import read_json
 
 # Bytes of a file.
@@ -60,51 +60,51 @@ def read_directory(directory: Path) -> SpecFiles:
 
 
 def _read_unchanged(directory: Path) -> SpecFiles:
-    before = fingerprint(directory)
+    before = compute_fingerprint(directory)
     try:
         return _read(directory)
     finally:
         # A mix of files from before and after an update.
-        if fingerprint(directory) != before:
+        if compute_fingerprint(directory) != before:
             raise _ChangedError(
-                f"the files in {printable(directory)} changed while they were read",
+                f"the files in {escape_unprintable(directory)} changed while they were read",
                 hint="replace files atomically: write a temporary file and rename it",
             )
 
 
-def printable(path: Path | str) -> str:
+def escape_unprintable(path: Path | str) -> str:
     """Return a path with its unprintable characters replaced."""
     text = str(path)
     return text if text.isprintable() else ascii(text)
 
 
 def _read(directory: Path) -> SpecFiles:
-    names = _names(directory)
+    names = _list_names(directory)
     paths = [directory / name for name in names]
-    specs = [spec for path in paths for spec in _read_specs(path, _content(path))]
-    return SpecFiles(once(specs), tuple(map(printable, names)))
+    specs = [spec for path in paths for spec in _read_specs(path, _read_content(path))]
+    return SpecFiles(deduplicate(specs), tuple(map(escape_unprintable, names)))
 
 
-def _names(directory: Path) -> list[str]:
+def _list_names(directory: Path) -> list[str]:
     """Return the names of the specification files. Raises NotFoundError or AccessError."""
     try:
-        return sorted(entry.name for entry in directory.iterdir() if _counts(entry.name))
+        return sorted(entry.name for entry in directory.iterdir() if _is_spec_name(entry.name))
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(
-            f"directory {printable(directory)} not found",
+            f"directory {escape_unprintable(directory)} not found",
             hint="create the directory of the desired state; an empty one specifies no models",
         ) from None
     except OSError as error:
         raise AccessError(
-            f"cannot read the directory {printable(directory)}: {error.strerror or error}"
+            f"cannot read the directory {escape_unprintable(directory)}: {error.strerror or error}"
         ) from None
 
 
-def _counts(name: str) -> bool:
+def _is_spec_name(name: str) -> bool:
     return name.endswith(_SUFFIXES) and not name.startswith(".")
 
 
-def _content(path: Path) -> bytes:
+def _read_content(path: Path) -> bytes:
     """Return the bytes of a regular file, without blocking on a pipe. Raises FormatError."""
     try:
         # Without O_NONBLOCK, opening a pipe waits for its writer.
@@ -116,16 +116,20 @@ def _content(path: Path) -> bytes:
     except OSError as error:
         is_dangling = error.errno in _DANGLING and path.is_symlink()
         reason = "the link has no target" if is_dangling else error.strerror or error
-        raise FormatError(f"cannot read {printable(path)}: {reason}") from None
+        raise FormatError(f"cannot read {escape_unprintable(path)}: {reason}") from None
     if not is_regular:
-        raise FormatError(f"{printable(path)} is not a regular file", hint="remove or rename it")
+        raise FormatError(
+            f"{escape_unprintable(path)} is not a regular file", hint="remove or rename it"
+        )
     if len(raw) > MAX_SIZE:
-        raise FormatError(f"{printable(path)} is larger than {MAX_SIZE} bytes", hint="split it")
+        raise FormatError(
+            f"{escape_unprintable(path)} is larger than {MAX_SIZE} bytes", hint="split it"
+        )
     return raw
 
 
 def _read_specs(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
-    file, origin = printable(path), printable(path.name)
+    file, origin = escape_unprintable(path), escape_unprintable(path.name)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -134,13 +138,13 @@ def _read_specs(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
     if path.suffix == ".json":
         value = read_json(text.encode(), file) if text.strip() else None
         # Only needed for errors.
-        lines = functools.cache(lambda: json_lines(text))
-        return entries(value, origin, file, lambda path_in_file: lines().get(path_in_file, 0))
+        lines = functools.cache(lambda: find_json_lines(text))
+        return iter_specs(value, origin, file, lambda path_in_file: lines().get(path_in_file, 0))
     value, lines_by_path = read_yaml(text, file, HINT)
-    return entries(value, origin, file, lambda path_in_file: lines_by_path.get(path_in_file, 0))
+    return iter_specs(value, origin, file, lambda path_in_file: lines_by_path.get(path_in_file, 0))
 
 
-def fingerprint(directory: Path) -> object:
+def compute_fingerprint(directory: Path) -> object:
     """Return a value that changes when a file is written, replaced, removed, or relinked.
 
     It is the error number if the directory cannot be read, and never None.
@@ -150,11 +154,13 @@ def fingerprint(directory: Path) -> object:
     except OSError as error:
         return error.errno
     return tuple(
-        (name, _file_identity(directory / name)) for name in names if name == _DATA or _counts(name)
+        (name, _read_file_identity(directory / name))
+        for name in names
+        if name == _DATA or _is_spec_name(name)
     )
 
 
-def _file_identity(path: Path) -> object:
+def _read_file_identity(path: Path) -> object:
     try:
         target = str(path.readlink()) if path.is_symlink() else None
         status = path.stat()

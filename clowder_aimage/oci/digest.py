@@ -66,7 +66,7 @@ class Digest:
         hasher.update(data)
         return cls(algorithm, hasher.hexdigest())
 
-    def hasher(self) -> Hasher:
+    def create_hasher(self) -> Hasher:
         """Return a new hasher of this digest's algorithm."""
         return new_hasher(self.algorithm)
 

@@ -124,7 +124,7 @@ def parse_document(raw: bytes, media_type: str = "") -> Manifest | Index:
 
 def _parse(raw: bytes, media_type: str, digest: Digest) -> Manifest | Index:
     value = _load(raw)
-    media_type = _media_type(value, media_type.partition(";")[0].strip())
+    media_type = _resolve_media_type(value, media_type.partition(";")[0].strip())
     # A document that is a manifest to one client and an index to another is refused
     # (CVE-2021-41190).
     has_layers = "layers" in value or "config" in value
@@ -133,7 +133,7 @@ def _parse(raw: bytes, media_type: str, digest: Digest) -> Manifest | Index:
     common: dict[str, Any] = {
         "raw": raw,
         "media_type": media_type,
-        "artifact_type": _string(value, "artifactType"),
+        "artifact_type": _parse_string(value, "artifactType"),
         "annotations": read_annotations(value, "the manifest"),
         "subject": Descriptor.from_json(value["subject"], "subject")
         if value.get("subject") is not None
@@ -145,9 +145,9 @@ def _parse(raw: bytes, media_type: str, digest: Digest) -> Manifest | Index:
             raise FormatError(
                 f"the media type is that of an index ({media_type}), but the content has layers"
             )
-        return Index(manifests=_descriptors(value, "manifests"), **common)
+        return Index(manifests=_parse_descriptors(value, "manifests"), **common)
     config = Descriptor.from_json(value.get("config"), "config")
-    return Manifest(config=config, layers=_descriptors(value, "layers"), **common)
+    return Manifest(config=config, layers=_parse_descriptors(value, "layers"), **common)
 
 
 def _load(raw: bytes) -> dict[str, Any]:
@@ -168,9 +168,9 @@ def _load(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _media_type(value: Mapping[str, Any], transport: str) -> str:
+def _resolve_media_type(value: Mapping[str, Any], transport: str) -> str:
     """Return the document's media type. The stated one and the transport's must agree."""
-    stated = _string(value, "mediaType")
+    stated = _parse_string(value, "mediaType")
     # Static file servers send these types for every document.
     if transport in ("application/json", "application/octet-stream", "text/plain"):
         transport = ""
@@ -183,7 +183,7 @@ def _media_type(value: Mapping[str, Any], transport: str) -> str:
     return media_type
 
 
-def _descriptors(value: Mapping[str, Any], key: str) -> tuple[Descriptor, ...]:
+def _parse_descriptors(value: Mapping[str, Any], key: str) -> tuple[Descriptor, ...]:
     items = value.get(key)
     if items is None and key in value:
         # Go writes an empty list as null.
@@ -193,7 +193,7 @@ def _descriptors(value: Mapping[str, Any], key: str) -> tuple[Descriptor, ...]:
     return tuple(Descriptor.from_json(item, f"{key}[{i}]") for i, item in enumerate(items))
 
 
-def _string(value: Mapping[str, Any], key: str) -> str:
+def _parse_string(value: Mapping[str, Any], key: str) -> str:
     item = value.get(key, "")
     if not isinstance(item, str):
         raise FormatError(f"{key} must be a string")

@@ -34,7 +34,7 @@ _REMOTE = rf"(?:{_REGISTRY.pattern})/{_REPOSITORY.pattern}"
 _NAME = rf"(?:{_REMOTE}|{_PLAIN}(?:/{_REPOSITORY.pattern})?|{_COMPONENT})"
 
 
-def pattern(*, is_remote: bool = False, has_digest: bool = True) -> str:
+def build_pattern(*, is_remote: bool = False, has_digest: bool = True) -> str:
     """Return the regular expression of references, for JSON Schema, which has no anchors.
 
     is_remote: with a registry. has_digest: a digest is allowed. The lengths are not part of it.

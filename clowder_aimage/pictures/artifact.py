@@ -78,7 +78,7 @@ def push_pictures(
     check_target(target, connection)
     subject = find_model(pictures[0].facts, store, connection)
     layers = [picture.layer for picture in pictures]
-    config = picture_config(pictures)
+    config = encode_picture_config(pictures)
     config_descriptor = Descriptor.of(mediatype.AIMAGE_PICTURE_CONFIG, config)
     manifest = build(mediatype.AIMAGE_PICTURE, layers, subject, {}, config_descriptor)
     blobs = {layer.digest: made.data for layer, made in zip(layers, pictures, strict=True)}
@@ -86,12 +86,12 @@ def push_pictures(
     source = Overlay(store, manifest.descriptor, documents)
     with Repository(target, connection) as repository:
         _check_replaceable(target, repository)
-        connections = connection.connections(target.registry)
+        connections = connection.compute_connections(target.registry)
         copy(source, target, repository, concurrency=connections, on_event=on_event)
     return manifest.descriptor
 
 
-def picture_config(pictures: Sequence[GeneratedPicture]) -> bytes:
+def encode_picture_config(pictures: Sequence[GeneratedPicture]) -> bytes:
     """Return the config of an artifact of pictures, which differ in their seeds only."""
     settings = {name: value for name, value in pictures[0].facts.items() if name != "seed"}
     entries = [
@@ -123,7 +123,7 @@ def find_model(
         return repository.describe(reference)
 
 
-def settings_of(source: Source, manifest: Manifest, layer: Descriptor) -> dict[str, Any]:
+def read_settings(source: Source, manifest: Manifest, layer: Descriptor) -> dict[str, Any]:
     """Return the settings of a picture from the config of its artifact; empty without.
 
     Raises FormatError, VerificationError.
@@ -138,7 +138,7 @@ def _parse(raw: bytes, digest: str) -> dict[str, Any]:
     value = read_json(raw, "the config of the pictures", MAX_CONFIG)
     if not isinstance(value, dict) or value.get("schemaVersion") != 1:
         raise FormatError("the config of the pictures has another version")
-    settings, seeds = value.get("settings"), dict(_seeds(value.get("pictures")))
+    settings, seeds = value.get("settings"), dict(_iter_seeds(value.get("pictures")))
     if not isinstance(settings, dict) or digest not in seeds:
         raise FormatError(f"the config of the pictures has no settings for {digest}")
     return settings | {"seed": seeds[digest]}
@@ -150,7 +150,7 @@ def _has_settings(manifest: Manifest) -> bool:
     return config.media_type == mediatype.AIMAGE_PICTURE_CONFIG and config.size <= MAX_CONFIG
 
 
-def _seeds(pictures: object) -> Iterator[tuple[str, object]]:
+def _iter_seeds(pictures: object) -> Iterator[tuple[str, object]]:
     for entry in pictures if isinstance(pictures, list) else ():
         if isinstance(entry, dict):
             yield str(entry.get("digest")), entry.get("seed")

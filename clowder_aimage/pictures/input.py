@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageChops, ImageFilter, ImageOps
 
-from clowder_aimage.content import ContentStore, Lease, bytes_body
+from clowder_aimage.content import ContentStore, Lease, build_bytes_body
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.errors import NotFoundError, TooLargeError, UsageError
 from clowder_aimage.generation.request import ALPHA, GenerateRequest
@@ -27,8 +27,8 @@ from clowder_aimage.pictures.input_file import (
     MAX_BYTES,
     TYPES,
     InputFile,
-    enlarged_size,
-    expanded_size,
+    compute_enlarged_size,
+    compute_expanded_size,
 )
 
 Picture = Image.Image
@@ -64,7 +64,7 @@ def keep(store: ContentStore, lease: Lease, data: bytes, label: str) -> InputFil
     """Check a picture file and put it into the store, leased. Raises as ``inspect``."""
     file = inspect(data, label)
     lease.add(file.descriptor.digest)
-    store.push(file.descriptor, bytes_body(data))
+    store.push(file.descriptor, build_bytes_body(data))
     return file
 
 
@@ -81,7 +81,7 @@ def encode_array(pixels: object, label: str) -> bytes:
     return file.getvalue()
 
 
-def white_mask(data: bytes, label: str, painted: str) -> bytes:
+def whiten_mask(data: bytes, label: str, painted: str) -> bytes:
     """Return a mask with the painted parts white: a PNG file if it used transparency, else itself.
 
     painted: white, transparent, or auto for transparent parts if there are any. Raises UsageError.
@@ -111,7 +111,7 @@ def _mask_of(image: Picture, mask: Picture | None) -> Picture:
             raise UsageError("the image has no transparency to use as a mask")
         mask = ImageChops.invert(image.getchannel("A"))
     if mask.size != image.size:
-        raise _other_size("mask", mask, image)
+        raise _build_size_error("mask", mask, image)
     mask = mask.convert("L")
     if not (np.asarray(mask) >= _PAINTED).any():
         raise UsageError("the mask is empty: white is painted, and it has none")
@@ -139,7 +139,7 @@ def decode(data: bytes, label: str) -> Picture:
                     raise UsageError(f"{label} is animated", hint="use one of its pictures")
                 image.load()
                 ImageOps.exif_transpose(image, in_place=True)
-                coloured = _in_colour(image)
+                coloured = _convert_to_colour(image)
     except UsageError:
         raise
     except Image.DecompressionBombError:
@@ -154,7 +154,7 @@ def decode(data: bytes, label: str) -> Picture:
     return coloured
 
 
-def _in_colour(image: Picture) -> Picture:
+def _convert_to_colour(image: Picture) -> Picture:
     # 16 bits, or 32 bits with the same range
     if image.mode.startswith("I"):
         bytes_ = np.empty((image.height, image.width), np.uint8)
@@ -215,18 +215,18 @@ class PictureInputs:
             )
             mask = _mask_of(image, drawn_mask)
         if control is not None and request.input.crop and control.size != image.size:
-            raise _other_size("control picture", control, image)
+            raise _build_size_error("control picture", control, image)
         return prepare(request, image, mask, control)
 
     def _read(self, digest: str, label: str) -> Picture:
         try:
-            path = Path(self._store.path(Descriptor("", Digest.parse(digest), 0)))
+            path = Path(self._store.find_path(Descriptor("", Digest.parse(digest), 0)))
             return decode(path.read_bytes(), label)
         except (NotFoundError, OSError):
             raise NotFoundError(f"the {label} {digest} is not in the store") from None
 
 
-def _other_size(label: str, picture: Picture, image: Picture) -> UsageError:
+def _build_size_error(label: str, picture: Picture, image: Picture) -> UsageError:
     return UsageError(
         f"the {label} has {picture.width} x {picture.height} pixels, the image has "
         f"{image.width} x {image.height}"
@@ -273,7 +273,7 @@ def _crop_to_mask(
     request: GenerateRequest, image: Picture, mask: Picture, control: Picture | None
 ) -> PreparedPicture:
     """Return the part of a picture around its mask; the result is put back into the whole."""
-    left, top, right, bottom = around(
+    left, top, right, bottom = compute_mask_box(
         np.asarray(mask) >= _PAINTED, request.sampling.width / request.sampling.height
     )
     box = left, top, right, bottom
@@ -309,7 +309,7 @@ def _expand_picture(
     height, width = share.shape
     down, across = request.sampling.height - height, request.sampling.width - width
     if not 0 <= min(down, across) <= max(down, across) < EXPANDED_MULTIPLE:
-        wide, high = expanded_size(*image.size, expand, EXPANDED_MULTIPLE)
+        wide, high = compute_expanded_size(*image.size, expand, EXPANDED_MULTIPLE)
         raise UsageError(
             f"the expanded picture has {width} x {height} pixels, which the size "
             f"{request.sampling.width}x{request.sampling.height} does not fit",
@@ -337,7 +337,7 @@ def enlarge(
     Raises UsageError: too large.
     """
     assert request.input.upscale is not None  # noqa: S101 - the caller's condition
-    width, height = enlarged_size(*image.size, request.input.upscale)
+    width, height = compute_enlarged_size(*image.size, request.input.upscale)
     grid = TileGrid.cover(width, height, (request.sampling.width, request.sampling.height))
     resized = np.asarray(_resize(image.convert("RGB"), (width, height)))
     tiles = grid.cut(resized)
@@ -357,7 +357,7 @@ def enlarge(
     return TiledPicture(parts, finish)
 
 
-def around(mask: npt.NDArray[np.bool_], aspect: float) -> tuple[int, int, int, int]:
+def compute_mask_box(mask: npt.NDArray[np.bool_], aspect: float) -> tuple[int, int, int, int]:
     """Return a box (left, top, right, bottom) around a mask with a margin, inside the picture.
 
     Its proportions are ``aspect``, width by height, if the picture has room.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from clowder_aimage.generation.check import wrong
+from clowder_aimage.generation.check import build_parameter_error
 from clowder_aimage.generation.request import MAX_SIDE, check_area
 from clowder_aimage.oci import Descriptor
 
@@ -58,9 +58,9 @@ def own_size(
     """
     width, height = picture.width, picture.height
     if expand:
-        width, height = expanded_size(width, height, expand, MULTIPLE)
+        width, height = compute_expanded_size(width, height, expand, MULTIPLE)
         if max(width, height) > MAX_SIDE:
-            raise wrong("expand", f"makes a side of more than {MAX_SIDE} pixels")
+            raise build_parameter_error("expand", f"makes a side of more than {MAX_SIDE} pixels")
         check_area("expand", width, height)
     elif (factor := math.sqrt(most / (width * height))) < 1:
         width, height = int(width * factor), int(height * factor)
@@ -68,14 +68,14 @@ def own_size(
     return dict(zip(("width", "height"), sides, strict=True))
 
 
-def enlarged_size(width: int, height: int, factor: float) -> tuple[int, int]:
+def compute_enlarged_size(width: int, height: int, factor: float) -> tuple[int, int]:
     """Return the width and height of an enlarged picture. Raises UsageError: too large."""
     width, height = round(width * factor), round(height * factor)
     check_area("upscale", width, height)
     return width, height
 
 
-def reduction(picture: InputFile, most: int = MAX_AREA) -> str:
+def describe_reduction(picture: InputFile, most: int = MAX_AREA) -> str:
     """Return a sentence about the reduction of a picture; empty without one."""
     if picture.width * picture.height <= most:
         return ""
@@ -86,7 +86,9 @@ def reduction(picture: InputFile, most: int = MAX_AREA) -> str:
     )
 
 
-def expanded_size(width: int, height: int, expand: Sequence[int], multiple: int) -> tuple[int, int]:
+def compute_expanded_size(
+    width: int, height: int, expand: Sequence[int], multiple: int
+) -> tuple[int, int]:
     """Return the width and height of an expanded picture, rounded up to multiples."""
     left, top, right, bottom = expand
     across, down = left + width + right, top + height + bottom

@@ -8,18 +8,18 @@ from typing import Any
 
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import UsageError
-from clowder_aimage.formats.diffusers import most_references
-from clowder_aimage.generation.check import wrong
+from clowder_aimage.formats.diffusers import find_reference_limit
+from clowder_aimage.generation.check import build_parameter_error
 from clowder_aimage.generation.request import REFERENCE_PIXELS, GenerateRequest, ImageInput
-from clowder_aimage.pictures.input_file import MAX_AREA, InputFile, enlarged_size, own_size
+from clowder_aimage.pictures.input_file import MAX_AREA, InputFile, compute_enlarged_size, own_size
 
 # Parameters of a picture that a model begins with
 OF_IMAGES = ("mask", "strength", "fine", "fit", "paste", "feather", "crop", "expand", "upscale")
 
 
-def max_images(properties: Mapping[str, Any]) -> int:
+def get_max_images(properties: Mapping[str, Any]) -> int:
     """Return the most pictures of a request for a model with this config."""
-    return most_references(properties) or 1
+    return find_reference_limit(properties) or 1
 
 
 def check_role(model: AImage, count: int, names: Iterable[str]) -> None:
@@ -27,14 +27,16 @@ def check_role(model: AImage, count: int, names: Iterable[str]) -> None:
 
     Raises UsageError.
     """
-    is_edit = bool(most_references(model.properties))
-    if count > (most := max_images(model.properties)):
+    is_edit = bool(find_reference_limit(model.properties))
+    if count > (most := get_max_images(model.properties)):
         which = f"at most {most} pictures" if is_edit else "one picture"
         does = "edits them" if is_edit else "begins with one"
-        raise UsageError(f"images must be {which}, not {count}: {_kind(model)} {does}")
+        raise UsageError(f"images must be {which}, not {count}: {_get_pipeline(model)} {does}")
     for name in (*OF_IMAGES, "control") if is_edit else ():
         if name in names:
-            raise wrong(name, f"cannot be used: {_kind(model)} only edits pictures")
+            raise build_parameter_error(
+                name, f"cannot be used: {_get_pipeline(model)} only edits pictures"
+            )
 
 
 def assign_role(draft: GenerateRequest, model: AImage) -> GenerateRequest:
@@ -44,9 +46,11 @@ def assign_role(draft: GenerateRequest, model: AImage) -> GenerateRequest:
     """
     images = draft.input.images
     check_role(
-        model, len(images), [name for name, stated in draft.stated_values().items() if stated]
+        model,
+        len(images),
+        [name for name, stated in draft.collect_stated_values().items() if stated],
     )
-    if not (images and most_references(model.properties)):
+    if not (images and find_reference_limit(model.properties)):
         return draft
     return replace(draft, input=ImageInput(references=images))
 
@@ -59,19 +63,19 @@ def own_sized(draft: GenerateRequest, picture: InputFile | None) -> GenerateRequ
     """
     stated = draft.input
     if picture is not None and stated.upscale:
-        enlarged_size(picture.width, picture.height, stated.upscale)
+        compute_enlarged_size(picture.width, picture.height, stated.upscale)
     if picture is None or stated.upscale or draft.has_size:
         return draft
-    size = own_size(picture, stated.expand or (), most_area(stated.references))
+    size = own_size(picture, stated.expand or (), get_max_area(stated.references))
     # Stretched by less than 16 pixels, as diffusers
-    is_fitted = stated.references or draft.states("fit")
+    is_fitted = stated.references or draft.is_stated("fit")
     return draft.change(**size, **({} if is_fitted else {"fit": "stretch"}))
 
 
-def most_area(references: Sequence[str]) -> int:
+def get_max_area(references: Sequence[str]) -> int:
     """Return the most pixels of a result that has the size of its first picture."""
     return REFERENCE_PIXELS if references else MAX_AREA
 
 
-def _kind(model: AImage) -> str:
+def _get_pipeline(model: AImage) -> str:
     return str(model.properties.get("pipeline") or "this model")[:80]

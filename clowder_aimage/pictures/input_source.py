@@ -31,11 +31,11 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype
-from clowder_aimage.pictures.artifact import settings_of
+from clowder_aimage.pictures.artifact import read_settings
 from clowder_aimage.pictures.input_file import DECLARED_TYPES, MAX_BYTES, decode_base64
 from clowder_aimage.registry import ClientOptions, Repository
 from clowder_aimage.registry.reach import OutsideError, Reach, reach_of_name
-from clowder_aimage.registry.web_file import InputHosts, fetch, forbidden
+from clowder_aimage.registry.web_file import InputHosts, build_forbidden_error, fetch
 
 # Suffixes of the titles of picture layers
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -97,13 +97,13 @@ class InputSource:
         match = _SCHEME.match(text)
         scheme = match[1].lower() if match else ""
         if scheme == "data":
-            return _data(text, label)
+            return _decode_data_url(text, label)
         if scheme in ("https", "http"):
             return fetch(text, self.connect(), limit=MAX_BYTES, hosts=self.hosts)
         if scheme == "oci":
-            return self._pull(text, self._layer)
+            return self._pull(text, self._read_layer)
         if self.has_files and not scheme:
-            return self._file(text, label)
+            return self._read_file(text, label)
         kinds = "a data: URL, an https: URL nor an oci:// artifact"
         kinds = f"a file, {kinds}" if self.has_files else kinds
         raise UsageError(f"{label} is neither {kinds}: {text[:60]!r}")
@@ -115,13 +115,13 @@ class InputSource:
         """
 
         def take(source: Source, picture: PictureLayer) -> tuple[bytes, dict[str, Any]]:
-            return self._layer(source, picture), settings_of(
+            return self._read_layer(source, picture), read_settings(
                 source, picture.manifest, picture.layer
             )
 
         return self._pull(text, take)
 
-    def _layer(self, source: Source, picture: PictureLayer) -> bytes:
+    def _read_layer(self, source: Source, picture: PictureLayer) -> bytes:
         try:
             return read_all(self.store.open(picture.layer), picture.layer, MAX_BYTES)
         except NotFoundError:
@@ -144,14 +144,14 @@ class InputSource:
         reference = connection.expand(reference)
         if reference.registry is None:
             raise missing
-        connection = replace(connection, max_reach=self._permitted_reach(reference, connection))
+        connection = replace(connection, max_reach=self._resolve_reach(reference, connection))
         try:
             with Repository(reference, connection) as repository:
                 return take(repository, _find(repository, reference, chosen))
         except OutsideError as error:
-            raise forbidden(error, str(reference), reference.registry) from None
+            raise build_forbidden_error(error, str(reference), reference.registry) from None
 
-    def _permitted_reach(self, reference: Reference, connection: ClientOptions) -> Reach:
+    def _resolve_reach(self, reference: Reference, connection: ClientOptions) -> Reach:
         """Return the permitted network of a reference's registry. Raises ForbiddenError."""
         if self.hosts is None:
             return Reach.NOWHERE
@@ -171,7 +171,7 @@ class InputSource:
             raise ForbiddenError(f"{reference} is at an internal address")
         return most
 
-    def _file(self, name: str, label: str) -> bytes:
+    def _read_file(self, name: str, label: str) -> bytes:
         try:
             if name == "-":
                 data = self.stdin.read(MAX_BYTES + 1) if self.stdin else b""
@@ -204,10 +204,10 @@ def _find(source: Source, reference: Reference, title: str | None) -> PictureLay
     _, document = select(source, source.resolve(reference), reference, ANY)
     if isinstance(document, Index):
         raise FormatError(f"{reference} is an index of indexes")
-    return picture_layer(document, reference, title)
+    return select_picture(document, reference, title)
 
 
-def picture_layer(manifest: Manifest, reference: Reference, title: str | None) -> PictureLayer:
+def select_picture(manifest: Manifest, reference: Reference, title: str | None) -> PictureLayer:
     """Return the picture of an artifact: its only one, or that with a title.
 
     Raises:
@@ -248,7 +248,7 @@ def _is_image(picture: PictureLayer) -> bool:
     return kind.startswith("image/") or picture.title.lower().endswith(SUFFIXES)
 
 
-def _data(text: str, label: str) -> bytes:
+def _decode_data_url(text: str, label: str) -> bytes:
     """Return the bytes of a data URL (RFC 2397). Raises UsageError, TooLargeError."""
     if len(text) > _MAX_DATA:
         raise TooLargeError(f"{label} has {len(text)} characters; pictures may have {MAX_BYTES}")

@@ -3,7 +3,7 @@
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.credential import login, logout
 from clowder_aimage.registry.host_settings import DialectCache
-from clowder_aimage.registry.listing import is_generated, repositories
+from clowder_aimage.registry.listing import is_generated, list_repositories
 from clowder_aimage.registry.mount import MountHolders, MountOrigins
 from clowder_aimage.registry.repository import Repository
 
@@ -14,7 +14,7 @@ __all__ = [
     "MountOrigins",
     "Repository",
     "is_generated",
+    "list_repositories",
     "login",
     "logout",
-    "repositories",
 ]

@@ -96,7 +96,7 @@ class Authenticator:
         explicit = [{"auths": dict(connection.auths)}] if connection.auths else []
         self._configs = explicit + [read_config(path) for path in files]
 
-    def header_for(self, actions: str) -> str | None:
+    def get_header(self, actions: str) -> str | None:
         """Return the header for ``actions`` (``pull,push``), renewed if it has expired, or None."""
         with self._lock:
             current = self._headers.get(actions)
@@ -127,11 +127,11 @@ class Authenticator:
         elif challenge.scheme == "bearer" and credential.registry_token:
             renewed = _Header(f"Bearer {credential.registry_token}", challenge, float("inf"))
             if refused == renewed.header:
-                raise self._unauthorized_error("the stored access token was rejected")
+                raise self._build_unauthorized_error("the stored access token was rejected")
         elif challenge.scheme == "bearer":
-            renewed = self._token(actions, challenge, refused)
+            renewed = self._get_token(actions, challenge, refused)
         else:
-            raise self._unauthorized_error("no credentials found")
+            raise self._build_unauthorized_error("no credentials found")
         self._headers[actions] = renewed
         return renewed
 
@@ -143,7 +143,7 @@ class Authenticator:
             self._credential = credential or Credential()
         return self._credential
 
-    def _token(self, actions: str, challenge: _Challenge, refused: str | None) -> _Header:
+    def _get_token(self, actions: str, challenge: _Challenge, refused: str | None) -> _Header:
         """Return a token for the scopes of a challenge, or else for ``actions``."""
         default = f"repository:{self._reference.repository}:{actions}" if actions else ""
         scopes = frozenset((challenge.scope or default).split())
@@ -155,23 +155,23 @@ class Authenticator:
 
     def _fetch(self, challenge: _Challenge, scopes: list[str]) -> _Header:
         if not challenge.realm:
-            raise self._unauthorized_error("the WWW-Authenticate challenge has no realm")
+            raise self._build_unauthorized_error("the WWW-Authenticate challenge has no realm")
         # Only a trusted service gets credentials.
         credential = self._find_credential() if self._check_realm(challenge.realm) else Credential()
         requested_at, exchange = self._connection.clock(), TokenExchange(self._send)
         try:
-            token = exchange.token(challenge.realm, challenge.service, scopes, credential)
+            token = exchange.request_token(challenge.realm, challenge.service, scopes, credential)
         except ValueError:
             reason = f"its token service {challenge.realm[:100]!r} is not an address"
-            raise self._unauthorized_error(reason) from None
+            raise self._build_unauthorized_error(reason) from None
         rotated = exchange.fields.get("refresh_token")
         if credential.identity_token and isinstance(rotated, str) and rotated:
             self._credential = Credential(identity_token=rotated)
         if not isinstance(token, str) or not re.fullmatch(r"[!-~]+", token):
-            raise self._unauthorized_error(
+            raise self._build_unauthorized_error(
                 f"the token service returned no token ({exchange.status})"
             )
-        life = _life(exchange.fields, requested_at)
+        life = _compute_lifetime(exchange.fields, requested_at)
         return _Header(f"Bearer {token}", challenge, requested_at + life - min(_MARGIN, life / 5))
 
     def _check_realm(self, realm: str) -> bool:
@@ -180,21 +180,23 @@ class Authenticator:
         host = (parts.hostname or "").lower()
         registry = urlsplit(f"//{self._reference.registry}").hostname or ""
         if parts.scheme not in ("http", "https") or not host:
-            raise self._unauthorized_error(f"the token service URL {realm[:100]!r} is invalid")
+            raise self._build_unauthorized_error(
+                f"the token service URL {realm[:100]!r} is invalid"
+            )
         if self._scheme == "https" and parts.scheme != "https":
-            raise self._unauthorized_error(f"the token service {host} does not use HTTPS")
+            raise self._build_unauthorized_error(f"the token service {host} does not use HTTPS")
         if host == registry.lower():
             return True
         try:
             self._boundary.check_name(host)
         except OutsideError:
-            raise self._unauthorized_error(
+            raise self._build_unauthorized_error(
                 f"the token service {host} is an internal address"
             ) from None
         usual_host = _USUAL_REALMS.get(registry)
         return host == usual_host or host in self._connection.trusted_realms
 
-    def _unauthorized_error(self, reason: str) -> UnauthorizedError:
+    def _build_unauthorized_error(self, reason: str) -> UnauthorizedError:
         return UnauthorizedError(
             f"{self._reference.registry} requires authentication: {reason}",
             remedy="login",
@@ -203,7 +205,7 @@ class Authenticator:
         )
 
 
-def _life(fields: dict[str, Any], requested_at: float) -> float:
+def _compute_lifetime(fields: dict[str, Any], requested_at: float) -> float:
     """Return the lifetime of a token from ``requested_at`` in seconds, by the service's response.
 
     ``issued_at`` shortens that for a token issued earlier. It is ignored if it is in the future, or

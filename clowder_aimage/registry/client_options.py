@@ -22,7 +22,7 @@ import urllib3.util.ssl_
 
 from clowder_aimage.errors import StoreError
 from clowder_aimage.oci import Reference
-from clowder_aimage.registry.host_settings import HostSettings, certificates
+from clowder_aimage.registry.host_settings import HostSettings, list_certificates
 from clowder_aimage.registry.reach import Boundary, Reach
 from clowder_aimage.registry.trace import OnTrace
 from clowder_aimage.registry.transport import Addresses, set_pools
@@ -95,21 +95,21 @@ class ClientOptions:
         repository = f"{path}/{reference.repository}".lstrip("/")
         return replace(reference, registry=host, repository=repository)
 
-    def host(self, name: str | None) -> HostSettings:
+    def find_host_settings(self, name: str | None) -> HostSettings:
         """Return the configuration of a host; None is that of the default registry."""
         host = name or self.default_registry.partition("/")[0]
         return self.registries.get(host, HostSettings())
 
-    def boundary(self, host: str) -> Boundary:
+    def build_boundary(self, host: str) -> Boundary:
         """Return the boundary of the addresses that the registry ``host`` may lead to."""
-        trusted = self.trusted_realms | self.host(host).trusted_hosts
+        trusted = self.trusted_realms | self.find_host_settings(host).trusted_hosts
         return Boundary(urlsplit(f"//{host}").hostname or host, trusted, max_reach=self.max_reach)
 
     def to(self, host: str) -> ClientOptions:
         """Return the options for one host; the command line overrides the configuration."""
         if self.plain_http is not None or self.insecure or self.ca_file is not None:
             return self
-        settings = self.host(host)
+        settings = self.find_host_settings(host)
         return replace(
             self,
             plain_http=settings.plain_http,
@@ -128,14 +128,14 @@ class ClientOptions:
         has_tls = options.insecure or options.ca_file or options.client_certificate
         return Reference(host, "x").is_loopback and not has_tls
 
-    def connections(self, *hosts: str | None) -> int:
+    def compute_connections(self, *hosts: str | None) -> int:
         """Return the number of layers that are transferred at once to or from ``hosts``."""
-        configured = filter(None, (self.host(host).connections for host in hosts))
+        configured = filter(None, (self.find_host_settings(host).connections for host in hosts))
         return self.connections_override or min(configured, default=DEFAULT_CONNECTIONS)
 
     def limit(self, host: str | None) -> int:
         """Return the bytes per second of a pull from ``host``; 0 for no limit."""
-        return self.host(host).limit
+        return self.find_host_settings(host).limit
 
     def to_mirror(self, host: str) -> ClientOptions:
         """Return the options for a mirror. The command line's do not apply to it."""
@@ -204,7 +204,7 @@ def open_session(
     and uploads elsewhere. Raises StoreError for an unreadable one, and for a file of authorities
     without certificates.
     """
-    boundary = boundary or connection.boundary(host)
+    boundary = boundary or connection.build_boundary(host)
     session = HttpSession(boundary)
     session.headers["User-Agent"] = connection.user_agent
     session.verify = not connection.insecure
@@ -218,7 +218,7 @@ def open_session(
         session.ca_bundle = str(connection.ca_bundle)
     for prefix in ("https://", "http://"):
         session.mount(prefix, _Adapter(connection.addresses, boundary))
-    context = _context(connection, host)
+    context = _create_ssl_context(connection, host)
     if context is not None:
         session.mount(
             f"https://{host}/", _Adapter(connection.addresses, boundary, ssl_context=context)
@@ -239,8 +239,8 @@ def _check_authorities(path: Path) -> None:
             ) from None
 
 
-def _context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
-    files = certificates(connection.cert_dirs, host)
+def _create_ssl_context(connection: ClientOptions, host: str) -> ssl.SSLContext | None:
+    files = list_certificates(connection.cert_dirs, host)
     client_files = connection.client_certificate
     if client_files is None and not any(path.suffix in (".crt", ".cert") for path in files):
         return None

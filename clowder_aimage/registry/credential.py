@@ -29,12 +29,18 @@ def login(registry: str, username: str, password: str, connection: ClientOptions
         raise UnauthorizedError(
             f"login failed: {registry} rejected the username or password ({reason})"
         ) from None
-    name = docker.helper(config, registry)
+    name = docker.find_helper(config, registry)
     if name:
-        entry = {"ServerURL": docker.config_key(registry), "Username": username, "Secret": password}
+        entry = {
+            "ServerURL": docker.build_config_key(registry),
+            "Username": username,
+            "Secret": password,
+        }
         docker.run_helper(name, "store", json.dumps(entry))
         return f"docker-credential-{name}"
-    config["auths"] = (config.get("auths") or {}) | {docker.config_key(registry): {"auth": basic}}
+    config["auths"] = (config.get("auths") or {}) | {
+        docker.build_config_key(registry): {"auth": basic}
+    }
     docker.write_config(path, config)
     return str(path)
 
@@ -43,9 +49,9 @@ def logout(registry: str, connection: ClientOptions) -> None:
     """Remove the credentials of a registry. Raises NotFoundError."""
     path = connection.auth_files[0]
     config = docker.read_config(path)
-    name, keys = docker.helper(config, registry), docker.keys_of(config, registry)
+    name, keys = docker.find_helper(config, registry), docker.list_keys(config, registry)
     if name:
-        docker.run_helper(name, "erase", docker.config_key(registry))
+        docker.run_helper(name, "erase", docker.build_config_key(registry))
     elif not keys:
         raise NotFoundError(f"no credentials for {registry} in {path}")
     for key in keys:

@@ -61,12 +61,12 @@ class Credential:
         return cls(basic=basic) if colon else None
 
 
-def config_key(registry: str) -> str:
+def build_config_key(registry: str) -> str:
     """Return the key of a registry in docker's config: its host, except for Docker Hub."""
     return DOCKER_HUB_KEY if registry in DOCKER_HUB else registry
 
 
-def scope_of(key: str) -> str | None:
+def parse_scope(key: str) -> str | None:
     """Return the host, or host and path, of a key of ``auths``; None for other tokens.
 
     A key with a scheme, or one that ends in an API version, is docker's and names a host; any other
@@ -101,30 +101,30 @@ def find_credential(
 
 
 def _find(config: dict[str, Any], registry: str, repository: str) -> Credential | None:
-    host, inline = scope_of(registry), _inline(config)
+    host, inline = parse_scope(registry), _parse_inline(config)
     path = f"{host}/{repository}"
     while path != host:
         if path in inline:
             return inline[path]
         path = path.rpartition("/")[0]
-    host_helper, store = _host_helper(config, registry), config.get("credsStore")
+    host_helper, store = _find_host_helper(config, registry), config.get("credsStore")
     credential = _query(host_helper, registry) if host_helper else None
     credential = credential or inline.get(path)
     return credential or (_query(store, registry) if store else None)
 
 
-def _inline(config: dict[str, Any]) -> dict[str, Credential]:
+def _parse_inline(config: dict[str, Any]) -> dict[str, Credential]:
     """Return the credentials in the file itself, by host or path."""
-    entries = ((scope_of(key), entry) for key, entry in (config.get("auths") or {}).items())
+    entries = ((parse_scope(key), entry) for key, entry in (config.get("auths") or {}).items())
     credentials = {
-        scope: _entry(entry) for scope, entry in entries if isinstance(entry, dict) and scope
+        scope: _parse_entry(entry) for scope, entry in entries if isinstance(entry, dict) and scope
     }
     return {
         scope: credential for scope, credential in credentials.items() if credential is not None
     }
 
 
-def _entry(entry: dict[str, Any]) -> Credential | None:
+def _parse_entry(entry: dict[str, Any]) -> Credential | None:
     """Parse an entry: ``auth``, ``identitytoken``, ``registrytoken``, or name and password."""
     access_token = entry.get("registrytoken")
     if isinstance(access_token, str) and re.fullmatch(r"[!-~]+", access_token):
@@ -144,7 +144,7 @@ def _query(name: str, registry: str) -> Credential | None:
     if "/" in name:
         return None
     try:
-        stored = json.loads(run_helper(name, "get", config_key(registry)))
+        stored = json.loads(run_helper(name, "get", build_config_key(registry)))
         basic = oras.auth.utils.get_basic_auth(stored["Username"], stored["Secret"])
     except (UnauthorizedError, OSError, ValueError, LookupError, TypeError):
         return None
@@ -167,22 +167,22 @@ def run_helper(name: str, verb: str, text: str) -> bytes:
         raise UnauthorizedError(f"{binary} {verb} failed: {output[:300]}") from None
 
 
-def _host_helper(config: dict[str, Any], registry: str) -> str | None:
+def _find_host_helper(config: dict[str, Any], registry: str) -> str | None:
     """Return the helper configured for this host only, or None."""
-    host, helpers = scope_of(registry), config.get("credHelpers") or {}
-    helpers_of_host = (name for key, name in helpers.items() if scope_of(key) == host)
+    host, helpers = parse_scope(registry), config.get("credHelpers") or {}
+    helpers_of_host = (name for key, name in helpers.items() if parse_scope(key) == host)
     return next((name for name in helpers_of_host if isinstance(name, str)), None)
 
 
-def helper(config: dict[str, Any], registry: str) -> str | None:
+def find_helper(config: dict[str, Any], registry: str) -> str | None:
     """Return the credential helper for a registry, or None."""
-    return _host_helper(config, registry) or config.get("credsStore")
+    return _find_host_helper(config, registry) or config.get("credsStore")
 
 
-def keys_of(config: dict[str, Any], registry: str) -> list[str]:
+def list_keys(config: dict[str, Any], registry: str) -> list[str]:
     """Return the keys of ``auths`` for a whole registry, in any spelling."""
-    host = scope_of(registry)
-    return [key for key in config.get("auths") or {} if scope_of(key) == host]
+    host = parse_scope(registry)
+    return [key for key in config.get("auths") or {} if parse_scope(key) == host]
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -11,8 +11,12 @@ from urllib3.exceptions import HTTPError
 from clowder_aimage.content.chunk import SMALL
 from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.errors import RegistryError
-from clowder_aimage.registry.response import RegistryResponse, failure, overdue
-from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retrying
+from clowder_aimage.registry.response import (
+    RegistryResponse,
+    build_response_error,
+    build_timeout_error,
+)
+from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retry_call
 
 _RANGE_REFUSALS = frozenset({400, 405, 416, 501})
 # Seconds over which the speed of a connection is measured.
@@ -74,7 +78,7 @@ class BlobReader(RawReader):
             is_slow = self._window_bytes < _MIN_SPEED * self._window_seconds
             self._slow = self._slow + 1 if is_slow else 0
             if self._slow >= ATTEMPTS:
-                raise overdue(self._response.host if self._response else self._resource)
+                raise build_timeout_error(self._response.host if self._response else self._resource)
             if is_slow:
                 # The received bytes are kept. The rest is requested on a new connection.
                 self._disconnect()
@@ -97,7 +101,7 @@ class BlobReader(RawReader):
         """Open a connection that begins at ``offset``, by default at the current one."""
         start = self._offset if offset is None else offset
         if start < self._end:
-            retrying(lambda: self._open(start))
+            retry_call(lambda: self._open(start))
         self._window_seconds, self._window_bytes = 0.0, 0
 
     def _open(self, offset: int) -> None:
@@ -116,7 +120,7 @@ class BlobReader(RawReader):
                 response.close()
                 response = self._get(None, self._end)
         if response.status_code != 200:
-            raise failure(response, self._resource)
+            raise build_response_error(response, self._resource)
         self._response = response
         self._skip(offset)
 

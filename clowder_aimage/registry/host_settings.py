@@ -56,13 +56,13 @@ def read_settings(path: Path) -> tuple[dict[str, HostSettings], str]:
         default: str = registries.pop(DEFAULT, "")
         if default and Reference.parse(f"{default}/x").registry is None:
             raise ValueError(f"registries.{DEFAULT}: {default} is not a host, or HOST/PATH")
-        hosts = {host: _settings(path.parent, entry) for host, entry in registries.items()}
+        hosts = {host: _parse_settings(path.parent, entry) for host, entry in registries.items()}
         return hosts, default
 
     return read_configuration(path, parse)
 
 
-def _settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
+def _parse_settings(directory: Path, entry: dict[str, Any]) -> HostSettings:
     ca_file = entry.get("caFile")
     return HostSettings(
         mirrors=tuple(entry.get("mirrors", ())),
@@ -98,7 +98,7 @@ def parse_rate(text: str) -> int:
     return count
 
 
-def certificates(directories: tuple[Path, ...], host: str) -> list[Path]:
+def list_certificates(directories: tuple[Path, ...], host: str) -> list[Path]:
     """Return the files for ``host`` (with its port) in the first directory that has any.
 
     Sources: docker, "Verify repository client with certificates"; containers-certs.d(5).

@@ -15,15 +15,15 @@ from urllib.parse import urlencode
 
 import requests.utils
 
-from clowder_aimage.content.graph import referrer_entry
+from clowder_aimage.content.graph import build_referrer_entry
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype, read_json
 from clowder_aimage.oci.manifest import encode, parse_document
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.response import RegistryResponse
-from clowder_aimage.registry.retry import ATTEMPTS, retrying, writing
+from clowder_aimage.registry.retry import ATTEMPTS, retry_call, retry_write
 from clowder_aimage.registry.session import ACCEPT, Session
-from clowder_aimage.registry.transport import origin
+from clowder_aimage.registry.transport import parse_origin
 
 # Statuses of registries without an optional API, besides 404.
 _NO_API = frozenset({405, 501})
@@ -33,12 +33,12 @@ MAX_PAGES = 1000
 MAX_LIST_SIZE = 8 * 1024 * 1024
 
 
-def tags(session: Session, name: str) -> list[str]:
+def list_tags(session: Session, name: str) -> list[str]:
     """Return the tags of the repository ``name``, in the registry's order.
 
     Raises AccessError, or FormatError if the response is not a list of tags.
     """
-    return _names(session, session.url("tags/list"), f"repository {name}", "tags")
+    return _list_names(session, session.build_url("tags/list"), f"repository {name}", "tags")
 
 
 def is_generated(tag: str) -> bool:
@@ -46,14 +46,14 @@ def is_generated(tag: str) -> bool:
     return _GENERATED.fullmatch(tag) is not None
 
 
-def repositories(host: str, connection: ClientOptions) -> list[str]:
+def list_repositories(host: str, connection: ClientOptions) -> list[str]:
     """Return the repositories of a registry, in its order (distribution, "Listing Repositories").
 
     Raises AccessError, or FormatError if the response is not a list of repositories.
     """
     with Session(Reference(host, "catalog"), connection) as session:
         try:
-            return _names(session, session.catalog, "the catalog", "repositories")
+            return _list_names(session, session.catalog, "the catalog", "repositories")
         except (NotFoundError, RegistryError) as error:
             if isinstance(error, RegistryError) and error.status not in _NO_API:
                 raise
@@ -63,15 +63,15 @@ def repositories(host: str, connection: ClientOptions) -> list[str]:
             ) from None
 
 
-def _names(session: Session, url: str, resource: str, key: str) -> list[str]:
+def _list_names(session: Session, url: str, resource: str, key: str) -> list[str]:
     """Return the names under ``key`` of all pages, each once."""
     names: dict[str, None] = {}
-    for raw, _ in pages(session, url, resource, "application/json"):
-        names |= dict.fromkeys(_page(raw, resource, key))
+    for raw, _ in iter_pages(session, url, resource, "application/json"):
+        names |= dict.fromkeys(_parse_page(raw, resource, key))
     return list(names)
 
 
-def _page(raw: bytes, resource: str, key: str) -> list[str]:
+def _parse_page(raw: bytes, resource: str, key: str) -> list[str]:
     """Return the names in one page; some registries write ``null`` for an empty list."""
     with contextlib.suppress(FormatError, KeyError, TypeError):
         names = read_json(raw, "the response")[key] or []
@@ -81,7 +81,9 @@ def _page(raw: bytes, resource: str, key: str) -> list[str]:
     raise FormatError(f"invalid response for {resource}: expected a list of {key}")
 
 
-def pages(session: Session, start: str, resource: str, accept: str) -> Iterator[tuple[bytes, str]]:
+def iter_pages(
+    session: Session, start: str, resource: str, accept: str
+) -> Iterator[tuple[bytes, str]]:
     """Yield body and media type of each page of a list that begins at the URL ``start``.
 
     Raises RegistryError: the links lead to another origin, form a cycle, or do not end.
@@ -93,42 +95,42 @@ def pages(session: Session, start: str, resource: str, accept: str) -> Iterator[
         if url in visited:
             raise RegistryError(f"{resource}: the pages of the list form a cycle")
         visited.add(url)
-        raw, response = retrying(partial(session.get, url, accept, resource))
+        raw, response = retry_call(partial(session.get, url, accept, resource))
         size += len(raw)
         yield raw, response.headers.get("Content-Type", "")
-        url = _next_url(session, response, resource)
+        url = _find_next_url(session, response, resource)
         if url is not None and (len(visited) == MAX_PAGES or size > MAX_LIST_SIZE):
             raise RegistryError(
                 f"{resource}: the list exceeds {MAX_PAGES} pages or {MAX_LIST_SIZE} bytes"
             )
 
 
-def _next_url(session: Session, response: RegistryResponse, resource: str) -> str | None:
+def _find_next_url(session: Session, response: RegistryResponse, resource: str) -> str | None:
     """Return the URL of the next page, within the registry's origin. Raises RegistryError."""
     links = requests.utils.parse_header_links(response.headers.get("Link", ""))
     link = next((candidate["url"] for candidate in links if candidate.get("rel") == "next"), "")
     # The link may be malformed, or without TLS.
     with contextlib.suppress(RegistryError):
         url = session.join(link, response.url)
-        if not link or origin(url) == origin(session.base):
+        if not link or parse_origin(url) == parse_origin(session.base):
             return url if link else None
     raise RegistryError(f"{resource}: the next page is at another host: {link[:200]}")
 
 
-def tag_of(subject: Digest) -> str:
+def build_tag(subject: Digest) -> str:
     """Return the tag of the index with the referrers of ``subject``."""
     return f"{subject.algorithm[:32]}-{subject.encoded[:64]}"
 
 
-def referrers(session: Session, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
+def list_referrers(session: Session, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
     """Return the referrers of ``subject``, of one artifact type if given.
 
     Raises RegistryError, NetworkError, UnauthorizedError, or FormatError.
     """
     listed = _request_referrers(session, subject, artifact_type)
     if listed is None:
-        tag = tag_of(subject)
-        listed = _entries(_read_tagged_index(session, tag, f"the referrers index {tag}"))
+        tag = build_tag(subject)
+        listed = _parse_entries(_read_tagged_index(session, tag, f"the referrers index {tag}"))
     unique = {entry.digest: entry for entry in listed}
     if not artifact_type:
         return list(unique.values())
@@ -143,10 +145,10 @@ def _request_referrers(
     query = f"?{urlencode({'artifactType': artifact_type})}" if artifact_type else ""
     entries: list[Descriptor] | None = None
     resource = f"referrers of {subject}"
-    url = session.url(f"referrers/{subject}{query}")
+    url = session.build_url(f"referrers/{subject}{query}")
     try:
-        for raw, kind in pages(session, url, resource, mediatype.OCI_INDEX):
-            entries = (entries or []) + _entries(raw, kind)
+        for raw, kind in iter_pages(session, url, resource, mediatype.OCI_INDEX):
+            entries = (entries or []) + _parse_entries(raw, kind)
     except NotFoundError:
         if entries is not None:
             # The API exists, but a page failed.
@@ -157,7 +159,7 @@ def _request_referrers(
     return entries
 
 
-def _entries(raw: bytes | None, media_type: str = "") -> list[Descriptor]:
+def _parse_entries(raw: bytes | None, media_type: str = "") -> list[Descriptor]:
     if raw is None:
         return []
     document = parse_document(raw, media_type)
@@ -175,13 +177,13 @@ def record(
 
     Raises RegistryError, NetworkError, UnauthorizedError, or FormatError for other content.
     """
-    entry = referrer_entry(content, document)
-    tag = tag_of(subject)
+    entry = build_referrer_entry(content, document)
+    tag = build_tag(subject)
     resource = f"the referrers index {tag}"
     raw = _read_tagged_index(session, tag, resource)
 
     def is_listed() -> bool:
-        return any(entry.digest == existing.digest for existing in _entries(raw))
+        return any(entry.digest == existing.digest for existing in _parse_entries(raw))
 
     def write() -> bool:
         nonlocal raw
@@ -190,7 +192,7 @@ def record(
         raw = _read_tagged_index(session, tag, resource)
         return is_listed()
 
-    if not is_listed() and not writing(write):
+    if not is_listed() and not retry_write(write):
         raise RegistryError(
             f"the new entry is missing from {resource} after {ATTEMPTS} attempts",
             hint="other clients may be updating it at the same time; try again",
@@ -199,10 +201,10 @@ def record(
 
 def forget(session: Session, subject: Digest, digest: Digest) -> None:
     """Remove a deleted manifest from the index under the subject's tag, if there is one."""
-    tag = tag_of(subject)
+    tag = build_tag(subject)
     resource = f"the list of referrers {tag}"
     raw = _read_tagged_index(session, tag, resource)
-    if raw is not None and any(entry.digest == digest for entry in _entries(raw)):
+    if raw is not None and any(entry.digest == digest for entry in _parse_entries(raw)):
         index = read_json(raw, resource)
         index["manifests"] = [e for e in index["manifests"] if e["digest"] != str(digest)]
         new = encode(index)
@@ -221,6 +223,8 @@ def with_entry(raw: bytes | None, entry: Descriptor) -> bytes:
 def _read_tagged_index(session: Session, tag: str, resource: str) -> bytes | None:
     """Return the index under the subject's tag, or None."""
     try:
-        return retrying(partial(session.get, session.url(f"manifests/{tag}"), ACCEPT, resource))[0]
+        return retry_call(
+            partial(session.get, session.build_url(f"manifests/{tag}"), ACCEPT, resource)
+        )[0]
     except NotFoundError:
         return None

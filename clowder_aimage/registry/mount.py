@@ -64,7 +64,7 @@ class MountOrigins:
 
 
 def _begin(session: Session, query: str) -> RegistryResponse:
-    url = session.url(f"blobs/uploads/{query}")
+    url = session.build_url(f"blobs/uploads/{query}")
     return session.request("POST", url, headers={"Content-Length": "0"})
 
 
@@ -104,7 +104,7 @@ class MountHolders:
 
     def _read(self) -> dict[Digest, list[str]]:
         holders: dict[Digest, dict[str, None]] = {}
-        names = sibling_repositories(self._store.tags(), self._target)
+        names = list_sibling_repositories(self._store.list_tags(), self._target)
         for repository, descriptor in names[:_MANIFESTS_READ]:
             try:
                 raw = read_all(self._store.open(descriptor), descriptor)
@@ -117,7 +117,7 @@ class MountHolders:
         return {digest: list(repositories) for digest, repositories in holders.items()}
 
 
-def sibling_repositories(
+def list_sibling_repositories(
     names: Iterable[tuple[str, Descriptor]], target: Reference
 ) -> list[tuple[str, Descriptor]]:
     """Return the manifests of the store in other repositories of the registry of ``target``."""

@@ -98,7 +98,7 @@ class PeerTimeouts:
     stall: float = 15.0
 
 
-def addresses_of(host: str, port: int) -> list[str]:
+def resolve_addresses(host: str, port: int) -> list[str]:
     """Return the IP addresses of a host name. Raises OSError or UnicodeError."""
     results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return sorted({str(result[4][0]) for result in results})
@@ -129,7 +129,7 @@ class PeerReader(RawReader):
 
     def _read(self, view: memoryview) -> int:
         started = time.monotonic()
-        with _errors(self._peer):
+        with _translate_errors(self._peer):
             count = self._response.readinto(view)
         self._waited += time.monotonic() - started
         if not count:
@@ -229,7 +229,7 @@ class PeerClient:
             timeout=urllib3.Timeout(connect=_CONNECT_TIMEOUT, read=limit), preload_content=False,
             redirect=False, retries=False,
         )  # fmt: skip
-        with _errors(peer):
+        with _translate_errors(peer):
             try:
                 raw = send()
             except ProtocolError:
@@ -239,7 +239,7 @@ class PeerClient:
 
 
 @contextlib.contextmanager
-def _errors(peer: str) -> Iterator[None]:
+def _translate_errors(peer: str) -> Iterator[None]:
     """Convert the errors of urllib3 to PeerError."""
     try:
         yield

@@ -103,7 +103,7 @@ class Boundary:
         """Check a new connection to ``host``, before anything is sent. Raises OutsideError."""
         if sock.family not in (socket.AF_INET, socket.AF_INET6):
             return
-        host, address = host.lower(), _plain(sock.getpeername()[0])
+        host, address = host.lower(), _normalize_address(sock.getpeername()[0])
         actual, is_home = reach(address), host == self._home or address == self._address
         if host == self._home and actual > self._max_reach:
             raise OutsideError(self._home, host)
@@ -147,7 +147,7 @@ class Boundary:
         return target <= registry_reach
 
 
-def _plain(address: str) -> str:
+def _normalize_address(address: str) -> str:
     """Return an address, and 127.0.0.1 for ::1: ``localhost`` is both."""
     return "127.0.0.1" if address in ("::1", "::ffff:127.0.0.1") else address
 

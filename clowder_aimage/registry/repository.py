@@ -21,8 +21,12 @@ from clowder_aimage.registry import listing
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.download import BlobReader
 from clowder_aimage.registry.mount import MountOrigins
-from clowder_aimage.registry.response import RegistryResponse, deletion_failure, failure
-from clowder_aimage.registry.retry import retrying
+from clowder_aimage.registry.response import (
+    RegistryResponse,
+    build_deletion_error,
+    build_response_error,
+)
+from clowder_aimage.registry.retry import retry_call
 from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.upload import check_permission, upload
 
@@ -63,7 +67,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
 
     def resolve(self, reference: Reference, /) -> Descriptor:
         """Fetch the manifest of ``reference``, verified if that has a digest (end-3)."""
-        return retrying(lambda: self._resolve(reference, self._request_manifest(reference)))
+        return retry_call(lambda: self._resolve(reference, self._request_manifest(reference)))
 
     def resolve_changed(
         self, reference: Reference, previous: Digest | None, /
@@ -81,12 +85,14 @@ class Repository(Target, AbstractContextManager["Repository"]):
             descriptor = self._resolve(reference, response)
             return None if descriptor.digest == previous else descriptor
 
-        return retrying(resolve)
+        return retry_call(resolve)
 
     def describe(self, reference: Reference) -> Descriptor:
         """Return the descriptor of a manifest by HEAD, else by GET (end-3). Raises AImageError."""
-        url = self._session.url(f"manifests/{reference.target}")
-        response = retrying(partial(self._session.request, "HEAD", url, headers={"Accept": ACCEPT}))
+        url = self._session.build_url(f"manifests/{reference.target}")
+        response = retry_call(
+            partial(self._session.request, "HEAD", url, headers={"Accept": ACCEPT})
+        )
         response.finish()
         headers = response.headers
         with contextlib.suppress(FormatError, ValueError):
@@ -104,12 +110,12 @@ class Repository(Target, AbstractContextManager["Repository"]):
         support that.
         """
         content = self.resolve(reference)
-        document = parse_document(self._manifest(content), content.media_type)
-        url = self._session.url(f"manifests/{reference.target}")
+        document = parse_document(self._load_manifest(content), content.media_type)
+        url = self._session.build_url(f"manifests/{reference.target}")
         send = partial(self._session.request, "DELETE", url, actions="pull,delete")
-        response = retrying(send)
+        response = retry_call(send)
         if response.status_code not in (200, 202, 204):
-            raise deletion_failure(response, reference, str(content.digest))
+            raise build_deletion_error(response, reference, str(content.digest))
         response.finish()
         if reference.digest is not None:
             self._manifests.pop(content.digest, None)
@@ -121,12 +127,12 @@ class Repository(Target, AbstractContextManager["Repository"]):
         self, reference: Reference, previous: Digest | None = None
     ) -> RegistryResponse:
         headers = {"Accept": ACCEPT} | ({"If-None-Match": f'"{previous}"'} if previous else {})
-        url = self._session.url(f"manifests/{reference.target}")
+        url = self._session.build_url(f"manifests/{reference.target}")
         return self._session.request("GET", url, headers=headers)
 
     def _resolve(self, reference: Reference, response: RegistryResponse) -> Descriptor:
         if response.status_code != 200:
-            raise failure(response, f"manifest {reference}")
+            raise build_response_error(response, f"manifest {reference}")
         raw = response.read(MAX_MANIFEST_SIZE)
         header = response.headers.get("Docker-Content-Digest", "")
         digest = _verify_digest(raw, reference, header)
@@ -137,26 +143,26 @@ class Repository(Target, AbstractContextManager["Repository"]):
     def exists(self, content: Descriptor, /) -> bool:
         """Return True if a blob or manifest exists, by HEAD (end-2, end-3)."""
         key = (content.digest, content.size)
-        if key not in self._present and retrying(partial(self._exists, content)):
+        if key not in self._present and retry_call(partial(self._exists, content)):
             self._present.add(key)
         return key in self._present
 
     def _exists(self, content: Descriptor) -> bool:
         kind = "manifests" if content.media_type in mediatype.DOCUMENTS else "blobs"
-        url = self._session.url(f"{kind}/{content.digest}")
+        url = self._session.build_url(f"{kind}/{content.digest}")
         response = self._session.request("HEAD", url, headers={"Accept": ACCEPT})
         response.finish()
         if response.status_code == 404:
             return False
         if response.status_code != 200:
-            raise failure(response, f"{kind[:-1]} {content.digest}")
+            raise build_response_error(response, f"{kind[:-1]} {content.digest}")
         return response.headers.get("Content-Length") in (None, str(content.size))
 
-    def size(self, digest: Digest) -> int:
+    def fetch_size(self, digest: Digest) -> int:
         """Return the size of a blob (HEAD, end-2). Raises AImageError."""
-        response = self._session.request("HEAD", self._session.url(f"blobs/{digest}"))
+        response = self._session.request("HEAD", self._session.build_url(f"blobs/{digest}"))
         if response.status_code != 200:
-            raise failure(response, f"blob {digest}")
+            raise build_response_error(response, f"blob {digest}")
         response.finish()
         length = response.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()) or int(length[:20]) > MAX_SIZE:
@@ -165,13 +171,13 @@ class Repository(Target, AbstractContextManager["Repository"]):
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         if content.media_type in mediatype.DOCUMENTS:
-            return io.BytesIO(self._manifest(content)[offset:][:length])
+            return io.BytesIO(self._load_manifest(content)[offset:][:length])
         end = content.size if length is None else min(content.size, offset + length)
         sent = itertools.count(1)
 
         def get(start: int | None, end: int, /) -> RegistryResponse:
             headers = {} if start is None else {"Range": f"bytes={start}-{end - 1}"}
-            url = self._session.url(f"blobs/{content.digest}")
+            url = self._session.build_url(f"blobs/{content.digest}")
             # A mirror that breaks off repeatedly is not asked again.
             if next(sent) > _MAX_REQUESTS:
                 self._session.mirrors.avoid(content.digest)
@@ -192,9 +198,9 @@ class Repository(Target, AbstractContextManager["Repository"]):
 
     def was_mirrored(self, content: Descriptor) -> bool:
         """Return True if a blob came from a mirror."""
-        return self._session.mirrors.have_sent(content.digest)
+        return self._session.mirrors.has_sent(content.digest)
 
-    def _manifest(self, content: Descriptor) -> bytes:
+    def _load_manifest(self, content: Descriptor) -> bytes:
         if content.digest not in self._manifests:
             registry, _, repository = self._name.partition("/")
             self.resolve(Reference(registry, repository, None, content.digest))
@@ -216,21 +222,21 @@ class Repository(Target, AbstractContextManager["Repository"]):
         """Begin and cancel an upload. Raises the errors of a push that show at its beginning."""
         check_permission(self._session)
 
-    def tag_names(self) -> list[str]:
+    def list_tag_names(self) -> list[str]:
         """Return all tags of the repository in the registry's order (end-8a, end-8b)."""
-        return listing.tags(self._session, self._name)
+        return listing.list_tags(self._session, self._name)
 
-    def referrers(self, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
+    def list_referrers(self, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
         """Return the manifests with ``subject``, of one type if given (end-12)."""
-        return listing.referrers(self._session, subject, artifact_type)
+        return listing.list_referrers(self._session, subject, artifact_type)
 
-    def all_referrers(self, subject: Digest) -> Iterator[tuple[int, Digest, Descriptor]]:
+    def iter_referrers(self, subject: Digest) -> Iterator[tuple[int, Digest, Descriptor]]:
         """Yield level, subject and descriptor of the referrers of ``subject``, and of theirs.
 
         Each is yielded once, before its own. Raises RegistryError: there are too many.
         """
         visited: set[Digest] = {subject}
-        pending = [(0, subject, entry) for entry in reversed(self.referrers(subject))]
+        pending = [(0, subject, entry) for entry in reversed(self.list_referrers(subject))]
         while pending:
             level, referred, entry = pending.pop()
             if entry.digest in visited:
@@ -239,11 +245,11 @@ class Repository(Target, AbstractContextManager["Repository"]):
             if len(visited) > MAX_REFERRERS:
                 raise RegistryError(f"{subject} has over {MAX_REFERRERS} referrers")
             yield level, referred, entry
-            children = reversed(self.referrers(entry.digest))
+            children = reversed(self.list_referrers(entry.digest))
             pending += [(level + 1, entry.digest, referrer) for referrer in children]
 
     def tag(self, content: Descriptor, reference: Reference, /) -> None:
-        self._put_manifest(content, self._manifest(content), reference)
+        self._put_manifest(content, self._load_manifest(content), reference)
 
     def _put_manifest(self, content: Descriptor, raw: bytes, reference: Reference | None) -> None:
         """PUT a manifest by tag, or by digest without a tag, and list it as a referrer."""

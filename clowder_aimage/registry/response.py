@@ -95,8 +95,8 @@ class RegistryResponse:
             return bytes(data)
         except (OSError, HTTPError) as error:
             if is_overdue(error):
-                raise overdue(self.host) from error
-            message = f"the response of {self.host} ended early{_ending(error)}"
+                raise build_timeout_error(self.host) from error
+            message = f"the response of {self.host} ended early{_describe_ending(error)}"
             raise BrokenOffError(message) from error
         finally:
             self.raw.close()
@@ -142,7 +142,7 @@ class RegistryResponse:
         self.raw.close()
 
 
-def _ending(error: Exception) -> str:
+def _describe_ending(error: Exception) -> str:
     """Return the offset at the end of a broken body, or the error."""
     cause = error.__cause__
     if not isinstance(cause, http.client.IncompleteRead):
@@ -161,7 +161,7 @@ def is_overdue(error: BaseException) -> bool:
     return cause is not None
 
 
-def overdue(host: str) -> NetworkError:
+def build_timeout_error(host: str) -> NetworkError:
     """Return the error for a response that did not arrive in time; it is not transient."""
     return NetworkError(
         f"{host} does not answer in time",
@@ -196,7 +196,7 @@ class ResponseFailure:
         try:
             body = response.read(_MAX_ERROR_BODY)
             # The body of a redirect's target may contain a signed URL.
-            line = "" if response.is_redirected else _first_line(body)
+            line = "" if response.is_redirected else _extract_first_line(body)
             errors = read_json(body, "it")["errors"]
             # Distribution 2.8 puts UNKNOWN before the reason when a layer has urls.
             error = next((e for e in errors if e.get("code") != "UNKNOWN"), errors[0])
@@ -238,13 +238,13 @@ class ResponseFailure:
         return (self.status, self.code) in refusals or self.status in (406, 415)
 
 
-def _first_line(body: bytes) -> str:
+def _extract_first_line(body: bytes) -> str:
     """Return the first line of text in a body, without the tags of HTML."""
     text = re.sub(r"<[^<>]*>", "", body.decode(errors="replace")).strip()
     return "".join(filter(str.isprintable, text.partition("\n")[0]))[:_MAX_LINE].strip()
 
 
-def manifest_failure(response: RegistryResponse, resource: str) -> AImageError:
+def build_manifest_error(response: RegistryResponse, resource: str) -> AImageError:
     """Return the error for a refused manifest: for its kind, its size, or another reason."""
     refusal = ResponseFailure.of(response)
     fields: dict[str, Any] = {
@@ -265,16 +265,18 @@ def manifest_failure(response: RegistryResponse, resource: str) -> AImageError:
             hint="registries accept manifests of up to 4 MiB; pack the model into fewer layers",
             **fields,
         )
-    return _error(refusal, resource)
+    return _build_error(refusal, resource)
 
 
-def deletion_failure(response: RegistryResponse, reference: Reference, digest: str) -> AImageError:
+def build_deletion_error(
+    response: RegistryResponse, reference: Reference, digest: str
+) -> AImageError:
     """Return the error for a refused deletion. Many registries do not support deletion of tags."""
     refusal = ResponseFailure.of(response)
     is_tag = reference.digest is None
     is_unsupported = refusal.status in (405, 501) or refusal.code == "UNSUPPORTED"
     if not is_unsupported and not (is_tag and refusal.status in (400, 404)):
-        return _error(refusal, f"the deletion of {reference}")
+        return _build_error(refusal, f"the deletion of {reference}")
     fields: dict[str, Any] = {
         "status": refusal.status,
         "code": refusal.code,
@@ -290,12 +292,12 @@ def deletion_failure(response: RegistryResponse, reference: Reference, digest: s
     )
 
 
-def failure(response: RegistryResponse, resource: str) -> AImageError:
+def build_response_error(response: RegistryResponse, resource: str) -> AImageError:
     """Return the error for an unexpected response; ``resource`` names the request's object."""
-    return _error(ResponseFailure.of(response), resource)
+    return _build_error(ResponseFailure.of(response), resource)
 
 
-def _error(refusal: ResponseFailure, resource: str) -> AImageError:
+def _build_error(refusal: ResponseFailure, resource: str) -> AImageError:
     hint = next((text for pattern, text in _HINTS if re.search(pattern, refusal.text)), None)
     if "AirTunes/" in refusal.server:
         return RegistryError(

@@ -42,7 +42,7 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, BrokenOffError)
 
 
-def retrying(
+def retry_call(
     function: Callable[[], _T],
     *,
     progress: Callable[[], object] = lambda: None,
@@ -78,7 +78,7 @@ def retrying(
     return retryer(function)
 
 
-def writing(write: Callable[[], bool], *, sleep: Callable[[float], None] = time.sleep) -> bool:
+def retry_write(write: Callable[[], bool], *, sleep: Callable[[float], None] = time.sleep) -> bool:
     """Call ``write`` until it returns True; return False if ATTEMPTS calls return False.
 
     Waits have jitter, so that clients that overwrite each other write at different times.

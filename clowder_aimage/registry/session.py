@@ -19,9 +19,13 @@ from clowder_aimage.errors import AImageError, RegistryError, UnauthorizedError,
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest, Reference, mediatype
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.client_options import ClientOptions, open_session
-from clowder_aimage.registry.response import RegistryResponse, failure, manifest_failure
-from clowder_aimage.registry.retry import BrokenOffError, Pause, retrying
-from clowder_aimage.registry.transport import Transport, origin
+from clowder_aimage.registry.response import (
+    RegistryResponse,
+    build_manifest_error,
+    build_response_error,
+)
+from clowder_aimage.registry.retry import BrokenOffError, Pause, retry_call
+from clowder_aimage.registry.transport import Transport, parse_origin
 
 # Seconds for each address of the host.
 CONNECT_TIMEOUT = 3.0
@@ -50,7 +54,7 @@ class Session(AbstractContextManager["Session"]):
     ) -> None:
         self._reference = reference
         self._registry = reference.registry or ""
-        self.mirrors = Mirrors() if is_mirror else _mirrors(reference, connection)
+        self.mirrors = Mirrors() if is_mirror else _open_mirrors(reference, connection)
         connection = connection.to(self._registry)
         scheme = "http" if connection.uses_http(self._registry) else "https"
         host = _DOCKER_HUB if self._registry == "docker.io" else self._registry
@@ -66,7 +70,7 @@ class Session(AbstractContextManager["Session"]):
             on_exchange=self._on_exchange,
         )
         # The most bytes of a request, 0 for any number.
-        self.chunk = connection.host(self._registry).chunk_size
+        self.chunk = connection.find_host_settings(self._registry).chunk_size
         basic = basic_auth or connection.basic_auth
         self._auth = Authenticator(
             reference, connection, self._send_once, scheme, basic, self._http.boundary
@@ -81,7 +85,7 @@ class Session(AbstractContextManager["Session"]):
         self.mirrors.close()
         self._http.close()
 
-    def url(self, path: str) -> str:
+    def build_url(self, path: str) -> str:
         """Return the URL of a path below ``/v2/<repository>/``."""
         return f"{self.base}/v2/{self._reference.repository}/{path}"
 
@@ -99,7 +103,7 @@ class Session(AbstractContextManager["Session"]):
         try:
             url = urljoin(base, location)
             old, new = urlsplit(base), urlsplit(url)
-            origin(url)
+            parse_origin(url)
         except ValueError:
             raise RegistryError(
                 f"{self._registry} sent the invalid URL {location[:200]!r}"
@@ -114,14 +118,14 @@ class Session(AbstractContextManager["Session"]):
         """Check that the registry accepts the credentials (end-1). Raises AImageError."""
         response = self.request("GET", f"{self.base}/v2/")
         if response.status_code != 200:
-            raise failure(response, "the endpoint /v2/")
+            raise build_response_error(response, "the endpoint /v2/")
         response.finish()
 
     def get(self, url: str, accept: str, resource: str) -> tuple[bytes, RegistryResponse]:
         """Return a document, up to MAX_MANIFEST_SIZE, and its response. Raises AImageError."""
         response = self.request("GET", url, headers={"Accept": accept})
         if response.status_code != 200:
-            raise failure(response, resource)
+            raise build_response_error(response, resource)
         return response.read(MAX_MANIFEST_SIZE), response
 
     def put_manifest(
@@ -134,14 +138,14 @@ class Session(AbstractContextManager["Session"]):
 
         def put() -> Mapping[str, str]:
             headers = {"Content-Type": media_type}
-            url = self.url(f"manifests/{target}")
+            url = self.build_url(f"manifests/{target}")
             response = self.request("PUT", url, headers=headers, body=raw)
             if response.status_code not in (200, 201):
-                raise manifest_failure(response, resource)
+                raise build_manifest_error(response, resource)
             response.finish()
             return response.headers
 
-        return retrying(put)
+        return retry_call(put)
 
     def request(
         self,
@@ -161,7 +165,7 @@ class Session(AbstractContextManager["Session"]):
 
         Raises NetworkError without a response, UnauthorizedError without credentials.
         """
-        path = url.removeprefix(self.url(""))
+        path = url.removeprefix(self.build_url(""))
         mirrored = self.mirrors.request(method, path, headers, read_timeout)
         if mirrored is not None:
             return mirrored
@@ -170,9 +174,9 @@ class Session(AbstractContextManager["Session"]):
         if url in (f"{self.base}/v2/", self.catalog):
             # The registry itself requires no permission for a repository.
             actions = ""
-        is_ours = origin(url) == origin(self.base)
+        is_ours = parse_origin(url) == parse_origin(self.base)
         sent = {"Accept-Encoding": "identity", **(headers or {})}
-        header = self._auth.header_for(actions) if is_ours else None
+        header = self._auth.get_header(actions) if is_ours else None
         if header:
             sent["Authorization"] = header
         response = self._send(method, url, sent, body, read_timeout)
@@ -247,7 +251,7 @@ class Mirrors:
         self._failed |= senders
         return bool(senders)
 
-    def have_sent(self, digest: Digest) -> bool:
+    def has_sent(self, digest: Digest) -> bool:
         """Return True if the content of ``digest`` came from a mirror."""
         return bool(self._sent.get(str(digest)))
 
@@ -268,7 +272,7 @@ class Mirrors:
             if session in self._failed:
                 continue
             try:
-                url = session.url(path)
+                url = session.build_url(path)
                 response = session.request("GET", url, headers=headers, read_timeout=read_timeout)
                 if response.status_code == 304:
                     return response
@@ -296,9 +300,9 @@ def _verify_manifest(response: RegistryResponse, target: str) -> RegistryRespons
     return replace(response, raw=body)
 
 
-def _mirrors(reference: Reference, connection: ClientOptions) -> Mirrors:
+def _open_mirrors(reference: Reference, connection: ClientOptions) -> Mirrors:
     """Open the configured mirrors of the registry of ``reference``."""
-    settings = connection.host(reference.registry)
+    settings = connection.find_host_settings(reference.registry)
     sessions = []
     for mirror in settings.mirrors:
         host, _, path = mirror.partition("/")

@@ -22,7 +22,7 @@ from oras.auth.utils import authHeader
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import read_json
 from clowder_aimage.registry.docker_config import Credential
-from clowder_aimage.registry.response import RegistryResponse, failure
+from clowder_aimage.registry.response import RegistryResponse, build_response_error
 from clowder_aimage.registry.retry import TRANSIENT_STATUS
 
 _MAX_TOKEN_RESPONSE = 1024 * 1024
@@ -48,15 +48,18 @@ class TokenExchange(requests.Session):
         headers = {key: text for key, text in request.headers.items() if key not in _OWN_HEADERS}
         sent = self._send(request.method or "GET", request.url or "", headers, request.body)
         if sent.status_code in TRANSIENT_STATUS:
-            raise failure(sent, "a request for a token")
+            raise build_response_error(sent, "a request for a token")
         raw = sent.read(_MAX_TOKEN_RESPONSE)
-        self.status, self.fields = sent.status_code, _object(raw) if sent.status_code == 200 else {}
+        self.status, self.fields = (
+            sent.status_code,
+            _parse_object(raw) if sent.status_code == 200 else {},
+        )
         response = requests.Response()
         response.status_code = self.status
         response.raw = io.BytesIO(json.dumps(self.fields).encode())
         return response
 
-    def token(
+    def request_token(
         self, realm: str, service: str | None, scopes: Sequence[str], credential: Credential
     ) -> object:
         """Return a token of the service ``realm``. Raises ValueError if ``realm`` is not a URL."""
@@ -84,7 +87,7 @@ class TokenExchange(requests.Session):
         return self.fields.get("access_token") or self.fields.get("token")
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+def _parse_object(raw: bytes) -> dict[str, Any]:
     """Return a JSON object, an empty one for other content."""
     with contextlib.suppress(FormatError):
         value = read_json(raw, "it")

@@ -59,10 +59,10 @@ def redact_url(url: str) -> str:
 
 def redact_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return headers with the values of those that hold no secrets; of credentials, the scheme."""
-    return {name: _value(name.lower(), value) for name, value in headers.items()}
+    return {name: _redact_value(name.lower(), value) for name, value in headers.items()}
 
 
-def _value(name: str, value: str) -> str:
+def _redact_value(name: str, value: str) -> str:
     if name in _HEADERS:
         return value
     if name == "location":
@@ -74,7 +74,7 @@ def _value(name: str, value: str) -> str:
     return _HIDDEN
 
 
-def body_size(headers: Mapping[str, str]) -> int | None:
+def parse_body_size(headers: Mapping[str, str]) -> int | None:
     """Return the declared size of a body in bytes."""
     value = headers.get("Content-Length", "")
     return int(value) if re.fullmatch(r"[0-9]{1,18}", value) else None

@@ -36,12 +36,12 @@ from clowder_aimage.content.store import FileStream, Reader
 from clowder_aimage.content.timed_response import TimedResponse
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.registry.reach import Boundary
-from clowder_aimage.registry.response import RegistryResponse, is_overdue, overdue
+from clowder_aimage.registry.response import RegistryResponse, build_timeout_error, is_overdue
 from clowder_aimage.registry.retry import BrokenOffError
 from clowder_aimage.registry.trace import (
     OnTrace,
     RequestTrace,
-    body_size,
+    parse_body_size,
     redact_headers,
     redact_url,
 )
@@ -57,7 +57,7 @@ _TLS_ALERT = "\x15\x03"
 _TLS_ENDED = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 
 
-def origin(url: str) -> tuple[str, str, int]:
+def parse_origin(url: str) -> tuple[str, str, int]:
     """Return scheme, host and port of a URL. Credentials belong to an origin."""
     parts = urlsplit(url)
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
@@ -113,7 +113,7 @@ class StreamBody:
             if not count:
                 raise EOFError("the body does not match its declared length")
             offset += count
-            stream.sent(count)
+            stream.record_sent(count)
 
 
 # The addresses to connect to, by host and port.
@@ -162,7 +162,7 @@ class _StreamSender:
             raise BrokenPipeError(errno.EPIPE, str(error)) from error
 
 
-def _pool(
+def _build_pool_class(
     kind: type[HTTPConnectionPool], addresses: Addresses, boundary: Boundary | None
 ) -> type[HTTPConnectionPool]:
     fields = {"addresses": addresses, "boundary": boundary}
@@ -180,7 +180,7 @@ def set_pools(
     """
     kinds = pools.pool_classes_by_scheme
     pools.pool_classes_by_scheme = {
-        scheme: _pool(kind, addresses or {}, boundary) for scheme, kind in kinds.items()
+        scheme: _build_pool_class(kind, addresses or {}, boundary) for scheme, kind in kinds.items()
     }
 
 
@@ -201,7 +201,7 @@ class Transport:
     ) -> None:
         self._session, self._registry = session, registry
         self._boundary: Boundary | None = getattr(session, "boundary", None)
-        self._own_headers = (origin(own_headers[0]), own_headers[1])
+        self._own_headers = (parse_origin(own_headers[0]), own_headers[1])
         self._on_exchange = on_exchange
         self._headers = {"Accept": "*/*", "User-Agent": str(session.headers["User-Agent"])}
         self._routes: dict[tuple[str, str, int], tuple[Any, bool]] = {}
@@ -234,21 +234,21 @@ class Transport:
             response.finish()
             try:
                 target = urljoin(url, location)
-                is_elsewhere = origin(url) != origin(target)
+                is_elsewhere = parse_origin(url) != parse_origin(target)
             except ValueError:
-                raise self._failure("redirect to an invalid URL") from None
+                raise self._build_request_error("redirect to an invalid URL") from None
             if urlsplit(url).scheme == "https" and urlsplit(target).scheme != "https":
-                raise self._failure("redirect from https to http")
+                raise self._build_request_error("redirect from https to http")
             if is_elsewhere:
                 sent.pop("Authorization", None)
             url = target
-        raise self._failure(f"more than {max_redirects} redirects")
+        raise self._build_request_error(f"more than {max_redirects} redirects")
 
     def _send_traced(
         self, method: str, url: str, headers: Mapping[str, str], body: Any, timeout: urllib3.Timeout
     ) -> RegistryResponse:
         """Send one request, with the headers of its origin, and report it."""
-        if self._own_headers[1] and origin(url) == self._own_headers[0]:
+        if self._own_headers[1] and parse_origin(url) == self._own_headers[0]:
             headers = {**headers, **self._own_headers[1]}
         report, started = self._on_exchange, time.monotonic()
         if report is None:
@@ -266,7 +266,7 @@ class Transport:
             report(exchange(0, error=str(error)))
             raise
         reply_headers = response.headers
-        size = None if method == "HEAD" else body_size(reply_headers)
+        size = None if method == "HEAD" else parse_body_size(reply_headers)
         report(
             exchange(
                 response.status_code, received=size, response_headers=redact_headers(reply_headers)
@@ -294,13 +294,13 @@ class Transport:
                 timeout=timeout,
             )
         except (requests.RequestException, HTTPError, OSError, EOFError) as error:
-            raise self._network_error(error, url) from error
+            raise self._build_network_error(error, url) from error
         self.has_answered = True
         return RegistryResponse(raw.status, url, raw.headers, raw)
 
     def _route(self, url: str) -> tuple[Any, bool]:
         """Return the pool for a URL's origin, and True if the proxy requires a full URL."""
-        key = origin(url)
+        key = parse_origin(url)
         if key not in self._routes:
             request = requests.Request("GET", url).prepare()
             settings = self._session.merge_environment_settings(url, {}, True, None, None)
@@ -315,12 +315,12 @@ class Transport:
             self._routes[key] = pool, adapter.request_url(request, proxies) != request.path_url
         return self._routes[key]
 
-    def _failure(self, reason: str) -> NetworkError:
+    def _build_request_error(self, reason: str) -> NetworkError:
         return NetworkError(f"request to {self._registry} failed: {reason}")
 
-    def _network_error(self, error: Exception, url: str) -> NetworkError:
+    def _build_network_error(self, error: Exception, url: str) -> NetworkError:
         """Convert an error of urllib3, requests or the system."""
-        reason = _reason(error)
+        reason = _describe_error(error)
         if isinstance(error, ProtocolError) and reason.startswith(_TLS_ALERT):
             return NetworkError(
                 f"{self._registry} answered an HTTP request with a TLS alert",
@@ -328,7 +328,7 @@ class Transport:
                 remedy="https",
             )
         if isinstance(error, SSLError) and not _is_broken(error):
-            return _tls_error(self._registry, reason)
+            return _build_tls_error(self._registry, reason)
         # NewConnectionError is also a ConnectTimeoutError: it is handled first.
         if isinstance(error, NewConnectionError | ProxyError):
             return NetworkError(
@@ -341,7 +341,7 @@ class Transport:
                 hint="check the host, the port and the network",
             )
         if is_overdue(error):
-            return overdue(self._registry)
+            return build_timeout_error(self._registry)
         if isinstance(error, ReadTimeoutError):
             return (BrokenOffError if self.has_answered else NetworkError)(
                 f"{self._registry} accepts connections but does not respond",
@@ -355,7 +355,7 @@ class Transport:
                 # OpenSSL sends no alert to HTTP, it ends the connection.
                 remedy="https" if may_be_tls else "",
             )
-        return self._failure(reason)
+        return self._build_request_error(reason)
 
 
 def _is_broken(error: SSLError) -> bool:
@@ -364,7 +364,7 @@ def _is_broken(error: SSLError) -> bool:
     return isinstance(inner, _TLS_ENDED) or "BAD_RECORD_MAC" in str(getattr(inner, "reason", ""))
 
 
-def _tls_error(registry: str, reason: str) -> NetworkError:
+def _build_tls_error(registry: str, reason: str) -> NetworkError:
     if "certificate required" in reason.lower():
         return NetworkError(
             f"{registry} requires a client certificate: {reason}",
@@ -384,7 +384,7 @@ def _tls_error(registry: str, reason: str) -> NetworkError:
     )
 
 
-def _reason(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return the text of the innermost error, without addresses of Python objects."""
     inner: object = error
     while isinstance(inner, BaseException):

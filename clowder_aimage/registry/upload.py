@@ -18,8 +18,8 @@ from clowder_aimage.content.verified_reader import VerifyingReader, check_size, 
 from clowder_aimage.errors import AImageError, RegistryError, VerificationError
 from clowder_aimage.oci import Descriptor
 from clowder_aimage.registry.mount import MountOrigins
-from clowder_aimage.registry.response import RegistryResponse, failure
-from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retrying
+from clowder_aimage.registry.response import RegistryResponse, build_response_error
+from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retry_call
 from clowder_aimage.registry.session import READ_TIMEOUT, Session
 from clowder_aimage.registry.transport import StreamBody
 
@@ -41,16 +41,16 @@ def upload(session: Session, content: Descriptor, body: Body, origins: MountOrig
     damaged. The registry does not store a damaged one.
     """
     blob_upload = _Upload(session, content, body, origins)
-    retrying(blob_upload.attempt, progress=lambda: (blob_upload.furthest, session.chunk))
+    retry_call(blob_upload.attempt, progress=lambda: (blob_upload.furthest, session.chunk))
 
 
 def check_permission(session: Session) -> None:
     """Begin an upload, and cancel it. Raises as ``upload``: the registry does not accept one."""
     response = session.request(
-        "POST", session.url("blobs/uploads/"), headers={"Content-Length": "0"}
+        "POST", session.build_url("blobs/uploads/"), headers={"Content-Length": "0"}
     )
     if response.status_code != 202:
-        raise failure(response, "an upload")
+        raise build_response_error(response, "an upload")
     response.finish()
     if location := response.headers.get("Location"):
         url = session.join(location, response.url)
@@ -101,7 +101,7 @@ class _Upload:
         if response is None:
             return False
         if response.status_code != 202:
-            raise failure(response, self._resource)
+            raise build_response_error(response, self._resource)
         if not response.headers.get("Location"):
             response.finish()
             raise RegistryError("the registry began an upload but sent no Location header")
@@ -125,13 +125,13 @@ class _Upload:
         if answer.status_code in TRANSIENT_STATUS and not self._is_uncertain:
             self._is_uncertain = True
             # The upload may still exist: check again.
-            raise failure(answer, self._resource)
+            raise build_response_error(answer, self._resource)
         self._is_uncertain = False
         if answer.status_code not in (200, 202, 204):
             answer.finish()
             self._is_lost = True
             return False
-        received = _received_size(answer)
+        received = _parse_received_size(answer)
         self._follow(answer)
         self._advance(received if received <= self._content.size else 0)
         return 0 < received <= self._content.size
@@ -145,7 +145,9 @@ class _Upload:
         if not self._is_lost and not self._offset:
             return False
         self._is_lost = False
-        answer = self._session.request("HEAD", self._session.url(f"blobs/{self._content.digest}"))
+        answer = self._session.request(
+            "HEAD", self._session.build_url(f"blobs/{self._content.digest}")
+        )
         answer.finish()
         return answer.status_code == 200
 
@@ -158,8 +160,8 @@ class _Upload:
             headers["Content-Range"] = f"{self._offset}-{end - 1}"
         answer = self._send("PATCH", self._location or "", headers, end)
         if answer.status_code not in (202, 204):
-            raise self._failure(answer)
-        arrived = _received_size(answer)
+            raise self._build_attempt_error(answer)
+        arrived = _parse_received_size(answer)
         self._follow(answer)
         self._advance(arrived if self._offset < arrived <= end else end)
 
@@ -175,7 +177,7 @@ class _Upload:
         wait = READ_TIMEOUT + self._content.size / _SETTLES
         answer = self._send("PUT", url, headers, self._content.size, wait)
         if answer.status_code not in (201, 204):
-            raise self._failure(answer)
+            raise self._build_attempt_error(answer)
         answer.finish()
 
     def _send(
@@ -214,18 +216,18 @@ class _Upload:
         """Send smaller chunks to this registry from now on. Raises."""
         smallest = max(SMALLEST_CHUNK, self._least)
         if size <= smallest:
-            raise failure(answer, self._resource)
+            raise build_response_error(answer, self._resource)
         smaller = FIRST_CHUNK if size > FIRST_CHUNK else max(smallest, size // 4)
         self._session.chunk = min(smaller, self._session.chunk or smaller)
         answer.finish()
         raise BrokenOffError(f"{self._resource} requires smaller chunks")
 
-    def _failure(self, answer: RegistryResponse) -> AImageError:
+    def _build_attempt_error(self, answer: RegistryResponse) -> AImageError:
         """Return the error that ends an attempt; a lost or damaged upload is restarted.
 
         Raises VerificationError if the local copy is damaged.
         """
-        error = failure(answer, self._resource)
+        error = build_response_error(answer, self._resource)
         if answer.status_code in (404, 410):
             self._location, self._is_lost = None, True
             return BrokenOffError(error.message, hint=_LOST)
@@ -236,7 +238,7 @@ class _Upload:
         return error
 
 
-def _received_size(answer: RegistryResponse) -> int:
+def _parse_received_size(answer: RegistryResponse) -> int:
     """Return the number of received bytes, by the Range header (``0-N``, inclusive)."""
     match = re.fullmatch(r"(?:bytes=)?0-([0-9]{1,18})", answer.headers.get("Range", "").strip())
     return int(match[1]) + 1 if match and match[1] != "0" else 0

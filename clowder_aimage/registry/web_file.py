@@ -106,7 +106,7 @@ def fetch(
         max_reach = _check_reach(hosts, parts.scheme, host, port, shown, is_redirect=count > 0)
         if hosts is not None:
             boundary = Boundary(host, max_reach=max_reach)
-        boundary = boundary or connection.boundary(host)
+        boundary = boundary or connection.build_boundary(host)
         options = replace(connection.to_mirror(parts.netloc), cert_dirs=())
         with open_session(options, parts.netloc, boundary) as session:
             transport = Transport(session, parts.netloc)
@@ -116,17 +116,17 @@ def fetch(
                 with closing(_get(transport, url)) as response:
                     location = response.headers.get("Location")
                     if response.status_code not in _REDIRECTS or not location:
-                        return _body(response, shown, limit)
-                url, shown = _target(url, location, shown_start)
+                        return _read_body(response, shown, limit)
+                url, shown = _resolve_target(url, location, shown_start)
             except OutsideError as error:
-                raise forbidden(error, shown, host) from None
+                raise build_forbidden_error(error, shown, host) from None
             except NetworkError as error:
                 error.hint, error.remedy = "check the URL and the network", ""
                 raise
     raise NetworkError(f"{shown_start} leads to more than {_MAX_REDIRECTS} redirects")
 
 
-def forbidden(error: OutsideError, shown: str, host: str) -> ForbiddenError:
+def build_forbidden_error(error: OutsideError, shown: str, host: str) -> ForbiddenError:
     """Return the error of a URL or an artifact whose address is not permitted."""
     if isinstance(error, UncheckedError):
         return ForbiddenError(
@@ -150,7 +150,7 @@ def _get(transport: Transport, url: str) -> RegistryResponse:
     return transport.send("GET", url, sent, timeout=timeout, max_redirects=0)
 
 
-def _target(url: str, location: str, shown_start: str) -> tuple[str, str]:
+def _resolve_target(url: str, location: str, shown_start: str) -> tuple[str, str]:
     """Return the URL of a redirect, and its text. Raises NetworkError, ForbiddenError."""
     try:
         target = urljoin(url, location)
@@ -204,7 +204,7 @@ def _check_reach(
     return Reach.NOWHERE
 
 
-def _body(response: RegistryResponse, shown: str, limit: int) -> bytes:
+def _read_body(response: RegistryResponse, shown: str, limit: int) -> bytes:
     status = response.status_code
     if status in (401, 403):
         raise UnauthorizedError(

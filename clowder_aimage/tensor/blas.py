@@ -81,12 +81,12 @@ def preload() -> str | None:
     # Idle threads of OpenBLAS spin: they leave their cores to other threads after 2^16 cycles.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "16")
     if _library is None:
-        loaded = (library.load() for library in candidates())
+        loaded = (library.load() for library in iter_candidates())
         _library = next((library for library in loaded if library is not None), None)
     return None if _library is None else "openblas"
 
 
-def candidates() -> Iterator[Library]:
+def iter_candidates() -> Iterator[Library]:
     """Yield the OpenBLAS of the package, then the system's, an older one."""
     package = importlib.util.find_spec("scipy_openblas32")
     for folder in (package and package.submodule_search_locations) or ():

@@ -59,7 +59,7 @@ def read_tensors(header: Header) -> dict[str, BlobTensor]:
     groups: dict[str, dict[str, str]] = {}
     part_keys: set[str] = set()
     for key, info in tensors.items():
-        if info.dtype == CODES and (parts := _parts(key, tensors)):
+        if info.dtype == CODES and (parts := _find_parts(key, tensors)):
             groups[key] = parts
             part_keys.update(parts.values())
             part_keys.update(key + word for word in INPUTS)
@@ -87,10 +87,10 @@ def find_tensor(tensors: Mapping[str, BlobTensor], name: str, component: str) ->
     for key in (name, f"{component}/{name}", LEGACY_KEY):
         if key in tensors:
             if len(tensors) > 1:
-                raise _ambiguity_error(tensors, key, name, component)
+                raise _build_ambiguity_error(tensors, key, name, component)
             return tensors[key]
     raise FormatError(
-        f"{_full_name(component, name)}: the blob contains {_join_names(tensors)} instead"
+        f"{_qualify_name(component, name)}: the blob contains {_join_names(tensors)} instead"
     )
 
 
@@ -106,12 +106,12 @@ def find_group(
         FormatError: The blob is empty, a tensor is outside of the group or has its name, or two
             tensors have the same name.
     """
-    parent, layer_name = prefix.rpartition(".")[0], _full_name(component, prefix)
+    parent, layer_name = prefix.rpartition(".")[0], _qualify_name(component, prefix)
     group: dict[str, BlobTensor] = {}
     for key, tensor in tensors.items():
         name = key.removeprefix(f"{component}/")
         if name == prefix:
-            raise _ambiguity_error(tensors, key, prefix, component)
+            raise _build_ambiguity_error(tensors, key, prefix, component)
         if (parent and not name.startswith(f"{parent}.")) or name in group:
             raise FormatError(f"{layer_name}: the blob contains {key[:200]} of another group")
         group[name] = tensor
@@ -135,7 +135,7 @@ def check_layer(
         return
     valid = [(tensor.dtype, tensor.shape)]
     if tensor.quantization is not None:
-        valid.append((CODES, tensor.quantization.codes_shape(tensor.shape)))
+        valid.append((CODES, tensor.quantization.compute_codes_shape(tensor.shape)))
     if not any(
         dtype in (None, expected_dtype) and shape in (None, expected_shape)
         for expected_dtype, expected_shape in valid
@@ -147,7 +147,7 @@ def check_layer(
         )
 
 
-def _parts(key: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+def _find_parts(key: str, tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     parts = {
         suffix: key + suffix for suffix in (SCALE, BIAS, GLOBAL_SCALE) if key + suffix in tensors
     }
@@ -186,8 +186,8 @@ def _check_claims(
 
 def _read_quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobTensor:
     codes, scales = header.tensors[key].shape, header.tensors[parts[SCALE]].shape
-    quantization = _quantization(key, header.metadata, codes, scales)
-    shape = quantization.shape(codes) if codes else ()
+    quantization = _parse_quantization(key, header.metadata, codes, scales)
+    shape = quantization.compute_shape(codes) if codes else ()
     if not quantization.fits(shape):
         raise FormatError(
             f"{key[:200]}: codes of shape {list(codes)} do not fit "
@@ -196,7 +196,7 @@ def _read_quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobT
     if quantization.type.has_bias != (BIAS in parts):
         has = "requires biases" if quantization.type.has_bias else "does not support biases"
         raise FormatError(f"{key[:200]}: {quantization.type.name} {has}")
-    expected = quantization.scales_shape(shape)
+    expected = quantization.compute_scales_shape(shape)
     for part_key in (parts[suffix] for suffix in (SCALE, BIAS) if suffix in parts):
         info = header.tensors[part_key]
         if info.shape != expected or info.dtype not in quantization.type.scale_dtypes:
@@ -211,7 +211,7 @@ def _read_quantized(key: str, header: Header, parts: Mapping[str, str]) -> BlobT
     return BlobTensor(key, quantization.type.name, shape, quantization, parts)
 
 
-def _quantization(
+def _parse_quantization(
     key: str, metadata: Mapping[str, str], codes: tuple[int, ...], scales: tuple[int, ...]
 ) -> Quantization:
     # A missing group size follows from the shapes, because the defaults of two tools differ.
@@ -221,7 +221,7 @@ def _quantization(
     size: str | int | None = metadata.get(f"{key}.{GROUP_SIZE}", metadata.get(GROUP_SIZE))
     try:
         if size is None and codes and scales and scales[-1]:
-            size = Quantization.parse(name).shape(codes)[-1] // scales[-1]
+            size = Quantization.parse(name).compute_shape(codes)[-1] // scales[-1]
         return Quantization.parse(name, size)
     except FormatError as error:
         raise FormatError(f"{key[:200]}: {error}") from None
@@ -248,14 +248,14 @@ def _check_global(
         raise FormatError(f"{key[:200]}: {info.dtype} {list(info.shape)} is not an nvfp4 scale")
 
 
-def _ambiguity_error(
+def _build_ambiguity_error(
     tensors: Mapping[str, BlobTensor], key: str, name: str, component: str
 ) -> FormatError:
     names = _join_names(tensors.keys() - {key})
-    return FormatError(f"{_full_name(component, name)}: the blob also contains {names}")
+    return FormatError(f"{_qualify_name(component, name)}: the blob also contains {names}")
 
 
-def _full_name(component: str, name: str) -> str:
+def _qualify_name(component: str, name: str) -> str:
     """Return the name of the layer. Language models have no components: theirs is ""."""
     return f"{component}/{name}" if component else name
 

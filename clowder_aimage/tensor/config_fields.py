@@ -7,7 +7,7 @@ from typing import Any
 
 from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE, read_json
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.tensor.quantization_config import KEYS, unknown_key
+from clowder_aimage.tensor.quantization_config import KEYS, find_unknown_key
 
 MAX_LAYERS = 1024
 MAX_SIZE = 1 << 24
@@ -41,33 +41,33 @@ class ConfigFields:
 
     def accept_quantization(self) -> None:
         """Accept a quantization that blobs support. Raises ModelError for others."""
-        if key := unknown_key({key: self.raw(key) for key in KEYS}):
+        if key := find_unknown_key({key: self.get_raw(key) for key in KEYS}):
             raise self.refuse(key, "unsupported quantization")
 
     def refuse(self, key: str, reason: str) -> ModelError:
         """Return the error for an unusable value."""
         return ModelError(f"{self.name}: {key} = {self.values.get(key)!r:.80}: {reason}")
 
-    def raw(self, key: str, default: Any = None) -> Any:
+    def get_raw(self, key: str, default: Any = None) -> Any:
         """Return the value unchanged, or the default if it is absent or null."""
         self._read.add(key)
         value = self.values.get(key)
         return default if value is None else value
 
-    def _value(self, key: str, default: Any) -> Any:
-        value = self.raw(key, default)
+    def _require_value(self, key: str, default: Any) -> Any:
+        value = self.get_raw(key, default)
         if value is None:
             raise ModelError(f"{self.name}: missing field {key}")
         return value
 
-    def integer(self, key: str, default: int | None = None, *, maximum: int = MAX_SIZE) -> int:
+    def get_integer(self, key: str, default: int | None = None, *, maximum: int = MAX_SIZE) -> int:
         """Return a whole number from 1 to ``maximum``."""
-        value = self._value(key, default)
+        value = self._require_value(key, default)
         if type(value) is int and 1 <= value <= maximum:
             return value
         raise self.refuse(key, f"must be a whole number from 1 to {maximum}")
 
-    def number(
+    def get_number(
         self,
         key: str,
         default: float | None = None,
@@ -76,44 +76,44 @@ class ConfigFields:
         maximum: float = MAX_NUMBER,
     ) -> float:
         """Return a number from ``minimum`` to ``maximum``."""
-        value = self._value(key, default)
+        value = self._require_value(key, default)
         # The comparison is false for NaN.
         if type(value) not in (int, float) or not minimum <= value <= maximum:
             raise self.refuse(key, f"must be a number from {minimum:g} to {maximum:g}")
         return float(value)
 
-    def positive(
+    def get_positive(
         self, key: str, default: float | None = None, *, maximum: float = MAX_NUMBER
     ) -> float:
         """Return a number above zero, up to ``maximum``."""
-        return self.number(key, default, minimum=_LEAST, maximum=maximum)
+        return self.get_number(key, default, minimum=_LEAST, maximum=maximum)
 
-    def boolean(self, key: str, default: bool) -> bool:
+    def get_boolean(self, key: str, default: bool) -> bool:
         """Return True or False."""
-        value = self.raw(key, default)
+        value = self.get_raw(key, default)
         if not isinstance(value, bool):
             raise self.refuse(key, "must be true or false")
         return value
 
-    def text(self, key: str, default: str | None = None) -> str:
+    def get_text(self, key: str, default: str | None = None) -> str:
         """Return a string."""
-        value = self._value(key, default)
+        value = self._require_value(key, default)
         if not isinstance(value, str):
             raise self.refuse(key, "must be a string")
         return value
 
-    def integers(self, key: str, default: Iterable[int] | None = None) -> tuple[int, ...]:
+    def get_integers(self, key: str, default: Iterable[int] | None = None) -> tuple[int, ...]:
         """Return a list of whole numbers above zero."""
-        value = self._value(key, None if default is None else list(default))
+        value = self._require_value(key, None if default is None else list(default))
         if not isinstance(value, list) or not all(
             type(item) is int and 1 <= item <= MAX_SIZE for item in value
         ):
             raise self.refuse(key, "must be a list of whole numbers above 0")
         return tuple(value)
 
-    def only(self, key: str, allowed: Any) -> None:
+    def check_value(self, key: str, allowed: Any) -> None:
         """Reject any value but ``allowed``; the field may be absent."""
-        if self.raw(key, allowed) != allowed:
+        if self.get_raw(key, allowed) != allowed:
             raise self.refuse(key, f"unsupported, expected {allowed!r}")
 
     def finish(self, *ignored: str) -> None:

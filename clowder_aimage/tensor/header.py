@@ -73,7 +73,7 @@ class Header:
     data_offset: int
 
 
-def nbytes(dtype: str, shape: Sequence[int]) -> int:
+def compute_nbytes(dtype: str, shape: Sequence[int]) -> int:
     """Return the size in bytes of a tensor of ``dtype`` and ``shape``.
 
     Raises:
@@ -115,12 +115,12 @@ def encode_header(
             readers' limit, or ``nbytes`` fails.
     """
     _check_count(tensors)
-    value: dict[str, Any] = {METADATA: _texts(dict(metadata))} if metadata else {}
+    value: dict[str, Any] = {METADATA: _check_texts(dict(metadata))} if metadata else {}
     offset = 0
     for name, dtype, shape in tensors:
         if name in value or not _is_name(name):
             raise FormatError(f"invalid or duplicate tensor name: {name!r:.100}")
-        end = offset + nbytes(dtype, shape)
+        end = offset + compute_nbytes(dtype, shape)
         value[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     # The data begins at a multiple of 8, so that a mapped file has aligned values.
@@ -167,21 +167,21 @@ def parse_header(text: bytes, data_size: int | None) -> Header:
         raise FormatError(f"the header is not valid JSON: {error}") from None
     metadata = value.pop(METADATA, None)
     # MLX writes null if there are none.
-    metadata = {} if metadata is None else _texts(metadata)
+    metadata = {} if metadata is None else _check_texts(metadata)
     _check_count(value)
-    tensors = {name: _tensor(name, item) for name, item in value.items()}
+    tensors = {name: _parse_tensor(name, item) for name, item in value.items()}
     _check_cover(tensors, data_size)
     return Header(tensors, metadata, _LENGTH.size + len(text))
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         raise FormatError("the header has a duplicate key")
     return value
 
 
-def _integer(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
     # The reference reader parses -0 as a float, Python as the integer 0. The conversion of many
     # digits takes quadratic time.
     if len(digits) > _DIGITS or digits == "-0":
@@ -190,7 +190,7 @@ def _integer(digits: str) -> int:
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
-_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_int=_integer)
+_DECODER = json.JSONDecoder(object_pairs_hook=_build_object, parse_int=_parse_integer)
 
 
 def _check_count(tensors: Sized) -> None:
@@ -205,7 +205,7 @@ def _check_size(text: bytes) -> None:
         raise FormatError(f"the header has more than {MAX_VALUES} values")
 
 
-def _texts(metadata: object) -> dict[str, str]:
+def _check_texts(metadata: object) -> dict[str, str]:
     # JSON can encode lone surrogates. They are not valid text.
     if not isinstance(metadata, dict) or not all(
         isinstance(text, str) and _SURROGATE.search(text) is None
@@ -216,7 +216,7 @@ def _texts(metadata: object) -> dict[str, str]:
     return metadata
 
 
-def _tensor(name: str, item: object) -> TensorInfo:
+def _parse_tensor(name: str, item: object) -> TensorInfo:
     if not _is_name(name):
         raise FormatError(f"invalid tensor name: {name!r:.100}")
     if not isinstance(item, dict) or item.keys() != _FIELDS:
@@ -227,7 +227,7 @@ def _tensor(name: str, item: object) -> TensorInfo:
     if not _is_range(offsets):
         raise FormatError(f"{name[:200]}: data_offsets must be two ascending numbers")
     try:
-        size = nbytes(dtype, shape)
+        size = compute_nbytes(dtype, shape)
     except FormatError as error:
         raise FormatError(f"{name[:200]}: {error}") from None
     start, end = offsets

@@ -69,7 +69,7 @@ class Quantization:
         if kind is None:
             names = ", ".join((*QUANT_TYPES, *ALIASES))
             raise FormatError(f"unknown quantization {name!r:.40}: expected one of {names}")
-        size = kind.group_size if group_size is None else _number(group_size)
+        size = kind.group_size if group_size is None else _parse_number(group_size)
         if size not in kind.group_sizes:
             allowed = " or ".join(map(str, kind.group_sizes))
             raise FormatError(f"{kind.name} requires group size {allowed}, not {group_size!r:.40}")
@@ -84,18 +84,19 @@ class Quantization:
         """Return True if a tensor of ``shape`` can be quantized: its rows are whole groups."""
         return len(shape) >= 2 and shape[-1] > 0 and shape[-1] % self.group_size == 0
 
-    def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def compute_codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the codes of a tensor of ``shape``, in words."""
         return (*shape[:-1], shape[-1] // self.per_word)
 
-    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def compute_scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales, and of the biases, of a tensor of ``shape``."""
         return (*shape[:-1], shape[-1] // self.group_size)
 
-    def shape(self, codes: Sequence[int]) -> tuple[int, ...]:
+    def compute_shape(self, codes: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the tensor that codes of shape ``codes`` represent."""
         return (*codes[:-1], codes[-1] * self.per_word)
 
+    @property
     def metadata(self) -> dict[str, str]:
         """Return the ``__metadata__`` of a blob with one tensor."""
         return {QUANT_TYPE: self.type.name, GROUP_SIZE: str(self.group_size)}
@@ -109,7 +110,7 @@ def parse_precision(text: str) -> str:
     return name
 
 
-def _number(value: int | str) -> int:
+def _parse_number(value: int | str) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10:
         return int(value)
     return value if isinstance(value, int) else -1

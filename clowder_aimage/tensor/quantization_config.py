@@ -40,14 +40,14 @@ class QuantizationConfig:
 
     def of(self, name: str) -> StatedType:
         """Return the name and group size of the quantization of tensor ``name``, if stated."""
-        entry = mlx_entry(self.config, name.removesuffix(WEIGHT))
+        entry = find_mlx_entry(self.config, name.removesuffix(WEIGHT))
         if entry is not None:
-            return mlx_type(entry)
+            return parse_mlx_type(entry)
         kind, size = self.index.get("quantization"), self.index.get("group_size")
         return (kind if isinstance(kind, str) else None, size if type(size) is int else None)
 
 
-def mlx_entry(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
+def find_mlx_entry(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | None:
     """Return the entry for a module in MLX's table in a component's config.json.
 
     A module's entry does not inherit from the table (the default mode is affine, the default
@@ -62,7 +62,7 @@ def mlx_entry(config: Mapping[str, Any], module: str) -> Mapping[str, Any] | Non
     return None
 
 
-def mlx_type(entry: Mapping[str, Any]) -> StatedType:
+def parse_mlx_type(entry: Mapping[str, Any]) -> StatedType:
     """Return the name of the type and the group size of an MLX entry: mode, bits, group_size."""
     mode, bits, size = entry.get("mode", "affine"), entry.get("bits"), entry.get("group_size")
     for kind in QUANT_TYPES.values():
@@ -71,7 +71,7 @@ def mlx_type(entry: Mapping[str, Any]) -> StatedType:
     return None, None
 
 
-def unknown_key(config: Mapping[str, Any]) -> str | None:
+def find_unknown_key(config: Mapping[str, Any]) -> str | None:
     """Return the key of an unknown quantization in a component's configuration."""
     for key in KEYS:
         value = config.get(key)
@@ -95,11 +95,11 @@ def _is_known(value: Mapping[str, Any]) -> bool:
 
 
 def _is_mlx(entry: Mapping[str, Any]) -> bool:
-    name, size = mlx_type(entry)
+    name, size = parse_mlx_type(entry)
     return name is not None and ("group_size" not in entry or size in QUANT_TYPES[name].group_sizes)
 
 
-def part_layers(name: str, layers: Container[str]) -> dict[str, str]:
+def find_part_layers(name: str, layers: Container[str]) -> dict[str, str]:
     """Return the layers with the scales and biases of the codes in the layer ``name``.
 
     The keys are SCALE, BIAS and GLOBAL_SCALE; the result is empty if there are no scales.
@@ -120,7 +120,7 @@ def complete(header: Header, stated: Callable[[str], StatedType]) -> Header:
     """
     metadata = dict(header.metadata)
     for key, codes in header.tensors.items():
-        scales = _scales(key, header.tensors) if codes.dtype == CODES else None
+        scales = _find_scales(key, header.tensors) if codes.dtype == CODES else None
         if scales is None:
             continue
         kind, size = metadata.get(f"{key}.{QUANT_TYPE}", metadata.get(QUANT_TYPE)), None
@@ -145,11 +145,11 @@ def group_size(kind: str, codes: tuple[int, ...], scales: tuple[int, ...]) -> in
     quantization = Quantization.parse(kind)
     if not codes or not scales or not scales[-1]:
         return None
-    size, remainder = divmod(quantization.shape(codes)[-1], scales[-1])
+    size, remainder = divmod(quantization.compute_shape(codes)[-1], scales[-1])
     return size if not remainder and size in quantization.type.group_sizes else None
 
 
-def _scales(key: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
+def _find_scales(key: str, tensors: Mapping[str, TensorInfo]) -> TensorInfo | None:
     scales = tensors.get(key + SCALE)
     if scales is None and key.endswith(WEIGHT):
         scales = tensors.get(key.removesuffix(WEIGHT) + MLX_PARTS[SCALE])

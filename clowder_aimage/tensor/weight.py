@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from clowder_aimage.tensor import Header, Quantization, nbytes
+from clowder_aimage.tensor import Header, Quantization, compute_nbytes
 
 # Dtypes that can be cast and quantized.
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -34,7 +34,7 @@ class DecodedRows:
     start: int
     stop: int
 
-    def parts(self) -> Iterator[bytes | memoryview]:
+    def iter_bytes(self) -> Iterator[bytes | memoryview]:
         """Yield the bytes in order."""
         return self.decoder.decode(self.start, self.stop)
 
@@ -94,17 +94,19 @@ class SourceTensor:
     def file_range(self) -> FileRange:
         return FileRange(self.path, self.offset, self.nbytes, self.modified, self.decoded)
 
-    def decoding(self, decoder: TensorDecoder, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
+    def with_decoder(
+        self, decoder: TensorDecoder, dtype: str, shape: tuple[int, ...]
+    ) -> SourceTensor:
         """Return the tensor of this name that ``decoder`` computes."""
         rows = DecodedRows(decoder, 0, shape[0] if shape else 1)
-        size = nbytes(dtype, shape)
+        size = compute_nbytes(dtype, shape)
         return replace(self, dtype=dtype, shape=shape, nbytes=size, decoded=rows)
 
     def rename(self, name: str, shape: tuple[int, ...]) -> SourceTensor:
         """Return the same values with another name, in a shape of as many elements."""
         return replace(self, name=name, shape=shape)
 
-    def rows(self, name: str, start: int, stop: int) -> SourceTensor:
+    def slice_rows(self, name: str, start: int, stop: int) -> SourceTensor:
         """Return rows of the first dimension as a tensor called ``name``."""
         row = self.nbytes // self.shape[0]
         tensor = replace(
@@ -164,12 +166,12 @@ class Weight:
         return sum(chunk.tensor.nbytes for chunk in self.parts)
 
 
-def plain(tensor: SourceTensor) -> Weight:
+def to_weight(tensor: SourceTensor) -> Weight:
     """Return a tensor as an unquantized weight."""
     chunk = TensorChunk("", tensor.dtype, tensor.shape, tensor)
     return Weight(tensor.name, tensor.dtype, tensor.shape, (chunk,))
 
 
-def by_name(weights: Iterable[Weight]) -> tuple[Weight, ...]:
+def sort_weights(weights: Iterable[Weight]) -> tuple[Weight, ...]:
     """Return the weights sorted by name."""
     return tuple(sorted(weights, key=lambda weight: weight.name))

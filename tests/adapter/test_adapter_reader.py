@@ -94,7 +94,7 @@ def test_a_table_of_embeddings_has_a_row_for_each_word(tmp_path: Path) -> None:
         path, SHAPES, label="style", base="tiny", config={"r": 4, "lora_alpha": 2}
     )
     (change,) = adapter.changes["text_encoder/embed_tokens.weight"]
-    found = dense.effect(np.zeros((rows, columns), np.float32), change, 1.0)
+    found = dense.compute_effect(np.zeros((rows, columns), np.float32), change, 1.0)
     np.testing.assert_allclose(found, 0.5 * (second @ first).T, atol=1e-6)
     assert found.shape == (rows, columns)
 

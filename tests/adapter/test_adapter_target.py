@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clowder_aimage.adapter.names import split_name, unsupported_kind
+from clowder_aimage.adapter.names import find_unsupported_kind, split_name
 from clowder_aimage.adapter.target import TargetTable
 from tests.adapter.vectors import MODULES, flat, original, tiny_shapes, without_index
 
@@ -136,6 +136,6 @@ def test_a_name_is_split(name: str, split: tuple[str, str] | None) -> None:
     ],
 )
 def test_other_kinds_are_recognised(name: str, kind: str) -> None:
-    assert kind in str(unsupported_kind(name))
+    assert kind in str(find_unsupported_kind(name))
     assert split_name(name) is None
-    assert unsupported_kind("layers.0.attention.to_q.weight") is None
+    assert find_unsupported_kind("layers.0.attention.to_q.weight") is None

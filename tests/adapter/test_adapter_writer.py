@@ -77,7 +77,7 @@ def test_a_converted_adapter_has_the_same_changes(vector: AdapterVector, tmp_pat
         for tensor in adapter.changes.keys() - vector.effects.keys():  # stacked with a changed one
             assert tensor.partition(".to_")[0] + ".to_q.weight" in vector.effects
             (change,) = adapter.changes[tensor]
-            assert not dense.effect(weight_of(tensor), change, 1).any()
+            assert not dense.compute_effect(weight_of(tensor), change, 1).any()
         for tensor, values in expected.items():
             uses = [(change, 0.7) for change in adapter.changes[tensor]]
             found = dense.apply_changes(weights[tensor], uses)

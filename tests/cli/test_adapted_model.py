@@ -69,7 +69,7 @@ def aimage_of(here: Aimage, name: str) -> AImage:
 
 def values(here: Aimage, name: str, layer: str) -> np.ndarray:
     weights = ModelWeights.open(ImageLayout(here.store), aimage_of(here, name), "transformer")
-    return np.asarray(weights.numpy(f"{layer}.weight"), np.float32)
+    return np.asarray(weights.read_numpy(f"{layer}.weight"), np.float32)
 
 
 def rounded(array: np.ndarray) -> np.ndarray:
@@ -173,7 +173,7 @@ def test_fusing_into_quantized_weights(here: Aimage) -> None:
     expected = values(here, "q", layer) + change(here, "ink", layer)
     step = np.ptp(expected, axis=1).max() / 255
     assert np.abs(values(here, "f", layer) - expected).max() <= step
-    assert aimage_of(here, "f").layer(f"transformer/{layer}.weight").dtype == "int8"
+    assert aimage_of(here, "f").get_layer(f"transformer/{layer}.weight").dtype == "int8"
     here("run", "f", *DRAWN, "f.png")
 
 

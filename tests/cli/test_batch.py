@@ -23,7 +23,7 @@ from clowder_aimage.engine import batch_client
 from clowder_aimage.engine.batch_client import RemoteBatch
 from clowder_aimage.engine.batch_line import BatchRequest
 from clowder_aimage.http.app import build_app
-from clowder_aimage.http.background import background_tasks
+from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.local_request import LocalRequest
 from clowder_aimage.http.route import Role, Route
@@ -55,9 +55,12 @@ class BatchServer(Role):
         self.may_go_on = threading.Event()
         self._store, self.host = DirectoryBatchStore(directory), ""
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         runner = self._runner
-        return [*ollama_routes.open_routes(), *BatchRoutes(runner, lambda _: "").routes()]
+        return [
+            *ollama_routes.build_open_routes(),
+            *BatchRoutes(runner, lambda _: "").build_routes(),
+        ]
 
     async def send(self, request: LocalRequest) -> web.StreamResponse:
         """Respond as the route of a worker, for a batch."""
@@ -75,7 +78,7 @@ class BatchServer(Role):
         return [prompt for prompt, _ in self.served]
 
     def records(self) -> list[str]:
-        return asyncio.run(self._store.ids())
+        return asyncio.run(self._store.list_ids())
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
@@ -85,7 +88,7 @@ class BatchServer(Role):
             self._runner = BatchRunner(self._store, self, lambda: 1)  # type: ignore[arg-type]
             listening = listen("127.0.0.1:0", has_tokens=False)
             self.host = listening.urls[0].removeprefix("http://")
-            async with accepting(build_app(self), listening), background_tasks(self._runner.run()):
+            async with accepting(build_app(self), listening), run_in_background(self._runner.run()):
                 ready.set()
                 while not over.is_set():
                     await asyncio.sleep(0.01)

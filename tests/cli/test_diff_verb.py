@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
@@ -36,7 +36,7 @@ def file(name: str, data: bytes) -> tuple[Layer, bytes]:
 
 def put(store: Path, data: bytes, media_type: str) -> Descriptor:
     content = Descriptor.of(media_type, data)
-    ImageLayout(store).push(content, bytes_body(data))
+    ImageLayout(store).push(content, build_bytes_body(data))
     return content
 
 
@@ -244,7 +244,7 @@ def serving(
     """Serve the content of a store under one tag."""
     layout = ImageLayout(store)
     root = layout.resolve(Reference.parse(called))
-    kinds = {str(content.digest): content.media_type for _, content in layout.entries()}
+    kinds = {str(content.digest): content.media_type for _, content in layout.iter_entries()}
 
     def answer(seen: Any) -> Answer:
         wanted = seen.path.rpartition("/")[2]

@@ -10,14 +10,14 @@ from pathlib import Path
 import click
 import pytest
 
-from clowder_aimage.cli.console.example import examples_of
+from clowder_aimage.cli.console.example import get_examples
 from clowder_aimage.cli.main import cli
 from tests.docs.test_docs_names import VERBS
 from tests.process import Aimage
 
 DIGEST = f"sha256:{'0' * 64}"
 COMMANDS = {name.removeprefix("aimage "): command for name, command in VERBS.items()}
-EXAMPLES = {name: lines for name, command in COMMANDS.items() if (lines := examples_of(command))}
+EXAMPLES = {name: lines for name, command in COMMANDS.items() if (lines := get_examples(command))}
 
 
 def parse(

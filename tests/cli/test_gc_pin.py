@@ -166,7 +166,7 @@ def test_invalid_limits_are_refused(stored: Any, wrong: tuple[str, str]) -> None
 @pytest.mark.parametrize("wishes", [(), ("--dry-run",)])
 def test_a_damaged_manifest_stops_gc(stored: Any, wishes: tuple[str, ...]) -> None:
     stray = put(stored.layout, b"stray")
-    path = stored.layout.path(stored.made["b:v1"].descriptor)
+    path = stored.layout.find_path(stored.made["b:v1"].descriptor)
     unshare(path)
     path.write_bytes(path.read_bytes().replace(b"schemaVersion", b"SchemaVersion"))
     before = total(stored)
@@ -180,7 +180,7 @@ def test_a_damaged_manifest_stops_gc(stored: Any, wishes: tuple[str, ...]) -> No
 
 def test_a_missing_manifest_stops_gc_until_it_is_untagged(stored: Any) -> None:
     stray = put(stored.layout, b"stray")
-    stored.layout.path(stored.made["b:v1"].descriptor).unlink()
+    stored.layout.find_path(stored.made["b:v1"].descriptor).unlink()
     err = stored("gc", "--grace", "0", code=5).err
     assert "the manifest of b:v1 is missing" in err
     assert "aimage rm b:v1" in err

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -198,7 +198,7 @@ def test_an_invalid_index_fails(aimage: Callable[..., Aimage]) -> None:
 
 
 def test_a_full_disk_fails_without_partial_blobs(aimage: Callable[..., Aimage], tiny: Path) -> None:
-    """A tmpfs of 512 KiB is the full disk: which blobs fit before it is full is a matter of chance."""
+    """A tmpfs of 512 KiB is the full disk: which blobs fit is a matter of chance."""
     here = aimage()
     small = _on_small_disk(here)
     if small is None:
@@ -264,7 +264,7 @@ def test_ctrl_c_during_a_create(aimage: Callable[..., Aimage], tiny: Path, tmp_p
     layout = ImageLayout(here.store)
     _check_blobs(here.store)
     if process.returncode == 130:
-        assert list(layout.tags()) == []
+        assert list(layout.list_tags()) == []
 
 
 def test_a_closed_pipe_is_not_an_error(stocked: Callable[[], Aimage]) -> None:
@@ -413,8 +413,8 @@ def test_an_invalid_config_fails(change: dict[str, Any], stocked: Callable[[], A
     stored = read_aimage(layout, Reference.parse("x"))
     config = json.dumps({**stored.aimage.properties, **change}).encode()
     manifest, config = DIALECTS["clowder"].write(AImage(config, stored.aimage.layers))
-    layout.push(manifest.config, bytes_body(config))
-    layout.push(manifest.descriptor, bytes_body(manifest.raw), Reference.parse("evil"))
+    layout.push(manifest.config, build_bytes_body(config))
+    layout.push(manifest.descriptor, build_bytes_body(manifest.raw), Reference.parse("evil"))
     shown = here("show", "evil")
     assert "\x1b" not in shown.out
     code = 0 if "license" in change else 5
@@ -428,8 +428,8 @@ def test_a_model_does_not_set_the_prompt_or_the_seed(stocked: Callable[[], Aimag
     changed = {**stored.aimage.properties, "defaults": {"prompt": "ad", "seed": 1, "width": 32}}
     aimage_ = AImage(json.dumps(changed).encode(), stored.aimage.layers)
     manifest, config = DIALECTS["clowder"].write(aimage_)
-    layout.push(manifest.config, bytes_body(config))
-    layout.push(manifest.descriptor, bytes_body(manifest.raw), Reference.parse("evil"))
+    layout.push(manifest.config, build_bytes_body(config))
+    layout.push(manifest.descriptor, build_bytes_body(manifest.raw), Reference.parse("evil"))
     facts = here("run", "evil", "a fox", "--steps", 1, "--seed", 9, "--json").value
     assert (facts["prompt"], facts["seed"], facts["width"]) == ("a fox", 9, 32)
     assert facts["dtype"] == "float32"

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from clowder_aimage.cli.verbs.node import DEFAULT_NODE, endpoint, lines, state_of, status
+from clowder_aimage.cli.verbs.node import (
+    DEFAULT_NODE,
+    describe_state,
+    format_status,
+    resolve_endpoint,
+    status,
+)
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -69,7 +75,7 @@ def model(ref: str = "h.io/a:v1", state: str = "present", **facts: Any) -> dict[
 
 
 def shown(*models: Any, **facts: Any) -> list[str]:
-    return lines(NODE | {"models": list(models)} | facts, NOW)
+    return format_status(NODE | {"models": list(models)} | facts, NOW)
 
 
 def cells(row: str) -> list[Any]:
@@ -121,12 +127,12 @@ def test_the_address_of_the_node(
     monkeypatch: pytest.MonkeyPatch, addr: str | None, host: str, place: str
 ) -> None:
     monkeypatch.setenv("AIMAGE_HOST", host)
-    assert str(endpoint(addr)) == place
+    assert str(resolve_endpoint(addr)) == place
 
 
 def test_an_invalid_address_is_a_usage_error() -> None:
     with pytest.raises(UsageError):
-        endpoint("ftp://node7")
+        resolve_endpoint("ftp://node7")
 
 
 def test_options_of_this_machine_are_refused(tmp_path: Path) -> None:
@@ -184,7 +190,7 @@ def test_an_unreachable_node_fails(tmp_path: Path) -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_states_are_printed_as_words(facts: dict[str, Any], words: str) -> None:
-    assert state_of(model(**facts), NOW) == words
+    assert describe_state(model(**facts), NOW) == words
 
 
 def test_models_are_a_table() -> None:

@@ -17,9 +17,9 @@ def test_a_text_is_one_line_and_several_are_given_one_by_one(
     for lines, count in (
         (EVIL, 1),
         ([EVIL, EVIL], 2),
-        (output.table([("A", "B"), (EVIL, EVIL)]), 2),
+        (output.format_table([("A", "B"), (EVIL, EVIL)]), 2),
     ):
-        output.result({}, lines)
+        output.print_result({}, lines)
         out = capsys.readouterr().out
         assert out.count("\n") == count
         assert out.replace("\n", "").isprintable()
@@ -29,7 +29,7 @@ def test_json_is_printable_and_keeps_its_values(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "wants_json", lambda: True)
-    output.result({EVIL: [EVIL, "é 雪"]}, "")
+    output.print_result({EVIL: [EVIL, "é 雪"]}, "")
     out = capsys.readouterr().out
     assert out[:-1].isprintable() and "é 雪" in out
     assert json.loads(out) == {EVIL: [EVIL, "é 雪"]}

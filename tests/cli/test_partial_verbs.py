@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body, copy, plan_copy
+from clowder_aimage.content import build_bytes_body, copy, plan_copy
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.dialect.selection import LayerSelection
 from clowder_aimage.errors import NotFoundError
@@ -16,7 +16,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import inflate, read_aimage
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.pull import _tag_partial as name_part
-from clowder_aimage.pull import stored_name
+from clowder_aimage.pull import resolve_stored_name
 from tests.memory_store import MemoryStore
 from tests.process import Aimage
 from tests.store import unshare
@@ -36,10 +36,10 @@ MANIFEST, _ = DIALECTS["clowder"].write(AIMAGE)
 
 def put(store: ImageLayout | MemoryStore, *names: str) -> None:
     """Store the manifest, the config and these layers."""
-    store.push(MANIFEST.config, bytes_body(CONFIG))
+    store.push(MANIFEST.config, build_bytes_body(CONFIG))
     for name in names:
-        store.push(layer(name).descriptor, bytes_body(DATA[name]))
-    store.push(MANIFEST.descriptor, bytes_body(MANIFEST.raw))
+        store.push(layer(name).descriptor, build_bytes_body(DATA[name]))
+    store.push(MANIFEST.descriptor, build_bytes_body(MANIFEST.raw))
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_stale_partial_mark_is_ignored(part: Aimage) -> None:
 def test_ls_of_a_partial_name_without_its_manifest(part: Aimage) -> None:
     layout = ImageLayout(part.store)
     part("tag", NAME, "other")
-    layout.path(MANIFEST.descriptor).unlink()
+    layout.find_path(MANIFEST.descriptor).unlink()
     rows = part("ls", "--json").value
     assert all(row["partial"] for row in rows)
 
@@ -81,7 +81,7 @@ def test_present_layers_are_kept_and_verified(part: Aimage) -> None:
     part("verify")
     layout = ImageLayout(part.store)
     assert all(layout.exists(layer(name).descriptor) for name in ("top.json", "net/a", "vae/b"))
-    path = layout.path(layer("net/a").descriptor)
+    path = layout.find_path(layer("net/a").descriptor)
     unshare(path)
     path.write_bytes(b"other")
     assert "damaged" in part("verify", code=5).out
@@ -117,7 +117,7 @@ def chosen(
     patterns: Any = (),
 ) -> list[Any]:
     aimage = AImage(CONFIG, tuple(layers))
-    return sorted(LayerSelection(tuple(components), tuple(patterns)).names(aimage, NAME))
+    return sorted(LayerSelection(tuple(components), tuple(patterns)).list_names(aimage, NAME))
 
 
 def test_a_component_includes_top_level_files_without_weights() -> None:
@@ -176,8 +176,8 @@ def test_a_partial_plan_does_not_tag(aimage: Callable[..., Aimage]) -> None:
     assert plan.digests == whole.digests
     copy(source, NAME, layout, plan=plan)
     assert [layout.exists(blob) for blob in plan.blobs] == [True, True]
-    assert set(plan.missing_left_out(layout)) == set(plan.left_out)
-    assert list(layout.tags()) == []
+    assert set(plan.list_missing_left_out(layout)) == set(plan.left_out)
+    assert list(layout.list_tags()) == []
 
 
 class _Meanwhile(ImageLayout):
@@ -197,19 +197,19 @@ def test_an_aimage_completed_by_another_pull_is_not_marked(aimage: Callable[...,
     put(source, *DATA)
     source.tag(MANIFEST.descriptor, NAME)
     plan = plan_copy(source, MANIFEST.descriptor).select({layer("net/a").descriptor.digest})
-    assert name_part(layout, plan, stored_name(NAME, plan.root)) == []
+    assert name_part(layout, plan, resolve_stored_name(NAME, plan.root)) == []
     assert mediatype.PARTIAL not in layout.resolve(NAME).annotations
 
 
 def test_missing_compressed_layers_are_skipped(aimage: Callable[..., Aimage]) -> None:
     layout = ImageLayout(aimage().store)
     manifest, config = DIALECTS["container"].write(AIMAGE)
-    layout.push(manifest.config, bytes_body(config))
+    layout.push(manifest.config, build_bytes_body(config))
     packed = manifest.raw.replace(
         str(layer("net/a").descriptor.digest).encode(), str(Digest.of(b"packed")).encode()
     )
     descriptor = Descriptor.of(mediatype.OCI_MANIFEST, packed)
-    layout.push(descriptor, bytes_body(packed), NAME)
+    layout.push(descriptor, build_bytes_body(packed), NAME)
     stored = read_aimage(layout, NAME)
     assert stored.manifest.layers[1].digest != stored.aimage.layers[1].descriptor.digest
     inflate(layout, stored)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from clowder_aimage.cli.console.output import duration
+from clowder_aimage.cli.console.output import format_duration
 from clowder_aimage.cli.console.progress import BarView, JsonView, LineView, Progress
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -379,7 +379,7 @@ def test_titles_are_truncated_to_the_terminal(
 
 
 def test_duration_formats_seconds() -> None:
-    assert [duration(s) for s in (0, 59.4, 61, 3700, 1e9, None)] == [
+    assert [format_duration(s) for s in (0, 59.4, 61, 3700, 1e9, None)] == [
         *("0:00", "0:59", "1:01", "1:01:40", "-:--", "-:--")
     ]
 

@@ -14,9 +14,9 @@ import click
 import pytest
 
 from clowder_aimage.cli.console import terminal_picture
-from clowder_aimage.cli.console.output import shown
-from clowder_aimage.cli.console.prompt_loop import prompt_history, read_prompts
-from clowder_aimage.config.user_directory import history_file
+from clowder_aimage.cli.console.output import clean_text
+from clowder_aimage.cli.console.prompt_loop import keep_history, read_prompts
+from clowder_aimage.config.user_directory import resolve_history_file
 from clowder_aimage.errors import ModelError, UsageError
 
 OPTIONS = {
@@ -54,7 +54,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Typed]:
 
         monkeypatch.setattr("builtins.input", read)
         monkeypatch.setattr(
-            "clowder_aimage.cli.console.prompt_loop.prompt_history", contextlib.nullcontext
+            "clowder_aimage.cli.console.prompt_loop.keep_history", contextlib.nullcontext
         )
         with click.Context(click.Command("run")):
             read_prompts(make, values, OPTIONS)
@@ -178,17 +178,17 @@ def test_prompts_are_kept_for_this_user_alone(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setattr("clowder_aimage.config.user_directory.sys.platform", "linux")
-    with prompt_history():
+    with keep_history():
         readline.add_history("a red circle")
-    file = history_file()
+    file = resolve_history_file()
     assert file.read_text() == "a red circle\n" and file.stat().st_mode & 0o777 == 0o600
     readline.clear_history()
-    with prompt_history():
+    with keep_history():
         assert readline.get_history_item(1) == "a red circle"
     (tmp_path / "aimage").mkdir()
     (tmp_path / "aimage" / "config.json").write_text('{"run": {"history": false}}')
     file.unlink()
-    with prompt_history():
+    with keep_history():
         readline.add_history("a secret")
     assert not file.exists()
     readline.clear_history()
@@ -196,4 +196,4 @@ def test_prompts_are_kept_for_this_user_alone(
 
 def test_text_of_a_model_cannot_control_the_terminal() -> None:
     text = "a\tb\n\x1b[2J\x07\x9b \u202e家\u3000族 👩\u200d🚀\r"
-    assert shown(text) == "a\tb\n\ufffd[2J\ufffd\ufffd \ufffd家\u3000族 👩\u200d🚀\ufffd"
+    assert clean_text(text) == "a\tb\n\ufffd[2J\ufffd\ufffd \ufffd家\u3000族 👩\u200d🚀\ufffd"

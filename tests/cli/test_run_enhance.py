@@ -125,7 +125,7 @@ def test_the_language_model_is_let_go_when_memory_is_short(
     with click.Context(click.Command("run")) as context:
         context.meta[f"{META}store"] = here.store
         for free in (0, 1 << 40, 1 << 40):
-            monkeypatch.setattr(machine, "available", lambda free=free: free)
+            monkeypatch.setattr(machine, "read_available_memory", lambda free=free: free)
             enhancer.write(Enhancement(Reference.parse("talk")), [GenerateRequest.draft("fox")])
             loads.append(len(fake.loads))
     assert loads == [1, 2, 2]  # the second one stays

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from clowder_aimage.oci import Digest
-from clowder_aimage.pictures.artifact import picture_config
+from clowder_aimage.pictures.artifact import encode_picture_config
 from clowder_aimage.pictures.generated_picture import GeneratedPicture
 from clowder_aimage.validate import check
 from tests.picture_file import load_picture
@@ -56,7 +56,9 @@ def test_a_picture_states_its_references_and_has_the_size_of_the_first(
     assert facts["references"] == [digest(stored.home / f"{name}.png") for name in "ab"]
     assert not {"image", "strength", "fit"} & facts.keys()
     assert stored("replay", made).out == "equal\n"
-    config = picture_config([GeneratedPicture(made.read_bytes(), 3, "png", facts)])  # of --push
+    config = encode_picture_config(
+        [GeneratedPicture(made.read_bytes(), 3, "png", facts)]
+    )  # of --push
     assert json.loads(config)["settings"]["references"] == facts["references"]
     assert check("it", config, "picture-config").violations == []
 

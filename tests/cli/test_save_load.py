@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference, mediatype
 from tests.content import artifact
@@ -177,7 +177,7 @@ def test_intact_names_are_printed_before_the_error(
 ) -> None:
     layout = ImageLayout(here.store)
     away = artifact.manifest(artifact.blob(b"{}"), [artifact.blob(b"away")])
-    layout.push(away.descriptor, bytes_body(away.raw), Reference.parse("half"))
+    layout.push(away.descriptor, build_bytes_body(away.raw), Reference.parse("half"))
     assert "not found in the store" in here("save", "half", "tiny", "-o", "x.tar", code=3).err
     run(["tar", "-cf", "x.tar", "-C", here.store, "."], cwd=here.home, check=True)
     done = aimage("there")("load", "x.tar", code=5)
@@ -191,7 +191,7 @@ def test_save_of_an_index_reports_omitted_manifests(
     layout = ImageLayout(here.store)
     away = artifact.manifest(artifact.blob(b"{}"), [])
     both = artifact.index([layout.resolve(Reference.parse("tiny")), away.descriptor])
-    layout.push(both.descriptor, bytes_body(both.raw), Reference.parse("all"))
+    layout.push(both.descriptor, build_bytes_body(both.raw), Reference.parse("all"))
     done = here("save", "all", "-o", "x.tar")
     assert f"left out: 1 manifest of an index that is not in the store: {away.digest}" in done.err
     assert aimage("there")("load", "x.tar").line == f"all:latest {both.digest}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
 from tests.content.artifact import CONFIG, blob, manifest, put, put_artifact
@@ -52,7 +52,7 @@ def test_an_ambiguous_prefix_is_refused(stored: Aimage) -> None:
     put(layout, b"{}", CONFIG)
     for name, each in (("x", seen[prefix]), ("y", number)):
         made = manifest(config, [], annotations={"n": str(each)})
-        layout.push(made.descriptor, bytes_body(made.raw), Reference.parse(name))
+        layout.push(made.descriptor, build_bytes_body(made.raw), Reference.parse(name))
     stored("tag", "y", "z")
     err = stored("tag", prefix, "new", code=2).err
     assert f"several digests begin with {prefix}: {prefix}" in err

@@ -15,7 +15,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
-from clowder_aimage.usage import NameUsage, UsageReport, disk_usage, usage
+from clowder_aimage.usage import NameUsage, UsageReport, measure_disk_usage, measure_usage
 from tests.process import Aimage
 
 BLOB = "application/vnd.example.blob"
@@ -63,7 +63,7 @@ class Store:
 
     @property
     def usage(self) -> UsageReport:
-        return usage(self.layout, [self.root])
+        return measure_usage(self.layout, [self.root])
 
     def share(self, name: str) -> NameUsage:
         (share,) = [share for share in self.usage.shares if name in share.names]
@@ -273,7 +273,7 @@ def test_foreign_entries_are_counted(maker: Store) -> None:
     maker.name(maker.blob(b'{"manifests": [7, {"digest": "sha256:x"}, {}], "x": 1}'), "index")
     maker.name(maker.blob(b"[" * 5000), "deep")
     found = maker.usage
-    assert found.size == sum(maker.sizes.values()) == disk_usage(maker.layout).size
+    assert found.size == sum(maker.sizes.values()) == measure_disk_usage(maker.layout).size
     assert len(found.shares) == 7
     assert maker.share("text").unique == 19 * 9
 
@@ -337,7 +337,7 @@ def test_unique_equals_the_bytes_freed_by_collect(seed: int, maker: Store) -> No
     """``unique`` is freed when all entries of a manifest are removed, whatever they reference."""
     scramble(maker, seed)
     found, entries, before = maker.usage, maker.entries, maker.collected()
-    filled = disk_usage(maker.layout)
+    filled = measure_disk_usage(maker.layout)
     assert filled.unneeded_size == before
     assert filled.size == found.size + before
     assert (filled.blobs, filled.names) == (len(maker.sizes), sum(map(len, names_of(found))))
@@ -349,7 +349,7 @@ def test_unique_equals_the_bytes_freed_by_collect(seed: int, maker: Store) -> No
     together = [share.digest for share in found.shares[:4]]
     maker.entries = entries
     maker.save()
-    freed = usage(maker.layout, [maker.root], together).freed
+    freed = measure_usage(maker.layout, [maker.root], together).freed
     maker.entries = [entry for entry in entries if Digest.parse(entry["digest"]) not in together]
     maker.save()
     assert maker.collected() - before == freed
@@ -382,7 +382,7 @@ def test_a_sparse_blob_allocates_less_than_its_size(maker: Store) -> None:
     path = maker.path("sha256:" + "c" * 64)
     with path.open("wb") as file:
         file.truncate(1 << 30)
-    found = disk_usage(maker.layout)
+    found = measure_disk_usage(maker.layout)
     assert found.size == found.unneeded_size == 1 << 30
     assert found.allocated == path.stat().st_blocks * 512 < 1 << 20
 
@@ -397,7 +397,7 @@ def test_df_reports_unfinished_downloads(maker: Store) -> None:
         os.fsync(file.fileno())
         taken = os.fstat(file.fileno()).st_blocks * 512
     (ingest / ("d" * 64 + ".journal")).write_text("\n0-100000\n")
-    found = disk_usage(maker.layout)
+    found = measure_disk_usage(maker.layout)
     assert (found.partials, found.partial_size) == (1, taken)
     assert 100_000 <= taken < 1 << 20
 
@@ -411,7 +411,7 @@ def test_files_that_are_not_blobs_are_not_counted(maker: Store) -> None:
     (blobs / "sha256" / ("f" * 64)).mkdir()
     (blobs / "md5").mkdir()
     (blobs / "md5" / ("f" * 32)).write_text("x")
-    assert (disk_usage(maker.layout).blobs, disk_usage(maker.layout).size) == (1, 3)
+    assert (measure_disk_usage(maker.layout).blobs, measure_disk_usage(maker.layout).size) == (1, 3)
 
 
 def test_df_lists_several_stores(aimage: Callable[..., Aimage], tiny: Path, tmp_path: Path) -> None:
@@ -427,7 +427,7 @@ def test_df_lists_several_stores(aimage: Callable[..., Aimage], tiny: Path, tmp_
     assert sorted(row["references"][0] for row in value["manifests"]) == ["x:latest", "y:latest"]
     assert len({row["shared"] for row in value["manifests"]}) == 1
     layout = LayeredStore([first.store, second.store])
-    assert usage(layout, [first.store, second.store]).size == value["total"]["size"]
+    assert measure_usage(layout, [first.store, second.store]).size == value["total"]["size"]
     assert value["total"]["size"] < on_disk(first) + on_disk(second)  # one of two copies
 
 

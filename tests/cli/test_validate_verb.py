@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference, mediatype
@@ -41,9 +41,9 @@ def named(here: Aimage, name: str, manifest: Any, *blobs: bytes) -> Descriptor:
     data = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
     layout = ImageLayout(here.store)
     for blob in blobs:
-        layout.push(Descriptor.of("application/vnd.example", blob), bytes_body(blob))
+        layout.push(Descriptor.of("application/vnd.example", blob), build_bytes_body(blob))
     content = Descriptor.of(json.loads(data)["mediaType"], data)
-    layout.push(content, bytes_body(data), Reference.parse(name))
+    layout.push(content, build_bytes_body(data), Reference.parse(name))
     return content
 
 

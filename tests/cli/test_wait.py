@@ -29,7 +29,7 @@ def test_a_verb_names_the_process_that_locks_the_store(
         reported.set()
 
     def hold() -> None:
-        with lock.held(here.store, "lock"):
+        with lock.hold_lock(here.store, "lock"):
             held.set()
             reported.wait(60)
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.oci import Descriptor, Index, Manifest, Reference, mediatype, parse_document
 from tests.memory_store import MemoryStore
 
@@ -48,7 +48,7 @@ def index(children: Iterable[Descriptor], **fields: Any) -> Index:
 def put(store: Any, data: bytes, media_type: str = BLOB) -> Descriptor:
     """Push ``data``."""
     descriptor = blob(data, media_type)
-    store.push(descriptor, bytes_body(data))
+    store.push(descriptor, build_bytes_body(data))
     return descriptor
 
 
@@ -56,7 +56,7 @@ def put_artifact(store: Any, name: str, *layers: bytes, **fields: Any) -> Manife
     """Push an artifact of those layers and tag it."""
     config = put(store, b'{"name":"%s"}' % name.encode(), CONFIG)
     made = manifest(config, [put(store, layer) for layer in layers], **fields)
-    store.push(made.descriptor, bytes_body(made.raw), Reference.parse(name))
+    store.push(made.descriptor, build_bytes_body(made.raw), Reference.parse(name))
     return made
 
 

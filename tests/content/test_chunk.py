@@ -24,7 +24,7 @@ SIZE = 8 * 1024**3
 class Ingest(MemoryIngest):
     """An ingest of ``SIZE`` missing bytes."""
 
-    def missing(self) -> list[Any]:
+    def list_missing(self) -> list[Any]:
         return [(0, SIZE)]
 
 
@@ -145,7 +145,7 @@ def test_the_first_part_is_half_a_fair_share(
     size: int, sharing: int, serial: bool, first: int, clock: list[float]
 ) -> None:
     class Sized(MemoryIngest):
-        def missing(self) -> list[Any]:
+        def list_missing(self) -> list[Any]:
             return [(0, size)]
 
     content = Descriptor("x/y", Digest("sha256", "ab" * 32), size)

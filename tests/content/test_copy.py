@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clowder_aimage.content import Overlay, bytes_body, copy
+from clowder_aimage.content import Overlay, build_bytes_body, copy
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -114,7 +114,7 @@ def test_a_digest_with_two_sizes_is_refused(sizes: tuple[int, int]) -> None:
     data = put(source, b"four")
     layers = [Descriptor(BLOB, data.digest, size) for size in sizes]
     made = manifest(put(source, b"{}"), layers)
-    source.push(made.descriptor, bytes_body(made.raw), NAME)
+    source.push(made.descriptor, build_bytes_body(made.raw), NAME)
     with pytest.raises(VerificationError):
         copy(source, NAME, target)
     assert not target.exists(made.descriptor)
@@ -179,7 +179,7 @@ def test_a_damaged_manifest_fails_before_any_transfer() -> None:
 def test_a_missing_layer_raises_not_found() -> None:
     source, target = MemoryStore(), MemoryStore()
     made = manifest(put(source, b"{}"), [blob(b"absent")])
-    source.push(made.descriptor, bytes_body(made.raw), NAME)
+    source.push(made.descriptor, build_bytes_body(made.raw), NAME)
     with pytest.raises(NotFoundError):
         copy(source, NAME, target)
     assert not target.exists(made.descriptor)
@@ -190,9 +190,9 @@ def tree(source: MemoryStore) -> tuple[Manifest, Manifest, Index, Index]:
     one = put_artifact(source, "x:one", b"one", b"common")
     two = put_artifact(source, "x:two", b"two", b"common")
     inner = index([one.descriptor, two.descriptor], annotations={"a": "inner"})
-    source.push(inner.descriptor, bytes_body(inner.raw))
+    source.push(inner.descriptor, build_bytes_body(inner.raw))
     outer = index([one.descriptor, inner.descriptor, one.descriptor])
-    source.push(outer.descriptor, bytes_body(outer.raw), NAME)
+    source.push(outer.descriptor, build_bytes_body(outer.raw), NAME)
     return one, two, inner, outer
 
 
@@ -213,7 +213,7 @@ def test_a_child_of_unknown_type_is_copied_unchanged() -> None:
     source, target = MemoryStore(), MemoryStore()
     odd = put(source, b"?", "application/vnd.example.manifest.v9")
     made = index([odd])
-    source.push(made.descriptor, bytes_body(made.raw), NAME)
+    source.push(made.descriptor, build_bytes_body(made.raw), NAME)
     copy(source, NAME, target)
     assert target.exists(odd)
 
@@ -222,7 +222,7 @@ def test_a_layer_with_a_manifest_media_type_is_copied_as_a_blob() -> None:
     source, target = MemoryStore(), Recorder()
     odd = put(source, b"not JSON at all", mediatype.OCI_MANIFEST)
     made = manifest(put(source, b"{}"), [odd])
-    source.push(made.descriptor, bytes_body(made.raw), NAME)
+    source.push(made.descriptor, build_bytes_body(made.raw), NAME)
     copy(source, NAME, target)
     with target.open(odd) as file:
         assert file.read() == b"not JSON at all"
@@ -234,7 +234,7 @@ def nested(source: MemoryStore, depth: int) -> None:
     for level in range(depth):
         # each level repeated: a naive walk would take a thousand to the power of the depth
         document = index([document.descriptor] * 1000, annotations={"level": str(level)})
-        source.push(document.descriptor, bytes_body(document.raw))
+        source.push(document.descriptor, build_bytes_body(document.raw))
     source.tag(document.descriptor, NAME)
 
 

@@ -181,7 +181,7 @@ def test_idle_connections_join_the_largest_blob(store: ImageLayout, slow_network
     source = Counted(BIG, together=3)
     watch = fetch(source, store, CONTENT, connections=4)
     assert source.busiest >= 3  # they waited for each other; otherwise the source fails
-    assert store.path(CONTENT).read_bytes() == BIG
+    assert store.find_path(CONTENT).read_bytes() == BIG
     assert source.bytes[CONTENT.digest] == CONTENT.size  # every byte once
     assert watch.done == CONTENT.size
     assert watch.least == 0
@@ -218,7 +218,7 @@ def test_half_of_a_slow_connection_s_rest_is_taken_over(
 
     source.fail = fail
     watch = fetch(source, store, CONTENT, *map(blob, smalls), connections=2)
-    assert store.path(CONTENT).read_bytes() == BIG
+    assert store.find_path(CONTENT).read_bytes() == BIG
     assert source.lengths(CONTENT)[0] == CONTENT.size
     assert len(source.lengths(CONTENT)) >= 2
     assert watch.done == CONTENT.size + 3000
@@ -232,7 +232,7 @@ def test_small_blobs_are_fetched_in_parallel_with_one_connection_each(store: Ima
     fetch(source, store, *contents, connections=3)
     assert source.busiest == 3
     assert all(source.lengths(content) == [content.size] for content in contents)
-    assert all(store.path(blob(data)).read_bytes() == data for data in blobs)
+    assert all(store.find_path(blob(data)).read_bytes() == data for data in blobs)
 
 
 @pytest.mark.parametrize("connections", [1, 3])
@@ -262,7 +262,7 @@ def test_parts_received_out_of_order_are_hashed_correctly(
 
     source.fail = fail
     fetch(source, store, content, connections=3)
-    assert store.path(content).read_bytes() == BIG
+    assert store.find_path(content).read_bytes() == BIG
 
 
 def test_memory_is_independent_of_the_blob_size(store: ImageLayout) -> None:
@@ -279,7 +279,7 @@ def test_memory_is_independent_of_the_blob_size(store: ImageLayout) -> None:
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-        store.path(content).unlink()
+        store.find_path(content).unlink()
     assert peaks[1] < peaks[0] + 4 * MIB
     assert peaks[1] < 16 * MIB  # for four connections: a buffer each, and the source's data
 
@@ -288,7 +288,7 @@ def test_an_empty_blob_is_not_requested(store: ImageLayout) -> None:
     source = Counted(b"")
     fetch(source, store, blob(b""))
     assert source.opened == []
-    assert store.path(blob(b"")).read_bytes() == b""
+    assert store.find_path(blob(b"")).read_bytes() == b""
 
 
 # -- servers without ranges
@@ -298,7 +298,7 @@ def test_a_source_that_ignores_ranges_is_read_by_one_connection(store: ImageLayo
     """At most the first part is sent twice, as the whole blob is requested after it."""
     source = Counted(BIG, ranges=False)
     watch = fetch(source, store, CONTENT, connections=8)
-    assert store.path(CONTENT).read_bytes() == BIG
+    assert store.find_path(CONTENT).read_bytes() == BIG
     assert source.busiest == 1
     assert source.bytes[CONTENT.digest] <= CONTENT.size + NOTED
     assert watch.done == CONTENT.size
@@ -314,7 +314,7 @@ def test_a_source_that_starts_to_ignore_ranges(store: ImageLayout) -> None:
 
     source.fail = fail
     watch = fetch(source, store, CONTENT, connections=3)
-    assert store.path(CONTENT).read_bytes() == BIG
+    assert store.find_path(CONTENT).read_bytes() == BIG
     assert watch.done == CONTENT.size
     assert source.busiest == 3
 
@@ -349,7 +349,7 @@ def test_a_fetch_after_a_failure_requests_only_missing_bytes(store: ImageLayout)
     watch = fetch(again, store, CONTENT, connections=4)
     assert again.bytes[CONTENT.digest] == CONTENT.size - first
     assert watch.sums["progress"] == CONTENT.size  # existing bytes count once
-    assert store.path(CONTENT).read_bytes() == BIG
+    assert store.find_path(CONTENT).read_bytes() == BIG
     assert left_over(store) == []
 
 
@@ -406,7 +406,7 @@ def test_a_damaged_partial_is_fetched_again_at_once(store: ImageLayout) -> None:
     resumed(store, b"?" * (25 * MIB))
     source = Counted(BIG)
     watch = fetch(source, store, CONTENT)
-    assert store.path(CONTENT).read_bytes() == BIG
+    assert store.find_path(CONTENT).read_bytes() == BIG
     assert source.bytes[CONTENT.digest] == CONTENT.size - 25 * MIB + CONTENT.size
     assert watch.done == CONTENT.size
     assert left_over(store) == []
@@ -416,7 +416,7 @@ def test_a_complete_but_damaged_partial_is_fetched_again(store: ImageLayout) -> 
     resumed(store, b"?" * CONTENT.size)
     source = Counted(BIG)
     fetch(source, store, CONTENT)
-    assert store.path(CONTENT).read_bytes() == BIG
+    assert store.find_path(CONTENT).read_bytes() == BIG
     assert source.bytes[CONTENT.digest] == CONTENT.size
 
 
@@ -482,7 +482,7 @@ def test_a_connection_that_joins_too_late_finishes_the_blob(store: ImageLayout) 
     source, watch = Counted(BIG), Watch()
     source.fail = fail
     ended(Late(source, store, [CONTENT], CopyOptions(2, watch)))
-    assert store.path(CONTENT).read_bytes() == BIG
+    assert store.find_path(CONTENT).read_bytes() == BIG
     assert watch.sums["done"] == CONTENT.size
     assert left_over(store) == []
 
@@ -513,7 +513,7 @@ def test_a_full_disk_keeps_journaled_bytes(
     again = Counted(BIG)
     fetch(again, store, CONTENT, connections=2)
     assert again.bytes[CONTENT.digest] == CONTENT.size - 30 * MIB
-    assert store.path(CONTENT).read_bytes() == BIG
+    assert store.find_path(CONTENT).read_bytes() == BIG
 
 
 def test_a_failure_is_raised_even_if_the_journal_cannot_be_written(
@@ -533,8 +533,8 @@ def test_a_failure_is_raised_even_if_the_journal_cannot_be_written(
         with pytest.raises(NetworkError, match="gone"):
             fetch(source, store, CONTENT, blob(other), connections=2)
     fetch(Counted(BIG, other), store, CONTENT, blob(other), connections=2)
-    assert store.path(CONTENT).read_bytes() == BIG
-    assert store.path(blob(other)).read_bytes() == other
+    assert store.find_path(CONTENT).read_bytes() == BIG
+    assert store.find_path(blob(other)).read_bytes() == other
 
 
 def test_an_interrupt_ends_the_fetch_and_keeps_received_bytes(store: ImageLayout) -> None:
@@ -669,7 +669,7 @@ def test_the_second_fetch_takes_over_when_the_first_fails(store: Any) -> None:
     one.join(60)
     two.join(60)
     assert len(errors) == 1
-    assert store.path(CONTENT).read_bytes() == BIG
+    assert store.find_path(CONTENT).read_bytes() == BIG
     assert second.bytes[CONTENT.digest] == CONTENT.size - first.bytes[CONTENT.digest]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clowder_aimage.content.atomic_file import atomic_file, write_file
+from clowder_aimage.content.atomic_file import open_atomic, write_file
 from clowder_aimage.content.open_directory import OpenDirectory, open_special, resolve
 
 
@@ -29,7 +29,7 @@ def test_no_call_follows_a_link(victim: Path, tmp_path: Path) -> None:
             lambda: place.create("file"),
             lambda: place.open("file", os.O_WRONLY),
             lambda: place.open("link/file"),
-            lambda: place.below("link"),
+            lambda: place.open_subdirectory("link"),
             lambda: place.make("link/new"),
             lambda: place.symlink("x", "link/new"),
             lambda: place.link("link/file", "new"),
@@ -41,7 +41,7 @@ def test_no_call_follows_a_link(victim: Path, tmp_path: Path) -> None:
                 call()
         place.remove("link/file")
         place.remove_tree("link")
-        assert place.names() == ["file", "link"]
+        assert place.list_names() == ["file", "link"]
     assert [path.name for path in victim.iterdir()] == ["file"]
     assert (victim / "file").read_text() == "old"
 
@@ -62,7 +62,7 @@ def test_a_replaced_temporary_file_is_not_renamed(tmp_path: Path, by: str) -> No
     (tmp_path / "final").write_text("old")
     with (
         pytest.raises(OSError, match="another program has replaced it"),
-        atomic_file(tmp_path / "final") as file,
+        open_atomic(tmp_path / "final") as file,
     ):
         file.write(b"new")
         (temporary,) = tmp_path.glob(".final.*")
@@ -78,7 +78,7 @@ def test_a_replaced_temporary_file_is_not_renamed(tmp_path: Path, by: str) -> No
 def test_a_file_is_written_where_the_directory_was_opened(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    with atomic_file(tmp_path / "a" / "file") as file:
+    with open_atomic(tmp_path / "a" / "file") as file:
         (tmp_path / "a").rename(tmp_path / "moved")
         (tmp_path / "a").symlink_to(tmp_path / "b")
         file.write(b"new")

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from clowder_aimage.content.parallel import ParallelStoppedError, in_parallel
+from clowder_aimage.content.parallel import ParallelStoppedError, run_parallel
 from clowder_aimage.errors import NetworkError
 
 
@@ -26,7 +26,7 @@ def test_no_call_starts_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None
             begun.append(1)
 
     with pytest.raises(NetworkError):
-        in_parallel([fail, *[next_one] * 20], 1, stopped.set)
+        run_parallel([fail, *[next_one] * 20], 1, stopped.set)
     assert begun == []
 
 
@@ -42,7 +42,7 @@ def test_cancelled_calls_are_not_awaited(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(concurrent.futures, "wait", watched)
     with pytest.raises(NetworkError):
-        in_parallel([fail, *[lambda: None] * 20], 1, lambda: None)
+        run_parallel([fail, *[lambda: None] * 20], 1, lambda: None)
     assert awaited[-1] and not any(future.cancelled() for future in awaited[-1])
 
 
@@ -59,7 +59,7 @@ def test_the_failure_is_raised_rather_than_a_cancellation() -> None:
         raise ParallelStoppedError
 
     with pytest.raises(NetworkError):
-        in_parallel([other, fail], 2, stopped.set)
+        run_parallel([other, fail], 2, stopped.set)
 
 
 def test_concurrency_is_limited() -> None:
@@ -75,6 +75,6 @@ def test_concurrency_is_limited() -> None:
             under_way.pop()
             done.append(1)
 
-    in_parallel([call] * 9, 3, lambda: None)
+    run_parallel([call] * 9, 3, lambda: None)
     assert len(done) == 9
     assert max(most) == 3

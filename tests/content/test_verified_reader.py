@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clowder_aimage.content import VerifyingReader, bytes_body, file_body, read_all
+from clowder_aimage.content import VerifyingReader, build_bytes_body, build_file_body, read_all
 from clowder_aimage.content.verified_reader import RawReader
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import Descriptor
@@ -108,7 +108,7 @@ def test_read_all_stops_at_an_endless_source() -> None:
 def test_bodies_can_be_opened_repeatedly_at_any_offset(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
-    for body in (file_body(path), bytes_body(b"0123456789")):
+    for body in (build_file_body(path), build_bytes_body(b"0123456789")):
         for offset in (0, 3, 10, 0):
             with body(offset) as file:
                 assert file.read() == b"0123456789"[offset:]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import VerifyingReader, bytes_body, copy
+from clowder_aimage.content import VerifyingReader, build_bytes_body, copy
 from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from tests.content.artifact import BLOB, blob, broken_body, index, manifest, put, put_artifact
@@ -25,7 +25,7 @@ def test_pushed_content_exists(target: Any, data: bytes) -> None:
         content = Descriptor(BLOB, Digest.of(data, algorithm), len(data))
         assert not target.exists(content)
         for _ in range(2):  # a second time changes nothing
-            target.push(content, bytes_body(data))
+            target.push(content, build_bytes_body(data))
             assert target.exists(content)
             assert read(target, content) == data
         assert not target.exists(replace(content, size=content.size + 1))
@@ -59,9 +59,9 @@ def test_absent_content_is_not_found(target: Any) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        pytest.param(bytes_body(DATA[:-1]), id="short"),
-        pytest.param(bytes_body(DATA[:-1] + b"\0"), id="wrong"),
-        pytest.param(bytes_body(DATA + b"x"), id="long"),
+        pytest.param(build_bytes_body(DATA[:-1]), id="short"),
+        pytest.param(build_bytes_body(DATA[:-1] + b"\0"), id="wrong"),
+        pytest.param(build_bytes_body(DATA + b"x"), id="long"),
         pytest.param(broken_body(DATA, NetworkError("the line is dead")), id="broken-at-the-end"),
     ],
 )
@@ -72,7 +72,7 @@ def test_push_of_other_content_leaves_nothing(target: Any, body: Any) -> None:
     assert not target.exists(content)
     with pytest.raises(NotFoundError):
         read(target, content)
-    target.push(content, bytes_body(DATA))  # and does not stand in the way
+    target.push(content, build_bytes_body(DATA))  # and does not stand in the way
     assert read(target, content) == DATA
 
 
@@ -97,7 +97,9 @@ def test_a_wrong_manifest_is_not_named(target: Any, name: str) -> None:
     config = put(target, b"{}")
     made = manifest(config, [])
     with pytest.raises(VerificationError):
-        target.push(made.descriptor, bytes_body(made.raw + b" "), Reference.parse(f"{name}:v1"))
+        target.push(
+            made.descriptor, build_bytes_body(made.raw + b" "), Reference.parse(f"{name}:v1")
+        )
     with pytest.raises(NotFoundError):
         target.resolve(Reference.parse(f"{name}:v1"))
 
@@ -132,7 +134,7 @@ def test_an_index_can_be_named_too(target: Any, name: str) -> None:
     one = put_artifact(target, f"{name}:one", b"one")
     two = put_artifact(target, f"{name}:two", b"two")
     both = index([one.descriptor, two.descriptor])
-    target.push(both.descriptor, bytes_body(both.raw), Reference.parse(f"{name}:both"))
+    target.push(both.descriptor, build_bytes_body(both.raw), Reference.parse(f"{name}:both"))
     found = target.resolve(Reference.parse(f"{name}:both"))
     assert (found.digest, found.media_type) == (both.digest, both.media_type)
 
@@ -143,7 +145,7 @@ def test_many_pushes_of_one_content_at_once(target: Any) -> None:
 
     def push() -> None:
         try:
-            target.push(content, bytes_body(LARGE))
+            target.push(content, build_bytes_body(LARGE))
         except AImageError as error:
             failures.append(error)
 

@@ -319,7 +319,7 @@ class Layer:
     def _wrap_syncfs(self) -> None:
         from clowder_aimage.content import atomic_file
 
-        found = atomic_file._syncfs()
+        found = atomic_file._load_syncfs()
         if found is None:
             return
 
@@ -332,7 +332,7 @@ class Layer:
                 ctypes.set_errno(error.errno or 0)
                 return -1
 
-        atomic_file._syncfs = lambda: wrapped
+        atomic_file._load_syncfs = lambda: wrapped
 
 
 # -- processes

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.metadata import MetadataFiles
@@ -159,7 +159,7 @@ class Places:
 
 def names(store: Path) -> dict[str, str]:
     """Return the names in the store, as the command line lists them."""
-    return {name: str(found.digest) for name, found in ImageLayout(store).tags()}
+    return {name: str(found.digest) for name, found in ImageLayout(store).list_tags()}
 
 
 def blobs(store: Path) -> set[str]:
@@ -193,7 +193,7 @@ def check_finished(
     name = "io.containerd.image.name"
     raw = {entry["annotations"][name]: entry["digest"] for entry in index["manifests"]}
     assert raw == wanted
-    records = dict(MetadataFiles(store, "names").items())
+    records = dict(MetadataFiles(store, "names").iter_items())
     ours = {name: digest for name, digest in wanted.items() if name not in foreign}
     assert {key: record["entry"]["digest"] for key, record in records.items()} == ours
 
@@ -257,7 +257,7 @@ def measured(job: Job, places: Places) -> tuple[Job, Place]:
     """Return the job with the record of its undisturbed run."""
     place = places.new(job.template)
     before, records = place.names(), MetadataFiles(place.store, "names")
-    foreign = frozenset(before.keys() - {name for name, _ in records.items()})
+    foreign = frozenset(before.keys() - {name for name, _ in records.iter_items()})
     log = place.directory / "log"
     done = place.run(*job.argv, log=log)
     assert done.code == 0, done.err
@@ -294,8 +294,8 @@ def put_in(host: str, path: str, docker: Path, *layers: bytes) -> str:
     with Repository(name, ClientOptions(docker_config=docker)) as target:
         for content, data in zip((config, *made.layers), (b"{}", *layers), strict=True):
             if not target.exists(content):
-                target.push(content, bytes_body(data))
-        target.push(made.descriptor, bytes_body(made.raw), name)
+                target.push(content, build_bytes_body(data))
+        target.push(made.descriptor, build_bytes_body(made.raw), name)
     return str(name)
 
 

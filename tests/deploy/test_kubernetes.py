@@ -281,7 +281,7 @@ def test_the_guide_scales_by_the_queue_of_one_model() -> None:
     digest = "0123456789abcdef" * 4
     facts, names_of = trigger["metadata"], FleetNames()
     assert facts["stream"] == names_of.jobs
-    assert facts["consumer"] == names_of.consumer(INTERACTIVE, digest)
+    assert facts["consumer"] == names_of.build_consumer_name(INTERACTIVE, digest)
 
 
 def test_disruption_budgets_allow_a_drain() -> None:

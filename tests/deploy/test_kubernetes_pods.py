@@ -184,7 +184,7 @@ def test_probes_use_endpoints_without_a_token() -> None:
         from clowder_aimage.api import health
         from clowder_aimage.http.route import OPEN
 
-        routes = health.routes(Mock())
+        routes = health.build_routes(Mock())
         is_open = {route.path for route in routes if route.scope == OPEN}
         (container,) = pod.containers
         probes = {

@@ -382,7 +382,7 @@ def test_a_recompressed_container_is_read_by_its_diff_ids(strip: bool) -> None:
         (name, Digest.of(data)) for name, data in blobs.items()
     ]
     assert [layer.descriptor.size for layer in aimage.layers] == [2, 19]
-    assert aimage.layer("vae/w").is_tensor
+    assert aimage.get_layer("vae/w").is_tensor
     assert aimage.config == CONFIG
 
 
@@ -435,8 +435,8 @@ def test_a_plain_container_image_is_not_an_aimage() -> None:
 def test_layers_are_found_by_name_and_component() -> None:
     top = Layer(FILE.descriptor, "model_index.json")
     aimage = AImage(CONFIG, (top, FILE, TENSOR))
-    assert aimage.layer("vae/w") is TENSOR
-    assert aimage.component("vae") == (FILE, TENSOR)
-    assert aimage.component("") == (top,)
+    assert aimage.get_layer("vae/w") is TENSOR
+    assert aimage.list_layers("vae") == (FILE, TENSOR)
+    assert aimage.list_layers("") == (top,)
     with pytest.raises(NotFoundError, match="vae/x not found"):
-        aimage.layer("vae/x")
+        aimage.get_layer("vae/x")

@@ -230,7 +230,7 @@ def test_a_modelpack_from_before_the_cncf_is_read() -> None:
     aimage = read_vendor(manifest)
     assert detect(manifest).name == "modelpack"
     assert names(aimage) == ["m.gguf", "m.gguf.tar"]
-    assert aimage.layer("m.gguf").descriptor.media_type == mediatype.AIMAGE_GGUF
+    assert aimage.get_layer("m.gguf").descriptor.media_type == mediatype.AIMAGE_GGUF
 
 
 def test_several_licenses_are_not_made_one() -> None:

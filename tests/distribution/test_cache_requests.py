@@ -28,12 +28,12 @@ class SlowUpstream:
     def __init__(self) -> None:
         self.released = threading.Event()
 
-    def manifest(self, _: Reference) -> Any:
+    def fetch_manifest(self, _: Reference) -> Any:
         self.released.wait()
         raise NotFoundError("not found")
 
     def call(self, *_: Any) -> Any:
-        return self.manifest(Reference.parse("x"))
+        return self.fetch_manifest(Reference.parse("x"))
 
 
 def test_requests_beyond_the_limit_are_refused(
@@ -47,16 +47,16 @@ def test_requests_beyond_the_limit_are_refused(
     references = [Reference.parse(f"{upstream.host}/x:v{n}") for n in range(4)]
 
     async def main() -> tuple[list[str], list[str]]:
-        asked = [asyncio.create_task(cached.manifest(each)) for each in references[:3]]
+        asked = [asyncio.create_task(cached.fetch_manifest(each)) for each in references[:3]]
         while cached._upstream_requests < 3:
             await asyncio.sleep(0)
         for each in asked:
             each.cancel()
         refused = []
         for request in (
-            cached.manifest(references[3]),
-            cached.tags("x"),
-            cached._size_at_upstream("x", Digest.of(b"x")),
+            cached.fetch_manifest(references[3]),
+            cached.list_tags("x"),
+            cached._fetch_size("x", Digest.of(b"x")),
         ):
             with pytest.raises(DistributionError) as raised:
                 await request
@@ -65,7 +65,7 @@ def test_requests_beyond_the_limit_are_refused(
         upstream.released.set()
         ended = await asyncio.gather(*running, return_exceptions=True)
         with pytest.raises(DistributionError) as raised:
-            await cached.manifest(references[3])
+            await cached.fetch_manifest(references[3])
         return refused, [*(str(cast("Any", each).code) for each in ended), str(raised.value.code)]
 
     refused, ended = asyncio.run(main())

@@ -48,7 +48,7 @@ def upload(host: str, name: str, tag: str, *layers: bytes) -> bytes:
 
 def names(server: Server, repository: str) -> list[str]:
     """Return the names of a repository in the store."""
-    found = [name for name, _ in ImageLayout(server.root).tags()]
+    found = [name for name, _ in ImageLayout(server.root).list_tags()]
     return [name for name in found if name.startswith((f"{repository}:", f"{repository}@"))]
 
 

@@ -15,7 +15,7 @@ import pytest
 import requests
 from aiohttp import web
 
-from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.errors import UsageError
 from clowder_aimage.http import server as http_server
@@ -174,7 +174,7 @@ def test_blobs_are_sent_with_sendfile(tmp_path: Path) -> None:
     data = os.urandom(9_000_000)
     layout = ImageLayout(tmp_path)
     content = Descriptor.of("application/octet-stream", data)
-    layout.push(content, bytes_body(data))
+    layout.push(content, build_bytes_body(data))
     by_kernel: list[int] = []
 
     async def ask() -> bytes:
@@ -208,14 +208,16 @@ def test_blobs_are_sent_with_sendfile(tmp_path: Path) -> None:
 def test_referrers_read_each_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = ImageLayout(tmp_path)
     subject = Descriptor.of(mediatype.OCI_MANIFEST, b"elsewhere")
-    layout.push(Descriptor.of("x/y", b"{}"), bytes_body(b"{}"))
+    layout.push(Descriptor.of("x/y", b"{}"), build_bytes_body(b"{}"))
     for i in range(3):
         config = Descriptor.of("x/y", b"{}").to_json()
         document = {"schemaVersion": 2, "config": config, "layers": [], "n": i}
         if i:
             document["subject"] = subject.to_json()
         manifest = parse_document(json.dumps(document).encode())
-        layout.push(manifest.descriptor, bytes_body(manifest.raw), Reference.parse(f"a/b:t{i}"))
+        layout.push(
+            manifest.descriptor, build_bytes_body(manifest.raw), Reference.parse(f"a/b:t{i}")
+        )
     catalog = Catalog(layout)
     read: list[Descriptor] = []
     original = Catalog.read
@@ -227,7 +229,7 @@ def test_referrers_read_each_manifest_once(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Catalog, "read", counted)
     catalog = Catalog(layout)
     for _ in range(3):
-        found = [each for each in catalog.summaries("a/b") if each.subject == subject.digest]
+        found = [each for each in catalog.iter_summaries("a/b") if each.subject == subject.digest]
         assert len(found) == 2
     assert len(read) == 3
 

@@ -18,7 +18,7 @@ from clowder_aimage.errors import (
     StoreError,
     VerificationError,
 )
-from clowder_aimage.http.api_error import OCI, api_error
+from clowder_aimage.http.api_error import OCI, convert_error
 from tests.distribution.served import Server, digest_of, error_of, manifest_of
 
 HEX = "0123456789abcdef" * 4
@@ -171,7 +171,7 @@ def test_damaged_manifest_is_not_served(server: Server) -> None:
     ],
 )
 def test_store_errors_are_reported(error: AImageError, status: int, message: str) -> None:
-    answer = api_error(error, OCI)
+    answer = convert_error(error, OCI)
     assert (answer.status, answer.message) == (status, message)
 
 

@@ -55,8 +55,8 @@ def test_a_client_reads_all_pages(paged: tuple[Server, bytes], tmp_path: Path) -
     server, subject = paged
     reference = Reference.parse(f"{server.url.removeprefix('http://')}/a/b")
     with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
-        found = repository.referrers(Digest.of(subject), "a/b")
-        tags = repository.tag_names()
+        found = repository.list_referrers(Digest.of(subject), "a/b")
+        tags = repository.list_tag_names()
     assert sorted(int(each.annotations["number"]) for each in found) == list(range(COUNT))
     assert len(tags) == COUNT + 1
     assert {each.annotations["ü"] for each in found} == {"é" * 300}

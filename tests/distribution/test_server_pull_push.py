@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.metadata import file_name
+from clowder_aimage.layout.metadata import build_file_name
 from clowder_aimage.oci import Reference, parse_document
 from tests.content.artifact import put_artifact
 from tests.distribution.served import (
@@ -276,12 +276,14 @@ def test_a_pinned_name_is_not_deleted(server: Server) -> None:
         beside = server.root / "index.foreign"
         beside.write_text(json.dumps(index))
         beside.replace(server.root / "index.json")
-        (server.root / ".aimage" / "names" / file_name("pin/ned:latest")).unlink(missing_ok=True)
-        before = sorted(layout.tags(), key=str)
+        (server.root / ".aimage" / "names" / build_file_name("pin/ned:latest")).unlink(
+            missing_ok=True
+        )
+        before = sorted(layout.list_tags(), key=str)
         for reference in ("latest", digest_of(raw)):
             answer = server.ask("DELETE", f"/v2/pin/ned/manifests/{reference}")
             assert error_of(answer) == (403, "DENIED")
-        assert sorted(layout.tags(), key=str) == before
+        assert sorted(layout.list_tags(), key=str) == before
 
 
 def test_a_second_store_is_read(serve_layout: Callable[..., Server], tmp_path: Path) -> None:
@@ -356,7 +358,7 @@ def test_deleted_blob_needed_by_another_process_is_restored(server: Server) -> N
     raw = manifest_of(data)
     layout = ImageLayout(server.root)
     document = parse_document(raw)
-    layout.push(document.descriptor, bytes_body(raw), Reference.parse("pulled/here:v1"))
+    layout.push(document.descriptor, build_bytes_body(raw), Reference.parse("pulled/here:v1"))
     assert server.ask("GET", location).content == data
     assert server.ask("GET", "/v2/pulled/here/manifests/v1").content == raw
 

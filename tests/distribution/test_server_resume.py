@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.content import build_bytes_body, copy
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Manifest, Reference
@@ -27,7 +27,7 @@ BUFFERS = MIB  # bytes that the proxy had and the server had not, when a connect
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the delays; the server needs a moment to detect a broken connection."""
-    defaults = retry.retrying.__kwdefaults__
+    defaults = retry.retry_call.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "sleep", lambda _: time.sleep(0.02))
 
@@ -55,9 +55,9 @@ def push(
     manifest = Manifest.parse(json.dumps(document).encode())
     layout = ImageLayout(tmp_path / "store")
     here = Reference(None, "x", "v1")
-    layout.push(config, bytes_body(b"{}"))
-    layout.push(blob, bytes_body(content))
-    layout.push(manifest.descriptor, bytes_body(manifest.raw), here)
+    layout.push(config, build_bytes_body(b"{}"))
+    layout.push(blob, build_bytes_body(content))
+    layout.push(manifest.descriptor, build_bytes_body(manifest.raw), here)
 
     def run() -> list[int]:
         counts: list[int] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.distribution import served_blobs as kept_module
 from clowder_aimage.distribution import upload_session as upload_module
 from clowder_aimage.distribution.error import DistributionError
@@ -379,7 +379,7 @@ def test_an_upload_is_given_up_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = [1000]
-    monkeypatch.setattr(ImageLayout, "free", lambda _: free[0])
+    monkeypatch.setattr(ImageLayout, "measure_free", lambda _: free[0])
     now = [0.0]
 
     async def run() -> None:
@@ -505,7 +505,7 @@ def test_leases_expire(tmp_path: Path) -> None:
     layout = ImageLayout(tmp_path)
     digests = [Digest.of(data) for data in (b"a", b"b")]
     for data in (b"a", b"b"):
-        layout.push(Descriptor.of("x/y", data), bytes_body(data))
+        layout.push(Descriptor.of("x/y", data), build_bytes_body(data))
     now = [0.0]
     kept = ServedLeases(layout, lambda: now[0])
     kept.add(digests[0])

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from clowder_aimage.pictures.artifact import picture_config
+from clowder_aimage.pictures.artifact import encode_picture_config
 from clowder_aimage.pictures.generated_picture import GeneratedPicture
 from tests.docs.document import GUIDES, ROOT, SHELLS, Command, Document
 from tests.docs.preloaded import preloaded
@@ -208,7 +208,7 @@ def test_manifests_in_the_format_are_real(tmp_path: Path) -> None:
     real += (store / "index.json").read_text()
     made = {"reference": "localhost:5005/team/tiny:v1", "digest": digest, "steps": 2}
     made |= {"prompt": "a red fox in the snow", "width": 64}
-    config = json.loads(picture_config([GeneratedPicture(b"a picture", 7, "png", made)]))
+    config = json.loads(encode_picture_config([GeneratedPicture(b"a picture", 7, "png", made)]))
     real += json.dumps(config, indent=2)
     printed = {_bare(line) for line in real.splitlines()}
     shown = [b for b in Document(ROOT / "docs" / "format.md").blocks if b.language == "json"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import ManifestRefusedError
 from clowder_aimage.oci import Descriptor, Reference, mediatype
 from clowder_aimage.oci.manifest import encode
@@ -116,10 +116,10 @@ def test_a_copy_of_an_index(
     connection = ClientOptions(docker_config=tmp_path)
     with Repository(source, connection) as place:
         for data in parts.values():
-            place.push(Descriptor.of("application/octet-stream", data), bytes_body(data))
-        place.push(Descriptor.of(mediatype.OCI_MANIFEST, raw), bytes_body(raw))
+            place.push(Descriptor.of("application/octet-stream", data), build_bytes_body(data))
+        place.push(Descriptor.of(mediatype.OCI_MANIFEST, raw), build_bytes_body(raw))
         whole = encode(index)
-        place.push(Descriptor.of(mediatype.OCI_INDEX, whole), bytes_body(whole), source)
+        place.push(Descriptor.of(mediatype.OCI_INDEX, whole), build_bytes_body(whole), source)
     target = Reference.parse(f"{served}/all:v1")
     copied = transfer(source, target, connection)
     with Repository(target, connection) as place:
@@ -342,7 +342,7 @@ def test_a_recursive_copy_has_what_is_attached_to_the_parts_of_an_index(
             "manifests": [child.to_json()],
         }
         raw = encode(index)
-        place.push(Descriptor.of(mediatype.OCI_INDEX, raw), bytes_body(raw), source)
+        place.push(Descriptor.of(mediatype.OCI_INDEX, raw), build_bytes_body(raw), source)
     here("copy", "-q", "-r", f"{repository}:all", f"{served}/index:v1")
     found = here("referrers", f"{served}/index@{digest}", "-r", "--json").value
     assert [row["digest"] for row in found] == [sbom, report]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.content import build_bytes_body, copy
 from clowder_aimage.errors import (
     AImageError,
     FormatError,
@@ -63,9 +63,9 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def publish(host: str, directory: Path) -> None:
     name = Reference.parse(f"{host}/{PATH}:v1")
     with Repository(name, ClientOptions(docker_config=directory)) as target:
-        target.push(CONFIG, bytes_body(b"{}"))
-        target.push(LAYER, bytes_body(BLOB))
-        target.push(MANIFEST.descriptor, bytes_body(MANIFEST.raw), name)
+        target.push(CONFIG, build_bytes_body(b"{}"))
+        target.push(LAYER, build_bytes_body(BLOB))
+        target.push(MANIFEST.descriptor, build_bytes_body(MANIFEST.raw), name)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def left_over(tmp_path: Path) -> list[Any]:
 
 
 def names(tmp_path: Path) -> list[Any]:
-    return [name for name, _ in layout_of(tmp_path).tags()]
+    return [name for name, _ in layout_of(tmp_path).list_tags()]
 
 
 def pull(proxy: Proxy, tmp_path: Path, tail: str = ":v1", **options: Any) -> None:
@@ -102,8 +102,8 @@ def pull(proxy: Proxy, tmp_path: Path, tail: str = ":v1", **options: Any) -> Non
 
 def arrived(tmp_path: Path) -> None:
     layout = layout_of(tmp_path)
-    assert layout.path(LAYER).read_bytes() == BLOB
-    assert layout.path(MANIFEST.descriptor).read_bytes() == MANIFEST.raw
+    assert layout.find_path(LAYER).read_bytes() == BLOB
+    assert layout.find_path(MANIFEST.descriptor).read_bytes() == MANIFEST.raw
     assert left_over(tmp_path) == []
 
 
@@ -299,7 +299,7 @@ def test_exit_codes_of_a_failed_pull(
     assert len(proxy.asked(DIGEST)) == (4 if status == 500 else 1)
     proxy.change = proxy.instead = None
     here("pull", f"{proxy.host}/{PATH}:v1")
-    assert ImageLayout(here.store).path(LAYER).read_bytes() == BLOB
+    assert ImageLayout(here.store).find_path(LAYER).read_bytes() == BLOB
 
 
 # -- wrong bytes
@@ -433,7 +433,7 @@ def test_a_manifest_of_another_size_than_in_its_index_is_refused(
     raw = json.dumps(document).encode()
     name = Reference.parse(f"{published.host}/{PATH}:index")
     with Repository(name, ClientOptions(docker_config=tmp_path)) as target:
-        target.push(Descriptor(kind, Digest.of(raw), len(raw)), bytes_body(raw), name)
+        target.push(Descriptor(kind, Digest.of(raw), len(raw)), build_bytes_body(raw), name)
     with pytest.raises(VerificationError):
         pull(proxy, tmp_path, ":index")
     assert proxy.sent() == 0

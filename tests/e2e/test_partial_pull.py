@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Dialect, Layer
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -134,7 +134,7 @@ def test_a_full_pull_completes_a_part_and_removes_its_mark(
     here("verify")
     layout = ImageLayout(here.store)
     layer = pushed.layers["vae/config.json"]
-    layout.path(Descriptor.from_json(layer, "layer")).unlink()
+    layout.find_path(Descriptor.from_json(layer, "layer")).unlink()
     assert "is missing" in here("verify", code=5).out
 
 
@@ -299,8 +299,8 @@ def put(registry: RealRegistry, path: str, manifest: Manifest, contents: dict[An
     name = Reference.parse(f"{registry.host}/{path}")
     with Repository(name, ClientOptions()) as target:
         for content, data in contents.items():
-            target.push(content, bytes_body(data))
-        target.push(manifest.descriptor, bytes_body(manifest.raw), name)
+            target.push(content, build_bytes_body(data))
+        target.push(manifest.descriptor, build_bytes_body(manifest.raw), name)
 
 
 def keep(
@@ -373,7 +373,7 @@ def test_compressed_layers_are_selected_by_their_diff_id(
     assert proxy.sent() == sum(c.size for c in packed)
     assert not is_marked(here, name)
     for content, data in contents.items():
-        assert layout.path(content).read_bytes() == data
+        assert layout.find_path(content).read_bytes() == data
 
 
 def test_a_partial_pull_from_an_index(
@@ -392,8 +392,8 @@ def test_a_partial_pull_from_an_index(
     put(registry, path, manifest, contents | {manifest.config: config})
     name = Reference.parse(f"{registry.host}/{path}")
     with Repository(name, ClientOptions()) as target:
-        target.push(other.descriptor, bytes_body(other.raw))
-        target.push(Descriptor.of(mediatype.OCI_INDEX, raw), bytes_body(raw), name)
+        target.push(other.descriptor, build_bytes_body(other.raw))
+        target.push(Descriptor.of(mediatype.OCI_INDEX, raw), build_bytes_body(raw), name)
     here, seen = aimage(), f"{proxy.host}/{path}"
     assert "several of its manifests match" in here("pull", seen, "--component", "vae", code=2).err
     done = here("pull", seen, "--component", "vae", "--variant", "second", "--json")
@@ -472,7 +472,7 @@ def test_repair_of_a_part_fetches_only_damaged_blobs(
 ) -> None:
     here = aimage()
     here("pull", name, "--component", "vae")
-    path = ImageLayout(here.store).path(
+    path = ImageLayout(here.store).find_path(
         Descriptor.from_json(pushed.layers["vae/config.json"], "layer")
     )
     unshare(path)

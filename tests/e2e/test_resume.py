@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.content import build_bytes_body, copy
 from clowder_aimage.content.fetch import NOTED
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Manifest, Reference
@@ -56,9 +56,9 @@ def artifact(registry: RealRegistry, tmp_path_factory: pytest.TempPathFactory) -
     name = Reference.parse(f"{registry.host}/{made.path}")
     connection = ClientOptions(docker_config=tmp_path_factory.mktemp("docker"))
     with Repository(name, connection) as target:
-        target.push(config, bytes_body(b"{}"))
-        target.push(blob, bytes_body(BIG))
-        target.push(manifest.descriptor, bytes_body(manifest.raw), name)
+        target.push(config, build_bytes_body(b"{}"))
+        target.push(blob, build_bytes_body(BIG))
+        target.push(manifest.descriptor, build_bytes_body(manifest.raw), name)
     return made
 
 
@@ -85,7 +85,7 @@ def pull_here(artifact: Artifact, proxy: Proxy, tmp_path: Path) -> Callable[...,
 
 def check(layout: ImageLayout, artifact: Artifact) -> None:
     """Verify that the blob is complete and nothing else is left."""
-    assert layout.path(artifact.blob).read_bytes() == BIG
+    assert layout.find_path(artifact.blob).read_bytes() == BIG
     assert list((layout.root / ".aimage" / "ingest").iterdir()) == []
 
 

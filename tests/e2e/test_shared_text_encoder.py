@@ -48,7 +48,7 @@ def test_a_second_family_brings_only_its_own_networks(
     here("create", names[1], tmp_path / "flux")
     found = [read_aimage(ImageLayout(here.store), Reference.parse(name)) for name in names]
     encoders = [
-        {layer.descriptor.digest.encoded for layer in one.aimage.component("text_encoder")}
+        {layer.descriptor.digest.encoded for layer in one.aimage.list_layers("text_encoder")}
         for one in found
     ]
     assert len(encoders[0]) > 30 and encoders[0] == encoders[1]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.content.fetch import NOTED
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Digest, Manifest, Reference
@@ -41,8 +41,8 @@ def put_in(registry: RealRegistry, docker: Path, path: str, *layers: bytes) -> M
     with Repository(name, ClientOptions(docker_config=docker)) as target:
         for content, data in zip((config, *made.layers), (b"{}", *layers), strict=True):
             if not target.exists(content):
-                target.push(content, bytes_body(data))
-        target.push(made.descriptor, bytes_body(made.raw), name)
+                target.push(content, build_bytes_body(data))
+        target.push(made.descriptor, build_bytes_body(made.raw), name)
     return made
 
 

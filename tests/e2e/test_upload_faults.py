@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import trustme
 
-from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.content import build_bytes_body, copy
 from clowder_aimage.errors import (
     RegistryError,
     UnauthorizedError,
@@ -111,9 +111,9 @@ def local(tmp_path: Path, repository: str) -> Store:
     }
     manifest = Manifest.parse(json.dumps(document).encode())
     layout = ImageLayout(tmp_path / "store")
-    layout.push(config, bytes_body(b"{}"))
-    layout.push(blob, bytes_body(content))
-    layout.push(manifest.descriptor, bytes_body(manifest.raw), Reference(None, "x", "v1"))
+    layout.push(config, build_bytes_body(b"{}"))
+    layout.push(blob, build_bytes_body(content))
+    layout.push(manifest.descriptor, build_bytes_body(manifest.raw), Reference(None, "x", "v1"))
     return Store(layout, manifest, blob, content)
 
 
@@ -621,7 +621,7 @@ def test_a_202_response_to_a_mount_is_used_as_the_upload(
 
 
 def spoil(local: Store, change: Any) -> None:
-    path = local.layout.path(local.blob)
+    path = local.layout.find_path(local.blob)
     path.chmod(0o644)
     path.write_bytes(change(local.content))
 

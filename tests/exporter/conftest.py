@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.export import ExportSummary, export
 from clowder_aimage.layout import ImageLayout
@@ -90,7 +90,7 @@ class Artifact:
     ) -> Layer:
         """Add a layer, with the digest of its decompressed content if given."""
         descriptor = Descriptor.of(media_type, data)
-        self.store.push(descriptor, bytes_body(data))
+        self.store.push(descriptor, build_bytes_body(data))
         said = None
         if content is not None:
             plain = mediatype.split_compression(media_type)[0]
@@ -110,8 +110,8 @@ class Artifact:
         """Write the manifest and tag it ``model``."""
         aimage = AImage(json.dumps(self.config).encode(), tuple(self.layers))
         manifest, config = DIALECTS[dialect].write(aimage)
-        self.store.push(manifest.config, bytes_body(config))
-        self.store.push(manifest.descriptor, bytes_body(manifest.raw), NAME)
+        self.store.push(manifest.config, build_bytes_body(config))
+        self.store.push(manifest.descriptor, build_bytes_body(manifest.raw), NAME)
         return self
 
     def export(self, **options: Any) -> ExportSummary:
@@ -127,7 +127,7 @@ class Artifact:
 
     def damage(self, layer: Layer) -> None:
         """Invert the last byte of a blob."""
-        path = self.store.path(layer.descriptor)
+        path = self.store.find_path(layer.descriptor)
         data = path.read_bytes()
         unshare(path)
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

@@ -141,7 +141,7 @@ def test_models_with_adapters_round_trip(store: ImageLayout, tmp_path: Path, kin
     found = again(store, tmp_path, source, form=form)
     adapters = {f"adapters/style/{name}": data for name, data in PEFT.items()}
     assert found == SOURCES[kind] | adapters | {"adapters/face/face.bin": LORA}
-    facts = json.loads(store.path(_config(store)).read_bytes())
+    facts = json.loads(store.find_path(_config(store)).read_bytes())
     assert facts["adapters"].keys() == {"face", "style"}
     assert facts["adapters"]["style"]["alpha"] == 4
 
@@ -188,7 +188,7 @@ def test_create_refuses_malformed_adapter_directories(
     with pytest.raises(ModelError, match=said) as caught:
         create(store, ONE, source)
     assert caught.value.hint
-    assert list(store.tags()) == []
+    assert list(store.list_tags()) == []
 
 
 def test_empty_directory_of_adapters_is_refused(store: ImageLayout, tmp_path: Path) -> None:

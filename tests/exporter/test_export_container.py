@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import FormatError, NotFoundError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import inflate, read_aimage
@@ -40,18 +40,18 @@ def recompressed(
 ) -> Artifact:
     """Return a store after such a tool copied it: no blob is unchanged."""
     artifact.finish("container")
-    document = json.loads(artifact.store.path(artifact.store.resolve(NAME)).read_bytes())
+    document = json.loads(artifact.store.find_path(artifact.store.resolve(NAME)).read_bytes())
     rows = []
     for layer in artifact.layers:
-        path = artifact.store.path(layer.descriptor)
+        path = artifact.store.find_path(layer.descriptor)
         data = change(pack(path.read_bytes(), kind))
         rows.append(Descriptor.of(kind, data))
-        artifact.store.push(rows[-1], bytes_body(data))
-    for path in {artifact.store.path(layer.descriptor) for layer in artifact.layers}:
+        artifact.store.push(rows[-1], build_bytes_body(data))
+    for path in {artifact.store.find_path(layer.descriptor) for layer in artifact.layers}:
         path.unlink()
     document["layers"] = [row.to_json() for row in rows]
     manifest = Manifest.build(document)
-    artifact.store.push(manifest.descriptor, bytes_body(manifest.raw), NAME)
+    artifact.store.push(manifest.descriptor, build_bytes_body(manifest.raw), NAME)
     return artifact
 
 
@@ -120,7 +120,7 @@ def test_inflate_of_known_size_has_no_ratio_limit(artifact: Artifact, kind: str)
     artifact.add("zeros", ZEROS)
     recompressed(artifact, kind)
     inflate(artifact.store, read_aimage(artifact.store, NAME))
-    assert artifact.store.path(artifact.layers[0].descriptor).stat().st_size == len(ZEROS)
+    assert artifact.store.find_path(artifact.layers[0].descriptor).stat().st_size == len(ZEROS)
 
 
 @pytest.mark.parametrize(("cut", "is_exported"), [(0, False), (-1, True)])
@@ -161,10 +161,10 @@ def test_layers_of_other_content_are_refused(
 def test_unknown_compression_is_refused(artifact: Artifact, is_exported: bool) -> None:
     artifact.add("notes.txt", DATA)
     recompressed(artifact, mediatype.OCI_LAYER_TAR_GZIP)
-    document = json.loads(artifact.store.path(artifact.store.resolve(NAME)).read_bytes())
+    document = json.loads(artifact.store.find_path(artifact.store.resolve(NAME)).read_bytes())
     document["layers"][0]["mediaType"] = "application/vnd.oci.image.layer.v1.tar+xz"
     manifest = Manifest.build(document)
-    artifact.store.push(manifest.descriptor, bytes_body(manifest.raw), NAME)
+    artifact.store.push(manifest.descriptor, build_bytes_body(manifest.raw), NAME)
     with pytest.raises(FormatError, match="unsupported compression") as caught:
         if is_exported:
             artifact.export()
@@ -175,6 +175,6 @@ def test_unknown_compression_is_refused(artifact: Artifact, is_exported: bool) -
 
 def test_missing_layers_are_reported(full: Artifact) -> None:
     for came in read_aimage(full.store, NAME).manifest.layers:
-        full.store.path(came).unlink()
+        full.store.find_path(came).unlink()
     with pytest.raises(NotFoundError, match="is incomplete in the store"):
         full.export()

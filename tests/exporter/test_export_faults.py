@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.cli.console.remedy import advice
-from clowder_aimage.content import atomic_file, bytes_body, open_directory
+from clowder_aimage.cli.console.remedy import format_advice
+from clowder_aimage.content import atomic_file, build_bytes_body, open_directory
 from clowder_aimage.content.atomic_file import flock
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.errors import (
@@ -219,7 +219,7 @@ def test_small_files_are_synced_together_before_the_directory_has_its_name(
         return 0
 
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(atomic_file, "_syncfs", lambda: sync if has_syncfs else None)
+    monkeypatch.setattr(atomic_file, "_load_syncfs", lambda: sync if has_syncfs else None)
     with monkeypatch.context() as patch:
         patch.setattr(OpenDirectory, "sync", lambda _: None)  # of the parent, at the end
         artifact.export()
@@ -238,7 +238,7 @@ def test_files_that_cannot_be_synced_are_removed(
         ctypes.set_errno(errno.ENOSPC)
         return -1
 
-    monkeypatch.setattr(atomic_file, "_syncfs", lambda: fail)
+    monkeypatch.setattr(atomic_file, "_load_syncfs", lambda: fail)
     with pytest.raises(NoSpaceError):
         full.export()
     full.check_nothing_left()
@@ -421,7 +421,7 @@ def test_keyboard_interrupt_leaves_nothing(full: Artifact) -> None:
 def test_missing_layers_are_named(full: Artifact) -> None:
     gone = [layer for layer in full.layers if layer.name in ("w.gguf", "unet/x")]
     for layer in gone:
-        full.store.path(layer.descriptor).unlink()
+        full.store.find_path(layer.descriptor).unlink()
     with pytest.raises(NotFoundError) as caught:
         full.export()
     assert caught.value.message.startswith(
@@ -436,10 +436,13 @@ def test_missing_layers_are_named(full: Artifact) -> None:
 def test_missing_layers_suggest_a_pull(full: Artifact) -> None:
     name = Reference.parse("registry.example.com/team/model:v1")
     full.store.tag(full.store.resolve(NAME), name)
-    full.store.path(full.layers[0].descriptor).unlink()
+    full.store.find_path(full.layers[0].descriptor).unlink()
     with pytest.raises(NotFoundError) as caught:
         export(full.store, name, full.out)
-    assert advice(caught.value) == "to complete it: aimage pull registry.example.com/team/model:v1"
+    assert (
+        format_advice(caught.value)
+        == "to complete it: aimage pull registry.example.com/team/model:v1"
+    )
 
 
 def test_unknown_name_is_reported(artifact: Artifact) -> None:
@@ -458,7 +461,7 @@ def test_foreign_artifact_is_refused(artifact: Artifact) -> None:
 def test_index_of_several_manifests_is_refused(artifact: Artifact) -> None:
     one = put_artifact(artifact.store, "one", b"layer")
     both = index([one.descriptor])
-    artifact.store.push(both.descriptor, bytes_body(both.raw), NAME)
+    artifact.store.push(both.descriptor, build_bytes_body(both.raw), NAME)
     with pytest.raises(FormatError):
         artifact.export()
     artifact.check_nothing_left()

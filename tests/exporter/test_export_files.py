@@ -178,7 +178,7 @@ def test_links_share_the_bytes_of_whole_files_and_copy_the_rest(artifact: Artifa
     artifact.add("packed", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip")
     artifact.add_tensors("x", {"x": ("U8", (1,), b"x")})
     exported = artifact.finish().export(links=True)
-    path = artifact.store.path(layer.descriptor)
+    path = artifact.store.find_path(layer.descriptor)
     assert sum(exported.methods.values()) == 1
     assert exported.methods[LinkMethod.COPIED] == 0
     assert path.samefile(artifact.out / "w.gguf") == bool(exported.methods[LinkMethod.HARD_LINKED])
@@ -191,7 +191,7 @@ def test_without_links_nothing_is_shared(artifact: Artifact) -> None:
     layer = artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
     exported = artifact.finish().export()
     assert exported.methods == {LinkMethod.COPIED: 1}
-    assert artifact.store.path(layer.descriptor).stat().st_nlink == 1
+    assert artifact.store.find_path(layer.descriptor).stat().st_nlink == 1
 
 
 def test_reflinks_create_independent_files(
@@ -211,7 +211,7 @@ def test_reflinks_create_independent_files(
     assert asked == [0x40049409]
     assert artifact.out.joinpath("w.gguf").read_bytes() == DATA
     assert artifact.out.joinpath("w.gguf").stat().st_mode & 0o777 == 0o644
-    assert artifact.store.path(layer.descriptor).stat().st_nlink == 1
+    assert artifact.store.find_path(layer.descriptor).stat().st_nlink == 1
 
 
 def test_files_that_cannot_be_linked_are_copied(

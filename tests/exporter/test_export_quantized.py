@@ -113,9 +113,9 @@ def test_several_quantizations_in_one_component(tmp_path: Path) -> None:
     assert again.descriptor == made.descriptor
     assert tensors_in(out / WEIGHTS) == tensors | REST
     from clowder_aimage.exporter.component_config import merge_quantization
-    from clowder_aimage.formats.stored_weights import read_stored, weights_of
+    from clowder_aimage.formats.stored_weights import group_weights, read_stored
 
-    weights = weights_of(read_stored(ImageLayout(model.store), artifact))["transformer"]
+    weights = group_weights(read_stored(ImageLayout(model.store), artifact))["transformer"]
     assert json.loads(merge_quantization({}, weights) or b"") == {
         "quantization": {
             "group_size": 64,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body, tar
+from clowder_aimage.content import build_bytes_body, tar
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.errors import FormatError, VerificationError
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -69,10 +69,10 @@ def test_a_modelkit_of_kitops_is_unpacked(artifact: Artifact) -> None:
     config = Descriptor.of(
         "application/vnd.kitops.modelkit.config.v1+json", json.dumps(kitfile).encode()
     )
-    artifact.store.push(config, bytes_body(json.dumps(kitfile).encode()))
+    artifact.store.push(config, build_bytes_body(json.dumps(kitfile).encode()))
     docs = replace(docs, media_type="application/vnd.kitops.modelkit.docs.v1.tar")
     made = manifest(config, [model, docs])
-    artifact.store.push(made.descriptor, bytes_body(made.raw), NAME)
+    artifact.store.push(made.descriptor, build_bytes_body(made.raw), NAME)
     artifact.export()
     assert files_in(artifact.out) == {"model/w.gguf": b"weights", "README.md": b"words"}
 
@@ -88,7 +88,7 @@ def neighbour(
     for kind, path, data in layers:
         annotations = {"org.cncf.model.filepath": path} if path else {}
         rows.append(replace(Descriptor.of(kind, data), annotations=annotations))
-        artifact.store.push(rows[-1], bytes_body(data))
+        artifact.store.push(rows[-1], build_bytes_body(data))
     kind, document = {
         "kitops": (
             "vnd.kitops.modelkit.config.v1",
@@ -106,9 +106,9 @@ def neighbour(
     }[dialect]
     raw = json.dumps(document).encode()
     config = Descriptor.of(f"application/{kind}+json", raw)
-    artifact.store.push(config, bytes_body(raw))
+    artifact.store.push(config, build_bytes_body(raw))
     made = manifest(config, rows)
-    artifact.store.push(made.descriptor, bytes_body(made.raw), NAME)
+    artifact.store.push(made.descriptor, build_bytes_body(made.raw), NAME)
     return artifact
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.cli.console.remedy import advice
-from clowder_aimage.content import bytes_body
+from clowder_aimage.cli.console.remedy import format_advice
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.content.decompress import MAX_RATIO, open_decompressed
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, mediatype
@@ -38,14 +38,14 @@ PACK: dict[str, Callable[..., bytes]] = {"gzip": gzip.compress, "zstd": zstd}
 class MemoryBlobs(MemoryStore):
     """Blobs in memory for code that expects files."""
 
-    def path(self, content: Descriptor, /) -> Path:
+    def find_path(self, content: Descriptor, /) -> Path:
         raise NotFoundError(f"no file of {content.digest}")
 
 
 def stored(data: bytes, compression: str = "gzip") -> tuple[MemoryBlobs, Descriptor]:
     store = MemoryBlobs()
     layer = Descriptor.of(f"{KIND}+{compression}" if compression else KIND, data)
-    store.push(layer, bytes_body(data))
+    store.push(layer, build_bytes_body(data))
     return store, layer
 
 
@@ -227,5 +227,7 @@ def test_a_missing_zstd_package_is_reported_with_advice(monkeypatch: pytest.Monk
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UsageError, match=r"zstd needs the extra \[zstd\]") as caught:
         unpacked(data, "zstd")
-    assert "install" in (advice(caught.value) or "") and "[zstd]" in (advice(caught.value) or "")
+    assert "install" in (format_advice(caught.value) or "") and "[zstd]" in (
+        format_advice(caught.value) or ""
+    )
     assert caught.value.exit_code == 2

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clowder_aimage.cli.create.result import summary
-from clowder_aimage.cli.create.result import text as text_of
+from clowder_aimage.cli.create.result import encode_result
+from clowder_aimage.cli.create.result import format_result as text_of
 from clowder_aimage.errors import FormatError
 from clowder_aimage.formats.gguf_header import TENSORS
 from clowder_aimage.importer import PackedModel, Recipe
@@ -84,7 +84,7 @@ def test_a_quantized_file_of_comfyui_gives_the_blobs_of_the_dequantized_weights(
     formats = {"float8_e4m3fn": 3, "int8_tensorwise": 1, "mxfp8": 1, "nvfp4": 1}
     assert made.aimage.properties["components"]["transformer"]["decoded"] == formats
     assert made.report.decoded["float8_e4m3fn", "F32"] == 3  # query, key and value
-    value = summary(Reference.parse("own"), made)
+    value = encode_result(Reference.parse("own"), made)
     assert {"from": "nvfp4", "to": "F32", "tensors": 1} in value["decoded"]
     said = text_of(value, made, Recipe())
     assert "1 tensor decoded from mxfp8 to BF16, without loss\n" in said

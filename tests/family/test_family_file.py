@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from clowder_aimage.errors import AImageError
-from clowder_aimage.exporter.family_file import file_tensors
+from clowder_aimage.exporter.family_file import build_tensors
 from clowder_aimage.family.image_family import VAE, Z_IMAGE, LayoutComponent, LayoutFile
 from clowder_aimage.family.name_table import NameTable, TensorChange
 from clowder_aimage.family.tensor_change import restore
-from clowder_aimage.formats.tokenizer_size import token_count
-from clowder_aimage.tensor.weight import SourceTensor, Weight, plain
+from clowder_aimage.formats.tokenizer_size import count_tokens
+from clowder_aimage.tensor.weight import SourceTensor, Weight, to_weight
 
 FILE = Z_IMAGE.layouts["comfyui"][0]
 QUERY = "layers.0.attention.to_{}.weight"
@@ -25,7 +25,7 @@ def weight(name: str, dtype: str = "U8", shape: tuple[int, ...] = (4, 3)) -> Wei
     size = 1
     for length in shape:
         size *= length
-    return plain(SourceTensor(name, dtype, shape, Path("x"), 0, size, 0))
+    return to_weight(SourceTensor(name, dtype, shape, Path("x"), 0, size, 0))
 
 
 def test_halves_are_exchanged_in_both_directions(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_halves_are_exchanged_in_both_directions(tmp_path: Path) -> None:
     )
     family = replace(Z_IMAGE, components=(component,))
     file = LayoutFile("f", (LayoutComponent("vae", "x", "p."),))
-    (tensor,) = file_tensors(family, file, {"vae": [weight("a.weight")]}, False).values()
+    (tensor,) = build_tensors(family, file, {"vae": [weight("a.weight")]}, False).values()
     assert (tensor.name, tensor.shape, tensor.nbytes) == ("p.b.weight", (4, 3), 12)
     assert [(part.start, part.stop) for part in tensor.chunks] == [(6, 12), (0, 6)]
     (tmp_path / "x").write_bytes(bytes([*range(6, 12), *range(6)]))
@@ -45,7 +45,7 @@ def test_halves_are_exchanged_in_both_directions(tmp_path: Path) -> None:
     again = restore(back, "b.weight", table.locate("a.weight"))
     for made, expected in ((back, bytes(range(12))), (again, (tmp_path / "x").read_bytes())):
         assert made.decoded is not None
-        assert b"".join(map(bytes, made.decoded.parts())) == expected
+        assert b"".join(map(bytes, made.decoded.iter_bytes())) == expected
 
 
 @pytest.mark.parametrize(
@@ -65,11 +65,11 @@ def test_halves_are_exchanged_in_both_directions(tmp_path: Path) -> None:
 )
 def test_what_a_layout_cannot_express_is_refused(weights: Any, message: str) -> None:
     with pytest.raises(AImageError, match=message):
-        file_tensors(Z_IMAGE, FILE, weights, False)
+        build_tensors(Z_IMAGE, FILE, weights, False)
 
 
 def test_tensors_without_meaning_are_optional() -> None:
-    (extra,) = file_tensors(
+    (extra,) = build_tensors(
         Z_IMAGE, FILE, {"transformer": [weight("norm_final.weight")]}, False
     ).values()
     assert extra.is_extra and extra.name == "norm_final.weight"
@@ -93,4 +93,6 @@ def test_odd_rows_have_no_halves() -> None:
     ],
 )
 def test_tokens_are_counted(files: dict[str, Any], count: int) -> None:
-    assert token_count({name: json.dumps(value).encode() for name, value in files.items()}) == count
+    assert (
+        count_tokens({name: json.dumps(value).encode() for name, value in files.items()}) == count
+    )

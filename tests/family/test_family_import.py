@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clowder_aimage.cli.console.remedy import advice
+from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.errors import AImageError, FormatError, UsageError
 from clowder_aimage.family.image_family import Z_IMAGE
 from clowder_aimage.oci import Reference
-from clowder_aimage.tensor import encode_header, nbytes
+from clowder_aimage.tensor import compute_nbytes, encode_header
 from tests.family import foreign_layout
 from tests.family.conftest import FamilyStore, digests
 from tests.store import read
@@ -48,10 +48,12 @@ def test_a_lone_transformer_is_completed(family: FamilyStore) -> None:
     assert found.items() > digests(family.tiny).items()
     with pytest.raises(UsageError, match="lacks text_encoder, vae, tokenizer") as error:
         family.create("alone", path, like=None)
-    assert f"aimage create NAME {path} --like REF" in str(advice(error.value))
+    assert f"aimage create NAME {path} --like REF" in str(format_advice(error.value))
     with pytest.raises(UsageError, match="lacks tokenizer") as error:
         family.create("alone", family.path("comfyui"), like=None)
-    assert f"into {family.path('comfyui')}/tokenizer, or take them" in str(advice(error.value))
+    assert f"into {family.path('comfyui')}/tokenizer, or take them" in str(
+        format_advice(error.value)
+    )
 
 
 def sized(root: Path, **sizes: int) -> Path:
@@ -84,9 +86,9 @@ def sized(root: Path, **sizes: int) -> Path:
     }
     for name, config in configs.items():
         config |= {key: size for key, size in sizes.items() if key in config}
-        shapes = Z_IMAGE.component(name).shapes(config)
+        shapes = Z_IMAGE.get_component(name).shapes(config)
         tensors = [(key, "BF16", shape) for key, shape in shapes.items()]
-        size = sum(nbytes("BF16", shape) for shape in shapes.values())
+        size = sum(compute_nbytes("BF16", shape) for shape in shapes.values())
         (root / f"{name}.safetensors").write_bytes(encode_header(tensors) + bytes(size))
     shutil.copytree(foreign_layout.TINY / "tokenizer", root / "tokenizer")
     return root
@@ -96,7 +98,7 @@ def test_configs_and_scheduler_are_those_of_the_family(family: FamilyStore, tmp_
     made = family.create("sized", sized(tmp_path), like=None)
 
     def config(name: str) -> Any:
-        return json.loads(read(family.store, made.aimage.layer(name).descriptor))
+        return json.loads(read(family.store, made.aimage.get_layer(name).descriptor))
 
     assert config("transformer/config.json")["axes_dims"] == [32, 48, 48]
     assert config("vae/config.json")["scaling_factor"] == 0.3611
@@ -158,10 +160,10 @@ def test_other_files_are_refused(
     tensors = foreign_layout.original_transformer()
     change(tensors)
     path = foreign_layout.write(tmp_path / "z.safetensors", tensors)
-    names = set(family.store.tags())
+    names = set(family.store.list_tags())
     with pytest.raises(FormatError, match=message):
         family.create("refused", path)
-    assert set(family.store.tags()) == names
+    assert set(family.store.list_tags()) == names
 
 
 def test_missing_pad_tokens_are_named(family: FamilyStore, tmp_path: Path) -> None:
@@ -197,7 +199,7 @@ def test_quantized_mlx_files_are_read(family: FamilyStore, tmp_path: Path) -> No
     data += bytes(48 * 32 * 4 + 2 * 48 * 2 * 2)
     (root / "weights.safetensors").write_bytes(encode_header(entries) + data)
     made = family.create("quantized", root)
-    layer = made.aimage.layer(f"transformer/{name}.weight")
+    layer = made.aimage.get_layer(f"transformer/{name}.weight")
     assert (layer.dtype, layer.shape) == ("int8", (48, 128))
 
 

@@ -89,7 +89,7 @@ def test_a_config_follows_from_shapes(component: ComponentNames) -> None:
 
 
 def test_the_parameters_are_those_of_the_published_model() -> None:
-    shapes = zimage_names.transformer_shapes(SIZES["transformer"])
+    shapes = zimage_names.build_transformer_shapes(SIZES["transformer"])
     assert sum(shape[0] * (shape[1] if shape[1:] else 1) for shape in shapes.values()) == (
         6_154_908_736
     )
@@ -102,7 +102,7 @@ def test_exchanged_halves_are_read_in_order(tmp_path: Path) -> None:
     tensor = SourceTensor("a", "U8", (4, 3), path, 0, 12, path.stat().st_mtime_ns)
     made = restore(tensor, "b", TensorLocation("a", change=TensorChange.HALVES))
     assert made.decoded is not None
-    whole = b"".join(map(bytes, made.decoded.parts()))
+    whole = b"".join(map(bytes, made.decoded.iter_bytes()))
     assert whole == bytes(range(6, 12)) + bytes(range(6))
-    rows = made.rows("c", 1, 3).decoded
-    assert rows is not None and b"".join(map(bytes, rows.parts())) == whole[3:9]
+    rows = made.slice_rows("c", 1, 3).decoded
+    assert rows is not None and b"".join(map(bytes, rows.iter_bytes())) == whole[3:9]

@@ -14,7 +14,7 @@ import pytest
 
 from clowder_aimage.create import convert, create
 from clowder_aimage.export import export
-from clowder_aimage.family.zimage_names import vae_shapes
+from clowder_aimage.family.zimage_names import build_vae_shapes
 from clowder_aimage.importer import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
@@ -39,7 +39,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> FamilyStore:
     rng = np.random.default_rng(1)
     tensors = {
         name: rng.integers(0x3C00, 0x3F00, shape, np.uint16)
-        for name, shape in vae_shapes(config).items()
+        for name, shape in build_vae_shapes(config).items()
     }
     foreign_layout.write(source / foreign_layout.FILES["vae"], tensors)
     foreign_layout.write(

@@ -89,7 +89,7 @@ class ScriptedRole(Role):
         self._answer = answer
         self.served: list[str] = []  # prompts
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         return [SharedRoute("POST", PICTURES, self._make, INFER)]
 
     async def _make(self, request: Request) -> web.StreamResponse:

@@ -37,7 +37,7 @@ async def gateway_before(nats: Nats, service: Service, own: Role) -> AsyncIterat
     gateway = GatewayRole(FleetLink(access, GATEWAY), GatewayMetrics(), resolve=resolve)
     async with joined.running(), gateway.running():
         await link.wait_until_ready(PATIENCE)
-        await until_async(lambda: gateway._watch.workers.statuses())
+        await until_async(lambda: gateway._watch.workers.list_statuses())
         yield gateway
         await joined.drain(0.0, asyncio.Event())
 

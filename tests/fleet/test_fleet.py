@@ -143,7 +143,7 @@ class PullingRole(Role):
     def __init__(self, fails: str = "") -> None:
         self._fails = fails
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         return [SharedRoute("POST", "/api/pull", self._pull, ADMIN)]
 
     async def _pull(self, request: Request) -> web.StreamResponse:
@@ -427,7 +427,7 @@ def test_a_worker_that_vanished_too_often_is_named(play: Play) -> None:
                 await streams.purge_stream(names.logs)
                 past = ("w2", "w3", "w4")
                 frame = Frame(BEGIN, 4, 0, b"", "w5", past)
-                await link.store(names.mark(job), b"", frame.headers())
+                await link.store(names.build_mark_subject(job), b"", frame.headers)
                 await streams.purge_stream(names.dead)
                 role.served.clear()
                 found = await _published_again(link, job, fleet, url)
@@ -444,7 +444,7 @@ async def _published_again(link: FleetLink, job: str, fleet: FleetRun, url: str)
     digest = next(iter((await fleet.status(url))["workers"]))["models"]["tiny:latest"]
     body = {"model": "tiny", "prompt": "x", "seed": 1}
     again = FleetJob(job, PICTURES, "infer", "me", "tiny", "tiny:latest", digest, fields=body)
-    subject = names.job("interactive", digest.partition(":")[2], "me")
+    subject = names.build_job_subject("interactive", digest.partition(":")[2], "me")
     await link.store(subject, again.encode())
     await link.publish(names.announcements, subject.encode())
 
@@ -452,7 +452,7 @@ async def _published_again(link: FleetLink, job: str, fleet: FleetRun, url: str)
         return (await fleet.status(url))["given_up"] == 1
 
     await until_async(is_dead)
-    last, _ = await link.read_last(names.mark(job))
+    last, _ = await link.read_last(names.build_mark_subject(job))
     assert last is not None
     return str(json.loads(last.data)["message"])
 
@@ -772,9 +772,11 @@ def test_a_finished_job_that_the_server_left_on_the_queue_is_removed(play: Play)
         async with link.open(), fleet.gateway() as url:
             await link.wait_until_ready(PATIENCE)
             for name, kind in (("done", END), ("running", BEGIN)):
-                subject = link.names.job(BATCH, name, "me")
+                subject = link.names.build_job_subject(BATCH, name, "me")
                 await link.store(subject, b"x", {MESSAGE_ID: name})
-                await link.store(link.names.mark(name), b"", Frame(kind, 1, 1).headers())
+                await link.store(
+                    link.names.build_mark_subject(name), b"", Frame(kind, 1, 1).headers
+                )
 
             async def is_removed() -> bool:
                 queue = (await fleet.status(url))["queue"]

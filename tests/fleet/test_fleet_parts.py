@@ -50,7 +50,7 @@ A, B, C = (f"sha256:{letter * 64}" for letter in "abc")
 
 def test_names_of_a_fleet_are_read_from_subjects() -> None:
     names = FleetNames("team")
-    assert names.parse_job_subject(names.job(BATCH, "ab", "me")) == (BATCH, "ab")
+    assert names.parse_job_subject(names.build_job_subject(BATCH, "ab", "me")) == (BATCH, "ab")
     for other in ("team.job.batch.ab", "other.job.batch.ab.me", "team.job.urgent.ab.me"):
         assert names.parse_job_subject(other) is None
     for wrong in ("", "a.b", "a b", "a*", "x" * 33):
@@ -72,7 +72,7 @@ def test_a_job_is_read_as_it_was_written() -> None:
 
 def test_frames_are_read_as_they_were_written() -> None:
     frame = Frame(DATA, 2, 7, b"x", "w2", ("w1",))
-    assert Frame.parse(frame.headers(), b"x") == frame
+    assert Frame.parse(frame.headers, b"x") == frame
     assert Frame.parse({}, b"x") is None
     assert Frame.parse({"Aimage-Frame": "data", "Aimage-Place": "one"}, b"") is None
 
@@ -135,7 +135,7 @@ def test_the_digest_of_a_name_is_that_of_most_workers() -> None:
     assert workers.find(f"x@{A}") is not None
     with pytest.raises(NotFoundError):
         workers.find("NOT A NAME")
-    assert workers.names("text") == ["m:latest"]
+    assert workers.list_names("text") == ["m:latest"]
 
 
 def test_a_worker_that_does_not_report_is_gone() -> None:
@@ -144,10 +144,10 @@ def test_a_worker_that_does_not_report_is_gone() -> None:
     workers.put(status_of("w1", loaded=(A,)))
     now = 14.0
     workers.put(status_of("w2", is_draining=True, loaded=(B,)))
-    assert [each.id for each in workers.others("w9")] == ["w1"]  # the other one drains
+    assert [each.id for each in workers.list_others("w9")] == ["w1"]  # the other one drains
     assert workers.on_disk_elsewhere(A, "w9") and not workers.on_disk_elsewhere(A, "w1")
     now = 16.0
-    assert [each.id for each in workers.statuses()] == ["w2"]
+    assert [each.id for each in workers.list_statuses()] == ["w2"]
     with pytest.raises(UsageError, match="default"):
         workers.find(None)
 
@@ -170,13 +170,16 @@ def test_jobs_of_loaded_models_come_first_and_batches_last() -> None:
     choice = JobChoice(lambda digest: waits[digest])
     for key in ((BATCH, "hot"), (INTERACTIVE, "cold"), (INTERACTIVE, "none")):
         choice.record(key, 0.0)
-    assert choice.next(0.5) == ((BATCH, "hot"), 0.0)
-    assert choice.next(1.5) == ((INTERACTIVE, "cold"), 0.0)  # it has waited, and is interactive
+    assert choice.select_next(0.5) == ((BATCH, "hot"), 0.0)
+    assert choice.select_next(1.5) == (
+        (INTERACTIVE, "cold"),
+        0.0,
+    )  # it has waited, and is interactive
     choice.forget((BATCH, "hot"))
-    assert choice.next(0.5) == (None, 0.5)
+    assert choice.select_next(0.5) == (None, 0.5)
     choice.forget((INTERACTIVE, "cold"))
-    assert choice.next(9.0) == (None, None)
-    assert choice.next(700.0) == (None, None)
+    assert choice.select_next(9.0) == (None, None)
+    assert choice.select_next(700.0) == (None, None)
 
 
 def test_no_job_follows_another_while_an_earlier_one_lacks_room() -> None:
@@ -185,18 +188,18 @@ def test_no_job_follows_another_while_an_earlier_one_lacks_room() -> None:
     here, there = (INTERACTIVE, "here"), (INTERACTIVE, "there")
     choice.record(here, 1.0, 1)
     choice.record(there, 2.0, 2)
-    assert choice.next(5.0)[0] == here  # it came first
+    assert choice.select_next(5.0)[0] == here  # it came first
     choice.record_delivery(here, 1)
     choice.record(here, 3.0, 3)
-    assert choice.next(5.0)[0] is None
+    assert choice.select_next(5.0)[0] is None
     choice.forget(there)
-    assert choice.next(5.0)[0] == here
+    assert choice.select_next(5.0)[0] == here
     choice.record((BATCH, "here"), 1.0, 4)
     choice.record_delivery(here, 3)
     choice.record(there, 4.0, 5)
-    assert choice.next(5.0)[0] is None  # a batch waits for others
+    assert choice.select_next(5.0)[0] is None  # a batch waits for others
     choice.forget(there, 3.0)
-    assert choice.next(5.0)[0] is None  # it was announced after the queue was empty
+    assert choice.select_next(5.0)[0] is None  # it was announced after the queue was empty
 
 
 def test_a_job_that_was_given_back_is_left_to_others() -> None:
@@ -205,14 +208,14 @@ def test_a_job_that_was_given_back_is_left_to_others() -> None:
     choice.record(key, 1.0)
     choice.leave(key, 1.0)
     choice.record(key, 2.0)
-    assert choice.next(2.0) == (None, None)
+    assert choice.select_next(2.0) == (None, None)
     choice.record(key, 2.0, 7)
-    assert choice.next(2.0)[0] == key
+    assert choice.select_next(2.0)[0] == key
     choice.leave(key, 2.0)
-    assert choice.next(2.0)[0] == key
+    assert choice.select_next(2.0)[0] == key
     choice.record_delivery(key, 7)
     choice.record(key, 2.1 + LEFT)
-    assert choice.next(2.1 + LEFT)[0] == key
+    assert choice.select_next(2.1 + LEFT)[0] == key
 
 
 def test_what_is_remembered_of_queues_that_nobody_serves_is_bounded() -> None:
@@ -221,7 +224,7 @@ def test_what_is_remembered_of_queues_that_nobody_serves_is_bounded() -> None:
         choice.record(key, float(number), number)
         choice.record((BATCH, str(number)), 0.0)
     assert len(choice._announced[key]) == MOST and len(choice._announced) == MOST
-    assert choice._since(key) == 1.0
+    assert choice._get_oldest_time(key) == 1.0
     choice.record_delivery(key, 2 * MOST - 2)
     assert choice.is_wanted("m")  # the last one is there
     choice.record_delivery(key, 2 * MOST - 1)
@@ -266,7 +269,10 @@ def test_a_model_with_fewer_jobs_costs_less_to_evict_and_a_copy_too_many_nothing
     demand.record_end(A, now - 0.05)  # half of a copy is at work
     assert demand.count_needed(A) == 1 and demand.count_needed("sha256:c") == 1
     assert (
-        demand.eviction_cost(A, 1) > demand.eviction_cost(B, 1) > 0.0 == demand.eviction_cost(A, 2)
+        demand.estimate_eviction_cost(A, 1)
+        > demand.estimate_eviction_cost(B, 1)
+        > 0.0
+        == demand.estimate_eviction_cost(A, 2)
     )
     demand.record_end(A, now - 0.35)  # which followed the other closely, and took no longer
     assert demand.count_needed(A) == 1
@@ -274,12 +280,16 @@ def test_a_model_with_fewer_jobs_costs_less_to_evict_and_a_copy_too_many_nothing
     for _ in range(9):
         demand.record_end(A, now - 9.0)
         now += 1.0
-    assert demand.count_needed(A) > 2 and demand.eviction_cost(A, 2) > demand.eviction_cost(B, 1)
+    assert demand.count_needed(A) > 2 and demand.estimate_eviction_cost(
+        A, 2
+    ) > demand.estimate_eviction_cost(B, 1)
     copies = Counter({A: 1, B: 1})
-    assert demand.price((A, B), (A, B), 2, copies) is None  # no room
-    assert demand.price((A,), (), 2, copies) == 0.0
-    assert demand.price((A, B), (B,), 2, copies) == demand.eviction_cost(A, 1)
-    assert demand.price((A, B), (), 2, copies) == demand.eviction_cost(B, 1)
+    assert demand.estimate_unload_cost((A, B), (A, B), 2, copies) is None  # no room
+    assert demand.estimate_unload_cost((A,), (), 2, copies) == 0.0
+    assert demand.estimate_unload_cost((A, B), (B,), 2, copies) == demand.estimate_eviction_cost(
+        A, 1
+    )
+    assert demand.estimate_unload_cost((A, B), (), 2, copies) == demand.estimate_eviction_cost(B, 1)
 
 
 def placed(worker: str, loaded: tuple[str, ...], *statuses: WorkerStatus) -> Placement:
@@ -317,8 +327,11 @@ def test_a_worker_waits_by_what_the_others_have() -> None:
     here._slots.take(A)
     assert here.wait(a) is None
     assert (
-        here.eviction_cost(B) == 1.0
-        and here.eviction_cost(A, is_wanted=True) > 1e6 > here.eviction_cost(A) == 0.0
+        here.estimate_eviction_cost(B) == 1.0
+        and here.estimate_eviction_cost(A, is_wanted=True)
+        > 1e6
+        > here.estimate_eviction_cost(A)
+        == 0.0
     )
 
 
@@ -376,7 +389,10 @@ def test_a_job_is_cancelled_again_if_its_cancellation_was_lost(
 
 def test_a_message_that_nats_counts_and_does_not_have_is_no_job() -> None:
     names = FleetNames()
-    there, gone = names.job(BATCH, "a", "me"), names.job(BATCH, "b", "me")
+    there, gone = (
+        names.build_job_subject(BATCH, "a", "me"),
+        names.build_job_subject(BATCH, "b", "me"),
+    )
 
     async def get_msg(stream: str, *, subject: str, **_: object) -> None:
         if subject == gone:
@@ -403,14 +419,14 @@ def test_the_progress_of_workers_is_joined() -> None:
     for worker in ("w1", "w2"):
         progress.take(worker, {"status": "pulling manifest"})
         progress.take(worker, blob(4))
-    assert progress.lines() == [
+    assert progress.drain_lines() == [
         {"status": "pulling manifest"},
         {"status": "pulling b", "digest": B, "total": 20, "completed": 8, "size": 60},
     ]
-    assert progress.lines() == []
+    assert progress.drain_lines() == []
     progress.take("w2", blob(10))
     progress.take("w2", {"status": "success"})  # the other one is not ready
-    assert [line["completed"] for line in progress.lines()] == [14]
+    assert [line["completed"] for line in progress.drain_lines()] == [14]
 
 
 # -- fairness
@@ -472,11 +488,15 @@ def test_a_window_is_that_of_the_workers_that_may_have_the_model() -> None:
     watch: Any = SimpleNamespace(workers=WorkerRegistry())
     nothing: Any = None
     gateway = JobGateway(nothing, watch, nothing, resolve=nothing)
-    assert gateway.window(A) == gateway.window() == MIN_WINDOW
+    assert gateway.compute_window(A) == gateway.compute_window() == MIN_WINDOW
     watch.workers.put(status_of("w1", slots=9))
-    assert (gateway.window(A), gateway.window(C)) == (18, MIN_WINDOW)
+    assert (gateway.compute_window(A), gateway.compute_window(C)) == (18, MIN_WINDOW)
     watch.workers.put(status_of("w2", slots=10, may_pull=True))
-    assert (gateway.window(A), gateway.window(C), gateway.window()) == (38, 20, 38)
+    assert (gateway.compute_window(A), gateway.compute_window(C), gateway.compute_window()) == (
+        38,
+        20,
+        38,
+    )
 
 
 async def _stay(line: FairQueue) -> None:
@@ -507,7 +527,7 @@ def test_the_age_of_the_oldest_job_is_that_of_jobs_that_no_worker_has_begun() ->
     async def run() -> None:
         now = 0.0
         line = FairQueue(lambda _: 1, max_waiting=9, clock=lambda: now)
-        assert line.age(INTERACTIVE) == 0.0
+        assert line.compute_age(INTERACTIVE) == 0.0
         async with line.turn("a", INTERACTIVE, A) as begun:
             waiting = asyncio.create_task(_pass(line))
             await asyncio.sleep(0)
@@ -515,12 +535,12 @@ def test_the_age_of_the_oldest_job_is_that_of_jobs_that_no_worker_has_begun() ->
             leaving = asyncio.create_task(_pass(line))
             await asyncio.sleep(0)
             now = 8.0
-            assert (line.age(INTERACTIVE), line.age(BATCH)) == (8.0, 0.0)
+            assert (line.compute_age(INTERACTIVE), line.compute_age(BATCH)) == (8.0, 0.0)
             leaving.cancel()
             await asyncio.wait([leaving])
             begun()
             await waiting
-            assert line.age(INTERACTIVE) == 0.0
+            assert line.compute_age(INTERACTIVE) == 0.0
 
     asyncio.run(run())
 
@@ -598,8 +618,10 @@ def test_lines_of_ollama_go_on_too() -> None:
 
 
 def test_errors_have_the_form_of_the_stream() -> None:
-    assert Continuation(SSE).error(500, {"error": {}}, None).startswith(b"event: error\ndata: ")
-    assert json.loads(Continuation(NDJSON).error(500, {"error": "no"}, "x")) == {
+    assert (
+        Continuation(SSE).encode_error(500, {"error": {}}, None).startswith(b"event: error\ndata: ")
+    )
+    assert json.loads(Continuation(NDJSON).encode_error(500, {"error": "no"}, "x")) == {
         "error": "no",
         "status": 500,
         "code": "x",

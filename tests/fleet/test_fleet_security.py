@@ -190,7 +190,7 @@ def test_a_tenant_neither_reads_nor_writes_another_s_jobs(
             async with link.open(), curious.open():
                 await link.wait_until_ready(PATIENCE)
                 await curious.wait_until_ready(PATIENCE)
-                await curious.client.subscribe(link.names.log("*"), cb=hear)
+                await curious.client.subscribe(link.names.build_log_subject("*"), cb=hear)
                 await curious.client.subscribe(f"$KV.{link.names.workers}.>", cb=hear)
                 await curious.client.flush()
                 key = {"headers": {"Idempotency-Key": "k"}}
@@ -230,11 +230,11 @@ def test_gateways_and_workers_are_limited_to_their_fleet(
             async with link.open():
                 await link.wait_until_ready(PATIENCE)
                 link.client._error_cb = note
-                await link.client.subscribe(names.log("*"))
-                await link.client.subscribe(names.job("interactive", "*"))
-                await link.client.publish(names.job("interactive", "a", "b"), b"x")
-                await link.client.publish(names.log("a"), b"x")
-                await link.client.publish(names.cancel("a"), b"x")
+                await link.client.subscribe(names.build_log_subject("*"))
+                await link.client.subscribe(names.build_job_subject("interactive", "*"))
+                await link.client.publish(names.build_job_subject("interactive", "a", "b"), b"x")
+                await link.client.publish(names.build_log_subject("a"), b"x")
+                await link.client.publish(names.build_cancel_subject("a"), b"x")
                 await until_async(lambda: len(errors) >= 5, "the errors")  # noqa: B023
                 assert all("permissions violation" in one.lower() for one in errors)
                 with pytest.raises((NatsTimeoutError, TimeoutError)):
@@ -261,10 +261,14 @@ def test_a_worker_s_user_cannot_make_jobs_or_give_orders(
         async with link.open():
             await link.wait_until_ready(PATIENCE)
             with pytest.raises(NetworkError):
-                await link.store(link.names.job("interactive", "a", "b"), b"", patience=0.1)
+                await link.store(
+                    link.names.build_job_subject("interactive", "a", "b"), b"", patience=0.1
+                )
             with pytest.raises((NatsTimeoutError, TimeoutError)):
                 order = json.dumps({"order": "drain"}).encode()
-                await link.client.request(link.names.control("w1"), order, timeout=0.2)
+                await link.client.request(
+                    link.names.build_control_subject("w1"), order, timeout=0.2
+                )
 
     with server(tmp_path, shipped(tmp_path / "js")) as own:
         play(scene, own, name="aimage", passwords=passwords)

@@ -30,19 +30,19 @@ Play = Callable[..., None]
 
 async def begin(link: FleetLink, job: str, worker: str) -> JobLog:
     """Begin the next attempt at a job, as a worker does that gets its message."""
-    last, after = await link.read_last(link.names.mark(job))
+    last, after = await link.read_last(link.names.build_mark_subject(job))
     log = JobLog(link, job, worker, Attempt.following(last))
     await log.begin(after)
     return log
 
 
 async def say(log: JobLog, text: str) -> None:
-    await log.head(200, [("Content-Type", "application/json")])
-    await log.data(json.dumps(text).encode())
+    await log.write_head(200, [("Content-Type", "application/json")])
+    await log.write_data(json.dumps(text).encode())
 
 
 async def marks(link: FleetLink, job: str) -> list[str]:
-    found = [one async for _, one in link.read_messages(link.names.mark(job), 0)]
+    found = [one async for _, one in link.read_messages(link.names.build_mark_subject(job), 0)]
     frames = [Frame.parse(one.headers, one.data) for one in found]
     return [frame.kind for frame in frames if frame is not None]
 
@@ -76,7 +76,7 @@ def test_the_client_gets_the_response_of_the_attempt_that_began_last(play: Play)
             a = await begin(link, job, "a")
             await say(a, "a")
             b = await begin(link, job, "b")
-            await a.data(b"late")
+            await a.write_data(b"late")
             with pytest.raises(LastFrameError):
                 await a.end()
             await say(b, "b")
@@ -86,13 +86,13 @@ def test_the_client_gets_the_response_of_the_attempt_that_began_last(play: Play)
             await c.end()
             assert await asked == (200, "c")
             for log in (a, b):
-                await log.data(b"later")
+                await log.write_data(b"later")
                 with pytest.raises(LastFrameError):
                     await log.end(RELEASED)
             with pytest.raises(LastFrameError):  # it was stopped before it acknowledged the job
                 await c.end(RELEASED)
             assert await fleet.ask(url, "x", **key) == (200, "c")
-            last, _ = await link.read_last(link.names.log(job))
+            last, _ = await link.read_last(link.names.build_log_subject(job))
             assert last is not None and last.attempt < 3  # and yet the job is known to be over
 
             async def is_removed() -> bool:

@@ -20,7 +20,7 @@ from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.request import request_of
 from clowder_aimage.http.app import build_app
 from clowder_aimage.http.listening_socket import listen
-from clowder_aimage.http.local_call import LocalCalls, body_of
+from clowder_aimage.http.local_call import LocalCalls, get_body
 from clowder_aimage.http.route import Role
 from clowder_aimage.http.server import accepting
 from tests.fleet.fleet_run import FleetRun
@@ -85,7 +85,7 @@ async def by_job(calls: LocalCalls) -> Responses:
     for name, (path, fields, *_) in TABLE.items():
         job = FleetJob("1", path, "infer", "me", "", "tiny", "", fields=fields)
         response = await calls.send(request_of(FleetJob.decode(job.encode()), Body()))
-        found[name] = shown(response.status, json.loads(body_of(response)))
+        found[name] = shown(response.status, json.loads(get_body(response)))
     return found
 
 
@@ -140,7 +140,9 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, int, str]]:
 
 def counted(service: Service) -> dict[str, float]:
     """Return the number of generations by route and status."""
-    lines = [line for line in service.metrics.text().decode().splitlines() if line[:1] != "#"]
+    lines = [
+        line for line in service.metrics.format_text().decode().splitlines() if line[:1] != "#"
+    ]
     pairs = [line.rpartition(" ") for line in lines if "_requests_total{" in line]
     paths = (PICTURES, EDITS, CHAT)
     return {

@@ -29,7 +29,7 @@ class OneRoute(Role):
     def __init__(self, method: str, path: str, answer: SharedHandler) -> None:
         self._route = method, path, answer
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         return [SharedRoute(*self._route, INFER if self._route[0] == "GET" else ADMIN)]
 
 

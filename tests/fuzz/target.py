@@ -279,14 +279,14 @@ class Documents(Target):
             reference=Reference.parse,
             adapters=SimpleNamespace(files=list),
         )
-        for each in model_list.items(layout):
+        for each in model_list.list_entries(layout):
             permitted(lambda one: json.dumps(ollama_routes._describe_entry(layout, one)), each)
         permitted(lambda: json.dumps(_shown(layout, reference)))
-        permitted(lambda: json.dumps(ModelCatalog(service).all()))
+        permitted(lambda: json.dumps(ModelCatalog(service).list_all()))
 
 
 def _shown(layout: ImageLayout, reference: Reference) -> object:
-    item = model_list.item(layout, reference)
+    item = model_list.find_entry(layout, reference)
     return item and ollama_routes._describe_model(layout, item)
 
 
@@ -382,7 +382,7 @@ class Requests(Target):
         is_openai = issubclass(kind, TextBody)
         permitted(
             lambda: getattr(
-                check_fields(read_object(raw), kind), "requests" if is_openai else "request"
+                check_fields(read_object(raw), kind), "build_requests" if is_openai else "request"
             )()
         )
 

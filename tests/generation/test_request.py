@@ -21,7 +21,7 @@ from clowder_aimage.generation.request import (
     GenerateRequest,
     LoraUse,
     Sampling,
-    parameter_locations,
+    map_parameter_locations,
 )
 
 PACKAGE = Path(__file__).parents[2] / "clowder_aimage"
@@ -60,16 +60,16 @@ ALL: dict[str, Any] = {
 
 
 def test_all_parameters_have_a_place_and_words() -> None:
-    assert ALL.keys() <= parameter_locations().keys()
-    for name, location in parameter_locations().items():
+    assert ALL.keys() <= map_parameter_locations().keys()
+    for name, location in map_parameter_locations().items():
         help_text = location.parameter.words.help
         assert help_text[:1].isupper() and help_text.endswith("."), name
-    assert set(MODEL_DEFAULTS) <= parameter_locations().keys()
+    assert set(MODEL_DEFAULTS) <= map_parameter_locations().keys()
 
 
 def test_a_request_is_made_of_its_values() -> None:
     request = GenerateRequest.of("a fox", **ALL)
-    assert request.values() == GenerateRequest.of("a fox").values() | ALL
+    assert request.collect_values() == GenerateRequest.of("a fox").collect_values() | ALL
     assert GenerateRequest.of(**json.loads(json.dumps(request.to_json()))) == request
     assert request.change(steps=9).sampling == dataclasses.replace(request.sampling, steps=9)
     assert request.change(steps=None).sampling.steps == Sampling().steps
@@ -78,7 +78,7 @@ def test_a_request_is_made_of_its_values() -> None:
 def test_missing_parameters_have_the_defaults_of_the_model() -> None:
     config = {"schemaVersion": 1, "defaults": {"steps": 30, "guidance": 4, "other": 5}}
     aimage = AImage(json.dumps(config).encode(), ())
-    request = GenerateRequest.draft("a fox", guidance=2.0, seed=None).for_model(aimage)
+    request = GenerateRequest.draft("a fox", guidance=2.0, seed=None).apply_defaults(aimage)
     assert (request.sampling.steps, request.guidance.scale, request.sampling.seed) == (30, 2.0, 0)
 
 
@@ -142,10 +142,10 @@ def test_values_that_do_not_belong_together_are_refused(
 
 def test_a_draft_is_checked_before_the_model_is_known() -> None:
     draft = GenerateRequest.draft("a fox", negative="a cat", guidance=None, n=2, steps=3)
-    assert draft.stated_values() == {"negative": "a cat", "n": 2, "steps": 3}
+    assert draft.collect_stated_values() == {"negative": "a cat", "n": 2, "steps": 3}
     assert draft.change(steps=None, seed=5).stated == frozenset({"negative", "n", "seed"})
     with pytest.raises(UsageError, match="requires guidance above 0"):
-        draft.for_model(AImage(b"{}", ()))
+        draft.apply_defaults(AImage(b"{}", ()))
     with pytest.raises(UsageError, match="requires guidance above 0"):
         draft.change(guidance=0)
     with pytest.raises(UsageError, match="steps must be"):
@@ -164,7 +164,7 @@ def test_metadata_without_a_prompt_are_refused(facts: dict[str, Any]) -> None:
 def test_type_checkers_know_the_keyword_arguments_of_python() -> None:
     others = {"prompt", "image", "mask", "references", "control", "loras"}
     others |= {"previews", "original_prompt", "enhancer"}
-    assert PictureKeywords.__annotations__.keys() == parameter_locations().keys() - others
+    assert PictureKeywords.__annotations__.keys() == map_parameter_locations().keys() - others
     assert not PictureKeywords.__required_keys__
 
 
@@ -174,11 +174,11 @@ def test_a_request_cannot_be_changed() -> None:
 
 
 BOUND = re.compile(r"(ge|gt|le|lt|min|max|multiple_of|(min|max)_length)$")
-LOCATIONS = parameter_locations()
+LOCATIONS = map_parameter_locations()
 NAMES = {location.parameter.field for location in LOCATIONS.values()} | LOCATIONS.keys()
 LIMITS = {
     bound
-    for location in parameter_locations().values()
+    for location in map_parameter_locations().values()
     for name, bound in location.parameter.type.bounds.items()
     if name in ("ge", "gt", "le") and bound not in (0, 1, 4, 16)
 }

@@ -29,7 +29,7 @@ def world(
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("AIMAGE_STORE", str(store))
     monkeypatch.chdir(home)
-    defaults = retry.retrying.__kwdefaults__
+    defaults = retry.retry_call.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "sleep", lambda _: None)
     return World(home, store, outside, capture=capfd)

@@ -28,7 +28,7 @@ from clowder_aimage.adapter.description import describe
 from clowder_aimage.adapter.peft_config import parse_metadata
 from clowder_aimage.content.tar import TarReader
 from clowder_aimage.dialect import DIALECTS, READABLE, AImage, Layer, detect
-from clowder_aimage.document.schema import json_positions
+from clowder_aimage.document.schema import find_json_positions
 from clowder_aimage.document.strict_json import MAX_DOCUMENT_SIZE
 from clowder_aimage.document.yaml import read_yaml
 from clowder_aimage.errors import AImageError
@@ -179,8 +179,8 @@ def of_dialect(name: str, shape: Callable[..., None], count: int) -> Action:
         manifest = Manifest.parse(text)
         aimage = detect(manifest).read(manifest, raw)
         for layer in aimage.layers:
-            aimage.layer(layer.name)
-            aimage.component(layer.component)
+            aimage.get_layer(layer.name)
+            aimage.list_layers(layer.component)
             _ = aimage.properties
         for dialect in DIALECTS.values():
             dialect.write(aimage)
@@ -220,7 +220,7 @@ def tar(n: int) -> bytes:
 
 def read_tar(n: int, _: Path) -> Action:
     file = io.BytesIO(tar(n))
-    return lambda: list(TarReader(file.readinto, "x").members())
+    return lambda: list(TarReader(file.readinto, "x").iter_members())
 
 
 def read_stored_index(n: int, root: Path) -> Action:
@@ -329,7 +329,7 @@ def read_peft_config(n: int, _: Path) -> Action:
 
     def read() -> None:
         for config in parse_metadata({"lora_adapter_metadata": raw}, "x").values():
-            config.rank_of(("a.b.c",))
+            config.find_rank(("a.b.c",))
 
     return read
 
@@ -358,7 +358,7 @@ def read_fields(n: int, _: Path) -> Action:
     def read() -> None:
         fields = ConfigFields("x", parse_object("x", raw))
         for key in fields.values:
-            fields.integer(key)
+            fields.get_integer(key)
         fields.finish()
 
     return read
@@ -373,10 +373,10 @@ def read_specs(n: int, root: Path) -> Action:
 
 
 def read_tags(n: int, _: Path) -> Action:
-    from clowder_aimage.registry.listing import _page
+    from clowder_aimage.registry.listing import _parse_page
 
     raw = json.dumps({"tags": [f"v{i}" for i in range(n)]}).encode()
-    return lambda: _page(raw, "x", "tags")
+    return lambda: _parse_page(raw, "x", "tags")
 
 
 def read_challenge(n: int, _: Path) -> Action:
@@ -419,13 +419,13 @@ def read_body(n: int, _: Path) -> Action:
 
 
 def read_archive_index(n: int, _: Path) -> Action:
-    from clowder_aimage.load import _choose_names, _entries
+    from clowder_aimage.load import _choose_names, _parse_entries
 
     value = json.loads(index(n))
     for i, entry in enumerate(value["manifests"]):
         entry["annotations"] = {"org.opencontainers.image.ref.name": f"x:{i}"}
     raw = json.dumps(value).encode()
-    return lambda: _choose_names(_entries(raw, "x"), None, "x")
+    return lambda: _choose_names(_parse_entries(raw, "x"), None, "x")
 
 
 def check_document(n: int, _: Path) -> Action:
@@ -441,7 +441,7 @@ def check_document(n: int, _: Path) -> Action:
 # the modules that decode bytes from outside, and documents for each
 def read_blocks(n: int, place: Path) -> Action:
     size = {"dim": 8, "n_heads": 1, "cap_feat_dim": 1, "in_channels": 1, "n_refiner_layers": 1}
-    shapes = zimage_names.transformer_shapes({**size, "n_layers": n})
+    shapes = zimage_names.build_transformer_shapes({**size, "n_layers": n})
     tensors = [(name, "BF16", (0, *shape[1:])) for name, shape in shapes.items()]
     (place / "x.safetensors").write_bytes(encode_header(tensors))
     return lambda: family_weights.read_family(place / "x.safetensors")
@@ -450,7 +450,7 @@ def read_blocks(n: int, place: Path) -> Action:
 def count_tokens(n: int, _: Path) -> Action:
     vocabulary = {"model": {"vocab": {str(i): i for i in range(n)}}, "added_tokens": [{"id": n}]}
     data = {"tokenizer.json": json.dumps(vocabulary).encode()}
-    return lambda: tokenizer_size.token_count(data)
+    return lambda: tokenizer_size.count_tokens(data)
 
 
 def read_calls(n: int, _: Path) -> Action:
@@ -501,7 +501,7 @@ CASES: dict[str, Case] = {
     "pictures/artifact.py": read_settings,
     "registry/auth.py": read_challenge,
     "registry/listing.py": read_tags,
-    "document/schema.py": lambda n, _: lambda: json_positions(index(n).decode()),
+    "document/schema.py": lambda n, _: lambda: find_json_positions(index(n).decode()),
     "document/strict_json.py": lambda n, _: lambda: read_json(b"[" + b"[{}]," * n + b"0]", "x"),
     "tensor/config_fields.py": read_fields,
     "tensor/header.py": lambda n, _: lambda: parse_header(header(n)[8:], None),

@@ -324,7 +324,7 @@ def test_a_deep_index(world: World, depth: int, where: str) -> None:
     )
     for verb in map(str.split, verbs):
         world.aimage(*verb, code=code)
-    listed = {name for name, _ in world.layout.tags()} if not code else set()
+    listed = {name for name, _ in world.layout.list_tags()} if not code else set()
     assert listed in (set(), {NAME, "z"}, {NAME})
     text = (world.store / "index.json").read_bytes().replace(b" ", b"").replace(b"\n", b"")
     assert value in text

@@ -15,7 +15,7 @@ from clowder_aimage.create import create
 from clowder_aimage.importer import PackedModel
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
-from clowder_aimage.tensor import encode_header, nbytes
+from clowder_aimage.tensor import compute_nbytes, encode_header
 from tests.memory_store import MemoryStore
 
 Tensor = tuple[str, str, tuple[int, ...]]
@@ -71,7 +71,7 @@ def data_of(tensor: Tensor, seed: str) -> bytes:
     """Return bytes of the right length, derived from the tensor's name and ``seed``."""
     name, dtype, shape = tensor
     pattern = f"{seed}:{name}:".encode()
-    size = nbytes(dtype, shape)
+    size = compute_nbytes(dtype, shape)
     return (pattern * (size // len(pattern) + 1))[:size]
 
 

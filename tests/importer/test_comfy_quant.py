@@ -83,7 +83,9 @@ def test_scaled_fp8_of_any_form_is_decoded(
     assert tensors["n.weight"].decoded is None
     assert tensors["w.weight"].dtype == dtype
     same(values_of(tensors["w.weight"]), products(CODES, rounded(scale)))
-    same(values_of(tensors["w.weight"].rows("v", 3, 70)), products(CODES[3:70], rounded(scale)))
+    same(
+        values_of(tensors["w.weight"].slice_rows("v", 3, 70)), products(CODES[3:70], rounded(scale))
+    )
 
 
 @pytest.mark.parametrize("dtype, bits", [("F8_E4M3", 4), ("F8_E5M2", 5)])
@@ -108,7 +110,7 @@ def test_int8_has_a_scale_of_the_tensor_or_of_rows(shape: tuple[int, ...], tmp_p
     _, tensors = decoded(save(tmp_path / "x", entries))
     wanted = INTEGERS.astype(np.float64) * scales.reshape(-1, 1).astype(np.float64)
     same(values_of(tensors["w.weight"]), wanted)
-    same(values_of(tensors["w.weight"].rows("v", 100, 130)), wanted[100:])
+    same(values_of(tensors["w.weight"].slice_rows("v", 100, 130)), wanted[100:])
 
 
 @pytest.mark.parametrize("shape", [(), (ROWS, 1)])
@@ -125,7 +127,7 @@ def test_rotated_int8_is_turned_back(shape: tuple[int, ...], tmp_path: Path) -> 
     wanted = INTEGERS.astype(np.float64) @ whole * scales.reshape(-1, 1).astype(np.float64)
     assert source.decoded == {("int8_convrot", "F32"): 1}
     same(values_of(tensors["w.weight"]), wanted)
-    same(values_of(tensors["w.weight"].rows("v", 100, 130)), wanted[100:])
+    same(values_of(tensors["w.weight"].slice_rows("v", 100, 130)), wanted[100:])
 
 
 def mxfp8(scales: Array) -> dict[str, Entry]:
@@ -154,7 +156,7 @@ def test_mxfp8_has_powers_of_two_in_the_order_of_the_gpu(
     wanted = products(CODES, 1) * np.repeat(2.0 ** (scales.astype(float) - 127), 32, axis=1)
     assert tensors["w.weight"].dtype == dtype
     same(values_of(tensors["w.weight"]), wanted)
-    same(values_of(tensors["w.weight"].rows("v", 40, 129)), wanted[40:129])
+    same(values_of(tensors["w.weight"].slice_rows("v", 40, 129)), wanted[40:129])
 
 
 def test_nvfp4_has_two_codes_in_a_byte_and_two_scales(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_values_are_those_of_the_package_gguf(kind: str, tmp_path: Path) -> None
     assert source.metadata["general.architecture"] == "lumina2"
     assert (coded.dtype, coded.shape) == ("F32", (ROWS, COLUMNS))
     assert values_of(coded).tobytes() == expected.tobytes()
-    assert values_of(coded.rows("v", 2, 5)).tobytes() == expected[2:5].tobytes()
+    assert values_of(coded.slice_rows("v", 2, 5)).tobytes() == expected[2:5].tobytes()
     assert (plain.dtype, plain.shape, plain.decoded) == ("F16", (2, 3), None)
 
 
@@ -61,7 +61,7 @@ def test_rows_that_were_joined_have_their_shape_again(tmp_path: Path) -> None:
     assert tensor.shape == (20, 4, 4)
     whole = values_of(tensor)
     # a row is half a block
-    assert values_of(tensor.rows("v", 3, 8)).tobytes() == whole[3:8].tobytes()
+    assert values_of(tensor.slice_rows("v", 3, 8)).tobytes() == whole[3:8].tobytes()
 
 
 @pytest.mark.parametrize(

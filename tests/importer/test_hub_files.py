@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.errors import AImageError, ContentError, FormatError, ModelError, UsageError
-from clowder_aimage.importer.hub_files import choose, parts_of
+from clowder_aimage.importer.hub_files import choose, find_parts
 from clowder_aimage.importer.hub_model import HubName
 
 SHARDS = {
@@ -153,8 +153,11 @@ def test_an_index_chooses_no_other_file(shards: dict[str, Any] | list[Any] | Non
 
 
 def test_all_parts_of_a_split_file() -> None:
-    assert parts_of(PART_ONE, {PART_ONE, PART_TWO, "n-00001-of-00002.gguf"}) == {PART_ONE, PART_TWO}
-    assert parts_of("a.gguf", {"a.gguf", "b.gguf"}) == {"a.gguf"}
+    assert find_parts(PART_ONE, {PART_ONE, PART_TWO, "n-00001-of-00002.gguf"}) == {
+        PART_ONE,
+        PART_TWO,
+    }
+    assert find_parts("a.gguf", {"a.gguf", "b.gguf"}) == {"a.gguf"}
 
 
 # -- names

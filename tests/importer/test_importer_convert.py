@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.create import convert
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.document.schema import validate
@@ -49,7 +49,7 @@ def converted(model: ValuedModel, source: Reference = PLAIN, **recipe: Any) -> P
 
 
 def names(store: Path) -> list[Any]:
-    return sorted(name for name, _ in ImageLayout(store).tags())
+    return sorted(name for name, _ in ImageLayout(store).list_tags())
 
 
 # -- the same as create
@@ -139,8 +139,8 @@ def test_quantized_tensors_are_copied_unchanged(tmp_path: Path) -> None:
     model = make_valued(tmp_path / "model", transformer=tensors)
     plain = model.make("plain")
     made = converted(model, dtype="f32")
-    assert made.aimage.layer(Q) == plain.aimage.layer(Q)
-    assert made.aimage.layer("transformer/layers.0.norm.weight").dtype == "F32"
+    assert made.aimage.get_layer(Q) == plain.aimage.get_layer(Q)
+    assert made.aimage.get_layer("transformer/layers.0.norm.weight").dtype == "F32"
 
 
 def test_unknown_fields_of_a_config_are_kept(model: ValuedModel) -> None:
@@ -216,11 +216,11 @@ def test_a_quantized_language_model_declares_it_at_the_top_level(
     assert aimage.properties["dtype"] == "int8"
     assert aimage.properties["components"] == {}
     assert made.report.quantized[""]["tensors"] == 14  # seven matrices in each of two layers
-    assert aimage.layer(LANGUAGE_Q).dtype == "int8"
-    off = after.numpy(LANGUAGE_Q) - before.numpy(LANGUAGE_Q)
-    assert 0 < np.linalg.norm(off) < 0.01 * np.linalg.norm(before.numpy(LANGUAGE_Q))
+    assert aimage.get_layer(LANGUAGE_Q).dtype == "int8"
+    off = after.read_numpy(LANGUAGE_Q) - before.read_numpy(LANGUAGE_Q)
+    assert 0 < np.linalg.norm(off) < 0.01 * np.linalg.norm(before.read_numpy(LANGUAGE_Q))
     kept = "model.embed_tokens.weight"
-    np.testing.assert_array_equal(after.numpy(kept), before.numpy(kept))
+    np.testing.assert_array_equal(after.read_numpy(kept), before.read_numpy(kept))
     with pytest.raises(UsageError, match="of the model are already quantized"):
         convert(store, NEW, Reference.parse("twice"), Recipe.parse(quantize="int4"))
 
@@ -233,8 +233,8 @@ def keep(
 ) -> None:
     """Tag an AImage whose layers are already stored."""
     manifest, config = DIALECTS[dialect].write(aimage)
-    store.push(manifest.config, bytes_body(config))
-    store.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+    store.push(manifest.config, build_bytes_body(config))
+    store.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
 
 
 def put(
@@ -247,7 +247,7 @@ def put(
 ) -> Layer:
     raw = header + data
     content = Descriptor.of(mediatype.AIMAGE_SAFETENSORS, raw)
-    store.push(content, bytes_body(raw))
+    store.push(content, build_bytes_body(raw))
     return Layer(content, name, dtype, shape)
 
 
@@ -264,7 +264,7 @@ def test_any_name_that_a_blob_may_have_is_read(tmp_path: Path, key: str) -> None
     made = converted(model, quantize="int8")
     plain = as_dtype({Q.partition("/")[2]: VALUES}, "BF16")
     ours = make_valued(tmp_path / "ours" / "model", transformer=plain)
-    assert made.aimage.layer(Q) == ours.make(quantize="int8").aimage.layer(Q)
+    assert made.aimage.get_layer(Q) == ours.make(quantize="int8").aimage.get_layer(Q)
     component = made.aimage.properties["components"]["transformer"]
     assert component["quantization"]["tensors"] == 1
 
@@ -303,7 +303,7 @@ def separate(
         file, value = SAID[said]
         raw = json.dumps(value).encode()
         content = Descriptor.of(mediatype.AIMAGE_FILE, raw)
-        store.push(content, bytes_body(raw))
+        store.push(content, build_bytes_body(raw))
         layers.append(Layer(content, file))
     aimage = AImage(b'{"schemaVersion":1,"components":{}}', tuple(layers))
     keep(store, PLAIN, aimage)
@@ -339,9 +339,9 @@ def test_scales_in_separate_layers_are_not_cast(
     norm = "transformer/layers.0.norm.weight"
     for layer in aimage.layers:
         if layer.name == norm:
-            assert made.aimage.layer(norm).dtype == "BF16"
+            assert made.aimage.get_layer(norm).dtype == "BF16"
         else:
-            assert made.aimage.layer(layer.name) == layer
+            assert made.aimage.get_layer(layer.name) == layer
     assert made.report.cast == {("F32", "BF16"): 1}
     assert made.report.tensors == 2
     facts = made.aimage.properties["components"]["transformer"]
@@ -377,7 +377,7 @@ def test_mismatched_scales_in_separate_layers_are_refused(
 def test_configs_with_incomplete_quantization_are_read(
     tmp_path: Path, said: dict[str, Any] | None
 ) -> None:
-    from clowder_aimage.cli.create.result import summary, text
+    from clowder_aimage.cli.create.result import encode_result, format_result
 
     model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
     model.write("transformer/config.json", {"quantization": CONFIGS["int4"]})
@@ -388,7 +388,7 @@ def test_configs_with_incomplete_quantization_are_read(
         value["components"]["transformer"]["quantization"] = said
     keep(ImageLayout(model.store), PLAIN, replace(made.aimage, config=json.dumps(value).encode()))
     packed = converted(model, quantize="text_encoder=int8")
-    shown = text(summary(NEW, packed), packed, Recipe())
+    shown = format_result(encode_result(NEW, packed), packed, Recipe())
     assert ("transformer: 1 of 1 tensors are int4" in shown) == (said is not None)
     assert "text_encoder: 1 of 4 tensors are int8" in shown
 
@@ -428,7 +428,7 @@ def test_a_value_beyond_the_type_is_refused(tmp_path: Path) -> None:
 def test_a_missing_blob_is_refused(model: ValuedModel) -> None:
     made = model.make("plain")
     store = ImageLayout(model.store)
-    store.path(made.aimage.layer(Q).descriptor).unlink()
+    store.find_path(made.aimage.get_layer(Q).descriptor).unlink()
     with pytest.raises(NotFoundError):
         converted(model, quantize="int8")
 
@@ -534,10 +534,10 @@ def test_first_generation_manifests_of_ollama_are_read(model: ValuedModel) -> No
 
     store = ImageLayout(model.store)
     made = create(store, Reference.parse("now"), model.directory, dialect="ollama")
-    raw = store.path(made.descriptor).read_bytes()
+    raw = store.find_path(made.descriptor).read_bytes()
     older = raw.replace(b"vnd.ollama.image.json", b"vnd.ollama.image.config")
     assert older.count(b"image.config") == 9
-    store.push(Descriptor.of(made.descriptor.media_type, older), bytes_body(older), PLAIN)
+    store.push(Descriptor.of(made.descriptor.media_type, older), build_bytes_body(older), PLAIN)
     assert read_back(model.store, "plain") == read_back(model.store, "now")
     again = converted(model, quantize="int8")
     direct = converted(model, Reference.parse("now"), quantize="int8")

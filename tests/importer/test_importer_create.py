@@ -54,9 +54,9 @@ def test_a_tensors_blob_is_a_whole_file_under_its_own_name(
     for component, tensors in WEIGHTS.items():
         for tensor in tensors:
             name, dtype, shape = tensor
-            layer = stored.aimage.layer(f"{component}/{name}")
+            layer = stored.aimage.get_layer(f"{component}/{name}")
             assert (layer.dtype, layer.shape) == (dtype, shape)
-            raw = store.path(layer.descriptor).read_bytes()
+            raw = store.find_path(layer.descriptor).read_bytes()
             ((key, info),) = safetensors.deserialize(raw)
             assert key == name  # without the component
             assert (info["dtype"], tuple(info["shape"])) == (dtype, shape)
@@ -68,8 +68,10 @@ def test_files_are_kept_byte_for_byte(
 ) -> None:
     store, stored = packed
     for name in FILES:
-        layer = stored.aimage.layer(name)
-        assert store.path(layer.descriptor).read_bytes() == (model.directory / name).read_bytes()
+        layer = stored.aimage.get_layer(name)
+        assert (
+            store.find_path(layer.descriptor).read_bytes() == (model.directory / name).read_bytes()
+        )
         assert layer.descriptor.media_type == mediatype.AIMAGE_FILE
 
 
@@ -89,7 +91,7 @@ def test_the_config_describes_the_model(
     assert list(config["components"]) == sorted(CLASSES)
     for name, component in config["components"].items():
         assert [component["library"], component["class"]] == CLASSES[name]
-        own = stored.aimage.component(name)
+        own = stored.aimage.list_layers(name)
         assert component["size"] == sum(layer.descriptor.size for layer in own)
         tensors = [layer for layer in own if layer.is_tensor]
         assert component.get("tensors", 0) == len(tensors)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clowder_aimage.importer import Recipe
-from clowder_aimage.importer.recipe import expert_group
+from clowder_aimage.importer.recipe import find_expert_group
 from clowder_aimage.tensor import Header, parse_header, read_tensors
 from tests.importer.test_importer_quantize import parts, quantized_by_mlx
 from tests.importer.valued import (
@@ -60,18 +60,18 @@ def header_of(raw: bytes) -> Header:
     ],
 )
 def test_expert_group_is_the_common_prefix(name: str, group: str | None) -> None:
-    assert expert_group(name) == group
+    assert find_expert_group(name) == group
 
 
 def test_a_group_is_one_layer_with_sorted_members(model: ValuedModel) -> None:
     model.make()
     aimage = read_back(model.store)
-    names = {layer.name for layer in aimage.component("text_encoder") if layer.is_tensor}
+    names = {layer.name for layer in aimage.list_layers("text_encoder") if layer.is_tensor}
     kinds = ("experts", "shared_experts")
     groups = {f"model.layers.{n}.mlp.{kind}" for n in (0, 1) for kind in kinds}
-    alone = {name for name in moe() if expert_group(name) is None}
+    alone = {name for name in moe() if find_expert_group(name) is None}
     assert names == {f"text_encoder/{name}" for name in groups | alone}
-    layer = aimage.layer("text_encoder/model.layers.1.mlp.experts")
+    layer = aimage.get_layer("text_encoder/model.layers.1.mlp.experts")
     assert (layer.dtype, layer.shape) == (None, None)
     metadata, found = parts(blob_of(model.store, aimage, layer.name))
     assert metadata == {}

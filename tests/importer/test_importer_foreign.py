@@ -10,7 +10,7 @@ import pytest
 
 from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.tensor.config_fields import ConfigFields
-from clowder_aimage.tensor.quantization_config import mlx_type
+from clowder_aimage.tensor.quantization_config import parse_mlx_type
 from tests.importer.test_importer_prequantized import NAME, REST, STEM, compressed, mlx, modelopt
 from tests.importer.valued import Stored, as_dtype, bf16_values, make_valued
 
@@ -129,7 +129,7 @@ def test_configurations_that_pack_also_run(tmp_path: Path, config: dict[str, Any
     model = make_valued(tmp_path / "model", transformer=mlx("int4") | REST)
     model.write("transformer/config.json", config)
     made = model.make()
-    assert made.aimage.layer(f"transformer/{NAME}").dtype == "int4"
+    assert made.aimage.get_layer(f"transformer/{NAME}").dtype == "int4"
     assert runs(config)
 
 
@@ -158,5 +158,5 @@ def test_configurations_that_do_not_run_are_refused(
 
 
 def test_bits_must_be_an_integer() -> None:
-    assert mlx_type({"bits": 8.0}) == (None, None)
-    assert mlx_type({"bits": 8}) == ("int8", None)
+    assert parse_mlx_type({"bits": 8.0}) == (None, None)
+    assert parse_mlx_type({"bits": 8}) == ("int8", None)

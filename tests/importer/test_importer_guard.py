@@ -72,7 +72,7 @@ def test_values_that_are_not_finite_are_refused(
     assert caught.value.message == f"1 value of transformer/{NAME} is NaN or infinite"
     assert "keep it unquantized, or repair the model" in str(caught.value.hint)
     assert caught.value.exit_code == 1
-    assert list(ImageLayout(model.store).tags()) == []
+    assert list(ImageLayout(model.store).list_tags()) == []
 
 
 def test_kept_tensors_need_not_be_finite(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_losing_over_a_hundredth_of_the_groups_is_refused(
         "become zero"
     )
     assert caught.value.hint == "use mxfp8, whose scales have a larger range"
-    assert list(ImageLayout(model.store).tags()) == []
+    assert list(ImageLayout(model.store).list_tags()) == []
     assert model.make(quantize="mxfp8")
 
 
@@ -234,7 +234,7 @@ def test_values_beyond_the_type_are_refused(
     with pytest.raises(ModelError, match=said) as caught:
         model.make(quantize=kind)
     assert ("mxfp8" if kind == "nvfp4" else "keep it") in str(caught.value.hint)
-    assert list(ImageLayout(model.store).tags()) == []
+    assert list(ImageLayout(model.store).list_tags()) == []
 
 
 @pytest.mark.parametrize(

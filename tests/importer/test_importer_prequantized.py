@@ -82,7 +82,7 @@ def test_mlx_weights_are_kept_unchanged(tmp_path: Path, kind: Any, key: Any) -> 
     source = list(mlx(kind).values())
     assert list(found.values()) == source
     assert list(found) == [NAME, f"{NAME}.scale", f"{NAME}.bias"][: len(source)]
-    layer = made.aimage.layer(f"transformer/{NAME}")
+    layer = made.aimage.get_layer(f"transformer/{NAME}")
     assert (layer.dtype, layer.shape) == (kind, SHAPE)
     assert made.report.quantized["transformer"] == {
         "type": kind,
@@ -305,4 +305,4 @@ def test_scales_without_quantized_weights_are_tensors(tmp_path: Path) -> None:
     plain = as_dtype({NAME: VALUES}, "BF16")
     made, *_ = packed(tmp_path, plain | extra)
     assert made.report.ignored == 0
-    assert made.aimage.layer(f"transformer/{STEM}.input_scale").dtype == "F32"
+    assert made.aimage.get_layer(f"transformer/{STEM}.input_scale").dtype == "F32"

@@ -119,7 +119,7 @@ def test_the_config_states_the_quantization(model: ValuedModel) -> None:
     }
     assert "quantization" not in components["vae"]
     for name, component in components.items():
-        own = packed.aimage.component(name)
+        own = packed.aimage.list_layers(name)
         assert component["size"] == sum(layer.descriptor.size for layer in own)
 
 
@@ -157,7 +157,7 @@ def test_a_quantized_blob_combines_codes_scales_and_biases(
     name = "noise_refiner.0.feed_forward.w2.weight"
     values = transformer()[name]
     aimage = read_back(model.store)
-    layer = aimage.layer(f"transformer/{name}")
+    layer = aimage.get_layer(f"transformer/{name}")
     raw = blob_of(model.store, aimage, layer.name)
     assert (layer.dtype, layer.shape) == (kind, values.shape)
     quantization = Quantization.parse(kind)
@@ -168,9 +168,9 @@ def test_a_quantized_blob_combines_codes_scales_and_biases(
     expected = quantized_by_mlx(values, dtype, kind, None)
     for suffix, data in zip(suffixes, expected, strict=True):
         scales = dtype if quantization.type.has_bias else "U8"
-        shape = quantization.scales_shape(values.shape)
+        shape = quantization.compute_scales_shape(values.shape)
         if not suffix:
-            scales, shape = "U32", quantization.codes_shape(values.shape)
+            scales, shape = "U32", quantization.compute_codes_shape(values.shape)
         assert found[name + suffix] == (scales, shape, data)
     size = int.from_bytes(raw[:8], "little")
     (tensor,) = read_tensors(parse_header(raw[8 : 8 + size], len(raw) - 8 - size)).values()

@@ -344,7 +344,7 @@ def changed_while_read(model: Model, change: Callable[[Path], None]) -> None:
         model.create(on_plan=lambda _: change(path))
     assert str(path) in caught.value.message
     assert "changed while it was read" in caught.value.message
-    assert list(ImageLayout(model.store).tags()) == []
+    assert list(ImageLayout(model.store).list_tags()) == []
 
 
 def test_a_file_truncated_meanwhile_is_refused(model: Model) -> None:
@@ -367,7 +367,7 @@ def test_a_file_removed_meanwhile_is_refused(model: Model) -> None:
     path = model.weights("vae")
     with pytest.raises(ModelError, match=r"cannot read .*No such file"):
         model.create(on_plan=lambda _: path.unlink())
-    assert list(ImageLayout(model.store).tags()) == []
+    assert list(ImageLayout(model.store).list_tags()) == []
 
 
 def test_inexact_json_numbers_are_not_copied_to_the_config(model: Model) -> None:
@@ -375,5 +375,5 @@ def test_inexact_json_numbers_are_not_copied_to_the_config(model: Model) -> None
     model.write("vae/config.json", '{"sample_size": 1e2, "big": 1e300}')
     made = model.create()
     assert made.manifest
-    config = json.loads(ImageLayout(model.store).path(made.manifest.config).read_bytes())
+    config = json.loads(ImageLayout(model.store).find_path(made.manifest.config).read_bytes())
     assert "defaults" not in config

@@ -76,7 +76,7 @@ def test_each_tensor_is_a_top_level_layer(directory: Path) -> None:
     aimage = packed(directory).aimage
     files = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"}
     assert {layer.name for layer in aimage.layers} == files | {tensor[0] for tensor in TENSORS}
-    layer = aimage.layer("model.norm.weight")
+    layer = aimage.get_layer("model.norm.weight")
     assert (layer.is_tensor, layer.dtype, layer.shape) == (True, "F32", (4,))
     assert aimage.properties == {
         "schemaVersion": 1,
@@ -98,7 +98,7 @@ def test_weights_are_read_without_a_component(directory: Path, tmp_path: Path) -
     weights = ModelWeights.open(store, aimage)
     assert sorted(weights.keys()) == [tensor[0] for tensor in TENSORS]
     expected = data_of(TENSORS[3], "llm")
-    assert weights.numpy("model.norm.weight").tobytes() == expected
+    assert weights.read_numpy("model.norm.weight").tobytes() == expected
 
 
 def test_a_type_alone_quantizes_the_whole_model(directory: Path) -> None:
@@ -106,8 +106,8 @@ def test_a_type_alone_quantizes_the_whole_model(directory: Path) -> None:
     head = safetensors(TENSORS)[: -len(values)]
     (directory / "model.safetensors").write_bytes(head + values)
     aimage = packed(directory, recipe=Recipe.parse(quantize="int8")).aimage
-    assert aimage.layer("model.layers.0.mlp.up_proj.weight").dtype == "int8"
-    assert aimage.layer("lm_head.weight").dtype == "BF16"
+    assert aimage.get_layer("model.layers.0.mlp.up_proj.weight").dtype == "int8"
+    assert aimage.get_layer("lm_head.weight").dtype == "BF16"
     assert aimage.properties["quantization"] == "int8"
     validate("aimage-config", aimage.properties)
 
@@ -120,10 +120,10 @@ def test_quantizing_a_missing_component_is_refused(directory: Path) -> None:
 def test_whole_files_are_kept_unchanged(directory: Path) -> None:
     store = in_memory()
     aimage = packed(directory, store, form=ModelForm(whole_files=True)).aimage
-    layer = aimage.layer("model.safetensors")
+    layer = aimage.get_layer("model.safetensors")
     assert layer.descriptor.media_type == mediatype.AIMAGE_TRANSFORMERS
     assert read(store, layer.descriptor) == (directory / "model.safetensors").read_bytes()
-    assert aimage.layer("config.json").descriptor.media_type == mediatype.AIMAGE_FILE
+    assert aimage.get_layer("config.json").descriptor.media_type == mediatype.AIMAGE_FILE
     assert aimage.properties["parameters"] == 4 + 64 * 64 + 2 * 6 * 4
     validate("aimage-config", aimage.properties)
 
@@ -177,7 +177,7 @@ def test_a_compressed_layer_has_a_diff_id(directory: Path, compression: str) -> 
     form = ModelForm(whole_files=True, compression=compression)
     aimage = packed(directory, store, form=form).aimage
     raw = (directory / "model.safetensors").read_bytes()
-    layer = aimage.layer("model.safetensors")
+    layer = aimage.get_layer("model.safetensors")
     assert layer.descriptor.media_type == f"{mediatype.AIMAGE_TRANSFORMERS}+{compression}"
     assert layer.content is not None
     assert layer.content.media_type == mediatype.AIMAGE_TRANSFORMERS
@@ -227,7 +227,7 @@ def test_a_layer_of_any_type_is_carried(directory: Path, tmp_path: Path) -> None
     extra = ExtraFile.parse(f"application/vnd.example.ep.layer.v1={path}")
     store = in_memory()
     aimage = packed(directory, store, form=ModelForm(extras=(extra,))).aimage
-    layer = aimage.layer("ep.bin")
+    layer = aimage.get_layer("ep.bin")
     assert layer.descriptor.media_type == "application/vnd.example.ep.layer.v1"
     assert read(store, layer.descriptor) == path.read_bytes()
 
@@ -461,5 +461,5 @@ def test_other_layers_are_not_compressed(directory: Path, tmp_path: Path) -> Non
     path.write_bytes(b"an execution provider")
     extra = ExtraFile.parse(f"application/vnd.example.ep.v1={path}")
     form = ModelForm(whole_files=True, compression="gzip", extras=(extra,))
-    layer = packed(directory, form=form).aimage.layer("ep.bin")
+    layer = packed(directory, form=form).aimage.get_layer("ep.bin")
     assert layer.descriptor.media_type == "application/vnd.example.ep.v1"

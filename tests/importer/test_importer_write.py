@@ -106,7 +106,7 @@ def test_streamed_blobs_match_their_digests(
     assert ingests["commit"] > 20
     assert left(model.store) == []
     for written in made.layers:
-        raw = ImageLayout(model.store).path(written.layer.descriptor).read_bytes()
+        raw = ImageLayout(model.store).find_path(written.layer.descriptor).read_bytes()
         assert Digest.of(raw, algorithm) == written.layer.descriptor.digest
 
 
@@ -200,7 +200,7 @@ def test_a_file_that_changes_while_read_is_refused(
         with pytest.raises(ModelError, match="changed while it was read"):
             model.make(quantize=quantize)
     assert left(model.store) == []
-    assert list(ImageLayout(model.store).tags()) == []
+    assert list(ImageLayout(model.store).list_tags()) == []
 
 
 def test_a_file_that_changes_between_hashing_and_storing_is_refused(
@@ -226,7 +226,7 @@ def test_a_file_that_changes_between_hashing_and_storing_is_refused(
     with pytest.raises(ModelError, match="changed while it was read"):
         model.make("second", jobs=1)
     assert left(model.store) == []
-    assert [name for name, _ in ImageLayout(model.store).tags()] == ["first:latest"]
+    assert [name for name, _ in ImageLayout(model.store).list_tags()] == ["first:latest"]
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
@@ -245,7 +245,7 @@ def test_a_full_disk_leaves_no_ingest(
     with pytest.raises(NoSpaceError):
         model.make(quantize=quantize, jobs=2)
     monkeypatch.undo()
-    assert list(ImageLayout(model.store).tags()) == []
+    assert list(ImageLayout(model.store).list_tags()) == []
     assert left(model.store) == []
     assert model.make(quantize=quantize)
 
@@ -290,15 +290,15 @@ def test_a_damaged_blob_is_not_converted(model: ValuedModel) -> None:
 
     model.make()
     store = ImageLayout(model.store)
-    layer = read_back(model.store).layer("transformer/layers.0.attention.to_q.weight")
-    path = store.path(layer.descriptor)
+    layer = read_back(model.store).get_layer("transformer/layers.0.attention.to_q.weight")
+    path = store.find_path(layer.descriptor)
     path.chmod(0o600)
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
     with pytest.raises(VerificationError):
         convert(store, NAME, Reference.parse("new"), Recipe.parse(quantize="int8"))
-    assert [name for name, _ in store.tags()] == ["m:latest"]
+    assert [name for name, _ in store.list_tags()] == ["m:latest"]
     assert left(model.store) == []
 
 
@@ -314,10 +314,10 @@ def test_rows_of_a_decoded_tensor_are_read_in_any_pieces(tmp_path: Path) -> None
     path = tmp_path / "file"
     path.write_bytes(b"x")
     codes = SourceTensor("w", "U8", (1,), path, 0, 1, path.stat().st_mtime_ns)
-    whole = codes.decoding(_Halves(), "U8", (8, 2))
-    part = whole.rows("v", 2, 7).rows("u", 1, 4)
+    whole = codes.with_decoder(_Halves(), "U8", (8, 2))
+    part = whole.slice_rows("v", 2, 7).slice_rows("u", 1, 4)
     with RangeReader(part.file_range, threading.Event()) as reader:
-        assert b"".join(map(bytes, reader.chunks(4))) == bytes(range(6, 12))
+        assert b"".join(map(bytes, reader.iter_chunks(4))) == bytes(range(6, 12))
         reader.check_unchanged()
     short = replace(whole, nbytes=17)
     with RangeReader(short.file_range, threading.Event()) as reader, pytest.raises(ModelError):

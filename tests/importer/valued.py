@@ -140,4 +140,4 @@ def read_back(store: Path, name: str = "m") -> AImage:
 
 
 def blob_of(store: Path, aimage: AImage, layer: str) -> bytes:
-    return ImageLayout(store).path(aimage.layer(layer).descriptor).read_bytes()
+    return ImageLayout(store).find_path(aimage.get_layer(layer).descriptor).read_bytes()

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body, tar_store
-from clowder_aimage.content.atomic_file import atomic_file
-from clowder_aimage.content.tar import tar_header
+from clowder_aimage.content import build_bytes_body, tar_store
+from clowder_aimage.content.atomic_file import open_atomic
+from clowder_aimage.content.tar import build_tar_header
 from clowder_aimage.errors import (
     FormatError,
     NotFoundError,
@@ -75,14 +75,14 @@ def members(file: Path) -> list[tarfile.TarInfo]:
 
 def put_sha512(layout: ImageLayout, data: bytes) -> Descriptor:
     content = Descriptor(artifact.BLOB, Digest.of(data, "sha512"), len(data))
-    layout.push(content, bytes_body(data))
+    layout.push(content, build_bytes_body(data))
     return content
 
 
 def put_index(layout: ImageLayout, name: str, *children: Any, absent: Any = ()) -> Index:
     listed = [child.descriptor for child in (*children, *absent)]
     made = artifact.index(listed)
-    layout.push(made.descriptor, bytes_body(made.raw), Reference.parse(name))
+    layout.push(made.descriptor, build_bytes_body(made.raw), Reference.parse(name))
     return made
 
 
@@ -95,7 +95,7 @@ def test_save_and_load_round_trip(here: ImageLayout, there: ImageLayout, file: P
     assert [(str(name), root.digest) for name, root in loaded.names] == [("a.b/x:v1", made.digest)]
     assert (loaded.blobs, loaded.skipped, loaded.problem) == (4, 0, None)
     assert blobs(there) == blobs(here)
-    assert next(there.tags())[1].annotations == next(here.tags())[1].annotations
+    assert next(there.list_tags())[1].annotations == next(here.list_tags())[1].annotations
 
 
 def test_save_writes_index_and_manifests_first(here: ImageLayout, file: Path) -> None:
@@ -139,22 +139,22 @@ def test_a_sha512_path_has_a_pax_header(here: ImageLayout, there: ImageLayout, f
     content = put_sha512(here, b"long name")
     config = artifact.put(here, b"{}", artifact.CONFIG)
     made = artifact.manifest(config, [content])
-    here.push(made.descriptor, bytes_body(made.raw), Reference.parse("x"))
+    here.push(made.descriptor, build_bytes_body(made.raw), Reference.parse("x"))
     save(here, names("x"), file)
     assert [member.name for member in members(file) if member.pax_headers] == [
         f"blobs/sha512/{content.digest.encoded}"
     ]
     load(there, file)
-    assert there.path(content).read_bytes() == b"long name"
+    assert there.find_path(content).read_bytes() == b"long name"
 
 
 def test_a_size_beyond_ustar_has_a_pax_header() -> None:
-    header = tar_header("blobs/sha256/x", size=8 << 30, mode=0o644)
+    header = build_tar_header("blobs/sha256/x", size=8 << 30, mode=0o644)
     with tarfile.open(fileobj=io.BytesIO(header)) as tar:
         member = tar.next()
         assert member is not None and member.size == 8 << 30
     assert b"size=8589934592\n" in header
-    assert b"size" not in tar_header("blobs/sha256/x", size=(8 << 30) - 1, mode=0o644)
+    assert b"size" not in build_tar_header("blobs/sha256/x", size=(8 << 30) - 1, mode=0o644)
 
 
 def test_save_accepts_a_digest(here: ImageLayout, there: ImageLayout, file: Path) -> None:
@@ -193,7 +193,7 @@ def test_save_of_an_index_without_manifests_fails(here: ImageLayout, file: Path)
 
 def test_save_reports_a_missing_blob(here: ImageLayout, file: Path) -> None:
     made = artifact.put_artifact(here, "x", b"1")
-    here.path(made.layers[0]).unlink()
+    here.find_path(made.layers[0]).unlink()
     with pytest.raises(NotFoundError, match=str(made.layers[0].digest)):
         save(here, names("x"), file)
     assert not file.exists()
@@ -211,7 +211,7 @@ def test_save_writes_no_archive_that_load_would_refuse(
 @pytest.mark.parametrize("data", [b"2", b"22", b""])
 def test_a_damaged_blob_keeps_the_old_file(here: ImageLayout, file: Path, data: bytes) -> None:
     made = artifact.put_artifact(here, "x", b"1")
-    path = here.path(made.layers[0])
+    path = here.find_path(made.layers[0])
     path.chmod(0o644)
     path.write_bytes(data)
     file.write_text("old")
@@ -262,7 +262,7 @@ def test_concurrent_saves_to_one_file(
     artifact.put_artifact(here, "x", b"1")
     for flock in (fcntl.flock, lambda fd, operation: None):
         monkeypatch.setattr(fcntl, "flock", flock)
-        with atomic_file(file, removes_leftovers=True) as outer:
+        with open_atomic(file, removes_leftovers=True) as outer:
             save(here, names("x"), file)
             outer.write(b"1")
         assert file.read_bytes() == b"1"

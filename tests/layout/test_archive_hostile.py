@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.cli.console.remedy import advice
+from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.content import tar, tar_store
 from clowder_aimage.errors import (
     ContentError,
@@ -112,7 +112,7 @@ def assert_refused(
     with pytest.raises(error, match=match) as raised:
         call()
     assert type(raised.value) is error
-    assert list(store.tags()) == []
+    assert list(store.list_tags()) == []
     assert kept(store) <= {path_of(data).rpartition("/")[2] for _, data in BLOBS}
     assert unfinished(store) == []
 
@@ -130,7 +130,7 @@ def test_load_accepts_archives_of_docker_save(store: ImageLayout, file: Path, fo
     members = [*folders, *BLOBS, index((MADE, both)), *others, LAYOUT]
     loaded = load_all(store, file, *members, format_=format_)
     assert [str(reference) for reference, _ in loaded.names] == [name]
-    assert store.path(MADE.layers[0]).read_bytes() == LAYER
+    assert store.find_path(MADE.layers[0]).read_bytes() == LAYER
 
 
 def test_load_accepts_a_macos_tar_of_a_directory(store: ImageLayout, file: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_missing_name_can_be_given(store: ImageLayout, file: Path) -> None:
     members = [LAYOUT, index((MADE, {})), *BLOBS]
     with pytest.raises(UsageError, match=f"no name for {MADE.digest}") as raised:
         load_all(store, file, *members)
-    assert "--as NAME" in (advice(raised.value) or "")
+    assert "--as NAME" in (format_advice(raised.value) or "")
     wanted = Reference.parse("y")
     assert load_all(store, file, *members, wanted=wanted).names[0][0] == wanted
     assert store.resolve(wanted).digest == MADE.digest
@@ -203,7 +203,7 @@ def test_load_of_other_compressions_gives_advice(store: ImageLayout, file: Path)
         file.write_bytes(data)
         with pytest.raises(FormatError, match="which is unsupported") as raised:
             load(store, file)
-        assert tool in (advice(raised.value) or "")
+        assert tool in (format_advice(raised.value) or "")
 
 
 # -- incomplete archives
@@ -219,7 +219,7 @@ def test_load_names_only_complete_artifacts(store: ImageLayout, file: Path) -> N
     assert loaded.problem.exit_code == 5
     assert f"a:latest is missing {Digest.of(b'away')}" in loaded.problem.message
     assert f"c:latest is missing {away.digest}" in loaded.problem.message
-    assert [name for name, _ in store.tags()] == ["b:latest"]
+    assert [name for name, _ in store.list_tags()] == ["b:latest"]
 
 
 def test_an_index_requires_at_least_one_manifest(store: ImageLayout, file: Path) -> None:
@@ -401,7 +401,7 @@ def test_load_refuses_deceptive_pax_headers(
         pass
     else:
         assert loaded.names == ()
-    assert list(store.tags()) == []
+    assert list(store.list_tags()) == []
     assert unfinished(store) == []
 
 
@@ -432,7 +432,7 @@ def test_load_counts_members_before_it_stores_any(
     monkeypatch.setattr(tar, "MAX_MEMBERS", len(GOOD) - 1)
     with pytest.raises(FormatError, match=f"has more than {len(GOOD) - 1} members"):
         load(store, file)
-    assert list(store.tags()) == unfinished(store) == []
+    assert list(store.list_tags()) == unfinished(store) == []
     assert is_packed or kept(store) == set()  # a packed one is counted as it is read
     monkeypatch.setattr(tar, "MAX_MEMBERS", len(GOOD))
     assert len(load(store, file).names) == 1
@@ -476,7 +476,7 @@ def test_an_empty_tar_and_the_old_docker_format_are_refused(store: ImageLayout, 
     for members in ([], [("manifest.json", b"[]"), ("abc/layer.tar", b"x")]):
         with pytest.raises(FormatError, match=r"no index\.json") as raised:
             load_all(store, file, *members)
-        assert "docker-archive" in (advice(raised.value) or "")
+        assert "docker-archive" in (format_advice(raised.value) or "")
 
 
 @pytest.mark.parametrize(
@@ -496,7 +496,7 @@ def test_an_invalid_manifest_is_refused(
     else:
         with pytest.raises(FormatError, match=descriptor["digest"]):
             load_all(store, file, *members)
-    assert list(store.tags()) == []
+    assert list(store.list_tags()) == []
 
 
 def test_an_oversized_manifest_is_refused(store: ImageLayout, file: Path) -> None:
@@ -532,8 +532,8 @@ def test_a_decompression_bomb_is_refused(
     file.write_bytes(gzip.compress(tar_of(*GOOD, blob(zeros))))
     with pytest.raises(FormatError, match="more than 200 times") as raised:
         load(store, file)
-    assert "gzip -dc FILE | aimage load -" in (advice(raised.value) or "")
-    assert list(store.tags()) == []
+    assert "gzip -dc FILE | aimage load -" in (format_advice(raised.value) or "")
+    assert list(store.list_tags()) == []
     assert unfinished(store) == []
     file.write_bytes(tar_of(*GOOD, blob(zeros)))
     assert load(store, file).names
@@ -542,7 +542,7 @@ def test_a_decompression_bomb_is_refused(
 def test_load_checks_the_free_space_first(
     store: ImageLayout, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ImageLayout, "free", lambda self: 16 * 1024 * 1024 + 3000)
+    monkeypatch.setattr(ImageLayout, "measure_free", lambda self: 16 * 1024 * 1024 + 3000)
     with pytest.raises(NoSpaceError):
         load_all(store, file, *GOOD)
     assert kept(store) == {MADE.digest.encoded}  # declared by the manifest, before the config
@@ -553,7 +553,7 @@ def test_a_missing_file_is_reported(store: ImageLayout, file: Path, tmp_path: Pa
         load(store, file)
     with pytest.raises(UsageError, match="is a directory") as raised:
         load(store, tmp_path)
-    assert "--store" in (advice(raised.value) or "")
+    assert "--store" in (format_advice(raised.value) or "")
     file.write_bytes(tar_of(*GOOD))
     store.root.write_text("in the way")
     with pytest.raises(StoreError):

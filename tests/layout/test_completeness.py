@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.errors import StoreError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout import index as layout_index
@@ -45,7 +45,7 @@ def test_completeness_counts_each_missing_blob_once(
 ) -> None:
     found = check_completeness(settled_store, made.descriptor)
     assert found.is_complete and found.total == sum(blob.size for blob in made.children)
-    settled_store.path(made.layers[0]).unlink()
+    settled_store.find_path(made.layers[0]).unlink()
     found = check_completeness(settled_store, made.descriptor)
     assert not found.is_complete and found.missing == (made.layers[0],)
     assert found.missing_size == made.layers[0].size
@@ -55,11 +55,11 @@ def test_completeness_of_an_index_includes_its_manifests(
     settled_store: ImageLayout, made: Manifest
 ) -> None:
     document = index([made.descriptor])
-    settled_store.push(document.descriptor, bytes_body(document.raw))
+    settled_store.push(document.descriptor, build_bytes_body(document.raw))
     assert check_completeness(settled_store, document.descriptor).is_complete
-    settled_store.path(made.descriptor).unlink()
+    settled_store.find_path(made.descriptor).unlink()
     assert check_completeness(settled_store, document.descriptor).missing == (made.descriptor,)
-    settled_store.path(document.descriptor).unlink()
+    settled_store.find_path(document.descriptor).unlink()
     found = check_completeness(settled_store, document.descriptor)
     assert found.missing == (document.descriptor,)
 
@@ -130,7 +130,7 @@ def test_cache_drops_an_answer_outdated_by_a_change(
 
     def overtaken() -> Completeness:
         found = check()
-        settled_store.path(made.layers[0]).unlink()
+        settled_store.find_path(made.layers[0]).unlink()
         return found
 
     assert cache.find("one", overtaken).is_complete

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.layout import ImageLayout, index
-from clowder_aimage.layout.index import fingerprint
+from clowder_aimage.layout.index import compute_fingerprint
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.metadata import MetadataFiles
 from clowder_aimage.oci import Descriptor, Reference
@@ -99,51 +99,59 @@ CHANGES = [
 def test_fingerprint_changes_with_names_and_blobs(
     store_with_model: ImageLayout, later: None, change: Callable[[Any], None]
 ) -> None:
-    before = fingerprint(store_with_model.roots)
-    assert before is not None and fingerprint(store_with_model.roots) == before
+    before = compute_fingerprint(store_with_model.roots)
+    assert before is not None and compute_fingerprint(store_with_model.roots) == before
     pass_tick(store_with_model.root.parent)
     change(store_with_model)
-    assert fingerprint(store_with_model.roots) != before
+    assert compute_fingerprint(store_with_model.roots) != before
 
 
 def test_fingerprint_is_unchanged_by_reads(store_with_model: ImageLayout, later: None) -> None:
-    before = fingerprint(store_with_model.roots)
+    before = compute_fingerprint(store_with_model.roots)
     found = store_with_model.resolve(Reference.parse(NAME))
     store_with_model.read(found)
     store_with_model.use(found)
     store_with_model.lease(found.digest).close()
     store_with_model.ingest("begun").abort()
-    assert fingerprint(store_with_model.roots) == before
+    assert compute_fingerprint(store_with_model.roots) == before
 
 
 def test_fingerprint_is_none_while_commits_are_pending(
     store_with_model: ImageLayout, later: None
 ) -> None:
-    with store_with_model.batch():
-        assert store_with_model.fingerprint() == fingerprint(store_with_model.roots)
+    with store_with_model.begin_batch():
+        assert store_with_model.compute_fingerprint() == compute_fingerprint(store_with_model.roots)
         waiting = put(store_with_model, b"three")
         assert store_with_model.exists(waiting) and not blob_of(store_with_model, waiting).exists()
-        assert store_with_model.fingerprint() is None
+        assert store_with_model.compute_fingerprint() is None
     assert blob_of(store_with_model, waiting).exists()
-    assert store_with_model.fingerprint() == fingerprint(store_with_model.roots) is not None
+    assert (
+        store_with_model.compute_fingerprint()
+        == compute_fingerprint(store_with_model.roots)
+        is not None
+    )
 
 
 def test_fingerprint_is_none_right_after_a_change(store_with_model: ImageLayout) -> None:
-    assert fingerprint(store_with_model.roots) is None
+    assert compute_fingerprint(store_with_model.roots) is None
 
 
 def test_fingerprint_of_a_missing_store(tmp_path: Path, later: None) -> None:
-    assert fingerprint([tmp_path / "none"]) == fingerprint([tmp_path / "none"]) is not None
-    before = fingerprint([tmp_path / "none"])
+    assert (
+        compute_fingerprint([tmp_path / "none"])
+        == compute_fingerprint([tmp_path / "none"])
+        is not None
+    )
+    before = compute_fingerprint([tmp_path / "none"])
     put_artifact(ImageLayout(tmp_path / "none"), NAME, b"one")
-    assert fingerprint([tmp_path / "none"]) != before
+    assert compute_fingerprint([tmp_path / "none"]) != before
 
 
 def test_fingerprint_covers_all_stores(
     store_with_model: ImageLayout, tmp_path: Path, later: None
 ) -> None:
     both = LayeredStore([tmp_path / "first", store_with_model.root])
-    before = fingerprint(both.roots)
+    before = compute_fingerprint(both.roots)
     pass_tick(tmp_path)
     removes_a_blob(store_with_model)
-    assert fingerprint(both.roots) != before
+    assert compute_fingerprint(both.roots) != before

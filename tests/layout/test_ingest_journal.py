@@ -50,10 +50,10 @@ def killed(ingest: FileIngest) -> None:
 
 
 def complete(store: ImageLayout, ingest: FileIngest) -> None:
-    for start, end in ingest.missing():
+    for start, end in ingest.list_missing():
         write(ingest, start, end)
     ingest.commit(CONTENT)
-    assert store.path(CONTENT).read_bytes() == DATA
+    assert store.find_path(CONTENT).read_bytes() == DATA
     assert not any(path.exists() for path in files(store))
 
 
@@ -65,7 +65,7 @@ def test_journaled_spans_are_not_missing(store: ImageLayout) -> None:
     write(ingest, 9 * MIB, 10 * MIB)  # not in the journal: it may not be on disk
     killed(ingest)
     ingest = begin(store)
-    assert ingest.missing() == [(5 * MIB, 8 * MIB), (9 * MIB, len(DATA))]
+    assert ingest.list_missing() == [(5 * MIB, 8 * MIB), (9 * MIB, len(DATA))]
     complete(store, ingest)
 
 
@@ -74,11 +74,11 @@ def test_suspended_ingest_is_continued(store: ImageLayout) -> None:
     write(ingest, 0, 5 * MIB)
     ingest.suspend()
     ingest = begin(store)
-    assert ingest.missing() == [(5 * MIB, len(DATA))]
+    assert ingest.list_missing() == [(5 * MIB, len(DATA))]
     write(ingest, 5 * MIB, 7 * MIB)
     ingest.suspend()
     ingest = begin(store)
-    assert ingest.missing() == [(7 * MIB, len(DATA))]
+    assert ingest.list_missing() == [(7 * MIB, len(DATA))]
     complete(store, ingest)
 
 
@@ -138,7 +138,7 @@ def test_checkpoint_works_without_fdatasync(
     write(ingest, 0, 5 * MIB)
     ingest.checkpoint()
     killed(ingest)
-    assert begin(store).missing() == [(5 * MIB, len(DATA))]
+    assert begin(store).list_missing() == [(5 * MIB, len(DATA))]
 
 
 def test_failed_synchronisation_writes_no_entry(
@@ -178,12 +178,12 @@ def test_torn_last_journal_line_is_ignored(
     with files(store)[1].open("a") as journal:
         journal.write(line)
     ingest = begin(store)
-    assert ingest.missing() == missing
+    assert ingest.list_missing() == missing
     write(ingest, missing[0][0], 9 * MIB)
     ingest.checkpoint()
     killed(ingest)
     ingest = begin(store)
-    assert ingest.missing() == [(9 * MIB, len(DATA))]
+    assert ingest.list_missing() == [(9 * MIB, len(DATA))]
     complete(store, ingest)
 
 
@@ -203,11 +203,11 @@ def test_malformed_journal_is_discarded(journal: bytes, store: ImageLayout) -> N
     killed(ingest)
     files(store)[1].write_bytes(journal)
     ingest = begin(store)
-    assert ingest.missing() == WHOLE
+    assert ingest.list_missing() == WHOLE
     write(ingest, 10 * MIB, 12 * MIB)
     killed(ingest)
     ingest = begin(store)
-    assert ingest.missing() == WHOLE
+    assert ingest.list_missing() == WHOLE
     complete(store, ingest)
 
 
@@ -218,11 +218,11 @@ def test_entries_beyond_a_truncated_file_are_ignored(store: ImageLayout) -> None
     ingest.suspend()
     os.truncate(files(store)[0], 6 * MIB)
     ingest = begin(store)
-    assert ingest.missing() == WHOLE
+    assert ingest.list_missing() == WHOLE
     write(ingest, 12 * MIB, 13 * MIB)  # the file is long enough now, and sparse
     killed(ingest)
     ingest = begin(store)
-    assert ingest.missing() == WHOLE
+    assert ingest.list_missing() == WHOLE
     complete(store, ingest)
 
 
@@ -233,11 +233,11 @@ def test_a_journal_without_its_file_is_ignored(store: ImageLayout) -> None:
     ingest.suspend()
     files(store)[0].unlink()
     ingest = begin(store)
-    assert ingest.missing() == WHOLE
+    assert ingest.list_missing() == WHOLE
     write(ingest, 12 * MIB, 13 * MIB)
     killed(ingest)
     ingest = begin(store)
-    assert ingest.missing() == WHOLE
+    assert ingest.list_missing() == WHOLE
     complete(store, ingest)
 
 
@@ -253,7 +253,7 @@ def test_a_complete_partial_is_only_verified(store: ImageLayout) -> None:
     write(ingest, 0, len(DATA))
     ingest.suspend()
     ingest = begin(store)
-    assert ingest.missing() == []
+    assert ingest.list_missing() == []
     complete(store, ingest)
 
 
@@ -342,7 +342,7 @@ def test_checkpoint_includes_concurrent_writes(
     monkeypatch.setattr(os, "fsync", fsync)
     ingest.checkpoint()
     killed(ingest)
-    assert begin(store).missing() == [(18 * MIB, len(DATA))]
+    assert begin(store).list_missing() == [(18 * MIB, len(DATA))]
 
 
 # -- a full disk at the end
@@ -365,7 +365,7 @@ def test_verified_bytes_are_kept_when_they_cannot_be_published(
             ingest.commit(CONTENT)
     assert not store.exists(CONTENT)
     ingest = begin(store)
-    assert ingest.missing() == []
+    assert ingest.list_missing() == []
     complete(store, ingest)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import (
     ContentError,
@@ -46,10 +46,10 @@ def keep(store: ImageLayout, dialect: str) -> Manifest:
     """Write the AImage into ``layout`` and return its manifest."""
     made = aimage()
     for layer, data in zip(made.layers, (FILE, TENSOR), strict=True):
-        store.push(layer.descriptor, bytes_body(data))
+        store.push(layer.descriptor, build_bytes_body(data))
     manifest, config = DIALECTS[dialect].write(made)
-    store.push(manifest.config, bytes_body(config))
-    store.push(manifest.descriptor, bytes_body(manifest.raw), REFERENCE)
+    store.push(manifest.config, build_bytes_body(config))
+    store.push(manifest.descriptor, build_bytes_body(manifest.raw), REFERENCE)
     return manifest
 
 
@@ -72,9 +72,9 @@ def test_a_config_over_4_mib_is_refused_before_it_is_parsed(store: ImageLayout) 
         DIALECTS["clowder"].write(AImage(config, ()))
     value = json.loads(DIALECTS["clowder"].write(AImage(CONFIG, ()))[0].raw)
     value["config"] = Descriptor.of(mediatype.AIMAGE_CONFIG, config).to_json()
-    store.push(Descriptor.from_json(value["config"]), bytes_body(config))
+    store.push(Descriptor.from_json(value["config"]), build_bytes_body(config))
     manifest = Manifest.build(value)
-    store.push(manifest.descriptor, bytes_body(manifest.raw), REFERENCE)
+    store.push(manifest.descriptor, build_bytes_body(manifest.raw), REFERENCE)
     with pytest.raises(VerificationError, match=r"is too large: .* the limit is 4194304"):
         read_aimage(store, REFERENCE)
 
@@ -90,14 +90,14 @@ def test_documents_are_parsed_once_for_a_digest(store: ImageLayout) -> None:
 def test_a_damaged_manifest_or_config_is_refused(store: ImageLayout) -> None:
     manifest = keep(store, "clowder")
     for content in (manifest.config, manifest.descriptor):
-        path = store.path(content)
+        path = store.find_path(content)
         good = path.read_bytes()
         path.chmod(0o644)
         path.write_bytes(good[:-2] + b" }")
         with pytest.raises(VerificationError):
             read_aimage(store, REFERENCE)
         path.write_bytes(good)
-    store.path(manifest.config).unlink()
+    store.find_path(manifest.config).unlink()
     with pytest.raises(NotFoundError):
         read_aimage(store, REFERENCE)
 
@@ -125,12 +125,12 @@ def recompressed(
     document = json.loads(manifest.raw)
     for layer, data in zip(document["layers"], (FILE, TENSOR), strict=True):
         packed = Descriptor.of(media_type, pack(data))
-        store.push(packed, bytes_body(pack(data)))
+        store.push(packed, build_bytes_body(pack(data)))
         layer.clear()
         layer.update(packed.to_json())
     made = Manifest.build(document)
-    store.push(made.config, bytes_body(config))
-    store.push(made.descriptor, bytes_body(made.raw), REFERENCE)
+    store.push(made.config, build_bytes_body(config))
+    store.push(made.descriptor, build_bytes_body(made.raw), REFERENCE)
 
 
 def fixed_gzip(data: bytes) -> bytes:
@@ -147,7 +147,7 @@ def test_compressed_layers_are_inflated(store: ImageLayout, media_type: str) -> 
     assert not any(store.exists(layer.descriptor) for layer in stored.aimage.layers)
     inflate(store, stored)
     for layer, data in zip(stored.aimage.layers, (FILE, TENSOR), strict=True):
-        assert store.path(layer.descriptor).read_bytes() == data
+        assert store.find_path(layer.descriptor).read_bytes() == data
     assert DIALECTS["clowder"].write(stored.aimage)[0] == DIALECTS["clowder"].write(aimage())[0]
 
 
@@ -212,11 +212,11 @@ def test_skopeo_and_aimage_share_a_layout(store: ImageLayout, skopeo: str, tmp_p
     """Each keeps the other's names."""
     manifest = keep(store, "clowder")
     other = ImageLayout(tmp_path / "other")
-    other.push(manifest.descriptor, bytes_body(manifest.raw))
+    other.push(manifest.descriptor, build_bytes_body(manifest.raw))
     copied = Reference.parse("registry.example.com/copied:v1")
     target = f"oci:{store.root}:{copied}"
     run_skopeo(skopeo, "--insecure-policy", "copy", f"oci:{store.root}:{REFERENCE}", target)
-    assert {name for name, _ in store.tags()} == {str(REFERENCE), str(copied)}
+    assert {name for name, _ in store.list_tags()} == {str(REFERENCE), str(copied)}
     assert store.resolve(copied).digest == manifest.digest
     store.tag(manifest.descriptor, Reference.parse("ours:v2"))
     for name in (REFERENCE, copied, "ours:v2"):
@@ -236,4 +236,4 @@ def test_layers_compressed_by_skopeo_are_inflated(
     inflate(other, stored)
     assert stored.aimage == aimage()
     for layer, data in zip(stored.aimage.layers, (FILE, TENSOR), strict=True):
-        assert other.path(layer.descriptor).read_bytes() == data
+        assert other.find_path(layer.descriptor).read_bytes() == data

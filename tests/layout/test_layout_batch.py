@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 
-from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.errors import NoSpaceError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor
@@ -34,8 +34,8 @@ def is_here(store: ImageLayout, content: Descriptor) -> bool:
 
 
 def test_batch_commits_when_the_first_user_leaves(store: ImageLayout) -> None:
-    with store.batch():
-        with store.batch():
+    with store.begin_batch():
+        with store.begin_batch():
             content, ingest = begun(store)
             ingest.commit(content)
             assert not is_here(store, content)  # it waits
@@ -44,8 +44,8 @@ def test_batch_commits_when_the_first_user_leaves(store: ImageLayout) -> None:
 
 def test_batch_commits_when_the_last_user_leaves(store: ImageLayout) -> None:
     with ExitStack() as first, ExitStack() as second:
-        first.enter_context(store.batch())
-        second.enter_context(store.batch())
+        first.enter_context(store.begin_batch())
+        second.enter_context(store.begin_batch())
         content, ingest = begun(store)
         first.close()
         ingest.commit(content)
@@ -54,11 +54,11 @@ def test_batch_commits_when_the_last_user_leaves(store: ImageLayout) -> None:
 
 
 def test_closed_batch_commits_at_once(store: ImageLayout) -> None:
-    with store.batch():
+    with store.begin_batch():
         content, ingest = begun(store)
     ingest.commit(content)
     assert is_here(store, content)
-    store.push(content, bytes_body(b""))  # nothing is locked
+    store.push(content, build_bytes_body(b""))  # nothing is locked
 
 
 def test_failed_commit_fails_all_users_of_a_batch(
@@ -68,8 +68,8 @@ def test_failed_commit_fails_all_users_of_a_batch(
         raise OSError(28, "No space left on device")
 
     with ExitStack() as first, ExitStack() as second:
-        first.enter_context(store.batch())
-        second.enter_context(store.batch())
+        first.enter_context(store.begin_batch())
+        second.enter_context(store.begin_batch())
         content, ingest = begun(store)
         ingest.commit(content)
         with monkeypatch.context() as patched:
@@ -79,7 +79,7 @@ def test_failed_commit_fails_all_users_of_a_batch(
         with pytest.raises(NoSpaceError):
             second.close()
     assert not is_here(store, content)
-    with store.batch():
+    with store.begin_batch():
         other, ingest = begun(store)
         ingest.commit(other)
     assert is_here(store, other)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout import ImageLayout, gc, lock
 from clowder_aimage.layout.gc import GRACE, STALE, Collector
@@ -47,7 +47,7 @@ def blobs(store: ImageLayout) -> set[Any]:
 
 
 def names(store: ImageLayout) -> set[Any]:
-    return {name for name, _ in store.tags()}
+    return {name for name, _ in store.list_tags()}
 
 
 def encoded(*contents: Descriptor) -> set[Any]:
@@ -90,13 +90,13 @@ def foreign(
 
 def before_sweeping(monkeypatch: pytest.MonkeyPatch, hook: Any) -> None:
     """Run a function between marking and sweeping."""
-    held = lock.held
+    held = lock.hold_lock
 
     def wrapped(root: Path, name: str, **options: Any) -> AbstractContextManager[None]:
         hook()
         return held(root, name, **options)
 
-    monkeypatch.setattr(gc, "held", wrapped)
+    monkeypatch.setattr(gc, "hold_lock", wrapped)
 
 
 # -- removed and kept content
@@ -120,9 +120,9 @@ def test_sha512_blobs_are_collected(store: ImageLayout) -> None:
     data = b"by another algorithm"
     content = blob(data)
     stray = type(content)(content.media_type, Digest.of(data, "sha512"), len(data))
-    store.push(stray, bytes_body(data))
+    store.push(stray, build_bytes_body(data))
     kept = type(content)(content.media_type, Digest.of(b"kept", "sha512"), 4)
-    store.push(kept, bytes_body(b"kept"))
+    store.push(kept, build_bytes_body(b"kept"))
     made = foreign(store, [kept])
     store.tag(made, Reference.parse("a"))
     assert collected(store).blobs == 1
@@ -160,7 +160,7 @@ def test_nested_indexes_keep_their_content(store: ImageLayout) -> None:
     inner = index([one.descriptor])
     outer = index([inner.descriptor, two.descriptor])
     for document in (inner, outer):
-        store.push(document.descriptor, bytes_body(document.raw))
+        store.push(document.descriptor, build_bytes_body(document.raw))
     store.tag(outer.descriptor, Reference.parse("all"))
     for name in ("one", "two"):
         store.untag(Reference.parse(name))
@@ -177,7 +177,7 @@ def test_indexes_named_at_two_depths_keep_their_content(store: ImageLayout) -> N
     descriptor, chain = made.descriptor, []
     for _ in range(8):
         document = index([descriptor])
-        store.push(document.descriptor, bytes_body(document.raw))
+        store.push(document.descriptor, build_bytes_body(document.raw))
         descriptor = document.descriptor
         chain.append(descriptor)
     add_entry(store, chain[-1], "long:v1")
@@ -191,7 +191,7 @@ def test_an_index_with_missing_variants_is_kept(store: ImageLayout) -> None:
     one = put_artifact(store, "one", b"one")
     absent = manifest(blob(b"{}", CONFIG), [])
     document = index([absent.descriptor, one.descriptor])
-    store.push(document.descriptor, bytes_body(document.raw))
+    store.push(document.descriptor, build_bytes_body(document.raw))
     store.tag(document.descriptor, Reference.parse("all"))
     store.untag(Reference.parse("one"))
     collected(store)
@@ -332,7 +332,7 @@ def test_without_locks_content_of_a_removed_name_has_the_grace(
 ) -> None:
     put_artifact(store, "a", b"one")
     store.untag(Reference.parse("a"))
-    monkeypatch.setattr(gc, "locks_work", lambda _: False)
+    monkeypatch.setattr(gc, "supports_locks", lambda _: False)
     assert collected(store, grace=GRACE).young == 3
 
 
@@ -357,7 +357,7 @@ def test_young_blobs_are_kept_for_the_grace_period(store: ImageLayout) -> None:
     done = collected(store, grace=GRACE)
     assert (done.blobs, done.young, done.young_size) == (0, 1, 5)
     assert blobs(store) == encoded(stray)
-    os.utime(store.path(stray), (0, 0))  # a tool that restores times
+    os.utime(store.find_path(stray), (0, 0))  # a tool that restores times
     assert collected(store, grace=GRACE, later=GRACE - 60).young == 1
     assert collected(store, grace=GRACE, later=GRACE + 60).blobs == 1
     assert blobs(store) == set()
@@ -547,10 +547,10 @@ def test_a_variant_restored_between_marking_and_sweeping_is_kept(
     """The index that lists it existed and was marked all the time."""
     made = put_artifact(store, "one", b"one")
     document = index([made.descriptor])
-    store.push(document.descriptor, bytes_body(document.raw))
+    store.push(document.descriptor, build_bytes_body(document.raw))
     store.tag(document.descriptor, Reference.parse("all"))
     store.untag(Reference.parse("one"))
-    path = store.path(made.descriptor)
+    path = store.find_path(made.descriptor)
     aside = store.root / "aside"
     path.rename(aside)
     before_sweeping(monkeypatch, lambda: aside.rename(path))
@@ -567,7 +567,7 @@ def test_a_config_restored_between_marking_and_sweeping_is_read(
     config = put_raw(store, {"os": "linux", "rootfs": rootfs}, mediatype.OCI_CONFIG)
     made = foreign(store, [put(store, b"compressed")], config)
     add_entry(store, made, "container:v1")
-    path = store.path(config)
+    path = store.find_path(config)
     aside = store.root / "aside"
     path.rename(aside)
     before_sweeping(monkeypatch, lambda: aside.rename(path))
@@ -579,7 +579,7 @@ def test_a_config_restored_between_marking_and_sweeping_is_read(
 
 
 def damage(store: ImageLayout, content: Descriptor) -> None:
-    path = store.path(content)
+    path = store.find_path(content)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.chmod(0o644)
@@ -608,7 +608,7 @@ def test_a_damaged_manifest_stops_the_collection(
 def test_a_damaged_manifest_in_an_index_stops_the_collection(store: ImageLayout) -> None:
     one = put_artifact(store, "one", b"one")
     document = index([one.descriptor])
-    store.push(document.descriptor, bytes_body(document.raw))
+    store.push(document.descriptor, build_bytes_body(document.raw))
     store.tag(document.descriptor, Reference.parse("all"))
     store.untag(Reference.parse("one"))
     put(store, b"stray")
@@ -633,7 +633,7 @@ def test_a_name_without_its_manifest_stops_the_collection(
     store: ImageLayout, aged: dict[str, Manifest], wishes: dict[str, int]
 ) -> None:
     """Its layers may exist, but are unknown."""
-    store.path(aged["b:v1"].descriptor).unlink()
+    store.find_path(aged["b:v1"].descriptor).unlink()
     put(store, b"stray")
     before = state(store)
     with pytest.raises(VerificationError, match=r"the manifest of b:v1 is missing"):
@@ -707,7 +707,7 @@ def test_an_ingest_continues_after_a_collection(store: ImageLayout, ingests: Any
     collected(store, later=30 * DAY)
     ingest.write_at(5, b"56789")
     ingest.commit(content)
-    assert store.path(content).read_bytes() == b"0123456789"
+    assert store.find_path(content).read_bytes() == b"0123456789"
 
 
 def test_files_of_killed_processes_are_removed(store: ImageLayout) -> None:
@@ -732,13 +732,13 @@ def test_files_of_killed_processes_are_removed(store: ImageLayout) -> None:
     for kind in ("used", "listing"):
         assert [path.name for path in (private / kind).iterdir()] == [made.digest.encoded]
     assert names(store) == {"a:latest"}
-    assert store.pins.names() == set()
+    assert store.pins.list_names() == set()
 
 
 def test_recent_damaged_blob_set_aside_is_kept(store: ImageLayout) -> None:
     """A damaged blob keeps its old time when 'verify --repair' moves it out of the way."""
     stray = put(store, b"stray")
-    path = store.path(stray)
+    path = store.find_path(stray)
     os.utime(path, (0, 0))
     aside = store.root / ".aimage" / f"damaged.{path.name}"
     path.rename(aside)

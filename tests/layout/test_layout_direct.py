@@ -84,7 +84,7 @@ def test_writes_in_order_use_direct_io(
         pytest.skip("this file system has no other way than through the cache")
     take_in(store, expected, data).commit(expected)
     assert sorted(written) == [(at * MIB, MIB) for at in range(3)]  # the end is too short
-    assert store.path(expected).read_bytes() == data
+    assert store.find_path(expected).read_bytes() == data
 
 
 def test_writes_out_of_order_use_the_cache(
@@ -92,7 +92,7 @@ def test_writes_out_of_order_use_the_cache(
 ) -> None:
     take_in(store, expected, data, [2 * MIB, MIB, 3 * MIB, 0]).commit(expected)
     assert {offset for offset, _ in written} <= {0}
-    assert store.path(expected).read_bytes() == data
+    assert store.find_path(expected).read_bytes() == data
 
 
 def test_unaligned_writes_use_the_cache(
@@ -109,7 +109,7 @@ def test_unaligned_writes_use_the_cache(
     ingest.write_at(3 * MIB - 1, data[3 * MIB - 1 :])
     ingest.commit(expected)
     assert not written
-    assert store.path(expected).read_bytes() == data
+    assert store.find_path(expected).read_bytes() == data
 
 
 def test_file_systems_without_direct_io_use_the_cache(
@@ -129,7 +129,7 @@ def test_file_systems_without_direct_io_use_the_cache(
     monkeypatch.setattr(os, "open", refuse)
     take_in(store, expected, data).commit(expected)
     assert not written
-    assert store.path(expected).read_bytes() == data
+    assert store.find_path(expected).read_bytes() == data
 
 
 def test_disks_with_other_block_sizes_use_the_cache(
@@ -151,7 +151,7 @@ def test_disks_with_other_block_sizes_use_the_cache(
     monkeypatch.setattr(os, "pwrite", refuse)
     take_in(store, expected, data).commit(expected)
     assert asked == ([0] if can_write_directly(tmp_path) else [])  # and is not tried again
-    assert store.path(expected).read_bytes() == data
+    assert store.find_path(expected).read_bytes() == data
 
 
 def test_a_full_disk_during_direct_io_rehashes_the_rest(
@@ -180,7 +180,7 @@ def test_a_full_disk_during_direct_io_rehashes_the_rest(
         buffer[: len(piece)] = piece
         ingest.write_at(offset, buffer[: len(piece)])
     ingest.commit(expected)
-    assert store.path(expected).read_bytes() == data
+    assert store.find_path(expected).read_bytes() == data
 
 
 def test_close_waits_for_pending_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import NotFoundError, StoreError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.index import edit_index, read_index
@@ -46,11 +46,11 @@ def write_index(root: Path, value: Any) -> None:
 
 
 def test_reading_creates_no_files(store: ImageLayout) -> None:
-    assert list(store.tags()) == []
+    assert list(store.list_tags()) == []
     assert not store.exists(blob(DATA))
     for attempt in (
         lambda: store.resolve(Reference.parse("a")),
-        lambda: store.path(blob(DATA)),
+        lambda: store.find_path(blob(DATA)),
         lambda: store.open(blob(DATA)),
         lambda: store.untag(Reference.parse("a")),
     ):
@@ -90,21 +90,21 @@ def test_an_entry_has_the_artifact_type(store: ImageLayout) -> None:
 
 def test_blobs_are_read_only_in_a_directory_per_algorithm(store: ImageLayout) -> None:
     content = Descriptor(BLOB, Digest.of(DATA, "sha512"), len(DATA))
-    store.push(content, bytes_body(DATA))
+    store.push(content, build_bytes_body(DATA))
     for found in (content, put(store, DATA)):
         path = store.root / "blobs" / found.digest.algorithm / found.digest.encoded
-        assert store.path(found) == path
+        assert store.find_path(found) == path
         assert stat.S_IMODE(path.stat().st_mode) == 0o444
         assert path.read_bytes() == DATA
 
 
 def test_a_truncated_blob_is_missing_and_is_replaced(store: ImageLayout) -> None:
     content = put(store, DATA)
-    path = store.path(content)
+    path = store.find_path(content)
     path.chmod(0o644)
     path.write_bytes(DATA[:4])
     assert not store.exists(content)
-    store.push(content, bytes_body(DATA))
+    store.push(content, build_bytes_body(DATA))
     assert path.read_bytes() == DATA
 
 
@@ -112,9 +112,9 @@ def test_failed_push_leaves_nothing(store: ImageLayout) -> None:
     made = put_artifact(store, "a:v1", b"one")
     before = files(store.root)
     for body in (
-        bytes_body(b"012345678x"),
-        bytes_body(b"0123"),
-        bytes_body(DATA * 99),
+        build_bytes_body(b"012345678x"),
+        build_bytes_body(b"0123"),
+        build_bytes_body(DATA * 99),
         broken_body(DATA[:3], OSError("gone")),
     ):
         with pytest.raises((VerificationError, OSError)):
@@ -134,7 +134,7 @@ def test_failed_push_leaves_nothing(store: ImageLayout) -> None:
 )
 def test_verification_error_has_the_difference(store: ImageLayout, body: bytes, said: str) -> None:
     with pytest.raises(VerificationError, match=said):
-        store.push(blob(DATA), bytes_body(body))
+        store.push(blob(DATA), build_bytes_body(body))
 
 
 # -- index.json shared with other tools
@@ -171,7 +171,7 @@ def test_foreign_entries_and_fields_are_kept(store: ImageLayout) -> None:
     (ours,) = value["manifests"][1 + len(UNREADABLE) :]
     assert ours["digest"] == str(two.digest)
     assert str(one.digest) not in json.dumps(value)
-    assert [name for name, _ in store.tags()] == ["a:v1"]
+    assert [name for name, _ in store.list_tags()] == ["a:v1"]
 
 
 def test_retagging_keeps_foreign_fields_of_the_entry(store: ImageLayout) -> None:
@@ -204,7 +204,7 @@ def test_foreign_names_are_resolved(
 ) -> None:
     entry = {**FOREIGN, "annotations": annotations}
     write_index(store.root, {"schemaVersion": 2, "manifests": [entry]})
-    assert [found for found, _ in store.tags()] == [name]
+    assert [found for found, _ in store.list_tags()] == [name]
     assert str(store.resolve(Reference.parse(name)).digest) == FOREIGN["digest"]
 
 
@@ -213,7 +213,7 @@ def test_a_foreign_name_without_a_tag_is_latest_and_is_replaced(store: ImageLayo
     write_index(store.root, {"schemaVersion": 2, "manifests": [entry]})
     assert store.resolve(Reference.parse("a:latest")).size == 7
     made = put_artifact(store, "a", b"one")
-    assert [(n, d.digest) for n, d in store.tags()] == [("a:latest", made.digest)]
+    assert [(n, d.digest) for n, d in store.list_tags()] == [("a:latest", made.digest)]
 
 
 def test_resolve_by_digest_accepts_any_entry(store: ImageLayout) -> None:
@@ -226,10 +226,10 @@ def test_a_name_with_a_digest_can_be_resolved_and_removed(store: ImageLayout) ->
     config = put(store, b"{}")
     made = manifest(config, [])
     reference = Reference.parse(f"r.io/a@{made.digest}")
-    store.push(made.descriptor, bytes_body(made.raw), reference)
-    assert [name for name, _ in store.tags()] == [str(reference)]
+    store.push(made.descriptor, build_bytes_body(made.raw), reference)
+    assert [name for name, _ in store.list_tags()] == [str(reference)]
     store.untag(reference)
-    assert list(store.tags()) == []
+    assert list(store.list_tags()) == []
     with pytest.raises(NotFoundError):
         store.resolve(reference)
 
@@ -239,7 +239,7 @@ def test_untagging_keeps_the_blobs_and_other_names(store: ImageLayout) -> None:
     store.tag(made.descriptor, Reference.parse("b:v1"))
     before = files(store.root)
     store.untag(Reference.parse("a:v1"))
-    assert [name for name, _ in store.tags()] == ["b:v1"]
+    assert [name for name, _ in store.list_tags()] == ["b:v1"]
     assert files(store.root) == before
     with pytest.raises(NotFoundError, match="a:v1 not found"):
         store.untag(Reference.parse("a:v1"))
@@ -247,9 +247,9 @@ def test_untagging_keeps_the_blobs_and_other_names(store: ImageLayout) -> None:
 
 def test_an_index_with_null_manifests_is_read(store: ImageLayout) -> None:
     write_index(store.root, {"schemaVersion": 2, "manifests": None})
-    assert list(store.tags()) == []
+    assert list(store.list_tags()) == []
     put_artifact(store, "a")
-    assert [name for name, _ in store.tags()] == ["a:latest"]
+    assert [name for name, _ in store.list_tags()] == ["a:latest"]
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_a_broken_index_is_reported_and_not_overwritten(store: ImageLayout, raw:
     made = put_artifact(store, "a", b"one")
     (store.root / "index.json").write_bytes(raw)
     with pytest.raises(StoreError, match=r"index\.json is not an OCI index"):
-        list(store.tags())
+        list(store.list_tags())
     with pytest.raises(StoreError, match=r"index\.json is not an OCI index"):
         store.tag(made.descriptor, Reference.parse("b"))
     assert (store.root / "index.json").read_bytes() == raw
@@ -295,9 +295,9 @@ def test_a_store_that_is_a_file_fails(tmp_path: Path) -> None:
     for root in (path, path / "below"):
         store = ImageLayout(root)
         for attempt in (
-            lambda store=store: list(store.tags()),
+            lambda store=store: list(store.list_tags()),
             lambda store=store: store.exists(blob(DATA)),
-            lambda store=store: store.push(blob(DATA), bytes_body(DATA)),
+            lambda store=store: store.push(blob(DATA), build_bytes_body(DATA)),
         ):
             with pytest.raises(StoreError, match="is not a directory") as caught:
                 attempt()
@@ -327,7 +327,7 @@ def test_a_directory_in_place_of_a_blob_fails(store: ImageLayout) -> None:
     with pytest.raises(NotFoundError):
         store.open(content)
     with pytest.raises(StoreError):
-        store.push(content, bytes_body(DATA))
+        store.push(content, build_bytes_body(DATA))
     assert left_over(store.root) == set()
 
 

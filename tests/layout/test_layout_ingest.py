@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clowder_aimage.content import IngestBusyError, bytes_body
+from clowder_aimage.content import IngestBusyError, build_bytes_body
 from clowder_aimage.errors import NoSpaceError, StoreError, VerificationError
 from clowder_aimage.layout import FileIngest, ImageLayout
 from clowder_aimage.layout import layout as layout_module
@@ -35,9 +35,9 @@ def test_sequential_writes(store: ImageLayout, expected: Descriptor | None) -> N
     for start in range(0, 100, 30):
         assert not store.exists(CONTENT)
         ingest.write_at(start, DATA[start : start + 30])
-    assert ingest.missing() == []
+    assert ingest.list_missing() == []
     ingest.commit(CONTENT)
-    assert store.path(CONTENT).read_bytes() == DATA
+    assert store.find_path(CONTENT).read_bytes() == DATA
     assert ingests(store) == []
 
 
@@ -50,7 +50,9 @@ def test_ranges_are_written_in_any_order(order: list[Any], known: bool) -> None:
         for block in order:
             ingest.write_at(block * 10, DATA[block * 10 : block * 10 + 10])
             written.add(block)
-            holes = {byte // 10 for start, end in ingest.missing() for byte in range(start, end)}
+            holes = {
+                byte // 10 for start, end in ingest.list_missing() for byte in range(start, end)
+            }
             total = 10 if known else max(written) + 1
             assert holes == set(range(total)) - written
         ingest.commit(CONTENT)
@@ -92,7 +94,7 @@ def test_overwriting_hashed_bytes_is_detected(store: ImageLayout) -> None:
     ingest.write_at(0, b"\xff" * 50)
     ingest.write_at(0, DATA)  # restarted, as by a retry
     ingest.commit(CONTENT)
-    assert store.path(CONTENT).read_bytes() == DATA
+    assert store.find_path(CONTENT).read_bytes() == DATA
 
 
 def test_a_hole_fails_the_commit(store: ImageLayout) -> None:
@@ -100,7 +102,7 @@ def test_a_hole_fails_the_commit(store: ImageLayout) -> None:
     ingest = store.ingest("key", zeros)
     ingest.write_at(0, bytes(10))
     ingest.write_at(20, bytes(10))
-    assert ingest.missing() == [(10, 20)]
+    assert ingest.list_missing() == [(10, 20)]
     with pytest.raises(VerificationError, match="is incomplete: 20 of 30 bytes"):
         ingest.commit(zeros)
     assert ingests(store) == []
@@ -146,10 +148,10 @@ def test_known_content_has_one_ingest_at_a_time(store: ImageLayout) -> None:
     one.commit(CONTENT)
     two = store.ingest("key", CONTENT)
     one.abort()  # already ended: it must not remove the new file of the same name
-    assert two.missing() == [(0, 100)]
+    assert two.list_missing() == [(0, 100)]
     two.write_at(0, DATA)
     two.commit(CONTENT)
-    assert store.path(CONTENT).read_bytes() == DATA
+    assert store.find_path(CONTENT).read_bytes() == DATA
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])
@@ -160,12 +162,12 @@ def test_push_does_not_wait_for_a_stalled_ingest(
     content = Descriptor(BLOB, Digest.of(DATA, algorithm), len(DATA))
     still = store.ingest(content.digest.encoded, content)
     still.write_at(0, DATA[:50])
-    store.push(content, bytes_body(DATA))
-    assert store.path(content).read_bytes() == DATA
+    store.push(content, build_bytes_body(DATA))
+    assert store.find_path(content).read_bytes() == DATA
     assert [path.name for path in ingests(store)] == [content.digest.encoded]
     still.write_at(50, DATA[50:])  # and it may go on
     still.commit(content)
-    assert store.path(content).read_bytes() == DATA
+    assert store.find_path(content).read_bytes() == DATA
     assert ingests(store) == []
 
 
@@ -175,7 +177,7 @@ def test_ingests_of_unknown_content_are_independent(store: ImageLayout) -> None:
     two.write_at(0, b"other")
     two.commit(blob(b"other"))
     one.commit(CONTENT)
-    assert store.path(CONTENT).read_bytes() == DATA
+    assert store.find_path(CONTENT).read_bytes() == DATA
 
 
 # -- a full disk
@@ -196,14 +198,14 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_blob(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full)
         with pytest.raises(NoSpaceError) as caught:
-            store.push(new.descriptor, bytes_body(new.raw), Reference.parse("b:v1"))
+            store.push(new.descriptor, build_bytes_body(new.raw), Reference.parse("b:v1"))
     assert caught.value.exit_code == 6
     assert str(store.root) in caught.value.message
     assert not store.exists(new.descriptor)
     assert (store.root / "index.json").read_bytes() == index
     corner = store.root / ".aimage"
     assert [p for p in corner.rglob("*") if p.is_file()] == []
-    store.push(new.descriptor, bytes_body(new.raw), Reference.parse("b:v1"))
+    store.push(new.descriptor, build_bytes_body(new.raw), Reference.parse("b:v1"))
     assert store.resolve(Reference.parse("b:v1")).digest == new.digest
 
 
@@ -219,7 +221,7 @@ def test_a_full_disk_for_the_index_only(
     assert (store.root / "index.json").read_bytes() == index
     files = {p.name for p in (store.root / ".aimage").rglob("*") if p.is_file()}
     assert not [name for name in files if "." in name]
-    assert [name for name, _ in store.tags()] == ["a:v1"]
+    assert [name for name, _ in store.list_tags()] == ["a:v1"]
 
 
 def test_an_actually_full_disk_fails(tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def test_an_actually_full_disk_fails(tmp_path: Path) -> None:
         with pytest.raises(NoSpaceError):
             put(store, large)
         assert not store.exists(blob(large))
-        assert store.path(small).read_bytes() == b"small"
+        assert store.find_path(small).read_bytes() == b"small"
         assert ingests(store) == []
         put(store, bytes(64 * 1024))  # the failed ingest releases its space
     finally:
@@ -266,10 +268,10 @@ def test_content_is_durable_before_its_name(
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
     monkeypatch.setattr(os, "replace", watched_replace)
-    store.push(made.descriptor, bytes_body(made.raw), Reference.parse("a"))
+    store.push(made.descriptor, build_bytes_body(made.raw), Reference.parse("a"))
     root = store.root
     listed = {path.stat().st_ino for path in (root / ".aimage" / "listing").glob("*")}
-    blob_inode = store.path(made.descriptor).stat().st_ino
+    blob_inode = store.find_path(made.descriptor).stat().st_ino
     index_inode = (root / "index.json").stat().st_ino
     directory = (root / "blobs" / "sha256").stat().st_ino
     (name,) = (path for path in (root / ".aimage" / "names").iterdir() if path != before)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from clowder_aimage import generate
-from clowder_aimage.content import atomic_file, bytes_body, copy
+from clowder_aimage.content import atomic_file, build_bytes_body, copy
 from clowder_aimage.create import create
 from clowder_aimage.errors import NotFoundError, StoreError
 from clowder_aimage.importer.model_source import ModelForm
@@ -298,13 +298,13 @@ def test_blob_leased_between_marking_and_sweeping_is_kept(
 ) -> None:
     other = put(store, b"other")
     taken = []
-    held = lock.held
+    held = lock.hold_lock
 
     def wrapped(*arguments: Any, **options: Any) -> AbstractContextManager[None]:
         taken.append(store.lease(stray.digest))
         return held(*arguments, **options)
 
-    monkeypatch.setattr(gc, "held", wrapped)
+    monkeypatch.setattr(gc, "hold_lock", wrapped)
     assert collected(store).blobs == 1
     assert store.exists(stray)
     assert not store.exists(other)
@@ -476,7 +476,7 @@ def test_a_child_process_does_not_inherit_a_lease(store: ImageLayout, stray: Des
 def test_a_leased_manifest_may_be_incomplete(store: ImageLayout) -> None:
     """A lease also lists blobs that are still to be fetched."""
     absent = manifest(Descriptor.of("x/y", b"{}"), [])
-    store.push(Descriptor.of("x/y", b"{}"), bytes_body(b"{}"))
+    store.push(Descriptor.of("x/y", b"{}"), build_bytes_body(b"{}"))
     with store.lease(absent.digest, absent.config.digest):
         assert collected(store).blobs == 0
         assert store.exists(absent.config)
@@ -486,7 +486,7 @@ def test_damaged_leased_manifest_does_not_stop_a_collection(store: ImageLayout) 
     """A damaged manifest that is leased is being repaired, and stops nothing."""
     made = put_artifact(store, "a", b"one")
     store.untag(Reference.parse("a"))
-    path = store.path(made.descriptor)
+    path = store.find_path(made.descriptor)
     path.chmod(0o644)
     path.write_bytes(json.dumps({}).encode())
     with store.lease(made.digest):

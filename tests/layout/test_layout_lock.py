@@ -27,7 +27,7 @@ from clowder_aimage.layout import ImageLayout, lock
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.index import edit_index
 from clowder_aimage.layout.ingest import JOURNALED
-from clowder_aimage.layout.lock import held
+from clowder_aimage.layout.lock import hold_lock
 from clowder_aimage.oci import Digest, Reference
 from tests.content.artifact import blob, put, put_artifact
 from tests.process import LATE_MODULES, Aimage, end, run, spawn
@@ -42,7 +42,7 @@ DATA = b"0123456789"
 
 def test_lock_is_exclusive_or_shared(store: ImageLayout) -> None:
     store.root.mkdir()
-    with held(store.root, "x", shared=True), held(store.root, "x", shared=True):
+    with hold_lock(store.root, "x", shared=True), hold_lock(store.root, "x", shared=True):
         fd = os.open(store.root / ".aimage" / "x", os.O_RDWR)
         with pytest.raises(BlockingIOError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,9 +52,9 @@ def test_lock_is_exclusive_or_shared(store: ImageLayout) -> None:
 
 def test_lock_is_released_after_an_error(store: ImageLayout) -> None:
     store.root.mkdir()
-    with pytest.raises(ZeroDivisionError), held(store.root, "x"):
+    with pytest.raises(ZeroDivisionError), hold_lock(store.root, "x"):
         _ = 1 / 0
-    with held(store.root, "x"):
+    with hold_lock(store.root, "x"):
         pass
 
 
@@ -83,7 +83,7 @@ def test_stores_work_without_locks(store: ImageLayout, tmp_path: Path, no_locks:
         index["x"] = 1
     assert Collector(store, grace=0).run().blobs == 1
     assert not store.exists(stray)
-    assert [name for name, _ in store.tags()] == ["b:v1"]
+    assert [name for name, _ in store.list_tags()] == ["b:v1"]
     for path in (store.root / "blobs" / "sha256").iterdir():
         assert Digest.of(path.read_bytes()).encoded == path.name
 
@@ -99,10 +99,10 @@ def test_without_locks_two_ingests_of_a_blob_both_commit(
     second.write_at(0, DATA[:3])
     first.write_at(5, DATA[5:])
     first.commit(content)
-    assert store.path(content).read_bytes() == DATA
+    assert store.find_path(content).read_bytes() == DATA
     second.write_at(3, DATA[3:])
     second.commit(content)
-    assert store.path(content).read_bytes() == DATA
+    assert store.find_path(content).read_bytes() == DATA
     assert list((store.root / ".aimage" / "ingest").iterdir()) == []
 
 
@@ -153,7 +153,7 @@ def test_concurrent_tags_by_threads_are_all_kept(store: ImageLayout) -> None:
     for thread in threads:
         thread.join()
     wanted = {f"t{who}:v{n}" for who in range(4) for n in range(5)}
-    assert {found for found, _ in store.tags()} == wanted
+    assert {found for found, _ in store.list_tags()} == wanted
 
 
 # -- a store shared by a group
@@ -211,7 +211,7 @@ if sys.argv[5] == "kill":
     ingest.write_at(0, data[:-5])
     ingest.checkpoint()
     os.kill(os.getpid(), 9)
-for start, end in ingest.missing():
+for start, end in ingest.list_missing():
     ingest.write_at(start, data[start:end])
 ingest.commit(content)
 """
@@ -372,7 +372,7 @@ def test_unfinished_ingest_of_another_user_is_replaced(shared: Path, journaled: 
     assert len(list((shared / ".aimage" / "ingest").iterdir())) == 1 + journaled
     done = take_in(BERT, "finish")
     assert done.returncode == 0, done.stderr
-    assert ImageLayout(shared).path(content).read_bytes() == data
+    assert ImageLayout(shared).find_path(content).read_bytes() == data
     check_modes(shared)
     assert list((shared / ".aimage" / "ingest").iterdir()) == []
 
@@ -403,14 +403,14 @@ def test_a_process_that_is_waited_for_is_named(
 
     monkeypatch.setattr(lock, "_NOTICE", 0.0)
     monkeypatch.setattr(lock, "ON_WAIT", [listener])
-    with lock.held(store.root, "lock"):
+    with lock.hold_lock(store.root, "lock"):
         waiting = threading.Thread(target=lambda: put_artifact(store, "a:v1", b"a"))
         waiting.start()
         assert reported.wait(60)
     waiting.join()
     pid = os.getpid() if Path("/proc/locks").exists() else None
     assert set(seen) == {(f"the store {store.root}", pid)}
-    assert [name for name, _ in store.tags()] == ["a:v1"]
+    assert [name for name, _ in store.list_tags()] == ["a:v1"]
 
 
 def test_a_busy_ingest_names_its_process(store: ImageLayout) -> None:

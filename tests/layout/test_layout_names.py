@@ -42,7 +42,7 @@ def listed(store: ImageLayout) -> list[Any]:
 
 
 def names(store: ImageLayout) -> set[Any]:
-    return {name for name, _ in store.tags()}
+    return {name for name, _ in store.list_tags()}
 
 
 def entry(made: Manifest, name: str | int | None = None, **fields: Any) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def test_former_target_of_a_reassigned_name_is_not_restored(store: ImageLayout) 
     overwrite(store, entry(theirs, "a:v1", x=1), entry(third, "a:v1"), entry(theirs, "b:v1"))
     store.tag(ours.descriptor, ref("d:v1"))
     overwrite(store)
-    found = dict(store.tags())
+    found = dict(store.list_tags())
     assert found["a:v1"].digest == theirs.digest
     assert found["a:v1"].extra["x"] == 1
     assert found["c:v1"].digest == third.digest
@@ -144,7 +144,7 @@ def test_a_name_without_its_manifest_is_not_restored(
 ) -> None:
     made = put_artifact(store, "a:v1", b"one")
     put_artifact(store, "b:v1", b"two")
-    path = store.path(made.descriptor)
+    path = store.find_path(made.descriptor)
     path.unlink()
     if left is not None:
         path.write_bytes(left)
@@ -172,7 +172,7 @@ def test_restored_entry_has_the_fields_of_other_tools(store: ImageLayout) -> Non
     overwrite(store, entry(made, "a:v1", platform={"os": "linux"}), **{"x-top": [1]})
     store.tag(made.descriptor, ref("a:v1"))
     overwrite(store)
-    (found,) = store.entries()
+    (found,) = store.iter_entries()
     assert found[1].extra["platform"] == {"os": "linux"}
 
 
@@ -220,7 +220,7 @@ def test_index_broken_long_ago_is_not_waited_for(
     os.utime(file_of(store), (time.time() - 60,) * 2)
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
     with pytest.raises(StoreError, match="not an OCI index"):
-        list(store.tags())
+        list(store.list_tags())
 
 
 def test_index_that_stays_broken_is_an_error(
@@ -231,7 +231,7 @@ def test_index_that_stays_broken_is_an_error(
     looks: list[Any] = []
     monkeypatch.setattr(time, "sleep", looks.append)
     with pytest.raises(StoreError, match="not an OCI index"):
-        list(store.tags())
+        list(store.list_tags())
     assert sum(looks) < 1
 
 
@@ -387,5 +387,5 @@ def test_concurrent_skopeo_loses_no_name_of_ours(
     assert set(listed(store)) == wanted | left
     assert len(listed(store)) == len(wanted | left)
     assert store.resolve(ref("last:v1")).digest == last.digest
-    for name, descriptor in store.tags():
+    for name, descriptor in store.list_tags():
         assert store.exists(descriptor), name

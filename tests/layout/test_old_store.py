@@ -57,7 +57,7 @@ def test_a_store_of_version_0_1_is_written(old: Aimage, registry: RealRegistry) 
     old("rm", "-q", "registry.example/team/small:v1", "small:container")
     old("gc", "-q", "--grace", "0")
     old("verify", "-q")
-    assert {str(each.digest) for _, each in ImageLayout(old.store).entries()} == {DIGEST}
+    assert {str(each.digest) for _, each in ImageLayout(old.store).iter_entries()} == {DIGEST}
 
 
 def state(store: Path) -> dict[Any, Any]:

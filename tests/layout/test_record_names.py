@@ -15,7 +15,7 @@ from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout import metadata as record_module
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.index import read_index
-from clowder_aimage.layout.metadata import MetadataFiles, file_name
+from clowder_aimage.layout.metadata import MetadataFiles, build_file_name
 from clowder_aimage.oci import Reference
 from tests import process
 from tests.content.artifact import put_artifact
@@ -68,18 +68,18 @@ def directory(records: MetadataFiles) -> Path:
 def test_metadata_of_an_empty_store_is_empty(tmp_path: Path, there: str) -> None:
     (tmp_path / there).mkdir(parents=True, exist_ok=True)
     records = MetadataFiles(tmp_path / "store", KIND)
-    assert (records.names(), list(records.items()), records.get(KEY)) == (set(), [], None)
+    assert (records.list_names(), list(records.iter_items()), records.get(KEY)) == (set(), [], None)
 
 
 @pytest.mark.parametrize("raw", [b"{", b'{"key": 7}'])
 def test_damaged_or_missing_record_is_none(records: MetadataFiles, raw: bytes) -> None:
-    path = directory(records) / file_name(KEY)
+    path = directory(records) / build_file_name(KEY)
     path.write_bytes(raw)
-    assert records.get(KEY) is None and [key for key, _ in records.items()] == ["other"]
+    assert records.get(KEY) is None and [key for key, _ in records.iter_items()] == ["other"]
     path.unlink()
-    assert records.get(KEY) is None and records.names() == {file_name("other")}
+    assert records.get(KEY) is None and records.list_names() == {build_file_name("other")}
     path.mkdir()
-    assert records.get(KEY) is None and [key for key, _ in records.items()] == ["other"]
+    assert records.get(KEY) is None and [key for key, _ in records.iter_items()] == ["other"]
 
 
 # -- unreadable records
@@ -89,23 +89,23 @@ def test_unreadable_directory_is_an_error(
     records: MetadataFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_calls(monkeypatch, "listdir", directory(records))
-    for ask in (records.names, lambda: list(records.items())):
+    for ask in (records.list_names, lambda: list(records.iter_items())):
         with pytest.raises(StoreError, match=os.strerror(errno.EACCES)) as caught:
             ask()
         assert str(directory(records)) in caught.value.message
     monkeypatch.undo()
-    assert len(records.names()) == 2
+    assert len(records.list_names()) == 2
 
 
 def test_unreadable_record_is_an_error(
     records: MetadataFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = directory(records) / file_name(KEY)
+    path = directory(records) / build_file_name(KEY)
     break_calls(monkeypatch, "open", path)
     for ask in (
         lambda: records.get(KEY),
         lambda: records.read(path.name),
-        lambda: list(records.items()),
+        lambda: list(records.iter_items()),
         lambda: records.restore(KEY, {"key": KEY, "n": 2}),
     ):
         with pytest.raises(StoreError, match=os.strerror(errno.EACCES)) as caught:
@@ -123,13 +123,13 @@ def test_read_error_of_a_record_is_an_error(
     monkeypatch.setattr(record_module, "open_regular", failing)
     with pytest.raises(StoreError, match="Input/output error") as caught:
         records.get(KEY)
-    assert file_name(KEY) in caught.value.message
+    assert build_file_name(KEY) in caught.value.message
 
 
 def test_a_file_in_place_of_the_directory_is_an_error(records: MetadataFiles) -> None:
     shutil.rmtree(directory(records))
     directory(records).write_text("no directory")
-    for ask in (records.names, lambda: records.get(KEY)):
+    for ask in (records.list_names, lambda: records.get(KEY)):
         with pytest.raises(StoreError, match="Not a directory"):
             ask()
 
@@ -137,7 +137,7 @@ def test_a_file_in_place_of_the_directory_is_an_error(records: MetadataFiles) ->
 def test_a_store_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("no directory")
     with pytest.raises(StoreError, match="is not a directory"):
-        MetadataFiles(tmp_path / "store", KIND).names()
+        MetadataFiles(tmp_path / "store", KIND).list_names()
 
 
 def test_a_link_in_place_of_the_directory_is_an_error(
@@ -145,7 +145,7 @@ def test_a_link_in_place_of_the_directory_is_an_error(
 ) -> None:
     directory(records).rename(tmp_path / "elsewhere")
     directory(records).symlink_to(tmp_path / "elsewhere")
-    for ask in (records.names, lambda: records.get(KEY), lambda: list(records.items())):
+    for ask in (records.list_names, lambda: records.get(KEY), lambda: list(records.iter_items())):
         with pytest.raises(StoreError, match="is a link"):
             ask()
 
@@ -166,12 +166,12 @@ def store_with_pin(tmp_path: Path) -> ImageLayout:
 def everything(layout: ImageLayout) -> tuple[set[str], set[str]]:
     """Return the names and the blobs."""
     blobs = {path.name for path in (layout.root / "blobs" / "sha256").iterdir()}
-    return {name for name, _ in layout.tags()}, blobs
+    return {name for name, _ in layout.list_tags()}, blobs
 
 
 @pytest.mark.parametrize(
     ("call", "below"),
-    [("listdir", ".aimage/pins"), ("open", f".aimage/pins/{file_name('kept:v1')}")],
+    [("listdir", ".aimage/pins"), ("open", f".aimage/pins/{build_file_name('kept:v1')}")],
 )
 def test_unreadable_pins_stop_a_collection(
     store_with_pin: ImageLayout, monkeypatch: pytest.MonkeyPatch, call: str, below: str
@@ -206,7 +206,7 @@ def test_a_name_with_an_unreadable_record_keeps_its_target(
 ) -> None:
     before, other = everything(store_with_pin), store_with_pin.resolve(Reference.parse("other:v1"))
     kept = store_with_pin.resolve(Reference.parse("kept:v1"))
-    path = store_with_pin.root / ".aimage" / "names" / file_name("kept:v1")
+    path = store_with_pin.root / ".aimage" / "names" / build_file_name("kept:v1")
     raw = path.read_bytes()
     break_calls(monkeypatch, "open", path)
     for change in (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from clowder_aimage.content.store import Reader, bytes_body, file_body
+from clowder_aimage.content.store import Reader, build_bytes_body, build_file_body
 from clowder_aimage.dialect import DIALECTS
 from clowder_aimage.dialect.aimage import AImage, Layer
 from clowder_aimage.errors import NotFoundError
@@ -22,14 +22,14 @@ class FolderStore:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def path(self, content: Descriptor, /) -> Path:
+    def find_path(self, content: Descriptor, /) -> Path:
         path = self.root / content.digest.encoded
         if not path.exists():
             raise NotFoundError(f"no {content.digest}")
         return path
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
-        file = self.path(content).open("rb")
+        file = self.find_path(content).open("rb")
         file.seek(offset)
         return file
 
@@ -84,7 +84,7 @@ def replace(store: FolderStore, aimage: AImage, name: str, **changes: object) ->
         if layer.name != name:
             layers.append(layer)
         elif changes:
-            value = json.loads(store.path(layer.descriptor).read_bytes()) | changes
+            value = json.loads(store.find_path(layer.descriptor).read_bytes()) | changes
             data = json.dumps(value).encode()
             layers.append(Layer(store.add(mediatype.AIMAGE_FILE, data), name))
     return AImage(aimage.config, tuple(layers))
@@ -94,8 +94,8 @@ def into_layout(store: FolderStore, aimage: AImage, root: Path, name: str) -> No
     """Write the AImage to an image layout at ``root``, as ``name``."""
     layout = ImageLayout(root)
     for layer in aimage.layers:
-        layout.push(layer.descriptor, file_body(store.path(layer.descriptor)))
+        layout.push(layer.descriptor, build_file_body(store.find_path(layer.descriptor)))
     whole = AImage(b'{"schemaVersion":1}', aimage.layers)
     manifest, config = DIALECTS["clowder"].write(whole)
-    layout.push(manifest.config, bytes_body(config))
-    layout.push(manifest.descriptor, bytes_body(manifest.raw), Reference.parse(name))
+    layout.push(manifest.config, build_bytes_body(config))
+    layout.push(manifest.descriptor, build_bytes_body(manifest.raw), Reference.parse(name))

@@ -55,10 +55,10 @@ def ours(pipeline: FlowPipeline, request: GenerateRequest) -> Outputs:
     channels, scale = transformer.config.in_channels, vae.config.scale
     latents = inputs(request, channels, scale)
     text = pipeline.prompts.encode(request.prompt)
-    caption = transformer.caption(text)
+    caption = transformer.build_caption(text)
     schedule = pipeline.schedule(request)
-    noise = pipeline.denoiser.noise(request, request.sampling.seed)
-    *_, final = pipeline.denoiser.denoise(noise, schedule, pipeline.conditioning(request))
+    noise = pipeline.denoiser.draw_noise(request, request.sampling.seed)
+    *_, final = pipeline.denoiser.denoise(noise, schedule, pipeline.build_conditioning(request))
     *steps, image = pipeline.generate(request)
     assert isinstance(image, Image)
     assert steps == [

@@ -115,7 +115,7 @@ class Maker:
         """Add a quantized tensor with its blobs in ``layout``."""
         parts = {part: bits(value) for part, value in quantize(values, kind, group_size).items()}
         how = Quantization.parse(kind, group_size)
-        own = {f"{name}.{key}": text for key, text in how.metadata().items()}
+        own = {f"{name}.{key}": text for key, text in how.metadata.items()}
         stem = name.removesuffix(".weight")
         mlx = {"": name, ".scale": f"{stem}.scales", ".bias": f"{stem}.biases"}
         mlx_parts = {mlx[part]: value for part, value in parts.items()}
@@ -126,20 +126,20 @@ class Maker:
 
         match layout:
             case "combined":
-                self.add(name, blob(keyed(name), how.metadata()), *promise)
+                self.add(name, blob(keyed(name), how.metadata), *promise)
             case "combined, unsized":
                 self.add(name, blob(keyed(name), {"quant_type": kind}), *promise)
             case "component's name":
-                self.add(name, blob(keyed(self.whole(name)), how.metadata()))
+                self.add(name, blob(keyed(self.whole(name)), how.metadata))
             case "legacy key":
-                self.add(name, blob(keyed("data"), how.metadata()))
+                self.add(name, blob(keyed("data"), how.metadata))
             case "mlx keys":
-                self.add(name, blob(mlx_parts, how.metadata()), "U32", parts[""][1])
+                self.add(name, blob(mlx_parts, how.metadata), "U32", parts[""][1])
             case "mlx keys, configured":
                 self.config["quantization"] = words(how)
                 self.add(name, blob(mlx_parts))
             case "group":
-                self.add(name.rpartition(".")[0], blob(keyed(name), how.metadata()))
+                self.add(name.rpartition(".")[0], blob(keyed(name), how.metadata))
             case "group of mixed kinds":
                 other = bits(mx.ones((2, 2)))
                 self.add(stem, blob({**keyed(name), f"{stem}.other": other}, own))

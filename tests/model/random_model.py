@@ -117,7 +117,7 @@ def _layer(
     if kind and takes_codes(name, values):
         how = Quantization.parse(kind)
         parts = {name + part: bits(array) for part, array in quantize(values, kind).items()}
-        metadata, dtype = how.metadata(), how.type.name
+        metadata, dtype = how.metadata, how.type.name
     else:
         parts, dtype = {name: bits(mx.array(values))}, "F32"
     data = store.add(mediatype.AIMAGE_SAFETENSORS, blob(parts, metadata))

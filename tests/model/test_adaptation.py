@@ -61,7 +61,7 @@ def kronecker(random: np.random.Generator, shape: tuple[int, ...]) -> Kronecker:
 def rows_of_qkv(random: np.random.Generator, shape: tuple[int, ...]) -> Kronecker:
     """Return the second third of a product that changes q, k and v together."""
     whole = Kronecker(matrix(random, (4, 2)), matrix(random, (3 * shape[0] // 4, shape[1] // 2)))
-    return whole.rows(shape[0], 2 * shape[0])
+    return whole.slice_rows(shape[0], 2 * shape[0])
 
 
 def decomposed(norm: Norm) -> Make:
@@ -164,8 +164,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def latents(pipeline: FlowPipeline, *uses: tuple[Adapter, float]) -> np.ndarray:
     pipeline.use_adapters([(LoadedAdapter(one.label, one), strength) for one, strength in uses])
-    noise = pipeline.denoiser.noise(REQUEST, REQUEST.sampling.seed)
-    guide = pipeline.conditioning(REQUEST)
+    noise = pipeline.denoiser.draw_noise(REQUEST, REQUEST.sampling.seed)
+    guide = pipeline.build_conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     pipeline.state.captions.clear()
     return np.array(final)
@@ -241,8 +241,8 @@ def test_a_network_that_is_loaded_again_has_its_adapters(models: Models) -> None
     pipeline.use_adapters(uses)
     pipeline.networks.transformer.release()
     pipeline.networks.text_encoder.release()
-    noise = pipeline.denoiser.noise(REQUEST, REQUEST.sampling.seed)
-    guide = pipeline.conditioning(REQUEST)
+    noise = pipeline.denoiser.draw_noise(REQUEST, REQUEST.sampling.seed)
+    guide = pipeline.build_conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     assert (np.array(final) == expected).all()
 
@@ -263,18 +263,18 @@ def test_captions_are_cached_for_the_adapters_that_change_them(models: Models) -
     outside, inside = MATRICES[0], MATRICES[4]
     other = LoadedAdapter("o", Adapter("o", {outside: (low_rank(random, known[outside]),)}))
     caption = LoadedAdapter("c", Adapter("c", {inside: (low_rank(random, known[inside]),)}))
-    plain = pipeline.conditioning(REQUEST).positive
+    plain = pipeline.build_conditioning(REQUEST).positive
     pipeline.use_adapters([(other, 1.0)])
-    assert pipeline.conditioning(REQUEST).positive is plain
+    assert pipeline.build_conditioning(REQUEST).positive is plain
     pipeline.use_adapters([(other, 1.0), (caption, 0.5)])
-    changed = pipeline.conditioning(REQUEST).positive
+    changed = pipeline.build_conditioning(REQUEST).positive
     assert changed is not plain
     pipeline.use_adapters([(caption, 0.5)])
-    assert pipeline.conditioning(REQUEST).positive is changed
+    assert pipeline.build_conditioning(REQUEST).positive is changed
     pipeline.use_adapters([(caption, 0.6)])
-    assert pipeline.conditioning(REQUEST).positive is not changed
+    assert pipeline.build_conditioning(REQUEST).positive is not changed
     pipeline.use_adapters([(caption, 0.0)])
-    assert pipeline.conditioning(REQUEST).positive is plain
+    assert pipeline.build_conditioning(REQUEST).positive is plain
 
 
 def test_another_strength_prepares_nothing_again(
@@ -315,7 +315,7 @@ def test_a_refused_adapter_leaves_nothing_behind(models: Models) -> None:
     changes["transformer/layers.1.attention.norm_q.bias"] = (DenseChange(matrix(random, (64,))),)
     pipeline.use_adapters([(LoadedAdapter("bad", Adapter("bad", changes)), 1.0)])
     with pytest.raises(ModelError, match=r"bad: transformer/layers\.1\.attention\.norm_q\.bias"):
-        pipeline.conditioning(REQUEST)
+        pipeline.build_conditioning(REQUEST)
     assert (latents(pipeline) == plain).all()
 
 
@@ -326,9 +326,9 @@ def test_a_pair_of_a_higher_rank_than_its_layer_is_a_matrix(models: Models) -> N
     loaded = LoadedAdapter("w", adapter)
     before = loaded.nbytes
     models.base.use_adapters([(loaded, 1.0)])
-    models.base.conditioning(REQUEST)
+    models.base.build_conditioning(REQUEST)
     models.base.use_adapters([])
-    models.base.conditioning(REQUEST)
+    models.base.build_conditioning(REQUEST)
     assert loaded.nbytes < before / 3
     assert_same(latents(models.base, (adapter, 0.3)), latents(models.load([(adapter, 0.3)])))
 

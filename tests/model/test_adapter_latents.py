@@ -30,8 +30,8 @@ def changed(tiny: Model) -> FlowPipeline:
 
 def latents(pipeline: FlowPipeline) -> np.ndarray:
     pipeline.state.captions.clear()
-    noise = pipeline.denoiser.noise(REQUEST, REQUEST.sampling.seed)
-    guide = pipeline.conditioning(REQUEST)
+    noise = pipeline.denoiser.draw_noise(REQUEST, REQUEST.sampling.seed)
+    guide = pipeline.build_conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)
 
@@ -40,7 +40,7 @@ def with_weights(pipeline: FlowPipeline, vector: AdapterVector, strength: float)
     """Return the latents with the changed weights, written into the networks by hand."""
     before: list[tuple[Any, str, Any]] = []
     weights = {
-        name: np.asarray(pipeline.networks.weights[component].numpy(own), np.float32)
+        name: np.asarray(pipeline.networks.weights[component].read_numpy(own), np.float32)
         for name in vector.effects
         if name in pipeline.shapes
         for component, _, own in [name.partition("/")]

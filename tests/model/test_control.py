@@ -118,9 +118,9 @@ def test_the_network_is_in_memory_for_such_requests_only(
     pipeline.preload(plain)
     pipeline.use_control(net)
     module = used(pipeline)
-    before = pipeline.stages(plain)[1].size
+    before = pipeline.list_stages(plain)[1].size
     loaded = [module.is_loaded]
-    assert pipeline.stages(REQUEST)[1].size >= before + module.size > before
+    assert pipeline.list_stages(REQUEST)[1].size >= before + module.size > before
     guided = picture(pipeline)
     loaded.append(module.is_loaded)
     assert module.size == sum(value.nbytes for value in tensors().values())
@@ -141,7 +141,7 @@ def test_hints_are_proportional_to_the_strength(pipeline: FlowPipeline, tmp_path
     random = np.random.default_rng(0)
     latents = mx.array(random.standard_normal((16, 4, 6)).astype(np.float32))
     module = used(pipeline)
-    caption = pipeline.conditioning(REQUEST).positive
+    caption = pipeline.build_conditioning(REQUEST).positive
     args = pipeline.networks.transformer.get(), latents, 0.3, caption, latents
     one, two = (module.get()(*args, strength) for strength in (1.0, 2.0))
     assert list(one) == [0, 1]
@@ -154,13 +154,13 @@ def test_a_step_that_reuses_another_makes_no_hints(
     pipeline: FlowPipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline.use_control(stored(tmp_path, tensors()))
-    made, hints = list[float](), Control.hints
+    made, hints = list[float](), Control.compute_hints
 
     def counted(*given: Any) -> Any:
         made.append(given[3])
         return hints(*given)
 
-    monkeypatch.setattr(Control, "hints", counted)
+    monkeypatch.setattr(Control, "compute_hints", counted)
     request = REQUEST.change(steps=4)
     exact = picture(pipeline, request)
     assert np.array_equal(picture(pipeline, request.change(cache_threshold=1e-9)), exact)

@@ -45,8 +45,8 @@ def load(root: Path, store: Path) -> FlowPipeline:
 
 
 def latents(pipeline: FlowPipeline) -> np.ndarray:
-    noise = pipeline.denoiser.noise(REQUEST, REQUEST.sampling.seed)
-    guide = pipeline.conditioning(REQUEST)
+    noise = pipeline.denoiser.draw_noise(REQUEST, REQUEST.sampling.seed)
+    guide = pipeline.build_conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)
 

@@ -24,7 +24,7 @@ from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.flow.scheduler import FlowScheduler
 from clowder_aimage.model.flux2.config import TransformerConfig, VaeConfig
 from clowder_aimage.model.flux2.family import Flux2
-from clowder_aimage.model.flux2.reference_picture import fit_reference, reference_size
+from clowder_aimage.model.flux2.reference_picture import compute_reference_size, fit_reference
 from clowder_aimage.model.loader import load_pipeline
 from clowder_aimage.model.pipeline import Image, PictureInput, Preview, Step
 from clowder_aimage.oci import Reference
@@ -87,11 +87,11 @@ def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
 def test_defaults_follow_from_the_model(model: tuple[ImageLayout, AImage], tmp_path: Path) -> None:
     known = model[1].properties
     assert (known["family"], known["pipeline"]) == ("flux2", "Flux2KleinPipeline")
-    request = GenerateRequest.draft("a fox").for_model(model[1])
+    request = GenerateRequest.draft("a fox").apply_defaults(model[1])
     assert (request.sampling.steps, request.guidance.scale, request.sampling.width) == (4, 0.0, 64)
     write_flux2(tmp_path / "base", is_distilled=False, text_encoder=TINY / "text_encoder")
     other = made(ImageLayout(tmp_path / "store"), tmp_path / "base")
-    request = GenerateRequest.draft("a fox").for_model(other)
+    request = GenerateRequest.draft("a fox").apply_defaults(other)
     assert (request.sampling.steps, request.guidance.scale) == (50, 4)
 
 
@@ -157,7 +157,7 @@ def test_references_that_are_too_small_or_narrow(
     pipeline: FlowPipeline, size: tuple[int, int], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        reference_size(*size)
+        compute_reference_size(*size)
     with pytest.raises(UsageError, match=message):
         pipeline.generate(SMALL, PictureInput(references=(picture(*size),)))
 

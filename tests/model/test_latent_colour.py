@@ -16,7 +16,7 @@ from clowder_aimage.model.pipeline import Image, Preview
 from clowder_aimage.model.zimage import family as zimage
 from clowder_aimage.model.zimage import latent_colour
 from clowder_aimage.model.zimage.config import VaeConfig
-from clowder_aimage.model.zimage.latent_colour import colours, has_colours
+from clowder_aimage.model.zimage.latent_colour import has_colours, to_rgb
 
 FLUX = VaeConfig(3, 16, (128, 256, 512, 512), 2, 32, False, False, True, 0.3611, 0.1159)
 REQUEST = GenerateRequest.of("a fox", width=32, height=48, steps=4, previews=2)
@@ -27,7 +27,7 @@ def grey(red: float, green: float, blue: float) -> list[int]:
 
 
 def test_empty_latents_have_the_colour_of_the_bias() -> None:
-    shown = colours(np.zeros((16, 2, 3), np.float32), 4)
+    shown = to_rgb(np.zeros((16, 2, 3), np.float32), 4)
     assert shown.shape == (8, 12, 3) and shown.dtype == np.uint8
     assert {tuple(pixel) for row in shown for pixel in row} == {
         tuple(grey(-0.0329, -0.0718, -0.0851))
@@ -38,15 +38,15 @@ def test_each_channel_adds_its_factors() -> None:
     """Channel 13 darkens, red first; channel 9 lightens red and takes from blue."""
     latents = np.zeros((16, 1, 2), np.float32)
     latents[13, 0, 0], latents[9, 0, 1] = 2, 1
-    left, right = colours(latents, 1)[0].tolist()
+    left, right = to_rgb(latents, 1)[0].tolist()
     assert left == grey(-0.0329 - 0.2528, -0.0718 - 0.1044, -0.0851 - 0.2206)
     assert right == grey(-0.0329 + 0.1008, -0.0718 + 0.0755, -0.0851 - 0.0421)
 
 
 def test_values_out_of_range_are_clipped() -> None:
     latents = np.full((16, 1, 1), 1e6, np.float32)
-    assert set(colours(latents, 1).ravel().tolist()) <= {0, 255}
-    assert colours(np.full((16, 1, 1), np.nan, np.float32), 1).shape == (1, 1, 3)
+    assert set(to_rgb(latents, 1).ravel().tolist()) <= {0, 255}
+    assert to_rgb(np.full((16, 1, 1), np.nan, np.float32), 1).shape == (1, 1, 3)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_a_model_with_known_colours_does_not_decode_previews(
     def vae_of(stages: tuple[Stage, ...]) -> list[bool]:
         return [pipeline.networks.vae in stage.modules for stage in stages]
 
-    assert vae_of(pipeline.stages(REQUEST)) == [False, False, True]
+    assert vae_of(pipeline.list_stages(REQUEST)) == [False, False, True]
     events = list(pipeline.generate(REQUEST))
     assert [one.pixels.shape for one in events if isinstance(one, Preview)] == [(24, 16, 3)] * 2
     assert len([one for one in events if isinstance(one, Image)]) == len(decoded) == 1
     monkeypatch.setattr(zimage, "has_colours", lambda _: False)
-    assert vae_of(pipeline.stages(REQUEST)) == [False, True, True]
+    assert vae_of(pipeline.list_stages(REQUEST)) == [False, True, True]

@@ -16,10 +16,10 @@ from clowder_aimage.model.library_choice import (
     MLX,
     TORCH,
     TorchTuning,
+    choose_dtype_name,
     choose_library,
-    made_by,
-    type_name,
-    unused_gpu,
+    describe_unused_gpu,
+    parse_backend,
 )
 from clowder_aimage.model.loader import load_pipeline
 from tests.adapter.vectors import TINY
@@ -131,7 +131,7 @@ def test_mlx_computes_where_pytorch_cannot_be_used(
     versions["transformers"] = "4.57.1"
     machine(MLX, TORCH, gpu=(TORCH,))
     assert choose_library() == choose_library("auto", TorchTuning()) == MLX
-    said = str(unused_gpu("MLX", "not said"))
+    said = str(describe_unused_gpu("MLX", "not said"))
     assert "MLX computes on the CPU, although this machine has a GPU" in said
     assert "transformers 4.57.1 is too old: 5.0 or newer is required" in said
     assert said.endswith("update the extra [torch]")
@@ -141,19 +141,19 @@ def test_mlx_computes_where_pytorch_cannot_be_used(
     machine(MLX, TORCH, gpu=(TORCH,))
     monkeypatch.setitem(sys.modules, library_choice._MODULES[TORCH], None)
     assert choose_library() == MLX
-    assert "PyTorch cannot be used (import of" in str(unused_gpu("MLX", "not said"))
+    assert "PyTorch cannot be used (import of" in str(describe_unused_gpu("MLX", "not said"))
     machine(MLX, TORCH, gpu=(MLX,))
     monkeypatch.setitem(sys.modules, library_choice._MODULES[TORCH], None)
-    assert choose_library() == MLX and str(unused_gpu("MLX", "said")).endswith(": said")
+    assert choose_library() == MLX and str(describe_unused_gpu("MLX", "said")).endswith(": said")
 
 
 def test_a_picture_is_made_again_by_its_library(machine: Machine) -> None:
     machine(MLX, TORCH)
-    assert made_by("torch 2.13.0 cpu") == TORCH
-    assert made_by("cpu (openblas)") == made_by("gpu") == MLX
-    assert made_by("") == "auto"
+    assert parse_backend("torch 2.13.0 cpu") == TORCH
+    assert parse_backend("cpu (openblas)") == parse_backend("gpu") == MLX
+    assert parse_backend("") == "auto"
     machine(MLX)
-    assert made_by("torch 2.13.0 cuda") == "auto"
+    assert parse_backend("torch 2.13.0 cuda") == "auto"
 
 
 def test_options_of_pytorch_are_refused_by_mlx() -> None:
@@ -169,7 +169,15 @@ def test_options_of_pytorch_are_refused_by_mlx() -> None:
 
 
 def test_types() -> None:
-    assert type_name(None, is_gpu=True) == type_name("bf16", is_gpu=False) == "bfloat16"
-    assert type_name(None, is_gpu=False) == type_name("float32", is_gpu=True) == "float32"
+    assert (
+        choose_dtype_name(None, is_gpu=True)
+        == choose_dtype_name("bf16", is_gpu=False)
+        == "bfloat16"
+    )
+    assert (
+        choose_dtype_name(None, is_gpu=False)
+        == choose_dtype_name("float32", is_gpu=True)
+        == "float32"
+    )
     with pytest.raises(UsageError, match="maximum of 65504"):
-        type_name("half", is_gpu=True)
+        choose_dtype_name("half", is_gpu=True)

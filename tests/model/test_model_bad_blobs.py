@@ -80,7 +80,7 @@ def test_bad_blobs_load_nothing(folder_store: FolderStore, data: bytes, message:
     before = {
         name: np.array(value) for name, value in (("fc", net.fc.weight), ("t", net.table.weight))
     }
-    for load in (lambda: weights.apply(net), weights.load, lambda: weights.numpy(NAME)):
+    for load in (lambda: weights.apply(net), weights.load, lambda: weights.read_numpy(NAME)):
         with pytest.raises(FormatError, match=message) as caught:
             load()
         assert caught.value.exit_code == 5
@@ -109,7 +109,7 @@ def test_layers_that_promise_codes(folder_store: FolderStore) -> None:
     """ollama's way: U32, and the shape that the codes have."""
     for layer in ({"dtype": "U32", "shape": (8, 16)}, {"dtype": None, "shape": (8, 16)}):
         weights = with_blob(folder_store, blob(GOOD, INT8), **layer)
-        np.testing.assert_array_equal(weights.numpy(NAME), judge(MATRICES[NAME], "int8"))
+        np.testing.assert_array_equal(weights.read_numpy(NAME), judge(MATRICES[NAME], "int8"))
 
 
 def test_a_tensor_more_is_refused_whatever_the_layer_says(folder_store: FolderStore) -> None:
@@ -126,10 +126,10 @@ def test_errors_name_the_layer_once(folder_store: FolderStore) -> None:
     weights = with_blob(folder_store, blob(GOOD, INT8), dtype="int4")
     message = rf"^net/{NAME}: the blob contains int8 \[8, 64\], its layer has int4 \[8, 64\]$"
     with pytest.raises(FormatError, match=message):
-        weights.numpy(NAME)
+        weights.read_numpy(NAME)
     weights = with_blob(folder_store, blob({"x": bits(mx.ones((2,)))}))
     with pytest.raises(FormatError, match=rf"^net/{NAME}: the blob contains x instead$"):
-        weights.numpy(NAME)
+        weights.read_numpy(NAME)
 
 
 def test_blob_of_another_size_than_its_layer_is_refused(folder_store: FolderStore) -> None:
@@ -213,14 +213,14 @@ def test_a_configuration_that_is_wrong_about_the_blobs(folder_store: FolderStore
     """The blob's own word counts; where it has none, the shapes must fit the configuration."""
     maker = made(folder_store, "int8", "combined")
     maker.config["quantization"] = {"group_size": 32, "bits": 4}
-    assert opened(maker).quantization(NAME) == Quantization.parse("int8", 64)
+    assert opened(maker).get_quantization(NAME) == Quantization.parse("int8", 64)
     maker = made(folder_store, "int8", "layers of mlx")
     maker.config["quantization"]["group_size"] = 32
     with pytest.raises(FormatError, match="groups of 32"):
-        opened(maker).numpy(NAME)
+        opened(maker).read_numpy(NAME)
     maker.config = {}
     with pytest.raises(FormatError, match="has scales, but no quant_type"):
-        opened(maker).numpy(NAME)
+        opened(maker).read_numpy(NAME)
 
 
 def test_mlx_may_say_how_one_module_is_quantized(folder_store: FolderStore) -> None:
@@ -233,9 +233,11 @@ def test_mlx_may_say_how_one_module_is_quantized(folder_store: FolderStore) -> N
         "two": {"group_size": 32, "bits": 8},
     }
     weights = opened(maker)
-    assert weights.quantization("one.weight") == Quantization.parse("int4", 64)
-    assert weights.quantization("two.weight") == Quantization.parse("int8", 32)
-    np.testing.assert_array_equal(weights.numpy("two.weight"), judge(values(4, 64), "int8", 32))
+    assert weights.get_quantization("one.weight") == Quantization.parse("int4", 64)
+    assert weights.get_quantization("two.weight") == Quantization.parse("int8", 32)
+    np.testing.assert_array_equal(
+        weights.read_numpy("two.weight"), judge(values(4, 64), "int8", 32)
+    )
 
 
 @pytest.mark.parametrize(("size", "mode"), [(32, "affine"), (64, "nvfp4")])
@@ -249,9 +251,9 @@ def test_mlx_may_say_no_more_than_the_bits_of_a_module(
     how = {"group_size": 64, "bits": 4} if mode == "affine" else {"group_size": 16, "bits": 4}
     maker.config["quantization"] = how | {"mode": mode, "two": {"bits": 8}}
     weights = opened(maker)
-    assert weights.quantization("two.weight") == Quantization.parse("int8", size)
+    assert weights.get_quantization("two.weight") == Quantization.parse("int8", size)
     expected = judge(values(4, 128), "int8", size)
-    np.testing.assert_array_equal(weights.numpy("two.weight"), expected)
+    np.testing.assert_array_equal(weights.read_numpy("two.weight"), expected)
 
 
 def test_other_makers_scales_beside_floats(folder_store: FolderStore) -> None:
@@ -260,7 +262,7 @@ def test_other_makers_scales_beside_floats(folder_store: FolderStore) -> None:
     maker.add("x.weight", blob({"x.weight": ("F8_E4M3", (2, 4), bytes(8))}), "F8_E4M3", (2, 4))
     maker.plain("x.weight_scale", mx.ones((2, 1)))
     with pytest.raises(FormatError, match="must be U32, not F8_E4M3"):
-        opened(maker).numpy("x.weight")
+        opened(maker).read_numpy("x.weight")
 
 
 @pytest.mark.parametrize(
@@ -274,9 +276,9 @@ def test_floats_are_not_codes_whatever_stands_beside_them(
     maker.plain(name, 2 * mx.ones((2, 1)))
     weights = opened(maker)
     assert set(weights.keys()) == {"x.weight", name}
-    assert weights.quantization("x.weight") is None
-    assert (weights.numpy("x.weight") == 1).all()
-    assert (weights.numpy(name) == 2).all()
+    assert weights.get_quantization("x.weight") is None
+    assert (weights.read_numpy("x.weight") == 1).all()
+    assert (weights.read_numpy(name) == 2).all()
     weights.load()
 
 
@@ -285,18 +287,18 @@ def test_codes_with_scales_of_their_own_take_no_others(folder_store: FolderStore
     maker.plain("model.fc.scales", mx.zeros((8, 1)))
     weights = opened(maker)
     assert "model.fc.scales" in weights
-    np.testing.assert_array_equal(weights.numpy(NAME), judge(MATRICES[NAME], "int8"))
+    np.testing.assert_array_equal(weights.read_numpy(NAME), judge(MATRICES[NAME], "int8"))
 
 
 def test_a_broken_blob_of_codes_spoils_no_other(folder_store: FolderStore) -> None:
     maker = made(folder_store, "int8", "layers of the first generation")
     whole = maker.aimage()
     (layer,) = (layer for layer in whole.layers if layer.name == f"net/{NAME}")
-    folder_store.path(layer.descriptor).write_bytes(b"hello")
+    folder_store.find_path(layer.descriptor).write_bytes(b"hello")
     weights = ModelWeights.open(folder_store, whole, "net")
-    assert weights.shape("norm.weight") == (64,)
+    assert weights.get_shape("norm.weight") == (64,)
     with pytest.raises(FormatError, match=rf"net/{NAME}"):
-        weights.numpy(NAME)
+        weights.read_numpy(NAME)
 
 
 def test_nothing_is_kept_of_a_load_that_breaks_off(folder_store: FolderStore) -> None:
@@ -305,7 +307,7 @@ def test_nothing_is_kept_of_a_load_that_breaks_off(folder_store: FolderStore) ->
     for index in range(40):
         maker.plain(f"{index}", mx.ones((4,)))
     whole = maker.aimage()
-    folder_store.path(maker.layers[-1].descriptor).write_bytes(b"hello")
+    folder_store.find_path(maker.layers[-1].descriptor).write_bytes(b"hello")
     weights = ModelWeights.open(folder_store, whole, "net")
     with pytest.raises(FormatError, match="net/39"):
         weights.load()
@@ -330,7 +332,7 @@ def test_groups_that_are_not_what_they_claim(folder_store: FolderStore) -> None:
     maker = Maker(folder_store)
     maker.add("experts", blob({"experts.0.w": one, "experts.1.w": one}), "F32", (2, 2))
     with pytest.raises(NotFoundError, match=r"tensor net/experts\.0\.w not found"):
-        opened(maker).numpy("experts.0.w")
+        opened(maker).read_numpy("experts.0.w")
     maker = Maker(folder_store)
     maker.add("experts", blob({"experts.0.w": one}))
     maker.plain("experts.0.w", mx.ones((2, 2)))
@@ -342,6 +344,6 @@ def test_unknown_tensor_names_are_not_found(folder_store: FolderStore) -> None:
     weights = opened(made(folder_store, "int8", "layers of the first generation"))
     for name in ("model.fc.weight_scale", "model.fc", "model.up.weight", ""):
         with pytest.raises(NotFoundError, match=r"tensor net/.* not found"):
-            weights.quantization(name)
+            weights.get_quantization(name)
     with pytest.raises(FormatError, match="is not quantized: it is F32"):
-        weights.parts("norm.weight")
+        weights.read_parts("norm.weight")

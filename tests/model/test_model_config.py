@@ -14,7 +14,7 @@ import pytest
 
 from clowder_aimage.errors import ModelError, UsageError
 from clowder_aimage.model.flow.config import TextEncoderConfig
-from clowder_aimage.model.flow.rope import axes_table, text_table
+from clowder_aimage.model.flow.rope import build_axes_table, build_text_table
 from clowder_aimage.model.flow.scheduler import FlowScheduler
 from clowder_aimage.model.zimage.config import TransformerConfig, VaeConfig
 from clowder_aimage.tensor.config_fields import MAX_LAYERS, ConfigFields, parse_object
@@ -95,8 +95,8 @@ def test_rope_theta_of_both_generations(rope: dict[str, Any]) -> None:
 
 
 def test_linear_and_yarn() -> None:
-    plain = text_table(text().rope, 4)
-    linear = text_table(text(rope_scaling={"type": "linear", "factor": 2.0}).rope, 7)
+    plain = build_text_table(text().rope, 4)
+    linear = build_text_table(text(rope_scaling={"type": "linear", "factor": 2.0}).rope, 7)
     np.testing.assert_allclose(np.array(linear[0])[::2], np.array(plain[0]), atol=1e-6)
     yarn = text(
         rope_scaling={
@@ -263,7 +263,7 @@ def test_files_that_are_not_json_objects(data: bytes) -> None:
 
 def test_private_and_null_fields_are_not_unknown() -> None:
     fields = ConfigFields("c", {"_note": 1, "later": None, "read": 2})
-    fields.integer("read")
+    fields.get_integer("read")
     fields.finish()
 
 
@@ -306,14 +306,14 @@ def encodes(value: dict[str, Any]) -> None:
     config = TextEncoderConfig.parse("x", value)
     assert config.num_attention_heads * config.head_dim < 1 << 31
     if config.head_dim <= 4096:
-        cosines, sines = text_table(config.rope, 3)
+        cosines, sines = build_text_table(config.rope, 3)
         assert np.isfinite(np.array(cosines)).all() and np.isfinite(np.array(sines)).all()
 
 
 def transforms(value: dict[str, Any]) -> None:
     config = TransformerConfig.parse("x", value)
     if config.head_dim <= 4096:
-        table = axes_table(np.zeros((2, 3), np.int64), config.axes_dims, config.rope_theta)
+        table = build_axes_table(np.zeros((2, 3), np.int64), config.axes_dims, config.rope_theta)
         assert np.isfinite(np.array(table[0])).all()
 
 

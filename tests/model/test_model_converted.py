@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clowder_aimage.content import bytes_body, file_body
+from clowder_aimage.content import build_bytes_body, build_file_body
 from clowder_aimage.create import convert
 from clowder_aimage.dialect import DIALECTS, AImage
 from clowder_aimage.errors import UsageError
@@ -41,11 +41,11 @@ def keep(tmp_path: Path) -> Keep:
     def make(blobs: FolderStore, aimage: AImage) -> ImageLayout:
         store = ImageLayout(tmp_path / "store")
         for layer in aimage.layers:
-            store.push(layer.descriptor, file_body(blobs.path(layer.descriptor)))
+            store.push(layer.descriptor, build_file_body(blobs.find_path(layer.descriptor)))
         whole = AImage(json.dumps(CONFIG).encode(), aimage.layers)
         manifest, config = DIALECTS["clowder"].write(whole)
-        store.push(manifest.config, bytes_body(config))
-        store.push(manifest.descriptor, bytes_body(manifest.raw), OLD)
+        store.push(manifest.config, build_bytes_body(config))
+        store.push(manifest.descriptor, build_bytes_body(manifest.raw), OLD)
         return store
 
     return make
@@ -77,11 +77,11 @@ def test_convert_keeps_the_values_of_every_layout_and_kind(
     packed = convert(store, OLD, NEW, Recipe.parse(dtype="f16"))
     aimage, weights = open_weights(store, component)
     for name, array in MATRICES.items():
-        assert weights.quantization(name) == Quantization.parse(kind, size)
-        np.testing.assert_array_equal(weights.numpy(name), judge(array, kind, size))
+        assert weights.get_quantization(name) == Quantization.parse(kind, size)
+        np.testing.assert_array_equal(weights.read_numpy(name), judge(array, kind, size))
     for name, array in VECTORS.items():
-        assert weights.numpy(name).dtype == np.float16
-        np.testing.assert_array_equal(weights.numpy(name), array.astype(np.float16))
+        assert weights.read_numpy(name).dtype == np.float16
+        np.testing.assert_array_equal(weights.read_numpy(name), array.astype(np.float16))
     weights.load()
     config = aimage.properties
     facts = {"type": kind, "group_size": Quantization.parse(kind, size).group_size}

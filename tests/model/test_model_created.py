@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.create import create
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.generate import load
@@ -42,7 +42,7 @@ def latents(
 ) -> np.ndarray:
     create(store, NAME, directory, dialect=dialect, recipe=Recipe.parse(quantize=quantize))
     pipeline = load_pipeline(store, read_aimage(store, NAME).aimage, dtype="float32")
-    noise, guide = pipeline.denoiser.noise(REQUEST, 42), pipeline.conditioning(REQUEST)
+    noise, guide = pipeline.denoiser.draw_noise(REQUEST, 42), pipeline.build_conditioning(REQUEST)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(REQUEST), guide)
     return np.array(final)
 
@@ -79,10 +79,10 @@ def test_values_of_created_ones(directory: Path, tmp_path: Path, kind: str) -> N
     store, name = ImageLayout(tmp_path), "layers.0.attention.to_q.weight"
     create(store, NAME, directory, recipe=Recipe.parse(quantize=kind))
     found = ModelWeights.open(store, read_aimage(store, NAME).aimage, "transformer")
-    assert found.quantization(name) == Quantization.parse(kind)
+    assert found.get_quantization(name) == Quantization.parse(kind)
     expected = judge(weights("transformer")[name], kind, dtype=mx.float32)
-    np.testing.assert_array_equal(found.numpy(name), expected)
-    assert found.quantization("layers.0.attention_norm1.weight") is None
+    np.testing.assert_array_equal(found.read_numpy(name), expected)
+    assert found.get_quantization("layers.0.attention_norm1.weight") is None
 
 
 def test_whole_files_of_tensors_are_read_as_well(tmp_path: Path) -> None:
@@ -95,17 +95,17 @@ def test_whole_files_of_tensors_are_read_as_well(tmp_path: Path) -> None:
             continue
         data = path.read_bytes()
         descriptor = Descriptor.of(mediatype.AIMAGE_FILE, data)
-        store.push(descriptor, bytes_body(data))
+        store.push(descriptor, build_bytes_body(data))
         layers.append(Layer(descriptor, path.relative_to(TINY).as_posix()))
     manifest, config = DIALECTS["modelpack"].write(AImage(made.config, tuple(layers)))
-    store.push(manifest.config, bytes_body(config))
-    store.push(manifest.descriptor, bytes_body(manifest.raw), Reference.parse("files"))
+    store.push(manifest.config, build_bytes_body(config))
+    store.push(manifest.descriptor, build_bytes_body(manifest.raw), Reference.parse("files"))
     pictures = []
     for name in ("tensors", "files"):
         with store.lease() as lease:
             stored = open_valid(store, Reference.parse(name), lease)
             model = load(store, stored)
-            request = GenerateRequest.draft("a dog", steps=1, seed=3).for_model(stored.aimage)
+            request = GenerateRequest.draft("a dog", steps=1, seed=3).apply_defaults(stored.aimage)
             (picture,) = [one for one in model.generate(request) if isinstance(one, Image)]
             pictures.append(picture.pixels.tobytes())
     assert pictures[0] == pictures[1]

@@ -9,7 +9,7 @@ from clowder_aimage.model.backend import mx
 from clowder_aimage.model.dequantize import dequantize, unpack
 from clowder_aimage.model.quantized import QuantizedArray
 from clowder_aimage.tensor import Header, Quantization, TensorInfo, read_tensors
-from clowder_aimage.tensor.float_code import e4m3, e5m2, e8m0
+from clowder_aimage.tensor.float_code import decode_e4m3, decode_e5m2, decode_e8m0
 from tests.model.quantized_blobs import KINDS, judge, quantize
 
 EVERY = np.arange(256, dtype=np.uint8)
@@ -124,6 +124,6 @@ def check_factors(shape: tuple[int, ...], factors: tuple[int, ...]) -> None:
 
 def test_8_bit_floats_are_decoded() -> None:
     ml = np.array(mx.from_fp8(mx.array(EVERY), dtype=mx.float32))
-    same(e4m3(EVERY), ml)
-    assert e5m2(EVERY)[[0x3C, 0x7B, 0x7C, 0xBC]].tolist() == [1, 57344, np.inf, -1]
-    assert e8m0(EVERY)[[0, 127, 128, 255]].tolist() == [2.0**-127, 1, 2, np.inf]
+    same(decode_e4m3(EVERY), ml)
+    assert decode_e5m2(EVERY)[[0x3C, 0x7B, 0x7C, 0xBC]].tolist() == [1, 57344, np.inf, -1]
+    assert decode_e8m0(EVERY)[[0, 127, 128, 255]].tolist() == [2.0**-127, 1, 2, np.inf]

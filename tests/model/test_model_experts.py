@@ -93,7 +93,7 @@ def pack(store: FolderStore, arrays: Arrays, component: str, scheme: str) -> AIm
                 parts[name] = bits(mx.array(values).astype(mx.bfloat16))
                 continue
             parts |= {name + key: bits(part) for key, part in quantize(values, own).items()}
-            said = Quantization.parse(own).metadata()
+            said = Quantization.parse(own).metadata
             each = {f"{name}.{key}": value for key, value in said.items()}
             metadata |= each if scheme == "mixed" else said
         data = store.add(mediatype.AIMAGE_SAFETENSORS, blob(parts, metadata))
@@ -119,8 +119,8 @@ def test_every_tensor_comes_back(tmp_path: Path, model: str, scheme: str, compon
     for name, values in arrays.items():
         own = kind(name, scheme)
         expected = values if own is None else judge(values, own)
-        assert weights.quantization(name) == (Quantization.parse(own) if own else None)
-        np.testing.assert_array_equal(weights.numpy(name), expected)
+        assert weights.get_quantization(name) == (Quantization.parse(own) if own else None)
+        np.testing.assert_array_equal(weights.read_numpy(name), expected)
         np.testing.assert_array_equal(np.array(loaded[name]), expected)
 
 
@@ -137,7 +137,7 @@ def test_one_expert_opens_one_blob(tmp_path: Path) -> None:
     aimage = pack(store, qwen3_moe(), "", "int4")
     for layer in aimage.layers:
         if layer.name not in ("config.json", "model.layers.1.mlp.experts"):
-            store.path(layer.descriptor).unlink(missing_ok=True)
+            store.find_path(layer.descriptor).unlink(missing_ok=True)
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
-    found = ModelWeights.open(store, aimage, "").numpy(name)
+    found = ModelWeights.open(store, aimage, "").read_numpy(name)
     np.testing.assert_array_equal(found, judge(qwen3_moe()[name], "int4"))

@@ -42,8 +42,8 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
 
 
 def latents(pipeline: FlowPipeline, request: GenerateRequest = REQUEST) -> np.ndarray:
-    noise = pipeline.denoiser.noise(request, request.sampling.seed)
-    guide = pipeline.conditioning(request)
+    noise = pipeline.denoiser.draw_noise(request, request.sampling.seed)
+    guide = pipeline.build_conditioning(request)
     *_, final = pipeline.denoiser.denoise(noise, pipeline.schedule(request), guide)
     return np.array(final)
 

@@ -20,9 +20,9 @@ from clowder_aimage import __version__
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.model.picture import (
     compare_pictures,
-    contact_sheet,
     encode_picture,
     read_picture,
+    render_contact_sheet,
 )
 from clowder_aimage.model.picture_metadata import QUALITIES, read_metadata
 from tests.picture_file import load_picture
@@ -240,7 +240,7 @@ def test_facts_with_a_number_of_400_digits_are_no_facts(tmp_path: Path) -> None:
 
 def test_a_sheet_refuses_what_is_not_a_picture() -> None:
     data = encode_picture(np.zeros((8, 8, 3), np.uint8), None)
-    assert contact_sheet([(1, data)]).startswith(b"\x89PNG")
+    assert render_contact_sheet([(1, data)]).startswith(b"\x89PNG")
     for damaged in (b"", b"GIF89a", data[:45]):
         with pytest.raises(FormatError, match="a picture is damaged"):
-            contact_sheet([(1, data), (2, damaged)])
+            render_contact_sheet([(1, data), (2, damaged)])

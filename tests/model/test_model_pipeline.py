@@ -21,11 +21,11 @@ from clowder_aimage.model import backend
 from clowder_aimage.model.backend import (
     compute_dtype,
     describe,
-    dtype_name,
     mx,
+    resolve_dtype_name,
     tree_flatten,
 )
-from clowder_aimage.model.flow.denoiser import previews_after
+from clowder_aimage.model.flow.denoiser import plan_previews
 from clowder_aimage.model.flow.pipeline import FlowPipeline
 from clowder_aimage.model.flow.pixels import to_pixels
 from clowder_aimage.model.flow.prompt_encoder import PromptEncoder
@@ -191,16 +191,16 @@ def test_models_that_do_not_fit(
 
 
 def test_short_names_of_the_types_to_compute_in() -> None:
-    assert [dtype_name(name) for name in ("f32", "bf16", "float32", "bfloat16")] == [
+    assert [resolve_dtype_name(name) for name in ("f32", "bf16", "float32", "bfloat16")] == [
         *("float32", "bfloat16") * 2
     ]
     assert compute_dtype("bf16") == mx.bfloat16
     for name in ("f16", "float16"):
         with pytest.raises(UsageError, match="pictures turn black"):
-            dtype_name(name)
+            resolve_dtype_name(name)
     for name in ("F32", "f64", ""):
         with pytest.raises(UsageError, match="use float32 or bfloat16"):
-            dtype_name(name)
+            resolve_dtype_name(name)
 
 
 def test_the_prompt_must_fit_the_positions(tiny: Model) -> None:
@@ -245,7 +245,7 @@ def test_blas_that_cannot_be_loaded_is_passed_over(
     assert blas.Library(str(broken)).load() is None
     assert blas.Library(other).load() is None  # without the functions of a BLAS
     monkeypatch.setattr(blas, "_library", None)
-    monkeypatch.setattr(blas, "candidates", lambda: iter([blas.Library(str(broken))]))
+    monkeypatch.setattr(blas, "iter_candidates", lambda: iter([blas.Library(str(broken))]))
     assert blas.preload() is None
     assert not blas.is_fast()
 
@@ -258,7 +258,7 @@ def test_blas_uses_no_more_cores_than_the_environment_allows() -> None:
         from clowder_aimage.tensor import blas
         blas.preload()
         blas.use_cores(4)
-        library = next(blas.candidates())
+        library = next(blas.iter_candidates())
         print(getattr(ctypes.CDLL(library.path), f"{library.prefix}openblas_get_num_threads")())
     """
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
@@ -269,7 +269,7 @@ def test_blas_uses_no_more_cores_than_the_environment_allows() -> None:
 def test_blas_of_the_package_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform != "linux":
         pytest.skip("macOS has Accelerate")
-    package, system = blas.candidates()
+    package, system = blas.iter_candidates()
     assert package.prefix == "scipy_"
     assert system.path == "libopenblas.so.0"
     monkeypatch.setattr(blas, "_library", None)
@@ -395,14 +395,14 @@ def test_the_encoder_of_pictures_is_counted_for_requests_with_one(tiny: Model) -
     plain, more = (int(held.preload(one).split()[-2]) for one in (SMALL, request))
     encoder = held.networks.picture_encoder
     assert encoder.is_loaded and more >= plain
-    assert held.networks.budget.policy(encoder) == "keep"
+    assert held.networks.budget.get_policy(encoder) == "keep"
     modules = sum(module.size for module in held.networks.budget.modules)
-    work = max(stage.work for stage in held.stages(SMALL))
+    work = max(stage.work for stage in held.list_stages(SMALL))
     held.set_memory("auto", 1)
     budget = held.networks.budget
     budget.memory = int(budget._base_memory + work + modules - encoder.size)
-    assert held.networks.budget.keeps(held.stages(SMALL))
-    assert not held.networks.budget.keeps(held._all_stages(request))
+    assert held.networks.budget.keeps(held.list_stages(SMALL))
+    assert not held.networks.budget.keeps(held._list_all_stages(request))
 
 
 def test_a_mask_that_covers_no_cell_is_refused_before_anything_is_loaded(tiny: Model) -> None:
@@ -418,14 +418,16 @@ def test_a_mask_that_covers_no_cell_is_refused_before_anything_is_loaded(tiny: M
 def test_memory_budget_learns_from_pictures(tiny: Model) -> None:
     held = opened(tiny)
     budget, large = held.networks.budget, SMALL.change(width=128, height=128)
-    assert budget.work("decode", 32 * 32, 7.0) == 7.0  # as was guessed
+    assert budget.estimate_work("decode", 32 * 32, 7.0) == 7.0  # as was guessed
     made(held, large)
-    needed = budget.work("decode", 128 * 128, 7.0)
+    needed = budget.estimate_work("decode", 128 * 128, 7.0)
     assert needed > 128 * 128 * 3 * 4  # it holds the values of the picture at least
-    assert budget.work("decode", 256 * 256, 7.0) == 4 * needed
-    assert budget.work("decode", 32 * 32, 7.0) == needed  # no less than the next larger picture
+    assert budget.estimate_work("decode", 256 * 256, 7.0) == 4 * needed
+    assert (
+        budget.estimate_work("decode", 32 * 32, 7.0) == needed
+    )  # no less than the next larger picture
     made(held, SMALL)
-    assert 0 < budget.work("decode", 32 * 32, 7.0) < needed
+    assert 0 < budget.estimate_work("decode", 32 * 32, 7.0) < needed
 
 
 def test_a_network_that_cannot_be_loaded_again_is_an_error(
@@ -472,7 +474,7 @@ def test_previews_are_half_as_large_and_change_nothing(pipeline: FlowPipeline) -
 def test_preview_extrapolates_a_straight_line(pipeline: FlowPipeline) -> None:
     """If all steps went the same way, the first one would have shown the picture."""
     schedule = pipeline.schedule(SMALL)
-    noise = pipeline.denoiser.noise(SMALL, 0)
+    noise = pipeline.denoiser.draw_noise(SMALL, 0)
     end = np.full_like(noise, 0.1)
     first, second = (float(sigma) for sigma in schedule.sigmas[:2])
     before, after = (end + sigma * (noise - end) for sigma in (first, second))
@@ -488,14 +490,14 @@ def test_preview_extrapolates_a_straight_line(pipeline: FlowPipeline) -> None:
 )
 def test_previews_are_spread_evenly(steps: int, previews: int, after: set[int]) -> None:
     request = SMALL.change(steps=steps, previews=previews)
-    assert previews_after(request.output.previews, request.sampling.steps) == after
+    assert plan_previews(request.output.previews, request.sampling.steps) == after
 
 
 def test_convolutions_in_strips_equal_the_whole(
     pipeline: FlowPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blas, "is_fast", lambda: False)  # its products need no strips
-    latents = mx.array(pipeline.denoiser.noise(SMALL.change(width=80, height=112), 1))
+    latents = mx.array(pipeline.denoiser.draw_noise(SMALL.change(width=80, height=112), 1))
     whole = np.array(pipeline.networks.vae.get().decode(latents))
     monkeypatch.setattr(backend, "STRIP", 20_000)  # from 1 row of the last layers to all of 14
     strips = np.array(pipeline.networks.vae.get().decode(latents))
@@ -516,12 +518,12 @@ def test_a_text_is_encoded_once(pipeline: FlowPipeline, monkeypatch: pytest.Monk
         list(pipeline.generate(SMALL.change(prompt=prompt)))
     assert texts == ["a fox twice", "a hare once"]
     for number in range(CACHED_TEXTS):
-        pipeline.conditioning(SMALL.change(prompt=f"another {number}"))
-    pipeline.conditioning(SMALL.change(prompt="a fox twice"))
+        pipeline.build_conditioning(SMALL.change(prompt=f"another {number}"))
+    pipeline.build_conditioning(SMALL.change(prompt="a fox twice"))
     assert texts.count("a fox twice") == 2
     guided = SMALL.change(guidance=1.0, prompt="new", negative="another 1")
     assert next(iter(pipeline.state.captions))[0] == "another 1"  # it is dropped for the new one
-    assert pipeline.conditioning(guided).negative is not None
+    assert pipeline.build_conditioning(guided).negative is not None
     assert texts.count("another 1") == 1
 
 

@@ -55,15 +55,15 @@ def test_weights_read_every_layout_and_kind(
     assert set(weights.keys()) == MATRICES.keys() | VECTORS.keys() | mixed
     for name, array in MATRICES.items():
         expected = judge(array, kind, size)
-        assert weights.quantization(name) == Quantization.parse(kind, size)
-        assert weights.shape(name) == array.shape
-        np.testing.assert_array_equal(weights.numpy(name), expected)
+        assert weights.get_quantization(name) == Quantization.parse(kind, size)
+        assert weights.get_shape(name) == array.shape
+        np.testing.assert_array_equal(weights.read_numpy(name), expected)
         kept = weights[name]  # nothing said of a type: as the scales have it
         np.testing.assert_array_equal(
             np.array(kept.astype(mx.float32)),
             np.array(mx.array(expected).astype(mx.bfloat16).astype(mx.float32)),
         )
-    assert weights.quantization("norm.weight") is None
+    assert weights.get_quantization("norm.weight") is None
 
 
 @pytest.mark.parametrize("layout", ["combined", "group", "layers of mlx"])
@@ -113,7 +113,7 @@ def test_scales_of_another_type(folder_store: FolderStore, dtype: mx.Dtype) -> N
     maker.add(NAME, data, "int8", (8, 64))
     weights = opened(maker)
     expected = judge(MATRICES[NAME], "int8", dtype=dtype)
-    np.testing.assert_array_equal(weights.numpy(NAME), expected)
+    np.testing.assert_array_equal(weights.read_numpy(NAME), expected)
     assert weights[NAME].dtype == dtype
     net = Net()
     weights.apply(net, dtype=mx.bfloat16, keep_quantized=True)
@@ -160,8 +160,8 @@ def test_a_global_scale(folder_store: FolderStore, shape: tuple[int, ...]) -> No
         maker.plain(name, array)
     weights = opened(maker)
     expected = judge(MATRICES[NAME], "nvfp4") * np.broadcast_to(factor.reshape(-1), (8,))[:, None]
-    np.testing.assert_array_equal(weights.numpy(NAME), expected)
-    assert set(weights.parts(NAME)) == {"", ".scale", ".global_scale"}
+    np.testing.assert_array_equal(weights.read_numpy(NAME), expected)
+    assert set(weights.read_parts(NAME)) == {"", ".scale", ".global_scale"}
     plain, kept = Net(), Net()
     weights.apply(plain, dtype=mx.float32, keep_quantized=False)
     weights.apply(kept, dtype=mx.float32, keep_quantized=True)
@@ -177,8 +177,8 @@ def test_only_the_blob_that_is_asked_for_is_opened(folder_store: FolderStore) ->
     (wanted,) = (layer for layer in maker.layers if layer.name.endswith(NAME))
     for layer in maker.layers:
         if layer is not wanted:
-            folder_store.path(layer.descriptor).unlink()
-    np.testing.assert_array_equal(weights.numpy(NAME), judge(MATRICES[NAME], "int8"))
+            folder_store.find_path(layer.descriptor).unlink()
+    np.testing.assert_array_equal(weights.read_numpy(NAME), judge(MATRICES[NAME], "int8"))
     assert NAME in weights
     assert len(weights) == len(maker.layers)
 
@@ -201,8 +201,8 @@ weights = opened(maker)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 mx.async_eval = lambda _: None  # nothing is read before it must be: as on the slowest disk
 weights.load(mx.float32)
-views = [weights.numpy(name) for name in weights.keys()]
-parts = [weights.parts(name) for name in weights.keys()]
+views = [weights.read_numpy(name) for name in weights.keys()]
+parts = [weights.read_parts(name) for name in weights.keys()]
 for index in range(300):
     expected = judge(values(2, 64, seed=index), "int8")
     assert (views[index] == expected).all()

@@ -140,7 +140,9 @@ def test_missing_and_malformed_files(tiny: Model) -> None:
 
 def test_vocabulary_and_merges(tiny: Model, tmp_path: Path) -> None:
     store, aimage = tiny
-    value = json.loads(store.path(aimage.layer("tokenizer/tokenizer.json").descriptor).read_bytes())
+    value = json.loads(
+        store.find_path(aimage.get_layer("tokenizer/tokenizer.json").descriptor).read_bytes()
+    )
     merges = "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in value["model"]["merges"])
     added = {token["content"]: token["id"] for token in value["added_tokens"]}
     changed = replace(store, aimage, "tokenizer/tokenizer.json")

@@ -72,7 +72,7 @@ def of(dtype: str, data: bytes = BYTES) -> Part:
 def test_numpy_views_every_dtype_read_only(folder_store: FolderStore) -> None:
     weights = with_tensors(folder_store, {dtype: of(dtype) for dtype in PLAIN})
     for dtype, (own, other) in PLAIN.items():
-        found, (_, shape, data) = weights.numpy(dtype), of(dtype)
+        found, (_, shape, data) = weights.read_numpy(dtype), of(dtype)
         assert found.dtype == own and found.shape == shape
         if own == other:
             assert found.tobytes() == data
@@ -86,12 +86,12 @@ def test_torch_views_every_dtype(folder_store: FolderStore) -> None:
     torch = pytest.importorskip("torch")
     weights = with_tensors(folder_store, {dtype: of(dtype) for dtype in PLAIN})
     for dtype, (_, own) in PLAIN.items():
-        found, (_, shape, data) = weights.torch(dtype), of(dtype)
+        found, (_, shape, data) = weights.read_torch(dtype), of(dtype)
         assert (found.dtype, tuple(found.shape)) == (getattr(torch, own), shape)
         assert bytes(found.contiguous().view(torch.uint8).flatten().tolist()) == data
         if found.dtype.is_floating_point:
             np.testing.assert_array_equal(
-                found.to(torch.float64).numpy(), weights.numpy(dtype).astype(np.float64)
+                found.to(torch.float64).numpy(), weights.read_numpy(dtype).astype(np.float64)
             )
 
 
@@ -100,14 +100,14 @@ def test_bf16_becomes_float32(folder_store: FolderStore) -> None:
     stored = np.array(mx.array(values).astype(mx.bfloat16).view(mx.uint16))
     weights = with_tensors(folder_store, {"x": ("BF16", (5,), stored.tobytes())})
     expected = np.array(mx.array(values).astype(mx.bfloat16).astype(mx.float32))
-    np.testing.assert_array_equal(weights.numpy("x"), expected)
+    np.testing.assert_array_equal(weights.read_numpy("x"), expected)
 
 
 def test_numpy_does_not_copy(folder_store: FolderStore) -> None:
     """The view shows the file's own pages."""
     data = np.arange(4096, dtype=np.float32)
     weights = with_tensors(folder_store, {"x": ("F32", (4096,), data.tobytes())})
-    found = weights.numpy("x")
+    found = weights.read_numpy("x")
     (path,) = (path for path in folder_store.root.iterdir() if path.stat().st_size > 4096)
     with path.open("r+b") as file:
         file.seek(-4, 2)
@@ -120,16 +120,16 @@ def test_numpy_does_not_copy(folder_store: FolderStore) -> None:
 def test_writing_to_torch_stays_here(folder_store: FolderStore) -> None:
     pytest.importorskip("torch")
     weights = with_tensors(folder_store, {"x": ("F32", (2, 2), np.ones(4, np.float32).tobytes())})
-    mine = weights.torch("x")
+    mine = weights.read_torch("x")
     mine[0, 0] = 5
     assert mine[0, 0] == 5
-    assert weights.torch("x")[0, 0] == 1
-    assert weights.numpy("x")[0, 0] == 1
+    assert weights.read_torch("x")[0, 0] == 1
+    assert weights.read_numpy("x")[0, 0] == 1
 
 
 def test_views_outlive_the_blob(folder_store: FolderStore) -> None:
     weights = with_tensors(folder_store, {"x": of("F32")})
-    found = weights.numpy("x")
+    found = weights.read_numpy("x")
     del weights
     for path in folder_store.root.iterdir():
         path.unlink()
@@ -146,10 +146,10 @@ def test_empty_scalar_and_unpadded(folder_store: FolderStore) -> None:
     maker.add("x", len(text).to_bytes(8, "little") + text + one)
     maker.add("none", blob({"none": ("BF16", (0, 4), b"")}))
     weights = opened(maker)
-    assert float(weights.numpy("x")) == float(weights.torch("x")) == 2.5
-    assert weights.numpy("x").shape == tuple(weights.torch("x").shape) == ()
-    assert weights.numpy("none").shape == tuple(weights.torch("none").shape) == (0, 4)
-    assert weights.torch("none").dtype == torch.bfloat16
+    assert float(weights.read_numpy("x")) == float(weights.read_torch("x")) == 2.5
+    assert weights.read_numpy("x").shape == tuple(weights.read_torch("x").shape) == ()
+    assert weights.read_numpy("none").shape == tuple(weights.read_torch("none").shape) == (0, 4)
+    assert weights.read_torch("none").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_empty_scalar_and_unpadded(folder_store: FolderStore) -> None:
 def test_a_single_number_is_an_array(
     folder_store: FolderStore, dtype: str, data: bytes, value: float
 ) -> None:
-    found = with_tensors(folder_store, {"x": (dtype, (), data)}).numpy("x")
+    found = with_tensors(folder_store, {"x": (dtype, (), data)}).read_numpy("x")
     assert isinstance(found, np.ndarray)
     assert not found.shape and found.dtype == np.float32
     assert float(found) == value
@@ -175,11 +175,11 @@ def test_quantized_tensors(folder_store: FolderStore) -> None:
     torch = pytest.importorskip("torch")
     weights = opened(made(folder_store, "int4", "combined"))
     expected = judge(MATRICES[NAME], "int4")
-    found = weights.torch(NAME)
+    found = weights.read_torch(NAME)
     assert found.dtype == torch.float32
     np.testing.assert_array_equal(found.numpy(), expected)
-    assert not weights.numpy(NAME).flags.writeable
-    parts, own = weights.parts(NAME), quantize(MATRICES[NAME], "int4")
+    assert not weights.read_numpy(NAME).flags.writeable
+    parts, own = weights.read_parts(NAME), quantize(MATRICES[NAME], "int4")
     assert parts.keys() == own.keys()
     for key, value in parts.items():
         plain = own[key] if key == "" else own[key].astype(mx.float32)
@@ -189,7 +189,7 @@ def test_quantized_tensors(folder_store: FolderStore) -> None:
 def test_without_torch(folder_store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ModelError, match="PyTorch is not installed") as caught:
-        with_tensors(folder_store, {"x": of("F32")}).torch("x")
+        with_tensors(folder_store, {"x": of("F32")}).read_torch("x")
     assert "numpy" in (caught.value.hint or "")
 
 
@@ -203,11 +203,11 @@ def test_map_file_refuses_missing_and_empty_files(tmp_path: Path) -> None:
 
 def test_numpy_refuses_a_blob_that_was_truncated(folder_store: FolderStore) -> None:
     weights = with_tensors(folder_store, {"x": of("F32", bytes(8192))})
-    assert weights.shape("x") == (2, 1024)
+    assert weights.get_shape("x") == (2, 1024)
     for path in folder_store.root.iterdir():
         path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(StoreError, match="was truncated"):
-        weights.numpy("x")
+        weights.read_numpy("x")
 
 
 WITHOUT_MLX = """
@@ -221,7 +221,7 @@ from clowder_aimage.oci import Reference
 store = ImageLayout(Path({root!r}))
 weights = ModelWeights.open(store, read_aimage(store, Reference.parse("x:y")).aimage, "net")
 for name in weights.keys():
-    print(name, weights.numpy(name).sum(), weights.quantization(name))
+    print(name, weights.read_numpy(name).sum(), weights.get_quantization(name))
 """
 
 

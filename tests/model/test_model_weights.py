@@ -97,7 +97,7 @@ def test_casting_and_skipping(folder_store: FolderStore) -> None:
     skipped = weights.apply(net, skip=lambda name: "last" in name, dtype=mx.float32)
     assert skipped == ("model.last.weight",)
     assert net.fc.weight.dtype == mx.float32
-    assert weights.quantization("model.fc.weight") is None
+    assert weights.get_quantization("model.fc.weight") is None
 
 
 def swap(aimage: AImage, layer: Layer) -> AImage:
@@ -144,14 +144,14 @@ def test_layer_with_false_type_or_shape_is_refused(
     folder_store: FolderStore, changes: dict[str, object]
 ) -> None:
     aimage = packed(folder_store, arrays())
-    layer = lying(aimage.layer("net/model.fc.weight"), **changes)
+    layer = lying(aimage.get_layer("net/model.fc.weight"), **changes)
     with pytest.raises(FormatError, match=r"fc\.weight: the blob contains F32 \[2, 3\]"):
         ModelWeights.open(folder_store, swap(aimage, layer), "net").apply(Net())
 
 
 def test_layer_without_type_and_shape_is_read(folder_store: FolderStore) -> None:
     aimage = packed(folder_store, arrays())
-    layer = lying(aimage.layer("net/model.fc.weight"), dtype=None, shape=None)
+    layer = lying(aimage.get_layer("net/model.fc.weight"), dtype=None, shape=None)
     ModelWeights.open(folder_store, swap(aimage, layer), "net").apply(Net())
 
 
@@ -186,7 +186,7 @@ def test_missing_components_and_blobs_are_errors(folder_store: FolderStore) -> N
     with pytest.raises(ModelError, match="no tensors found for net"):
         ModelWeights.open(folder_store, AImage(b"{}", aimage.layers[:1]), "net")
     weights = ModelWeights.open(folder_store, aimage, "net")
-    folder_store.path(aimage.layers[1].descriptor).unlink()
+    folder_store.find_path(aimage.layers[1].descriptor).unlink()
     with pytest.raises(NotFoundError):
         weights.apply(Net())
 

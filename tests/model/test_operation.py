@@ -8,7 +8,7 @@ import pytest
 from clowder_aimage.model.adapted_linear import AdaptedLinear, Effect, MatrixEffect, PairEffect
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.compute import attention as attention_module
-from clowder_aimage.model.compute.array_block import Array, memory, to_fastest, to_mlx
+from clowder_aimage.model.compute.array_block import Array, to_fastest, to_mlx, view_memory
 from clowder_aimage.model.compute.attention import attention
 from clowder_aimage.model.compute.operation import (
     LayerNorm,
@@ -61,7 +61,7 @@ def test_networks_compute_in_numpy_where_mlx_is_slow(monkeypatch: pytest.MonkeyP
 
 
 def test_memory_outlives_its_array() -> None:
-    found = [memory(normal(100, 1000) + one) for one in range(5)]
+    found = [view_memory(normal(100, 1000) + one) for one in range(5)]
     for one, values in enumerate(found):
         assert_equal(values, normal(100, 1000) + one)
 

@@ -167,7 +167,7 @@ def test_references_are_opened_in_their_order_at_their_size(tmp_path: Path) -> N
     files = {"1": noise(20, 8), "2": noise(8, 30)}
     for name, pixels in files.items():
         Image.fromarray(pixels).save(tmp_path / f"{name * 64}.png")
-    store = SimpleNamespace(path=lambda layer: tmp_path / f"{layer.digest.encoded}.png")
+    store = SimpleNamespace(find_path=lambda layer: tmp_path / f"{layer.digest.encoded}.png")
     request = GenerateRequest.of("a fox", references=(f"sha256:{'2' * 64}", IMAGE))
     opened = PictureInputs(cast(Any, store)).open(request)
     assert isinstance(opened, PreparedPicture) and opened.inputs.pixels is None

@@ -85,7 +85,7 @@ def snapshot(pipeline: FlowPipeline) -> Any:
         pipeline.family,
         (state.adapters, state.control, dict(state.captions)),
         (networks.budget.modules, networks.budget.memory, networks.budget.limit),
-        [(module, module.is_loaded, networks.budget.policy(module)) for module in modules],
+        [(module, module.is_loaded, networks.budget.get_policy(module)) for module in modules],
         [vars(module.adaptation).copy() for module in adapted if module.adaptation],
     )
 

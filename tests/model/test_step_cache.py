@@ -146,7 +146,7 @@ def test_captions_pictures_and_requests_share_no_cache(
     without = request.change(cache_threshold=0.0)
     list(pipeline.generate(without))
     assert {cache for _, cache in used} == {None}
-    estimates = [pipeline.stages(one)[1].work for one in (request, without)]
+    estimates = [pipeline.list_stages(one)[1].work for one in (request, without)]
     arrays = [array.nbytes for pair in kept if pair for array in pair]
     assert len(arrays) == 4 and sum(arrays) <= estimates[0] - estimates[1] < 2 * sum(arrays)
 

@@ -42,18 +42,18 @@ def test_arrays_are_of_the_compute_type_and_integers_stay() -> None:
     from clowder_aimage.model.torch.library import TorchLibrary
 
     library = TorchLibrary("cpu", torch.bfloat16)
-    floats = library.array(np.array([1.001, -2], np.float32))
+    floats = library.to_array(np.array([1.001, -2], np.float32))
     assert floats.dtype == torch.bfloat16 and library.itemsize == 2
-    assert library.floats(floats).dtype == np.float32
-    assert library.array(np.array([1 << 40])).tolist() == [1 << 40]
-    assert library.colours(torch.tensor([-3.0, 0.0, 3.0])).tolist() == [0, 0.5, 1]
+    assert library.to_floats(floats).dtype == np.float32
+    assert library.to_array(np.array([1 << 40])).tolist() == [1 << 40]
+    assert library.to_colours(torch.tensor([-3.0, 0.0, 3.0])).tolist() == [0, 0.5, 1]
 
 
 def test_weights_are_the_blobs_themselves_and_stay_unchanged(pipeline: Any) -> None:
     """In the type of the blobs nothing is copied; writes stay in this process."""
     weights = pipeline.networks.weights["transformer"]
     name = "layers.0.attention.to_q.weight"
-    one, other = weights.torch(name), weights.torch(name)
+    one, other = weights.read_torch(name), weights.read_torch(name)
     before = other.clone()
     one.add_(1)
     assert torch.equal(other, before)
@@ -134,7 +134,7 @@ def pictures(pipeline: Any) -> list[np.ndarray]:
 def squeeze(pipeline: Any) -> int:
     """Leave the memory for one layer of each network; return it."""
     pipeline.set_memory("auto", 1)
-    stages, own = pipeline.stages(REQUEST), pipeline.networks.budget._base_memory
+    stages, own = pipeline.list_stages(REQUEST), pipeline.networks.budget._base_memory
     least, whole = (max(getattr(one, name) for one in stages) for name in ("least", "size"))
     assert least < whole
     pipeline.networks.budget.memory = pipeline.networks.budget.limit = own + int(least) + 1
@@ -145,11 +145,13 @@ def test_layers_are_loaded_one_by_one_where_memory_is_short(tmp_path: Path) -> N
     """Blobs in bfloat16 are values in float32 while their layer runs, and mapped otherwise."""
     pipeline = open_tiny(tmp_path)
     expected, states = pictures(pipeline), []
-    assert "all networks stay" in pipeline.networks.budget.describe(pipeline.stages(REQUEST))
+    assert "all networks stay" in pipeline.networks.budget.describe(pipeline.list_stages(REQUEST))
     least = squeeze(pipeline)
     assert np.array_equal(pictures(pipeline), expected)
-    assert "one by one" in pipeline.networks.budget.describe(pipeline.stages(REQUEST))
-    pipeline.networks.budget.use(pipeline.stages(REQUEST)[1])  # it was released for the decoder
+    assert "one by one" in pipeline.networks.budget.describe(pipeline.list_stages(REQUEST))
+    pipeline.networks.budget.use(
+        pipeline.list_stages(REQUEST)[1]
+    )  # it was released for the decoder
     module = pipeline.networks.transformer.get().module
 
     def note(*_: Any) -> None:
@@ -196,7 +198,7 @@ def test_a_layer_that_fails_is_idle_afterwards(tmp_path: Path) -> None:
     pipeline = open_tiny(tmp_path)
     squeeze(pipeline)
     expected = pictures(pipeline)
-    pipeline.networks.budget.use(pipeline.stages(REQUEST)[1])
+    pipeline.networks.budget.use(pipeline.list_stages(REQUEST)[1])
     layer = pipeline.networks.transformer.get().module.layers[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer.feed_forward.w1, "forward", lambda _: torch.empty(1 << 60))
@@ -216,8 +218,8 @@ def test_what_can_be_loaded_layer_by_layer() -> None:
         ("cpu", torch.float32, {"BF16", None}, False),
         ("cuda", torch.bfloat16, {"BF16", None}, True),
     ):
-        assert TorchLibrary(device, dtype).offloads(types) == expected
-        assert not TorchLibrary(device, dtype, TorchTuning(compile=True)).offloads(types)
+        assert TorchLibrary(device, dtype).can_offload(types) == expected
+        assert not TorchLibrary(device, dtype, TorchTuning(compile=True)).can_offload(types)
 
 
 def test_memory_that_is_insufficient_is_an_error_and_the_model_stays(
@@ -276,8 +278,8 @@ def test_adapters_and_copies_of_arrays_can_lack_memory_too(
         patch.setattr(torch, "from_numpy", fail)
         for use, given in (
             (pipeline.networks.transformer.get, ()),
-            (library.array, (np.zeros(1, np.float32),)),
-            (library.floats, (lacking,)),
+            (library.to_array, (np.zeros(1, np.float32),)),
+            (library.to_floats, (lacking,)),
         ):
             with pytest.raises(NoMemoryError, match="the memory of the GPU is insufficient"):
                 use(*given)
@@ -298,7 +300,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         )
         monkeypatch.setattr(torch, "cuda", cuda)
         found = {"cpu", *names, *(name.partition(":")[0] for name in names)}
-        monkeypatch.setattr(torch_device, "failure", lambda name: None if name in found else why)
+        monkeypatch.setattr(
+            torch_device, "find_failure", lambda name: None if name in found else why
+        )
         return torch_device
 
     return of
@@ -310,7 +314,7 @@ def test_the_device_is_the_first_that_works_or_the_named_one(gpus: Any) -> None:
     assert gpus().select_device() == "cpu" and not on_gpu()
     assert gpus("mps").select_device() == "mps" and on_gpu()
     module = gpus("cuda:0", "cuda:1")
-    assert module.devices() == ["cuda:0", "cuda:1", "cpu"]
+    assert module.list_devices() == ["cuda:0", "cuda:1", "cpu"]
     library = TorchLibrary.create(None)
     assert library.describe().endswith(" cuda (H0)") and library.memory.total == 900
     assert library.dtype_name == "bfloat16" and not library.memory.is_shared
@@ -338,11 +342,11 @@ def test_a_device_that_does_not_exist_is_refused(gpus: Any, name: str, message: 
 
 
 def test_why_pytorch_cannot_compute_is_what_it_says() -> None:
-    from clowder_aimage.model.torch.device import failure
+    from clowder_aimage.model.torch.device import find_failure
 
-    assert failure("cpu") is None
-    assert "Apple silicon" in str(failure("mps")) or failure("mps") is None
-    assert "\n" not in str(failure("cuda:99")) and failure("cuda:99")
+    assert find_failure("cpu") is None
+    assert "Apple silicon" in str(find_failure("mps")) or find_failure("mps") is None
+    assert "\n" not in str(find_failure("cuda:99")) and find_failure("cuda:99")
 
 
 def test_a_gpu_that_cannot_be_used_is_a_warning(
@@ -352,12 +356,12 @@ def test_a_gpu_that_cannot_be_used_is_a_warning(
 
     module, driver = gpus(why="the driver is too old"), tmp_path / "nvidia0"
     monkeypatch.setattr(library_choice, "_GPUS", (str(driver),))
-    assert module.device_warning(None) is None
+    assert module.describe_unused_device(None) is None
     driver.touch()
     said = "PyTorch computes on the CPU, although this machine has a GPU .*nvidia0.: the driver is"
-    assert re.match(said, module.device_warning(None))
-    assert module.device_warning("cpu") is None
-    assert gpus("cuda:0").device_warning(None) is None
+    assert re.match(said, module.describe_unused_device(None))
+    assert module.describe_unused_device("cpu") is None
+    assert gpus("cuda:0").describe_unused_device(None) is None
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class NodeRun:
         return 0.0
 
     def names(self) -> set[str]:
-        return {name for name, _ in ImageLayout(self.aimage.store).tags()}
+        return {name for name, _ in ImageLayout(self.aimage.store).list_tags()}
 
 
 class LiveNode(NodeRun):
@@ -181,7 +181,7 @@ class LocalNode(NodeRun):
         app = build_app(daemon, own, tokens=tokens)
         try:
             async with daemon.running(), own.running(), accepting(app, listeners):
-                await own.ready()
+                await own.signal_ready()
                 ready.set_result(listeners.urls[0])
                 await self._over.wait()
                 await own.drain(0.0, asyncio.Event())

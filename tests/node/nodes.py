@@ -143,7 +143,7 @@ class Node:
         warnings.simplefilter(
             "ignore", web.NotAppKeyWarning
         )  # the worker's application does the same
-        for route in self.sharing.registry.routes():
+        for route in self.sharing.registry.build_routes():
             for method in (route.method, "HEAD"):
                 added = app.router.add_route(method, route.path, route.handler)
                 scopes[added] = route.scope
@@ -163,7 +163,7 @@ class Node:
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait until the state of a neighbour makes a condition true."""
         with self._changed:
-            assert self._changed.wait_for(condition, PATIENCE), self.sharing.peers.states()
+            assert self._changed.wait_for(condition, PATIENCE), self.sharing.peers.list_states()
 
     def knows(self, *others: str) -> None:
         """Wait until the peers at these addresses are live."""
@@ -171,7 +171,11 @@ class Node:
         self.wait_until(
             lambda: (
                 wanted
-                <= {each["url"] for each in self.sharing.peers.states() if each["state"] == LIVE}
+                <= {
+                    each["url"]
+                    for each in self.sharing.peers.list_states()
+                    if each["state"] == LIVE
+                }
             )
         )
 
@@ -184,7 +188,7 @@ class Node:
         def count(source: str, number: int) -> None:
             came[source] += number
 
-        near = self.sharing.near(reference, count)
+        near = self.sharing.build_source_wrapper(reference, count)
         return pull(reference, self.layout, self.connection, PullOptions(wrap=near)).root, came
 
     def blob_requests(self) -> list[tuple[str, dict[str, str]]]:

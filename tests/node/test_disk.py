@@ -9,12 +9,18 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.digest_scan import blobs
+from clowder_aimage.layout.digest_scan import iter_blobs
 from clowder_aimage.layout.layout import index_name
-from clowder_aimage.node.eviction import DiskReading, Watermarks, measure_blobs, relieve, usage
+from clowder_aimage.node.eviction import (
+    DiskReading,
+    Watermarks,
+    measure_blobs,
+    measure_disk,
+    relieve,
+)
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 
 OLD, MIDDLE, NEW = (Reference.parse(f"registry.example.com/{name}") for name in "abc")
@@ -25,7 +31,7 @@ def artifact(store: ImageLayout, name: Reference) -> None:
     described = []
     for data in (os.urandom(100), os.urandom(200_000)):
         described.append(Descriptor("application/octet-stream", Digest.of(data), len(data)))
-        store.push(described[-1], bytes_body(data))
+        store.push(described[-1], build_bytes_body(data))
     config, layer = (each.to_json() for each in described)
     document = {
         "schemaVersion": 2,
@@ -34,7 +40,9 @@ def artifact(store: ImageLayout, name: Reference) -> None:
         "layers": [layer],
     }
     raw = json.dumps(document).encode()
-    store.push(Descriptor(mediatype.OCI_MANIFEST, Digest.of(raw), len(raw)), bytes_body(raw), name)
+    store.push(
+        Descriptor(mediatype.OCI_MANIFEST, Digest.of(raw), len(raw)), build_bytes_body(raw), name
+    )
 
 
 @pytest.fixture
@@ -55,7 +63,7 @@ def old_blobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names(store: ImageLayout) -> set[Any]:
-    return {name for name, _ in store.tags()}
+    return {name for name, _ in store.list_tags()}
 
 
 def test_relieve_evicts_the_least_recently_used_and_no_more(three_models: ImageLayout) -> None:
@@ -110,17 +118,17 @@ def test_excess_is_measured_from_the_lower_mark_above_the_upper_one(
     marks = Watermarks(
         0.85, 0.80, measure=lambda _: DiskReading(110, used, 100 - used)
     )  # ten are reserved for root
-    assert marks.excess(tmp_path) == excess
+    assert marks.compute_excess(tmp_path) == excess
 
 
 def test_usage_of_a_missing_store_is_that_of_its_parent(tmp_path: Path) -> None:
-    found = usage(tmp_path / "not" / "yet")
+    found = measure_disk(tmp_path / "not" / "yet")
     assert 0 < found.used_fraction < 1 and found.total >= found.used + found.free > 0
 
 
 def test_stored_counts_blobs_and_interrupted_downloads(three_models: ImageLayout) -> None:
     kept, _ = measure_blobs(three_models.root)
-    assert kept == sum(each.st_size for _, each in blobs(three_models.root)) > 600_000
+    assert kept == sum(each.st_size for _, each in iter_blobs(three_models.root)) > 600_000
     size = 20 * 1024 * 1024  # large enough for an ingest record
     content = Descriptor("application/octet-stream", Digest.of(b"y"), size)
     ingest = three_models.ingest(content.digest.encoded, content)

@@ -12,7 +12,7 @@ import pytest
 
 from clowder_aimage.content.fetch import RESERVE
 from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, IF_MISSING, NEVER
-from clowder_aimage.engine.backoff import CHANGE, SPACE, TIME, Backoff, full_backoff
+from clowder_aimage.engine.backoff import CHANGE, SPACE, TIME, Backoff, compute_full_backoff
 from clowder_aimage.errors import (
     NetworkError,
     NoSpaceError,
@@ -202,14 +202,15 @@ MOVED, SAME = checked(NEW, NEW), checked()
         (present(reason="no such tag"), failed(ABSENT), {"reason": "no such tag"}, ()),
         # -- content that failed verification
         (state(PULLING, root=NEW), failed(WRONG),
-         {"phase": FAILED, "suspect": Suspect(NEW, "other bytes", 1, NOW + full_backoff(1, 0.5))},
+         {"phase": FAILED,
+          "suspect": Suspect(NEW, "other bytes", 1, NOW + compute_full_backoff(1, 0.5))},
          (Announce(FAILED, {"reason": "other bytes"}),)),
         (state(PULLING), failed(WRONG, root=NEW), {"root": NEW},
          (Announce(FAILED, {"reason": "other bytes"}),)),
         (state(FAILED, root=NEW, suspect=BAD), failed(WRONG),
-         {"suspect": Suspect(NEW, "other bytes", 2, NOW + full_backoff(2, 0.5))}, ()),
+         {"suspect": Suspect(NEW, "other bytes", 2, NOW + compute_full_backoff(2, 0.5))}, ()),
         (state(FAILED, root=OLD, suspect=BAD), failed(WRONG),
-         {"suspect": Suspect(OLD, "other bytes", 1, NOW + full_backoff(1, 0.5))}, ()),
+         {"suspect": Suspect(OLD, "other bytes", 1, NOW + compute_full_backoff(1, 0.5))}, ()),
         (state(FAILED), failed(WRONG), {"suspect": None, "next_try": NOW + REFRESH}, ()),
         # -- a lack of space
         (state(PULLING), failed(FULL, free=100),
@@ -273,7 +274,7 @@ def test_wrong_content_is_pulled_again_with_exponential_backoff() -> None:
     for count in (1, 2, 3):
         before, _ = step(before, GONE, now=now)
         before, _ = step(before, failed(WRONG, root=NEW), now=now)
-        assert before.next_try == now + full_backoff(count, 0.5)
+        assert before.next_try == now + compute_full_backoff(count, 0.5)
         almost = before.next_try - 1
         before, actions = step(before, GONE, SAME, now=almost)
         assert (before.phase, actions) == (FAILED, ())

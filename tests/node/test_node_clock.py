@@ -69,7 +69,7 @@ class Bench:
             await self.node._eviction
 
     def model(self) -> dict[str, Any]:
-        (found,) = self.node.models()
+        (found,) = self.node.describe_models()
         return found
 
 
@@ -99,7 +99,7 @@ def test_wall_clock_jumps_do_not_affect_tag_checks(
             await bench.turn(1.5 if at else 151.0)
             seen = publisher.proxy.seen[before:]
             assert [(each.method, each.status) for each in seen] == [("GET", 304)]
-            assert bench.model()["state"] == "present" and not bench.node.missing()
+            assert bench.model()["state"] == "present" and not bench.node.list_missing()
         assert ImageLayout(tmp_path / "bench").resolve(Reference.parse(ref))
 
     asyncio.run(play())
@@ -200,7 +200,7 @@ def test_a_pull_goes_on_between_a_change_and_the_next_turn(
         bench = Bench(tmp_path, want(ref, priority=1))
         first = asyncio.create_task(bench.turn())
         await asyncio.to_thread(publisher.proxy.wait_until, publisher.proxy.is_holding)
-        (pull,) = bench.node._service.transfers.pulls()
+        (pull,) = bench.node._service.transfers.list_pulls()
         for priority in (5, 9):
             bench.want(want(ref, priority=priority))
             await bench.node.begin()

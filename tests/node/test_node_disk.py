@@ -50,7 +50,7 @@ def put(store: ImageLayout, name: str, size: int, used: int) -> Reference:
 
 
 def names(store: ImageLayout) -> set[Any]:
-    return {name for name, _ in store.tags()}
+    return {name for name, _ in store.list_tags()}
 
 
 async def told(bench: Bench, kind: str) -> list[Any]:
@@ -131,7 +131,7 @@ def test_a_new_version_without_space_keeps_the_old_one(disk: Disk, publisher: Pu
         seen = publisher.proxy.seen[asked:]
         assert {(each.method, each.status) for each in seen} == {("GET", 304)}
         assert len(seen) <= 20 and publisher.blobs() == blobs
-        assert bench.model()["reason"] == now["reason"] and not bench.node.missing()
+        assert bench.model()["reason"] == now["reason"] and not bench.node.list_missing()
         disk.drop()
         await bench.turn(61.0)
         assert bench.model()["drift"] is None and bench.model()["reason"] is None
@@ -177,12 +177,12 @@ def test_above_the_upper_mark_only_unwanted_models_are_evicted(
                 await bench.turn(1.0)
             left = {index_name(each) for each in (pinned, held, third)} | {ref}
             assert names(store) == left
-            assert bench.node.disk()["used"] <= 0.70
+            assert bench.node.describe_disk()["used"] <= 0.70
             gone = [each["model"] for each in await told(bench, "evict")]
             assert gone == [index_name(first), index_name(second)]
             assert bench.node.metrics.collections.labels("high")._value.get() == 1
             assert (await told(bench, "gc"))[0]["bytes"] >= 30 * MIB
-            assert bench.model()["state"] == "present" and not bench.node.missing()
+            assert bench.model()["state"] == "present" and not bench.node.list_missing()
 
         asyncio.run(play())
 

@@ -48,7 +48,9 @@ async def idle(home: Path, publisher: Publisher, count: int = 2) -> tuple[Bench,
     bench = Bench(home, *(want(name, refresh=3600.0) for name in names))
     for _ in range(3):
         await bench.turn(11.0)
-    assert {(one["state"], one["reason"]) for one in bench.node.models()} == {("present", None)}
+    assert {(one["state"], one["reason"]) for one in bench.node.describe_models()} == {
+        ("present", None)
+    }
     return bench, names
 
 
@@ -69,7 +71,7 @@ def test_models_of_an_unchanged_store_are_not_checked_again(
         looks.clear()
         for _ in range(10):
             await bench.turn(11.0)
-        return bench.node.missing()
+        return bench.node.list_missing()
 
     assert asyncio.run(play()) == []
     assert looks == []
@@ -85,7 +87,7 @@ def test_a_deleted_blob_is_noticed_at_the_next_turn(
         largest(bench).unlink()
         looks.clear()
         await bench.turn(11.0)
-        return len(bench.node.missing()), len(names)
+        return len(bench.node.list_missing()), len(names)
 
     missing, all_ = asyncio.run(play())
     assert missing == 1
@@ -102,11 +104,11 @@ def test_a_restored_tag_is_noticed_at_the_next_turn(
         publisher.refuse(lambda passed: True, 503)
         bench.store.untag(first)
         await bench.turn(11.0)
-        missing = bench.node.missing()
+        missing = bench.node.list_missing()
         pass_tick(tmp_path)
         bench.store.tag(descriptor, first)
         await bench.turn(11.0)
-        return missing, names[:1], bench.node.missing()
+        return missing, names[:1], bench.node.list_missing()
 
     missing, gone, at_last = asyncio.run(play())
     assert missing == gone and at_last == []
@@ -124,7 +126,7 @@ def test_a_truncated_blob_is_noticed_after_max_age(
             file.truncate(10)
         await bench.turn(MAX_AGE)
         await bench.turn(11.0)
-        return bench.node.missing()
+        return bench.node.list_missing()
 
     assert len(asyncio.run(play())) == 1
 
@@ -138,7 +140,7 @@ def test_a_model_is_not_missing_during_its_check(
 
         def watched(*asked: Any) -> Completeness:
             looked.append(asked)
-            missing.extend(bench.node.missing())
+            missing.extend(bench.node.list_missing())
             return check_model(*asked)
 
         monkeypatch.setattr(reconciler, "check_model", watched)
@@ -159,7 +161,7 @@ def test_a_model_whose_check_crashes_is_missing(
         )
         bench.node.look_again()
         await bench.turn(11.0)
-        return bench.node.missing() == names
+        return bench.node.list_missing() == names
 
     assert asyncio.run(play())
 
@@ -202,10 +204,10 @@ def test_an_unreadable_store_is_checked_again(
             error = StoreError("cannot read /srv/store: too many open files")
             broken.setattr(bench.store, "read", lambda _: fail(error))
             await bench.turn(11.0)
-            missing = bench.node.missing()
-            assert "/srv" not in str(bench.node.models())
+            missing = bench.node.list_missing()
+            assert "/srv" not in str(bench.node.describe_models())
         await bench.turn(11.0)
-        return missing == names, bench.node.missing()
+        return missing == names, bench.node.list_missing()
 
     assert asyncio.run(play()) == (True, [])
 

@@ -147,7 +147,7 @@ def test_unreadable_records_prune_nothing(
         assert names(bench.store) == {ref}
         is_lost[0] = False
         await turns(bench)
-        assert names(bench.store) == {ref} and not bench.node.warnings()
+        assert names(bench.store) == {ref} and not bench.node.list_warnings()
         assert bench.model()["state"] == "present" and await evicted(bench) == []
 
     asyncio.run(play())

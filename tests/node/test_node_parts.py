@@ -250,7 +250,7 @@ def test_the_event_loop_makes_no_file_system_calls(
         watched = Watched(monkeypatch, tmp_path)
         async with served(tmp_path) as (here, node):
             async with asyncio.timeout(60):
-                while node.missing():
+                while node.list_missing():
                     await asyncio.sleep(0.05)
             with watched.on():
                 for method, path, body, status in questions:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.content import build_bytes_body, copy
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import lease_manifest
 from clowder_aimage.oci import Digest, Manifest, Reference, mediatype
@@ -60,16 +60,16 @@ class Mover:
         self.moves += 1
         data = noise(EXTRA, f"{tag} {self.moves}")
         layer = Descriptor.of(mediatype.AIMAGE_FILE, data)
-        self._store.push(layer, bytes_body(data))
+        self._store.push(layer, build_bytes_body(data))
         named = layer.to_json() | {"annotations": {mediatype.NAME: f"notes-{self.moves}.bin"}}
         document = self._plain | {"layers": [*self._plain["layers"], named]}
         made = Manifest.parse(json.dumps(document).encode())
         reference = Reference.parse(f"{self._repository}:{tag}")
-        self._store.push(made.descriptor, bytes_body(made.raw), reference)
+        self._store.push(made.descriptor, build_bytes_body(made.raw), reference)
         with Repository(reference, self._connection) as target:
             copy(self._store, reference, target)
         self._store.untag(reference)
-        self._store.path(layer).unlink()
+        self._store.find_path(layer).unlink()
         return str(reference)
 
 
@@ -119,7 +119,7 @@ class Readers:
                 self.errors.append(repr(error))
 
     def _check(self, layout: ImageLayout, found: Descriptor) -> None:
-        raw = layout.path(found).read_bytes()
+        raw = layout.find_path(found).read_bytes()
         assert Digest.of(raw) == found.digest
         for blob in Manifest.parse(raw).layers:
             if self.over.wait(0.001):

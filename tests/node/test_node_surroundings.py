@@ -174,7 +174,7 @@ def test_a_failing_background_task_is_logged_and_others_continue(
                 going.set()
                 await asyncio.sleep(0.001)
 
-        async with background.background_tasks(failing(), on()):
+        async with background.run_in_background(failing(), on()):
             await comes(lambda: caplog.records)
             going.clear()
             await asyncio.wait_for(going.wait(), 60)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import NetworkError, NotFoundError
 from clowder_aimage.node.range_source import RANGE, rank_nodes
 from clowder_aimage.oci import Reference
@@ -39,7 +39,7 @@ SHORT = replace(LIMITS, coming=0.3, busy=0.3, pause=0.1)
 @pytest.fixture
 def memory_store() -> MemoryStore:
     found = MemoryStore()
-    found.push(CONTENT, bytes_body(BLOB))
+    found.push(CONTENT, build_bytes_body(BLOB))
     return found
 
 
@@ -65,7 +65,7 @@ def pushed(local_registry: RegistryThread, tmp_path_factory: pytest.TempPathFact
 def test_spans_of_any_offset_and_chunk_size_are_correct(
     node: Node, memory_store: MemoryStore
 ) -> None:
-    source = node.sharing.near(REFERENCE)(memory_store)
+    source = node.sharing.build_source_wrapper(REFERENCE)(memory_store)
     draw = random.Random(7)
     spans = [(0, None), (RANGE, RANGE), (RANGE - 1, 2), (len(BLOB) - 1, 1), (len(BLOB), 5), (5, 0)]
     spans += [(draw.randrange(len(BLOB)), draw.randrange(len(BLOB))) for _ in range(4)]
@@ -79,7 +79,7 @@ def test_spans_of_any_offset_and_chunk_size_are_correct(
 
 
 def test_errors_of_the_registry_are_raised(node: Node) -> None:
-    source = node.sharing.near(REFERENCE)(MemoryStore())
+    source = node.sharing.build_source_wrapper(REFERENCE)(MemoryStore())
     with pytest.raises(NotFoundError), source.open(CONTENT) as reader:
         reader.read(1)
     with pytest.raises(NotFoundError):
@@ -88,7 +88,7 @@ def test_errors_of_the_registry_are_raised(node: Node) -> None:
 
 
 def test_a_reader_closed_early_does_not_block_others(node: Node, memory_store: MemoryStore) -> None:
-    source = node.sharing.near(REFERENCE)(memory_store)
+    source = node.sharing.build_source_wrapper(REFERENCE)(memory_store)
     for _ in range(40):
         with source.open(CONTENT) as reader:
             reader.read(10)
@@ -107,7 +107,7 @@ def test_shutting_down_ends_a_pull_that_waits_for_a_busy_owner(
             return web.Response(status=429)
 
         other.before = busy
-        source = one.sharing.near(REFERENCE)(memory_store)
+        source = one.sharing.build_source_wrapper(REFERENCE)(memory_store)
         with pytest.raises(NetworkError, match="shutting down"), source.open(CONTENT) as reader:
             while reader.read(1 << 20):
                 pass

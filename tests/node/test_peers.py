@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.node import peers
-from clowder_aimage.node.peers import LATE, Peers, SharingLimits, parse_peer, urls_of
+from clowder_aimage.node.peers import LATE, Peers, SharingLimits, parse_peer, resolve_urls
 from clowder_aimage.node.range_source import RANGE, BlobRange, rank_nodes
 from clowder_aimage.oci import Descriptor, Digest
 from clowder_aimage.oci.descriptor import MAX_SIZE
@@ -62,16 +62,16 @@ class World:
     def ping(self, later: float = 0.0) -> None:
         self.now += later
         self.peers._look_up()
-        for one in self.peers._due():
+        for one in self.peers._take_due():
             self.peers._ping(one)
 
     @property
     def states(self) -> dict[Any, Any]:
-        return {each["url"].split("/")[2]: each["state"] for each in self.peers.states()}
+        return {each["url"].split("/")[2]: each["state"] for each in self.peers.list_states()}
 
     @property
     def usable(self) -> set[Any]:
-        return set(self.peers.usable())
+        return set(self.peers.select_usable())
 
 
 # -- addresses
@@ -103,8 +103,8 @@ def test_an_invalid_address_is_refused_with_the_valid_forms(text: str) -> None:
 
 def test_a_dns_name_is_resolved_to_its_routable_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     hosts = ["10.0.0.1", "169.254.169.254", "::ffff:169.254.169.254", "fe80::1", "fd00::2", "::"]
-    monkeypatch.setattr(peers, "addresses_of", lambda *_: [*hosts, "224.0.0.1"])
-    found = urls_of(parse_peer("dns:nodes:8050"))
+    monkeypatch.setattr(peers, "resolve_addresses", lambda *_: [*hosts, "224.0.0.1"])
+    found = resolve_urls(parse_peer("dns:nodes:8050"))
     assert found == ["http://10.0.0.1:8050", "http://[fd00::2]:8050"]
 
 
@@ -151,7 +151,7 @@ def test_a_dns_name_keeps_its_last_addresses_if_the_lookup_fails(
             raise OSError("no answer")
         return found.pop()
 
-    monkeypatch.setattr(peers, "addresses_of", look_up)
+    monkeypatch.setattr(peers, "resolve_addresses", look_up)
     world.ping()
     world.ping(100)
     assert world.usable == {OTHER}
@@ -160,13 +160,13 @@ def test_a_dns_name_keeps_its_last_addresses_if_the_lookup_fails(
 def test_a_failing_node_is_excluded_with_exponential_backoff() -> None:
     world = World("other", other=OTHER)
     world.ping()
-    one, pauses = world.peers.usable()[OTHER], []
+    one, pauses = world.peers.select_usable()[OTHER], []
     for _ in range(12):
         world.peers.record_failure(one, "broke off")
         world.peers.record_failure(one, "broke off")  # the same failure on another connection
         assert world.states == {"other:80": "live"} and not world.usable
         began = world.now
-        while one not in world.peers.usable().values():
+        while one not in world.peers.select_usable().values():
             world.now += 1.0
         pauses.append(world.now - began)
     assert pauses[:4] == [2, 4, 8, 16] and max(pauses) == 600
@@ -179,7 +179,7 @@ def test_a_failing_node_is_excluded_with_exponential_backoff() -> None:
 def test_a_late_response_excludes_a_node_for_a_minute_or_until_restart() -> None:
     world = World("other", other=OTHER)
     world.ping()
-    world.peers.record_failure(world.peers.usable()[OTHER], "late", cost=LATE)
+    world.peers.record_failure(world.peers.select_usable()[OTHER], "late", cost=LATE)
     world.now += 60
     assert not world.usable
     world.client.answers["other"] = THIRD
@@ -204,7 +204,7 @@ def test_live_nodes_notice_that_a_peer_stops_and_returns(tmp_path: Path) -> None
         def is_silent() -> bool:
             return {"url": gone, "state": "silent"} in [
                 {"url": each["url"], "state": each["state"]}
-                for each in nodes[0].sharing.peers.states()
+                for each in nodes[0].sharing.peers.list_states()
             ]
 
         nodes[0].wait_until(is_silent)
@@ -231,7 +231,7 @@ def test_a_node_with_another_token_is_refused(tmp_path: Path) -> None:
 
         def is_refused() -> bool:
             return any(
-                "rejected the token" in each["reason"] for each in one.sharing.peers.states()
+                "rejected the token" in each["reason"] for each in one.sharing.peers.list_states()
             )
 
         until(is_refused)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, StoreError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.node.range_cache import RangeCache
@@ -50,7 +50,7 @@ class Upstream(MemoryStore):
     def connect(self, _: Any) -> Any:
         return contextlib.nullcontext(self)
 
-    def rate(self, _: Any) -> None:
+    def find_rate(self, _: Any) -> None:
         return None
 
     def count(self, *_: Any) -> None:
@@ -120,7 +120,7 @@ def fetch(exchange: RangeExchange, number: int) -> Any:
 
 def test_a_range_of_a_stored_blob_is_found(store: ImageLayout, cache: RangeCache) -> None:
     assert cache.find(PARTS[0]) is None
-    store.push(CONTENT, bytes_body(BLOB))
+    store.push(CONTENT, build_bytes_body(BLOB))
     for part in PARTS:
         assert read(cache.find(part), part) == bytes_of(part)
     assert cache.find(BlobRange(CONTENT.digest, len(BLOB) + 1, 0)) is None, "another size"
@@ -132,9 +132,9 @@ def test_a_range_written_by_a_pull_is_found_in_its_ingest(
     ingest = store.ingest(CONTENT.digest.encoded, CONTENT)
     ingest.write_at(PARTS[1].start, bytes_of(PARTS[1]))
     assert cache.find(PARTS[1]) is None, "not all of it may be written"
-    cache.wrote(PARTS[1])
+    cache.record_written(PARTS[1])
     assert read(cache.find(PARTS[1]), PARTS[1]) == bytes_of(PARTS[1])
-    cache.wrote(PARTS[2])
+    cache.record_written(PARTS[2])
     assert cache.find(PARTS[2]) is None, "the file is shorter"
     cache.forget(CONTENT.digest)
     assert cache.find(PARTS[1]) is None
@@ -148,7 +148,7 @@ def test_symbolic_links_are_not_followed(
     for place in (store.locate(CONTENT), store.root / ".aimage/ingest" / CONTENT.digest.encoded):
         os.makedirs(os.path.dirname(place))  # noqa: PTH103, PTH120
         os.symlink(tmp_path / "secret", place)  # noqa: PTH211
-    cache.wrote(PARTS[0])
+    cache.record_written(PARTS[0])
     assert cache.find(PARTS[0]) is None
 
 
@@ -228,7 +228,7 @@ def test_a_range_written_by_a_pull_is_dropped_from_the_cache(
     exchange: RangeExchange, cache: RangeCache
 ) -> None:
     fetch(exchange, 0).close()
-    cache.wrote(PARTS[0])
+    cache.record_written(PARTS[0])
     assert kept(cache) == 0
 
 
@@ -264,7 +264,7 @@ def test_a_range_is_read_from_the_ingest_while_a_pull_writes_it(
     store: ImageLayout, cache: RangeCache
 ) -> None:
     ingest = store.ingest(CONTENT.digest.encoded, CONTENT)
-    arrival, _ = cache.board(PARTS[1])
+    arrival, _ = cache.begin_arrival(PARTS[1])
     cache.write_to_ingest(arrival)
     ingest.write_at(PARTS[1].start, bytes_of(PARTS[1])[:1000])
     arrival.advance(1000)
@@ -279,7 +279,7 @@ def test_a_range_is_read_from_the_ingest_while_a_pull_writes_it(
 
 
 def test_a_failed_arrival_fails_its_readers(cache: RangeCache) -> None:
-    arrival, _ = cache.board(PARTS[0])
+    arrival, _ = cache.begin_arrival(PARTS[0])
     arrival.advance(10)
     cache.land(arrival, StoreError("no space"))
     assert asyncio.run(arrival.wait(9)) == 10

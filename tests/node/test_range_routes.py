@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.node import range_routes
 from clowder_aimage.node.range_source import RANGE, BlobRange
@@ -52,7 +52,7 @@ def running(tmp_path: Path, count: int = 1, **options: Any) -> Iterator[list[Nod
         for node in nodes:
             stack.callback(node.stop)
         acquaint(nodes)
-        nodes[0].layout.push(CONTENT, bytes_body(BLOB))
+        nodes[0].layout.push(CONTENT, build_bytes_body(BLOB))
         yield nodes
 
 
@@ -136,7 +136,7 @@ def test_a_part_of_a_range_is_served(tmp_path: Path) -> None:
 
 def test_head_is_answered_from_the_store_only(node: Node, pushed: Reference, proxy: Proxy) -> None:
     assert ask(node, 0, pushed, method="HEAD", **STORED)[0] == 404
-    node.layout.push(CONTENT, bytes_body(BLOB))
+    node.layout.push(CONTENT, build_bytes_body(BLOB))
     assert ask(node, 0, pushed, method="HEAD", **STORED)[0] == 200
     assert not proxy.seen and not node.bytes
 
@@ -348,7 +348,7 @@ def test_a_response_breaks_off_if_its_range_stops_arriving(
     response = request(node, 0, pushed)
     with contextlib.closing(response.connection), response:
         assert response.read(RANGE // 4) == BLOB[: RANGE // 4]
-        arrival = node.sharing.cache.arrival(BlobRange.at(CONTENT, 0))
+        arrival = node.sharing.cache.find_arrival(BlobRange.at(CONTENT, 0))
         assert arrival is not None
         if not stalls:
             arrival.end(NetworkError("no more"))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from clowder_aimage.engine.admission import FOR_EVER
-from clowder_aimage.engine.backoff import DAY, HOUR, full_backoff
+from clowder_aimage.engine.backoff import DAY, HOUR, compute_full_backoff
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layout import index_name
@@ -78,7 +78,7 @@ async def test_a_failed_model_that_is_pulled_manually_is_noticed(
     pull(Reference.parse(ref), bench.store, ClientOptions(docker_config=tmp_path))
     asked = len(publisher.proxy.seen)
     await bench.turn(11.0)
-    assert here(bench) == ("present", None, None) and not bench.node.missing()
+    assert here(bench) == ("present", None, None) and not bench.node.list_missing()
     assert len(publisher.proxy.seen) == asked
 
 
@@ -95,7 +95,7 @@ async def test_an_invalid_index_is_a_store_failure(tmp_path: Path, publisher: Pu
         state, code, after = here(bench)
         assert (state, code) == ("waiting", "store_failed") and after
         assert bench.model()["reason"] == "cannot access the store; see the node's log"
-        assert seconds(bench.model()) <= 10.0 and bench.node.missing() == [ref]
+        assert seconds(bench.model()) <= 10.0 and bench.node.list_missing() == [ref]
     index.write_bytes(good)
     await bench.turn(11.0)
     assert here(bench) == ("present", None, None)
@@ -121,14 +121,14 @@ async def test_a_store_that_is_not_writable_is_logged_once_and_served(
     caplog.clear()
     for _ in range(5):
         await bench.turn(11.0)
-        found = {each["state"]: each["reason"] for each in bench.node.models()}
-        assert found == {"present": None} and not bench.node.missing()
+        found = {each["state"]: each["reason"] for each in bench.node.describe_models()}
+        assert found == {"present": None} and not bench.node.list_missing()
     events = [each.message for each in caplog.records if each.levelname == "WARNING"]
     assert "pull failed" not in events
     assert events.count("cannot write to the store") == 1
     (store.root / ".aimage" / "pins").unlink()
     await bench.turn(11.0)
-    assert {key for key, _ in store.pins.items()} == set(refs)
+    assert {key for key, _ in store.pins.iter_items()} == set(refs)
 
 
 # -- space
@@ -164,7 +164,7 @@ async def test_eviction_is_retried_until_it_frees_space(
 
 
 def test_the_pause_after_wrong_content_doubles_up_to_a_day() -> None:
-    assert [full_backoff(times, 0.0) / HOUR for times in (1, 2, 3, 4, 5, 6, 99)] == [
+    assert [compute_full_backoff(times, 0.0) / HOUR for times in (1, 2, 3, 4, 5, 6, 99)] == [
         1,
         2,
         4,
@@ -173,7 +173,7 @@ def test_the_pause_after_wrong_content_doubles_up_to_a_day() -> None:
         24,
         24,
     ]
-    assert full_backoff(1, 0.999) < 0.8 * HOUR and full_backoff(99, 0.5) < DAY
+    assert compute_full_backoff(1, 0.999) < 0.8 * HOUR and compute_full_backoff(99, 0.5) < DAY
 
 
 def test_two_nodes_keep_each_others_pins(tmp_path: Path) -> None:
@@ -271,4 +271,4 @@ async def test_a_model_with_a_queued_tag_check_is_still_checked_in_the_store(
     shutil.rmtree(bench.store.root / "blobs")
     publisher.refuse(lambda passed: True, 501)
     await bench.turn()
-    assert bench.node.missing() == [ref]
+    assert bench.node.list_missing() == [ref]

@@ -125,7 +125,7 @@ def test_an_owner_that_dies_during_a_pull_does_not_affect_the_result(
         first, second, _ = all_at_once([*pulls, kill])
         assert first[0] == second[0]
         nodes[0].wait_until(
-            lambda: any(each["state"] == "silent" for each in nodes[0].sharing.peers.states())
+            lambda: any(each["state"] == "silent" for each in nodes[0].sharing.peers.list_states())
         )
     for node in nodes[:2]:
         assert not list((node.layout.root / ".aimage/ingest").glob("*"))

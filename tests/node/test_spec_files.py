@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 
 from clowder_aimage.document import schema
 from clowder_aimage.document import yaml as yaml_document
-from clowder_aimage.document.yaml import json_lines, read_yaml
+from clowder_aimage.document.yaml import find_json_lines, read_yaml
 from clowder_aimage.engine.admission import ALWAYS, IF_MISSING, NEVER
 from clowder_aimage.errors import FormatError, NotFoundError
 from clowder_aimage.node import spec_files
-from clowder_aimage.node.model_spec import ModelSpec, default_policy, parse_specs
-from clowder_aimage.node.spec_files import SpecFiles, fingerprint, read_directory
+from clowder_aimage.node.model_spec import ModelSpec, choose_default_policy, parse_specs
+from clowder_aimage.node.spec_files import SpecFiles, compute_fingerprint, read_directory
 from clowder_aimage.oci import Digest, Reference
 from tests.conftest import ROOT
 
@@ -125,9 +125,9 @@ def test_a_spec_has_documented_defaults() -> None:
 
 def test_the_default_policy_is_kubernetes() -> None:
     for ref in ("h.io/a", "h.io/a:latest"):
-        assert want(ref=ref).policy == default_policy(Reference.parse(ref)) == ALWAYS
+        assert want(ref=ref).policy == choose_default_policy(Reference.parse(ref)) == ALWAYS
     for ref in ("h.io/a:v1", f"h.io/a@{DIGEST}", f"h.io/a:latest@{DIGEST}"):
-        assert want(ref=ref).policy == default_policy(Reference.parse(ref)) == IF_MISSING
+        assert want(ref=ref).policy == choose_default_policy(Reference.parse(ref)) == IF_MISSING
 
 
 def test_policies_have_two_spellings() -> None:
@@ -183,7 +183,7 @@ def test_to_json_parses_to_the_same_spec(said: dict[str, Any]) -> None:
     found = want(**said)
     text = json.dumps(found.to_json())
     assert parse_specs([json.loads(text)]) == (found,)
-    assert list(schema.violations("desired", [found.to_json()])) == []
+    assert list(schema.iter_violations("desired", [found.to_json()])) == []
 
 
 def test_specs_are_equal_without_their_origin() -> None:
@@ -237,7 +237,7 @@ def test_an_empty_document_is_an_empty_list() -> None:
 
 def test_schema_and_parser_agree_on_references_with_a_registry() -> None:
     for ref in ("a:v1", "team/a", "localhost/a", "h/a", "h.io/a", "h:1/a", "[::1]/a", "[::1]:5/a"):
-        is_valid = not list(schema.violations("desired", [{"ref": ref}]))
+        is_valid = not list(schema.iter_violations("desired", [{"ref": ref}]))
         assert is_valid == (Reference.parse(ref).registry is not None), ref
 
 
@@ -493,7 +493,7 @@ def test_yaml_dumped_by_pyyaml_is_read_as_the_same_value(value: Any, is_flow: bo
 
 def test_json_lines_finds_lines_in_json_with_tabs() -> None:
     text = '[\n\t{\n\t\t"ref": "a",\n\t\t"pin": 1\n\t}\n]'
-    assert json_lines(text)[0, "pin"] == 4
+    assert find_json_lines(text)[0, "pin"] == 4
 
 
 @pytest.mark.parametrize(
@@ -531,7 +531,7 @@ class Watcher:
         self.seen: object = None
 
     def changed(self) -> bool:
-        before, self.seen = self.seen, fingerprint(self.directory)
+        before, self.seen = self.seen, compute_fingerprint(self.directory)
         return before != self.seen
 
 
@@ -565,7 +565,7 @@ def test_a_directory_replaced_during_the_read_is_read_again(
 ) -> None:
     config_map(tmp_path, "..2026_01", a="- ref: h.io/a:v1\n", b="- ref: h.io/b:v1\n")
     done: list[Any]
-    read, done = spec_files._content, []
+    read, done = spec_files._read_content, []
 
     def content(path: Path) -> bytes:
         raw = read(path)
@@ -574,7 +574,7 @@ def test_a_directory_replaced_during_the_read_is_read_again(
             config_map(tmp_path, "..2026_02", a="- ref: h.io/a:v2\n", b="- ref: h.io/b:v2\n")
         return raw
 
-    monkeypatch.setattr(spec_files, "_content", content)
+    monkeypatch.setattr(spec_files, "_read_content", content)
     assert names(tmp_path) == ["h.io/a:v2", "h.io/b:v2"]
 
 
@@ -583,27 +583,27 @@ def test_a_file_deleted_during_the_read_is_ignored(
 ) -> None:
     (tmp_path / "a.yaml").write_text("- ref: h.io/a\n")
     (tmp_path / "b.yaml").write_text("- ref: h.io/b\n")
-    read = spec_files._content
+    read = spec_files._read_content
 
     def content(path: Path) -> bytes:
         (tmp_path / "b.yaml").unlink(missing_ok=True)
         return read(path)
 
-    monkeypatch.setattr(spec_files, "_content", content)
+    monkeypatch.setattr(spec_files, "_read_content", content)
     assert names(tmp_path) == ["h.io/a:latest"]
 
 
 def test_files_that_change_constantly_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, count = spec_files._content, iter(range(1000))
+    read, count = spec_files._read_content, iter(range(1000))
 
     def content(path: Path) -> bytes:
         path.write_text(f"- ref: h.io/a:v{next(count)}\n" + "#" * next(count))
         return read(path)
 
     (tmp_path / "a.yaml").write_text("")
-    monkeypatch.setattr(spec_files, "_content", content)
+    monkeypatch.setattr(spec_files, "_read_content", content)
     assert "changed while they were read" in refused(tmp_path)
     assert next(count) < 20
 
@@ -670,7 +670,7 @@ def test_the_examples_are_valid_and_show_every_key() -> None:
     documents = [yaml.safe_load(path.read_bytes()) for path in sorted(EXAMPLES.glob("*.yaml"))]
     assert documents
     for document in documents:
-        assert list(schema.violations("desired", document)) == []
+        assert list(schema.iter_violations("desired", document)) == []
     keys = {key for document in documents for entry in document for key in entry}
     assert keys == set(schema.load("desired")["$defs"]["want"]["properties"])
 

@@ -54,7 +54,7 @@ def test_of_parse_and_str_agree(algorithm: str) -> None:
     assert digest.encoded == hashlib.new(algorithm, b"content").hexdigest()
     assert Digest.parse(str(digest)) == digest
     assert digest.short == digest.encoded[:12]
-    hasher = digest.hasher()
+    hasher = digest.create_hasher()
     hasher.update(b"content")
     assert hasher.hexdigest() == digest.encoded
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Digest, Reference
-from clowder_aimage.oci.reference import pattern
+from clowder_aimage.oci.reference import build_pattern
 
 DIGEST = Digest.of(b"x")
 
@@ -214,7 +214,7 @@ def test_the_pattern_of_a_schema_is_the_grammar(
     data: st.DataObject, is_remote: bool, has_digest: bool
 ) -> None:
     """Within the lengths, which are no part of it."""
-    names = re.compile(pattern(is_remote=is_remote, has_digest=has_digest))
+    names = re.compile(build_pattern(is_remote=is_remote, has_digest=has_digest))
     reference = Reference.parse(data.draw(st.from_regex(names, fullmatch=True).filter(is_short)))
     assert not is_remote or reference.registry is not None
     assert has_digest or reference.digest is None
@@ -229,6 +229,6 @@ def test_the_grammar_is_the_pattern_of_a_schema(text: str) -> None:
     try:
         Reference.parse(text)
     except UsageError:
-        assert re.fullmatch(pattern(), text) is None
+        assert re.fullmatch(build_pattern(), text) is None
     else:
-        assert re.fullmatch(pattern(), text)
+        assert re.fullmatch(build_pattern(), text)

@@ -18,8 +18,8 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 from playwright.sync_api import expect
 
 from clowder_aimage.api import page_parameter
-from clowder_aimage.generation.parameter import Words, parameters
-from clowder_aimage.generation.request import ParameterLocation, parameter_locations
+from clowder_aimage.generation.parameter import Words, list_parameters
+from clowder_aimage.generation.request import ParameterLocation, map_parameter_locations
 from tests.page.conftest import Watch
 from tests.page.picture_steps import draft, give, png, with_facts
 from tests.process import Aimage
@@ -429,9 +429,9 @@ def test_a_parameter_that_is_added_to_the_table_is_in_the_page(
 ) -> None:
     """It is a field that is kept, sent, loaded from files, and shown with pictures."""
     watch.allow("status of 400")
-    (added,) = parameters(Added)
+    (added,) = list_parameters(Added)
     location = ParameterLocation("sampling", added)
-    module = page_parameter.module({**parameter_locations(), "noise_scale": location})
+    module = page_parameter.render_module({**map_parameter_locations(), "noise_scale": location})
     context.route(
         f"**/page/{page_parameter.NAME}",
         lambda route: route.fulfill(body=module, content_type="text/javascript"),

@@ -63,7 +63,7 @@ def test_the_picture_that_diffusers_makes(
         )
         options = [("--negative", request.guidance.negative)] if request.guidance.negative else []
         options += [
-            (f"--{name.replace('_', '-')}", str(request.values()[name]))
+            (f"--{name.replace('_', '-')}", str(request.collect_values()[name]))
             for name in ("width", "height", "steps", "seed", "guidance", "guidance_end")
         ]
         flat = [part for option in options for part in option]

@@ -80,7 +80,7 @@ def test_experts_that_transformers_saved(directory: Path, tmp_path: Path, quanti
         for name, tensor in load_file(path).items()
     }
     aimage = read_aimage(store, NAME).aimage
-    layers = [layer.name for layer in aimage.component("text_encoder")]
+    layers = [layer.name for layer in aimage.list_layers("text_encoder")]
     groups = [name for name in layers if name.endswith(".experts")]
     assert len(groups) == 2
     assert not [name for name in layers if ".experts." in name]
@@ -89,11 +89,11 @@ def test_experts_that_transformers_saved(directory: Path, tmp_path: Path, quanti
     experts = [name for name in saved if ".experts." in name]
     assert len(experts) == 2 * 4 * 3
     for name, value in saved.items():
-        read = weights.numpy(name).astype(np.float32)
+        read = weights.read_numpy(name).astype(np.float32)
         if quantize and name in experts:
-            assert weights.quantization(name) == Quantization.parse("int8")
+            assert weights.get_quantization(name) == Quantization.parse("int8")
             step = np.ptp(value, axis=-1).max() / 255
             assert np.abs(read - value).max() < 2 * step
             assert not np.array_equal(read, value)
-        elif weights.quantization(name) is None:
+        elif weights.get_quantization(name) is None:
             assert np.array_equal(read, value)

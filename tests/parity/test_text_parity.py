@@ -12,7 +12,7 @@ import pytest
 from clowder_aimage.create import create
 from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.model.process_memory import resident_memory
+from clowder_aimage.model.process_memory import read_resident_memory
 from clowder_aimage.model.text.language_model import Sampling, TextDelta, TextRequest, Token
 from clowder_aimage.model.text.runtime import load_language_model
 from clowder_aimage.model.weights import ModelWeights
@@ -88,10 +88,10 @@ def test_quantized_blobs_are_their_dequantized_weights_in_transformers(
     recipe = Recipe.parse(quantize=quantization)
     packed = create(layout, Reference.parse("m"), directory, recipe=recipe)
     weights = ModelWeights.open(layout, packed.aimage)
-    assert any(weights.quantization(name) for name in weights)
+    assert any(weights.get_quantization(name) for name in weights)
     model = load_language_model(layout, packed.aimage)
     theirs, tokenizer, prompt = reference(directory)
-    values = {name: torch.tensor(np.array(weights.numpy(name))) for name in weights}
+    values = {name: torch.tensor(np.array(weights.read_numpy(name))) for name in weights}
     before = theirs.lm_head.weight.clone(), theirs.model.layers[0].mlp.up_proj.weight.clone()
     theirs.load_state_dict(values, strict=True)
     assert not torch.equal(before[1], theirs.model.layers[0].mlp.up_proj.weight)
@@ -147,7 +147,7 @@ def test_memory_is_flat_over_500_requests(tmp_path: Path) -> None:
 
     serve(150)
     gc.collect()
-    before = resident_memory()
+    before = read_resident_memory()
     serve(500)
     gc.collect()
-    assert resident_memory() - before < 8 << 20
+    assert read_resident_memory() - before < 8 << 20

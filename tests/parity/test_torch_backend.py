@@ -236,7 +236,7 @@ def test_a_control_network(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["zimage", "flux2"])
 def test_layers_one_by_one(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that is too small for a network, with a cache of steps, and a control network."""
-    monkeypatch.setattr(TorchLibrary, "offloads", lambda *_: True)
+    monkeypatch.setattr(TorchLibrary, "can_offload", lambda *_: True)
     if family == "zimage":
         theirs = make(tmp_path / "files", SEED, draw(SEED, layers=3, refiners=2))
     else:

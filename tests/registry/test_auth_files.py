@@ -17,8 +17,8 @@ from clowder_aimage.registry.docker_config import (
     DOCKER_HUB_KEY,
     Credential,
     find_credential,
-    helper,
-    keys_of,
+    find_helper,
+    list_keys,
     read_config,
 )
 from clowder_aimage.registry.session import Session
@@ -170,7 +170,7 @@ def test_a_helper_is_run_from_path_only(helpers: Callable[..., Path], tmp_path: 
 def test_a_docker_hub_helper_configured_by_containers_is_used(helpers: Callable[..., Path]) -> None:
     asked = helpers("own", answer("own"))
     known = {"credHelpers": {"docker.io": "own"}}
-    assert helper(known, "docker.io") == "own"
+    assert find_helper(known, "docker.io") == "own"
     assert user_of(find_credential([known], "docker.io", "x")) == "own"
     assert asked.read_text() == DOCKER_HUB_KEY
 
@@ -221,7 +221,7 @@ def test_login_and_logout_use_the_named_file(tmp_path: Path) -> None:
 
 def test_logout_removes_every_spelling_of_a_host() -> None:
     known = config(**{DOCKER_HUB_KEY: "a", "docker.io": "b", "docker.io/team": "c"})
-    assert keys_of(known, "docker.io") == [DOCKER_HUB_KEY, "docker.io"]
+    assert list_keys(known, "docker.io") == [DOCKER_HUB_KEY, "docker.io"]
 
 
 @pytest.mark.parametrize("name", ["run.json", "home.json"])
@@ -266,7 +266,7 @@ def test_amazon_ecr_basic_credentials(tmp_path: Path, helpers: Callable[..., Pat
         reference = Reference(registry.host, "team/x")
         with Session(reference, ClientOptions(docker_config=tmp_path)) as session:
             for method in ("GET", "POST", "GET"):
-                response = session.request(method, session.url("tags/list"))
+                response = session.request(method, session.build_url("tags/list"))
                 response.close()
                 assert response.status_code == 200
         assert asked.read_text() == registry.host  # once

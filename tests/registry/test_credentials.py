@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.content import build_bytes_body, copy
 from clowder_aimage.errors import (
     AImageError,
     NotFoundError,
@@ -194,7 +194,7 @@ def test_an_upload_location_on_another_host_receives_no_credentials(tmp_path: Pa
             _docker_config(tmp_path, registry.host)
             reference = Reference.parse(f"{registry.host}/x")
             with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
-                repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
+                repository.push(Descriptor.of("text/plain", b"abc"), build_bytes_body(b"abc"))
     (put,) = other.seen
     assert put.body == b"abc"
     assert put.path.startswith("/upload?state=1&digest=sha256%3A")

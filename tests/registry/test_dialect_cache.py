@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage.config import user_directory
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import ManifestRefusedError
 from clowder_aimage.layout import ImageLayout
@@ -80,9 +80,9 @@ class Client:
         layer = Layer(Descriptor.of(mediatype.AIMAGE_FILE, FILE), "model_index.json")
         aimage = AImage(b'{"schemaVersion":1,"components":{}}', (layer,))
         manifest, config = DIALECTS[dialect_there].write(aimage)
-        self.layout.push(layer.descriptor, bytes_body(FILE))
-        self.layout.push(manifest.config, bytes_body(config))
-        self.layout.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+        self.layout.push(layer.descriptor, build_bytes_body(FILE))
+        self.layout.push(manifest.config, build_bytes_body(config))
+        self.layout.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
         if by_digest:
             reference = reference.with_digest(manifest.digest)
         said = []
@@ -290,6 +290,6 @@ def test_the_cache_is_in_the_state_directory(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", named.format(tmp_path))
     monkeypatch.delenv("AIMAGE_STORE", raising=False)
-    user_directory.dialect_cache().record("h:1", ["clowder"], "ollama")
+    user_directory.open_dialect_cache().record("h:1", ["clowder"], "ollama")
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")] == [place]
-    assert not user_directory.default_stores()[0].exists()
+    assert not user_directory.list_default_stores()[0].exists()

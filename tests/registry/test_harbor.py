@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import (
     AccessError,
@@ -108,14 +108,14 @@ def refusing(method: str, answer: Answer | None) -> Callable[[Any], Answer | Non
 
 def push(harbor: Harbor, tmp_path: Path, data: bytes = b"weights") -> None:
     with harbor.registry.running(), harbor.repository(tmp_path) as repository:
-        repository.push(Descriptor.of("application/x", data), bytes_body(data))
+        repository.push(Descriptor.of("application/x", data), build_bytes_body(data))
 
 
 def put_manifest(harbor: Harbor, tmp_path: Path) -> None:
     with harbor.registry.running(), harbor.repository(tmp_path) as repository:
         reference = Reference.parse(f"{harbor.host}/team/x:v1")
         descriptor = Descriptor.of(mediatype.OCI_MANIFEST, MANIFEST)
-        repository.push(descriptor, bytes_body(MANIFEST), reference)
+        repository.push(descriptor, build_bytes_body(MANIFEST), reference)
 
 
 def test_a_robot_name_and_secret_are_sent_unchanged(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_token_is_renewed_during_a_long_push(tmp_path: Path) -> None:
     with harbor.registry.running(), harbor.repository(tmp_path) as repository:
         for i in range(40):
             data = str(i).encode()
-            repository.push(Descriptor.of("application/x", data), bytes_body(data))
+            repository.push(Descriptor.of("application/x", data), build_bytes_body(data))
     assert len(harbor.asked) == 2
     refused = [s for s in harbor.registry.seen if "Authorization" not in s.headers]
     assert len(refused) == 1  # the first request
@@ -280,10 +280,10 @@ def packed(aimage: Callable[..., Aimage]) -> Callable[[Any], Aimage]:
         layer = Layer(Descriptor.of(mediatype.AIMAGE_FILE, b"{}"), "model_index.json")
         aimage_there = AImage(b'{"schemaVersion":1,"components":{}}', (layer,))
         manifest, config = DIALECTS["clowder"].write(aimage_there)
-        layout.push(layer.descriptor, bytes_body(b"{}"))
-        layout.push(manifest.config, bytes_body(config))
+        layout.push(layer.descriptor, build_bytes_body(b"{}"))
+        layout.push(manifest.config, build_bytes_body(config))
         reference = Reference.parse(f"{host}/team/x:v1")
-        layout.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+        layout.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
         return here
 
     return make

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import urllib3
 
-from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.content import build_bytes_body, copy
 from clowder_aimage.errors import NotFoundError, UsageError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -214,7 +214,7 @@ def test_wrong_bytes_of_a_disconnected_mirror_are_attributed_to_it(
     ):
         connection = connect(tmp_path, upstream, mirror.host)
         _, store = pull(upstream, connection, f"@{Digest.of(manifest)}")
-        assert store.path(Descriptor.of("", large)).read_bytes() == large
+        assert store.find_path(Descriptor.of("", large)).read_bytes() == large
         sent = [seen.headers.get("Range") for seen in upstream.seen if seen.path.endswith(digest)]
     assert sent == [f"bytes=3000-{len(large) - 1}", None]  # the rest, and then the whole blob
 
@@ -225,7 +225,7 @@ class Answering(Session):
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def url(self, path: str) -> str:
+    def build_url(self, path: str) -> str:
         return path
 
     def request(self, method: str, url: str, **_: Any) -> RegistryResponse:
@@ -326,7 +326,7 @@ def test_a_push_does_not_use_mirrors(tmp_path: Path, mirror: ScriptedRegistry) -
         blob = Descriptor.of("text/plain", b"weights")
         with Repository(reference, connection) as repository:
             assert not repository.exists(blob)
-            repository.push(blob, bytes_body(b"weights"))
+            repository.push(blob, build_bytes_body(b"weights"))
             with pytest.raises(NotFoundError):
                 repository.resolve(reference)
         assert upstream.asked("PUT")
@@ -414,12 +414,16 @@ def test_connections_are_limited_per_registry() -> None:
         "r.example.com": HostSettings(connections=6),
     }
     connection = ClientOptions(registries=entries)
-    assert connection.connections("slow.example.com") == 2
-    assert connection.connections("other.example.com") == connection.connections(None) == 8
+    assert connection.compute_connections("slow.example.com") == 2
+    assert (
+        connection.compute_connections("other.example.com")
+        == connection.compute_connections(None)
+        == 8
+    )
     # a copy uses the lower limit
-    assert connection.connections("r.example.com", "slow.example.com") == 2
+    assert connection.compute_connections("r.example.com", "slow.example.com") == 2
     override = ClientOptions(registries=entries, connections_override=5)
-    assert override.connections("slow.example.com") == 5
+    assert override.compute_connections("slow.example.com") == 5
 
 
 def test_the_configured_chunk_size_is_respected(tmp_path: Path) -> None:
@@ -442,7 +446,7 @@ def test_the_configured_chunk_size_is_respected(tmp_path: Path) -> None:
         with Repository(
             reference, ClientOptions(docker_config=tmp_path, registries=settings)
         ) as repository:
-            repository.push(Descriptor.of("application/x", data), bytes_body(data))
+            repository.push(Descriptor.of("application/x", data), build_bytes_body(data))
         bodies = [seen.body for seen in registry.seen if seen.method in ("PATCH", "PUT")]
     assert b"".join(bodies) == data
     assert [len(body) for body in taken] == [1_048_576] * 2

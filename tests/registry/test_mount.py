@@ -10,13 +10,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import RegistryError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.push import push
 from clowder_aimage.registry import ClientOptions, MountHolders, MountOrigins, Repository
-from clowder_aimage.registry.mount import CANDIDATES, sibling_repositories
+from clowder_aimage.registry.mount import CANDIDATES, list_sibling_repositories
 from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, skip_waiting
 
@@ -60,7 +60,7 @@ def sent(
         with Repository(reference, ClientOptions(docker_config=tmp_path), origins) as repository:
             for blob in blobs:
                 content = Descriptor.of("application/octet-stream", blob)
-                repository.push(content, bytes_body(blob))
+                repository.push(content, build_bytes_body(blob))
                 assert repository.exists(content)
     puts = [urlsplit(path).path for path in registry.asked("PUT")]
     return script.asked, puts, [event.kind for event in told], registry
@@ -129,7 +129,7 @@ def test_an_upload_that_fails_after_a_mount_is_retried(tmp_path: Path) -> None:
         reference = Reference.parse(f"{registry.host}/x")
         origins = MountOrigins(lambda digest: ["a"])
         with Repository(reference, ClientOptions(docker_config=tmp_path), origins) as repository:
-            repository.push(BLOB, bytes_body(b"a blob"))
+            repository.push(BLOB, build_bytes_body(b"a blob"))
     assert [seen.body for seen in registry.seen if seen.method == "PUT"] == [b"a blob"] * 2
 
 
@@ -141,7 +141,7 @@ def test_a_refused_upload_without_a_mount_fails(tmp_path: Path) -> None:
         reference = Reference.parse(f"{registry.host}/x")
         origins = MountOrigins(lambda digest: ["a"])
         with Repository(reference, ClientOptions(docker_config=tmp_path), origins) as repository:
-            repository.push(BLOB, bytes_body(b"a blob"))
+            repository.push(BLOB, build_bytes_body(b"a blob"))
 
 
 @pytest.mark.parametrize("grants", [True, False], ids=["granted", "denied"])
@@ -170,7 +170,7 @@ def test_a_token_without_the_source_scope(grants: bool, tmp_path: Path) -> None:
         origins = MountOrigins(lambda digest: ["other"])
         with Repository(reference, ClientOptions(docker_config=tmp_path), origins) as repository:
             for data in (b"a blob", b"another"):
-                repository.push(Descriptor.of("text/plain", data), bytes_body(data))
+                repository.push(Descriptor.of("text/plain", data), build_bytes_body(data))
     bodies = [seen.body for seen in registry.seen if seen.path.startswith("/upload")]
     assert {b"a blob", b"another"} <= set(bodies)
     assert [path for path in registry.asked("POST") if "mount=" in path]
@@ -196,7 +196,7 @@ def test_sibling_repositories_are_distinct_and_of_one_registry() -> None:
         ("Not A Name", content),
     ]
     target = Reference.parse("r.example/me:new")
-    assert sibling_repositories(names, target) == [("a", content), ("a", other)]
+    assert list_sibling_repositories(names, target) == [("a", content), ("a", other)]
 
 
 def test_the_store_is_read_lazily_and_once(tmp_path: Path) -> None:
@@ -205,25 +205,25 @@ def test_the_store_is_read_lazily_and_once(tmp_path: Path) -> None:
     reads = []
 
     class Counting(MemoryStore):
-        def tags(self) -> Iterator[tuple[str, Descriptor]]:
+        def list_tags(self) -> Iterator[tuple[str, Descriptor]]:
             reads.append(1)
-            yield from layout.tags()
+            yield from layout.list_tags()
 
         open = staticmethod(layout.open)
 
     found = MountHolders(Counting(), target)  # type: ignore[arg-type]
     assert not reads
     made = manifest(b"{}", b"layer")
-    layout.push(Descriptor.of("x", b"{}"), bytes_body(b"{}"))
-    layout.push(Descriptor.of("x", b"layer"), bytes_body(b"layer"))
+    layout.push(Descriptor.of("x", b"{}"), build_bytes_body(b"{}"))
+    layout.push(Descriptor.of("x", b"layer"), build_bytes_body(b"layer"))
     for name in ("r.example/old:v1", "r.example/older:v1"):
-        layout.push(made.descriptor, bytes_body(made.raw), Reference.parse(name))
+        layout.push(made.descriptor, build_bytes_body(made.raw), Reference.parse(name))
     (tmp_path / "gone").write_bytes(b"")
     broken = manifest(b"broken")
     for blob in (broken.raw, b"broken"):
-        layout.push(Descriptor.of("x", blob), bytes_body(blob))
+        layout.push(Descriptor.of("x", blob), build_bytes_body(blob))
     layout.tag(broken.descriptor, Reference.parse("r.example/broken:v1"))
-    path = layout.path(broken.descriptor)
+    path = layout.find_path(broken.descriptor)
     path.chmod(0o644)
     path.write_bytes(b"rubbish")  # must not affect a push of another manifest
     assert list(found(Digest.of(b"layer"))) == ["old", "older"]
@@ -237,10 +237,10 @@ def test_a_push_mounts_blobs_of_other_stored_names(tmp_path: Path) -> None:
     with ScriptedRegistry(script).running() as registry:
         layout = ImageLayout(tmp_path / "store")
         for blob in (b"{}", b"layer"):
-            layout.push(Descriptor.of("x", blob), bytes_body(blob))
+            layout.push(Descriptor.of("x", blob), build_bytes_body(blob))
         target = Reference.parse(f"{registry.host}/new:v1")
         for name in (f"{registry.host}/old:v1", str(target), "local:v1"):
-            layout.push(made.descriptor, bytes_body(made.raw), Reference.parse(name))
+            layout.push(made.descriptor, build_bytes_body(made.raw), Reference.parse(name))
         push(layout, target, ClientOptions(docker_config=tmp_path))
     assert script.asked == ["old", "old"]
     assert registry.asked("PUT") == ["/v2/new/manifests/v1"]

@@ -15,7 +15,7 @@ from clowder_aimage.content import copy
 from clowder_aimage.errors import NetworkError, StoreError
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
-from clowder_aimage.registry.host_settings import certificates
+from clowder_aimage.registry.host_settings import list_certificates
 from tests.memory_store import MemoryStore
 from tests.process import run
 from tests.scripted import Answer, ScriptedRegistry, artifact, serving
@@ -236,8 +236,8 @@ def test_the_first_directory_with_the_host_is_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     directories = (tmp_path / "file", *directories)
     where = tmp_path / "b" / "r.example.com:5000"
-    assert certificates(directories, "r.example.com:5000") == sorted(where.iterdir())
-    assert certificates(directories, "r.example.com") == []
+    assert list_certificates(directories, "r.example.com:5000") == sorted(where.iterdir())
+    assert list_certificates(directories, "r.example.com") == []
 
 
 def test_ssl_cert_file_is_trusted(
@@ -283,10 +283,10 @@ def test_the_command_line_reads_ssl_cert_dir(
     second.mkdir()
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
     monkeypatch.setenv("SSL_CERT_DIR", f"{tmp_path}/absent:{first}:{second}")
-    assert option.VerbSettings().connection().ca_bundle == first
+    assert option.VerbSettings().build_client_options().ca_bundle == first
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-    assert option.VerbSettings().connection().ca_bundle == tmp_path / "ca.pem"
+    assert option.VerbSettings().build_client_options().ca_bundle == tmp_path / "ca.pem"
     monkeypatch.delenv("SSL_CERT_FILE")
     for none in ("", ":", f"{tmp_path}/absent"):
         monkeypatch.setenv("SSL_CERT_DIR", none)
-        assert option.VerbSettings().connection().ca_bundle is None
+        assert option.VerbSettings().build_client_options().ca_bundle is None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import FormatError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
@@ -166,9 +166,9 @@ def check(store: ImageLayout, name: Reference, thing: Foreign) -> None:
     """Verify that the artifact is stored byte for byte and tagged."""
     root = store.resolve(name)
     assert (root.digest, root.media_type) == (Digest.of(thing.raw), thing.media_type)
-    assert store.path(root).read_bytes() == thing.raw
+    assert store.find_path(root).read_bytes() == thing.raw
     for media_type, data in thing.blobs:
-        assert store.path(Descriptor.of(media_type, data)).read_bytes() == data
+        assert store.find_path(Descriptor.of(media_type, data)).read_bytes() == data
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -179,8 +179,8 @@ def test_foreign_artifacts_round_trip_through_a_real_registry(
     digest = str(Digest.of(thing.raw))
     with Repository(name, ClientOptions(docker_config=tmp_path)) as there:
         for media_type, data in thing.blobs:
-            there.push(Descriptor.of(media_type, data), bytes_body(data))
-        there.push(Descriptor.of(thing.media_type, thing.raw), bytes_body(thing.raw), name)
+            there.push(Descriptor.of(media_type, data), build_bytes_body(data))
+        there.push(Descriptor.of(thing.media_type, thing.raw), build_bytes_body(thing.raw), name)
     run = aimage()
     assert run("pull", name).line == digest
     check(ImageLayout(run.store), name, thing)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.cli.console.remedy import advice
-from clowder_aimage.content import bytes_body
+from clowder_aimage.cli.console.remedy import format_advice
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.content.platform import ANY, Candidate, ManifestSelector, Platform, choose
 from clowder_aimage.errors import FormatError, NotFoundError, UsageError, VerificationError
 from clowder_aimage.layout import ImageLayout
@@ -96,7 +96,9 @@ def fetch(shelf: Shelf, tmp_path: Path) -> Callable[..., str]:
             connection = ClientOptions(docker_config=tmp_path)
             done = pull(reference, store, connection, PullOptions(selector=wish)).root
         vars(run).update(asked=registry.asked("GET"), store=store)
-        vars(run)["names"] = {name.partition("/")[2]: entry.digest for name, entry in store.tags()}
+        vars(run)["names"] = {
+            name.partition("/")[2]: entry.digest for name, entry in store.list_tags()
+        }
         return str(done.digest)
 
     return run
@@ -376,7 +378,7 @@ def test_several_matches_are_listed_with_their_differences(
     assert [line.split() for line in listed] == [
         [*line.split(), str(one.descriptor.digest)] for line, one in zip(lines, found, strict=True)
     ]
-    hint = advice(error.value) or ""
+    hint = format_advice(error.value) or ""
     assert all(option in hint for option in options)
     assert ("--variant" in hint) == ("--variant" in options)
     assert "aimage pull r.example/x@DIGEST" in hint
@@ -397,7 +399,7 @@ def test_no_match_lists_the_candidates(lines: list[str], wish: ManifestSelector,
     with pytest.raises(NotFoundError, match=said) as error:
         choose(found, wish, LINUX, NAME)
     assert all(str(one.descriptor.digest) in error.value.message for one in found)
-    assert "--whole" in (advice(error.value) or "")
+    assert "--whole" in (format_advice(error.value) or "")
 
 
 def test_foreign_text_is_printed_on_one_line() -> None:
@@ -433,10 +435,10 @@ def push_index(repository: str, shelf: Shelf, tmp_path: Path) -> None:
             if media_type in mediatype.MANIFESTS | mediatype.INDEXES:
                 documents.append((descriptor, data))
             else:
-                there.push(descriptor, bytes_body(data))
+                there.push(descriptor, build_bytes_body(data))
         for descriptor, data in documents:
             tag = name if descriptor.digest == root else None
-            there.push(descriptor, bytes_body(data), tag)
+            there.push(descriptor, build_bytes_body(data), tag)
 
 
 def test_the_command_line_selects_a_manifest(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import (
     AImageError,
@@ -73,9 +73,9 @@ def store_with(tmp_path: Path, reference: Reference, dialect: str = "clowder") -
     layer = Layer(Descriptor.of(mediatype.AIMAGE_FILE, FILE), "model_index.json")
     aimage = AImage(b'{"schemaVersion":1,"components":{}}', (layer,))
     manifest, config = DIALECTS[dialect].write(aimage)
-    layout.push(layer.descriptor, bytes_body(FILE))
-    layout.push(manifest.config, bytes_body(config))
-    layout.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+    layout.push(layer.descriptor, build_bytes_body(FILE))
+    layout.push(manifest.config, build_bytes_body(config))
+    layout.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
     return layout
 
 
@@ -184,7 +184,7 @@ def test_a_damaged_blob_fails_the_push(tmp_path: Path) -> None:
     with ScriptedRegistry(taking(lambda *_: None)).running() as registry:
         reference = Reference.parse(f"{registry.host}/x")
         layout = store_with(tmp_path, reference)
-        path = layout.path(Descriptor.of("", FILE))
+        path = layout.find_path(Descriptor.of("", FILE))
         path.chmod(0o644)
         path.write_bytes(FILE.replace(b"test", b"fest"))
         with pytest.raises(VerificationError, match="digest mismatch"):
@@ -196,7 +196,7 @@ def test_an_empty_blob_is_pushed(tmp_path: Path) -> None:
     with ScriptedRegistry(taking(lambda *_: None)).running() as registry:
         reference = Reference.parse(f"{registry.host}/x")
         with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
-            repository.push(Descriptor.of("text/plain", b""), bytes_body(b""))
+            repository.push(Descriptor.of("text/plain", b""), build_bytes_body(b""))
     (put,) = [seen for seen in registry.seen if seen.method == "PUT"]
     assert put.headers["Content-Length"] == "0"
 
@@ -208,7 +208,7 @@ def test_an_upload_response_without_location_fails(tmp_path: Path) -> None:
     ):
         reference = Reference.parse(f"{registry.host}/x")
         with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
-            repository.push(Descriptor.of("text/plain", b"x"), bytes_body(b"x"))
+            repository.push(Descriptor.of("text/plain", b"x"), build_bytes_body(b"x"))
 
 
 def test_an_unexpected_response_body_is_not_read_in_full(tmp_path: Path) -> None:
@@ -225,5 +225,5 @@ def test_an_unexpected_response_body_is_not_read_in_full(tmp_path: Path) -> None
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/x")
         with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
-            repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
+            repository.push(Descriptor.of("text/plain", b"abc"), build_bytes_body(b"abc"))
     assert [seen.body for seen in registry.seen if seen.method == "PUT"] == [b"abc"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import ManifestRefusedError, ModelError
 from clowder_aimage.layout import ImageLayout
@@ -77,8 +77,8 @@ def stored(layout: ImageLayout, aimage: AImage, reference: Reference) -> None:
         put(layout, mediatype.AIMAGE_FILE, str(i).encode())
     manifest, config = DIALECTS["ollama"].write(aimage)
     assert len(manifest.raw) <= MAX_MANIFEST_SIZE
-    layout.push(manifest.config, bytes_body(config))
-    layout.push(manifest.descriptor, bytes_body(manifest.raw), reference)
+    layout.push(manifest.config, build_bytes_body(config))
+    layout.push(manifest.descriptor, build_bytes_body(manifest.raw), reference)
 
 
 def taking(status: int = 201) -> Callable[[Any], Answer]:

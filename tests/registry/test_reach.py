@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.errors import AImageError, UnauthorizedError
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
@@ -107,7 +107,7 @@ BLOB = Descriptor.of("text/plain", DATA)
     [
         lambda repository: repository.open(BLOB).read(1000),
         lambda repository: repository.resolve(Reference.parse("h/x:v1")),
-        lambda repository: repository.push(BLOB, bytes_body(DATA)),
+        lambda repository: repository.push(BLOB, build_bytes_body(DATA)),
     ],
     ids=["blob", "manifest", "upload"],
 )

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from clowder_aimage.attach import attach, build
-from clowder_aimage.content.graph import referrer_entry
+from clowder_aimage.content.graph import build_referrer_entry
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError, UsageError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 from clowder_aimage.oci.manifest import encode
 from clowder_aimage.registry import ClientOptions, Repository
-from clowder_aimage.registry.listing import tag_of, with_entry
+from clowder_aimage.registry.listing import build_tag, with_entry
 from clowder_aimage.registry.retry import ATTEMPTS
 from tests.scripted import Answer, ScriptedRegistry, artifact, skip_waiting
 
@@ -82,7 +82,7 @@ def asked(script: Any, tmp_path: Path, kind: str = "") -> tuple[list[dict[str, A
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x:v1")
         with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
-            found = repository.referrers(DIGEST, kind)
+            found = repository.list_referrers(DIGEST, kind)
     return [each.to_json() for each in found], registry.asked("GET")
 
 
@@ -167,15 +167,15 @@ def test_an_invalid_referrers_list_is_refused(body: bytes, tmp_path: Path) -> No
 
 
 def test_the_referrers_tag_of_a_subject() -> None:
-    assert tag_of(DIGEST) == f"sha256-{DIGEST.encoded}"
+    assert build_tag(DIGEST) == f"sha256-{DIGEST.encoded}"
     long = Digest.of(b"", "sha512")
-    assert tag_of(long) == f"sha512-{long.encoded[:64]}"
+    assert build_tag(long) == f"sha512-{long.encoded[:64]}"
 
 
 def test_an_entry_has_the_artifact_type_and_annotations() -> None:
     about = Descriptor(mediatype.OCI_MANIFEST, DIGEST, len(SUBJECT))
     made = build(SBOM, [], about, {"a": "b"})
-    assert referrer_entry(made.descriptor, made).to_json() == {
+    assert build_referrer_entry(made.descriptor, made).to_json() == {
         "mediaType": mediatype.OCI_MANIFEST,
         "digest": str(made.digest),
         "size": len(made.raw),
@@ -183,10 +183,10 @@ def test_an_entry_has_the_artifact_type_and_annotations() -> None:
         "annotations": {"a": "b"},
     }
     plain = Manifest.parse(SUBJECT)  # without artifactType, the config's media type is used
-    shown = referrer_entry(plain.descriptor, plain)
+    shown = build_referrer_entry(plain.descriptor, plain)
     assert shown.extra == {"artifactType": "application/vnd.example.blob"}
     empty = parse_document(index(artifactType=""))
-    assert "artifactType" not in referrer_entry(empty.descriptor, empty).to_json()
+    assert "artifactType" not in build_referrer_entry(empty.descriptor, empty).to_json()
 
 
 def test_a_new_entry_keeps_the_other_entries() -> None:
@@ -237,7 +237,7 @@ def test_an_attached_artifact_follows_the_specification(tmp_path: Path) -> None:
 
 def test_the_referrers_tag_is_maintained_without_oci_subject(tmp_path: Path) -> None:
     registry = Keeping()
-    tag = tag_of(DIGEST)
+    tag = build_tag(DIGEST)
     registry.manifests[tag] = index(entry("foreign"), annotations={"kept": "yes"})
     one, _ = attached(registry, tmp_path, "one")
     two, _ = attached(registry, tmp_path, "two", annotations={"k": "v"})
@@ -258,7 +258,7 @@ def test_the_referrers_tag_is_maintained_without_oci_subject(tmp_path: Path) -> 
 
 def test_an_index_overwritten_concurrently_is_written_again(tmp_path: Path) -> None:
     registry = Keeping()
-    tag, left = tag_of(DIGEST), [1]
+    tag, left = build_tag(DIGEST), [1]
 
     def script(seen: Any) -> Answer:
         answer = registry(seen)
@@ -277,7 +277,7 @@ def test_an_index_that_is_always_overwritten_fails(tmp_path: Path, waits: list[f
 
     def script(seen: Any) -> Answer:
         answer = registry(seen)
-        if registry.manifests.pop(tag_of(DIGEST), None) is not None:
+        if registry.manifests.pop(build_tag(DIGEST), None) is not None:
             writes.append(seen.method)
         return answer
 
@@ -289,10 +289,10 @@ def test_an_index_that_is_always_overwritten_fails(tmp_path: Path, waits: list[f
 
 def test_a_foreign_manifest_under_the_referrers_tag_is_kept(tmp_path: Path) -> None:
     registry = Keeping()
-    registry.manifests[tag_of(DIGEST)] = SUBJECT
+    registry.manifests[build_tag(DIGEST)] = SUBJECT
     with pytest.raises(FormatError, match="expected an index"):
         attached(registry, tmp_path, "one")
-    assert registry.manifests[tag_of(DIGEST)] == SUBJECT
+    assert registry.manifests[build_tag(DIGEST)] == SUBJECT
 
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_an_endless_answer_ends_as_late(
     reason = "500" if scenario == "driperror" else late
     with pytest.raises(AImageError, match=reason):
         fetch(registry, scenario, tmp_path)
-    assert list(ImageLayout(tmp_path).tags()) == []
+    assert list(ImageLayout(tmp_path).list_tags()) == []
 
 
 @pytest.mark.usefixtures("hurried")
@@ -108,7 +108,7 @@ def test_a_malformed_answer_is_an_error(
         assert scenario not in GOOD
     else:
         assert scenario in GOOD
-        assert len(list(ImageLayout(tmp_path).tags())) == 1
+        assert len(list(ImageLayout(tmp_path).list_tags())) == 1
 
 
 @pytest.mark.parametrize("scenario", ["driphead", "cont", "trailer"])

@@ -27,7 +27,7 @@ from clowder_aimage.registry.retry import (
     BrokenOffError,
     is_transient,
     retry_after,
-    retrying,
+    retry_call,
 )
 from clowder_aimage.registry.session import Session
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
@@ -68,7 +68,7 @@ def failing(*errors: Any) -> tuple[Callable[[], int], list[int]]:
 @pytest.mark.parametrize("status", [408, 429, 500, 599])
 def test_transient_statuses_are_retried(status: int) -> None:
     function, _ = failing(RegistryError("x", status=status))
-    assert retrying(function, sleep=lambda _: None) == 2
+    assert retry_call(function, sleep=lambda _: None) == 2
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_permanent_errors_are_not_retried(error: Any) -> None:
     assert not is_transient(error)
     function, calls = failing(error)
     with pytest.raises(type(error)):
-        retrying(function, sleep=lambda _: None)
+        retry_call(function, sleep=lambda _: None)
     assert len(calls) == 1
 
 
@@ -94,7 +94,7 @@ def test_the_last_error_is_raised_after_all_attempts() -> None:
     time = Time()
     function, calls = failing(*(BrokenOffError(str(count)) for count in range(9)))
     with pytest.raises(BrokenOffError, match=str(ATTEMPTS - 1)):
-        retrying(function, sleep=time.sleep)
+        retry_call(function, sleep=time.sleep)
     assert len(calls) == ATTEMPTS
     assert len(time.slept) == ATTEMPTS - 1
 
@@ -109,7 +109,7 @@ def test_delays_have_full_jitter_and_grow_to_a_limit(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("random.uniform", uniform)
     time = Time()
     function, _ = failing(*(BrokenOffError("x") for _ in range(8)))
-    retrying(function, progress=itertools.count().__next__, sleep=time.sleep)
+    retry_call(function, progress=itertools.count().__next__, sleep=time.sleep)
     assert {low for low, _ in bounds} == {0}
     assert time.slept == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, *[LONGEST_WAIT] * 3])
 
@@ -117,7 +117,7 @@ def test_delays_have_full_jitter_and_grow_to_a_limit(monkeypatch: pytest.MonkeyP
 def test_an_attempt_with_progress_is_not_counted() -> None:
     function, calls = failing(*(BrokenOffError("x") for _ in range(99)))
     with pytest.raises(BrokenOffError):
-        retrying(function, progress=lambda: min(len(calls), 20), sleep=lambda _: None)
+        retry_call(function, progress=lambda: min(len(calls), 20), sleep=lambda _: None)
     assert len(calls) == 20 + ATTEMPTS - 1
 
 
@@ -198,12 +198,12 @@ def test_a_pause_applies_to_every_request_of_the_session(tmp_path: Path) -> None
         busy(1, **{"Retry-After": "9"}).running() as registry,
         Session(Reference(registry.host, "x"), connection) as session,
     ):
-        response = session.request("GET", session.url("tags/list"))
+        response = session.request("GET", session.build_url("tags/list"))
         assert response.status_code == 429
         response.close()
         time.now += 4
-        session.request("HEAD", session.url("manifests/latest")).close()
-        session.request("HEAD", session.url("manifests/latest")).close()
+        session.request("HEAD", session.build_url("manifests/latest")).close()
+        session.request("HEAD", session.build_url("manifests/latest")).close()
     assert time.slept == [5]
 
 
@@ -231,7 +231,7 @@ def test_closing_the_session_ends_a_pause(tmp_path: Path) -> None:
     connection = ClientOptions(docker_config=tmp_path)
     with busy(1, **{"Retry-After": "60"}).running() as registry:
         session = Session(Reference(registry.host, "x"), connection)
-        session.request("GET", session.url("tags/list")).close()
+        session.request("GET", session.build_url("tags/list")).close()
         session.close()
         with pytest.raises(ParallelStoppedError):
-            session.request("GET", session.url("tags/list"))
+            session.request("GET", session.build_url("tags/list"))

@@ -56,7 +56,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.content import build_bytes_body, copy
 from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
@@ -117,7 +117,7 @@ def test_a_bad_digest_in_an_index_or_among_referrers(digest: str | None, tmp_pat
             Reference.parse(f"{it.host}/x"), ClientOptions(docker_config=tmp_path)
         ) as at:
             try:
-                found = at.referrers(Digest.of(b"x"))
+                found = at.list_referrers(Digest.of(b"x"))
             except AImageError:
                 found = []
         assert found == []
@@ -202,7 +202,7 @@ def test_no_secret_of_an_upload_is_logged(tmp_path: Path, caplog: pytest.LogCapt
                 Repository(name, ClientOptions(docker_config=tmp_path)) as target,
                 pytest.raises(AImageError) as raised,
             ):
-                target.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
+                target.push(Descriptor.of("text/plain", b"abc"), build_bytes_body(b"abc"))
     assert any("s1gnature" in seen.path for seen in other.seen)
     said = f"{caplog.text}{raised.value}{raised.value.hint}"
     assert "/up" in caplog.text  # urllib3 logs requests

@@ -32,7 +32,7 @@ def tags(script: Callable[[Any], Answer], tmp_path: Path) -> tuple[list[str], li
     with ScriptedRegistry(script).running() as registry:
         reference = Reference.parse(f"{registry.host}/team/x")
         with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
-            return repository.tag_names(), registry.asked("GET")
+            return repository.list_tag_names(), registry.asked("GET")
 
 
 def test_all_pages_are_listed_in_order(tmp_path: Path) -> None:

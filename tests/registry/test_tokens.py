@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import trustme
 
-from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.content import build_bytes_body, copy
 from clowder_aimage.errors import RegistryError, UnauthorizedError
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
@@ -105,7 +105,7 @@ class Guarded:
 
 
 def get(session: Any, path: str = "tags/list", method: str = "GET") -> int:
-    response = session.request(method, session.url(path))
+    response = session.request(method, session.build_url(path))
     response.close()
     return response.status_code
 
@@ -181,7 +181,7 @@ def test_a_token_that_expires_during_an_upload_restarts_it(tmp_path: Path) -> No
         guarded.write(tmp_path)
         reference = Reference(guarded.registry.host, "team/x")
         with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
-            repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
+            repository.push(Descriptor.of("text/plain", b"abc"), build_bytes_body(b"abc"))
     sent = [seen for seen in guarded.registry.seen if seen not in guarded.asked]
     assert [seen.method for seen in sent] == ["POST", "POST", "PUT", "GET", "POST", "PUT"]
     assert sent[-1].body == b"abc"
@@ -399,7 +399,7 @@ def test_another_origin_receives_no_credentials(
         connection = ClientOptions(docker_config=tmp_path, registries={guarded.registry.host: host})
         with Repository(reference, connection) as repository:
             copy(repository, reference, MemoryStore())
-            repository.push(Descriptor.of("text/plain", b"abc"), bytes_body(b"abc"))
+            repository.push(Descriptor.of("text/plain", b"abc"), build_bytes_body(b"abc"))
     assert {seen.method for seen in other.seen} >= {"GET", "PUT"}
     usual = {"host", "user-agent", "accept", "accept-encoding", "connection"}
     for seen in other.seen:

@@ -72,13 +72,13 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def put(session: Session) -> None:
-    response = session.request("PUT", session.url("manifests/v1"), body=BODY)
+    response = session.request("PUT", session.build_url("manifests/v1"), body=BODY)
     assert response.status_code == 201
     response.close()
 
 
 def get(session: Any) -> None:
-    response = session.request("GET", session.url("tags/list"))
+    response = session.request("GET", session.build_url("tags/list"))
     response.raw.read()
     response.raw.release_conn()
 
@@ -121,12 +121,12 @@ def test_a_first_request_with_a_body_has_the_full_read_timeout(
     body: bytes, session: Session, reads: list[float | None]
 ) -> None:
     """The registry processes the body before it responds."""
-    session.request("PUT", session.url("manifests/v1"), body=body).close()
+    session.request("PUT", session.build_url("manifests/v1"), body=body).close()
     assert reads == [READ_TIMEOUT]
 
 
 def test_a_caller_can_extend_the_read_timeout(session: Session, reads: list[float | None]) -> None:
-    session.request("PUT", session.url("manifests/v1"), body=BODY, read_timeout=500.0).close()
+    session.request("PUT", session.build_url("manifests/v1"), body=BODY, read_timeout=500.0).close()
     assert reads == [500.0]
 
 

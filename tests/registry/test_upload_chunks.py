@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from clowder_aimage.content import bytes_body, copy
+from clowder_aimage.content import build_bytes_body, copy
 from clowder_aimage.errors import NetworkError, RegistryError, VerificationError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference
@@ -122,10 +122,10 @@ def push(strict: Strict, tmp_path: Path, *blobs: bytes, chunk: int = 0) -> Scrip
     store = MemoryStore()
     for blob in (b"{}", *blobs):
         content = Descriptor.of("application/vnd.example.blob", blob)
-        layout.push(content, bytes_body(blob))
-        store.push(content, bytes_body(blob))
+        layout.push(content, build_bytes_body(blob))
+        store.push(content, build_bytes_body(blob))
     manifest = Descriptor.of("application/vnd.oci.image.manifest.v1+json", raw)
-    layout.push(manifest, bytes_body(raw), here)
+    layout.push(manifest, build_bytes_body(raw), here)
     counts = []
     with ScriptedRegistry(strict).running() as registry:
         name = Reference.parse(f"{registry.host}/team/x:v1")
@@ -554,7 +554,7 @@ def test_a_damaged_blob_in_chunks_fails_without_retry(tmp_path: Path) -> None:
     strict = Strict(limit=UNIT)
 
     def spoiled(seen: Any) -> None:
-        path = ImageLayout(tmp_path / "store").path(Descriptor.of("", BLOB))
+        path = ImageLayout(tmp_path / "store").find_path(Descriptor.of("", BLOB))
         path.chmod(0o644)
         path.write_bytes(BLOB[: 3 * UNIT] + b"?" + BLOB[3 * UNIT + 1 :])
         strict.fails = lambda _: None

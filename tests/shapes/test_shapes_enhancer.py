@@ -18,7 +18,7 @@ from clowder_aimage.create import create
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
-from clowder_aimage.model.text.enhancement import ANY, enhanced_prompt, enhancement_request
+from clowder_aimage.model.text.enhancement import ANY, build_enhancement_request, collect_prompt
 from clowder_aimage.model.text.language_model import LanguageModel
 from clowder_aimage.model.text.runtime import load_language_model
 from clowder_aimage.oci import Reference
@@ -35,7 +35,7 @@ def enhancer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LanguageModel
 
 
 def write(model: LanguageModel, wish: str, seed: int = 0) -> str:
-    return enhanced_prompt(model.generate(enhancement_request(wish, seed)))
+    return collect_prompt(model.generate(build_enhancement_request(wish, seed)))
 
 
 def is_meant(text: str, asked: str) -> bool:

@@ -12,7 +12,7 @@ import random
 import struct
 from typing import Any
 
-from clowder_aimage.tensor import DTYPE_BITS, encode_header, nbytes
+from clowder_aimage.tensor import DTYPE_BITS, compute_nbytes, encode_header
 
 Tensor = tuple[str, str, tuple[int, ...]]
 Blob = tuple[list[Tensor], dict[str, str]]
@@ -106,7 +106,7 @@ def pairs_of(blob: Blob) -> tuple[Pairs, int]:
         written.append([token("__metadata__"), [[token(k), token(v)] for k, v in metadata.items()]])
     start = 0
     for name, dtype, shape in tensors:
-        end = start + nbytes(dtype, shape)
+        end = start + compute_nbytes(dtype, shape)
         span = [token(start), token(end)]
         fields = [
             [token("dtype"), token(dtype)],

@@ -145,10 +145,10 @@ def check_parts(header: Header) -> bool:
             continue
         kind = tensor.quantization
         assert (tensor.dtype, info.dtype) == (kind.type.name, "U32")
-        assert kind.codes_shape(tensor.shape) == info.shape
+        assert kind.compute_codes_shape(tensor.shape) == info.shape
         for part in (".scale", ".bias") if kind.type.has_bias else (".scale",):
             beside = header.tensors[tensor.parts[part]]
-            assert beside.shape == kind.scales_shape(tensor.shape)
+            assert beside.shape == kind.compute_scales_shape(tensor.shape)
             assert beside.dtype in kind.type.scale_dtypes
         keys.update(tensor.parts.values())
         keys.update(key + word for word in (".input_scale", ".input_global_scale"))

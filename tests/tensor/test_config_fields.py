@@ -49,16 +49,16 @@ def test_a_document_must_be_an_object() -> None:
 @pytest.mark.parametrize(
     ("read", "value"),
     [
-        (lambda f: f.integer("x"), 1),
-        (lambda f: f.integer("x"), MAX_SIZE),
-        (lambda f: f.integer("x", maximum=4), 4),
-        (lambda f: f.number("x"), 0),
-        (lambda f: f.number("x"), -1.5),
-        (lambda f: f.positive("x"), 1e-9),
-        (lambda f: f.boolean("x", False), True),
-        (lambda f: f.text("x"), ""),
-        (lambda f: f.integers("x"), [1, MAX_SIZE]),
-        (lambda f: f.integers("x"), []),
+        (lambda f: f.get_integer("x"), 1),
+        (lambda f: f.get_integer("x"), MAX_SIZE),
+        (lambda f: f.get_integer("x", maximum=4), 4),
+        (lambda f: f.get_number("x"), 0),
+        (lambda f: f.get_number("x"), -1.5),
+        (lambda f: f.get_positive("x"), 1e-9),
+        (lambda f: f.get_boolean("x", False), True),
+        (lambda f: f.get_text("x"), ""),
+        (lambda f: f.get_integers("x"), [1, MAX_SIZE]),
+        (lambda f: f.get_integers("x"), []),
     ],
 )
 def test_values_in_bounds_are_returned(read: Read, value: object) -> None:
@@ -69,27 +69,27 @@ def test_values_in_bounds_are_returned(read: Read, value: object) -> None:
 @pytest.mark.parametrize(
     ("read", "value", "message"),
     [
-        (lambda f: f.integer("x"), 0, "must be a whole number from 1 to 16777216"),
-        (lambda f: f.integer("x"), MAX_SIZE + 1, "must be a whole number"),
-        (lambda f: f.integer("x", maximum=4), 5, "from 1 to 4"),
-        (lambda f: f.integer("x"), True, "must be a whole number"),
-        (lambda f: f.integer("x"), 2.0, "must be a whole number"),
-        (lambda f: f.number("x"), math.inf, "must be a number"),
-        (lambda f: f.number("x"), math.nan, "must be a number"),
-        (lambda f: f.number("x"), True, "must be a number"),
-        (lambda f: f.number("x"), "1", "must be a number"),
-        (lambda f: f.number("x"), 10**400, "from -1e+30 to 1e+30"),
-        (lambda f: f.number("x", minimum=2), 1, "from 2 to 1e+30"),
-        (lambda f: f.positive("x"), 0, "from 1e-30 to 1e+30"),
-        (lambda f: f.positive("x"), 1e-320, "from 1e-30 to 1e+30"),
-        (lambda f: f.positive("x", maximum=1), 2, "from 1e-30 to 1"),
-        (lambda f: f.boolean("x", False), 1, "must be true or false"),
-        (lambda f: f.text("x"), 1, "must be a string"),
-        (lambda f: f.integers("x"), 1, "must be a list"),
-        (lambda f: f.integers("x"), [1, 0], "must be a list"),
-        (lambda f: f.integers("x"), [1, True], "must be a list"),
-        (lambda f: f.integers("x"), [MAX_SIZE + 1], "must be a list"),
-        (lambda f: f.only("x", "silu"), "gelu", "unsupported, expected 'silu'"),
+        (lambda f: f.get_integer("x"), 0, "must be a whole number from 1 to 16777216"),
+        (lambda f: f.get_integer("x"), MAX_SIZE + 1, "must be a whole number"),
+        (lambda f: f.get_integer("x", maximum=4), 5, "from 1 to 4"),
+        (lambda f: f.get_integer("x"), True, "must be a whole number"),
+        (lambda f: f.get_integer("x"), 2.0, "must be a whole number"),
+        (lambda f: f.get_number("x"), math.inf, "must be a number"),
+        (lambda f: f.get_number("x"), math.nan, "must be a number"),
+        (lambda f: f.get_number("x"), True, "must be a number"),
+        (lambda f: f.get_number("x"), "1", "must be a number"),
+        (lambda f: f.get_number("x"), 10**400, "from -1e+30 to 1e+30"),
+        (lambda f: f.get_number("x", minimum=2), 1, "from 2 to 1e+30"),
+        (lambda f: f.get_positive("x"), 0, "from 1e-30 to 1e+30"),
+        (lambda f: f.get_positive("x"), 1e-320, "from 1e-30 to 1e+30"),
+        (lambda f: f.get_positive("x", maximum=1), 2, "from 1e-30 to 1"),
+        (lambda f: f.get_boolean("x", False), 1, "must be true or false"),
+        (lambda f: f.get_text("x"), 1, "must be a string"),
+        (lambda f: f.get_integers("x"), 1, "must be a list"),
+        (lambda f: f.get_integers("x"), [1, 0], "must be a list"),
+        (lambda f: f.get_integers("x"), [1, True], "must be a list"),
+        (lambda f: f.get_integers("x"), [MAX_SIZE + 1], "must be a list"),
+        (lambda f: f.check_value("x", "silu"), "gelu", "unsupported, expected 'silu'"),
     ],
 )
 def test_other_values_are_refused_with_file_and_field(
@@ -102,12 +102,12 @@ def test_other_values_are_refused_with_file_and_field(
 @pytest.mark.parametrize(
     ("read", "default"),
     [
-        (lambda f: f.integer("x", 3), 3),
-        (lambda f: f.number("x", 0), 0.0),
-        (lambda f: f.boolean("x", True), True),
-        (lambda f: f.text("x", "a"), "a"),
-        (lambda f: f.integers("x", (2,)), (2,)),
-        (lambda f: f.only("x", "silu"), None),
+        (lambda f: f.get_integer("x", 3), 3),
+        (lambda f: f.get_number("x", 0), 0.0),
+        (lambda f: f.get_boolean("x", True), True),
+        (lambda f: f.get_text("x", "a"), "a"),
+        (lambda f: f.get_integers("x", (2,)), (2,)),
+        (lambda f: f.check_value("x", "silu"), None),
     ],
 )
 def test_absent_and_null_fields_have_the_default(read: Read, default: object) -> None:
@@ -115,14 +115,16 @@ def test_absent_and_null_fields_have_the_default(read: Read, default: object) ->
     assert read(fields(x=None)) == default
 
 
-@pytest.mark.parametrize("name", ["integer", "number", "positive", "text", "integers"])
+@pytest.mark.parametrize(
+    "name", ["get_integer", "get_number", "get_positive", "get_text", "get_integers"]
+)
 def test_a_field_without_a_default_is_required(name: str) -> None:
     refused(lambda: getattr(fields(), name)("x"), "config.json: missing field x")
 
 
 def test_fields_that_were_not_read_are_refused() -> None:
     one = fields(a=1, b=2, c=None, _class_name="X", d=4)
-    one.integer("a")
+    one.get_integer("a")
     one.finish("b", "d")
     refused(lambda: one.finish("b"), "config.json: unknown fields d")
 

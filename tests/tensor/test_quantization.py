@@ -8,7 +8,7 @@ import pytest
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import Quantization
-from clowder_aimage.tensor.weight import SourceTensor, TensorChunk, Weight, by_name, plain
+from clowder_aimage.tensor.weight import SourceTensor, TensorChunk, Weight, sort_weights, to_weight
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_only_matrices_of_whole_groups_fit(shape: tuple[int, ...], fits: bool) -
 
 def test_shapes_of_codes_and_scales() -> None:
     int4 = Quantization.parse("int4", 32)
-    assert int4.codes_shape((3, 8, 128)) == (3, 8, 16)
-    assert int4.scales_shape((3, 8, 128)) == (3, 8, 4)
-    assert int4.shape((3, 8, 16)) == (3, 8, 128)
-    assert int4.metadata() == {"quant_type": "int4", "group_size": "32"}
+    assert int4.compute_codes_shape((3, 8, 128)) == (3, 8, 16)
+    assert int4.compute_scales_shape((3, 8, 128)) == (3, 8, 4)
+    assert int4.compute_shape((3, 8, 16)) == (3, 8, 128)
+    assert int4.metadata == {"quant_type": "int4", "group_size": "32"}
 
 
 def test_weight_counts_the_bytes_of_its_parts() -> None:
@@ -77,6 +77,6 @@ def test_weight_counts_the_bytes_of_its_parts() -> None:
     weight = Weight("x", "int4", (8, 128), parts, Quantization.parse("int4"))
     assert (weight.elements, weight.nbytes, weight.tensor) == (1024, 544, codes)
     assert (codes.file_range.offset, codes.file_range.nbytes) == (100, 512)
-    one = plain(scales)
+    one = to_weight(scales)
     assert (one.name, one.dtype, one.shape, one.nbytes) == ("x.scales", "BF16", (8, 2), 32)
-    assert by_name([one, weight]) == (weight, one)
+    assert sort_weights([one, weight]) == (weight, one)

@@ -12,11 +12,11 @@ from clowder_aimage.tensor.header import Header, TensorInfo
 from clowder_aimage.tensor.quantization_config import (
     QuantizationConfig,
     complete,
+    find_mlx_entry,
+    find_part_layers,
+    find_unknown_key,
     group_size,
-    mlx_entry,
-    mlx_type,
-    part_layers,
-    unknown_key,
+    parse_mlx_type,
 )
 
 TABLE = {"bits": 4, "group_size": 64}
@@ -40,7 +40,7 @@ INT8 = {"bits": 8, "group_size": 32}
 def test_entry_of_a_module_is_its_own_or_the_table(
     config: Mapping[str, Any], expected: Mapping[str, Any] | None
 ) -> None:
-    assert mlx_entry(config, "a.b") == expected
+    assert find_mlx_entry(config, "a.b") == expected
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_entry_of_a_module_is_its_own_or_the_table(
 def test_type_of_an_entry_needs_known_mode_and_bits(
     entry: Mapping[str, Any], expected: tuple[str | None, int | None]
 ) -> None:
-    assert mlx_type(entry) == expected
+    assert parse_mlx_type(entry) == expected
 
 
 def test_config_of_a_component_has_precedence_over_the_index() -> None:
@@ -86,8 +86,8 @@ def test_config_of_a_component_has_precedence_over_the_index() -> None:
     ],
 )
 def test_known_quantizations_have_no_unknown_key(value: Mapping[str, Any]) -> None:
-    assert unknown_key({"quantization_config": value}) is None
-    assert unknown_key({"quantization": value, "quantization_config": None}) is None
+    assert find_unknown_key({"quantization_config": value}) is None
+    assert find_unknown_key({"quantization": value, "quantization_config": None}) is None
 
 
 @pytest.mark.parametrize(
@@ -106,21 +106,21 @@ def test_known_quantizations_have_no_unknown_key(value: Mapping[str, Any]) -> No
     ],
 )
 def test_unknown_quantizations_are_named_by_their_key(value: object) -> None:
-    assert unknown_key({"quantization": None, "quantization_config": value}) == (
+    assert find_unknown_key({"quantization": None, "quantization_config": value}) == (
         "quantization_config"
     )
-    assert unknown_key({"quantization": value}) == "quantization"
+    assert find_unknown_key({"quantization": value}) == "quantization"
 
 
 def test_layers_of_codes_are_found_by_both_conventions() -> None:
     ours = {"x.weight", "x.weight_scale", "x.weight_qbias"}
-    assert part_layers("x.weight", ours) == {
+    assert find_part_layers("x.weight", ours) == {
         ".scale": "x.weight_scale",
         ".bias": "x.weight_qbias",
     }
-    assert part_layers("x.weight", {"x.scales", "x.weight"}) == {".scale": "x.scales"}
-    assert part_layers("x.weight", {"x.weight", "x.weight_qbias"}) == {}
-    assert part_layers("x.bias", {"x.bias", "x.bias_scale"}) == {}
+    assert find_part_layers("x.weight", {"x.scales", "x.weight"}) == {".scale": "x.scales"}
+    assert find_part_layers("x.weight", {"x.weight", "x.weight_qbias"}) == {}
+    assert find_part_layers("x.bias", {"x.bias", "x.bias_scale"}) == {}
 
 
 @pytest.mark.parametrize(

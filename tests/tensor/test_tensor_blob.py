@@ -16,10 +16,10 @@ from clowder_aimage.tensor import (
     BlobTensor,
     Quantization,
     check_layer,
+    compute_nbytes,
     encode_header,
     find_group,
     find_tensor,
-    nbytes,
     read_header,
     read_tensors,
 )
@@ -33,7 +33,7 @@ def read(
     tensors: Sequence[Tensor], metadata: dict[str, str] | None = None
 ) -> dict[str, BlobTensor]:
     raw = encode_header(tensors, metadata)
-    size = sum(nbytes(dtype, shape) for _, dtype, shape in tensors)
+    size = sum(compute_nbytes(dtype, shape) for _, dtype, shape in tensors)
     return read_tensors(read_header(io.BytesIO(raw), len(raw) + size))
 
 
@@ -58,8 +58,8 @@ def blob_of(
 ) -> list[Tensor]:
     parts = (".scale", ".bias") if given_type.type.has_bias else (".scale",)
     return [
-        (name, "U32", given_type.codes_shape(shape)),
-        *((name + part, scale, given_type.scales_shape(shape)) for part in parts),
+        (name, "U32", given_type.compute_codes_shape(shape)),
+        *((name + part, scale, given_type.compute_scales_shape(shape)) for part in parts),
     ]
 
 
@@ -68,7 +68,7 @@ def test_every_quantization_is_read_back(
     case: tuple[Quantization, tuple[int, ...], str | None],
 ) -> None:
     kind, shape, scale = case
-    found = read(blob_of("a.weight", kind, shape, scale), kind.metadata())
+    found = read(blob_of("a.weight", kind, shape, scale), kind.metadata)
     assert list(found) == ["a.weight"]
     tensor = found["a.weight"]
     assert (tensor.dtype, tensor.shape, tensor.quantization) == (kind.type.name, shape, kind)

@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from clowder_aimage.errors import FormatError
 from clowder_aimage.tensor import (
     DTYPE_BITS,
+    compute_nbytes,
     encode_header,
-    nbytes,
     read_header,
 )
 from clowder_aimage.tensor.header import MAX_HEADER_SIZE, MAX_TENSORS, MAX_VALUES
@@ -101,7 +101,7 @@ def test_both_stop_at_the_same_size_of_a_header() -> None:
 
 def test_the_library_reads_all_seeds() -> None:
     for name, (given_tensors, metadata) in SEEDS.items():
-        size = sum(nbytes(dtype, shape) for _, dtype, shape in given_tensors)
+        size = sum(compute_nbytes(dtype, shape) for _, dtype, shape in given_tensors)
         assert compare(encode_header(given_tensors, metadata) + bytes(size)) == "read", name
 
 
@@ -165,7 +165,7 @@ def test_the_library_reads_what_we_write(
     given_tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[Any, Any]
 ) -> None:
     raw = encode_header(given_tensors, metadata)
-    data = running(sum(nbytes(dtype, shape) for _, dtype, shape in given_tensors))
+    data = running(sum(compute_nbytes(dtype, shape) for _, dtype, shape in given_tensors))
     assert compare(raw + data) in ("read", "no blob")
     header = read_header(io.BytesIO(raw), len(raw) + len(data))
     found = [(name, info.dtype, info.shape) for name, info in header.tensors.items()]
@@ -178,7 +178,7 @@ def test_the_library_reads_what_we_write(
 def test_the_library_opens_the_files_we_write(
     given_tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[Any, Any]
 ) -> None:
-    size = sum(nbytes(dtype, shape) for _, dtype, shape in given_tensors)
+    size = sum(compute_nbytes(dtype, shape) for _, dtype, shape in given_tensors)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.safetensors")
         path.write_bytes(encode_header(given_tensors, metadata) + running(size))
@@ -201,7 +201,7 @@ def test_we_read_what_the_library_writes(
         if dtype == "F4":  # told as pairs
             shape = (*shape[:-1], shape[-1] // 2 * 2)
         expected[name] = (dtype, shape)
-        data = running(nbytes(dtype, shape))
+        data = running(compute_nbytes(dtype, shape))
         kept.append(ctypes.create_string_buffer(data, max(1, len(data))))
         specs[name] = safetensors.TensorSpec(
             dtype=WRITTEN[dtype],

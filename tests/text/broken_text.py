@@ -34,7 +34,7 @@ def write_broken(
         for event in model.generate(replace(request, max_tokens=count)):
             if not isinstance(event, TextEnd):
                 passed += sent.add(event, 0.0)
-        request = sent.continuation(request)
+        request = sent.continue_request(request)
         begun.append(request.begun)
     for event in model.generate(request):
         passed += sent.add(event, 0.0)

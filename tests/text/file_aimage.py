@@ -19,9 +19,9 @@ class Files(BlobFiles):
         self.paths: dict[Digest, Path] = {}
 
     def open(self, content: Descriptor, /) -> Reader:
-        return self.path(content).open("rb")
+        return self.find_path(content).open("rb")
 
-    def path(self, content: Descriptor, /) -> Path:
+    def find_path(self, content: Descriptor, /) -> Path:
         if content.digest not in self.paths:
             raise NotFoundError(f"no {content.digest}")
         return self.paths[content.digest]

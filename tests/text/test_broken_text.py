@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.model.llama.request import drawn_tokens
+from clowder_aimage.model.llama.request import split_drawn_tokens
 from clowder_aimage.model.text.language_model import (
     LENGTH,
     STOP,
@@ -161,6 +161,6 @@ def test_characters_of_several_tokens_take_the_place_of_their_numbers() -> None:
         answer("", [3], 5),  # hidden
         answer("", [], 6, "stop"),
     ]
-    shown, hidden = drawn_tokens(answers, 0)
+    shown, hidden = split_drawn_tokens(answers, 0)
     assert shown == DrawnTokens((5, "b\U0001f388"), 4, "ab\U0001f388")
     assert hidden == DrawnTokens((3,), 1)

@@ -9,8 +9,8 @@ from clowder_aimage.model.text.chat_template import (
     ChatTemplate,
     check_request,
     find_templates,
+    parse_special_tokens,
     require_template,
-    special_tokens,
 )
 from clowder_aimage.model.text.language_model import TextRequest
 from tests.text.chat_template import CHATML, GEMMA, LLAMA, MISTRAL, QWEN3
@@ -154,7 +154,7 @@ def test_places_of_templates(config: Any, files: dict[str, bytes], expected: Any
 
 def test_special_tokens_are_texts_or_objects() -> None:
     config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None}
-    assert special_tokens(config) == TOKENS
+    assert parse_special_tokens(config) == TOKENS
 
 
 def test_requests_beyond_the_capabilities_name_their_field() -> None:

@@ -8,19 +8,19 @@ from clowder_aimage.errors import ModelError
 from clowder_aimage.model.text.enhancement import (
     ANY,
     INSTRUCTION,
-    bare_prompt,
-    enhanced_prompt,
-    enhancement_request,
+    build_enhancement_request,
+    collect_prompt,
+    extract_prompt,
 )
 from clowder_aimage.model.text.language_model import TextDelta
 
 
 def test_a_request_has_the_seed_and_the_models_own_sampling() -> None:
-    request = enhancement_request("a fox", 7)
+    request = build_enhancement_request("a fox", 7)
     assert [one["content"] for one in request.messages] == [INSTRUCTION, "a fox"]
     assert request.sampling.seed == 7 and request.sampling.temperature is None
     assert request.thinking is False
-    other = enhancement_request(" ", 7, "Be wild.")
+    other = build_enhancement_request(" ", 7, "Be wild.")
     assert [one["content"] for one in other.messages] == ["Be wild.", ANY]
     assert other.sampling.temperature is not None
 
@@ -44,12 +44,12 @@ def test_a_request_has_the_seed_and_the_models_own_sampling() -> None:
     ],
 )
 def test_what_surrounds_a_prompt_is_removed(answer: str, prompt: str) -> None:
-    assert bare_prompt(answer) == prompt
+    assert extract_prompt(answer) == prompt
 
 
 def test_an_answer_without_a_prompt_is_an_error() -> None:
-    assert enhanced_prompt([TextDelta("hm", "thinking"), TextDelta("A "), TextDelta("fox")]) == (
+    assert collect_prompt([TextDelta("hm", "thinking"), TextDelta("A "), TextDelta("fox")]) == (
         "A fox"
     )
     with pytest.raises(ModelError, match="no prompt"):
-        enhanced_prompt([TextDelta("only thoughts", "thinking"), TextDelta("<think></think> ")])
+        collect_prompt([TextDelta("only thoughts", "thinking"), TextDelta("<think></think> ")])

@@ -46,8 +46,8 @@ def test_facts_are_read(paths: tuple[Path, Path]) -> None:
     assert (facts.architecture, facts.context, facts.layers) == ("llama", 512, 2)
     assert (facts.width, facts.inner, len(facts.tokens)) == (64, 128, 400)
     assert facts.cache == 2 * 2 * (2 * 16) * 2  # bytes, layers, keys and values of 2 heads
-    assert facts.token(metadata, "bos") == "<|begin_of_text|>"
-    assert facts.token(metadata, "sep") == ""
+    assert facts.decode_special_token(metadata, "bos") == "<|begin_of_text|>"
+    assert facts.decode_special_token(metadata, "sep") == ""
 
 
 def items(change: Callable[[tuple[Any, ...]], Any], key: str) -> Callable[[Metadata], None]:

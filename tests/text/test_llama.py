@@ -223,7 +223,7 @@ def test_memory_limits_the_context(path: Path) -> None:
 
 def test_threads_that_would_only_wait_are_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine several threads compute a tiny model fifty times slower than one."""
-    monkeypatch.setattr(llama_params, "limited_cores", lambda: 3)
+    monkeypatch.setattr(llama_params, "count_limited_cores", lambda: 3)
     how: dict[str, Any] = {"context": 256, "parallel": 1, "pooling": None}
     for weights, count in ((1 << 20, 1), (1 << 30, 3)):
         params = llama_params.make_params(Path("m.gguf"), (), weights=weights, **how)

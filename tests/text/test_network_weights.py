@@ -11,7 +11,11 @@ from clowder_aimage.importer.recipe import Recipe
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.mlxlm.library import make_network
-from clowder_aimage.model.mlxlm.network_weights import choose_form, load_network, parameter_bytes
+from clowder_aimage.model.mlxlm.network_weights import (
+    choose_form,
+    count_parameter_bytes,
+    load_network,
+)
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.oci import Reference
 from tests.text.tiny_text import write_model
@@ -40,14 +44,14 @@ def test_codes_and_dequantized_values_give_the_same_logits(
     source = weights(tmp_path, kind, quantization)
     expected, whole = logits(source, keep_quantized=False)
     found, small = logits(source, keep_quantized=True)
-    assert parameter_bytes(small) < parameter_bytes(whole)
+    assert count_parameter_bytes(small) < count_parameter_bytes(whole)
     error = mx.abs(found - expected).max() / mx.abs(expected).max()
     assert error.item() < 2e-3  # type: ignore[operator]
 
 
 def test_a_cpu_takes_a_smaller_form_only_if_the_memory_requires_it(tmp_path: Path) -> None:
     plain = weights(tmp_path / "plain", "qwen3", None)
-    size = sum(mx.zeros(shape, mx.float32).nbytes for shape in plain.shapes().values())
+    size = sum(mx.zeros(shape, mx.float32).nbytes for shape in plain.get_shapes().values())
     assert choose_form(plain, None, size) == (mx.float32, False)
     assert choose_form(plain, None, size - 1) == (mx.bfloat16, False)
     with pytest.raises(ModelError, match="the weights take"):

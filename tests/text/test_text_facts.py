@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, kind_of
+from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, classify_model
 from clowder_aimage.create import create
 from clowder_aimage.dialect import AImage
 from clowder_aimage.export import export
@@ -18,7 +18,7 @@ from clowder_aimage.formats.gguf_header import find_value
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.text import runtime
-from clowder_aimage.model.text.text_facts import TextFacts, text_facts
+from clowder_aimage.model.text.text_facts import TextFacts, read_text_facts
 from clowder_aimage.oci import Reference
 from tests.conftest import TINY
 from tests.importer.formats_gguf import LLAMA, STRING, UINT32, WEIGHTS, gguf
@@ -32,7 +32,7 @@ def facts_of(root: Path, source: Path) -> TextFacts:
     layout = ImageLayout(root / "store")
     create(layout, Reference.parse("a"), source)
     stored = read_aimage(layout, Reference.parse("a"))
-    return text_facts(layout, stored.descriptor.digest, stored.aimage)
+    return read_text_facts(layout, stored.descriptor.digest, stored.aimage)
 
 
 def written(path: Path, *pairs: Any) -> Path:
@@ -96,10 +96,10 @@ def test_a_missing_template_is_read_when_it_is_there(tmp_path: Path) -> None:
     layout = ImageLayout(tmp_path / "store")
     stored = read_aimage(layout, Reference.parse("a"))
     other = ImageLayout(tmp_path / "empty")
-    assert text_facts(other, stored.descriptor.digest, stored.aimage) == TextFacts(
+    assert read_text_facts(other, stored.descriptor.digest, stored.aimage) == TextFacts(
         ("completion",), 512, ""
     )
-    again = text_facts(layout, stored.descriptor.digest, stored.aimage)
+    again = read_text_facts(layout, stored.descriptor.digest, stored.aimage)
     assert "tools" in again.capabilities
 
 
@@ -121,13 +121,13 @@ def test_a_missing_template_is_read_when_it_is_there(tmp_path: Path) -> None:
     ids=str,
 )
 def test_kinds(properties: dict[str, Any], kind: str) -> None:
-    assert kind_of(AImage(json.dumps(properties).encode(), ())) == kind
+    assert classify_model(AImage(json.dumps(properties).encode(), ())) == kind
 
 
 def test_the_kind_of_the_embedded_model(tmp_path: Path) -> None:
     layout = ImageLayout(tmp_path / "store")
     create(layout, Reference.parse("tiny"), TINY)
-    assert kind_of(read_aimage(layout, Reference.parse("tiny")).aimage) == PICTURES
+    assert classify_model(read_aimage(layout, Reference.parse("tiny")).aimage) == PICTURES
 
 
 def test_the_pooling_of_a_model_comes_back(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_the_pooling_of_a_model_comes_back(tmp_path: Path) -> None:
 
 
 def test_models_of_a_worker_divide_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted = SimpleNamespace(load=lambda *_, **how: how["memory"], usual_memory=lambda: 900)
+    scripted = SimpleNamespace(load=lambda *_, **how: how["memory"], get_default_memory=lambda: 900)
     monkeypatch.setitem(runtime._MODULES, runtime.LLAMA, ("scripted_runtime", "llama"))
     monkeypatch.setitem(sys.modules, "scripted_runtime", scripted)
     aimage: Any = SimpleNamespace(properties={"format": "gguf"})

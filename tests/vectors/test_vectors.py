@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, detect
 from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import FormatError
@@ -65,7 +65,7 @@ def test_a_document_keeps_its_bytes_and_fields(name: str, tmp_path: Path) -> Non
     assert subject == written.get("subject")
     for store in (MemoryStore(), ImageLayout(tmp_path)):
         reference = Reference.parse(f"vectors/{name}")
-        store.push(document.descriptor, bytes_body(document.raw), reference)
+        store.push(document.descriptor, build_bytes_body(document.raw), reference)
         assert read(store, store.resolve(reference)) == raw(name)
 
 
@@ -284,13 +284,13 @@ def test_the_storage_documents_index_is_read_and_kept(name: str, tmp_path: Path)
     (tmp_path / "index.json").write_bytes(raw(name))
     layout = ImageLayout(tmp_path)
     (entry,) = value(name)["manifests"]
-    assert [found for found, _ in layout.tags()] == ["nekko.ai/llama/3.1:70B"]
+    assert [found for found, _ in layout.list_tags()] == ["nekko.ai/llama/3.1:70B"]
     found = layout.resolve(Reference.parse("nekko.ai/llama/3.1:70B"))
     assert found == Descriptor.from_json(entry)
     with edit_index(tmp_path) as index:
         index["annotations"] = {"touched": "yes"}
     assert parse_document((tmp_path / "index.json").read_bytes()).raw  # an index still
-    (kept,) = layout.entries()
+    (kept,) = layout.iter_entries()
     assert kept[1].to_json() == entry
 
 

@@ -231,7 +231,7 @@ class LocalWorker:
 
             view, workers = StoreView(LayeredStore([self.store])), self._gateway._watch.workers
             view.read()
-            until(lambda: [status.models for status in workers.statuses()] == [view.models])
+            until(lambda: [status.models for status in workers.list_statuses()] == [view.models])
 
     def drain(self) -> None:
         """Begin a graceful shutdown without waiting for its end."""
@@ -273,7 +273,7 @@ class LocalWorker:
             )
             async with accepting(app, self._listeners):
                 self._ready.set_result(service)
-                await own.ready()
+                await own.signal_ready()
                 await self._over.wait()
                 await own.drain(0.0, asyncio.Event())
 

@@ -39,7 +39,7 @@ def stocked(root: Path) -> LayeredStore:
 def job(name: str = "tiny", steps: int = 2, seed: int = 1, **options: Any) -> dict[Any, Any]:
     """Return arguments for ``Engine.generate``."""
     more = options.pop("parameters", {}) | {"steps": steps, "seed": seed}
-    make = lambda aimage: GenerateRequest.draft("a dog", **more).for_model(aimage)  # noqa: E731
+    make = lambda aimage: GenerateRequest.draft("a dog", **more).apply_defaults(aimage)  # noqa: E731
     return {"reference": Reference.parse(name), "make": make} | options
 
 

@@ -101,7 +101,7 @@ def main() -> None:
     def load(*_: object, parallel: int = 1, **__: object) -> ScriptedLanguageModel:
         return ScriptedLanguageModel(parallel)
 
-    vars(process).update(runtime_of=lambda _: "scripted", load_language_model=load)
+    vars(process).update(find_runtime=lambda _: "scripted", load_language_model=load)
     process.main()
 
 

@@ -23,7 +23,7 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from clowder_aimage.api.service import make_service
 from clowder_aimage.api.worker_role import WorkerRole
-from clowder_aimage.cli.console.remedy import advice
+from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.settings import Settings
 from clowder_aimage.errors import AccessError, UsageError
@@ -94,7 +94,7 @@ def asked(
 
 
 def test_every_route_has_a_scope(service: Service) -> None:
-    routes = WorkerRole(service).routes()
+    routes = WorkerRole(service).build_routes()
     assert {route.scope for route in routes} <= set(SCOPES)
     table = [(route.method, route.path) for route in routes]
     assert len(table) == len(set(table))
@@ -103,14 +103,14 @@ def test_every_route_has_a_scope(service: Service) -> None:
 
 
 def test_routes_that_change_state_need_the_admin_scope(service: Service) -> None:
-    for route in WorkerRole(service).routes():
+    for route in WorkerRole(service).build_routes():
         if route.method not in ("GET", "HEAD") and (route.method, route.path) not in HARMLESS:
             assert route.scope == ADMIN, route.path
     known = {"/", "/healthz", "/readyz", "/api/version", "/openapi.json", "/docs"}
     known |= {"/v1/worker", "/page/{name:.+}"}
     signed = {"/v1/files/pictures/{name}"}  # the signed URL is the credential
     assert {
-        route.path for route in WorkerRole(service).routes() if route.scope == OPEN
+        route.path for route in WorkerRole(service).build_routes() if route.scope == OPEN
     } <= known | signed
 
 
@@ -125,7 +125,7 @@ def test_routes_that_change_state_need_the_admin_scope(service: Service) -> None
 def test_a_body_must_be_declared_as_json(service: Service, kind: str, is_refused: bool) -> None:
     """A client of a registry that uploads a blob to a worker changes nothing."""
     app = build_app(WorkerRole(service), origins=())
-    routes = [each for each in WorkerRole(service).routes() if each.body is not None]
+    routes = [each for each in WorkerRole(service).build_routes() if each.body is not None]
 
     async def ask() -> set[bool]:
         async with TestClient(TestServer(app)) as client:
@@ -163,7 +163,9 @@ def test_unknown_host_headers_are_refused(service: Service, host: str) -> None:
 def test_a_refusal_names_the_option_of_the_server(
     service: Service, headers: dict[str, str], option: str
 ) -> None:
-    ((_, _, status, _, text),) = asked(service, [("GET", "/v1/models")], advice=advice, **headers)
+    ((_, _, status, _, text),) = asked(
+        service, [("GET", "/v1/models")], advice=format_advice, **headers
+    )
     assert status == 403
     assert json.loads(text)["error"]["message"].endswith(f"; start the server with {option}")
 
@@ -250,7 +252,7 @@ def test_invalid_authorization_headers_are_refused(service: Service, shown: str)
 def admins(service: Service) -> set[Any]:
     return {
         (route.method, re.sub(r"\{[^}]*\}", "x", route.path))
-        for route in WorkerRole(service).routes()
+        for route in WorkerRole(service).build_routes()
         if route.scope == ADMIN
     }
 

@@ -35,7 +35,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.http import app, server
-from clowder_aimage.http.api_error import api_error
+from clowder_aimage.http.api_error import convert_error
 from clowder_aimage.http.listening_socket import listen
 from clowder_aimage.http.route import Role, Route
 from clowder_aimage.http.server import accepting
@@ -52,7 +52,7 @@ class Routes(WorkerRole):
         super().__init__(service)
         self._routes = list(routes)
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         return self._routes
 
 
@@ -156,7 +156,7 @@ def test_a_handler_that_fails_midway_truncates_the_response(tmp_path: Path) -> N
         answer = await client.get("/x")
         with pytest.raises(ClientError):
             await answer.read()
-        return service.metrics.text().decode()
+        return service.metrics.format_text().decode()
 
     text = talked(Routes(service, Route("GET", "/x", handler, "infer")), talk)
     assert 'route="/x"' in text
@@ -188,7 +188,7 @@ def test_a_client_that_leaves_after_the_end_has_had_its_answer(
         await answer.read()
         await client.close()
         await left.wait()
-        while 'route="/x"' not in (text := service.metrics.text().decode()):
+        while 'route="/x"' not in (text := service.metrics.format_text().decode()):
             await asyncio.sleep(0)
         return str(text)
 
@@ -197,7 +197,7 @@ def test_a_client_that_leaves_after_the_end_has_had_its_answer(
 
 
 def test_error_messages_contain_no_local_paths() -> None:
-    said = api_error(StoreError("cannot write /srv/secret/blobs"))
+    said = convert_error(StoreError("cannot write /srv/secret/blobs"))
     assert (said.status, said.message) == (503, "cannot access the store")
 
 

@@ -19,7 +19,12 @@ from clowder_aimage.api.batch.operation import BatchBody
 from clowder_aimage.api.batch.routes import _new_batch
 from clowder_aimage.api.batch.run import BatchRun, BatchRunner
 from clowder_aimage.api.batch.store import ChangedRecordError, DirectoryBatchStore
-from clowder_aimage.api.batch.stored_file import FileWriter, lines, records, remove_expired
+from clowder_aimage.api.batch.stored_file import (
+    FileWriter,
+    iter_lines,
+    list_records,
+    remove_expired,
+)
 from clowder_aimage.engine.batch_line import OVER, BatchRequest
 from clowder_aimage.errors import NetworkError
 from clowder_aimage.http.local_request import LocalRequest
@@ -71,7 +76,7 @@ async def ended(store: DirectoryBatchStore, name: str) -> dict[str, Any]:
 
 
 async def written(store: DirectoryBatchStore, pieces: list[str]) -> dict[str, Any]:
-    found = [json.loads(line) async for line in lines(store, pieces)]
+    found = [json.loads(line) async for line in iter_lines(store, pieces)]
     return {one["custom_id"]: one for one in found}
 
 
@@ -164,10 +169,10 @@ def test_what_is_not_answered_in_time_has_expired_and_is_removed_later(
         assert {
             one["error"]["code"] for one in (await written(store, record["errors"])).values()
         } == {"batch_expired"}
-        assert len(await records(store, "file-")) == 2
+        assert len(await list_records(store, "file-")) == 2
         monkeypatch.setattr(time, "time", lambda: 1e11)
         await remove_expired(store)
-        assert not await store.ids() and not list(tmp_path.rglob("*.piece"))
+        assert not await store.list_ids() and not list(tmp_path.rglob("*.piece"))
 
     play(scene())
 

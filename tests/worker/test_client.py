@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clowder_aimage import errors
-from clowder_aimage.cli.console.remedy import advice
+from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.worker_client import WorkerClient
 from tests.scripted_worker import Asked, Says, ScriptedWorker, event, line, says
@@ -63,8 +63,8 @@ def test_an_invalid_address_is_refused(text: str) -> None:
 def test_credentials_in_an_address_are_refused_and_not_repeated() -> None:
     with pytest.raises(errors.UsageError) as caught:
         Endpoint.parse("http://me:secret@box")
-    assert "AIMAGE_TOKEN" in str(advice(caught.value))
-    assert "secret" not in f"{caught.value} {advice(caught.value)}"
+    assert "AIMAGE_TOKEN" in str(format_advice(caught.value))
+    assert "secret" not in f"{caught.value} {format_advice(caught.value)}"
 
 
 def test_a_json_request_over_tcp_carries_the_token() -> None:
@@ -148,7 +148,7 @@ def test_a_401_response_hints_at_the_token_variable() -> None:
         pytest.raises(errors.UnauthorizedError) as caught,
     ):
         WorkerClient(worker.host).ask("GET", "/")
-    assert "AIMAGE_TOKEN" in str(advice(caught.value))
+    assert "AIMAGE_TOKEN" in str(format_advice(caught.value))
 
 
 def test_a_503_response_hints_at_retry_after() -> None:
@@ -156,7 +156,7 @@ def test_a_503_response_hints_at_retry_after() -> None:
         ScriptedWorker(lambda _: says({"error": "busy"}, 503, Retry_After="7")).running() as worker,
         pytest.raises(errors.AccessError) as caught,
     ):
-        list(WorkerClient(worker.host).lines("/", {}))
+        list(WorkerClient(worker.host).iter_lines("/", {}))
     assert caught.value.hint == "try again in 7 seconds"
 
 
@@ -178,7 +178,7 @@ def test_an_error_response_of_another_server_is_reported(answer: Says) -> None:
         pytest.raises(errors.AccessError, match=f"answered {answer.status}") as caught,
     ):
         WorkerClient(worker.host).ask("GET", "/")
-    assert "AIMAGE_HOST" in str(advice(caught.value))
+    assert "AIMAGE_HOST" in str(format_advice(caught.value))
 
 
 def test_a_response_that_is_not_json_is_refused() -> None:
@@ -220,7 +220,7 @@ def test_a_silent_worker_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         client = WorkerClient(f"127.0.0.1:{listening.getsockname()[1]}")
         with pytest.raises(errors.NetworkError, match="timed out"):
-            list(client.events("/", {}))
+            list(client.iter_events("/", {}))
 
 
 def test_lines_are_yielded_before_the_stream_ends() -> None:
@@ -235,7 +235,7 @@ def test_lines_are_yielded_before_the_stream_ends() -> None:
 
     reads = [1]
     with ScriptedWorker(lambda _: Says(pieces())).running() as worker:
-        got = WorkerClient(worker.host).lines("/api/pull", {"model": "x"})
+        got = WorkerClient(worker.host).iter_lines("/api/pull", {"model": "x"})
         assert next(got) == {"completed": 1}
         reads.clear()
         assert list(got) == [{"completed": 2}]
@@ -250,7 +250,7 @@ def test_lines_are_joined_from_chunks_of_any_size() -> None:
     for size in (1, 2, 7, 1000):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         with ScriptedWorker(partial(answer, Says(pieces))).running() as worker:
-            assert list(WorkerClient(worker.host).lines("/", {})) == [{"a": "ööö"}, {"b": 1}]
+            assert list(WorkerClient(worker.host).iter_lines("/", {})) == [{"a": "ööö"}, {"b": 1}]
 
 
 @pytest.mark.parametrize("text", [b"{\n", b"[]\n", b"3\n", b"\xff\n"])
@@ -259,7 +259,7 @@ def test_a_line_that_is_not_an_object_is_refused(text: bytes) -> None:
         ScriptedWorker(lambda _: Says([text])).running() as worker,
         pytest.raises(errors.FormatError),
     ):
-        list(WorkerClient(worker.host).lines("/", {}))
+        list(WorkerClient(worker.host).iter_lines("/", {}))
 
 
 def test_an_error_in_a_stream_is_raised() -> None:
@@ -285,7 +285,7 @@ def test_an_error_in_a_stream_is_raised() -> None:
     with ScriptedWorker(lambda asked: answers[asked.path][0]).running() as worker:
         client = WorkerClient(worker.host)
         for path, (_, kind) in answers.items():
-            read = client.lines if path < "/3" else client.events
+            read = client.iter_lines if path < "/3" else client.iter_events
             with pytest.raises(errors.AImageError) as caught:
                 list(read(path, {}))
             assert type(caught.value) is kind
@@ -304,7 +304,7 @@ def test_server_sent_events_are_parsed_per_the_standard() -> None:
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         said = Says(pieces, headers={"X-Name": "value"})
         with ScriptedWorker(partial(answer, said)).running() as worker:
-            (kind, headers), *others = WorkerClient(worker.host).events("/", {})
+            (kind, headers), *others = WorkerClient(worker.host).iter_events("/", {})
             assert (kind, headers["x-name"]) == ("open", "value")
             assert others == [
                 ("progress", {"step": 1}),
@@ -316,7 +316,7 @@ def test_server_sent_events_are_parsed_per_the_standard() -> None:
 def test_a_large_event_arrives_whole() -> None:
     picture = "A" * 3_000_000
     with ScriptedWorker(lambda _: Says([event("done", {"b64": picture})])).running() as worker:
-        _, (_, value) = WorkerClient(worker.host).events("/", {})
+        _, (_, value) = WorkerClient(worker.host).iter_events("/", {})
     assert value["b64"] == picture
 
 
@@ -327,7 +327,7 @@ def test_a_stream_that_breaks_off_is_an_error(said: bytes, length: dict[str, str
         ScriptedWorker(lambda _: Says([said], headers=length, is_cut=True)).running() as worker,
         pytest.raises(errors.NetworkError, match="was lost"),
     ):
-        list(WorkerClient(worker.host).lines("/", {}))
+        list(WorkerClient(worker.host).iter_lines("/", {}))
 
 
 def test_an_endless_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def test_an_endless_line_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = line(a="b" * 900)
     answer = Says([whole, whole, b"x" * 600, b"x" * 600])
     with ScriptedWorker(lambda _: answer).running() as worker:
-        lines = WorkerClient(worker.host).lines("/", {})
+        lines = WorkerClient(worker.host).iter_lines("/", {})
         assert [len(next(lines)["a"]), len(next(lines)["a"])] == [900, 900]
         with pytest.raises(errors.FormatError, match=r"a line from .* exceeds"):
             next(lines)
@@ -349,7 +349,7 @@ def test_closing_a_stream_closes_the_connection(header: str) -> None:
 
     answer = Says(for_ever(), headers={"Connection": header})
     with ScriptedWorker(lambda _: answer).running() as worker:
-        events = WorkerClient(worker.host).events("/", {})
+        events = WorkerClient(worker.host).iter_events("/", {})
         next(events)
         assert not worker.left.is_set()
         events.close()

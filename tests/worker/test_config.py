@@ -20,15 +20,15 @@ from clowder_aimage.cli.verbs.config import MASK, mask_secret
 from clowder_aimage.cli.verbs.fleet import ACCESS
 from clowder_aimage.cli.verbs.registry import serve as serve_registry
 from clowder_aimage.cli.verbs.serve import NODE_OPTIONS, serve, spell
-from clowder_aimage.config.user_directory import SHARED_VARIABLES, server_variables
+from clowder_aimage.config.user_directory import SHARED_VARIABLES, list_server_variables
 from clowder_aimage.distribution import role as registry_role
 from clowder_aimage.document.schema import load
 from clowder_aimage.engine.endpoint import DEFAULT_HOST
 from clowder_aimage.engine.settings import (
     Settings,
     camel,
-    duration,
     gather,
+    parse_duration,
     read_section,
 )
 from clowder_aimage.errors import UsageError
@@ -67,7 +67,7 @@ def written(file: Path, **worker: Any) -> Path:
     ],
 )
 def test_durations_are_parsed(text: float | str, seconds: float) -> None:
-    assert duration(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_durations_are_parsed(text: float | str, seconds: float) -> None:
 )
 def test_durations_that_are_not_valid_are_refused(text: str | float | None) -> None:
     with pytest.raises(ValueError, match="invalid duration"):
-        duration(text)
+        parse_duration(text)
 
 
 # -- precedence
@@ -467,7 +467,7 @@ def test_a_misspelt_variable_of_all_verbs_is_reported(aimage: Callable[..., Aima
 
 
 def test_every_variable_that_the_program_reads_is_known() -> None:
-    servers = (server_variables(section) for section in ("worker", "node", "registry"))
+    servers = (list_server_variables(section) for section in ("worker", "node", "registry"))
     known = {*SHARED_VARIABLES, *(name for one in servers for name in one.values())}
     text = "".join(path.read_text("utf-8") for path in (ROOT / "clowder_aimage").rglob("*.py"))
     read = set(re.findall(r"(?:environ(?:\.get)?|_named)[\[(]\s*[\"'](AIMAGE_[A-Z_]+)", text))
@@ -480,7 +480,7 @@ def test_every_variable_that_the_program_reads_is_known() -> None:
 def test_the_schema_and_the_options_of_the_registry_have_the_same_names() -> None:
     described = load("config")["$defs"]["registry"]["properties"]
     options = {str(one.name): one for one in serve_registry.params}
-    for key, variable in server_variables("registry").items():
+    for key, variable in list_server_variables("registry").items():
         option = options.pop(variable.removeprefix("AIMAGE_REGISTRY_").lower())
         assert option.envvar == variable
         assert key != "addr" or option.default == described[key]["default"]

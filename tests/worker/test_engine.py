@@ -27,7 +27,7 @@ from clowder_aimage.engine.event import (
     StartedEvent,
 )
 from clowder_aimage.engine.machine import lacks_memory
-from clowder_aimage.engine.runner import Runner, error_of
+from clowder_aimage.engine.runner import Runner, parse_error
 from clowder_aimage.errors import ModelError, NoMemoryError, NotFoundError, UsageError
 from clowder_aimage.generate import load
 from clowder_aimage.generation.encoding import PictureEncoding
@@ -84,7 +84,9 @@ def test_a_request_yields_queue_step_and_image_events(
     assert facts["seed"] == 7
     with stocked_store.lease() as lease:
         model = load(stocked_store, open_valid(stocked_store, NAME, lease))
-        request = GenerateRequest.draft("a dog", steps=2, seed=7).for_model(model.stored.aimage)
+        request = GenerateRequest.draft("a dog", steps=2, seed=7).apply_defaults(
+            model.stored.aimage
+        )
         (image,) = [one for one in model.generate(request) if isinstance(one, Image)]
     assert image.pixels.tobytes() == pixels.tobytes()
 
@@ -219,7 +221,7 @@ def test_a_failed_pull_ends_the_process_that_was_loaded_for_it(
 
     with ScriptedRegistry(model).running() as registry:
         played(stocked_store, play)
-    assert not list(stocked_store.tags())
+    assert not list(stocked_store.list_tags())
 
 
 # -- frames
@@ -274,4 +276,4 @@ def test_out_of_memory_errors_are_recognized(
     assert lacks_memory(error) is lacks
     if lacks:
         said = {"kind": "NoMemoryError", "message": "not enough memory", "hint": None}
-        assert isinstance(error_of(said), NoMemoryError)
+        assert isinstance(parse_error(said), NoMemoryError)

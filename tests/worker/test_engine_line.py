@@ -27,7 +27,7 @@ from clowder_aimage.engine.event import (
     QueuedEvent,
     StartedEvent,
 )
-from clowder_aimage.engine.machine import available
+from clowder_aimage.engine.machine import read_available_memory
 from clowder_aimage.engine.metric import Metrics
 from clowder_aimage.engine.model_fetch import fetch
 from clowder_aimage.engine.queued_request import ModelSlot, QueuedRequest
@@ -264,7 +264,7 @@ def test_a_cancelled_request_stops_within_one_step(stocked_store: LayeredStore) 
 
 
 def _count(engine: Any, name: str) -> int:
-    for line in engine.metrics.text().decode().splitlines():
+    for line in engine.metrics.format_text().decode().splitlines():
         if line.startswith(name):
             return int(float(line.rpartition(" ")[2]))
     raise AssertionError(name)
@@ -454,7 +454,7 @@ def test_a_load_request_generates_nothing_and_skips_the_queue(stocked_store: Lay
 
 def test_parameters_may_depend_on_the_model(stocked_store: LayeredStore) -> None:
     def make(aimage: Any) -> GenerateRequest:
-        return GenerateRequest.draft("a dog", steps=len(aimage.layers) and 3).for_model(aimage)
+        return GenerateRequest.draft("a dog", steps=len(aimage.layers) and 3).apply_defaults(aimage)
 
     def refuse(aimage: Any) -> NoReturn:
         raise UsageError("not by this one")
@@ -480,7 +480,7 @@ def test_a_damaged_model_is_reported_as_damaged(tmp_path: Path, part: str) -> No
         "layer": stored.manifest.layers[-1],
         "manifest": stored.descriptor,
     }[part]
-    path = stocked_store.path(blob)
+    path = stocked_store.find_path(blob)
     path.chmod(0o600)
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -506,7 +506,7 @@ def test_a_model_in_memory_works_without_its_blobs_until_it_reads_one_again(
 ) -> None:
     monkeypatch.setattr("clowder_aimage.engine.scheduler.Runner", ForgetfulRunner)
     store = stocked(tmp_path / "store")
-    blob = store.path(read_aimage(store, NAME).manifest.layers[-1])
+    blob = store.find_path(read_aimage(store, NAME).manifest.layers[-1])
 
     async def play(engine: Any) -> list[str]:
         await served(engine, job())
@@ -579,7 +579,7 @@ def test_a_huge_keep_alive_never_expires(stocked_store: LayeredStore, seconds: f
 
 
 def test_available_memory_is_the_least_of_machine_and_control_groups(tmp_path: Path) -> None:
-    assert available(tmp_path) is None
+    assert read_available_memory(tmp_path) is None
     for name, text in {
         "proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:    4000 kB\n",
         "proc/self/cgroup": "1:cpu:/x\n0::/a/b\n",
@@ -591,9 +591,9 @@ def test_available_memory_is_the_least_of_machine_and_control_groups(tmp_path: P
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert available(tmp_path) == 600_000
+    assert read_available_memory(tmp_path) == 600_000
     (tmp_path / "sys/fs/cgroup/a/memory.max").write_text("max\n")
-    assert available(tmp_path) == 4000 * 1024
+    assert read_available_memory(tmp_path) == 4000 * 1024
 
 
 def test_the_time_to_wait_is_that_of_the_requests_before() -> None:

@@ -213,7 +213,7 @@ def test_a_passed_descriptor_that_is_closed_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(systemd, "FIRST", closed)
     environment = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
     with pytest.raises(UsageError, match=f"descriptor {closed} is not a listening socket"):
-        systemd.passed_sockets(environment)
+        systemd.open_passed_sockets(environment)
 
 
 def test_a_passed_socket_that_does_not_listen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,4 +221,4 @@ def test_a_passed_socket_that_does_not_listen_is_refused(monkeypatch: pytest.Mon
         monkeypatch.setattr(systemd, "FIRST", os.dup(mute.fileno()))
         environment = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
         with pytest.raises(UsageError, match="it is not listening"):
-            systemd.passed_sockets(environment)
+            systemd.open_passed_sockets(environment)

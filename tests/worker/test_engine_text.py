@@ -34,7 +34,7 @@ from clowder_aimage.model.text.language_model import (
     Token,
     ToolCall,
 )
-from clowder_aimage.model.text.runtime import runtime_of
+from clowder_aimage.model.text.runtime import find_runtime
 from clowder_aimage.oci import Reference
 from tests.text.tiny_text import write_model
 from tests.wait import until_async
@@ -53,7 +53,7 @@ def stocked_store(tmp_path_factory: pytest.TempPathFactory) -> LayeredStore:
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(runner, "_COMMAND", COMMAND)
-    monkeypatch.setattr(engine, "runtime_of", lambda _: "scripted")
+    monkeypatch.setattr(engine, "find_runtime", lambda _: "scripted")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     yield
 
@@ -195,7 +195,7 @@ def test_twenty_clients_of_a_real_model_are_served_in_turns(
     """None falls behind, the 21st waits, and each has the text that it would have alone."""
     pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
     monkeypatch.setattr(runner, "_COMMAND", REAL)
-    monkeypatch.setattr(engine, "runtime_of", runtime_of)
+    monkeypatch.setattr(engine, "find_runtime", find_runtime)
     own, length = LayeredStore([tmp_path / "store"]), 90
     create(own, NAME, write_model(tmp_path / "model"))
 

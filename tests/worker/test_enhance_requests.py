@@ -97,7 +97,7 @@ class Planned(NamedTuple):
     """A worker, as far as an enhancer uses it."""
 
     settings: Any
-    reference: Any = Reference.parse
+    resolve_reference: Any = Reference.parse
 
 
 def test_the_instruction_is_that_of_the_request() -> None:

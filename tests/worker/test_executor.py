@@ -18,7 +18,7 @@ from clowder_aimage.engine import executor
 from clowder_aimage.engine.executor import run_generation, run_io, run_locking, run_probe
 from clowder_aimage.errors import StoreBusyError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.lock import held
+from clowder_aimage.layout.lock import hold_lock
 from tests.content.artifact import put_artifact
 from tests.worker.test_health import ready, service, spoken
 
@@ -71,10 +71,10 @@ def test_a_lock_is_waited_for_briefly(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(executor, "LOCK_TIMEOUT", 0.02)
 
     def take() -> None:
-        with held(tmp_path, "lock"):
+        with hold_lock(tmp_path, "lock"):
             pass
 
-    with held(tmp_path, "lock"), pytest.raises(StoreBusyError, match="in use by process"):
+    with hold_lock(tmp_path, "lock"), pytest.raises(StoreBusyError, match="in use by process"):
         asyncio.run(run_locking(take))
     asyncio.run(run_locking(take))
 
@@ -104,7 +104,7 @@ def test_a_locked_store_is_answered_with_503(
 
     async def talk(client: Any, _: Any) -> tuple[list[Any], int, int]:
         copy = {"source": "a", "destination": "b"}
-        with held(store.root, "lock"):
+        with hold_lock(store.root, "lock"):
             copies = [asyncio.create_task(client.post("/api/copy", json=copy)) for _ in range(8)]
             await asyncio.sleep(0)
             probe, tags = await client.get("/readyz"), await client.get("/api/tags")

@@ -239,7 +239,7 @@ def own(stocked: Path, tmp_path: Path) -> Aimage:
 def spoil_text_encoder(store: Path) -> None:
     """Overwrite the text encoder's weights with zeros."""
     stored = read_aimage(LayeredStore([store]), Reference.parse("tiny"))
-    for layer in stored.aimage.component("text_encoder"):
+    for layer in stored.aimage.list_layers("text_encoder"):
         digest = layer.descriptor.digest
         blob = store / "blobs" / digest.algorithm / digest.encoded
         blob.unlink(missing_ok=True)

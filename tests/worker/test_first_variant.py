@@ -65,7 +65,7 @@ def test_the_request_after_the_pull_uses_the_aimage_itself(
 
     first, second, loaded = played(store, play, first="int4")
     assert (first, second, loaded) == (digests["int4"], digests["v1"], digests["v1"])
-    assert {name for name, _ in store.tags()} == {f"{name}:v1", f"{name}@{digests['int4']}"}
+    assert {name for name, _ in store.list_tags()} == {f"{name}:v1", f"{name}@{digests['int4']}"}
 
 
 def test_a_variant_serves_while_the_aimage_cannot_be_pulled(

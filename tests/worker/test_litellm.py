@@ -229,7 +229,7 @@ def test_a_full_queue_raises_service_unavailable_until_a_client_leaves(
     # of minutes: litellm waits for a Retry-After of up to one minute
     body = {"model": "tiny", "prompt": "a cat", "stream": True, "steps": 1000, "n": 10}
     body |= {"size": "512x512"}
-    drawing = WorkerClient(named.host).events("/v1/images/generations", body)
+    drawing = WorkerClient(named.host).iter_events("/v1/images/generations", body)
     while next(drawing)[0] != "progress":
         pass
     found = litellm()

@@ -12,7 +12,7 @@ from aiohttp import web
 from clowder_aimage.api.answer_stream import EventStream, NdjsonStream
 from clowder_aimage.api.request_body import read_checked
 from clowder_aimage.errors import AImageError, NetworkError
-from clowder_aimage.http.local_call import LocalCalls, body_of
+from clowder_aimage.http.local_call import LocalCalls, get_body
 from clowder_aimage.http.local_request import LocalRequest, Request
 from clowder_aimage.http.route import ADMIN, INFER, OPEN, Role, Route, SharedRoute
 
@@ -66,7 +66,7 @@ class Routes(Role):
     def is_draining(self) -> bool:
         return self.is_ending
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         streams = {"/events": events, "/api/lines": lines, "/broken": broken}
         return [
             SharedRoute("GET", "/v1/models/{id:.+}", show, INFER),
@@ -81,7 +81,7 @@ class Routes(Role):
 def send(method: str, target: str, scope: str = INFER, **options: Any) -> tuple[int, Any]:
     request = LocalRequest(method, target, scope=scope, **options)
     response = asyncio.run(LocalCalls(Routes()).send(request))
-    return response.status, json.loads(body_of(response))
+    return response.status, json.loads(get_body(response))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_stream_is_written_to_the_sink() -> None:
     for path, pieces in ("/events", [b"a", b"b"]), ("/api/lines", [b'{"a":1}\n']):
         sink = Collected()
         response = stream(path, sink)
-        assert (sink.status, response.status, body_of(response)) == (200, 200, b"")
+        assert (sink.status, response.status, get_body(response)) == (200, 200, b"")
         assert sink.pieces[: len(pieces)] == pieces
     assert json.loads(sink.pieces[-1])["error"] == "late"
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from clowder_aimage.http import background, loop_watch
-from clowder_aimage.http.background import background_tasks
+from clowder_aimage.http.background import run_in_background
 
 
 def compute() -> None:
@@ -71,7 +71,7 @@ def test_background_work_is_reported(loop_blocks: list[str]) -> None:
             loop_blocks.append("ended: cancelled")
 
     async def main() -> None:
-        async with background_tasks(work()):
+        async with run_in_background(work()):
             await done.wait()
 
     asyncio.run(main())
@@ -81,7 +81,7 @@ def test_background_work_is_reported(loop_blocks: list[str]) -> None:
 
 def test_background_work_that_never_begins_ends() -> None:
     async def main() -> None:
-        async with background_tasks(asyncio.sleep(60)):
+        async with run_in_background(asyncio.sleep(60)):
             pass
 
     asyncio.run(main())
@@ -100,7 +100,7 @@ def test_background_work_that_loses_a_cancellation_ends(monkeypatch: pytest.Monk
             ended.append(True)
 
     async def main() -> None:
-        async with background_tasks(deaf()):
+        async with run_in_background(deaf()):
             await asyncio.sleep(0)
 
     asyncio.run(main())

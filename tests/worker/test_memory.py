@@ -31,7 +31,7 @@ from clowder_aimage.layout.completeness import open_valid
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.flow.stage_plan import least_memory
+from clowder_aimage.model.flow.stage_plan import estimate_least_memory
 from clowder_aimage.oci import Reference
 from tests.store import copy_store
 
@@ -52,8 +52,8 @@ def system(root: Path, said: str, **files: str) -> Path:
 
 
 def test_without_control_groups_the_limit_is_physical_memory(tmp_path: Path) -> None:
-    assert machine.memory(tmp_path) == int(PHYSICAL * 0.8)
-    assert machine.memory(system(tmp_path, "0::/\n")) == int(PHYSICAL * 0.8)
+    assert machine.read_memory_limit(tmp_path) == int(PHYSICAL * 0.8)
+    assert machine.read_memory_limit(system(tmp_path, "0::/\n")) == int(PHYSICAL * 0.8)
 
 
 def test_limits_of_parent_groups_apply_in_cgroup_v2(tmp_path: Path) -> None:
@@ -62,12 +62,12 @@ def test_limits_of_parent_groups_apply_in_cgroup_v2(tmp_path: Path) -> None:
         "a__b__memory_max": "max\n",
         "memory_max": f"{GIB}\n",
     }
-    assert machine.memory(system(tmp_path, "0::/a/b\n", **files)) == int(GIB // 4 * 0.8)
+    assert machine.read_memory_limit(system(tmp_path, "0::/a/b\n", **files)) == int(GIB // 4 * 0.8)
 
 
 def test_the_limit_of_a_containers_root_cgroup_applies(tmp_path: Path) -> None:
     root = system(tmp_path, "0::/kubepods/pod7\n", memory_max=f"{GIB // 2}")
-    assert machine.memory(root) == int(GIB // 2 * 0.8)
+    assert machine.read_memory_limit(root) == int(GIB // 2 * 0.8)
 
 
 def test_the_limit_of_cgroup_v1_applies(tmp_path: Path) -> None:
@@ -76,12 +76,14 @@ def test_the_limit_of_cgroup_v1_applies(tmp_path: Path) -> None:
         "memory__x__memory_limit_bytes": f"{GIB // 8}",
         "memory__memory_limit_bytes": str(2**63),
     }
-    assert machine.memory(system(tmp_path, said, **files)) == int(GIB // 8 * 0.8)
+    assert machine.read_memory_limit(system(tmp_path, said, **files)) == int(GIB // 8 * 0.8)
 
 
 @pytest.mark.parametrize("said", ["", "nonsense", "0", "0::", "0::/../../..\n"])
 def test_invalid_cgroup_files_are_ignored(tmp_path: Path, said: str) -> None:
-    assert machine.memory(system(tmp_path, said, memory_max="much")) == int(PHYSICAL * 0.8)
+    assert machine.read_memory_limit(system(tmp_path, said, memory_max="much")) == int(
+        PHYSICAL * 0.8
+    )
 
 
 # -- the process of a model
@@ -94,7 +96,7 @@ def tiny_store(stocked: Path, tmp_path: Path) -> LayeredStore:
 
 def lose_text_encoder(store: LayeredStore) -> None:
     """Delete the text encoder's weights."""
-    for layer in read_aimage(store, Reference.parse("tiny")).aimage.component("text_encoder"):
+    for layer in read_aimage(store, Reference.parse("tiny")).aimage.list_layers("text_encoder"):
         digest = layer.descriptor.digest
         (store.roots[0] / "blobs" / digest.algorithm / digest.encoded).unlink(missing_ok=True)
 
@@ -238,7 +240,7 @@ def test_the_memory_of_the_decoder_is_between_its_estimates(stocked: Path, dtype
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     pipeline.networks.decode(latents)
-    least = least_memory(pipeline.family, pipeline.networks, 128, 128)
-    *_, decode = pipeline.stages(GenerateRequest.of("a dog", width=128, height=128))
+    least = estimate_least_memory(pipeline.family, pipeline.networks, 128, 128)
+    *_, decode = pipeline.list_stages(GenerateRequest.of("a dog", width=128, height=128))
     assert least == 128 * 128 * ARRAYS * pipeline.library.itemsize // 4
     assert least <= mx.get_peak_memory() - before <= decode.work

@@ -16,7 +16,7 @@ pytest.importorskip("aiohttp")
 from clowder_aimage.api import model_list
 from clowder_aimage.api.model_catalog import ModelCatalog
 from clowder_aimage.api.ollama.routes import _describe_entry, _describe_model
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.model.adapter_source import AdapterFinder
@@ -52,14 +52,14 @@ def keep(layout: ImageLayout, name: str, config: bytes) -> None:
     value = json.loads(DIALECTS["clowder"].write(AImage(json.dumps(GOOD).encode(), ()))[0].raw)
     value["config"] = Descriptor.of(mediatype.AIMAGE_CONFIG, config).to_json()
     manifest = Manifest.build(value)
-    layout.push(manifest.config, bytes_body(config))
-    layout.push(manifest.descriptor, bytes_body(manifest.raw), Reference.parse(name))
+    layout.push(manifest.config, build_bytes_body(config))
+    layout.push(manifest.descriptor, build_bytes_body(manifest.raw), Reference.parse(name))
 
 
 @pytest.fixture
 def layout(tmp_path: Path) -> ImageLayout:
     made = ImageLayout(tmp_path / "store")
-    with made.batch():
+    with made.begin_batch():
         for name, config in CONFIGS.items():
             keep(made, name, config.encode())
         keep(made, "good", json.dumps(GOOD).encode())
@@ -69,7 +69,7 @@ def layout(tmp_path: Path) -> ImageLayout:
 def test_any_number_in_a_config_can_be_listed(
     layout: ImageLayout, caplog: pytest.LogCaptureFixture
 ) -> None:
-    items = model_list.items(layout)
+    items = model_list.list_entries(layout)
     listed = model_list.describe_all(items, partial(_describe_entry, layout))
     assert [one["name"] for one in listed] == sorted(f"{n}:latest" for n in (*CONFIGS, "good"))
     sizes = {one["name"]: one["details"]["parameter_size"] for one in listed}
@@ -84,7 +84,7 @@ def test_the_catalog_leaves_out_what_is_not_valid(layout: ImageLayout) -> None:
     adapters = AdapterFinder(layout, lambda _: pytest.fail("a file"))
     settings = SimpleNamespace(aliases={})
     service = SimpleNamespace(store=layout, settings=settings, adapters=adapters)
-    names = [model["id"] for model in ModelCatalog(cast(Any, service)).all()]
+    names = [model["id"] for model in ModelCatalog(cast(Any, service)).list_all()]
     assert "good:latest" in names
     assert not any(name.startswith("parameters") for name in names)
 

@@ -30,7 +30,7 @@ pytest.importorskip("openai")
 import openai
 from PIL import Image as Pillow
 
-from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.dialect import AImage
 from clowder_aimage.layout.layered_store import LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
@@ -75,9 +75,9 @@ def named(store: LayeredStore, name: str, **changes: Any) -> None:
     stored = read_aimage(store, Reference.parse("tiny"))
     config = encode({**stored.aimage.properties, **changes})
     manifest, config = stored.dialect.write(AImage(config, stored.aimage.layers))
-    store.push(manifest.config, bytes_body(config))
+    store.push(manifest.config, build_bytes_body(config))
     descriptor = Descriptor.of(manifest.media_type, manifest.raw)
-    store.push(descriptor, bytes_body(manifest.raw), Reference.parse(name))
+    store.push(descriptor, build_bytes_body(manifest.raw), Reference.parse(name))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def live(worker: LocalWorker) -> LocalWorker:
     named(store, "another", family="another")
     index = encode({"schemaVersion": 2, "mediaType": mediatype.OCI_INDEX, "manifests": []})
     described = Descriptor.of(mediatype.OCI_INDEX, index)
-    store.push(described, bytes_body(index), Reference.parse("nothing"))
+    store.push(described, build_bytes_body(index), Reference.parse("nothing"))
     aliases = ("--alias", "z-image=local/long:v1", "--alias", "gpt-image-1=tiny")
     return worker.start(*aliases, "--alias", "GPT 4=absent", "--queue", "0")
 
@@ -480,7 +480,7 @@ STEPPED = "aimage_generation_step_seconds_count"
 
 def metric(live: Any, name: str) -> int:
     """Return the value of a metric of the worker."""
-    text = live.service.metrics.text().decode()
+    text = live.service.metrics.format_text().decode()
     found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
     assert found is not None
     return int(float(found[1]))

@@ -23,7 +23,7 @@ from clowder_aimage.api.picture.upload import StoredPictures
 from clowder_aimage.api.request_body import read_object
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import UsageError
-from clowder_aimage.generation.check import wrong
+from clowder_aimage.generation.check import build_parameter_error
 from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import MAX_TEXT, GenerateRequest
 from clowder_aimage.http.api_error import ApiError
@@ -58,8 +58,8 @@ def test_missing_fields_take_the_defaults_of_the_model() -> None:
     own: dict[str, Any] = {"width": 32, "height": 48, "steps": 9, "guidance": 2}
     own |= {"guidance_end": 0.5, "cache_threshold": 0.2}
     expected = GenerateRequest.of("a dog", seed=42, **own)
-    assert wish.for_model(aimage(**own)) == expected
-    assert wish.for_model(aimage()) == GenerateRequest.of("a dog", seed=42)
+    assert wish.build_request(aimage(**own)) == expected
+    assert wish.build_request(aimage()) == GenerateRequest.of("a dog", seed=42)
     assert wish.encoding == PictureEncoding()
     assert (wish.dimensions, wish.response_format, wish.stream) == ("auto", "b64_json", False)
 
@@ -89,7 +89,7 @@ def test_all_fields_are_parsed() -> None:
         moderation="low",
         style="vivid",
     )
-    assert wish.for_model(aimage(), 2) == GenerateRequest.of(
+    assert wish.build_request(aimage(), 2) == GenerateRequest.of(
         "a dog",
         width=1024,
         height=768,
@@ -118,7 +118,7 @@ def test_null_fields_are_treated_as_missing() -> None:
 
 def test_diffusers_field_names_are_synonyms() -> None:
     wish = image_request(num_inference_steps=5, guidance_scale=1)
-    parameters = wish.for_model(aimage())
+    parameters = wish.build_request(aimage())
     assert (parameters.sampling.steps, parameters.guidance.scale) == (5, 1.0)
     assert image_request(steps=5, num_inference_steps=5).stated["steps"] == 5
     assert refused(steps=5, num_inference_steps=6).param == "steps"
@@ -129,29 +129,29 @@ def test_diffusers_field_names_are_synonyms() -> None:
     [("low", 5), ("medium", 9), ("auto", 9), ("standard", 9), ("high", 18), ("hd", 18)],
 )
 def test_a_quality_preset_scales_the_steps_of_the_model(quality: str, steps: int) -> None:
-    assert image_request(quality=quality).for_model(aimage(steps=9)).sampling.steps == steps
+    assert image_request(quality=quality).build_request(aimage(steps=9)).sampling.steps == steps
 
 
 def test_a_quality_preset_scales_eight_steps_by_default() -> None:
-    assert image_request(quality="low").for_model(aimage()).sampling.steps == 4
+    assert image_request(quality="low").build_request(aimage()).sampling.steps == 4
 
 
 def test_a_quality_preset_stays_between_1_and_1000_steps() -> None:
-    assert image_request(quality="max").for_model(aimage(steps=900)).sampling.steps == 1000
-    assert image_request(quality="low").for_model(aimage(steps=1)).sampling.steps == 1
+    assert image_request(quality="max").build_request(aimage(steps=900)).sampling.steps == 1000
+    assert image_request(quality="low").build_request(aimage(steps=1)).sampling.steps == 1
 
 
 def test_steps_override_a_quality_preset() -> None:
-    assert image_request(quality="high", steps=3).for_model(aimage(steps=9)).sampling.steps == 3
+    assert image_request(quality="high", steps=3).build_request(aimage(steps=9)).sampling.steps == 3
 
 
 def test_a_negative_prompt_requires_guidance() -> None:
     wish = image_request(negative_prompt="a cat")
     with pytest.raises(UsageError, match="requires guidance above 0") as caught:
-        wish.for_model(aimage())
+        wish.build_request(aimage())
     assert with_param(caught.value, wish).param == "negative_prompt"
-    assert wish.for_model(aimage(guidance=3)).guidance.negative == "a cat"
-    assert image_request(negative_prompt="").for_model(aimage()).guidance.negative is None
+    assert wish.build_request(aimage(guidance=3)).guidance.negative == "a cat"
+    assert image_request(negative_prompt="").build_request(aimage()).guidance.negative is None
 
 
 @pytest.mark.parametrize(
@@ -218,18 +218,19 @@ def test_a_larger_picture_is_reduced_unless_a_size_is_given() -> None:
         (image_request(width=64), ""),
         (image_request(expand=[0, 0, 48, 0]), ""),
     ):
-        request = wish.for_model(aimage(), pictures=pictures)
-        found = wish.warnings(request, pictures, has_size=wish.has_size)
+        request = wish.build_request(aimage(), pictures=pictures)
+        found = wish.list_warnings(request, pictures, has_size=wish.has_size)
         assert len(found) == bool(said) and all(one.startswith(said) for one in found)
-    assert image_request().for_model(aimage(), pictures=pictures).sampling.width == 2352
-    request = image_request().for_model(aimage("flux2"), pictures=pictures)  # a megapixel
+    assert image_request().build_request(aimage(), pictures=pictures).sampling.width == 2352
+    request = image_request().build_request(aimage("flux2"), pictures=pictures)  # a megapixel
     assert (request.sampling.width, request.sampling.height, len(request.input.references)) == (
         1168,
         880,
         1,
     )
     assert (
-        "is reduced to 1168x880" in image_request().warnings(request, pictures, has_size=False)[0]
+        "is reduced to 1168x880"
+        in image_request().list_warnings(request, pictures, has_size=False)[0]
     )
 
 
@@ -246,7 +247,7 @@ def test_the_largest_and_smallest_sizes_are_accepted() -> None:
 def test_one_side_is_combined_with_the_default_of_the_model() -> None:
     wish = image_request(width=64)
     assert (wish.dimensions, wish.sides) == ("auto", ("width",))
-    parameters = wish.for_model(aimage(width=32, height=48))
+    parameters = wish.build_request(aimage(width=32, height=48))
     assert (parameters.sampling.width, parameters.sampling.height) == (64, 48)
 
 
@@ -328,7 +329,9 @@ def test_unknown_fields_are_refused_with_strict() -> None:
     [("width", "width"), ("height", "width"), ("negative", "negative_prompt"), ("shift", "shift")],
 )
 def test_a_refusal_by_the_model_names_the_field_of_the_request(parameter: str, param: str) -> None:
-    error = with_param(wrong(parameter, "is wrong", "do this"), image_request(width=1024))
+    error = with_param(
+        build_parameter_error(parameter, "is wrong", "do this"), image_request(width=1024)
+    )
     assert isinstance(error, ApiError)
     message = f"{param if parameter == 'negative' else parameter} is wrong; do this"
     assert (error.status, error.param, error.message) == (400, param, message)

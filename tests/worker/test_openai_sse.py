@@ -21,26 +21,26 @@ from clowder_aimage.errors import UsageError
 def test_a_frame_has_event_data_and_id_lines() -> None:
     data = {"step": 1, "total": 30}
     assert (
-        answer_stream.frame("progress", data)
+        answer_stream.encode_event("progress", data)
         == b'event: progress\ndata: {"step": 1, "total": 30}\n\n'
     )
-    assert answer_stream.frame(None, {}, mark="7") == b"id: 7\ndata: {}\n\n"
+    assert answer_stream.encode_event(None, {}, mark="7") == b"id: 7\ndata: {}\n\n"
 
 
 def test_line_breaks_in_text_do_not_end_a_frame() -> None:
     assert (
-        answer_stream.frame("a", "x\n\nevent: b")
+        answer_stream.encode_event("a", "x\n\nevent: b")
         == b"event: a\ndata: x\ndata: \ndata: event: b\n\n"
     )
-    assert answer_stream.frame("a", {"x": "\r\n\u2028"}).count(b"\n") == 3
-    assert answer_stream.comment("one\ntwo\r\n\r\ndata: x") == b": one two data: x\n\n"
+    assert answer_stream.encode_event("a", {"x": "\r\n\u2028"}).count(b"\n") == 3
+    assert answer_stream.encode_comment("one\ntwo\r\n\r\ndata: x") == b": one two data: x\n\n"
     with pytest.raises(ValueError, match="invalid event name"):
-        answer_stream.frame("a\nb", {})
+        answer_stream.encode_event("a\nb", {})
 
 
 def test_values_that_are_not_json_are_refused() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        answer_stream.frame("a", {"x": float("nan")})
+        answer_stream.encode_event("a", {"x": float("nan")})
 
 
 def test_ticking_yields_none_during_silence() -> None:
@@ -155,9 +155,9 @@ def test_events_are_flushed_at_once() -> None:
     heard = asyncio.Event()
 
     async def talk(stream: answer_stream.EventStream) -> None:
-        await stream.send(answer_stream.frame("one", 1))
+        await stream.send(answer_stream.encode_event("one", 1))
         await asyncio.wait_for(heard.wait(), 30)  # the second event waits for the first
-        await stream.send(answer_stream.frame("two", 2))
+        await stream.send(answer_stream.encode_event("two", 2))
 
     async def listen(response: Any) -> bytes:
         first = await response.content.readuntil(b"\n\n")

@@ -18,7 +18,7 @@ pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from pydantic import BaseModel, ValidationError
 
-from clowder_aimage.api.openapi import document
+from clowder_aimage.api.openapi import build_document
 from clowder_aimage.api.request_body import RequestBody
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.route import Route
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.worker.conftest import LocalWorker
 
 WORKER = worker_routes()
-DOCUMENT = document(WORKER, title="aimage worker", has_tokens=False)
+DOCUMENT = build_document(WORKER, title="aimage worker", has_tokens=False)
 
 
 def test_a_change_of_the_api_shows_in_the_listing() -> None:
@@ -39,7 +39,7 @@ def test_a_change_of_the_api_shows_in_the_listing() -> None:
 
 @pytest.mark.parametrize("routes", [WORKER, gateway_routes()], ids=["worker", "gateway"])
 def test_every_component_is_defined_and_used(routes: list[Route]) -> None:
-    found = document(routes, title="", has_tokens=True)
+    found = build_document(routes, title="", has_tokens=True)
     names = [operation["operationId"] for operation in operations(found)]
     assert len(names) == len(set(names))
     there = {
@@ -74,7 +74,7 @@ def test_a_gateway_describes_what_it_answers() -> None:
     routes = gateway_routes()
     refused = {"/v1/store", "/v1/events", "/v1/jobs", "/v1/jobs/{id}"}
     assert {route.path for route in routes if route.operation is None} == refused
-    found = document(routes, title="", has_tokens=True)
+    found = build_document(routes, title="", has_tokens=True)
     assert not refused & found["paths"].keys() and "/v1/fleet" in found["paths"]
     posted = found["paths"]["/v1/images/generations"]["post"]
     assert {one["name"] for one in posted["parameters"]} == {
@@ -83,7 +83,7 @@ def test_a_gateway_describes_what_it_answers() -> None:
 
 
 def test_a_node_without_models_describes_no_pictures() -> None:
-    found = document(worker_routes(makes_pictures=False), title="", has_tokens=True)
+    found = build_document(worker_routes(makes_pictures=False), title="", has_tokens=True)
     assert not [path for path in found["paths"] if path.startswith("/v1/images")]
     assert "/api/pull" in found["paths"] and "ImageFields" not in found["components"]["schemas"]
 
@@ -92,7 +92,7 @@ def test_a_server_without_tokens_demands_none() -> None:
     assert "securitySchemes" not in DOCUMENT["components"]
     for operation in operations(DOCUMENT):
         assert "security" not in operation and "401" not in operation["responses"]
-    for operation in operations(document(WORKER, title="", has_tokens=True)):
+    for operation in operations(build_document(WORKER, title="", has_tokens=True)):
         is_open = operation["x-aimage-scope"] == "open"
         assert bool(operation["security"]) == ("401" in operation["responses"]) == (not is_open)
 

@@ -21,8 +21,8 @@ pytest.importorskip("aiohttp")
 from clowder_aimage.api import page_parameter
 from clowder_aimage.api.page import DIRECTORY, POLICY
 from clowder_aimage.cli.verbs.serve import open_page
-from clowder_aimage.generation.parameter import Words, parameters
-from clowder_aimage.generation.request import MAX_TEXT, ParameterLocation, parameter_locations
+from clowder_aimage.generation.parameter import Words, list_parameters
+from clowder_aimage.generation.request import MAX_TEXT, ParameterLocation, map_parameter_locations
 from tests.process import Aimage
 from tests.worker.conftest import LocalWorker, answer_to
 
@@ -110,7 +110,7 @@ def test_the_parameters_are_a_module_that_is_revalidated(worker: LocalWorker) ->
     url = f"{worker.url}/page/{page_parameter.NAME}"
     status, headers, body = ask(url, **{"Accept-Encoding": "gzip"})
     assert (status, headers["Content-Type"]) == (200, "text/javascript; charset=utf-8")
-    assert gzip.decompress(body).decode() == page_parameter.module(parameter_locations())
+    assert gzip.decompress(body).decode() == page_parameter.render_module(map_parameter_locations())
     assert ask(url, **{"If-None-Match": headers["ETag"]})[0] == 304
 
 
@@ -122,7 +122,7 @@ def described(module: str, name: str) -> Any:
 
 
 def test_the_module_has_the_kinds_and_bounds_of_parameters() -> None:
-    module = page_parameter.module(parameter_locations())
+    module = page_parameter.render_module(map_parameter_locations())
     expected: dict[str, dict[str, Any]] = {
         "width": {"kind": "whole", "least": 16, "most": 8192, "step": 16, "ofModel": True},
         "seed": {"kind": "digits", "most": str((1 << 64) - 1)},
@@ -144,9 +144,9 @@ def test_a_parameter_that_is_added_is_in_the_module() -> None:
     class More:
         noise_scale: Annotated[float, Gt(0), Le(2), Words("More noise.", field="noise")] = 1.0
 
-    (added,) = parameters(More)
+    (added,) = list_parameters(More)
     location = ParameterLocation("sampling", added)
-    module = page_parameter.module({**parameter_locations(), "noise_scale": location})
+    module = page_parameter.render_module({**map_parameter_locations(), "noise_scale": location})
     assert described(module, "noise_scale") == {
         "group": "sampling",
         "kind": "number",
@@ -246,7 +246,7 @@ OTHER_RANGES = {"compare.js": 2, "make_size.js": 1}
 
 def test_no_module_of_the_page_has_bounds_of_parameters() -> None:
     """They are those of ``parameters.js``."""
-    locations = parameter_locations().values()
+    locations = map_parameter_locations().values()
     limits = [location.parameter.type.bounds.get("le", 0) for location in locations]
     large = "|".join(str(limit) for limit in {MAX_TEXT, *limits} if limit > 1000)
     found = {}
@@ -268,7 +268,9 @@ def texts(language: str) -> dict[str, str]:
 def test_every_text_is_in_both_languages_with_the_same_values() -> None:
     """English labels and hints of parameters may be their names and help."""
     english, german = texts("en"), texts("de")
-    derived = {f"{kind}.{name}" for kind in ("setting", "hint") for name in parameter_locations()}
+    derived = {
+        f"{kind}.{name}" for kind in ("setting", "hint") for name in map_parameter_locations()
+    }
     assert not english.keys() - german.keys()
     assert german.keys() - english.keys() <= derived
     for key, text in english.items():

@@ -13,7 +13,7 @@ import pytest
 from clowder_aimage import Store, load
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.check import describe
-from clowder_aimage.generation.request import parameter_locations
+from clowder_aimage.generation.request import map_parameter_locations
 from tests.process import Aimage
 from tests.wait import until
 from tests.worker.conftest import LocalWorker
@@ -24,7 +24,7 @@ OTHERS = {"prompt", "previews", "original_prompt", "enhancer", "loras", "referen
 
 def wrong_values() -> Iterator[tuple[str, object]]:
     """Yield values below and above the bounds of each number, and one that is no choice."""
-    for name, location in parameter_locations().items():
+    for name, location in map_parameter_locations().items():
         bounds, kind = location.parameter.type.bounds, location.parameter.type.kind
         if name in OTHERS or kind not in (int, float):
             continue
@@ -48,7 +48,7 @@ DEFAULTS_OF_OLLAMA = {("width", 0), ("height", 0), ("steps", 0), ("seed", -1)}
 
 def expected(name: str, value: object) -> str:
     shown = "" if isinstance(value, str) else f", not {value}"
-    return f"{name} must be {describe(parameter_locations()[name].parameter.type)}{shown}"
+    return f"{name} must be {describe(map_parameter_locations()[name].parameter.type)}{shown}"
 
 
 def refused(worker: LocalWorker, path: str, body: dict[str, Any]) -> str:
@@ -85,7 +85,7 @@ def test_a_wrong_value_has_one_message_by_every_way(
     assert refused(worker, "/v1/images/generations", {name: value}) == message
     if (name, value) not in DEFAULTS_OF_OLLAMA and name not in NOT_IN_OLLAMA:
         assert refused(worker, "/api/generate", {name: value}) == message
-        if parameter_locations()[name].group in ("sampling", "guidance"):
+        if map_parameter_locations()[name].group in ("sampling", "guidance"):
             assert refused(worker, "/api/generate", {"options": {name: value}}) == message
     for command, more in (here, ["--local"]), (there, ["--remote"]):
         option = f"{flag(name)}={value}" if name != "n" else f"-n{value}"

@@ -195,9 +195,9 @@ def test_pictures_come_from_the_registries_of_the_models(tmp_path: Path) -> None
     connection = ClientOptions(registries={"a.example": HostSettings()}, default_registry="b.io/x")
     settings = Settings(default_model="x:v1", aliases={"y": "[::1]:5000/y:v1"}, wanted=("d.io/x",))
     service = make_service(settings, ImageLayout(tmp_path), connection)
-    found = service.inputs(may_pull=True).registries
+    found = service.build_input_source(may_pull=True).registries
     assert found == {"a.example", "b.io", "[::1]:5000", "d.io"}
-    assert not service.inputs(may_pull=False).registries
+    assert not service.build_input_source(may_pull=False).registries
 
 
 def test_a_model_is_neither_a_picture_nor_replaced_by_one(worker: LocalWorker, host: str) -> None:

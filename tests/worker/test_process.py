@@ -89,7 +89,7 @@ def test_a_language_model_on_a_cpu_is_limited_too(
     target = io.BytesIO()
     stored: Any = SimpleNamespace(aimage=None)
     ModelProcess(io.BytesIO(), target)._load_text(LayeredStore([tmp_path]), stored, {})
-    assert limits == [machine.memory()] * count
+    assert limits == [machine.read_memory_limit()] * count
     target.seek(0)
     loaded = frame.read(target)
     assert loaded is not None and (loaded[0]["is"], loaded[0]["parallel"]) == ("loaded", 2)

@@ -74,7 +74,10 @@ class Walk:
         service = make_service(Settings(), ImageLayout(root / "store"), ClientOptions())
         known = {token: scope for scope, token in TOKENS.items()}
         self._daemon = Daemon(service, NodeSettings(), known)
-        self.routes: list[Route] = [*WorkerRole(service).routes(), *self._daemon.routes()]
+        self.routes: list[Route] = [
+            *WorkerRole(service).build_routes(),
+            *self._daemon.build_routes(),
+        ]
         self.service, self._known = service, known
 
     def close(self) -> None:
@@ -104,7 +107,7 @@ class Walk:
     ) -> Iterator[Said]:
         """Send the requests and yield the responses. Streams are not read."""
         role = Role()
-        role.routes = lambda: self.routes  # type: ignore[method-assign]
+        role.build_routes = lambda: self.routes  # type: ignore[method-assign]
         tokens = self._known if is_guarded else None
         app = build_app(role, hosts=frozenset({"127.0.0.1"}), tokens=tokens)
         sent = {name.replace("_", "-"): value for name, value in headers.items()}

@@ -20,7 +20,7 @@ pytest.importorskip("mlx.core")
 pytest.importorskip("aiohttp")
 
 from clowder_aimage.api.ollama import routes as ollama_routes
-from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Reference
 from tests.conftest import ROOT
@@ -75,7 +75,7 @@ def test_the_version_is_parseable_by_open_webui(
 ) -> None:
     """Open WebUI splits the part before a hyphen at the dots and converts each part to int."""
     monkeypatch.setattr(ollama_routes, "__version__", ours)
-    answer: Any = asyncio.run(ollama_routes._version(make_mocked_request("GET", "/")))
+    answer: Any = asyncio.run(ollama_routes._show_version(make_mocked_request("GET", "/")))
     version = json.loads(answer.text)["version"]
     assert version == told
     assert all(int(part) >= 0 for part in version.partition("-")[0].split("."))
@@ -187,12 +187,14 @@ def altered(
 
     def put(data: bytes, layer: dict[str, Any]) -> dict[str, Any]:
         descriptor = Descriptor.of(layer["mediaType"], data)
-        store.push(descriptor, bytes_body(data))
+        store.push(descriptor, build_bytes_body(data))
         return layer | {"digest": str(descriptor.digest), "size": descriptor.size}
 
     change(document["layers"], put)
     raw = json.dumps(document).encode()
-    store.push(Descriptor.of(document["mediaType"], raw), bytes_body(raw), Reference.parse(name))
+    store.push(
+        Descriptor.of(document["mediaType"], raw), build_bytes_body(raw), Reference.parse(name)
+    )
 
 
 def is_tensor(layer: dict[str, Any]) -> bool:

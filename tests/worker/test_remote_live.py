@@ -40,7 +40,7 @@ def local(worker: LocalWorker, here: Aimage) -> Aimage:
 
 
 def metric(worker: LocalWorker, name: str) -> float:
-    text = worker.service.metrics.text().decode()
+    text = worker.service.metrics.format_text().decode()
     found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
     assert found is not None, name
     return float(found[1])

@@ -380,7 +380,7 @@ def test_notify_ignores_a_missing_or_invalid_socket() -> None:
 def test_the_watchdog_period_is_half_of_its_timeout(
     environment: dict[str, str], period: float | None
 ) -> None:
-    assert systemd.watchdog(environment) == period
+    assert systemd.read_watchdog_interval(environment) == period
 
 
 def activated(
@@ -417,7 +417,7 @@ def test_a_socket_passed_by_systemd_is_served(worker: LocalWorker) -> None:
 
 def test_a_passed_non_loopback_socket_requires_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     listening = socket.create_server(("", 0))
-    monkeypatch.setattr(systemd, "passed_sockets", lambda: [listening])
+    monkeypatch.setattr(systemd, "open_passed_sockets", lambda: [listening])
     with pytest.raises(UsageError, match="without tokens"):
         listen(None, has_tokens=False)
     assert listening.fileno() < 0  # it was closed

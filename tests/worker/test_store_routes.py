@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 pytest.importorskip("aiohttp")
 
-from clowder_aimage.content import bytes_body
+from clowder_aimage.content import build_bytes_body
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Manifest, Reference, mediatype
 from tests.lora_file import write_lora
@@ -49,8 +49,8 @@ def attach(layout: ImageLayout, name: str, artifact_type: str) -> None:
     value |= {"artifactType": artifact_type, "config": empty.to_json()}
     bare = Descriptor(subject.media_type, subject.digest, subject.size)
     manifest = Manifest.build(value | {"subject": bare.to_json()})
-    layout.push(empty, bytes_body(b"{}"))
-    layout.push(manifest.descriptor, bytes_body(manifest.raw), Reference.parse(name))
+    layout.push(empty, build_bytes_body(b"{}"))
+    layout.push(manifest.descriptor, build_bytes_body(manifest.raw), Reference.parse(name))
 
 
 def names(found: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -39,7 +39,7 @@ def test_messages_are_passed_on_with_known_roles_and_texts() -> None:
             {"role": "tool", "content": "3", "tool_call_id": "1"},
         ],
         tools=[TOOL],
-    ).requests()
+    ).build_requests()
     assert request.messages == (
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "ab", "name": "ann"},
@@ -47,7 +47,7 @@ def test_messages_are_passed_on_with_known_roles_and_texts() -> None:
         {"role": "tool", "content": "3", "tool_call_id": "1"},
     )
     assert request.tools == (TOOL,)
-    assert chat(tools=[TOOL], tool_choice="none").requests()[0].tools == ()
+    assert chat(tools=[TOOL], tool_choice="none").build_requests()[0].tools == ()
 
 
 def test_parameters_are_passed_on() -> None:
@@ -67,18 +67,18 @@ def test_parameters_are_passed_on() -> None:
         top_logprobs=3,
         response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": {"a": 1}}},
         reasoning_effort="none",
-    ).requests()
+    ).build_requests()
     first, second = requests
     assert (first.sampling.seed, second.sampling.seed) == (MAX_SEED, 0)
     assert (first.sampling.temperature, first.sampling.top_k, first.sampling.min_p) == (0, 0, 0.1)
     assert (first.stop, first.max_tokens, first.alternatives) == (("x",), 5, 3)
     assert (first.schema, first.thinking) == ({"a": 1}, False)
-    assert chat(response_format={"type": "json_object"}).requests()[0].schema == {}
-    assert chat(response_format={"type": "text"}).requests()[0].schema is None
+    assert chat(response_format={"type": "json_object"}).build_requests()[0].schema == {}
+    assert chat(response_format={"type": "text"}).build_requests()[0].schema is None
     thinks = chat(reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
-    assert thinks.requests()[0].thinking is False
-    assert chat(logprobs=True).requests()[0].alternatives == 0
-    assert chat(top_k=3).requests()[0].sampling.seed is None
+    assert thinks.build_requests()[0].thinking is False
+    assert chat(logprobs=True).build_requests()[0].alternatives == 0
+    assert chat(top_k=3).build_requests()[0].sampling.seed is None
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_chat_is_refused_by_field(fields: dict[str, Any], param: str) -> None:
 
 
 def test_prompts_are_continued_in_order() -> None:
-    requests = completion(prompt=["a", "b"], n=2, seed=4, logprobs=2).requests()
+    requests = completion(prompt=["a", "b"], n=2, seed=4, logprobs=2).build_requests()
     assert [(one.prompt, one.sampling.seed) for one in requests] == [
         ("a", 4),
         ("a", 5),
@@ -131,7 +131,7 @@ def test_prompts_are_continued_in_order() -> None:
         ("b", 5),
     ]
     assert (requests[0].max_tokens, requests[0].alternatives) == (16, 2)
-    assert completion(best_of=1, suffix=None, max_tokens=7).requests()[0].max_tokens == 7
+    assert completion(best_of=1, suffix=None, max_tokens=7).build_requests()[0].max_tokens == 7
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
-from clowder_aimage.http.api_error import api_error, registry_error
+from clowder_aimage.http.api_error import convert_error, convert_registry_error
 from clowder_aimage.importer.model_source import ModelForm
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
@@ -193,7 +193,7 @@ def test_a_name_without_a_registry_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_registry_errors_map_to_http_statuses(error: Any, status: int) -> None:
-    assert api_error(registry_error(error)).status == status
+    assert convert_error(convert_registry_error(error)).status == status
 
 
 def test_urgent_pulls_start_first_and_joining_raises_urgency(tmp_path: Path, proxy: Proxy) -> None:

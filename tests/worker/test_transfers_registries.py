@@ -228,7 +228,7 @@ def test_a_cancelled_pull_is_not_counted_as_a_failure(tmp_path: Path, silent: No
         pull = it.ask("one.example")
         await it.turn()
         await it.time_out(pull)
-        return it.metrics.text().decode()
+        return it.metrics.format_text().decode()
 
     text = played(tmp_path, play)
     assert 'aimage_pulls_total{outcome="stopped",registry="one.example"} 1.0' in text

@@ -28,22 +28,22 @@ from clowder_aimage.api.batch.stored_file import (
     MAX_FILES,
     FileWriter,
     delete_file,
-    names,
+    iter_chunk_names,
+    list_records,
     read_record,
-    records,
 )
 from clowder_aimage.api.request_body import (
+    build_field_error,
     check_fields,
     check_ignored,
     is_strict,
     read_object,
     read_query,
-    wrong,
 )
 from clowder_aimage.engine.batch_line import MAX_FILE, OVER
-from clowder_aimage.http.access import bearer_token
+from clowder_aimage.http.access import parse_token
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.body_stream import too_large
+from clowder_aimage.http.body_stream import build_size_error
 from clowder_aimage.http.route import INFER, Route, serve
 
 # Seconds for a file to arrive
@@ -62,39 +62,39 @@ class BatchRoutes:
     def __init__(self, runner: BatchRunner, caller: Callable[[web.Request], str]) -> None:
         self._runner, self._store, self._caller = runner, runner.store, caller
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         """Return the routes."""
         return [
             serve(operation.UPLOAD, self._upload),
-            serve(operation.LIST_FILES, self._files),
-            serve(operation.SHOW_FILE, self._file),
+            serve(operation.LIST_FILES, self._list_files),
+            serve(operation.SHOW_FILE, self._show_file),
             serve(operation.DELETE_FILE, self._delete),
-            serve(operation.READ_FILE, self._content),
+            serve(operation.READ_FILE, self._send_content),
             serve(operation.CREATE_BATCH, self._create),
-            serve(operation.LIST_BATCHES, self._batches),
-            serve(operation.SHOW_BATCH, self._batch),
+            serve(operation.LIST_BATCHES, self._list_batches),
+            serve(operation.SHOW_BATCH, self._show_batch),
             serve(operation.CANCEL_BATCH, self._cancel),
         ]
 
     # -- files
 
     async def _upload(self, request: web.Request) -> web.StreamResponse:
-        owner = _owner(request)
-        if len(await records(self._store, "file-", owner)) >= MAX_FILES:
+        owner = _identify_owner(request)
+        if len(await list_records(self._store, "file-", owner)) >= MAX_FILES:
             message = f"there are {MAX_FILES} files; delete some"
             raise ApiError(409, message, code="too_many_files")
         if request.content_type != "multipart/form-data":
             message = "expected multipart/form-data with file and purpose"
             raise ApiError(415, message, code="unsupported_media_type")
         if (request.content_length or 0) > MAX_FILE + _CHUNK:
-            raise too_large()
+            raise build_size_error()
         writer = FileWriter(self._store)
         try:
             async with asyncio.timeout(TIMEOUT):
                 name, fields = await _read_form(request, writer)
-            keep = _expiry(fields)
+            keep = _parse_expiry(fields)
             if fields.get("purpose") != INPUT:
-                raise wrong("purpose", f"must be {INPUT}", "unsupported_value")
+                raise build_field_error("purpose", f"must be {INPUT}", "unsupported_value")
             file = await writer.end(name, owner, keep=keep)
         except BaseException as error:
             await asyncio.shield(writer.abandon())
@@ -103,8 +103,8 @@ class BatchRoutes:
             raise
         return web.json_response(file)
 
-    async def _files(self, request: web.Request) -> web.StreamResponse:
-        stored = await records(self._store, "file-", _owner(request))
+    async def _list_files(self, request: web.Request) -> web.StreamResponse:
+        stored = await list_records(self._store, "file-", _identify_owner(request))
         query = read_query(request, FilesQuery)
         files = [
             record["object"]
@@ -113,18 +113,20 @@ class BatchRoutes:
         ]
         if query.order == "asc":
             files.reverse()
-        return _page(files, query)
+        return _paginate(files, query)
 
     async def _read_record(self, request: web.Request) -> tuple[Record, int]:
         kind = "batch" if request.path.startswith("/v1/batches/") else "file"
-        return await read_record(self._store, request.match_info["id"], _owner(request), kind)
+        return await read_record(
+            self._store, request.match_info["id"], _identify_owner(request), kind
+        )
 
-    async def _file(self, request: web.Request) -> web.StreamResponse:
+    async def _show_file(self, request: web.Request) -> web.StreamResponse:
         return web.json_response((await self._read_record(request))[0]["object"])
 
     async def _delete(self, request: web.Request) -> web.StreamResponse:
         record, _ = await self._read_record(request)
-        for other_record in await records(self._store, "batch_", record["owner"]):
+        for other_record in await list_records(self._store, "batch_", record["owner"]):
             is_over = other_record["object"]["status"] in OVER
             if other_record["object"]["input_file_id"] == record["object"]["id"] and not is_over:
                 message = f"the batch {other_record['object']['id']} needs the file"
@@ -133,11 +135,11 @@ class BatchRoutes:
         answer = {"id": record["object"]["id"], "object": "file", "deleted": True}
         return web.json_response(answer)
 
-    async def _content(self, request: web.Request) -> web.StreamResponse:
+    async def _send_content(self, request: web.Request) -> web.StreamResponse:
         record, _ = await self._read_record(request)
         answer = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
         answer.content_length = record["object"]["bytes"]
-        chunk_names = [*names(record["pieces"])]
+        chunk_names = [*iter_chunk_names(record["pieces"])]
         # Read before the status is sent, so that a missing chunk is an error
         first_chunk = await self._store.get(chunk_names[0]) if chunk_names else b""
         await answer.prepare(request)
@@ -152,11 +154,11 @@ class BatchRoutes:
     async def _create(self, request: web.Request) -> web.StreamResponse:
         fields = read_object(await request.read())
         body = check_ignored(check_fields(fields, BatchBody), strict=is_strict(request))
-        owner = _owner(request)
+        owner = _identify_owner(request)
         file, _ = await read_record(self._store, body.input_file_id, owner, param="input_file_id")
         if file["object"]["purpose"] != INPUT:
-            raise wrong("input_file_id", f"must be a file with the purpose {INPUT}")
-        timestamp = int(await self._store.now())
+            raise build_field_error("input_file_id", f"must be a file with the purpose {INPUT}")
+        timestamp = int(await self._store.read_clock())
         batch = _new_batch(body, timestamp)
         expiry = body.output_expires_after
         record = {
@@ -176,11 +178,11 @@ class BatchRoutes:
         self._runner.has_news.set()
         return web.json_response(batch, headers=body.headers)
 
-    async def _batches(self, request: web.Request) -> web.StreamResponse:
-        stored = await records(self._store, "batch_", _owner(request))
-        return _page([record["object"] for record in stored], read_query(request, BatchesQuery))
+    async def _list_batches(self, request: web.Request) -> web.StreamResponse:
+        stored = await list_records(self._store, "batch_", _identify_owner(request))
+        return _paginate([record["object"] for record in stored], read_query(request, BatchesQuery))
 
-    async def _batch(self, request: web.Request) -> web.StreamResponse:
+    async def _show_batch(self, request: web.Request) -> web.StreamResponse:
         return web.json_response((await self._read_record(request))[0]["object"])
 
     async def _cancel(self, request: web.Request) -> web.StreamResponse:
@@ -191,7 +193,10 @@ class BatchRoutes:
                 message = f"the batch is {batch['status']} and cannot be cancelled"
                 raise ApiError(409, message, code="batch_is_over")
             if batch["status"] != "cancelling":
-                batch |= {"status": "cancelling", "cancelling_at": int(await self._store.now())}
+                batch |= {
+                    "status": "cancelling",
+                    "cancelling_at": int(await self._store.read_clock()),
+                }
                 try:
                     await self._store.write(batch["id"], record, revision)
                 except ChangedRecordError:
@@ -199,9 +204,9 @@ class BatchRoutes:
             return web.json_response(batch)
 
 
-def _owner(request: web.Request) -> str:
+def _identify_owner(request: web.Request) -> str:
     """Return an opaque name of the token of a request; "" if this server has no tokens."""
-    token = bearer_token(request.headers.get("Authorization", ""))
+    token = parse_token(request.headers.get("Authorization", ""))
     return hashlib.sha256(token.encode()).hexdigest()[:16] if token and _has_tokens(request) else ""
 
 
@@ -222,12 +227,12 @@ async def _read_form(request: web.Request, writer: FileWriter) -> tuple[str, dic
                 raise ValueError
             if field.name == "file":
                 if name:
-                    raise wrong("file", "is given twice")
+                    raise build_field_error("file", "is given twice")
                 name = (field.filename or "file.jsonl")[:200]
                 await _store_file(field, writer)
                 continue
             if field.name not in _FIELDS:
-                raise wrong(field.name[:60], "is not supported", "unknown_parameter")
+                raise build_field_error(field.name[:60], "is not supported", "unknown_parameter")
             fields[field.name] = bytes(await field.read_chunk(_MAX_FIELD)).decode()
     except _MALFORMED:
         raise ApiError(400, "the form is malformed", code="invalid_body") from None
@@ -244,17 +249,17 @@ async def _store_file(file: BodyPartReader, writer: FileWriter) -> None:
         await writer.write(bytes(chunk))
 
 
-def _expiry(fields: dict[str, str]) -> int:
+def _parse_expiry(fields: dict[str, str]) -> int:
     """Return the seconds that a file is kept. Raises ApiError."""
     if fields.get(ANCHOR, "created_at") != "created_at":
-        raise wrong("expires_after", "must have the anchor created_at")
+        raise build_field_error("expires_after", "must have the anchor created_at")
     seconds = fields.get(SECONDS, str(LIFETIME))
     if not seconds.isdecimal() or not MIN_LIFETIME <= int(seconds[:12]) <= LIFETIME:
-        raise wrong("expires_after", f"must have {MIN_LIFETIME} to {LIFETIME} seconds")
+        raise build_field_error("expires_after", f"must have {MIN_LIFETIME} to {LIFETIME} seconds")
     return int(seconds)
 
 
-def _page(entries: list[dict[str, Any]], query: FilesQuery | BatchesQuery) -> web.Response:
+def _paginate(entries: list[dict[str, Any]], query: FilesQuery | BatchesQuery) -> web.Response:
     """Return the page of a list that a query selects. Raises ApiError."""
     if query.after is not None:
         places = [index for index, entry in enumerate(entries) if entry["id"] == query.after]

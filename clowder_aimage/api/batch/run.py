@@ -25,12 +25,12 @@ from clowder_aimage.api.batch.stored_file import (
     OUTPUT,
     add_chunk,
     add_file,
-    lines,
+    iter_lines,
     remove_expired,
 )
 from clowder_aimage.engine.batch_line import MAX_LINES, OVER, BatchRequest, read_line
 from clowder_aimage.errors import AImageError, FormatError
-from clowder_aimage.http.local_call import LocalCalls, body_of
+from clowder_aimage.http.local_call import LocalCalls, get_body
 from clowder_aimage.http.local_request import LocalRequest
 from clowder_aimage.oci import read_json
 
@@ -98,7 +98,7 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _begin_free(self) -> None:
-        for name in await self.store.ids():
+        for name in await self.store.list_ids():
             if not name.startswith("batch_") or name in self._ended or name in self._tasks:
                 continue
             if (stored := await self.store.read(name)) is None:
@@ -194,7 +194,7 @@ class BatchRun:
     async def _validate(self) -> bool:
         """Check all lines before any is sent; return False if the batch has failed."""
         wrong, total = await self._find_faults()
-        timestamp = int(await self.runner.store.now())
+        timestamp = int(await self.runner.store.read_clock())
         if wrong:
             self.batch.update({"status": "failed", "failed_at": timestamp})
             self.batch["errors"] = {"object": "list", "data": wrong}
@@ -208,27 +208,27 @@ class BatchRun:
         """Return the faults of the first malformed lines, and the number of lines."""
         custom_ids, wrong, number = set[str](), list[dict[str, Any]](), 0
 
-        def fault(code: str, message: str, param: str | None = None) -> None:
+        def add_fault(code: str, message: str, param: str | None = None) -> None:
             wrong.append({"code": code, "line": number, "message": message, "param": param})
 
-        async for line in lines(self.runner.store, self.record["pieces"]):
+        async for line in iter_lines(self.runner.store, self.record["pieces"]):
             number += 1
             if number > MAX_LINES:
-                fault("too_many_requests", f"the file has more than {MAX_LINES} requests")
+                add_fault("too_many_requests", f"the file has more than {MAX_LINES} requests")
             if len(wrong) >= MAX_ERRORS or number > MAX_LINES:
                 break
             try:
                 request = read_line(line)
             except FormatError as error:
-                fault("invalid_request", error.message)
+                add_fault("invalid_request", error.message)
                 continue
             if request.custom_id in custom_ids:
-                fault("duplicate_custom_id", "another line has this custom_id", "custom_id")
+                add_fault("duplicate_custom_id", "another line has this custom_id", "custom_id")
             if request.url != self.batch["endpoint"]:
-                fault("mismatched_endpoint", "url must be that of the batch", "url")
+                add_fault("mismatched_endpoint", "url must be that of the batch", "url")
             custom_ids.add(request.custom_id)
         if not number:
-            fault("empty_file", "the file has no requests")
+            add_fault("empty_file", "the file has no requests")
         return wrong, number
 
     async def _restore_progress(self) -> None:
@@ -236,7 +236,7 @@ class BatchRun:
         counts = self.batch["request_counts"]
         for kind, count in ("outputs", "completed"), ("errors", "failed"):
             counts[count] = 0
-            async for line in lines(self.runner.store, self.record[kind]):
+            async for line in iter_lines(self.runner.store, self.record[kind]):
                 self.done.add(read_json(line, "an answer", MAX_ANSWER)["custom_id"])
                 counts[count] += 1
 
@@ -264,7 +264,7 @@ class BatchRun:
         return reason
 
     async def _read_unanswered(self) -> AsyncIterator[BatchRequest]:
-        async for line in lines(self.runner.store, self.record["pieces"]):
+        async for line in iter_lines(self.runner.store, self.record["pieces"]):
             request = read_line(line)
             if request.custom_id not in self.done:
                 yield request
@@ -276,7 +276,7 @@ class BatchRun:
             await self._flush()
             if self.batch["status"] == "cancelling":
                 return "cancelled"
-            if await self.runner.store.now() >= self.batch["expires_at"]:
+            if await self.runner.store.read_clock() >= self.batch["expires_at"]:
                 return "expired"
 
     async def _answer(self, request: BatchRequest) -> None:
@@ -286,7 +286,7 @@ class BatchRun:
         )
         sent: tuple[str, web.StreamResponse] = await retryer(self._send, request)
         name, response = sent
-        body, status = body_of(response), response.status
+        body, status = get_body(response), response.status
         try:
             value = read_json(body, "an answer", MAX_ANSWER)
         except FormatError:
@@ -343,7 +343,7 @@ class BatchRun:
 
     async def _finish(self, reason: str) -> None:
         if not reason:
-            timestamp = int(await self.runner.store.now())
+            timestamp = int(await self.runner.store.read_clock())
             self.batch.update({"status": "finalizing", "finalizing_at": timestamp})
         await self._flush()
         for kind, member in ("outputs", "output_file_id"), ("errors", "error_file_id"):
@@ -359,7 +359,7 @@ class BatchRun:
                 )
                 self.batch[member] = file["id"]
         status = reason or "completed"
-        timestamp = int(await self.runner.store.now())
+        timestamp = int(await self.runner.store.read_clock())
         self.batch.update({"status": status, f"{status}_at": timestamp})
         await self._save()
 

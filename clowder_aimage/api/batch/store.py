@@ -16,7 +16,7 @@ from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError
-from clowder_aimage.layout.lock import PRIVATE, held, make_directory, store_errors
+from clowder_aimage.layout.lock import PRIVATE, hold_lock, make_directory, translate_store_errors
 from clowder_aimage.oci import read_json
 
 DIRECTORY = "batches"
@@ -37,7 +37,7 @@ def is_id(text: str) -> bool:
 class BatchStore(Protocol):
     """Stores records by id, and chunks by name. Methods raise AImageError if it cannot be used."""
 
-    async def now(self) -> float:
+    async def read_clock(self) -> float:
         """Return the seconds since the epoch, by the clock of all servers that share the store."""
 
     async def read(self, id: str) -> tuple[Record, int] | None:  # noqa: A002
@@ -52,7 +52,7 @@ class BatchStore(Protocol):
     async def remove(self, id: str) -> None:  # noqa: A002
         """Remove a record."""
 
-    async def ids(self) -> list[str]:
+    async def list_ids(self) -> list[str]:
         """Return the ids of all records."""
 
     async def put(self, name: str, data: bytes) -> None:
@@ -71,7 +71,7 @@ class DirectoryBatchStore:
     def __init__(self, root: Path) -> None:
         self._root, self._directory = root, root / PRIVATE / DIRECTORY
 
-    async def now(self) -> float:
+    async def read_clock(self) -> float:
         """Return the seconds since the epoch."""
         return time.time()
 
@@ -80,7 +80,7 @@ class DirectoryBatchStore:
         return await run_io(self._read, id)
 
     def _read(self, name: str) -> tuple[Record, int] | None:
-        with store_errors(self._root):
+        with translate_store_errors(self._root):
             try:
                 raw = (self._directory / f"{name}.json").read_bytes()
             except FileNotFoundError:
@@ -93,7 +93,7 @@ class DirectoryBatchStore:
         return await run_locking(self._write, id, value, revision)
 
     def _write(self, name: str, value: Record, revision: int) -> int:
-        with held(self._root, _LOCK), store_errors(self._root):
+        with hold_lock(self._root, _LOCK), translate_store_errors(self._root):
             stored = self._read(name)
             if (stored[1] if stored else 0) != revision:
                 raise ChangedRecordError(f"{name} was changed by another server")
@@ -108,18 +108,18 @@ class DirectoryBatchStore:
 
     def _remove(self, name: str) -> None:
         with (
-            store_errors(self._root),
+            translate_store_errors(self._root),
             contextlib.suppress(FileNotFoundError),
             OpenDirectory(self._directory) as directory,
         ):
             directory.remove(name)
 
-    async def ids(self) -> list[str]:
+    async def list_ids(self) -> list[str]:
         """Return the ids of all records."""
-        return await run_io(self._ids)
+        return await run_io(self._list_ids)
 
-    def _ids(self) -> list[str]:
-        with store_errors(self._root):
+    def _list_ids(self) -> list[str]:
+        with translate_store_errors(self._root):
             names = (path.stem for path in self._directory.glob("*.json"))
             return sorted(filter(is_id, names))
 
@@ -128,7 +128,7 @@ class DirectoryBatchStore:
         await run_io(self._put, name, data)
 
     def _put(self, name: str, data: bytes) -> None:
-        with store_errors(self._root):
+        with translate_store_errors(self._root):
             make_directory(self._root, PRIVATE, DIRECTORY)
             write_file(self._directory / f"{name}.piece", data, mode=0o600)
 
@@ -137,7 +137,7 @@ class DirectoryBatchStore:
         return await run_io(self._get, name)
 
     def _get(self, name: str) -> bytes:
-        with store_errors(self._root):
+        with translate_store_errors(self._root):
             return (self._directory / f"{name}.piece").read_bytes()
 
     async def drop(self, name: str) -> None:

@@ -41,7 +41,7 @@ class FileObject(TypedDict):
     status_details: None
 
 
-def names(chunks: Chunks) -> Iterator[str]:
+def iter_chunk_names(chunks: Chunks) -> Iterator[str]:
     """Yield the names of chunks in order."""
     for mark, count in chunks:
         yield from (f"{mark}-{number}" for number in range(count))
@@ -85,7 +85,7 @@ class FileWriter:
 
     async def abandon(self) -> None:
         """Remove the stored chunks."""
-        for name in names(self.chunks):
+        for name in iter_chunk_names(self.chunks):
             await self.store.drop(name)
 
 
@@ -100,7 +100,7 @@ async def add_file(
     keep: int = LIFETIME,
 ) -> FileObject:
     """Make the record of a file with stored chunks; return the file object."""
-    timestamp = int(await store.now())
+    timestamp = int(await store.read_clock())
     file: FileObject = {
         "id": f"file-{secrets.token_hex(12)}",
         "object": "file",
@@ -134,9 +134,9 @@ async def read_record(
     return stored
 
 
-async def records(store: BatchStore, prefix: str, owner: str | None = None) -> list[Record]:
+async def list_records(store: BatchStore, prefix: str, owner: str | None = None) -> list[Record]:
     """Return the records of an owner, or of all, the latest first."""
-    stored = [await store.read(name) for name in await store.ids() if name.startswith(prefix)]
+    stored = [await store.read(name) for name in await store.list_ids() if name.startswith(prefix)]
     matches = [entry[0] for entry in stored if entry and owner in (None, entry[0]["owner"])]
     return sorted(
         matches, key=lambda entry: (-entry["object"]["created_at"], entry["object"]["id"])
@@ -146,14 +146,14 @@ async def records(store: BatchStore, prefix: str, owner: str | None = None) -> l
 async def delete_file(store: BatchStore, record: Record) -> None:
     """Remove a file and its chunks."""
     await store.remove(record["object"]["id"])
-    for name in names(record["pieces"]):
+    for name in iter_chunk_names(record["pieces"]):
         await store.drop(name)
 
 
-async def lines(store: BatchStore, chunks: Chunks) -> AsyncIterator[bytes]:
+async def iter_lines(store: BatchStore, chunks: Chunks) -> AsyncIterator[bytes]:
     """Yield the lines of a file that are not empty, without their ends."""
     partial_line = b""
-    for name in names(chunks):
+    for name in iter_chunk_names(chunks):
         *complete_lines, partial_line = (partial_line + await store.get(name)).split(b"\n")
         for line in complete_lines:
             if line.strip():
@@ -164,8 +164,8 @@ async def lines(store: BatchStore, chunks: Chunks) -> AsyncIterator[bytes]:
 
 async def remove_expired(store: BatchStore) -> None:
     """Remove files whose time is over, and batches that ended as long ago."""
-    timestamp = await store.now()
-    for record in await records(store, ""):
+    timestamp = await store.read_clock()
+    for record in await list_records(store, ""):
         entry = record["object"]
         with contextlib.suppress(KeyError):
             if entry["object"] == "file" and entry["expires_at"] <= timestamp:

@@ -21,17 +21,17 @@ from typing_extensions import TypedDict
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.field_rule import FieldRule, requires
-from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, check_kind, kind_of
+from clowder_aimage.api.model_kind import EMBEDDER, PICTURES, TEXT, check_kind, classify_model
 from clowder_aimage.api.ollama.request import OllamaBody, OllamaRequest
 from clowder_aimage.api.ollama.text import answer_prompt, read_named
 from clowder_aimage.api.ollama.text_body import OllamaPromptBody
 from clowder_aimage.api.parameter_field import (
     ParameterBody,
     Prompt,
-    parameter_error,
+    convert_parameter_error,
     with_parameters,
 )
-from clowder_aimage.api.picture.control_field import controlnet_error, find_controlnet
+from clowder_aimage.api.picture.control_field import convert_controlnet_error, find_controlnet
 from clowder_aimage.api.picture.field import PictureFields
 from clowder_aimage.api.picture.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.picture.source import (
@@ -49,7 +49,7 @@ from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, ImageEvent, StartedEvent
 from clowder_aimage.errors import AImageError, ModelError, UsageError
 from clowder_aimage.generation.encoding import PictureEncoding
-from clowder_aimage.generation.parameter import parameters
+from clowder_aimage.generation.parameter import list_parameters
 from clowder_aimage.generation.request import (
     GenerateRequest,
     Guidance,
@@ -133,13 +133,13 @@ class OllamaPictureBody(_Options, OllamaBody, EnhanceFields, PictureFields):
     def _check(self) -> Self:
         """Raise ApiError for wrong values, before a model is loaded for the request."""
         plain = {
-            parameter.name for owner in (Sampling, Guidance) for parameter in parameters(owner)
+            parameter.name for owner in (Sampling, Guidance) for parameter in list_parameters(owner)
         }
         stated = {**self.options.stated, **self.stated}
         try:
             GenerateRequest.draft(**{name: stated[name] for name in stated.keys() & plain})
         except UsageError as error:
-            raise parameter_error(error) from None
+            raise convert_parameter_error(error) from None
         return self
 
 
@@ -212,7 +212,7 @@ class OllamaGeneration(OllamaRequest):
         self._to_request = partial(body.request, self._adapters.prompt, pictures, seed=self._seed)
         # Checked before a model is pulled
         self._to_request(None)
-        self._warn = partial(body.warnings, pictures=pictures, has_size=body.has_size)
+        self._warn = partial(body.list_warnings, pictures=pictures, has_size=body.has_size)
         self._used: tuple[LoraUse, ...] = ()
         self._picture: ImageEvent | None = None
 
@@ -223,7 +223,7 @@ class OllamaGeneration(OllamaRequest):
 
     async def _generate(self) -> web.StreamResponse:
         adapters, facts = self._adapters, self._picture_body.png_facts
-        terms, seed = self.terms(), self._seed
+        terms, seed = self.build_terms(), self._seed
         pull = str(terms.get("pull", NEVER))
         enhancer = PromptEnhancer.of(self.service, self._picture_body, adapters.prompt, seed, pull)
         has_facts = self.service.settings.png_facts if facts is None else facts
@@ -243,27 +243,29 @@ class OllamaGeneration(OllamaRequest):
             self.reference,
             make,
             encoding=PictureEncoding(has_facts=has_facts),
-            adapters=await adapters.references(self.service),
+            adapters=await adapters.resolve_references(self.service),
             **terms,
         )
         events = enhancer.enhance_then(generate) if enhancer else generate()
-        return await self.stream(events, self._progress)
+        return await self.stream(events, self._receive_event)
 
     def explain(self, error: AImageError) -> AImageError:
-        return parameter_error(controlnet_error(self._adapters.error(error)))
+        return convert_parameter_error(
+            convert_controlnet_error(self._adapters.convert_error(error))
+        )
 
-    def _progress(self, event: Event) -> dict[str, Any] | None:
+    def _receive_event(self, event: Event) -> dict[str, Any] | None:
         """Return the line for an event."""
         if isinstance(event, ImageEvent):
             self._picture = event
         if isinstance(event, Step):
-            return self.line(completed=event.index, total=event.total)
-        return self.line() if isinstance(event, StartedEvent) else None
+            return self.build_line(completed=event.index, total=event.total)
+        return self.build_line() if isinstance(event, StartedEvent) else None
 
     def finish(self) -> dict[str, Any]:
         if (picture := self._picture) is None:
             raise ModelError("the model generated no picture")
-        return self.line(
+        return self.build_line(
             done=True,
             done_reason="stop",
             image=base64.b64encode(picture.data).decode(),
@@ -277,10 +279,10 @@ class OllamaGeneration(OllamaRequest):
 async def generate(uploads: PictureUploads, request: Request) -> web.StreamResponse:
     """Respond to ``POST /api/generate``: with a picture, or with a text of a language model."""
     async with uploads.open(request) as upload:
-        fields = await upload.body.fields()
+        fields = await upload.body.read_fields()
         service = uploads.service
         stored = await read_named(service, fields)
-        if stored is not None and kind_of(stored.aimage) in (TEXT, EMBEDDER):
+        if stored is not None and classify_model(stored.aimage) in (TEXT, EMBEDDER):
             return await answer_prompt(service, request, fields, stored)
         sources = take_bare_pictures(fields)
         body = check_fields(fields, OllamaPictureBody).with_options()
@@ -290,6 +292,6 @@ async def generate(uploads: PictureUploads, request: Request) -> web.StreamRespo
         return await work.answer()
 
 
-def routes(uploads: PictureUploads) -> list[Route]:
+def build_routes(uploads: PictureUploads) -> list[Route]:
     """Return the route that generates pictures."""
     return [share(GENERATE, partial(generate, uploads))]

@@ -18,7 +18,7 @@ from clowder_aimage.api.service import Service
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.event import Event, PullingEvent
 from clowder_aimage.engine.executor import run_generation
-from clowder_aimage.engine.settings import DURATION, duration
+from clowder_aimage.engine.settings import DURATION, parse_duration
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import Request
@@ -34,7 +34,7 @@ _Line = dict[str, Any]
 def _keep_alive(value: object) -> float | None:
     """Parse seconds, a number or a duration in Go's form. A negative value means for ever."""
     try:
-        return None if value == "" else duration(value)
+        return None if value == "" else parse_duration(value)
     except ValueError:
         message = "must be a number of seconds, or a duration such as '5m' or '1h30m'"
         raise ValueError(message) from None
@@ -78,7 +78,7 @@ class OllamaRequest:
     ) -> None:
         self.service, self._stored = service, stored
         self._request, self._body = request, body
-        self.reference = service.reference(body.reference)
+        self.reference = service.resolve_reference(body.reference)
         request["model"] = str(self.reference)
         self._is_admin = request.get("scope") == ADMIN
         self.started_ns = time.monotonic_ns()
@@ -90,20 +90,22 @@ class OllamaRequest:
             self._check_admin("stop")
             was_loaded = await self.service.engine.stop(self.reference)
             if not was_loaded and not await run_generation(self._resolve):
-                raise model_list.unknown(self.reference)
-            return web.json_response(self.line(done=True, done_reason="unload"))
+                raise model_list.build_missing_error(self.reference)
+            return web.json_response(self.build_line(done=True, done_reason="unload"))
         if self._body.keep_alive == 0:
             self._check_admin("unload")
             return await self._unload()
-        events = self.service.engine.load(self.reference, **self.terms())
-        return await self.stream(events, lambda _: None, self.line(done=True, done_reason="load"))
+        events = self.service.engine.load(self.reference, **self.build_terms())
+        return await self.stream(
+            events, lambda _: None, self.build_line(done=True, done_reason="load")
+        )
 
     def _check_admin(self, verb: str) -> None:
         if not self._is_admin:
             message = f"the scope admin is required to {verb} models"
             raise ApiError(403, message, code="insufficient_scope")
 
-    def terms(self) -> dict[str, Any]:
+    def build_terms(self) -> dict[str, Any]:
         """Return the terms of the request for the engine; only admins may load and pull models."""
         terms: dict[str, Any] = {"stored": self._stored}
         if not self._is_admin:
@@ -122,10 +124,10 @@ class OllamaRequest:
         digests = {descriptor.digest} if descriptor else set()
         digests |= {model.digest for model in loaded if model.reference == self.reference}
         if not digests:
-            raise model_list.unknown(self.reference)
+            raise model_list.build_missing_error(self.reference)
         for digest in digests:
             await model_list.unload(self.service, digest)
-        return web.json_response(self.line(done=True, done_reason="unload"))
+        return web.json_response(self.build_line(done=True, done_reason="unload"))
 
     async def stream(
         self,
@@ -142,7 +144,9 @@ class OllamaRequest:
         try:
             async with Arrivals(events) as arrivals:
                 while (arrived := await arrivals.take(SILENCE)) is not None:
-                    lines = [self._line(event, progress) for event in arrived or (None,)]
+                    lines = [
+                        self._build_event_line(event, progress) for event in arrived or (None,)
+                    ]
                     shown = [line for line in lines if line is not None]
                     if shown and self._body.stream:
                         if not answer.has_begun:
@@ -160,13 +164,15 @@ class OllamaRequest:
         await answer.write(last_line)
         return await answer.end()
 
-    def _line(self, event: Event | None, progress: Callable[[Event], _Line | None]) -> _Line | None:
+    def _build_event_line(
+        self, event: Event | None, progress: Callable[[Event], _Line | None]
+    ) -> _Line | None:
         """Return the line of an event, or of a silence."""
         # Without completed and total: in ollama's API they are steps
         if isinstance(event, PullingEvent):
             progress(event)
-            return self.line(status="pulling", pulled=event.done, size=event.total)
-        return self.line() if event is None else progress(event)
+            return self.build_line(status="pulling", pulled=event.done, size=event.total)
+        return self.build_line() if event is None else progress(event)
 
     def finish(self) -> _Line:
         """Return the last line. Raises ModelError."""
@@ -176,7 +182,7 @@ class OllamaRequest:
         """Return the error with the field of the request that caused it."""
         return error
 
-    def line(self, *, done: bool = False, **fields: Any) -> _Line:
+    def build_line(self, *, done: bool = False, **fields: Any) -> _Line:
         """Return a line of the response."""
         name = self._body.reference or str(self.reference)
         created = datetime.now(UTC).isoformat()

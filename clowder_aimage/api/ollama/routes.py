@@ -19,7 +19,7 @@ from aiohttp import web
 from clowder_aimage import __version__
 from clowder_aimage.api import model_list
 from clowder_aimage.api.answer_stream import NdjsonStream
-from clowder_aimage.api.model_list import capabilities, details, used_loras
+from clowder_aimage.api.model_list import build_details, describe_loras, list_capabilities
 from clowder_aimage.api.ollama import operation
 from clowder_aimage.api.ollama.operation import CopyBody, LoadedModel, OllamaModel, ShownModel
 from clowder_aimage.api.request_body import ModelBody, NamedBody, TransferBody, read_body
@@ -28,7 +28,7 @@ from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.engine.queued_request import ModelSlot
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.errors import AImageError, NotFoundError
-from clowder_aimage.http.api_error import ApiError, registry_error
+from clowder_aimage.http.api_error import ApiError, convert_registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import Route, serve, share
 from clowder_aimage.layout import ImageLayout
@@ -39,12 +39,12 @@ FOR_EVER = timedelta(days=365 * 100)
 _Lines = AsyncGenerator[dict[str, Any], None]
 
 
-def routes(service: Service) -> list[Route]:
+def build_routes(service: Service) -> list[Route]:
     """Return the routes of this interface that do not use a model."""
     return [
-        *open_routes(),
-        share(operation.TAGS, partial(_tags, service)),
-        share(operation.PS, partial(_ps, service)),
+        *build_open_routes(),
+        share(operation.TAGS, partial(_list_models, service)),
+        share(operation.PS, partial(_list_loaded, service)),
         share(operation.SHOW, partial(_show, service)),
         share(operation.PULL, partial(_pull, service)),
         share(operation.PUSH, partial(_push, service)),
@@ -53,12 +53,12 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
-def open_routes() -> list[Route]:
+def build_open_routes() -> list[Route]:
     """Return the routes that need no token: clients identify the server by them."""
-    return [serve(operation.VERSION, _version)]
+    return [serve(operation.VERSION, _show_version)]
 
 
-async def _version(_: Request) -> web.StreamResponse:
+async def _show_version(_: Request) -> web.StreamResponse:
     match = re.match(r"[0-9]+(\.[0-9]+)*", __version__)
     number = match[0] if match else "0"
     return web.json_response({"version": number}, headers={"X-Aimage-Version": number})
@@ -67,12 +67,12 @@ async def _version(_: Request) -> web.StreamResponse:
 # -- reading
 
 
-async def _tags(service: Service, _: Request) -> web.StreamResponse:
-    def models() -> list[OllamaModel]:
-        complete = [entry for entry in model_list.items(service.store) if not entry.missing]
+async def _list_models(service: Service, _: Request) -> web.StreamResponse:
+    def list_complete() -> list[OllamaModel]:
+        complete = [entry for entry in model_list.list_entries(service.store) if not entry.missing]
         return model_list.describe_all(complete, partial(_describe_entry, service.store))
 
-    return web.json_response({"models": await run_io(models)})
+    return web.json_response({"models": await run_io(list_complete)})
 
 
 def _describe_entry(store: ImageLayout, item: model_list.ModelEntry) -> OllamaModel:
@@ -84,12 +84,12 @@ def _describe_entry(store: ImageLayout, item: model_list.ModelEntry) -> OllamaMo
         "digest": item.descriptor.digest.encoded,
         "modified_at": model_list.read_stored_time(store, item.descriptor).isoformat(),
         "size": item.size,
-        "details": details(properties),
-        "capabilities": capabilities(aimage, facts),
+        "details": build_details(properties),
+        "capabilities": list_capabilities(aimage, facts),
     }
 
 
-async def _ps(service: Service, _: Request) -> web.StreamResponse:
+async def _list_loaded(service: Service, _: Request) -> web.StreamResponse:
     slots = service.engine.list_loaded()
     describe = partial(_describe_loaded, service.store)
     models = await run_io(lambda: model_list.describe_all(slots, describe))
@@ -111,30 +111,30 @@ def _describe_loaded(store: ImageLayout, model: ModelSlot) -> LoadedModel:
         "size": size,
         "size_vram": size if is_gpu else 0,
         "device": device,
-        "details": details(properties),
+        "details": build_details(properties),
         "expires_at": until.isoformat(),
     }
     if context:
         description["context_length"] = context
     if model.loras:
-        description["loras"] = used_loras(model.loras)
+        description["loras"] = describe_loras(model.loras)
     return description
 
 
 async def _show(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, ModelBody)
-    reference = service.reference(body.reference)
+    reference = service.resolve_reference(body.reference)
 
-    item = await run_io(model_list.item, service.store, reference)
+    item = await run_io(model_list.find_entry, service.store, reference)
     if item is None:
-        raise model_list.unknown(reference)
+        raise model_list.build_missing_error(reference)
     return web.json_response(await run_io(_describe_model, service.store, item))
 
 
 def _describe_model(store: ImageLayout, item: model_list.ModelEntry) -> ShownModel:
     properties, aimage, text = model_list.describe_model(store, item.reference)
     defaults = stated if isinstance(stated := properties.get("defaults"), dict) else {}
-    family = details(properties)["family"]
+    family = build_details(properties)["family"]
     facts: dict[str, Any] = {"general.architecture": family}
     facts |= (
         {"general.parameter_count": properties["parameters"]} if "parameters" in properties else {}
@@ -148,9 +148,9 @@ def _describe_model(store: ImageLayout, item: model_list.ModelEntry) -> ShownMod
         "modelfile": f"FROM {item.reference}\n",
         "parameters": "\n".join(f"{key} {value}" for key, value in sorted(defaults.items())),
         "template": text.template if text else "",
-        "details": details(properties),
+        "details": build_details(properties),
         "model_info": facts,
-        "capabilities": capabilities(aimage, text),
+        "capabilities": list_capabilities(aimage, text),
         "modified_at": model_list.read_stored_time(store, item.descriptor).isoformat(),
     }
 
@@ -168,26 +168,26 @@ async def _copy(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, CopyBody)
     source, target = Reference.parse(body.source), Reference.parse(body.destination)
     if not await run_locking(copy_name, service.store, source, target):
-        raise model_list.unknown(source)
+        raise model_list.build_missing_error(source)
     return web.Response()
 
 
 def copy_name(store: ImageLayout, source: Reference, target: Reference) -> bool:
     """Give the AImage ``source`` another name; return False if it is missing. Run in a thread."""
     # Checked first: taking a lease would create a missing store
-    if _source(store, source) is None:
+    if _find_source(store, source) is None:
         return False
     with store.keep():
-        if (descriptor := _source(store, source)) is None:
+        if (descriptor := _find_source(store, source)) is None:
             return False
         is_partial = descriptor.annotations.get(mediatype.PARTIAL) == "true"
         store.tag(descriptor, target, is_partial=is_partial)
     return True
 
 
-def _source(store: ImageLayout, source: Reference) -> Descriptor | None:
+def _find_source(store: ImageLayout, source: Reference) -> Descriptor | None:
     """Return the descriptor to copy: by its name, or by a digest alone."""
-    descriptor = model_list.entry(store, source)
+    descriptor = model_list.find_descriptor(store, source)
     if descriptor is None and source.digest is not None:
         with contextlib.suppress(NotFoundError):
             return store.resolve(source)
@@ -199,7 +199,7 @@ async def _pull(service: Service, request: Request) -> web.StreamResponse:
     reference = Reference.parse(body.reference)
     _check_insecure(service, body, reference)
     with service.transfers.pull(reference) as transfer:
-        lines = _progress(transfer, "pulling", "verifying sha256 digest", "writing manifest")
+        lines = _iter_progress(transfer, "pulling", "verifying sha256 digest", "writing manifest")
         return await _answer_lines(request, body.stream, lines)
 
 
@@ -207,10 +207,10 @@ async def _push(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, TransferBody)
     reference = Reference.parse(body.reference)
     _check_insecure(service, body, reference)
-    if await run_io(model_list.entry, service.store, reference) is None:
-        raise model_list.unknown(reference)
+    if await run_io(model_list.find_descriptor, service.store, reference) is None:
+        raise model_list.build_missing_error(reference)
     with service.transfers.push(reference) as transfer:
-        lines = _progress(transfer, "pushing", "pushing manifest")
+        lines = _iter_progress(transfer, "pushing", "pushing manifest")
         return await _answer_lines(request, body.stream, lines)
 
 
@@ -232,11 +232,11 @@ async def _answer_lines(request: Request, is_streaming: bool, lines: _Lines) -> 
                 if is_streaming:
                     await answer.write(line)
         except AImageError as error:
-            return await answer.fail(registry_error(error))
+            return await answer.fail(convert_registry_error(error))
     return await answer.end() if is_streaming else web.json_response(line)
 
 
-async def _progress(transfer: SharedTransfer, verb: str, *final_statuses: str) -> _Lines:
+async def _iter_progress(transfer: SharedTransfer, verb: str, *final_statuses: str) -> _Lines:
     """Yield the lines of a transfer; ``size``, an extension, is that of all blobs."""
     yield {"status": "pulling manifest" if verb == "pulling" else "retrieving manifest"}
     async with contextlib.aclosing(transfer.watch()) as blobs:

@@ -22,7 +22,7 @@ from clowder_aimage.api.ollama.text_operation import (
     OLLAMA_EMBED,
     OLLAMA_EMBEDDINGS,
 )
-from clowder_aimage.api.openai.chunk import token_facts
+from clowder_aimage.api.openai.chunk import describe_token
 from clowder_aimage.api.openai.text import explain_refusal
 from clowder_aimage.api.request_body import check_fields, read_body
 from clowder_aimage.api.service import Service
@@ -77,13 +77,13 @@ class OllamaText(OllamaRequest):
             return text_request
 
         engine = self.service.engine
-        events = engine.generate(self.reference, make, is_text=True, **self.terms())
-        return await self.stream(events, self._progress)
+        events = engine.generate(self.reference, make, is_text=True, **self.build_terms())
+        return await self.stream(events, self._receive_event)
 
     def explain(self, error: AImageError) -> AImageError:
         return explain_refusal(error, "prompt") if isinstance(error, UsageError) else error
 
-    def _progress(self, event: Event) -> dict[str, Any] | None:
+    def _receive_event(self, event: Event) -> dict[str, Any] | None:
         if isinstance(event, LoadingEvent):
             self._loading = time.monotonic_ns()
         elif isinstance(event, StartedEvent):
@@ -91,40 +91,42 @@ class OllamaText(OllamaRequest):
         elif isinstance(event, TextEnd):
             self._end = event
         elif isinstance(event, TextDelta):
-            return self._piece(event)
+            return self._receive_piece(event)
         elif isinstance(event, ToolCall):
             arguments = _parse_arguments(event.arguments)
             self._calls.append({"function": {"name": event.name, "arguments": arguments}})
-            return self.line(**self.part("", tool_calls=[self._calls[-1]]))
+            return self.build_line(**self.build_part("", tool_calls=[self._calls[-1]]))
         return None
 
-    def _piece(self, piece: TextDelta) -> dict[str, Any] | None:
+    def _receive_piece(self, piece: TextDelta) -> dict[str, Any] | None:
         is_thinking = piece.kind == "thinking"
         (self._thinking if is_thinking else self._text).append(piece.text)
         self._tokens += piece.tokens
         if not piece.text and not piece.tokens:
             return None
         thinking = {"thinking": piece.text} if is_thinking else {}
-        fields = self.part("" if is_thinking else piece.text, **thinking)
-        return self.line(**fields, **self._logprobs(piece.tokens))
+        fields = self.build_part("" if is_thinking else piece.text, **thinking)
+        return self.build_line(**fields, **self._build_logprobs(piece.tokens))
 
-    def _logprobs(self, tokens: Any) -> dict[str, Any]:
-        return {"logprobs": [token_facts(token) for token in tokens]} if tokens else {}
+    def _build_logprobs(self, tokens: Any) -> dict[str, Any]:
+        return {"logprobs": [describe_token(token) for token in tokens]} if tokens else {}
 
-    def part(self, text: str, **fields: Any) -> dict[str, Any]:
+    def build_part(self, text: str, **fields: Any) -> dict[str, Any]:
         """Return the fields of a line for new tokens of the text."""
         return {"response": text, **fields}
 
     def finish(self) -> dict[str, Any]:
         if (end := self._end) is None:
             raise ModelError("the model ended a text without its counts")
-        fields = self.part("")
+        fields = self.build_part("")
         if not self._text_body.stream:
             message_fields: dict[str, Any] = {"tool_calls": self._calls} if self._calls else {}
             message_fields |= {"thinking": "".join(self._thinking)} if self._thinking else {}
-            fields = self.part("".join(self._text), **message_fields) | self._logprobs(self._tokens)
+            fields = self.build_part("".join(self._text), **message_fields) | self._build_logprobs(
+                self._tokens
+            )
         loading = max(0, self._started - self._loading) if self._loading else 0
-        return self.line(
+        return self.build_line(
             done=True,
             done_reason=LENGTH if end.reason == LENGTH else STOP,
             **fields,
@@ -142,7 +144,7 @@ class OllamaChat(OllamaText):
 
     EMPTY = {"message": {"role": "assistant", "content": ""}}  # noqa: RUF012 - not changed
 
-    def part(self, text: str, **fields: Any) -> dict[str, Any]:
+    def build_part(self, text: str, **fields: Any) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, **fields}}
 
 
@@ -174,13 +176,13 @@ class OllamaEmbedding(OllamaRequest):
 
         engine = self.service.engine
         events = (
-            engine.generate(self.reference, make, is_text=True, **self.terms())
+            engine.generate(self.reference, make, is_text=True, **self.build_terms())
             if self._texts
-            else engine.load(self.reference, **self.terms())
+            else engine.load(self.reference, **self.build_terms())
         )
-        return await self.stream(events, self._progress)
+        return await self.stream(events, self._receive_event)
 
-    def _progress(self, event: Event) -> None:
+    def _receive_event(self, event: Event) -> None:
         if isinstance(event, LoadingEvent):
             self._loading = time.monotonic_ns()
         elif isinstance(event, StartedEvent):
@@ -215,7 +217,7 @@ async def read_named(service: Service, fields: Mapping[str, Any]) -> StoredAImag
     """
     name = fields.get("model") or fields.get("name")
     try:
-        reference = service.reference(name if isinstance(name, str) else None)
+        reference = service.resolve_reference(name if isinstance(name, str) else None)
         return await service.engine.read(reference)
     except AImageError:
         return None
@@ -239,7 +241,7 @@ async def _embed(service: Service, request: Request, *, is_old: bool) -> web.Str
     return await OllamaEmbedding(service, request, body, is_old=is_old).answer()
 
 
-def routes(service: Service) -> list[Route]:
+def build_routes(service: Service) -> list[Route]:
     """Return the routes that only language models have."""
     return [
         share(OLLAMA_CHAT, partial(_chat, service)),

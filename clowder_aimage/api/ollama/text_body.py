@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from clowder_aimage.api.ollama.request import OllamaBody
-from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.api.request_body import RequestBody, build_field_error
 from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_NAME, MAX_TOOLS, Tool
-from clowder_aimage.api.text.request import MAX_INPUTS, SamplingFields, Stops, text_list
+from clowder_aimage.api.text.request import MAX_INPUTS, SamplingFields, Stops, parse_texts
 from clowder_aimage.model.text.language_model import MAX_ALTERNATIVES, TextRequest
 
 
@@ -35,13 +35,13 @@ class OllamaTextOptions(SamplingFields):
             changed["seed"] = None
         count = self.num_predict
         return {
-            "sampling": self.model_copy(update=changed).sampling(),
+            "sampling": self.model_copy(update=changed).build_sampling(),
             "max_tokens": count if count is not None and count > 0 else None,
             "stop": tuple(self.stop),
         }
 
 
-def _schema(value: object) -> Any:
+def _parse_schema(value: object) -> Any:
     """Return the JSON Schema of ``format``: "json" is any object."""
     if value in ("", None):
         return None
@@ -55,12 +55,12 @@ def _schema(value: object) -> Any:
 _Effort = Literal["low", "medium", "high", "max"]
 
 
-def _thinking(value: object) -> object:
+def _parse_thinking(value: object) -> object:
     """Return True for a level of thinking: all levels turn it on. Other values are unchanged."""
     return True if value in get_args(_Effort) else value
 
 
-def _arguments(value: object) -> Any:
+def _encode_arguments(value: object) -> Any:
     """Return the arguments of a call as text; ollama's are an object."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
 
@@ -70,7 +70,7 @@ class OllamaFunction(RequestBody):
 
     name: str = Field(min_length=1, max_length=MAX_NAME)
     arguments: Annotated[
-        str, BeforeValidator(_arguments, json_schema_input_type=str | dict[str, Any])
+        str, BeforeValidator(_encode_arguments, json_schema_input_type=str | dict[str, Any])
     ] = "{}"
 
 
@@ -102,7 +102,7 @@ class OllamaMessage(RequestBody):
             raise ValueError("has images; only text is supported")
         return self
 
-    def values(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the message in OpenAI's form."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         message |= {"reasoning_content": self.thinking} if self.thinking else {}
@@ -124,14 +124,14 @@ class OllamaTextBody(OllamaBody):
     options: OllamaTextOptions = OllamaTextOptions()
     format: Annotated[
         Mapping[str, Any] | None,
-        BeforeValidator(_schema, json_schema_input_type=Literal["", "json"] | dict[str, Any]),
+        BeforeValidator(_parse_schema, json_schema_input_type=Literal["", "json"] | dict[str, Any]),
     ] = Field(
         default=None,
         description="`json`, or a JSON Schema. An error (400) where the runtime of the model has "
         "no grammars.",
     )
     think: Annotated[
-        bool | None, BeforeValidator(_thinking, json_schema_input_type=bool | _Effort)
+        bool | None, BeforeValidator(_parse_thinking, json_schema_input_type=bool | _Effort)
     ] = Field(default=None, description="Turn thinking on or off; all levels turn it on.")
     logprobs: bool = Field(default=False, description="Return the log probability of each token.")
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_ALTERNATIVES)] = Field(
@@ -146,14 +146,14 @@ class OllamaTextBody(OllamaBody):
     def request(self) -> TextRequest:
         """Return the request of the model."""
         return TextRequest(
-            **self._content(),
+            **self._build_content(),
             **self.options.request(),
             alternatives=self.top_logprobs if self.logprobs else None,
             schema=self.format,
             thinking=self.think,
         )
 
-    def _content(self) -> dict[str, Any]:
+    def _build_content(self) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -176,9 +176,9 @@ class OllamaChatBody(OllamaTextBody):
     def is_change(self) -> bool:
         return not self.messages
 
-    def _content(self) -> dict[str, Any]:
-        messages = tuple(message.values() for message in self.messages)
-        return {"messages": messages, "tools": tuple(tool.values() for tool in self.tools)}
+    def _build_content(self) -> dict[str, Any]:
+        messages = tuple(message.to_dict() for message in self.messages)
+        return {"messages": messages, "tools": tuple(tool.to_dict() for tool in self.tools)}
 
 
 class OllamaPromptBody(OllamaTextBody):
@@ -204,16 +204,20 @@ class OllamaPromptBody(OllamaTextBody):
         """Raise ApiError for fields that no runtime supports."""
         for name in ("suffix", "template"):
             if getattr(self, name):
-                raise wrong(name, "is not supported by language models", "unsupported_value")
+                raise build_field_error(
+                    name, "is not supported by language models", "unsupported_value"
+                )
         if self.images:
-            raise wrong("images", "is not supported by language models", "unsupported_value")
+            raise build_field_error(
+                "images", "is not supported by language models", "unsupported_value"
+            )
         return self
 
     @property
     def is_change(self) -> bool:
         return not self.prompt
 
-    def _content(self) -> dict[str, Any]:
+    def _build_content(self) -> dict[str, Any]:
         if self.raw:
             return {"prompt": self.prompt}
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -222,7 +226,7 @@ class OllamaPromptBody(OllamaTextBody):
 
 # A single text may be empty: it loads the model
 _INPUT = BeforeValidator(
-    text_list,
+    parse_texts,
     json_schema_input_type=str
     | Annotated[list[str], Field(min_length=1, max_length=1)]
     | Annotated[
@@ -246,9 +250,9 @@ class OllamaEmbedBody(OllamaBody):
     def _check(self) -> Self:
         if self.dimensions is not None:
             message = "is not supported: embeddings have the dimensions of the model"
-            raise wrong("dimensions", message, "unsupported_value")
+            raise build_field_error("dimensions", message, "unsupported_value")
         if self.input and len(self.input) > 1 and "" in self.input:
-            raise wrong("input", "must not have an empty text")
+            raise build_field_error("input", "must not have an empty text")
         return self
 
     @property

@@ -31,7 +31,7 @@ from clowder_aimage.model.text.language_model import (
     ToolCall,
 )
 
-_DONE = answer_stream.frame(None, "[DONE]")
+_DONE = answer_stream.encode_event(None, "[DONE]")
 
 
 @dataclass(slots=True)
@@ -77,41 +77,43 @@ class TextAnswer:
                 return []
             (choice.thinking if event.kind == "thinking" else choice.content).append(event.text)
             choice.tokens += event.tokens if event.kind == "content" else ()
-            return self._parts(index, event)
+            return self._build_parts(index, event)
         # Only in chats: completions have no tools
         if isinstance(event, ToolCall):
-            return self._call_parts(index, event)
+            return self._build_call_parts(index, event)
         if isinstance(event, TextEnd):
             choice.end = event
-            return [self._last(index, self._reason(choice))]
+            return [self._build_last(index, self._find_reason(choice))]
         return []
 
-    def frames(self, numbered: tuple[int, Event]) -> Iterator[bytes]:
+    def iter_frames(self, numbered: tuple[int, Event]) -> Iterator[bytes]:
         """Yield the frames of an event of a choice."""
         for choice in self.add(*numbered):
-            yield answer_stream.frame(None, self._object(self.CHUNK, choices=[choice]))
+            yield answer_stream.encode_event(None, self._build_object(self.CHUNK, choices=[choice]))
 
     def end(self) -> Iterator[bytes]:
         """Yield the frames after the last event."""
-        usage = self._usage()
+        usage = self._build_usage()
         if self._has_usage:
-            counts = {"usage": usage, "timings": self._timings()}
-            yield answer_stream.frame(None, self._object(self.CHUNK, choices=[], **counts))
+            counts = {"usage": usage, "timings": self._compute_timings()}
+            yield answer_stream.encode_event(
+                None, self._build_object(self.CHUNK, choices=[], **counts)
+            )
         yield _DONE
 
-    def whole(self) -> dict[str, Any]:
+    def build_body(self) -> dict[str, Any]:
         """Return the answer without a stream. Raises ModelError if a text has no end."""
-        usage = self._usage()
+        usage = self._build_usage()
         choices = [self._finish_choice(at, choice) for at, choice in enumerate(self._choices)]
-        return self._object(self.OBJECT, choices=choices, usage=usage)
+        return self._build_object(self.OBJECT, choices=choices, usage=usage)
 
-    def _object(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _build_object(self, kind: str, **fields: Any) -> dict[str, Any]:
         answer = {"id": self._id, "object": kind, "created": self._created, "model": self.model}
         if self.digest:
             answer["system_fingerprint"] = f"fp_{self.digest.partition(':')[2][:12]}"
         return answer | fields
 
-    def _usage(self) -> dict[str, Any]:
+    def _build_usage(self) -> dict[str, Any]:
         """Return the counts of tokens: a prompt counts once for all of its choices."""
         ends = [choice.end for choice in self._choices]
         if None in ends:
@@ -129,7 +131,7 @@ class TextAnswer:
             "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in prompts)},
         }
 
-    def _timings(self) -> dict[str, float]:
+    def _compute_timings(self) -> dict[str, float]:
         """Return the milliseconds of prompts and of texts, by the names of llama.cpp's server."""
         ends = [choice.end for choice in self._choices if choice.end is not None]
         prompt, text = sum(end.prompt_seconds for end in ends), sum(end.seconds for end in ends)
@@ -139,17 +141,17 @@ class TextAnswer:
         return index == 0
 
     @staticmethod
-    def _reason(choice: _Choice) -> str:
+    def _find_reason(choice: _Choice) -> str:
         reason = choice.end.reason if choice.end else STOP
         return TOOL_CALLS if choice.calls and reason == STOP else reason
 
-    def _call_parts(self, index: int, event: ToolCall) -> list[dict[str, Any]]:
+    def _build_call_parts(self, index: int, event: ToolCall) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def _parts(self, index: int, piece: TextDelta) -> list[dict[str, Any]]:
+    def _build_parts(self, index: int, piece: TextDelta) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def _last(self, index: int, reason: str) -> dict[str, Any]:
+    def _build_last(self, index: int, reason: str) -> dict[str, Any]:
         raise NotImplementedError
 
     def _finish_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
@@ -167,12 +169,12 @@ class ChatAnswer(TextAnswer):
         self._max_calls = None if body.parallel_tool_calls else 1
         self._begun: set[int] = set()
 
-    def _parts(self, index: int, piece: TextDelta) -> list[dict[str, Any]]:
+    def _build_parts(self, index: int, piece: TextDelta) -> list[dict[str, Any]]:
         name = "reasoning_content" if piece.kind == "thinking" else "content"
         tokens = piece.tokens if piece.kind == "content" else ()
-        return self._deltas(index, {name: piece.text}, tokens) if piece.text or tokens else []
+        return self._build_deltas(index, {name: piece.text}, tokens) if piece.text or tokens else []
 
-    def _call_parts(self, index: int, event: ToolCall) -> list[dict[str, Any]]:
+    def _build_call_parts(self, index: int, event: ToolCall) -> list[dict[str, Any]]:
         """Return the delta with a call; further ones are left out if they may not be parallel."""
         calls = self._choices[index].calls
         if len(calls) == self._max_calls:
@@ -180,22 +182,22 @@ class ChatAnswer(TextAnswer):
         function = {"name": event.name, "arguments": event.arguments}
         call = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
         calls.append(call)
-        return self._deltas(index, {"tool_calls": [{"index": len(calls) - 1, **call}]})
+        return self._build_deltas(index, {"tool_calls": [{"index": len(calls) - 1, **call}]})
 
-    def _deltas(
+    def _build_deltas(
         self, index: int, delta: dict[str, Any], tokens: Sequence[Token] = ()
     ) -> list[dict[str, Any]]:
         """Return a delta, after the one with the role if it is the first."""
         chunk = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         if self._has_logprobs and tokens:
-            chunk["logprobs"] = _logprobs(tokens)
+            chunk["logprobs"] = _build_logprobs(tokens)
         if index in self._begun:
             return [chunk]
         self._begun.add(index)
         role_delta = {"role": "assistant", "content": ""}
         return [chunk | {"delta": role_delta, "logprobs": None}, chunk]
 
-    def _last(self, index: int, reason: str) -> dict[str, Any]:
+    def _build_last(self, index: int, reason: str) -> dict[str, Any]:
         delta = {} if index in self._begun else {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
@@ -209,8 +211,8 @@ class ChatAnswer(TextAnswer):
         return {
             "index": index,
             "message": message,
-            "logprobs": _logprobs(choice.tokens) if self._has_logprobs else None,
-            "finish_reason": self._reason(choice),
+            "logprobs": _build_logprobs(choice.tokens) if self._has_logprobs else None,
+            "finish_reason": self._find_reason(choice),
         }
 
 
@@ -228,47 +230,47 @@ class CompletionAnswer(TextAnswer):
     def _is_first(self, index: int) -> bool:
         return index % self._n == 0
 
-    def _parts(self, index: int, piece: TextDelta) -> list[dict[str, Any]]:
+    def _build_parts(self, index: int, piece: TextDelta) -> list[dict[str, Any]]:
         choice = self._choices[index]
         is_first = len(choice.content) + len(choice.thinking) == 1
         text = (self._echoes[index // self._n] if is_first else "") + piece.text
-        choice_part = self._choice(index, text, piece.tokens, choice.offset)
+        choice_part = self._build_choice(index, text, piece.tokens, choice.offset)
         choice.offset += len(piece.text)
         return [choice_part] if text or piece.tokens else []
 
-    def _last(self, index: int, reason: str) -> dict[str, Any]:
+    def _build_last(self, index: int, reason: str) -> dict[str, Any]:
         choice = self._choices[index]
         is_empty = not choice.content and not choice.thinking
         text = self._echoes[index // self._n] if is_empty else ""
-        return self._choice(index, text) | {"finish_reason": reason}
+        return self._build_choice(index, text) | {"finish_reason": reason}
 
     def _finish_choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         text = self._echoes[index // self._n] + "".join(choice.content)
-        reason = {"finish_reason": self._reason(choice)}
-        return self._choice(index, text, choice.tokens) | reason
+        reason = {"finish_reason": self._find_reason(choice)}
+        return self._build_choice(index, text, choice.tokens) | reason
 
-    def _choice(
+    def _build_choice(
         self, index: int, text: str, tokens: Sequence[Token] = (), offset: int = 0
     ) -> dict[str, Any]:
-        logprobs = _old_logprobs(tokens, offset) if self._has_logprobs else None
+        logprobs = _build_legacy_logprobs(tokens, offset) if self._has_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
 
-def _logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
-    return {"content": [token_facts(token) for token in tokens], "refusal": None}
+def _build_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+    return {"content": [describe_token(token) for token in tokens], "refusal": None}
 
 
-def token_facts(token: Token) -> dict[str, Any]:
+def describe_token(token: Token) -> dict[str, Any]:
     """Return a token with its log probability and those of its alternatives."""
-    alternatives = [_fact(alternative) for alternative in token.alternatives]
-    return {**_fact(token), "top_logprobs": alternatives}
+    alternatives = [_describe_logprob(alternative) for alternative in token.alternatives]
+    return {**_describe_logprob(token), "top_logprobs": alternatives}
 
 
-def _fact(token: Token) -> dict[str, Any]:
+def _describe_logprob(token: Token) -> dict[str, Any]:
     return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
 
 
-def _old_logprobs(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
+def _build_legacy_logprobs(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
     """Return the log probabilities of a completion; offsets are in characters."""
     offsets = []
     for token in tokens:
@@ -285,7 +287,7 @@ def _old_logprobs(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
     }
 
 
-def embeddings(result: Embeddings, body: EmbeddingsBody, model: str) -> str:
+def encode_embeddings(result: Embeddings, body: EmbeddingsBody, model: str) -> str:
     """Return the answer of ``/v1/embeddings``, JSON that may have millions of numbers."""
     vectors = result.vectors
     if len(vectors) != len(body.input):

@@ -21,10 +21,10 @@ from clowder_aimage.api.model_list import describe_use
 from clowder_aimage.api.openai import operation as openai_operation
 from clowder_aimage.api.openai import stream as openai_stream
 from clowder_aimage.api.openai.stream import KeepPicture
-from clowder_aimage.api.parameter_field import parameter_error
+from clowder_aimage.api.parameter_field import convert_parameter_error
 from clowder_aimage.api.picture import link as picture_link
 from clowder_aimage.api.picture import output as picture_output
-from clowder_aimage.api.picture.control_field import controlnet_error, find_controlnet
+from clowder_aimage.api.picture.control_field import convert_controlnet_error, find_controlnet
 from clowder_aimage.api.picture.lora_field import PromptedLoras
 from clowder_aimage.api.picture.request import (
     EditRequest,
@@ -54,16 +54,16 @@ _OnParameters = Callable[[GenerateRequest, str, Sequence[str]], None]
 _ErrorT = TypeVar("_ErrorT", bound=Exception)
 
 
-def routes(service: Service, uploads: PictureUploads) -> list[Route]:
+def build_routes(service: Service, uploads: PictureUploads) -> list[Route]:
     """Return the routes of OpenAI's API."""
     images, models = ImageRoutes(service, uploads), ModelCatalog(service)
 
     async def list_models(_: Request) -> web.StreamResponse:
-        data = await run_io(models.all)
+        data = await run_io(models.list_all)
         return web.json_response({"object": "list", "data": data})
 
     async def get_model(request: Request) -> web.StreamResponse:
-        return web.json_response(await run_io(models.one, request.match_info["id"]))
+        return web.json_response(await run_io(models.find, request.match_info["id"]))
 
     return [
         share(openai_operation.GENERATE, partial(images.answer, ImageRequest)),
@@ -104,7 +104,7 @@ class ImageRoutes:
         """Respond with pictures, in one piece or as a stream."""
         async with self._uploads.open(request) as upload:
             # Requests that begin with a picture may be forms
-            fields = await upload.body.fields(may_be_form=kind is not ImageRequest)
+            fields = await upload.body.read_fields(may_be_form=kind is not ImageRequest)
             return await self._answer(request, upload, fields, kind)
 
     async def _answer(
@@ -121,7 +121,7 @@ class ImageRoutes:
         body = read_request(fields, kind, strict=strict, is_form=is_form, **defaults)
         body.check_rules(sources)
         may_pull = request.get("scope") == ADMIN
-        target = await picture_output.target_of(
+        target = await picture_output.resolve_target(
             body.output, service, may_push=may_pull, is_streamed=body.stream
         )
         selected = await choose_model(service, body, [PICTURES], may_pull=may_pull)
@@ -129,25 +129,25 @@ class ImageRoutes:
         pictures = await upload.keep(sources, body.painted, selected.aimage)
         loras = body.adapters
         if selected.adapter is not None:
-            loras = loras.after(selected.adapter)
+            loras = loras.prepend(selected.adapter)
         try:
             # Checked before a model is pulled
-            body.for_model(selected.aimage, pictures=pictures)
+            body.build_request(selected.aimage, pictures=pictures)
         except UsageError as error:
             raise _with_param(error, body, loras) from None
         headers = {"X-Aimage-Seed": str(body.first_seed)} | body.headers
-        headers |= selected.headers(service, body)
+        headers |= selected.build_headers(service, body)
         enhancer = PromptEnhancer.of(service, body, loras.prompt, body.first_seed, selected.pull)
-        adapters = await loras.references(service)
+        adapters = await loras.resolve_references(service)
         work = _Work(body, loras, selected, adapters, pictures, target, enhancer)
         if not body.stream:
             return await self._respond_at_once(request, work, headers)
         dialect = openai_stream.choose(body, request.headers)
-        stream_form = openai_stream.image_stream(dialect, body, self._keeper(request, body))
+        stream_form = openai_stream.create_stream(dialect, body, self._build_keeper(request, body))
         previews = body.stated.get("previews", 0) if dialect.startswith("openai") else 0
-        events = self._events(work, stream_form.on_parameters, previews)
+        events = self._generate(work, stream_form.on_parameters, previews)
         form = answer_stream.StreamForm(
-            stream_form.frames,
+            stream_form.iter_frames,
             stream_form.end,
             partial(_with_param, body=body, loras=loras),
             work.warnings,
@@ -172,7 +172,7 @@ class ImageRoutes:
         }
         return web.Response(body=picture.data, content_type=picture.media_type, headers=headers)
 
-    def _events(
+    def _generate(
         self, work: _Work, on_parameters: _OnParameters, previews: int = 0
     ) -> AsyncGenerator[Event, None]:
         """Yield events until all pictures are complete; ``on_parameters`` takes the parameters."""
@@ -180,12 +180,14 @@ class ImageRoutes:
 
         def make(aimage: AImage) -> GenerateRequest:
             check_kind(selected.reference, aimage, PICTURES)
-            parameters = body.for_model(aimage, previews, work.pictures)
+            parameters = body.build_request(aimage, previews, work.pictures)
             parameters = work.enhancer.apply(parameters) if work.enhancer else parameters
             parameters = find_controlnet(self._service, parameters, aimage)
             parameters = work.loras.resolve(self._service, parameters, aimage)
-            work.warnings[:] = body.warnings(parameters, work.pictures, has_size=body.has_size)
-            on_parameters(parameters, body.finished_size(parameters, work.pictures), work.warnings)
+            work.warnings[:] = body.list_warnings(parameters, work.pictures, has_size=body.has_size)
+            on_parameters(
+                parameters, body.compute_final_size(parameters, work.pictures), work.warnings
+            )
             return parameters
 
         generate = partial(
@@ -211,7 +213,7 @@ class ImageRoutes:
             extra_fields.update(describe_use(parameters.adapters.loras, warnings))
 
         try:
-            async with contextlib.aclosing(self._events(work, on_parameters)) as events:
+            async with contextlib.aclosing(self._generate(work, on_parameters)) as events:
                 async for event in events:
                     if isinstance(event, ImageEvent):
                         pictures.append(event)
@@ -220,7 +222,7 @@ class ImageRoutes:
             raise _with_param(error, body, work.loras) from None
         if len(pictures) < body.count:
             raise ModelError(f"the model generated {len(pictures)} of {body.count} pictures")
-        keep = self._keeper(request, body)
+        keep = self._build_keeper(request, body)
         headers["X-Aimage-Digest"] = pictures[0].digest
         has_links = body.response_format == "url"
         encode = partial(_answer, body, pictures, keep)
@@ -236,7 +238,7 @@ class ImageRoutes:
         answer_stream.add_warnings(response.headers, work.warnings)
         return response
 
-    def _keeper(self, request: Request, body: ImageRequest) -> KeepPicture:
+    def _build_keeper(self, request: Request, body: ImageRequest) -> KeepPicture:
         """Return a function that keeps a picture and returns its URL on this host."""
         base = self._service.settings.public_url or f"{request.scheme}://{request.host}"
         loop = asyncio.get_running_loop()
@@ -252,12 +254,12 @@ def _answer(body: ImageRequest, pictures: list[ImageEvent], keep: KeepPicture) -
     sample = pictures[0]
     return {
         "created": int(time.time()),
-        "data": [openai_stream.entry(picture, body, keep) for picture in pictures],
+        "data": [openai_stream.build_entry(picture, body, keep) for picture in pictures],
         "background": "opaque",
         "output_format": body.encoding.kind,
-        "quality": openai_stream.quality(body),
+        "quality": openai_stream.translate_quality(body),
         "size": f"{sample.width}x{sample.height}",
-        "usage": openai_stream.usage(),
+        "usage": openai_stream.build_usage(),
     }
 
 
@@ -273,9 +275,9 @@ def _with_param(error: _ErrorT, body: ImageRequest, loras: PromptedLoras) -> _Er
     if not isinstance(error, AImageError):
         return error
     if "adapter" in error.facts:
-        return loras.error(error)
+        return loras.convert_error(error)
     if "controlnet" in error.facts:
-        return controlnet_error(error)
+        return convert_controlnet_error(error)
     # A side has the name of the field that states it
     sides = dict.fromkeys(("width", "height"), body.sides[0] if body.sides else "size")
-    return parameter_error(error, sides | {name: name for name in body.sides})
+    return convert_parameter_error(error, sides | {name: name for name in body.sides})

@@ -50,7 +50,7 @@ def encode(picture: ImageEvent | PreviewEvent) -> str:
     return base64.b64encode(picture.data).decode()
 
 
-def entry(picture: ImageEvent, body: ImageRequest, keep: KeepPicture) -> dict[str, str]:
+def build_entry(picture: ImageEvent, body: ImageRequest, keep: KeepPicture) -> dict[str, str]:
     """Return a picture as an entry of a response: its bytes or its URL."""
     is_link = body.response_format == "url"
     fields = {"url": keep(picture)} if is_link else {"b64_json": encode(picture)}
@@ -59,14 +59,14 @@ def entry(picture: ImageEvent, body: ImageRequest, keep: KeepPicture) -> dict[st
     return fields
 
 
-def usage() -> dict[str, Any]:
+def build_usage() -> dict[str, Any]:
     """Return zero token counts: clients require the field."""
     details = {"image_tokens": 0, "text_tokens": 0}
     counts = dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0)
     return {**counts, "input_tokens_details": details, "output_tokens_details": details}
 
 
-def quality(body: ImageRequest) -> str:
+def translate_quality(body: ImageRequest) -> str:
     """Return the preset under OpenAI's name."""
     return _QUALITIES.get(body.quality, body.quality)
 
@@ -87,20 +87,22 @@ class PlainStream:
     def on_parameters(self, parameters: GenerateRequest, _: str, warnings: Sequence[str]) -> None:
         self._extra_fields = describe_use(parameters.adapters.loras, warnings)
 
-    def frames(self, event: Event) -> Iterator[bytes]:
+    def iter_frames(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Step):
             step = event.picture * event.total + event.index
             facts = {"step": step, "total": self._body.count * event.total}
-            yield answer_stream.frame("progress", facts)
+            yield answer_stream.encode_event("progress", facts)
         elif isinstance(event, PullingEvent):
-            yield answer_stream.frame("pull", {"completed": event.done, "total": event.total})
+            yield answer_stream.encode_event(
+                "pull", {"completed": event.done, "total": event.total}
+            )
         elif isinstance(event, ImageEvent):
-            self._data.append(entry(event, self._body, self._keep))
+            self._data.append(build_entry(event, self._body, self._keep))
             self._digest = event.digest
 
     def end(self) -> Iterator[bytes]:
         facts = {"created": int(time.time()), "data": self._data, "digest": self._digest}
-        yield answer_stream.frame("done", facts | self._extra_fields)
+        yield answer_stream.encode_event("done", facts | self._extra_fields)
 
 
 class OpenAIStream:
@@ -121,69 +123,75 @@ class OpenAIStream:
             self._prompt = {"prompt": parameters.prompt, "enhancer": parameters.enhancer}
         self._extra_fields = describe_use(parameters.adapters.loras, warnings)
 
-    def frames(self, event: Event) -> Iterator[bytes]:
+    def iter_frames(self, event: Event) -> Iterator[bytes]:
         if self._prompt is not None:
-            yield from self._state("prompt", "prompt written", **self._prompt)
+            yield from self._encode_state("prompt", "prompt written", **self._prompt)
             self._prompt = None
         if isinstance(event, QueuedEvent):
-            yield from self._state("queued", f"queued behind {event.ahead}", ahead=event.ahead)
+            yield from self._encode_state(
+                "queued", f"queued behind {event.ahead}", ahead=event.ahead
+            )
         elif isinstance(event, PullingEvent):
             text = f"pulled {event.done} of {event.total} bytes"
-            yield from self._state("pulling", text, completed=event.done, total=event.total)
+            yield from self._encode_state("pulling", text, completed=event.done, total=event.total)
         elif isinstance(event, LoadingEvent):
-            yield from self._state("loading", "loading")
+            yield from self._encode_state("loading", "loading")
         elif isinstance(event, StartedEvent):
-            yield from self._state("started", "started")
+            yield from self._encode_state("started", "started")
         elif isinstance(event, Step):
-            yield self._progress(event)
+            yield self._encode_progress(event)
         elif isinstance(event, PreviewEvent):
             facts = {"b64_json": encode(event), "partial_image_index": event.number}
-            yield self._frame("partial_image", {**facts, **self._facts(self._size)})
+            yield self._encode_event("partial_image", {**facts, **self._build_facts(self._size)})
         elif isinstance(event, ImageEvent):
             # OpenAI's events have no field for the digest
-            yield answer_stream.comment(f"digest {event.digest}")
-            yield self._frame_completed(event)
+            yield answer_stream.encode_comment(f"digest {event.digest}")
+            yield self._encode_completed(event)
 
     def end(self) -> Iterator[bytes]:
         return iter(())
 
-    def _state(self, name: str, text: str, **facts: Any) -> Iterator[bytes]:
+    def _encode_state(self, name: str, text: str, **facts: Any) -> Iterator[bytes]:
         """Yield an event of a type that OpenAI does not have, if the client asked for them."""
-        yield self._frame(name, facts) if self._has_progress else answer_stream.comment(text)
+        yield (
+            self._encode_event(name, facts)
+            if self._has_progress
+            else answer_stream.encode_comment(text)
+        )
 
-    def _progress(self, event: Step) -> bytes:
+    def _encode_progress(self, event: Step) -> bytes:
         step = event.picture * event.total + event.index
         total = self._body.count * event.total
         if not self._has_progress:
-            return answer_stream.comment(f"step {step} of {total}")
+            return answer_stream.encode_comment(f"step {step} of {total}")
         facts = {"step": step, "total": total, "created_at": int(time.time())}
-        return self._frame("progress", facts)
+        return self._encode_event("progress", facts)
 
-    def _frame_completed(self, picture: ImageEvent) -> bytes:
+    def _encode_completed(self, picture: ImageEvent) -> bytes:
         facts: dict[str, Any] = {"b64_json": encode(picture)}
-        facts |= self._facts(f"{picture.width}x{picture.height}") | self._extra_fields
+        facts |= self._build_facts(f"{picture.width}x{picture.height}") | self._extra_fields
         if self._body.response_format == "url":
             facts["url"] = self._keep(picture)
-        return self._frame("completed", {**facts, "usage": usage()})
+        return self._encode_event("completed", {**facts, "usage": build_usage()})
 
-    def _facts(self, size: str) -> dict[str, Any]:
+    def _build_facts(self, size: str) -> dict[str, Any]:
         return {
             "created_at": int(time.time()),
             "size": size,
-            "quality": quality(self._body),
+            "quality": translate_quality(self._body),
             "background": "opaque",
             "output_format": self._body.encoding.kind,
         }
 
-    def _frame(self, name: str, facts: Mapping[str, Any]) -> bytes:
+    def _encode_event(self, name: str, facts: Mapping[str, Any]) -> bytes:
         kind = f"{self._body.EVENTS}.{name}"
-        return answer_stream.frame(kind, {"type": kind, **facts})
+        return answer_stream.encode_event(kind, {"type": kind, **facts})
 
 
 ImageStream = PlainStream | OpenAIStream
 
 
-def image_stream(dialect: str, body: ImageRequest, keep: KeepPicture) -> ImageStream:
+def create_stream(dialect: str, body: ImageRequest, keep: KeepPicture) -> ImageStream:
     """Return the stream of the given form."""
     if dialect == OLLAMA:
         return PlainStream(body, keep)

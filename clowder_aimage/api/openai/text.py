@@ -16,7 +16,7 @@ from clowder_aimage.api.openai.chunk import (
     ChatAnswer,
     CompletionAnswer,
     TextAnswer,
-    embeddings,
+    encode_embeddings,
 )
 from clowder_aimage.api.openai.text_operation import CHAT, COMPLETE, EMBED
 from clowder_aimage.api.request_body import (
@@ -64,7 +64,7 @@ class TextRoutes:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         """Return the routes."""
         return [
             share(CHAT, partial(self.write, ChatRequest, ChatAnswer)),
@@ -84,19 +84,19 @@ class TextRoutes:
         """Respond with embeddings of texts."""
         body = await self._read(request, EmbeddingsBody)
         selected = await self._choose(request, body, EMBEDDER, TEXT)
-        headers = body.headers | selected.headers(self._service, body)
+        headers = body.headers | selected.build_headers(self._service, body)
         result, embedding_request = Embeddings((), 0), body.request()
         try:
-            events = self._events(selected, embedding_request, EMBEDDER, TEXT)
+            events = self._generate(selected, embedding_request, EMBEDDER, TEXT)
             async with contextlib.aclosing(events):
                 async for event in events:
                     if isinstance(event, Embeddings):
                         result = event
         except UsageError as error:
             raise explain_refusal(error, "input") from None
-        if digest := await self._digest(selected):
+        if digest := await self._resolve_digest(selected):
             headers["X-Aimage-Digest"] = digest
-        text = await run_generation(embeddings, result, body, str(selected.reference))
+        text = await run_generation(encode_embeddings, result, body, str(selected.reference))
         return web.json_response(text=text, headers=headers)
 
     async def _read(self, request: Request, kind: type[_BodyT]) -> _BodyT:
@@ -113,7 +113,7 @@ class TextRoutes:
         request["model"] = selected.reference
         return selected
 
-    def _events(
+    def _generate(
         self, selected: SelectedModel, model_request: TextRequest | EmbeddingRequest, *kinds: str
     ) -> AsyncGenerator[Event, None]:
         def make(aimage: AImage) -> TextRequest | EmbeddingRequest:
@@ -124,18 +124,18 @@ class TextRoutes:
         terms: dict[str, Any] = {"pull": selected.pull, "stored": selected.stored}
         return engine.generate(selected.reference, make, is_text=True, **terms)
 
-    async def _choices(
+    async def _generate_choices(
         self, selected: SelectedModel, requests: list[TextRequest], answer: TextAnswer
     ) -> AsyncGenerator[tuple[int, Event], None]:
         """Yield the index of a choice and its events; the choices are made one after another."""
         for index, text_request in enumerate(requests):
-            async with contextlib.aclosing(self._events(selected, text_request, TEXT)) as events:
+            async with contextlib.aclosing(self._generate(selected, text_request, TEXT)) as events:
                 async for event in events:
                     if not answer.digest and answer.is_text(event):
-                        answer.digest = await self._digest(selected)
+                        answer.digest = await self._resolve_digest(selected)
                     yield index, event
 
-    async def _digest(self, selected: SelectedModel) -> str:
+    async def _resolve_digest(self, selected: SelectedModel) -> str:
         """Return the digest of the manifest; if it was pulled, while the store has it."""
         if selected.stored is not None:
             return str(selected.stored.descriptor.digest)
@@ -153,14 +153,14 @@ class TextRoutes:
     ) -> web.StreamResponse:
         """Respond with the texts, in one piece or as a stream."""
         answer.model = str(selected.reference)
-        headers = body.headers | selected.headers(self._service, body)
+        headers = body.headers | selected.build_headers(self._service, body)
         if selected.stored is not None:
-            answer.digest = headers["X-Aimage-Digest"] = await self._digest(selected)
-        requests = body.requests()
-        explain = _explainer("messages" if isinstance(body, ChatRequest) else "prompt")
-        events = self._choices(selected, requests, answer)
+            answer.digest = headers["X-Aimage-Digest"] = await self._resolve_digest(selected)
+        requests = body.build_requests()
+        explain = _build_explainer("messages" if isinstance(body, ChatRequest) else "prompt")
+        events = self._generate_choices(selected, requests, answer)
         if body.stream:
-            form = StreamForm(answer.frames, answer.end, explain, is_early=False)
+            form = StreamForm(answer.iter_frames, answer.end, explain, is_early=False)
             return await stream_events(request, events, form, headers)
         try:
             async with contextlib.aclosing(events):
@@ -170,10 +170,10 @@ class TextRoutes:
             raise explain(error) from None
         if answer.digest:
             headers["X-Aimage-Digest"] = answer.digest
-        return web.json_response(answer.whole(), headers=headers)
+        return web.json_response(answer.build_body(), headers=headers)
 
 
-def _explainer(prompt: str) -> Callable[[Exception], Exception]:
+def _build_explainer(prompt: str) -> Callable[[Exception], Exception]:
     return lambda error: explain_refusal(error, prompt) if isinstance(error, UsageError) else error
 
 

@@ -14,10 +14,10 @@ from aiohttp.http import HttpProcessingError
 
 from clowder_aimage.api.picture import source as picture_source
 from clowder_aimage.api.picture.source import KEYS, NAMES
-from clowder_aimage.api.request_body import local_fields, read_object, wrong
+from clowder_aimage.api.request_body import build_field_error, read_local_fields, read_object
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.http.api_error import ApiError
-from clowder_aimage.http.body_stream import check_coding, check_type, too_large
+from clowder_aimage.http.body_stream import build_size_error, check_coding, check_type
 from clowder_aimage.http.local_request import LocalRequest, Request
 from clowder_aimage.http.operation import BODY
 from clowder_aimage.pictures.input_file import MAX_BYTES
@@ -63,7 +63,7 @@ class PictureBody:
             self.gate.enter()
             self.is_counted = True
 
-    async def fields(self, *, may_be_form: bool = False) -> dict[str, Any]:
+    async def read_fields(self, *, may_be_form: bool = False) -> dict[str, Any]:
         """Return the fields of the body: JSON, or a form if it may be one.
 
         Raises:
@@ -72,30 +72,30 @@ class PictureBody:
         """
         request = self.request
         if isinstance(request, LocalRequest):
-            return self._local(request, may_be_form=may_be_form)
+            return self._read_local(request, may_be_form=may_be_form)
         check_coding(request)
         if (request.content_length or 0) > MAX_BODY:
-            raise too_large()
+            raise build_size_error()
         self.is_form = may_be_form and request.content_type == _FORM
         try:
             if self.is_form:
                 self.enter()
                 async with asyncio.timeout(TIMEOUT):
-                    return await self._form(request)
-            return await self._object(request, *([_FORM] if may_be_form else []))
+                    return await self._read_form(request)
+            return await self._read_object(request, *([_FORM] if may_be_form else []))
         except TimeoutError:
             raise ApiError(408, "timed out reading the request body", code="timeout") from None
 
-    def _local(self, request: LocalRequest, *, may_be_form: bool) -> dict[str, Any]:
+    def _read_local(self, request: LocalRequest, *, may_be_form: bool) -> dict[str, Any]:
         self.is_form = may_be_form and request.is_form
-        fields = local_fields(request)
+        fields = read_local_fields(request)
         if self.is_form or request.exceeds(BODY):
             if request.exceeds(MAX_BODY) or not (self.is_form or fields.keys() & {*NAMES}):
-                raise too_large()
+                raise build_size_error()
             self.enter()
         return fields
 
-    async def _object(self, request: web.Request, *other_types: str) -> dict[str, Any]:
+    async def _read_object(self, request: web.Request, *other_types: str) -> dict[str, Any]:
         if request.body_exists and request.content_length != 0:
             check_type(request, *other_types)
         if (request.content_length or 0) > BODY:
@@ -112,14 +112,14 @@ class PictureBody:
         if self._size <= BODY:
             return read_object(b"".join(pieces))
         async with self.gate.busy:
-            return await run_io(_large_object, pieces)
+            return await run_io(_read_large_object, pieces)
 
     def _take(self, count: int) -> None:
         self._size += count
         if self._size > MAX_BODY:
-            raise too_large()
+            raise build_size_error()
 
-    async def _form(self, request: web.Request) -> dict[str, Any]:
+    async def _read_form(self, request: web.Request) -> dict[str, Any]:
         fields: dict[str, Any] = {}
         try:
             reader = await request.multipart()
@@ -130,20 +130,20 @@ class PictureBody:
                 if not isinstance(field, BodyPartReader) or not field.name:
                     raise ValueError
                 name = field.name.removesuffix("[]")
-                value = await self._value(field, name)
+                value = await self._read_value(field, name)
                 if name in NAMES:
                     # No file is chosen
                     if not value:
                         continue
                     fields.setdefault(name, []).append(value)
                 elif fields.setdefault(name, value) is not value:
-                    raise wrong(name[:60], "is given twice")
+                    raise build_field_error(name[:60], "is given twice")
         except _MALFORMED:
             pass
         message = f"the form is malformed, or has more than {_MAX_PARTS} parts"
         raise ApiError(400, message, code="invalid_body")
 
-    async def _value(self, field: BodyPartReader, name: str) -> str | bytes:
+    async def _read_value(self, field: BodyPartReader, name: str) -> str | bytes:
         kind = field.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         is_file = name in NAMES and field.filename is not None
         if is_file:
@@ -158,18 +158,18 @@ class PictureBody:
         data = b"".join(pieces)
         # Browsers send no name if none is chosen
         if is_file and field.filename and not data:
-            raise wrong(name, "is an empty file", "invalid_image")
+            raise build_field_error(name, "is an empty file", "invalid_image")
         try:
             return data if is_file else data.decode()
         except UnicodeDecodeError:
-            raise wrong(name[:60], "is not text in UTF-8") from None
+            raise build_field_error(name[:60], "is not text in UTF-8") from None
 
 
-def _large_object(pieces: list[bytes]) -> dict[str, Any]:
+def _read_large_object(pieces: list[bytes]) -> dict[str, Any]:
     """Return the JSON object of a body; ``pieces`` is emptied to save memory. Raises ApiError."""
     raw = b"".join(pieces)
     pieces.clear()
     # Only bodies with pictures may be this large
     if not any(key in raw for key in KEYS):
-        raise too_large()
+        raise build_size_error()
     return read_object(raw, MAX_BODY)

@@ -11,17 +11,17 @@ from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
 from clowder_aimage.api.picture.source import CONTROL, IMAGE, IMAGES, MASK
 from clowder_aimage.api.picture.upload import StoredPictures
 from clowder_aimage.dialect import AImage
-from clowder_aimage.generation.effect import ignored_parameters
+from clowder_aimage.generation.effect import describe_ignored_parameters
 from clowder_aimage.generation.request import (
     OF_IMAGES,
     OF_MASKS,
     Control,
     GenerateRequest,
     ImageInput,
-    parameter_locations,
+    map_parameter_locations,
 )
-from clowder_aimage.pictures.input_file import reduction
-from clowder_aimage.pictures.input_kind import assign_role, most_area, own_sized
+from clowder_aimage.pictures.input_file import describe_reduction
+from clowder_aimage.pictures.input_kind import assign_role, get_max_area, own_sized
 
 # Fields that expand determines
 _SIZE = ("size", "width", "height")
@@ -55,16 +55,16 @@ class PictureFields(ParameterBody):
 
         Without a size it is that of the first image, or of the control picture.
         """
-        locations = parameter_locations()
+        locations = map_parameter_locations()
         stated = {name: value for name, value in self.stated.items() if name in locations}
         stated |= parameters if pictures is None else pictures.digests | parameters
         draft = GenerateRequest.draft(prompt, **stated)
         first_picture = None if pictures is None else pictures.first
         if model is None:
             return own_sized(draft, first_picture)
-        return own_sized(assign_role(draft, model), first_picture).for_model(model)
+        return own_sized(assign_role(draft, model), first_picture).apply_defaults(model)
 
-    def finished_size(self, request: GenerateRequest, pictures: StoredPictures | None) -> str:
+    def compute_final_size(self, request: GenerateRequest, pictures: StoredPictures | None) -> str:
         """Return the size of the result, such as 1024x768. It may differ from the request's."""
         width, height = request.sampling.width, request.sampling.height
         if pictures is not None and pictures.images:
@@ -76,15 +76,15 @@ class PictureFields(ParameterBody):
                 width, height = round(image.width * factor), round(image.height * factor)
         return f"{width}x{height}"
 
-    def warnings(
+    def list_warnings(
         self, request: GenerateRequest, pictures: StoredPictures | None, *, has_size: bool
     ) -> list[str]:
         """Return sentences about fields without effect, and about a picture that is reduced."""
-        warnings = ignored_parameters(request, self.stated)
+        warnings = describe_ignored_parameters(request, self.stated)
         is_whole = has_size or any(map(self.stated.get, ("expand", "upscale", "crop")))
         if pictures is None or is_whole:
             return warnings
-        if reduced := reduction(pictures.first, most_area(request.input.references)):
+        if reduced := describe_reduction(pictures.first, get_max_area(request.input.references)):
             name = IMAGE if pictures.images else CONTROL
             warnings.append(f"{name} {reduced}; size sets another size")
         return warnings

@@ -13,7 +13,7 @@ from typing import Annotated, Self
 from pydantic import ConfigDict, Field
 
 from clowder_aimage.api.parameter_field import ParameterBody, with_parameters
-from clowder_aimage.api.request_body import wrong
+from clowder_aimage.api.request_body import build_field_error
 from clowder_aimage.api.service import Service
 from clowder_aimage.dialect import AImage
 from clowder_aimage.engine.executor import run_generation
@@ -26,7 +26,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.generation.request import MAX_LORAS, MAX_PATH, GenerateRequest, LoraUse
-from clowder_aimage.http.api_error import ApiError, api_error
+from clowder_aimage.http.api_error import ApiError, convert_error
 from clowder_aimage.model.adapter_source import OWN
 from clowder_aimage.model.lora_text import take_tags
 from clowder_aimage.oci import Reference
@@ -62,17 +62,17 @@ class PromptedLoras:
         try:
             text, tagged = take_tags(prompt)
         except UsageError as error:
-            raise wrong("prompt", f"has an invalid tag: {error.message}") from None
-        stated = tuple(LoraUse(field.model, **field.arguments(LoraUse)) for field in fields)
+            raise build_field_error("prompt", f"has an invalid tag: {error.message}") from None
+        stated = tuple(LoraUse(field.model, **field.build_arguments(LoraUse)) for field in fields)
         uses = (*stated, *tagged)
         return cls(text, _check_count(uses), len(stated), has_words)
 
-    def after(self, adapter: Reference) -> Self:
+    def prepend(self, adapter: Reference) -> Self:
         """Return the adapters after another. Raises ApiError: too many."""
         uses = _check_count((LoraUse(str(adapter)), *self.uses))
         return replace(self, uses=uses, count=self.count + 1)
 
-    def param(self, index: int) -> str:
+    def format_param(self, index: int) -> str:
         """Return the field of an adapter."""
         return f"loras[{index}].model" if index < self.count else "prompt"
 
@@ -87,28 +87,28 @@ class PromptedLoras:
         words = self.has_words
         return service.adapters.resolve(request, base, service.store, adds_words=words)[0]
 
-    async def references(self, service: Service) -> Mapping[int, Reference]:
+    async def resolve_references(self, service: Service) -> Mapping[int, Reference]:
         """Return the names of AImages by the index of the adapter. Raises ApiError."""
-        return await run_generation(self._references, service) if self.uses else {}
+        return await run_generation(self._resolve_references, service) if self.uses else {}
 
-    def _references(self, service: Service) -> dict[int, Reference]:
+    def _resolve_references(self, service: Service) -> dict[int, Reference]:
         references = {}
         for index, use in enumerate(self.uses):
             if use.model.startswith(OWN) or service.adapters.is_file(use.model):
                 continue
             try:
-                references[index] = service.reference(use.model)
+                references[index] = service.resolve_reference(use.model)
             except NotFoundError:
                 message = f"adapter {use.model[:200]!a} not found"
-                raise self.error(NotFoundError(message), index) from None
+                raise self.convert_error(NotFoundError(message), index) from None
         return references
 
-    def error(self, error: AImageError, index: int | None = None) -> AImageError:
+    def convert_error(self, error: AImageError, index: int | None = None) -> AImageError:
         """Return the response to an error of an adapter, with its field; other errors unchanged."""
         number = error.facts.get("adapter", "") if index is None else str(index)
         if not number.isdecimal() or isinstance(error, ApiError):
             return error
-        api_failure, param = api_error(error), self.param(int(number))
+        api_failure, param = convert_error(error), self.format_param(int(number))
         status, code = api_failure.status, api_failure.code
         if isinstance(error, NotFoundError):
             code = "adapter_not_found"
@@ -120,7 +120,9 @@ class PromptedLoras:
 
 def _check_count(uses: tuple[LoraUse, ...]) -> tuple[LoraUse, ...]:
     if len(uses) > MAX_LORAS:
-        raise wrong("loras", f"and the tags of the prompt must be at most {MAX_LORAS} adapters")
+        raise build_field_error(
+            "loras", f"and the tags of the prompt must be at most {MAX_LORAS} adapters"
+        )
     return uses
 
 
@@ -128,4 +130,4 @@ def _resolve_name(service: Service, use: LoraUse) -> LoraUse:
     """Return the use of an AImage by its name; other names remain."""
     if use.model.startswith(OWN) or service.adapters.is_file(use.model):
         return use
-    return replace(use, model=str(service.reference(use.model)))
+    return replace(use, model=str(service.resolve_reference(use.model)))

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.api.request_body import RequestBody, build_field_error
 from clowder_aimage.api.service import Service
 from clowder_aimage.engine.event import ImageEvent
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, UsageError
-from clowder_aimage.http.api_error import ApiError, registry_error
+from clowder_aimage.http.api_error import ApiError, convert_registry_error
 from clowder_aimage.oci import Reference
 from clowder_aimage.pictures.artifact import (
     check_replaceable,
@@ -31,7 +31,7 @@ class OutputField(RequestBody):
     )
 
 
-async def target_of(
+async def resolve_target(
     output: OutputField | None, service: Service, *, may_push: bool, is_streamed: bool
 ) -> Reference | None:
     """Return the name to push pictures to, checked before they are made; None without one.
@@ -46,7 +46,7 @@ async def target_of(
             403, "output requires the scope admin", code="insufficient_scope", param="output"
         )
     if is_streamed:
-        raise wrong("output", "cannot be combined with stream")
+        raise build_field_error("output", "cannot be combined with stream")
     try:
         target = Reference.parse(output.push)
         check_target(target, service.connection)
@@ -54,7 +54,7 @@ async def target_of(
     except UsageError as error:
         raise ApiError(400, error.message, code="invalid_value", param="output") from None
     except AImageError as error:
-        raise registry_error(error) from None
+        raise convert_registry_error(error) from None
     return target
 
 
@@ -72,7 +72,7 @@ async def push_events(
         sent = await run_io(push)
         outcome = "done"
     except AImageError as error:
-        raise registry_error(error) from None
+        raise convert_registry_error(error) from None
     finally:
         service.events.record("push", reference=str(target), outcome=outcome)
     return {"push": str(target), "digest": str(sent.digest)}

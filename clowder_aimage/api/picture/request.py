@@ -17,19 +17,24 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from clowder_aimage.api.field_rule import FieldRule, needs
-from clowder_aimage.api.parameter_field import Prompt, parameter_error, with_parameters
+from clowder_aimage.api.parameter_field import Prompt, convert_parameter_error, with_parameters
 from clowder_aimage.api.picture.field import PictureFields
 from clowder_aimage.api.picture.lora_field import LoraFields, PromptedLoras
 from clowder_aimage.api.picture.output import OutputField
 from clowder_aimage.api.picture.source import IMAGE, IMAGES
 from clowder_aimage.api.picture.upload import StoredPictures
-from clowder_aimage.api.request_body import GenerationBody, check_fields, check_ignored, wrong
+from clowder_aimage.api.request_body import (
+    GenerationBody,
+    build_field_error,
+    check_fields,
+    check_ignored,
+)
 from clowder_aimage.api.text.enhance_field import EnhanceFields
 from clowder_aimage.dialect import AImage
 from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.generation.check import check, describe
 from clowder_aimage.generation.encoding import PictureEncoding
-from clowder_aimage.generation.parameter import parameters
+from clowder_aimage.generation.parameter import list_parameters
 from clowder_aimage.generation.request import (
     MAX_NAME,
     MAX_STEPS,
@@ -37,7 +42,7 @@ from clowder_aimage.generation.request import (
     Guidance,
     Output,
     Sampling,
-    parameter_locations,
+    map_parameter_locations,
 )
 from clowder_aimage.oci import read_json
 
@@ -49,7 +54,7 @@ AUTO, OPENAI, WITH_PROGRESS, OLLAMA = "auto", "openai", "openai+progress", "olla
 PRESETS = {"low": 0.5, "high": 2.0, "hd": 2.0, "xhigh": 3.0, "max": 4.0}
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})", re.ASCII)
 _PLAIN = frozenset(
-    parameter.name for owner in (Sampling, Guidance, Output) for parameter in parameters(owner)
+    parameter.name for owner in (Sampling, Guidance, Output) for parameter in list_parameters(owner)
 )
 
 
@@ -66,7 +71,7 @@ Size = Annotated[
 _OBJECTS = ("loras", "output")
 
 
-def _no_prompt(text: str) -> str:
+def _refuse_prompt(text: str) -> str:
     if text:
         raise ValueError("is not accepted by variations: send it to edits")
     return text
@@ -121,16 +126,18 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
     def _check(self) -> Self:
         """Raise ApiError for incompatible fields."""
         if self.background == "transparent":
-            raise wrong("background", "transparent is not supported", "unsupported_value")
-        size = _size(self.size)
+            raise build_field_error(
+                "background", "transparent is not supported", "unsupported_value"
+            )
+        size = _parse_size(self.size)
         for name, side in size.items():
             if self.stated.get(name, side) != side:
-                raise wrong(name, f"is {self.stated[name]}, but size is {self.size}")
+                raise build_field_error(name, f"is {self.stated[name]}, but size is {self.size}")
         plain = {name: value for name, value in self.stated.items() if name in _PLAIN}
         try:
             GenerateRequest.draft(**plain | size)
         except UsageError as error:
-            raise parameter_error(error, dict.fromkeys(size, "size")) from None
+            raise convert_parameter_error(error, dict.fromkeys(size, "size")) from None
         return self
 
     @property
@@ -168,14 +175,14 @@ class ImageRequest(EnhanceFields, PictureFields, GenerationBody):
     @property
     def encoding(self) -> PictureEncoding:
         """The file format of the pictures. PNG is lossless and has no quality."""
-        encoding = PictureEncoding(**self.arguments(PictureEncoding))
+        encoding = PictureEncoding(**self.build_arguments(PictureEncoding))
         return replace(encoding, quality=None) if encoding.kind == "png" else encoding
 
-    def for_model(
+    def build_request(
         self, aimage: AImage | None, previews: int = 0, pictures: StoredPictures | None = None
     ) -> GenerateRequest:
         """Return the request with the defaults of the AImage, or a draft. Raises UsageError."""
-        extra = {**_size(self.size), "previews": previews}
+        extra = {**_parse_size(self.size), "previews": previews}
         request = self.request(self.adapters.prompt, pictures, aimage, **extra)
         if aimage is not None and "steps" not in self.stated and self.quality in PRESETS:
             steps = math.ceil(request.sampling.steps * PRESETS[self.quality])
@@ -198,13 +205,13 @@ class VariationRequest(ImageRequest):
 
     RULES: ClassVar[tuple[FieldRule, ...]] = (_NEEDS_IMAGE,)
 
-    prompt: Annotated[str, AfterValidator(_no_prompt)] = Field(
+    prompt: Annotated[str, AfterValidator(_refuse_prompt)] = Field(
         default="", json_schema_extra={"maxLength": 0}
     )
 
     @classmethod
-    def rules(cls) -> list[FieldRule]:
-        return [rule for rule in super().rules() if "prompt" not in rule.others]
+    def list_rules(cls) -> list[FieldRule]:
+        return [rule for rule in super().list_rules() if "prompt" not in rule.others]
 
 
 def read_request(
@@ -237,21 +244,23 @@ def _parse_json(name: str, text: str) -> Any:
     try:
         return read_json(text.encode(), name)
     except FormatError as error:
-        raise wrong(name, error.message.removeprefix(f"{name} ")) from None
+        raise build_field_error(name, error.message.removeprefix(f"{name} ")) from None
 
 
-def _size(text: str) -> dict[str, int]:
+def _parse_size(text: str) -> dict[str, int]:
     """Return the sides of ``WIDTHxHEIGHT``; empty for "auto". Raises ApiError."""
     if text == "auto":
         return {}
     sides = _SIZE.fullmatch(text)
     if sides is None:
-        raise wrong("size", 'must be "auto" or WIDTHxHEIGHT, such as "1024x1024"')
+        raise build_field_error("size", 'must be "auto" or WIDTHxHEIGHT, such as "1024x1024"')
     size = {"width": int(sides[1]), "height": int(sides[2])}
     for name, side in size.items():
-        accepted = parameter_locations()[name].parameter.type
+        accepted = map_parameter_locations()[name].parameter.type
         try:
             check(name, side, accepted)
         except UsageError:
-            raise wrong("size", f"must have a {name} that is {describe(accepted)}") from None
+            raise build_field_error(
+                "size", f"must have a {name} that is {describe(accepted)}"
+            ) from None
     return size

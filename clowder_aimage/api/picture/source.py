@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from clowder_aimage.api.request_body import RequestBody, wrong
+from clowder_aimage.api.request_body import RequestBody, build_field_error
 from clowder_aimage.generation.request import ALPHA, MAX_REFERENCES
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.pictures.input_file import BASE64, DECLARED_TYPES, TYPES, decode_base64
@@ -94,7 +94,7 @@ class BareBase64(str):
         try:
             return decode_base64(self.encode())
         except ValueError:
-            raise wrong(name, "must be in base64") from None
+            raise build_field_error(name, "must be in base64") from None
 
 
 def take_pictures(fields: dict[str, Any]) -> Sources:
@@ -113,13 +113,15 @@ def take_bare_pictures(fields: dict[str, Any]) -> Sources:
     """
     images = fields.get(IMAGES) or []
     if not isinstance(images, list) or not all(isinstance(picture, str) for picture in images):
-        raise wrong(IMAGES, "must be a list of pictures in base64", "invalid_type")
+        raise build_field_error(IMAGES, "must be a list of pictures in base64", "invalid_type")
     if fields.get(IMAGE):
-        raise wrong(IMAGE, "is not a field of this API: use images", "unknown_parameter")
-    return {name: list(map(_bare, values)) for name, values in take_pictures(fields).items()}
+        raise build_field_error(
+            IMAGE, "is not a field of this API: use images", "unknown_parameter"
+        )
+    return {name: list(map(_wrap_bare, values)) for name, values in take_pictures(fields).items()}
 
 
-def _bare(value: str | bytes) -> str | bytes:
+def _wrap_bare(value: str | bytes) -> str | bytes:
     is_named = not isinstance(value, str) or value == ALPHA or ":" in value[:20]
     return value if is_named else BareBase64(value)
 
@@ -132,11 +134,11 @@ def _read_pictures(name: str, value: object) -> Iterator[str | bytes]:
         text = picture.get("image_url") if isinstance(picture, Mapping) else picture
         if not isinstance(text, str | bytes) or not text:
             message = "must be a picture: a data: or https: URL, an artifact, or a file"
-            raise wrong(name, message, "invalid_type")
+            raise build_field_error(name, message, "invalid_type")
         yield text
 
 
-def declared_type(text: str) -> str:
+def parse_declared_type(text: str) -> str:
     """Return the type that a data: URL declares, or the empty text."""
     is_data = text[:5].lower() == "data:"
     return text[5:100].partition(",")[0].partition(";")[0].strip().lower() if is_data else ""
@@ -145,20 +147,20 @@ def declared_type(text: str) -> str:
 def check_type(name: str, kind: str) -> None:
     """Refuse a declared type that is not a picture's. Raises ApiError (415)."""
     if kind not in DECLARED_TYPES:
-        raise _other_type(
+        raise _build_type_error(
             name, f"has the type {kind[:60]!a}: expected image/png, image/jpeg or image/webp"
         )
 
 
 def check_content(name: str, kind: str, data: bytes) -> None:
     """Refuse a picture of another type than it declares. Raises ApiError (415)."""
-    actual = type_of(data)
+    actual = detect_type(data)
     declared = kind.replace("image/jpg", "image/jpeg")
     if actual and declared in TYPES.values() and declared != actual:
-        raise _other_type(name, f"is declared as {kind}, but its bytes are {actual}")
+        raise _build_type_error(name, f"is declared as {kind}, but its bytes are {actual}")
 
 
-def type_of(data: bytes) -> str:
+def detect_type(data: bytes) -> str:
     """Return the type of a picture by its first bytes, or the empty text."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "image/webp"
@@ -166,5 +168,5 @@ def type_of(data: bytes) -> str:
     return next((kind for start, kind in starts.items() if data.startswith(start)), "")
 
 
-def _other_type(name: str, message: str) -> ApiError:
+def _build_type_error(name: str, message: str) -> ApiError:
     return ApiError(415, f"{name} {message}", code="unsupported_media_type", param=name)

@@ -19,7 +19,7 @@ from clowder_aimage.api.picture.source import (
     MASK,
     Sources,
 )
-from clowder_aimage.api.request_body import wrong
+from clowder_aimage.api.request_body import build_field_error
 from clowder_aimage.api.service import Service
 from clowder_aimage.content import Lease
 from clowder_aimage.dialect import AImage
@@ -32,7 +32,7 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.generation.request import ALPHA, MAX_REFERENCES
-from clowder_aimage.http.api_error import ApiError, api_error, registry_error
+from clowder_aimage.http.api_error import ApiError, convert_error, convert_registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN
 from clowder_aimage.layout.gc import Collector
@@ -166,7 +166,7 @@ class PictureUpload:
 
         ``sources`` is emptied, so that the bytes are freed one picture after the other.
 
-        painted: the painted part of a mask, as for ``white_mask``. model: that of the request, if
+        painted: the painted part of a mask, as for ``whiten_mask``. model: that of the request, if
         it is known.
         """
         if not sources:
@@ -176,11 +176,11 @@ class PictureUpload:
             if len(values) > limit:
                 count = f"at most {limit} pictures" if limit > 1 else "one picture"
                 message = f"must be {count}, not {len(values)}"
-                raise wrong(name, message, "unsupported_value")
+                raise build_field_error(name, message, "unsupported_value")
         if model is not None:
             _check_role(model, sources)
         if MASK in sources and not sources.keys() & {IMAGE, IMAGES}:
-            raise wrong(MASK, "requires an image")
+            raise build_field_error(MASK, "requires an image")
         self.body.enter()
         images = await self._keep_all(sources, IMAGES if IMAGES in sources else IMAGE)
         control = next(iter(await self._keep_all(sources, CONTROL)), None)
@@ -192,7 +192,7 @@ class PictureUpload:
             async with self.uploads.busy:
                 await self._finish(run_io(self._check_mask, images[0], mask))
         except AImageError as error:
-            raise _refusal(error, MASK) from None
+            raise _convert_error(error, MASK) from None
         return StoredPictures(images, str(mask.descriptor.digest) if mask else ALPHA, control)
 
     async def _keep_all(
@@ -211,7 +211,7 @@ class PictureUpload:
             async with self.uploads.busy:
                 return await self._finish(run_locking(self._store, name, value, painted))
         except AImageError as error:
-            raise _refusal(error, name) from None
+            raise _convert_error(error, name) from None
 
     async def _finish(self, work: Coroutine[Any, Any, _T]) -> _T:
         task = asyncio.create_task(work)
@@ -221,10 +221,10 @@ class PictureUpload:
     def _read(self, name: str, text: str) -> bytes:
         if isinstance(text, picture_source.BareBase64):
             return text.decode(name)
-        kind = picture_source.declared_type(text)
+        kind = picture_source.parse_declared_type(text)
         picture_source.check_type(name, kind)
         may_pull = self.body.request.get("scope") == ADMIN
-        data = self.uploads.service.inputs(may_pull=may_pull).read(text, name)
+        data = self.uploads.service.build_input_source(may_pull=may_pull).read(text, name)
         picture_source.check_content(name, kind, data)
         return data
 
@@ -232,15 +232,15 @@ class PictureUpload:
         # Imported here, as it imports numpy
         from clowder_aimage.pictures.input import check_mask
 
-        path = self.uploads.service.store.path
+        path = self.uploads.service.store.find_path
         painted = path(mask.descriptor).read_bytes() if mask else None
         check_mask(path(image.descriptor).read_bytes(), painted)
 
     def _store(self, name: str, data: bytes, painted: str) -> InputFile:
         # Imported here, as it imports numpy
-        from clowder_aimage.pictures.input import white_mask
+        from clowder_aimage.pictures.input import whiten_mask
 
-        data = data if painted == "white" else white_mask(data, name, painted)
+        data = data if painted == "white" else whiten_mask(data, name, painted)
         stored = self.uploads.keep(self.lease, data, name)
         self.stored.append(stored.descriptor)
         return stored
@@ -257,12 +257,12 @@ def _check_role(model: AImage, sources: Sources) -> None:
         raise ApiError(422, f"{name} {message}", code="unsupported_value", param=name) from None
 
 
-def _refusal(error: AImageError, name: str) -> AImageError:
+def _convert_error(error: AImageError, name: str) -> AImageError:
     """Return the response to a picture that cannot be used, with its field."""
     if isinstance(error, ApiError):
         return error
     is_own = isinstance(error, ForbiddenError | NoPictureError)
-    api_failure = api_error(error if is_own else registry_error(error))
+    api_failure = convert_error(error if is_own else convert_registry_error(error))
     code = "invalid_image" if api_failure.code == "invalid_value" else api_failure.code
     code = "image_not_found" if isinstance(error, NotFoundError) else code
     message = (

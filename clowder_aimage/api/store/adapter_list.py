@@ -15,8 +15,8 @@ from typing import Any
 
 from aiohttp import web
 
-from clowder_aimage.api.model_catalog import unknown_model
-from clowder_aimage.api.request_body import read_query, wrong
+from clowder_aimage.api.model_catalog import build_unknown_error
+from clowder_aimage.api.request_body import build_field_error, read_query
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.store import operation as store_operation
 from clowder_aimage.engine.executor import run_io
@@ -41,13 +41,13 @@ _MAX_REASON = 600  # characters
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def routes(service: Service) -> list[Route]:
+def build_routes(service: Service) -> list[Route]:
     """Return the route of the list."""
     catalog = AdapterCatalog(service)
 
     async def answer(request: Request) -> web.StreamResponse:
         query = read_query(request, store_operation.AdaptersQuery)
-        data = await run_io(catalog.all, query.model or None)
+        data = await run_io(catalog.list_all, query.model or None)
         return web.json_response({"object": "list", "data": data})
 
     return [share(store_operation.ADAPTERS, answer)]
@@ -86,29 +86,30 @@ class AdapterCatalog:
         self._outcomes: dict[tuple[str, str, str], str] = {}
         self._can_check = importlib.util.find_spec("numpy") is not None
 
-    def all(self, model: str | None) -> list[dict[str, Any]]:
+    def list_all(self, model: str | None) -> list[dict[str, Any]]:
         """Return all adapters, with their suitability for a model. Raises ApiError."""
-        base = None if model is None else self._base(model)
-        shapes = _shapes(base) if base is not None and self._can_check else {}
-        adapters = [*self._files(), *self._list_stored()]
+        base = None if model is None else self._read_base(model)
+        shapes = _collect_shapes(base) if base is not None and self._can_check else {}
+        adapters = [*self._iter_files(), *self._list_stored()]
         adapters.sort(key=lambda adapter: (adapter.group, adapter.name))
         key = model or "", "" if base is None else str(base.descriptor.digest)
         return [
-            adapter.describe() | self._suitability(adapter, shapes, *key) for adapter in adapters
+            adapter.describe() | self._describe_suitability(adapter, shapes, *key)
+            for adapter in adapters
         ]
 
-    def _base(self, model: str) -> StoredAImage:
+    def _read_base(self, model: str) -> StoredAImage:
         try:
-            reference = self._service.reference(model)
+            reference = self._service.resolve_reference(model)
             store = self._service.store
             return read_model(store, store.resolve(reference))
         except NotFoundError:
-            raise unknown_model(model) from None
+            raise build_unknown_error(model) from None
         except FormatError:
-            raise wrong("model", f"{model[:200]!a} is not an AImage") from None
+            raise build_field_error("model", f"{model[:200]!a} is not an AImage") from None
 
-    def _files(self) -> Iterator[ListedAdapter]:
-        for file in self._service.adapters.files():
+    def _iter_files(self) -> Iterator[ListedAdapter]:
+        for file in self._service.adapters.list_files():
             group = file.name.rpartition("/")[0]
             mark = f"{file.path} {file.changed}"
             at = (file.path, None)
@@ -117,9 +118,9 @@ class AdapterCatalog:
     def _list_stored(self) -> Iterator[ListedAdapter]:
         store, finder = self._service.store, self._service.adapters
         facts_by_digest: dict[Digest, Mapping[str, Any] | None] = {}
-        for name, descriptor in store.tags():
+        for name, descriptor in store.list_tags():
             if descriptor.digest not in facts_by_digest:
-                facts_by_digest[descriptor.digest] = _facts(store, descriptor)
+                facts_by_digest[descriptor.digest] = _read_metadata(store, descriptor)
             if (facts := facts_by_digest[descriptor.digest]) is None:
                 continue
             try:
@@ -128,10 +129,10 @@ class AdapterCatalog:
                 # Another tool's name
                 continue
             group = reference.repository.rpartition("/")[0]
-            at = partial(_stored_file, finder, str(reference))
+            at = partial(_find_file, finder, str(reference))
             yield ListedAdapter(str(reference), group, facts, str(descriptor.digest), at)
 
-    def _suitability(
+    def _describe_suitability(
         self, adapter: ListedAdapter, shapes: Shapes, name: str, digest: str
     ) -> dict[str, Any]:
         """Return ``suitable``, None if it is unknown, and the ``reason`` against it."""
@@ -146,7 +147,7 @@ class AdapterCatalog:
         return {"suitable": not reason, "reason": reason or None}
 
 
-def _facts(store: ImageLayout, descriptor: Descriptor) -> Mapping[str, Any] | None:
+def _read_metadata(store: ImageLayout, descriptor: Descriptor) -> Mapping[str, Any] | None:
     """Return the metadata of an adapter; None if the manifest is not that of an adapter."""
     try:
         aimage = interpret(store, descriptor, read_manifest(store, descriptor)).aimage
@@ -157,7 +158,7 @@ def _facts(store: ImageLayout, descriptor: Descriptor) -> Mapping[str, Any] | No
     return aimage.properties.get("adapter", {}) if is_adapter(aimage) else None
 
 
-def _shapes(base: StoredAImage) -> Shapes:
+def _collect_shapes(base: StoredAImage) -> Shapes:
     layers = base.aimage.layers
     return {
         layer.name: layer.shape for layer in layers if layer.shape and layer.component in ADAPTED
@@ -182,6 +183,6 @@ def _find_misfit(adapter: ListedAdapter, shapes: Shapes, base: str) -> str:
     return ""
 
 
-def _stored_file(finder: AdapterFinder, name: str) -> tuple[Path, Mapping[str, Any] | None]:
+def _find_file(finder: AdapterFinder, name: str) -> tuple[Path, Mapping[str, Any] | None]:
     adapter = finder.find(LoraUse(name))
     return adapter.path, adapter.config

@@ -18,7 +18,7 @@ from clowder_aimage.importer.recipe import (
     AUTO,
     DTYPES,
     GROUP_SIZES,
-    grouped_pattern,
+    build_grouped_pattern,
     quantize_pattern,
 )
 
@@ -39,7 +39,7 @@ _GROUPED: JsonDict = {
     "if": {"required": ["group_size"], "properties": {"group_size": {"type": "number"}}},
     "then": {
         "required": ["quantize"],
-        "properties": {"quantize": {"type": "string", "pattern": grouped_pattern()}},
+        "properties": {"quantize": {"type": "string", "pattern": build_grouped_pattern()}},
     },
 }
 _ATTACHED: JsonDict = {

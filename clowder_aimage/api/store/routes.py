@@ -11,26 +11,26 @@ from typing import Any
 from aiohttp import web
 
 from clowder_aimage.api import model_list
-from clowder_aimage.api.model_catalog import unknown_model
-from clowder_aimage.api.model_kind import kind_of
+from clowder_aimage.api.model_catalog import build_unknown_error
+from clowder_aimage.api.model_kind import classify_model
 from clowder_aimage.api.request_body import read_query
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.store import operation
 from clowder_aimage.api.store.operation import MemoryFacts, Referrer
-from clowder_aimage.content.graph import referrer_entry
+from clowder_aimage.content.graph import build_referrer_entry
 from clowder_aimage.engine import machine
 from clowder_aimage.engine.executor import run_io
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
-from clowder_aimage.http.api_error import ApiError, registry_error
+from clowder_aimage.http.api_error import ApiError, convert_registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN, Route, share
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.metadata import weight_type
+from clowder_aimage.layout.metadata import find_weight_type
 from clowder_aimage.layout.stored_aimage import interpret, read_manifest
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.registry import Repository
-from clowder_aimage.registry.listing import tag_of
-from clowder_aimage.usage import NameUsage, disk_usage, usage
+from clowder_aimage.registry.listing import build_tag
+from clowder_aimage.usage import NameUsage, measure_disk_usage, measure_usage
 
 # Seconds for which a report of an unchanged store is repeated at least
 _FRESH = 5.0
@@ -45,12 +45,12 @@ _KINDS = {
 COSIGN = "application/vnd.dev.cosign.artifact.sig.v1+json"
 
 
-def routes(service: Service) -> list[Route]:
+def build_routes(service: Service) -> list[Route]:
     """Return the routes that describe the store."""
     report = StoreReport(service)
     return [
         share(operation.DESCRIBE, report.answer),
-        share(operation.REFERRERS, partial(_referrers, service)),
+        share(operation.REFERRERS, partial(_list_referrers, service)),
     ]
 
 
@@ -64,27 +64,30 @@ class StoreReport:
 
     async def answer(self, _: Request) -> web.StreamResponse:
         """Respond with all manifests that have a name, the disk and the memory."""
-        content = await run_io(self._content)
-        return web.json_response({"object": "store", **content, "memory": self._memory()})
+        content = await run_io(self._read_cached)
+        return web.json_response({"object": "store", **content, "memory": self._measure_memory()})
 
-    def _content(self) -> dict[str, Any]:
+    def _read_cached(self) -> dict[str, Any]:
         store = self._service.store
-        fingerprint, (cached_fingerprint, until, content) = store.fingerprint(), self._cached
+        fingerprint, (cached_fingerprint, until, content) = (
+            store.compute_fingerprint(),
+            self._cached,
+        )
         started = time.monotonic()
         if fingerprint is None or fingerprint != cached_fingerprint or started > until:
             content = self._read(store)
             ended = time.monotonic()
             self._cached = fingerprint, ended + max(_FRESH, _SHARE * (ended - started)), content
-        free = {"free": store.free(), "total": store.total()}
+        free = {"free": store.measure_free(), "total": store.measure_total()}
         return content | {"disk": content["disk"] | free}
 
     def _read(self, store: ImageLayout) -> dict[str, Any]:
-        report = usage(store, store.roots)
-        disk_report = disk_usage(ImageLayout(store.root))
-        entries = {descriptor.digest: descriptor for _, descriptor in store.entries()}
+        report = measure_usage(store, store.roots)
+        disk_report = measure_disk_usage(ImageLayout(store.root))
+        entries = {descriptor.digest: descriptor for _, descriptor in store.iter_entries()}
         self._facts = {digest: facts for digest, facts in self._facts.items() if digest in entries}
         named_shares = [share for share in report.shares if any(share.names)]
-        data = [self._entry(store, share, entries[share.digest]) for share in named_shares]
+        data = [self._describe_entry(store, share, entries[share.digest]) for share in named_shares]
         disk = {
             "store": disk_report.size,
             "unneeded": disk_report.unneeded_size,
@@ -92,11 +95,11 @@ class StoreReport:
         }
         return {"data": data, "disk": disk}
 
-    def _entry(
+    def _describe_entry(
         self, store: ImageLayout, share: NameUsage, descriptor: Descriptor
     ) -> dict[str, Any]:
         if descriptor.digest not in self._facts:
-            self._facts[descriptor.digest] = _facts(store, descriptor)
+            self._facts[descriptor.digest] = _read_metadata(store, descriptor)
         return {
             "names": [name for name in share.names if name],
             "digest": str(share.digest),
@@ -107,20 +110,20 @@ class StoreReport:
             **self._facts[descriptor.digest],
         }
 
-    def _memory(self) -> MemoryFacts:
+    def _measure_memory(self) -> MemoryFacts:
         engine = self._service.engine
         runners = [model.runner for model in engine.list_loaded()]
         limit = engine.limits.memory
         return {
-            "budget": machine.memory() if limit is None else limit,
-            "available": machine.available(),
+            "budget": machine.read_memory_limit() if limit is None else limit,
+            "available": machine.read_available_memory(),
             "used": sum(model.size for model in runners if model is not None),
             "planned": engine.planned,
             "models": engine.limits.models,
         }
 
 
-def _facts(store: ImageLayout, descriptor: Descriptor) -> dict[str, Any]:
+def _read_metadata(store: ImageLayout, descriptor: Descriptor) -> dict[str, Any]:
     """Return the metadata of an AImage; the kind is "other" without a readable config."""
     try:
         stored = interpret(store, descriptor, read_manifest(store, descriptor))
@@ -130,24 +133,24 @@ def _facts(store: ImageLayout, descriptor: Descriptor) -> dict[str, Any]:
     properties, subject = stored.aimage.properties, stored.aimage.subject
     family = properties.get("family") or properties.get("architecture") or properties.get("format")
     return {
-        "kind": kind_of(stored.aimage),
+        "kind": classify_model(stored.aimage),
         "family": family if isinstance(family, str) else None,
-        "precision": properties.get("variant") or weight_type(properties),
+        "precision": properties.get("variant") or find_weight_type(properties),
         "defaults": properties.get("defaults", {}),
         "subject": None if subject is None else str(subject.digest),
     }
 
 
-async def _referrers(service: Service, request: Request) -> web.StreamResponse:
+async def _list_referrers(service: Service, request: Request) -> web.StreamResponse:
     """Respond with the artifacts whose subject is a model: in the store, and in its registry."""
     query = read_query(request, operation.ReferrersQuery)
     try:
-        reference = Reference.parse(service.alias(query.model) or query.model)
+        reference = Reference.parse(service.resolve_alias(query.model) or query.model)
     except UsageError:
-        raise unknown_model(query.model) from None
-    descriptor = await run_io(model_list.entry, service.store, reference)
+        raise build_unknown_error(query.model) from None
+    descriptor = await run_io(model_list.find_descriptor, service.store, reference)
     if descriptor is None:
-        raise unknown_model(query.model)
+        raise build_unknown_error(query.model)
     data = await run_io(lambda: list(_list_in_store(service.store, descriptor.digest)))
     if query.registry == "true":
         data += await _list_in_registry(service, request, reference, descriptor.digest, data)
@@ -156,13 +159,17 @@ async def _referrers(service: Service, request: Request) -> web.StreamResponse:
 
 def _list_in_store(store: ImageLayout, subject: Digest) -> Iterator[Referrer]:
     """Yield the referrers that have a name in the store; documents that are damaged have none."""
-    for name, descriptor in sorted(store.tags(), key=lambda tag: tag[0]):
+    for name, descriptor in sorted(store.list_tags(), key=lambda tag: tag[0]):
         try:
             manifest = read_manifest(store, descriptor)
         except AImageError:
             continue
         if manifest.subject is not None and manifest.subject.digest == subject:
-            yield _describe(referrer_entry(descriptor, manifest), name, _kind(store, manifest))
+            yield _describe(
+                build_referrer_entry(descriptor, manifest),
+                name,
+                _classify_manifest(store, manifest),
+            )
 
 
 async def _list_in_registry(
@@ -184,11 +191,11 @@ async def _list_in_registry(
 
     def list_descriptors() -> list[Descriptor]:
         with Repository(reference, connection) as repository:
-            descriptors = repository.referrers(subject)
+            descriptors = repository.list_referrers(subject)
             try:
                 # cosign stores a signature under a tag with the digest, not as a referrer
                 signed = repository.resolve(
-                    Reference(reference.registry, reference.repository, f"{tag_of(subject)}.sig")
+                    Reference(reference.registry, reference.repository, f"{build_tag(subject)}.sig")
                 )
             except NotFoundError:
                 return descriptors
@@ -197,9 +204,9 @@ async def _list_in_registry(
     try:
         descriptors = await run_io(list_descriptors)
     except AImageError as error:
-        raise registry_error(error) from None
+        raise convert_registry_error(error) from None
     return [
-        _describe(referrer, None, _kind_of(referrer))
+        _describe(referrer, None, _classify_referrer(referrer))
         for referrer in descriptors
         if str(referrer.digest) not in stored_digests
     ]
@@ -216,18 +223,18 @@ def _describe(entry: Descriptor, name: str | None, kind: str) -> Referrer:
     }
 
 
-def _kind(store: ImageLayout, manifest: Manifest) -> str:
+def _classify_manifest(store: ImageLayout, manifest: Manifest) -> str:
     """Return the kind of a referrer in the store: an AImage is an adapter, or another word."""
-    kind = _kind_of(referrer_entry(manifest.descriptor, manifest))
+    kind = _classify_referrer(build_referrer_entry(manifest.descriptor, manifest))
     if kind == "aimage":
         try:
-            return kind_of(interpret(store, manifest.descriptor, manifest).aimage)
+            return classify_model(interpret(store, manifest.descriptor, manifest).aimage)
         except AImageError:
             return kind
     return kind
 
 
-def _kind_of(entry: Descriptor) -> str:
+def _classify_referrer(entry: Descriptor) -> str:
     """Return the kind of a referrer by its artifact type: "pictures", "signature" and others."""
     artifact = str(entry.extra.get("artifactType") or "")
     if artifact == mediatype.AIMAGE_PICTURE:

@@ -17,7 +17,7 @@ from functools import partial
 from aiohttp import web
 
 from clowder_aimage.api import model_list
-from clowder_aimage.api.request_body import read_body, wrong
+from clowder_aimage.api.request_body import build_field_error, read_body
 from clowder_aimage.api.service import Service
 from clowder_aimage.api.store import storage_operation as operation
 from clowder_aimage.api.store.storage_operation import Content, ContentBody
@@ -25,13 +25,13 @@ from clowder_aimage.engine.executor import run_io
 from clowder_aimage.engine.shared_transfer import SharedTransfer
 from clowder_aimage.engine.transfer_queue import Credentials
 from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError
-from clowder_aimage.http.api_error import ApiError, registry_error
+from clowder_aimage.http.api_error import ApiError, convert_registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import Route, share
 from clowder_aimage.importer.ollama_store import HOST as OLLAMA
 from clowder_aimage.importer.ollama_store import NAMESPACE
 from clowder_aimage.oci import Digest, Reference
-from clowder_aimage.pull import stored_name
+from clowder_aimage.pull import resolve_stored_name
 from clowder_aimage.registry.docker_config import Credential
 
 # Seconds for a pull to end when its content is deleted
@@ -41,7 +41,7 @@ _MAX_URL = 1500  # characters of a URL
 _OTHERS = ("hf", "huggingface", "http", "https")
 
 
-def routes(service: Service) -> list[Route]:
+def build_routes(service: Service) -> list[Route]:
     """Return the routes of this interface."""
     return [
         share(operation.LIST, partial(_list, service)),
@@ -84,12 +84,12 @@ def parse(url: str) -> Reference:
     scheme, separator, name = url.partition("://")
     scheme = scheme.lower()
     if not separator or re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) is None or len(url) > _MAX_URL:
-        raise _malformed_url("url must be a URL such as oci://registry.example.com/team/model:v1")
+        raise _build_url_error("url must be a URL such as oci://registry.example.com/team/model:v1")
     if scheme in _OTHERS:
         message = f"{scheme}:// is not supported; push the model to a registry, and use oci://"
         raise ApiError(422, message, code="unsupported_scheme", param="url")
     if scheme not in ("oci", "ollama"):
-        raise _malformed_url("url must begin with oci:// or ollama://")
+        raise _build_url_error("url must begin with oci:// or ollama://")
     _check_user(name)
     reference = Reference.parse(name.lstrip("/") if scheme == "ollama" else name)
     if scheme == "oci" or reference.registry is not None:
@@ -107,18 +107,18 @@ def _check_user(name: str) -> None:
             Digest.parse(digest)
     except FormatError:
         text = "url must have a digest after the @; send credentials in the field 'credentials'"
-        raise _malformed_url(text) from None
+        raise _build_url_error(text) from None
 
 
-def _malformed_url(message: str) -> ApiError:
+def _build_url_error(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_url", param="url")
 
 
-def _url(reference: Reference) -> str:
+def _format_url(reference: Reference) -> str:
     return f"oci://{reference}"
 
 
-def _credentials(body: ContentBody) -> Credentials | None:
+def _parse_credentials(body: ContentBody) -> Credentials | None:
     """Return the credentials of a body, if any.
 
     They are a token, or base64 of ``user:password`` if ``credentialsType`` is ``Basic``. Raises
@@ -126,15 +126,15 @@ def _credentials(body: ContentBody) -> Credentials | None:
     """
     value, kind = body.credentials, body.credentialsType.lower()
     if kind not in ("", "bearer", "basic"):
-        raise wrong("credentialsType", "must be Bearer or Basic")
+        raise build_field_error("credentialsType", "must be Bearer or Basic")
     if not value:
         return None
     if kind == "basic":
         if Credential.of_basic(value) is None:
-            raise wrong("credentials", "must be base64 of 'user:password'")
+            raise build_field_error("credentials", "must be base64 of 'user:password'")
         return Credentials(("auth", value))
     if re.fullmatch(r"[!-~]+", value) is None:
-        raise wrong("credentials", "must be a token without spaces")
+        raise build_field_error("credentials", "must be a token without spaces")
     return Credentials(("registrytoken", value))
 
 
@@ -142,32 +142,36 @@ def _credentials(body: ContentBody) -> Credentials | None:
 
 
 async def _list(service: Service, _: Request) -> web.StreamResponse:
-    entries = await run_io(model_list.items, service.store)
+    entries = await run_io(model_list.list_entries, service.store)
     listed = [_describe_entry(entry) for entry in entries]
     complete = {str(entry.reference) for entry in entries if not entry.missing}
-    pulls = [entry for entry in service.transfers.pulls() if str(entry.reference) not in complete]
-    listed = [
-        entry for entry in listed if entry["url"] not in {_url(pull.reference) for pull in pulls}
+    pulls = [
+        entry for entry in service.transfers.list_pulls() if str(entry.reference) not in complete
     ]
-    return web.json_response({"content": listed + [_pulling(pull) for pull in pulls]})
+    listed = [
+        entry
+        for entry in listed
+        if entry["url"] not in {_format_url(pull.reference) for pull in pulls}
+    ]
+    return web.json_response({"content": listed + [_describe_pull(pull) for pull in pulls]})
 
 
 async def _get(service: Service, request: Request) -> web.StreamResponse:
     reference = _of_path(request)
-    item = await run_io(model_list.item, service.store, reference)
+    item = await run_io(model_list.find_entry, service.store, reference)
     if item is not None and not item.missing:
         return web.json_response(_describe_entry(item))
     if (pull := service.transfers.find_pull(reference)) is not None:
-        return web.json_response(_pulling(pull), status=206)
+        return web.json_response(_describe_pull(pull), status=206)
     if item is None:
-        raise _unknown(reference)
+        raise _build_unknown_error(reference)
     return web.json_response(_describe_entry(item), status=206)
 
 
 async def _post(service: Service, request: Request) -> web.StreamResponse:
     body = await read_body(request, ContentBody)
-    reference, credentials = parse(body.url), _credentials(body)
-    item = await run_io(model_list.item, service.store, reference)
+    reference, credentials = parse(body.url), _parse_credentials(body)
+    item = await run_io(model_list.find_entry, service.store, reference)
     if item is not None and not item.missing:
         return _respond_created(item, 200)
     with service.transfers.pull(reference, credentials) as pull:
@@ -178,18 +182,18 @@ async def _post(service: Service, request: Request) -> web.StreamResponse:
         except UnauthorizedError as error:
             raise ApiError(403, error.message, code="registry_unauthorized") from None
         except AImageError as error:
-            raise registry_error(error) from None
-    item = await run_io(model_list.item, service.store, stored_name(reference, root))
+            raise convert_registry_error(error) from None
+    item = await run_io(model_list.find_entry, service.store, resolve_stored_name(reference, root))
     if item is None:
         # Another request has deleted it
-        raise _unknown(reference)
+        raise _build_unknown_error(reference)
     return _respond_created(item, 201)
 
 
 async def _delete(service: Service, request: Request) -> web.StreamResponse:
     reference = _of_path(request)
     was_pulled = await _stop_pulls(service, reference)
-    descriptor = await run_io(model_list.entry, service.store, reference)
+    descriptor = await run_io(model_list.find_descriptor, service.store, reference)
     if descriptor is not None or not was_pulled:
         await model_list.delete(service, reference)
     return web.Response(status=204)
@@ -200,7 +204,7 @@ async def _stop_pulls(service: Service, reference: Reference) -> bool:
 
     Raises ApiError (409) if a pull does not end.
     """
-    pulls = [pull for pull in service.transfers.pulls() if pull.reference == reference]
+    pulls = [pull for pull in service.transfers.list_pulls() if pull.reference == reference]
     for pull in pulls:
         pull.stop()
     if pulls:
@@ -220,18 +224,18 @@ def _of_path(request: Request) -> Reference:
         raise ApiError(404, error.message, code="content_not_found") from None
 
 
-def _unknown(reference: Reference) -> ApiError:
-    return ApiError(404, f"{_url(reference)} not found", code="content_not_found")
+def _build_unknown_error(reference: Reference) -> ApiError:
+    return ApiError(404, f"{_format_url(reference)} not found", code="content_not_found")
 
 
 def _respond_created(item: model_list.ModelEntry, status: int) -> web.Response:
-    location = f"/content/{encode(_url(item.reference))}"
+    location = f"/content/{encode(_format_url(item.reference))}"
     return web.json_response(_describe_entry(item), status=status, headers={"Location": location})
 
 
 def _describe_entry(item: model_list.ModelEntry) -> Content:
     value: Content = {
-        "url": _url(item.reference),
+        "url": _format_url(item.reference),
         "digest": str(item.descriptor.digest),
         "size": item.size,
         "status": "partial" if item.missing else "complete",
@@ -242,6 +246,6 @@ def _describe_entry(item: model_list.ModelEntry) -> Content:
     return value
 
 
-def _pulling(pull: SharedTransfer) -> Content:
-    url, completed = _url(pull.reference), min(pull.completed, pull.total)
+def _describe_pull(pull: SharedTransfer) -> Content:
+    url, completed = _format_url(pull.reference), min(pull.completed, pull.total)
     return {"url": url, "status": "pulling", "completed": completed, "total": pull.total}

@@ -12,10 +12,10 @@ from clowder_aimage.api.request_body import Parameters, RequestBody
 from clowder_aimage.api.store.operation import MissingBlobs
 from clowder_aimage.http.operation import CONTENT, TRANSFERS, Answer, Operation
 from clowder_aimage.http.route import ADMIN
-from clowder_aimage.oci.reference import pattern
+from clowder_aimage.oci.reference import build_pattern
 
-_OCI = name_schema(pattern(is_remote=True), "[Oo][Cc][Ii]://")
-_OLLAMA = name_schema(pattern(), "[Oo][Ll][Ll][Aa][Mm][Aa]:///*")
+_OCI = name_schema(build_pattern(is_remote=True), "[Oo][Cc][Ii]://")
+_OLLAMA = name_schema(build_pattern(), "[Oo][Ll][Ll][Aa][Mm][Aa]:///*")
 
 
 class ContentBody(RequestBody):

@@ -107,7 +107,7 @@ class Message(RequestBody):
             raise ValueError("has no content")
         return self
 
-    def values(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the message for a template: only known roles, and always a content."""
         fields = self.model_dump(exclude_none=True)
         fields["role"] = "system" if self.role == "developer" else self.role
@@ -132,7 +132,7 @@ class Tool(RequestBody):
     type: Literal["function"] = "function"
     function: ToolFunction
 
-    def values(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the tool for a template."""
         function = self.function.model_dump(exclude_none=True, exclude={"strict"})
         return {"type": "function", "function": function}

@@ -18,12 +18,12 @@ from clowder_aimage.engine.event import Event, ImageEvent, PreviewEvent, Pulling
 from clowder_aimage.engine.executor import run_generation
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.generation.request import MAX_NAME, GenerateRequest
-from clowder_aimage.http.api_error import ApiError, api_error
+from clowder_aimage.http.api_error import ApiError, convert_error
 from clowder_aimage.model.pipeline import Step
 from clowder_aimage.model.text.enhancement import (
     MAX_INSTRUCTION,
-    enhanced_prompt,
-    enhancement_request,
+    build_enhancement_request,
+    collect_prompt,
 )
 from clowder_aimage.model.text.language_model import TextDelta, TextEvent, TextRequest
 from clowder_aimage.oci import Reference
@@ -100,7 +100,7 @@ class PromptEnhancer:
             message = f"{_FIELD} requires the name of a language model: this worker has none"
             raise ApiError(422, message, code="unsupported_value", param=_FIELD)
         try:
-            reference = service.reference(name)
+            reference = service.resolve_reference(name)
             return cls(service, reference, prompt, seed, pull, fields.enhance_instruction)
         except NotFoundError as error:
             raise _explain(error) from None
@@ -142,7 +142,7 @@ class PromptEnhancer:
                     pieces.append(event)
                 elif isinstance(event, PullingEvent):
                     yield event
-        self.texts.append(enhanced_prompt(pieces))
+        self.texts.append(collect_prompt(pieces))
 
     def apply(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request for one picture, with its new prompt and the original one."""
@@ -156,11 +156,11 @@ class PromptEnhancer:
 
     def request(self, number: int = 0) -> TextRequest:
         """Return the request for the new prompt of a picture."""
-        return enhancement_request(self.prompt, self.seed + number, self.instruction)
+        return build_enhancement_request(self.prompt, self.seed + number, self.instruction)
 
 
 def _explain(error: AImageError) -> ApiError:
-    api_failure = api_error(error)
+    api_failure = convert_error(error)
     message = f"{_FIELD}: {api_failure.message}"
     return ApiError(
         api_failure.status,

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic.config import JsonDict
 
 from clowder_aimage.api.field_rule import FieldRule, excludes, requires
-from clowder_aimage.api.request_body import GenerationBody, RequestBody, wrong
+from clowder_aimage.api.request_body import GenerationBody, RequestBody, build_field_error
 from clowder_aimage.api.text.chat_message import MAX_MESSAGES, MAX_TOOLS, Message, Tool
 from clowder_aimage.model.text.language_model import (
     MAX_ALTERNATIVES,
@@ -49,11 +49,11 @@ _MOST_TOKENS = "The maximum number of tokens of a text."
 _Nothing = Annotated[Any, WithJsonSchema({"type": "null"})]
 
 
-def _stops(value: object) -> object:
+def _parse_stops(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def text_list(value: object) -> object:
+def parse_texts(value: object) -> object:
     """Return the texts of a field that is a text or a list. Raises ValueError for tokens."""
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, list) and texts and all(isinstance(text, int | list) for text in texts):
@@ -63,7 +63,7 @@ def text_list(value: object) -> object:
     return texts
 
 
-def _top_k(value: int) -> int:
+def _clamp_top_k(value: int) -> int:
     # -1 is vLLM's for no limit
     return max(0, value)
 
@@ -72,16 +72,16 @@ _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP)]
 _StopList = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 Stops = Annotated[
     _StopList,
-    BeforeValidator(_stops, json_schema_input_type=_Stop | _StopList),
+    BeforeValidator(_parse_stops, json_schema_input_type=_Stop | _StopList),
     Field(description="Texts that end the answer and are not part of it."),
 ]
 _Text = Annotated[str, Field(min_length=1)]
 
 
-def texts_of(most: int) -> BeforeValidator:
+def build_texts_validator(most: int) -> BeforeValidator:
     """Return the reader of a field that is a text, or a list of up to ``most``; none is empty."""
     listed = Annotated[list[_Text], Field(min_length=1, max_length=most)]
-    return BeforeValidator(text_list, json_schema_input_type=_Text | listed)
+    return BeforeValidator(parse_texts, json_schema_input_type=_Text | listed)
 
 
 class SamplingFields(RequestBody):
@@ -95,7 +95,7 @@ class SamplingFields(RequestBody):
         description="0 takes the most probable token. Default: the model's.",
     )
     top_p: float | None = Field(default=None, ge=0, le=1, allow_inf_nan=False)
-    top_k: Annotated[int, Field(ge=-1, le=1 << 31), AfterValidator(_top_k)] | None = Field(
+    top_k: Annotated[int, Field(ge=-1, le=1 << 31), AfterValidator(_clamp_top_k)] | None = Field(
         default=None, description="0 or -1: no limit. An extension."
     )
     min_p: float | None = Field(
@@ -114,7 +114,7 @@ class SamplingFields(RequestBody):
         default=None, description="The same seed gives the same text."
     )
 
-    def sampling(self) -> Sampling:
+    def build_sampling(self) -> Sampling:
         """Return the values of a request; a negative seed counts as the unsigned one."""
         values: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
         if self.seed is not None:
@@ -154,7 +154,7 @@ class TextBody(SamplingFields, GenerationBody):
     def _check_text(self) -> Self:
         """Raise ApiError for fields that no runtime supports."""
         if self.logit_bias:
-            raise wrong("logit_bias", "is not supported", "unsupported_value")
+            raise build_field_error("logit_bias", "is not supported", "unsupported_value")
         return self
 
     @property
@@ -162,7 +162,7 @@ class TextBody(SamplingFields, GenerationBody):
         """Return True if a stream ends with the counts of tokens."""
         return self.stream_options.include_usage
 
-    def requests(self) -> list[TextRequest]:
+    def build_requests(self) -> list[TextRequest]:
         """Return the request of each choice, in order. Raises ApiError."""
         raise NotImplementedError
 
@@ -272,10 +272,10 @@ class ChatRequest(TextBody):
         """Raise ApiError for incompatible fields."""
         if self.functions or self.function_call is not None:
             name = "functions" if self.functions else "function_call"
-            raise wrong(name, "is not supported: use tools", "unsupported_value")
+            raise build_field_error(name, "is not supported: use tools", "unsupported_value")
         if self.tool_choice not in ("auto", "none"):
             allowed = 'must be "auto" or "none": a model cannot be made to call a function'
-            raise wrong("tool_choice", allowed, "unsupported_value")
+            raise build_field_error("tool_choice", allowed, "unsupported_value")
         return self
 
     @property
@@ -285,14 +285,14 @@ class ChatRequest(TextBody):
         effort = self.reasoning_effort
         return None if effort is None else effort not in ("none", "minimal")
 
-    def requests(self) -> list[TextRequest]:
+    def build_requests(self) -> list[TextRequest]:
         """Return the request of each choice."""
-        tools = () if self.tool_choice == "none" else tuple(tool.values() for tool in self.tools)
+        tools = () if self.tool_choice == "none" else tuple(tool.to_dict() for tool in self.tools)
         request = TextRequest(
-            messages=tuple(message.values() for message in self.messages),
+            messages=tuple(message.to_dict() for message in self.messages),
             tools=tools,
             max_tokens=self.max_completion_tokens or self.max_tokens,
-            sampling=self.sampling(),
+            sampling=self.build_sampling(),
             stop=tuple(self.stop),
             alternatives=(self.top_logprobs or 0) if self.logprobs else None,
             schema=self.response_format.value if self.response_format else None,
@@ -306,9 +306,9 @@ class CompletionRequest(TextBody):
 
     RULES: ClassVar[tuple[FieldRule, ...]] = (excludes("echo", "logprobs"),)
 
-    prompt: Annotated[list[str], Field(max_length=MAX_CHOICES), texts_of(MAX_CHOICES)] = Field(
-        description="A text or several; lists of tokens are refused."
-    )
+    prompt: Annotated[
+        list[str], Field(max_length=MAX_CHOICES), build_texts_validator(MAX_CHOICES)
+    ] = Field(description="A text or several; lists of tokens are refused.")
     # OpenAI's default for completions
     max_tokens: _Tokens | None = Field(default=16, description=_MOST_TOKENS)
     echo: bool = Field(default=False, description="Begin each text with its prompt.")
@@ -328,23 +328,25 @@ class CompletionRequest(TextBody):
     def _check(self) -> Self:
         """Raise ApiError for incompatible fields."""
         if self.suffix:
-            raise wrong("suffix", "is not supported", "unsupported_value")
+            raise build_field_error("suffix", "is not supported", "unsupported_value")
         if (self.best_of or 1) > 1:
-            raise wrong("best_of", "must be 1: use n", "unsupported_value")
+            raise build_field_error("best_of", "must be 1: use n", "unsupported_value")
         if self.n * len(self.prompt) > MAX_CHOICES:
-            raise wrong("n", f"times the number of prompts must be at most {MAX_CHOICES}")
+            raise build_field_error(
+                "n", f"times the number of prompts must be at most {MAX_CHOICES}"
+            )
         if "" in self.prompt:
-            raise wrong("prompt", "must not be empty")
+            raise build_field_error("prompt", "must not be empty")
         return self
 
-    def requests(self) -> list[TextRequest]:
+    def build_requests(self) -> list[TextRequest]:
         """Return the requests of all choices: those of the first prompt first."""
         requests = []
         for prompt in self.prompt:
             request = TextRequest(
                 prompt=prompt,
                 max_tokens=self.max_tokens,
-                sampling=self.sampling(),
+                sampling=self.build_sampling(),
                 stop=tuple(self.stop),
                 alternatives=self.logprobs,
             )
@@ -357,8 +359,8 @@ class EmbeddingsBody(GenerationBody):
 
     NO_EFFECT = _NO_EFFECT
 
-    input: Annotated[list[str], Field(max_length=MAX_INPUTS), texts_of(MAX_INPUTS)] = Field(
-        description="A text or several; lists of tokens are refused."
+    input: Annotated[list[str], Field(max_length=MAX_INPUTS), build_texts_validator(MAX_INPUTS)] = (
+        Field(description="A text or several; lists of tokens are refused.")
     )
     encoding_format: Literal["float", "base64"] = Field(
         default="float", description="Numbers, or float32 values in base64, the lowest byte first."
@@ -372,9 +374,9 @@ class EmbeddingsBody(GenerationBody):
         """Raise ApiError for fields that no model supports."""
         if self.dimensions is not None:
             message = "is not supported: embeddings have the dimensions of the model"
-            raise wrong("dimensions", message, "unsupported_value")
+            raise build_field_error("dimensions", message, "unsupported_value")
         if "" in self.input:
-            raise wrong("input", "must not be empty")
+            raise build_field_error("input", "must not be empty")
         return self
 
     def request(self) -> EmbeddingRequest:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.cli.console.output import event, printable, size, wants_json
+from clowder_aimage.cli.console.output import clean_lines, format_event, format_size, wants_json
 from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _INTERNAL = frozenset(
 )
 
 
-def extra_options(
+def build_options(
     registries: Sequence[str | None],
     *,
     username: str | None,
@@ -53,9 +53,9 @@ def extra_options(
     if password_stdin:
         password = sys.stdin.readline().rstrip("\r\n")
     fields: dict[str, Any] = {
-        "basic_auth": _basic_auth(username, password),
-        "headers": dict(_header(text) for text in headers),
-        "addresses": dict(_address(text) for text in resolve),
+        "basic_auth": _encode_basic_auth(username, password),
+        "headers": dict(_parse_header(text) for text in headers),
+        "addresses": dict(_parse_address(text) for text in resolve),
     }
     if cert_file:
         fields["client_certificate"] = (Path(cert_file), Path(key_file) if key_file else None)
@@ -64,7 +64,7 @@ def extra_options(
     return fields
 
 
-def _basic_auth(username: str | None, password: str | None) -> str | None:
+def _encode_basic_auth(username: str | None, password: str | None) -> str | None:
     if not username and password is None:
         return None
     if not username or not password:
@@ -73,7 +73,7 @@ def _basic_auth(username: str | None, password: str | None) -> str | None:
     return base64.b64encode(f"{username}:{password}".encode()).decode()
 
 
-def _header(text: str) -> tuple[str, str]:
+def _parse_header(text: str) -> tuple[str, str]:
     name, colon, value = text.partition(":")
     if not colon or _NAME.fullmatch(name) is None:
         raise UsageError(f"invalid header {text[:60]!r}", hint="use NAME: VALUE")
@@ -87,7 +87,7 @@ def _header(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _address(text: str) -> tuple[tuple[str, int], str]:
+def _parse_address(text: str) -> tuple[tuple[str, int], str]:
     host, _, target = text.partition(":")
     port, _, address = target.partition(":")
     if not host or not address or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -108,17 +108,17 @@ class Tracer:
         self._lock = threading.Lock()
 
     def __call__(self, exchange: RequestTrace) -> None:
-        lines = self._event(exchange) if self._as_json else self._lines(exchange)
+        lines = self._format_event(exchange) if self._as_json else self._format_lines(exchange)
         with self._lock:
-            sys.stderr.write(printable(lines) + "\n")
+            sys.stderr.write(clean_lines(lines) + "\n")
             sys.stderr.flush()
 
-    def _event(self, exchange: RequestTrace) -> str:
+    def _format_event(self, exchange: RequestTrace) -> str:
         headers = {
             "request": dict(exchange.request_headers),
             "response": dict(exchange.response_headers),
         }
-        return event(
+        return format_event(
             "request",
             method=exchange.method,
             url=exchange.url,
@@ -130,13 +130,13 @@ class Tracer:
             **({"headers": headers} if self._with_headers else {}),
         )
 
-    def _lines(self, exchange: RequestTrace) -> str:
+    def _format_lines(self, exchange: RequestTrace) -> str:
         status = str(exchange.status) if exchange.status else exchange.error
         parts = [exchange.method, exchange.url, status, f"{1000 * exchange.seconds:.0f} ms"]
         if exchange.sent:
-            parts.append(f"{size(exchange.sent)} sent")
+            parts.append(f"{format_size(exchange.sent)} sent")
         if exchange.received:
-            parts.append(size(exchange.received))
+            parts.append(format_size(exchange.received))
         lines = [" ".join(parts)]
         if self._with_headers:
             lines += [f"  > {name}: {value}" for name, value in exchange.request_headers.items()]

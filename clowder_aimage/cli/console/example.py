@@ -24,6 +24,6 @@ def examples(*lines: str) -> Callable[[_Command], _Command]:
     return give
 
 
-def examples_of(command: click.Command) -> tuple[str, ...]:
+def get_examples(command: click.Command) -> tuple[str, ...]:
     """Return the examples of a command."""
     return getattr(command, _EXAMPLES, ())

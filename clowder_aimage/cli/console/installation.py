@@ -36,12 +36,12 @@ def install_command(extras: str) -> str:
     """Return the command that installs ``extras`` from the origin of this installation."""
     requested = set(extras.split(","))
     # These commands install anew: keep the extras that are there.
-    if command := _tool():
+    if command := _find_tool():
         requested |= {extra for extra, name in _EXTRAS.items() if importlib.util.find_spec(name)}
-    return f"{command or _pip()} {_requirement(','.join(sorted(requested)))}"
+    return f"{command or _find_pip()} {_format_requirement(','.join(sorted(requested)))}"
 
 
-def _tool() -> str | None:
+def _find_tool() -> str | None:
     """Return the command of a tool that makes environments; None in any other environment."""
     for file, command in _TOOLS.items():
         if Path(sys.prefix, file).is_file():
@@ -51,7 +51,7 @@ def _tool() -> str | None:
     return "pipx install --force" if is_managed and sys.prefix == sys.base_prefix else None
 
 
-def _pip() -> str:
+def _find_pip() -> str:
     """Return the command that installs into this environment."""
     # Not find_spec("pip"): setuptools hooks into that, and warns if distutils is imported.
     if not any(metadata.distributions(name="pip")):
@@ -61,9 +61,9 @@ def _pip() -> str:
     return "pip install" if is_of_environment else f"{shlex.quote(sys.executable)} -m pip install"
 
 
-def _requirement(extras: str) -> str:
+def _format_requirement(extras: str) -> str:
     """Return the arguments that name this package: a directory, an address, or its name alone."""
-    origin, extras = _origin(), f"[{extras}]"
+    origin, extras = _read_origin(), f"[{extras}]"
     url, vcs = str(origin.get("url", "")), origin.get("vcs_info")
     if "dir_info" in origin:
         option = "-e " if origin["dir_info"].get("editable") else ""
@@ -74,7 +74,7 @@ def _requirement(extras: str) -> str:
     return shlex.quote(f"{_NAME}{extras} @ {url}" if url else f"{_NAME}{extras}")
 
 
-def _origin() -> dict[str, Any]:
+def _read_origin() -> dict[str, Any]:
     """Return the origin of the package (PyPA, "Recording the Direct URL Origin")."""
     try:
         text = metadata.distribution(_NAME).read_text("direct_url.json")

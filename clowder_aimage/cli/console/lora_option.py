@@ -10,12 +10,12 @@ from urllib.parse import quote
 
 import click
 
-from clowder_aimage.cli.console.option import complete_name, needs, options, settings
+from clowder_aimage.cli.console.option import complete_name, get_settings, needs, options
 from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.generation.request import GenerateRequest, LoraUse
-from clowder_aimage.model.lora_text import missing_words, parse_use, take_tags
+from clowder_aimage.model.lora_text import list_missing_words, parse_use, take_tags
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
@@ -59,12 +59,16 @@ def with_tags(
 
 def is_file(name: str, directory: Path | None = None) -> bool:
     """Return True if a name is that of a file here, and not of an AImage."""
-    from clowder_aimage.model.adapter_source import file_in, is_path
+    from clowder_aimage.model.adapter_source import find_in_directory, is_path
 
-    return is_path(name) or (directory is not None and file_in(directory, name) is not None)
+    return is_path(name) or (
+        directory is not None and find_in_directory(directory, name) is not None
+    )
 
 
-def adapter_finder(directory: Path | None, connect: Callable[[], ClientOptions]) -> AdapterFinder:
+def create_adapter_finder(
+    directory: Path | None, connect: Callable[[], ClientOptions]
+) -> AdapterFinder:
     """Return a finder of adapters: files, and AImages. Missing AImages are pulled.
 
     They are leased until the verb ends.
@@ -72,7 +76,7 @@ def adapter_finder(directory: Path | None, connect: Callable[[], ClientOptions])
     from clowder_aimage.layout.completeness import open_valid
     from clowder_aimage.model.adapter_source import AdapterFinder
 
-    layout = settings().layout
+    layout = get_settings().layout
     lease = click.get_current_context().with_resource(layout.lease())
 
     def open_stored(reference: Reference) -> StoredAImage:
@@ -95,9 +99,11 @@ def find_uses(texts: Iterable[str]) -> list[tuple[AdapterEntry, float]]:
     """Return the adapters of the option and their strengths. Raises as ``AdapterFinder.find``."""
     request = GenerateRequest.of("", loras=read_uses(texts, None))
     with needs("adapters", "mlx"):
-        adapters = adapter_finder(None, cache(settings().connection)).find_all(request)
+        adapters = create_adapter_finder(None, cache(get_settings().build_client_options)).find_all(
+            request
+        )
     pairs = zip(adapters, request.adapters.loras, strict=True)
-    return [(adapter, adapter.strength(use.strength)) for adapter, use in pairs]
+    return [(adapter, adapter.resolve_strength(use.strength)) for adapter, use in pairs]
 
 
 def offer(words: Sequence[str]) -> None:
@@ -120,15 +126,15 @@ def to_worker(
         if is_file(use.model):
             hint = "use --local, or pack it with 'aimage create' for the worker"
             raise UsageError(f"{use.model} is a file, which a worker does not read", hint=hint)
-        words += [] if prompt is None else _words(client, use.model)
-    offer(missing_words(prompt or "", words))
+        words += [] if prompt is None else _fetch_trigger_words(client, use.model)
+    offer(list_missing_words(prompt or "", words))
     return [
         {"model": use.model, **({} if use.strength is None else {"strength": use.strength})}
         for use in uses
     ]
 
 
-def _words(client: WorkerClient, name: str) -> list[str]:
+def _fetch_trigger_words(client: WorkerClient, name: str) -> list[str]:
     """Return the trigger words of a worker's adapter; none if the worker does not send them."""
     try:
         answer = client.ask("GET", f"/v1/models/{quote(name, safe='/:@')}")

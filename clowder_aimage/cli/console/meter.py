@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from clowder_aimage.cli.console.output import duration, plural, size
+from clowder_aimage.cli.console.output import format_count, format_duration, format_size
 from clowder_aimage.content.buffer import CHUNK_SIZE
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.oci import Descriptor, Digest
@@ -57,12 +57,12 @@ class BlobProgress:
     @property
     def figures(self) -> dict[str, str]:
         """The position and the rate, formatted."""
-        return _figures(self.shown, self.total, self.speed.value, "")
+        return _format_figures(self.shown, self.total, self.speed.value, "")
 
 
-def _figures(done: int, total: int, rate: float, eta: str) -> dict[str, str]:
-    position = f"{size(done):>7} of {size(total):>7}"
-    return {"position": position, "rate": f"{size(rate)}/s", "eta": eta}
+def _format_figures(done: int, total: int, rate: float, eta: str) -> dict[str, str]:
+    position = f"{format_size(done):>7} of {format_size(total):>7}"
+    return {"position": position, "rate": f"{format_size(rate)}/s", "eta": eta}
 
 
 class Meter:
@@ -100,7 +100,7 @@ class Meter:
         elif content is None:
             return False
         elif event.kind == "progress":
-            self._progress(self.active.get(content.digest), event.count)
+            self._record_progress(self.active.get(content.digest), event.count)
             return event.count < 0
         elif event.kind == "start":
             self.active[content.digest] = BlobProgress(content, time)
@@ -115,7 +115,7 @@ class Meter:
             self.advance(content.size - (blob.done if blob else 0), moved=False)
         return True
 
-    def _progress(self, blob: BlobProgress | None, count: int) -> None:
+    def _record_progress(self, blob: BlobProgress | None, count: int) -> None:
         # More than one read returns is content of an earlier run, which is not part of the speed.
         moved = count <= CHUNK_SIZE
         self.advance(count, moved=moved)
@@ -159,11 +159,11 @@ class Meter:
     @property
     def figures(self) -> dict[str, str]:
         """The formatted position, rate and remaining time."""
-        eta = f"ETA {duration(self.eta)}"
+        eta = f"ETA {format_duration(self.eta)}"
         if not self.stepwise:
-            return _figures(self.shown, self.total, self.rate, eta)
+            return _format_figures(self.shown, self.total, self.rate, eta)
         rate = f"{1 / self.rate:.3g} s/step" if 0 < self.rate < 1 else f"{self.rate:.3g} steps/s"
-        position = f"{self.shown:>{len(str(self.total))}} of {plural(self.total, 'step')}"
+        position = f"{self.shown:>{len(str(self.total))}} of {format_count(self.total, 'step')}"
         return {"position": position, "rate": rate, "eta": eta}
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clowder_aimage.cli.console.option import needs, settings
+from clowder_aimage.cli.console.option import get_settings, needs
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import ALPHA
 from clowder_aimage.oci import Descriptor, Digest
@@ -52,8 +52,8 @@ class NamedPictures:
             _check_name(name, option)
             with needs("reading a picture", "mlx"):
                 from clowder_aimage.pictures.input import inspect
-            data = input_source().read(name, option)
-            file = inspect(data, f"{option}: {picture_label(name)}")
+            data = create_input_source().read(name, option)
+            file = inspect(data, f"{option}: {format_picture_label(name)}")
             self.files[name], self.stamps[name] = file, stamp
             self.data[str(file.descriptor.digest)] = data
         return self.files[name]
@@ -77,7 +77,7 @@ class NamedPictures:
             try:
                 check_mask(self.data[digest], self.data[mask] if is_file else None)
             except UsageError as error:
-                label = picture_label(name if is_file else image)
+                label = format_picture_label(name if is_file else image)
                 raise UsageError(f"--mask: {label}: {error.message}", hint=error.hint) from None
             self.fitting.add((digest, mask))
         return mask
@@ -88,7 +88,7 @@ class NamedPictures:
 
         contents = [self.data[digest] for digest in digests if digest in self.data]
         if contents:
-            layout = settings().layout
+            layout = get_settings().layout
             context = click.get_current_context()
             self.leases = self.leases or context.with_resource(contextlib.ExitStack())
             lease = self.leases.enter_context(layout.lease())
@@ -103,11 +103,11 @@ class NamedPictures:
 
         if self.leases is not None and self.added:
             self.leases.close()
-            Collector(settings().layout, grace=0.0).remove(self.added)
+            Collector(get_settings().layout, grace=0.0).remove(self.added)
             self.added.clear()
 
 
-def _status(name: str) -> os.stat_result | None:
+def _read_status(name: str) -> os.stat_result | None:
     """Return the status of a file; None for other names."""
     # A URL, or ~ of an unknown user.
     with contextlib.suppress(OSError, RuntimeError, ValueError):
@@ -116,7 +116,7 @@ def _status(name: str) -> os.stat_result | None:
 
 
 def _stamp(name: str) -> tuple[int, ...]:
-    status = _status(name)
+    status = _read_status(name)
     return () if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
@@ -124,7 +124,7 @@ def _check_name(name: str, option: str) -> None:
     """Reject a name that is not that of a picture, as far as it says. Raises UsageError."""
     if not name:
         raise UsageError(f"{option} names no picture")
-    status = _status(name)
+    status = _read_status(name)
     if status is not None and stat.S_ISDIR(status.st_mode):
         raise UsageError(f"{option}: {name} is a directory, not a picture")
     if name == "-" and sys.stdin is not None and sys.stdin.isatty():
@@ -138,23 +138,23 @@ def check_stdin(readers: Sequence[str]) -> None:
         raise UsageError(f"{names} read stdin, which can be read once", hint="name files")
 
 
-def input_source() -> InputSource:
+def create_input_source() -> InputSource:
     """Return the reader of pictures for the user of this machine."""
     from clowder_aimage.pictures.input_source import InputSource
 
     stdin = sys.stdin.buffer if sys.stdin else None
-    store, connect = settings().layout, settings().connection
+    store, connect = get_settings().layout, get_settings().build_client_options
     return InputSource(store, connect, hosts=None, has_files=True, stdin=stdin)
 
 
-def picture_label(name: str) -> str:
+def format_picture_label(name: str) -> str:
     """Return the name of a picture in messages."""
     if name == "-":
         return "the picture on stdin"
     return name if len(name) < _LONGEST else f"{name[:40]}..."
 
 
-def named_pictures() -> NamedPictures:
+def get_named_pictures() -> NamedPictures:
     """Return the picture files of the command that runs."""
     meta = click.get_current_context().meta
     pictures: NamedPictures = meta.setdefault(_KEY, NamedPictures())

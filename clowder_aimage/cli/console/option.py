@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 from click.core import ParameterSource
 
-from clowder_aimage.cli.console.example import examples_of
+from clowder_aimage.cli.console.example import get_examples
 from clowder_aimage.cli.console.output import META, note, report_waits
 from clowder_aimage.errors import AImageError, UsageError
 
@@ -63,13 +63,13 @@ torch_options = options(
 def parse_with(parse: Callable[[Any], Any]) -> Callable[..., Any]:
     """Return an option's callback that parses its value; a ValueError becomes a usage error."""
 
-    def callback(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    def parse_value(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
         try:
             return None if value is None else parse(value)
         except ValueError as error:
             raise click.BadParameter(str(error), ctx, param) from None
 
-    return callback
+    return parse_value
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
@@ -184,7 +184,7 @@ class _Exemplified(click.Command):
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_help_text(ctx, formatter)
-        if lines := examples_of(self):
+        if lines := get_examples(self):
             with formatter.section("Examples"):
                 formatter.write("".join(f"  {line}\n" for line in lines))
 
@@ -197,9 +197,9 @@ class Verb(_Exemplified):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the verb, in a span if it makes requests."""
-        from clowder_aimage.config.user_directory import misspelt_variables
+        from clowder_aimage.config.user_directory import find_misspelt_variables
 
-        for name, nearest in misspelt_variables():
+        for name, nearest in find_misspelt_variables():
             note(f"warning: unknown environment variable {name}; did you mean {nearest}?")
         has_requests = any(param.name == "verbose" for param in self.params)
         if not has_requests and not ctx.params.get("remote"):
@@ -207,7 +207,7 @@ class Verb(_Exemplified):
         from clowder_aimage.content import telemetry
 
         start_traces(_TRACES_TIMEOUT)
-        with telemetry.span(ctx.command_path):
+        with telemetry.start_span(ctx.command_path):
             return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -250,7 +250,7 @@ def verb(function: Callable[..., Any]) -> click.Command:
     return command
 
 
-def _connection(*names: str, **attributes: Any) -> Callable[[Any], Any]:
+def _add_connection(*names: str, **attributes: Any) -> Callable[[Any], Any]:
     return _add_shared(*names, cls=_ConnectionOption, **attributes)
 
 
@@ -258,11 +258,11 @@ _pem_file = click.Path(exists=True, dir_okay=False)
 
 # The options of daemons: these connect to many registries.
 daemon_connection_options = options(
-    _connection(
+    _add_connection(
         "--plain-http", is_flag=True, help="Use HTTP instead of HTTPS. [default for loopback hosts]"
     ),
-    _connection("--insecure", is_flag=True, help="Do not verify the registry's certificate."),
-    _connection("--ca-file", type=_pem_file, help="Trust the certificates in this PEM file."),
+    _add_connection("--insecure", is_flag=True, help="Do not verify the registry's certificate."),
+    _add_connection("--ca-file", type=_pem_file, help="Trust the certificates in this PEM file."),
 )
 
 remote_option = click.option(
@@ -278,13 +278,13 @@ verbose_option = _add_shared(
 
 login_connection_options = options(
     daemon_connection_options,
-    _connection("--cert-file", type=_pem_file, help="Present this client certificate (PEM)."),
-    _connection(
+    _add_connection("--cert-file", type=_pem_file, help="Present this client certificate (PEM)."),
+    _add_connection(
         "--key-file",
         type=_pem_file,
         help="The key of the certificate. [default: in the certificate's file]",
     ),
-    _connection(
+    _add_connection(
         "-H",
         "--header",
         "headers",
@@ -292,7 +292,7 @@ login_connection_options = options(
         metavar="'NAME: VALUE'",
         help="Send this header with each request.",
     ),
-    _connection(
+    _add_connection(
         "--resolve",
         multiple=True,
         metavar="HOST:PORT:ADDRESS",
@@ -302,9 +302,11 @@ login_connection_options = options(
 )
 
 connection_options = options(
-    _connection("-u", "--username", help="Username, instead of the stored credentials."),
-    _connection("-p", "--password", help="The password. Other users of this machine can see it."),
-    _connection("--password-stdin", is_flag=True, help="Read the password from stdin."),
+    _add_connection("-u", "--username", help="Username, instead of the stored credentials."),
+    _add_connection(
+        "-p", "--password", help="The password. Other users of this machine can see it."
+    ),
+    _add_connection("--password-stdin", is_flag=True, help="Read the password from stdin."),
     login_connection_options,
 )
 
@@ -339,11 +341,11 @@ def complete_name(ctx: click.Context, _: click.Parameter, incomplete: str) -> li
     names: set[str] = set()
     # A message would appear in the line that is being completed.
     with ctx, contextlib.suppress(AImageError, OSError):
-        chosen = settings()
+        chosen = get_settings()
         if any(root.is_dir() for root in chosen.stores):
-            names.update(name for name, _ in chosen.layout.tags())
+            names.update(name for name, _ in chosen.layout.list_tags())
         if ":" in incomplete.rpartition("/")[2] and "/" in incomplete:
-            names.update(_tags(incomplete.rpartition(":")[0]))
+            names.update(_list_tags(incomplete.rpartition(":")[0]))
     return [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
 
 
@@ -354,7 +356,7 @@ def complete_path(_: click.Context, __: click.Parameter, incomplete: str) -> lis
     return [CompletionItem(incomplete, type="file")]
 
 
-def _tags(repository: str) -> list[str]:
+def _list_tags(repository: str) -> list[str]:
     """Return the tags of a repository with its name; empty if they do not arrive in time."""
     from clowder_aimage.oci import Reference
     from clowder_aimage.registry import Repository, is_generated
@@ -362,11 +364,11 @@ def _tags(repository: str) -> list[str]:
     reference = Reference.parse(repository)
     if reference.registry is None:
         return []
-    connection, names = settings().connection(), list[str]()
+    connection, names = get_settings().build_client_options(), list[str]()
 
     def fetch() -> None:
         with contextlib.suppress(AImageError), Repository(reference, connection) as remote:
-            tags = [tag for tag in remote.tag_names() if not is_generated(tag)]
+            tags = [tag for tag in remote.list_tag_names() if not is_generated(tag)]
             names.extend(f"{reference.name}:{tag}" for tag in tags)
 
     # A registry that does not answer must not block the shell.
@@ -412,7 +414,7 @@ def references_argument(*, required: bool) -> Callable[[_F], _F]:
     )
 
 
-def explicit_options(*exclude: str) -> list[str]:
+def list_explicit_options(*exclude: str) -> list[str]:
     """Return the verb's options on the command line, except those of these names."""
     context = click.get_current_context()
     return [
@@ -446,7 +448,7 @@ def start_traces(seconds: float | None = None) -> None:
     """
     from clowder_aimage import __version__
     from clowder_aimage.cli.console.output import note
-    from clowder_aimage.cli.console.remedy import advice
+    from clowder_aimage.cli.console.remedy import format_advice
     from clowder_aimage.content import telemetry
 
     if telemetry.is_enabled():
@@ -454,7 +456,7 @@ def start_traces(seconds: float | None = None) -> None:
             with needs("OpenTelemetry", "otel"):
                 telemetry.start(version=__version__, seconds=seconds)
         except UsageError as error:
-            note(f"warning: {error.message}; no traces are sent\n  {advice(error)}")
+            note(f"warning: {error.message}; no traces are sent\n  {format_advice(error)}")
 
 
 class VerbSettings(NamedTuple):
@@ -491,7 +493,7 @@ class VerbSettings(NamedTuple):
         # The fields from plain_http on are those of connections.
         return any(self[VerbSettings._fields.index("plain_http") :])
 
-    def connection(self, *registries: str | None) -> ClientOptions:
+    def build_client_options(self, *registries: str | None) -> ClientOptions:
         """Return the client options from the command line and the environment.
 
         ``registries`` are those that the verb connects to, if there may be several.
@@ -501,7 +503,7 @@ class VerbSettings(NamedTuple):
                 registries, or AIMAGE_CONFIG names no file.
         """
         from clowder_aimage.cli.console import connection
-        from clowder_aimage.config.user_directory import client_options
+        from clowder_aimage.config.user_directory import read_client_options
 
         if self.plain_http and (self.insecure or self.ca_file or self.cert_file):
             raise UsageError(
@@ -509,12 +511,12 @@ class VerbSettings(NamedTuple):
             )
         if self.insecure:
             note("warning: TLS certificate not verified; the connection can be intercepted")
-        return client_options(
+        return read_client_options(
             plain_http=self.plain_http or None,
             insecure=self.insecure,
             ca_file=self.ca_file,
             connections_override=self.jobs or 0,
-            **connection.extra_options(
+            **connection.build_options(
                 registries,
                 username=self.username,
                 password=self.password,
@@ -528,13 +530,13 @@ class VerbSettings(NamedTuple):
         )
 
 
-def settings() -> VerbSettings:
+def get_settings() -> VerbSettings:
     """Return the shared options, given before the verb or after it."""
     from pathlib import Path
 
-    from clowder_aimage.config.user_directory import default_stores
+    from clowder_aimage.config.user_directory import list_default_stores
 
     meta = click.get_current_context().meta
     stated = {key.removeprefix(META): meta[key] for key in meta if key.startswith(META)}
     store = stated.pop("store", None)
-    return VerbSettings((Path(store),) if store else default_stores(), **stated)
+    return VerbSettings((Path(store),) if store else list_default_stores(), **stated)

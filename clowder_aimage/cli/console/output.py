@@ -26,7 +26,7 @@ _LEVELS = {"error": "error", "retry": "warning", "wait": "warning"} | dict.fromk
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def result(value: dict[str, Any] | list[Any], text: str | Iterable[str]) -> None:
+def print_result(value: dict[str, Any] | list[Any], text: str | Iterable[str]) -> None:
     """Print a result: ``text``, ``value`` as JSON with ``--json``, or by the given template.
 
     A text is one line, and several texts are several lines, so that no name, type or message from a
@@ -38,7 +38,7 @@ def result(value: dict[str, Any] | list[Any], text: str | Iterable[str]) -> None
         return
     if not wants_json():
         lines = [text] if isinstance(text, str) else text
-        click.echo("\n".join(map(one_line, lines)))
+        click.echo("\n".join(map(clean_line, lines)))
         return
     import json
 
@@ -49,12 +49,12 @@ def result(value: dict[str, Any] | list[Any], text: str | Iterable[str]) -> None
     click.echo(line)
 
 
-def printable(text: str) -> str:
+def clean_lines(text: str) -> str:
     """Replace the control characters in a text of a model, but not its line ends."""
-    return "\n".join(map(one_line, text.split("\n")))
+    return "\n".join(map(clean_line, text.split("\n")))
 
 
-def one_line(text: str) -> str:
+def clean_line(text: str) -> str:
     """Replace the control characters and line ends in ``text``."""
     if text.isprintable():
         return text
@@ -64,14 +64,14 @@ def one_line(text: str) -> str:
 def write_piece(text: str, *, is_aside: bool = False) -> None:
     """Print a piece of an answer at once: to stdout, or aside, dimmed, to stderr."""
     if is_aside:
-        click.secho(shown(text), dim=True, err=True, nl=False)
+        click.secho(clean_text(text), dim=True, err=True, nl=False)
         return
-    text = shown(text) if sys.stdout.isatty() else text.encode("utf-8", "replace").decode()
+    text = clean_text(text) if sys.stdout.isatty() else text.encode("utf-8", "replace").decode()
     click.echo(text, nl=False)
     sys.stdout.flush()
 
 
-def shown(text: str) -> str:
+def clean_text(text: str) -> str:
     """Replace the control characters of a terminal in a text of a model; lines and tabs remain.
 
     Directional formatting (UAX #9, 2) is replaced too: it changes the order of the text around it.
@@ -91,7 +91,7 @@ def shown(text: str) -> str:
     )
 
 
-def plain(descriptor: Descriptor) -> dict[str, Any]:
+def to_plain(descriptor: Descriptor) -> dict[str, Any]:
     """Return a descriptor without the annotations of its index."""
     value = descriptor.to_json()
     return {key: value[key] for key in ("mediaType", "digest", "size") if key in value}
@@ -99,7 +99,7 @@ def plain(descriptor: Descriptor) -> dict[str, Any]:
 
 def note(text: str) -> None:
     """Print a message to stderr, with ``--json`` as an event."""
-    click.echo(event("note", message=text) if wants_json() else printable(text), err=True)
+    click.echo(format_event("note", message=text) if wants_json() else clean_lines(text), err=True)
 
 
 def note_once(text: str) -> None:
@@ -110,7 +110,7 @@ def note_once(text: str) -> None:
         note(text)
 
 
-def waiting(subject: str, pid: int | None) -> tuple[str, int | None]:
+def describe_wait(subject: str, pid: int | None) -> tuple[str, int | None]:
     """Return the message that a process is waited for, and its id if that is known."""
     name = f"process {pid}" if pid else "another process"
     return f"waiting for {name}, which is using {subject}", pid or None
@@ -122,12 +122,12 @@ def report_waits() -> None:
 
     is_json = wants_json()
 
-    def listener(subject: str, pid: int | None) -> None:
-        message, pid = waiting(subject, pid)
-        line = event("wait", message=message, pid=pid) if is_json else printable(message)
+    def print_wait(subject: str, pid: int | None) -> None:
+        message, pid = describe_wait(subject, pid)
+        line = format_event("wait", message=message, pid=pid) if is_json else clean_lines(message)
         click.echo(line, err=True)
 
-    lock.ON_WAIT[:] = [] if is_quiet() else [listener]
+    lock.ON_WAIT[:] = [] if is_quiet() else [print_wait]
 
 
 def remark(text: str) -> None:
@@ -165,19 +165,19 @@ def _read_option(option: str) -> Any:
     return None if context is None else context.meta.get(META + option)
 
 
-def event(kind: str, **fields: Any) -> str:
+def format_event(kind: str, **fields: Any) -> str:
     """Return an event with its level as a line of ASCII JSON, without control characters."""
     import json
 
-    return json.dumps({"event": kind, "level": event_level(kind), **fields})
+    return json.dumps({"event": kind, "level": get_event_level(kind), **fields})
 
 
-def event_level(kind: str) -> str:
+def get_event_level(kind: str) -> str:
     """Return the level of a kind of event: error, warning, info or debug."""
     return _LEVELS.get(kind, "info")
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     """Format bytes in powers of 1000."""
     unit = 0
     while count >= 999.5 and unit < len(_UNITS) - 1:
@@ -186,7 +186,7 @@ def size(count: float) -> str:
     return f"{count:.3g} {_UNITS[unit]}" if unit else f"{count:.0f} B"
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """Format minutes and seconds, with hours if there are any."""
     if seconds is None or seconds >= 100 * 3600:
         return "-:--"
@@ -195,7 +195,7 @@ def duration(seconds: float | None) -> str:
     return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"
 
 
-def number(count: int) -> str:
+def format_number(count: int) -> str:
     """Format a count of parameters."""
     count = min(count, 10**18)
     for limit, unit in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
@@ -204,12 +204,12 @@ def number(count: int) -> str:
     return str(count)
 
 
-def plural(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """Format a count with its noun: ``1 blob``, ``2 blobs``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Format columns as lines; the first row contains the titles."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
@@ -218,7 +218,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def table_of(
+def build_table(
     titles: Sequence[str],
     rows: Iterable[dict[str, Any]],
     cells: Callable[[dict[str, Any]], Sequence[str]],
@@ -231,14 +231,14 @@ def table_of(
         lines.append(cells(row))
         return row
 
-    shown_rows += describe_each(rows, show, left_out)
-    return shown_rows, table(lines)
+    shown_rows += describe_each(rows, show, note_left_out)
+    return shown_rows, format_table(lines)
 
 
-def left_out(row: object, error: Exception) -> None:
+def note_left_out(row: object, error: Exception) -> None:
     """Note that a row of a list cannot be shown."""
     name = row["reference"] if isinstance(row, dict) else row
-    note(f"left out {one_line(str(name))[:200]}: {one_line(str(error))[:200]}")
+    note(f"left out {clean_line(str(name))[:200]}: {clean_line(str(error))[:200]}")
 
 
 def is_too_wide(lines: Sequence[str]) -> bool:
@@ -249,13 +249,13 @@ def is_too_wide(lines: Sequence[str]) -> bool:
     return width is not None and max(map(len, lines)) > width
 
 
-def facts(pairs: Sequence[tuple[str, str]]) -> list[str]:
+def format_fields(pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Format names and values as lines."""
     width = max(11, *(len(name) for name, _ in pairs))
     return [f"{name:<{width}} {value}" for name, value in pairs]
 
 
-def standard_stream(standard: TextIO, action: str, hint: str) -> io.FileIO:
+def open_standard_stream(standard: TextIO, action: str, hint: str) -> io.FileIO:
     """Return stdin or stdout, unbuffered. Raises UsageError if it is a terminal."""
     import io
 
@@ -265,24 +265,26 @@ def standard_stream(standard: TextIO, action: str, hint: str) -> io.FileIO:
 
 
 @contextlib.contextmanager
-def output_file(name: str) -> Iterator[BinaryIO]:
+def open_output(name: str) -> Iterator[BinaryIO]:
     """Open a file that is written in full or not at all; ``-`` is stdout. Raises AImageError."""
     from pathlib import Path
 
-    from clowder_aimage.content.atomic_file import DISK_FULL, atomic_file
+    from clowder_aimage.content.atomic_file import DISK_FULL, open_atomic
     from clowder_aimage.content.open_directory import open_special, resolve
 
     try:
         path = resolve(Path(name))
         if name == "-":
-            raw = standard_stream(sys.stdout, "write bytes to", "set a file with -o, or use a pipe")
+            raw = open_standard_stream(
+                sys.stdout, "write bytes to", "set a file with -o, or use a pipe"
+            )
             yield cast(BinaryIO, raw)
         elif path.exists() and not path.is_file():
             # A device or a pipe.
             with open_special(path) as file:
                 yield file
         else:
-            with atomic_file(path) as file:
+            with open_atomic(path) as file:
                 yield file
     except BrokenPipeError:
         # The reader of the pipe has closed it, which is not an error of a verb.

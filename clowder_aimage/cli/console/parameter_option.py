@@ -9,7 +9,7 @@ import click
 
 from clowder_aimage.cli.console.option import options
 from clowder_aimage.generation.check import check, parse
-from clowder_aimage.generation.parameter import Parameter, parameters
+from clowder_aimage.generation.parameter import Parameter, list_parameters
 
 
 def parameter_options(
@@ -19,13 +19,13 @@ def parameter_options(
     selected = [
         parameter
         for owner in owners
-        for parameter in parameters(owner)
+        for parameter in list_parameters(owner)
         if parameter.name not in without
     ]
-    return options(*(_option(parameter, section) for parameter in selected))
+    return options(*(_build_option(parameter, section) for parameter in selected))
 
 
-def _option(parameter: Parameter, section: type[click.Option]) -> Callable[[Any], Any]:
+def _build_option(parameter: Parameter, section: type[click.Option]) -> Callable[[Any], Any]:
     name, words = parameter.name, parameter.words
     default = parameter.default_text
     text = f"{words.help} [default: {default}]" if default else words.help
@@ -33,13 +33,15 @@ def _option(parameter: Parameter, section: type[click.Option]) -> Callable[[Any]
     if parameter.type.kind is bool:
         return click.option(flag, name, help=text, cls=section, is_flag=True, default=None)
     attributes: dict[str, Any] = {
-        "metavar": _metavar(parameter),
+        "metavar": _format_metavar(parameter),
         "shell_complete": _complete(parameter),
     }
-    return click.option(flag, name, help=text, cls=section, type=reader(parameter), **attributes)
+    return click.option(
+        flag, name, help=text, cls=section, type=build_reader(parameter), **attributes
+    )
 
 
-def reader(parameter: Parameter) -> Callable[[Any], Any]:
+def build_reader(parameter: Parameter) -> Callable[[Any], Any]:
     """Return a function that reads a value. Its errors have the words of every interface."""
 
     def read(value: Any) -> Any:
@@ -50,19 +52,19 @@ def reader(parameter: Parameter) -> Callable[[Any], Any]:
 
 
 def _complete(parameter: Parameter) -> Callable[..., list[str]]:
-    choices = _choices(parameter)
+    choices = _list_choices(parameter)
     return lambda _ctx, _param, incomplete: [
         choice for choice in choices if choice.startswith(incomplete)
     ]
 
 
-def _metavar(parameter: Parameter) -> str:
+def _format_metavar(parameter: Parameter) -> str:
     if parameter.words.unit:
         return parameter.words.unit.upper()
-    if choices := _choices(parameter):
+    if choices := _list_choices(parameter):
         return f"[{'|'.join(choices)}]"
     return {int: "INTEGER", float: "FLOAT"}.get(parameter.type.kind, "TEXT")
 
 
-def _choices(parameter: Parameter) -> tuple[str, ...]:
+def _list_choices(parameter: Parameter) -> tuple[str, ...]:
     return get_args(parameter.type.kind) if get_origin(parameter.type.kind) is Literal else ()

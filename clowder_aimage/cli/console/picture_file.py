@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clowder_aimage.cli.console.output import output_file
+from clowder_aimage.cli.console.output import open_output
 from clowder_aimage.content.atomic_file import DISK_FULL, write_file
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 
@@ -93,7 +93,7 @@ class PictureOutput:
             StoreError: The file cannot be written.
         """
         if self.is_stdout:
-            with output_file("-") as file:
+            with open_output("-") as file:
                 left = memoryview(data)
                 # A pipe may accept some of the bytes.
                 while left:
@@ -106,7 +106,7 @@ class PictureOutput:
 
         def choose() -> Path:
             if self._is_directory:
-                return _choose_path(self._path, f"{_words(prompt)}-sheet")
+                return _choose_path(self._path, f"{_slugify(prompt)}-sheet")
             return self._path.with_name(f"{self._path.stem}-sheet.png")
 
         return self._write(data, choose)
@@ -133,7 +133,7 @@ class PictureOutput:
         """Return a picture's path. A name chosen here never overwrites another picture."""
         path = self._path
         if self._is_directory:
-            return _choose_path(path, f"{_words(prompt)}-{seed}")
+            return _choose_path(path, f"{_slugify(prompt)}-{seed}")
         path = path if path.suffix else path.with_suffix(".png")
         return path if count == 1 else path.with_stem(f"{path.stem}-{index + 1}")
 
@@ -144,7 +144,7 @@ def _choose_path(directory: Path, stem: str) -> Path:
     return next(path for path in paths if not path.exists())
 
 
-def _words(prompt: str) -> str:
+def _slugify(prompt: str) -> str:
     """Return the first words of a prompt for a file name: ``two-red-circles``."""
     words = re.findall(r"[^\W_]+", unicodedata.normalize("NFC", prompt).lower())
     name = "-".join(words)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.named_picture import named_pictures, picture_label
+from clowder_aimage.cli.console.named_picture import format_picture_label, get_named_pictures
 from clowder_aimage.cli.console.option import PictureOption, options
 from clowder_aimage.cli.console.output import note_once
 from clowder_aimage.cli.console.parameter_option import parameter_options
-from clowder_aimage.cli.console.stored_name import stored_reference
+from clowder_aimage.cli.console.stored_name import resolve_reference
 from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import ALPHA, MAX_REFERENCES, Control, ImageInput
 from clowder_aimage.pictures import input_kind
-from clowder_aimage.pictures.input_file import InputFile, reduction
+from clowder_aimage.pictures.input_file import InputFile, describe_reduction
 
 if TYPE_CHECKING:
     from clowder_aimage.dialect import AImage
@@ -46,7 +46,7 @@ picture_options = options(
     ),
     _option(
         "--controlnet",
-        type=stored_reference,
+        type=resolve_reference,
         metavar="REF",
         help="The ControlNet that --control guides. [default: the model's own]",
     ),
@@ -54,13 +54,13 @@ picture_options = options(
 )
 
 
-def picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str, Any]:
+def read_picture_parameters(values: Mapping[str, Any], *, has_size: bool) -> dict[str, Any]:
     """Return the parameters that the options state: digests in place of files.
 
     Several images are references; ``for_model`` decides about one. Raises as
     ``NamedPictures.read``.
     """
-    files = named_pictures()
+    files = get_named_pictures()
     parameters = dict[str, Any]()
     if values["controlnet"] is not None:
         parameters["controlnet"] = str(values["controlnet"])
@@ -95,13 +95,13 @@ def _check_control(
         return
     if (images[0].width, images[0].height) != (control.width, control.height):
         raise UsageError(
-            f"--control: {picture_label(values['control'])} has {control.width} x {control.height} "
-            f"pixels, the image has {images[0].width} x {images[0].height}",
+            f"--control: {format_picture_label(values['control'])} has {control.width} x "
+            f"{control.height} pixels, the image has {images[0].width} x {images[0].height}",
             hint="--crop needs a control picture of the image's size",
         )
 
 
-def for_model(draft: GenerateRequest, model: AImage) -> GenerateRequest:
+def complete_request(draft: GenerateRequest, model: AImage) -> GenerateRequest:
     """Return the request of a draft for a model, with the size of the first picture if none is set.
 
     Raises UsageError.
@@ -110,16 +110,16 @@ def for_model(draft: GenerateRequest, model: AImage) -> GenerateRequest:
     image_input = draft.input
     main_image = next(iter(image_input.images), draft.control.image)
     if main_image is None:
-        return draft.for_model(model)
-    name, picture = named_pictures().find(main_image)
+        return draft.apply_defaults(model)
+    name, picture = get_named_pictures().find(main_image)
     # With these options, the picture keeps its size.
     keeps_size = draft.has_size or image_input.expand or image_input.crop or image_input.upscale
     if not keeps_size and (
-        reduced := reduction(picture, input_kind.most_area(image_input.references))
+        reduced := describe_reduction(picture, input_kind.get_max_area(image_input.references))
     ):
         option = "--image" if image_input.images else "--control"
-        note_once(f"{option}: {picture_label(name)} {reduced}; --size sets another size")
-    return input_kind.own_sized(draft, picture).for_model(model)
+        note_once(f"{option}: {format_picture_label(name)} {reduced}; --size sets another size")
+    return input_kind.own_sized(draft, picture).apply_defaults(model)
 
 
 def to_request(draft: GenerateRequest) -> dict[str, Any]:
@@ -127,12 +127,14 @@ def to_request(draft: GenerateRequest) -> dict[str, Any]:
     image_input = draft.input
     digests = {"image": image_input.image, "mask": image_input.mask, "control": draft.control.image}
     fields: dict[str, Any] = {
-        name: _data_url(digest) for name, digest in digests.items() if digest not in (None, ALPHA)
+        name: _encode_data_url(digest)
+        for name, digest in digests.items()
+        if digest not in (None, ALPHA)
     }
     if image_input.references:
-        fields["images"] = list(map(_data_url, image_input.references))
+        fields["images"] = list(map(_encode_data_url, image_input.references))
     return fields | ({"painted": "white"} if "mask" in fields else {})
 
 
-def _data_url(digest: str) -> str:
-    return f"data:;base64,{base64.b64encode(named_pictures().data[digest]).decode()}"
+def _encode_data_url(digest: str) -> str:
+    return f"data:;base64,{base64.b64encode(get_named_pictures().data[digest]).decode()}"

@@ -12,7 +12,7 @@ import click
 from clowder_aimage.cli.console.output import is_quiet, remark, wants_value
 
 
-def view_protocol(is_shown: bool | None) -> str:
+def choose_protocol(is_shown: bool | None) -> str:
     """Return the protocol for pictures in the terminal; empty if none are drawn."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty() and sys.stderr.isatty()
     if is_shown is False or not is_terminal or wants_value() or is_quiet():

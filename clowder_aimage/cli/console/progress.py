@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from clowder_aimage.cli.console import output
 from clowder_aimage.cli.console.meter import BlobProgress, Meter, name_of
 from clowder_aimage.cli.console.output import (
+    clean_line,
+    clean_lines,
+    format_count,
+    format_size,
     is_quiet,
     is_verbose,
-    one_line,
-    plural,
-    printable,
-    size,
     wants_json,
 )
 from clowder_aimage.content.copy_option import CopyEvent
@@ -65,7 +65,7 @@ class LineView:
     def send(self, kind: str, **fields: Any) -> None:
         """Show an event. Thread-safe."""
         if kind in _MESSAGES:
-            self._write(printable(fields["message"]))
+            self._write(clean_lines(fields["message"]))
 
     def close(self) -> None:
         """Erase the drawing."""
@@ -87,7 +87,7 @@ class JsonView(LineView):
 
     def update(self, meter: Meter) -> None:
         eta = meter.eta
-        self._line = output.event(
+        self._line = output.format_event(
             "progress",
             done=meter.shown,
             total=meter.total,
@@ -96,12 +96,12 @@ class JsonView(LineView):
         )
 
     def send(self, kind: str, **fields: Any) -> None:
-        if output.event_level(kind) == "debug" and not self._is_verbose:
+        if output.get_event_level(kind) == "debug" and not self._is_verbose:
             return
         stated = {key: value for key, value in fields.items() if value is not None}
         # A closed pipe does not stop a transfer.
         with contextlib.suppress(OSError, ValueError):
-            self._write(output.event(kind, **stated))
+            self._write(output.format_event(kind, **stated))
 
 
 class BarView(LineView):
@@ -115,7 +115,9 @@ class BarView(LineView):
         from rich.progress import Progress as Bars
         from rich.table import Column
 
-        def text(field: str, justify: Literal["left", "right"], column: Column) -> TextColumn:
+        def build_text_column(
+            field: str, justify: Literal["left", "right"], column: Column
+        ) -> TextColumn:
             template = f"{{task.{field}}}"
             return TextColumn(template, justify=justify, markup=False, table_column=column)
 
@@ -127,11 +129,11 @@ class BarView(LineView):
 
         self._title = Column(no_wrap=True, overflow="ellipsis")
         self._bars = Bars(
-            text("description", "left", self._title),
+            build_text_column("description", "left", self._title),
             BarColumn(),
-            text("fields[position]", "right", Column(no_wrap=True)),
-            text("fields[rate]", "right", Column(no_wrap=True)),
-            text("fields[eta]", "left", Column(no_wrap=True)),
+            build_text_column("fields[position]", "right", Column(no_wrap=True)),
+            build_text_column("fields[rate]", "right", Column(no_wrap=True)),
+            build_text_column("fields[eta]", "left", Column(no_wrap=True)),
             console=PlainConsole(file=stream, force_terminal=True, highlight=False),
             auto_refresh=False,
             transient=True,
@@ -153,7 +155,7 @@ class BarView(LineView):
         for digest, blob in meter.active.items():
             is_slow = meter.now - blob.begun >= _MIN_AGE
             if digest in self._blobs or (is_slow and len(self._blobs) < _MAX_BLOBS):
-                title = f"  {one_line(blob.label)}"
+                title = f"  {clean_line(blob.label)}"
                 self._blobs[digest] = self._show(self._blobs.get(digest), title, blob)
 
     def _show(self, task: TaskID | None, title: str, count: Meter | BlobProgress) -> TaskID:
@@ -170,13 +172,13 @@ class BarView(LineView):
 
     def send(self, kind: str, **fields: Any) -> None:
         if kind in _MESSAGES:
-            self._bars.console.print(printable(fields["message"]), markup=False, soft_wrap=True)
+            self._bars.console.print(clean_lines(fields["message"]), markup=False, soft_wrap=True)
 
     def close(self) -> None:
         self._bars.stop()
 
 
-def view_of(stream: TextIO) -> LineView | None:
+def create_view(stream: TextIO) -> LineView | None:
     """Return the view for ``stream``; None with ``-q``."""
     if is_quiet():
         return None
@@ -205,7 +207,7 @@ class Progress:
     ) -> None:
         self._reference = None if reference is None else str(reference)
         self._meter = Meter(task, self._reference or "", stepwise=unit != "bytes")
-        self._view = view or view_of(sys.stderr)
+        self._view = view or create_view(sys.stderr)
         self._clock = clock
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -268,7 +270,7 @@ class Progress:
             return
         fields = {"digest": digest, "size": content.size, "name": name_of(content)}
         if event.kind == "wait":
-            message, pid = output.waiting(f"blob {fields['name'] or digest}", event.count)
+            message, pid = output.describe_wait(f"blob {fields['name'] or digest}", event.count)
             self._view.send("wait", message=message, pid=pid, **fields)
         elif event.kind == "progress":
             # A negative count: a retry starts over.
@@ -318,10 +320,10 @@ class Progress:
         if self._view is None:
             return
         present = f", {meter.skipped} already there" if meter.skipped else ""
-        moved = plural(meter.blobs - meter.skipped, "blob")
+        moved = format_count(meter.blobs - meter.skipped, "blob")
         self._view.send(
             "summary",
-            message=f"{verb} {moved}{present}, {size(meter.total)} in all",
+            message=f"{verb} {moved}{present}, {format_size(meter.total)} in all",
             task=meter.task,
             reference=self._reference,
             blobs=meter.blobs - meter.skipped,
@@ -331,16 +333,16 @@ class Progress:
         )
 
 
-def callbacks(progress: Progress) -> dict[str, Any]:
+def build_callbacks(progress: Progress) -> dict[str, Any]:
     """Return the callbacks that show the progress of packing."""
     return {
         "on_survey": progress.begin,
         "on_surveyed": progress.advance,
-        **writing(progress),
+        **build_write_callbacks(progress),
     }
 
 
-def writing(progress: Progress) -> dict[str, Any]:
+def build_write_callbacks(progress: Progress) -> dict[str, Any]:
     """Return the callbacks that show the progress of writing."""
     return {
         "on_plan": lambda plan: progress.begin(plan.size),

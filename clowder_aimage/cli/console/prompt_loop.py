@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.interruption import interruption
-from clowder_aimage.cli.console.output import facts, note
-from clowder_aimage.cli.console.remedy import advice
+from clowder_aimage.cli.console.output import format_fields, note
+from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.errors import AImageError, UsageError
 
 # Bytes of stdin.
@@ -47,7 +47,7 @@ def read_prompt(words: tuple[str, ...]) -> str | None:
         if not sys.stdout.isatty():
             raise UsageError("the prompt is missing", hint="aimage run REF PROMPT")
         return None
-    return _standard_input() if words in ((), ("-",)) else " ".join(words)
+    return _read_stdin() if words in ((), ("-",)) else " ".join(words)
 
 
 def check_prompt(prompt: str) -> None:
@@ -56,7 +56,7 @@ def check_prompt(prompt: str) -> None:
         raise UsageError("the prompt is empty", hint="aimage run REF PROMPT")
 
 
-def _standard_input() -> str:
+def _read_stdin() -> str:
     if sys.stdin is None:
         return ""
     # One byte more shows that the prompt is too long.
@@ -87,7 +87,7 @@ class PromptLoop:
     def run(self) -> None:
         """Read until the end of the input."""
         note("type a prompt, or /help")
-        with prompt_history():
+        with keep_history():
             while self._step():
                 pass
 
@@ -98,7 +98,7 @@ class PromptLoop:
             if line in _ENDS:
                 return False
             if line.startswith("/"):
-                self._command(line)
+                self._run_command(line)
             elif line:
                 self.make(line)
         except EOFError:
@@ -111,25 +111,27 @@ class PromptLoop:
         except UnicodeDecodeError:
             note("aimage: the line is not valid text")
         except AImageError as error:
-            hint = advice(error)
+            hint = format_advice(error)
             note(f"aimage: {error.message}\n  {hint}" if hint else f"aimage: {error}")
         return True
 
-    def _command(self, line: str) -> None:
+    def _run_command(self, line: str) -> None:
         word, *arguments = line.split(maxsplit=2)
         if word in self.commands and not arguments:
             self.commands[word][1]()
         elif word == "/set" and arguments:
             self._set(arguments[0].lstrip("-"), arguments[1] if len(arguments) > 1 else None)
         elif word == "/show" and not arguments:
-            rows = [(name, _shown(self.values, option)) for name, option in self.options.items()]
-            note("\n".join(facts(rows)))
+            rows = [
+                (name, _format_value(self.values, option)) for name, option in self.options.items()
+            ]
+            note("\n".join(format_fields(rows)))
         elif word in ("/help", "/?", "/set"):
-            note("\n".join([self.introduction, *self._help()]))
+            note("\n".join([self.introduction, *self._format_help()]))
         else:
             raise UsageError(f"unknown command {word}", hint="/help lists the commands")
 
-    def _help(self) -> list[str]:
+    def _format_help(self) -> list[str]:
         loop_commands = {name: text for name, (text, _) in self.commands.items()}
         names = ", ".join(self.options)
         return [
@@ -149,14 +151,14 @@ class PromptLoop:
             is_plain = isinstance(option.default, bool | int | float | str)
             self.values[key] = () if option.multiple else option.default if is_plain else None
             return
-        argument = _words(text) if option.multiple else text
+        argument = _split_words(text) if option.multiple else text
         try:
             self.values[key] = option.process_value(click.get_current_context(), argument)
         except click.BadParameter as error:
             raise UsageError(f"invalid value for {name}: {error.message}") from None
 
 
-def settable(names: Sequence[str]) -> dict[str, click.Option]:
+def list_settable_options(names: Sequence[str]) -> dict[str, click.Option]:
     """Return options of the verb by the names that users type."""
     return {
         max(option.opts, key=len).lstrip("-"): option
@@ -167,16 +169,16 @@ def settable(names: Sequence[str]) -> dict[str, click.Option]:
 
 def _read() -> str:
     """Return a line, or the text of several lines in triple quotes."""
-    line = _line(">>> ").strip()
+    line = _read_line(">>> ").strip()
     if not line.startswith(_QUOTES):
         return line
     text = line.removeprefix(_QUOTES)
     while not text.endswith(_QUOTES):
-        text += f"\n{_line('... ').rstrip()}"
+        text += f"\n{_read_line('... ').rstrip()}"
     return text.removesuffix(_QUOTES).strip()
 
 
-def _line(prompt: str) -> str:
+def _read_line(prompt: str) -> str:
     """Return a line. A timer interrupts ``input``: it misses a Ctrl-C just before it waits."""
     signal.signal(signal.SIGALRM, lambda *_: None)
     signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)
@@ -199,7 +201,7 @@ class PictureLoop:
         self.prompt = prompt
         self.paths = self.make(prompt)
 
-    def again(self) -> None:
+    def draw_again(self) -> None:
         """Generate pictures of the last prompt. Raises UsageError."""
         if not self.prompt:
             raise UsageError("there is no prompt yet")
@@ -222,13 +224,13 @@ def read_prompts(
     """Generate pictures of prompts until the end of the input; ``make`` returns their paths."""
     loop = PictureLoop(make)
     commands = {
-        "/again": ("generate a picture of the last prompt again", loop.again),
+        "/again": ("generate a picture of the last prompt again", loop.draw_again),
         "/open": ("open the last picture", loop.open),
     }
     PromptLoop("Type a prompt to generate a picture.", loop.draw, values, options, commands).run()
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     """Return words, or one file whose name has spaces; quotes work as in a shell."""
     try:
         return [text] if Path(text).is_file() else shlex.split(text)
@@ -236,7 +238,7 @@ def _words(text: str) -> list[str]:
         raise UsageError(f"invalid quotes: {error}") from None
 
 
-def _shown(values: Mapping[str, Any], option: click.Option) -> str:
+def _format_value(values: Mapping[str, Any], option: click.Option) -> str:
     value = values[str(option.name)]
     if option.multiple:
         return " ".join(map(str, value)) or "none"
@@ -246,7 +248,7 @@ def _shown(values: Mapping[str, Any], option: click.Option) -> str:
 
 
 @contextlib.contextmanager
-def prompt_history() -> Iterator[None]:
+def keep_history() -> Iterator[None]:
     """Let the lines of ``input`` be edited and recalled; keep them for the next time.
 
     The object ``run`` of the configuration turns that off: ``"history": false``. A history that
@@ -258,14 +260,14 @@ def prompt_history() -> Iterator[None]:
         # Python may be built without readline.
         yield
         return
-    from clowder_aimage.config.user_directory import config_file, history_file
+    from clowder_aimage.config.user_directory import find_config_file, resolve_history_file
     from clowder_aimage.document.schema import read_configuration
 
-    run = read_configuration(config_file(), lambda it: it.get("run", {})) or {}
+    run = read_configuration(find_config_file(), lambda it: it.get("run", {})) or {}
     if not run.get("history", True):
         yield
         return
-    file = history_file()
+    file = resolve_history_file()
     readline.clear_history()
     for line in _read_history(file):
         readline.add_history(line)
@@ -286,10 +288,10 @@ def _read_history(file: Path) -> list[str]:
 
 
 def _write_history(file: Path, lines: list[str]) -> None:
-    from clowder_aimage.content.atomic_file import atomic_file
+    from clowder_aimage.content.atomic_file import open_atomic
 
     with contextlib.suppress(OSError):
         # Prompts are private.
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with atomic_file(file, mode=0o600, durable=False) as opened:
+        with open_atomic(file, mode=0o600, durable=False) as opened:
             opened.write("".join(f"{line}\n" for line in lines).encode(errors="replace"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from clowder_aimage.cli.console.option import settings
+from clowder_aimage.cli.console.option import get_settings
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
@@ -24,7 +24,7 @@ def check_push(target: Reference, prompt: str | None, model: Reference) -> None:
 
     if prompt is None:
         raise UsageError("--push requires PROMPT: each prompt would replace the last pictures")
-    connection = _connection(model, target)
+    connection = _build_client_options(model, target)
     check_target(target, connection)
     check_replaceable(target, connection)
 
@@ -35,15 +35,17 @@ def push_made(pictures: Sequence[GeneratedPicture], target: Reference) -> dict[s
 
     metadata = pictures[0].facts
     model = Reference.parse(str(metadata["reference"])) if metadata else target
-    connection = _connection(model, target)
+    connection = _build_client_options(model, target)
     with Progress("pushing", target) as progress:
-        layout = settings().layout
+        layout = get_settings().layout
         sent = push_pictures(pictures, target, layout, connection, on_event=progress.on_event)
     progress.summarize("pushed")
     digest = str(sent.digest)
     return {"reference": f"{connection.expand(target)}@{digest}", "digest": digest}
 
 
-def _connection(*names: Reference) -> ClientOptions:
+def _build_client_options(*names: Reference) -> ClientOptions:
     """Return the options for the registries of names. Raises UsageError."""
-    return settings().connection(*dict.fromkeys(filter(None, (name.registry for name in names))))
+    return get_settings().build_client_options(
+        *dict.fromkeys(filter(None, (name.registry for name in names)))
+    )

@@ -114,7 +114,7 @@ REMEDIES = {
 }
 
 
-def advice(error: AImageError) -> str | None:
+def format_advice(error: AImageError) -> str | None:
     """Return the advice for ``error``: its remedy, else its hint, else None."""
     if error.remedy:
         facts = dict(error.facts)

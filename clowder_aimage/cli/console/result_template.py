@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from clowder_aimage.cli.console.output import one_line
+from clowder_aimage.cli.console.output import clean_line
 from clowder_aimage.document.template import RenderError, SandboxedTemplate, TemplateLimits
 from clowder_aimage.errors import UsageError
 
@@ -31,7 +31,7 @@ class ResultTemplate:
             raise UsageError("the template is empty", hint=_HINT)
         try:
             self._template = SandboxedTemplate(
-                source, limits=_LIMITS, finalize=_text, undefined=jinja2.StrictUndefined
+                source, limits=_LIMITS, finalize=_encode_value, undefined=jinja2.StrictUndefined
             )
         except RenderError as error:
             line = "" if error.line is None else f", line {error.line}"
@@ -58,10 +58,10 @@ def _clean(value: Any) -> Any:
         return {_clean(key): _clean(element) for key, element in value.items()}
     if isinstance(value, list | tuple):
         return [_clean(element) for element in value]
-    return one_line(value) if isinstance(value, str) else value
+    return clean_line(value) if isinstance(value, str) else value
 
 
-def _text(value: Any) -> Any:
+def _encode_value(value: Any) -> Any:
     """Return lists, objects, true, false and null as JSON, as with ``--json``."""
     is_json = value is None or isinstance(value, bool | dict | list)
     return json.dumps(value, ensure_ascii=False) if is_json else value

@@ -13,7 +13,7 @@ from clowder_aimage.errors import UsageError
 from clowder_aimage.generation.request import MAX_PICTURES, MAX_SEED
 
 
-def _seeds(text: str) -> tuple[int, ...]:
+def _parse_seeds(text: str) -> tuple[int, ...]:
     seeds: list[int] = []
     for span in text.split(","):
         ends = re.fullmatch(r"([0-9]{1,20})(?:\.\.([0-9]{1,20}))?", span.strip(), re.ASCII)
@@ -32,7 +32,7 @@ seed_options = options(
     click.option(
         "--seeds",
         metavar="SEEDS",
-        callback=parse_with(_seeds),
+        callback=parse_with(_parse_seeds),
         help="Generate a picture of each seed, such as 1..16 or 1,5,9.",
     ),
     click.option(
@@ -41,7 +41,7 @@ seed_options = options(
 )
 
 
-def seed_runs(seed: int | None, seeds: Sequence[int], count: int) -> list[tuple[int, int]]:
+def plan_seed_runs(seed: int | None, seeds: Sequence[int], count: int) -> list[tuple[int, int]]:
     """Return runs of consecutive seeds: the first, random if it is None, and their number.
 
     Raises UsageError: seeds with another option for them.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import complete_name, parse_reference, settings
+from clowder_aimage.cli.console.option import complete_name, get_settings, parse_reference
 from clowder_aimage.cli.console.output import remark
-from clowder_aimage.cli.console.progress import Progress, callbacks
+from clowder_aimage.cli.console.progress import Progress, build_callbacks
 from clowder_aimage.errors import ModelError, NotFoundError, UsageError
 from clowder_aimage.oci import Digest, Reference
 
@@ -25,7 +25,7 @@ _RUNNABLE = ("diffusers", "image-model", "transformers", "gguf")
 _PREFIX = re.compile(r"(sha256:|sha512:)?[0-9a-f]{4,128}")
 
 
-def stored_reference(text: str) -> Reference:
+def resolve_reference(text: str) -> Reference:
     """Parse the name of an AImage in the store, or return the first name of a digest.
 
     A name in the store takes precedence. Raises UsageError: several digests begin with ``text``.
@@ -37,7 +37,7 @@ def stored_reference(text: str) -> Reference:
     return names[0] if names else Reference(None, digest.short, None, digest)
 
 
-def only_name(text: str) -> Reference:
+def resolve_unique_name(text: str) -> Reference:
     """Parse a name in the store, or return the only name of a digest.
 
     Raises UsageError: it has several, or none.
@@ -61,11 +61,11 @@ def _find(text: str) -> tuple[Reference, tuple[Digest, list[Reference]] | None]:
     is_remote = click.get_current_context().params.get("remote")
     if is_remote or _PREFIX.fullmatch(text) is None:
         return reference, None
-    layout, matches = settings().layout, dict[Digest, list[Reference]]()
+    layout, matches = get_settings().layout, dict[Digest, list[Reference]]()
     with contextlib.suppress(NotFoundError):
         layout.resolve(reference)
         return reference, None
-    for name, descriptor in layout.entries():
+    for name, descriptor in layout.iter_entries():
         if str(descriptor.digest).startswith(text) or descriptor.digest.encoded.startswith(text):
             names = matches.setdefault(descriptor.digest, [])
             # The digest has no name, or a name of another tool.
@@ -85,7 +85,7 @@ def _find(text: str) -> tuple[Reference, tuple[Digest, list[Reference]] | None]:
     )
 
 
-def model_or_path(text: str) -> Reference | Path:
+def resolve_model_or_path(text: str) -> Reference | Path:
     """Parse the name of a model, or the path of one: a directory, or a file with its suffix.
 
     Names in the store take precedence, and those of a worker. Raises UsageError, NotFoundError.
@@ -98,7 +98,7 @@ def model_or_path(text: str) -> Reference | Path:
     has_worker = bool(is_remote or os.environ.get("AIMAGE_HOST"))
     # A worker elsewhere has its own names.
     try:
-        reference = (parse_reference if has_worker else stored_reference)(text)
+        reference = (parse_reference if has_worker else resolve_reference)(text)
     except UsageError:
         if is_path:
             return path
@@ -108,7 +108,7 @@ def model_or_path(text: str) -> Reference | Path:
     if not is_path or has_worker or reference.registry is not None:
         return reference
     with contextlib.suppress(NotFoundError):
-        settings().layout.resolve(reference)
+        get_settings().layout.resolve(reference)
         return reference
     return path
 
@@ -146,7 +146,7 @@ def pack_path(path: Path, client: WorkerClient | None) -> Reference:
             hint=f"a complete model in the store can complete it: {pack} --like REF",
         )
     with Progress("packing") as progress:
-        reference = create_by_stem(settings().layout, path, **callbacks(progress))
+        reference = create_by_stem(get_settings().layout, path, **build_callbacks(progress))
     remark(
         f"{path} is packed as {reference}: 'aimage run {reference}' runs it again, "
         f"'aimage rm {reference}' removes it"
@@ -157,7 +157,7 @@ def pack_path(path: Path, client: WorkerClient | None) -> Reference:
 def stored_argument(
     name: str = "reference",
     metavar: str | None = "REF",
-    parse: Callable[[str], object] = stored_reference,
+    parse: Callable[[str], object] = resolve_reference,
     **attributes: Any,
 ) -> Callable[[Any], Any]:
     """Return an argument for an AImage in the store, or with ``nargs`` -1 for several."""
@@ -167,7 +167,7 @@ def stored_argument(
 
 
 def stored_arguments(
-    *, required: bool, parse: Callable[[str], Reference] = stored_reference
+    *, required: bool, parse: Callable[[str], Reference] = resolve_reference
 ) -> Callable[[Any], Any]:
     """Return an argument for any number of AImages in the store."""
     metavar = "REF..." if required else "[REF...]"

@@ -113,7 +113,7 @@ def escape_picture(data: bytes, protocol: str, columns: int) -> str:
         cells = max(1, min(columns - 1, _COLUMNS, width // _CELL))
         if protocol == SIXEL:
             image.thumbnail((cells * _CELL, image.height))
-            return _sixel(image.convert("RGB")) + "\n"
+            return _encode_sixel(image.convert("RGB")) + "\n"
         if kind != "PNG":
             buffer = io.BytesIO()
             image.save(buffer, "PNG")
@@ -131,7 +131,7 @@ def escape_picture(data: bytes, protocol: str, columns: int) -> str:
     return "".join(sequences) + "\n"
 
 
-def _sixel(image: Image.Image) -> str:
+def _encode_sixel(image: Image.Image) -> str:
     """Return an RGB picture as sixels: bands of six rows, drawn colour by colour."""
     indexed = image.quantize(_COLOURS)
     palette, pixels, width = indexed.getpalette() or [], indexed.tobytes(), indexed.width

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clowder_aimage.cli.console.option import explicit_options, settings
-from clowder_aimage.cli.console.output import META, note, plural
+from clowder_aimage.cli.console.option import get_settings, list_explicit_options
+from clowder_aimage.cli.console.output import META, format_count, note
 from clowder_aimage.errors import AccessError, FormatError, UsageError
 from clowder_aimage.oci.descriptor import MAX_SIZE
 
@@ -17,43 +17,43 @@ if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
 
 
-def worker() -> WorkerClient:
+def connect_worker() -> WorkerClient:
     """Return a client of the worker in AIMAGE_HOST, else of the default worker.
 
     Raises:
         NetworkError: no worker answers.
         AccessError: the server is another program.
     """
-    from clowder_aimage.engine.worker_client import program_at
+    from clowder_aimage.engine.worker_client import detect_program
 
-    client = worker_client(worker_host())
+    client = create_client(read_worker_host())
     if not client.is_worker():
-        name = program_at(client.endpoint)
+        name = detect_program(client.endpoint)
         message = f"the server at {client.endpoint} is not an aimage worker"
         message += f"; {name} answers there" if name else ""
         raise AccessError(message, remedy="worker_address")
     return client
 
 
-def worker_client(host: str | None) -> WorkerClient:
+def create_client(host: str | None) -> WorkerClient:
     """Return a client of ``host``, else of the default worker, without a request."""
     from clowder_aimage.engine.endpoint import DEFAULT_HOST
     from clowder_aimage.engine.worker_client import WorkerClient
 
     tracer = None
-    if level := settings().verbose:
+    if level := get_settings().verbose:
         from clowder_aimage.cli.console.connection import Tracer
 
         tracer = Tracer(with_headers=level > 1)
-    return WorkerClient(host or DEFAULT_HOST, _variable("AIMAGE_TOKEN"), tracer)
+    return WorkerClient(host or DEFAULT_HOST, _read_variable("AIMAGE_TOKEN"), tracer)
 
 
-def worker_host() -> str | None:
+def read_worker_host() -> str | None:
     """Return the value of AIMAGE_HOST."""
-    return _variable("AIMAGE_HOST")
+    return _read_variable("AIMAGE_HOST")
 
 
-def _variable(name: str) -> str | None:
+def _read_variable(name: str) -> str | None:
     return os.environ.get(name, "").strip() or None
 
 
@@ -63,19 +63,19 @@ def refuse_options(hint: str, *, exclude: Collection[str] = ()) -> None:
     Raises:
         UsageError: one is on the command line; ``hint`` is the error's.
     """
-    if stated := local_options(*exclude):
+    if stated := list_local_options(*exclude):
         raise UsageError(f"{stated[0]} does not apply to a worker", hint=hint)
 
 
-def local_options(*exclude: str) -> list[str]:
+def list_local_options(*exclude: str) -> list[str]:
     """Return the options on the command line that apply to this process, except ``exclude``."""
-    stated = explicit_options("remote", "as_json", "template", "quiet", "verbose", *exclude)
+    stated = list_explicit_options("remote", "as_json", "template", "quiet", "verbose", *exclude)
     if not stated and click.get_current_context().meta.get(f"{META}store"):
         stated = ["--store"]
     return stated
 
 
-def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:
+def list_models(client: WorkerClient, path: str) -> list[dict[str, Any]]:
     """Return the list at ``path``, ``/api/tags`` or ``/api/ps``. Raises FormatError.
 
     Adds the algorithm to digests: ollama omits it. Leaves out models without a name, a digest or a
@@ -88,7 +88,7 @@ def models(client: WorkerClient, path: str) -> list[dict[str, Any]]:
         raise FormatError(message, remedy="worker_address")
     described = [model for model in listed if _is_model(model)]
     if len(described) < len(listed):
-        count = plural(len(listed) - len(described), "model")
+        count = format_count(len(listed) - len(described), "model")
         note(f"left out {count} that the server at {client.endpoint} does not describe")
     for model in described:
         if ":" not in model["digest"]:
@@ -106,7 +106,7 @@ def _is_model(item: Any) -> bool:
     )
 
 
-def detail_of(model: Mapping[str, Any], key: str) -> str | None:
+def get_detail(model: Mapping[str, Any], key: str) -> str | None:
     """Return a detail of a model, such as its family; None if the worker does not send it."""
     details = model.get("details")
     detail = details.get(key) if isinstance(details, dict) else None

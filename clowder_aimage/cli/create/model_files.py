@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from clowder_aimage import __version__
-from clowder_aimage.cli.console.option import parse_annotation, settings
-from clowder_aimage.cli.console.output import plural, remark, size
-from clowder_aimage.cli.console.progress import Progress, callbacks
+from clowder_aimage.cli.console.option import get_settings, parse_annotation
+from clowder_aimage.cli.console.output import format_count, format_size, remark
+from clowder_aimage.cli.console.progress import Progress, build_callbacks
 from clowder_aimage.cli.create.result import print_packed
 from clowder_aimage.create import create
 from clowder_aimage.errors import UsageError
@@ -90,7 +90,7 @@ def pack_files(reference: Reference, path: str, options: FileOptions) -> None:
     directory, origin = _fetch(path, form)
     with Progress("packing", reference) as progress:
         packed = create(
-            settings().layout,
+            get_settings().layout,
             reference,
             directory,
             form=form,
@@ -100,8 +100,8 @@ def pack_files(reference: Reference, path: str, options: FileOptions) -> None:
             algorithm=options.algorithm,
             provenance=replace(provenance, source=provenance.source or origin),
             recipe=options.recipe,
-            threads=settings().jobs,
-            **callbacks(progress),
+            threads=get_settings().jobs,
+            **build_callbacks(progress),
         )
     print_packed(reference, packed, options.recipe)
     if packed.aimage.properties.get("format") == "gguf" and has_gguf_transformer(directory):
@@ -118,7 +118,9 @@ def _fetch(path: str, form: ModelForm) -> tuple[Path, str | None]:
     with Progress("fetching") as progress:
 
         def begin(plan: HubModel) -> None:
-            progress.remark(f"fetching {name}: {plural(plan.files, 'file')}, {size(plan.size)}")
+            progress.remark(
+                f"fetching {name}: {format_count(plan.files, 'file')}, {format_size(plan.size)}"
+            )
             progress.begin(plan.size)
 
         model = find_model(name, form, __version__, begin, progress.advance)
@@ -129,7 +131,7 @@ def _fetch(path: str, form: ModelForm) -> tuple[Path, str | None]:
 def _parse_time(text: str | None) -> str | None:
     """Return the creation time, by default SOURCE_DATE_EPOCH (reproducible-builds.org)."""
     if text is None:
-        return _default_time()
+        return _read_epoch()
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
@@ -139,7 +141,7 @@ def _parse_time(text: str | None) -> str | None:
     return _format_time(time.astimezone(UTC))
 
 
-def _default_time() -> str | None:
+def _read_epoch() -> str | None:
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
     if not epoch:
         return None

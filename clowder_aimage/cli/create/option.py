@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.option import jobs_option, options
-from clowder_aimage.cli.console.parameter_option import reader
-from clowder_aimage.cli.console.stored_name import stored_reference
+from clowder_aimage.cli.console.parameter_option import build_reader
+from clowder_aimage.cli.console.stored_name import resolve_reference
 from clowder_aimage.cli.create.model_files import FileOptions, FormOptions, ProvenanceOptions
-from clowder_aimage.generation.request import parameter_locations
+from clowder_aimage.generation.request import map_parameter_locations
 from clowder_aimage.importer import Recipe
 from clowder_aimage.importer.model_source import FORMATS
 from clowder_aimage.oci import Reference, mediatype
@@ -55,7 +55,7 @@ _recipe_options = options(
 
 def _default_option(name: str, metavar: str) -> Callable[[Any], Any]:
     """Return an option for the default of a parameter of pictures, with the bounds of that."""
-    accepted = reader(parameter_locations()[name].parameter)
+    accepted = build_reader(map_parameter_locations()[name].parameter)
     text = f"Default {name} of pictures. [default: by the model]"
     return click.option(f"--{name}", type=accepted, metavar=metavar, help=text)
 
@@ -100,13 +100,13 @@ _create_options = options(
     ),
     click.option(
         "--base",
-        type=stored_reference,
+        type=resolve_reference,
         metavar="REF",
         help="The base model of an adapter or a ControlNet: an AImage in the store.",
     ),
     click.option(
         "--like",
-        type=stored_reference,
+        type=resolve_reference,
         metavar="REF",
         help="An AImage in the store that has what files of ComfyUI, MLX or mflux lack: tokenizer, "
         "configs, other components.",
@@ -114,7 +114,7 @@ _create_options = options(
     click.option(
         "--from",
         "from_",
-        type=stored_reference,
+        type=resolve_reference,
         metavar="REF",
         help="Name the model REF in the store NAME, with the adapters of --lora; "
         "nothing is copied.",

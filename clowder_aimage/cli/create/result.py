@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from clowder_aimage.cli.console.output import number, plural, remark, result, size
+from clowder_aimage.cli.console.output import (
+    format_count,
+    format_number,
+    format_size,
+    print_result,
+    remark,
+)
 from clowder_aimage.importer import PackedModel, Recipe
 from clowder_aimage.importer.decision import WeightReport
 from clowder_aimage.oci import Reference
@@ -13,12 +19,12 @@ from clowder_aimage.oci import Reference
 
 def print_packed(reference: Reference, packed: PackedModel, recipe: Recipe) -> None:
     """Print the result of packing."""
-    value = summary(reference, packed)
-    remark(text(value, packed, recipe))
-    result(value, str(packed.descriptor.digest))
+    value = encode_result(reference, packed)
+    remark(format_result(value, packed, recipe))
+    print_result(value, str(packed.descriptor.digest))
 
 
-def summary(reference: Reference, packed: PackedModel) -> dict[str, Any]:
+def encode_result(reference: Reference, packed: PackedModel) -> dict[str, Any]:
     """Return the result for programs."""
     layers = [written.layer for written in packed.layers]
     shared = [written.layer for written in packed.layers if written.existed]
@@ -56,12 +62,12 @@ def summary(reference: Reference, packed: PackedModel) -> dict[str, Any]:
     return value | {key: change for key, change in changes.items() if change}
 
 
-def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
+def format_result(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
     """Return the result for people: a line, and one for each change to weights."""
     present = value["alreadyThere"]
     lines = [
-        f"{value['reference']}: {_describe_content(value)}, {size(value['size'])}; "
-        f"{present['layers']} of {len(packed.layers)} blobs ({size(present['size'])}) "
+        f"{value['reference']}: {_describe_content(value)}, {format_size(value['size'])}; "
+        f"{present['layers']} of {len(packed.layers)} blobs ({format_size(present['size'])}) "
         "were in the store already",
         *(_describe_quantization(name, facts) for name, facts in packed.report.quantized.items()),
         *_describe_decoding(packed.report, recipe),
@@ -69,9 +75,9 @@ def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
     ]
     if saved := packed.report.saved:
         than = "less" if saved > 0 else "more"
-        lines.append(f"the weights take {size(abs(saved))} {than} than before")
+        lines.append(f"the weights take {format_size(abs(saved))} {than} than before")
     if packed.report.ignored:
-        left_out = plural(packed.report.ignored, "scale")
+        left_out = format_count(packed.report.ignored, "scale")
         lines.append(f"{left_out} of activations left out: only weights are quantized")
     if packed.aimage.properties.get("pickled"):
         lines.append("warning: contains pickled Python, and loading it runs its code")
@@ -79,9 +85,9 @@ def text(value: dict[str, Any], packed: PackedModel, recipe: Recipe) -> str:
 
 
 def _describe_content(value: Mapping[str, Any]) -> str:
-    files, parameters = plural(value["files"], "file"), number(value["parameters"])
+    files, parameters = format_count(value["files"], "file"), format_number(value["parameters"])
     if value["tensors"]:
-        return f"{plural(value['tensors'], 'tensor')} ({parameters} parameters) and {files}"
+        return f"{format_count(value['tensors'], 'tensor')} ({parameters} parameters) and {files}"
     if value.get("format") == "files":
         return files
     counted = f" ({parameters} parameters)" if value["parameters"] else ""
@@ -102,7 +108,7 @@ def _describe_quantization(component: str, facts: Mapping[str, Any]) -> str:
 def _describe_decoding(report: WeightReport, recipe: Recipe) -> Iterator[str]:
     for (kind, dtype), count in sorted(report.decoded.items()):
         loss = ", without loss" if dtype == "BF16" else ""
-        yield f"{plural(count, 'tensor')} decoded from {kind} to {dtype}{loss}"
+        yield f"{format_count(count, 'tensor')} decoded from {kind} to {dtype}{loss}"
     if recipe.dtype is None and any(dtype == "F32" for _, dtype in report.decoded):
         yield "--dtype bf16 would round the decoded values, and take half of the space"
 
@@ -111,6 +117,7 @@ def _describe_cast(report: WeightReport, recipe: Recipe) -> Iterator[str]:
     is_auto = recipe.dtype == "auto"
     for (source, target), count in sorted(report.cast.items()):
         why = ", without loss: their values are" if is_auto else " instead of"
-        yield f"{plural(count, 'tensor')} stored as {target}{why} {target if is_auto else source}"
+        tensors = format_count(count, "tensor")
+        yield f"{tensors} stored as {target}{why} {target if is_auto else source}"
     if is_auto and not report.cast and not report.quantized:
         yield "no F32 tensor has only BF16 values: all are stored unchanged"

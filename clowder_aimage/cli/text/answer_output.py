@@ -7,7 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from clowder_aimage.cli.console.output import is_quiet, plural, remark, wants_value, write_piece
+from clowder_aimage.cli.console.output import (
+    format_count,
+    is_quiet,
+    remark,
+    wants_value,
+    write_piece,
+)
 from clowder_aimage.model.text.language_model import LENGTH, TextDelta, TextEnd, TextEvent
 
 
@@ -38,7 +44,7 @@ class AnswerOutput:
         finally:
             self._close()
 
-    def facts(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the answer and its statistics for ``--json``."""
         value: dict[str, Any] = {"text": self.text}
         if self.thinking:
@@ -54,7 +60,7 @@ class AnswerOutput:
         latency = {} if self.latency is None else {"firstPieceSeconds": round(self.latency, 4)}
         return {**value, "reason": end.reason, **counts, "tokens": end.tokens, **seconds, **latency}
 
-    def statistics(self) -> list[str]:
+    def format_statistics(self) -> list[str]:
         """Return the counts of tokens and their rates as lines."""
         if self.end is None:
             return []
@@ -62,8 +68,9 @@ class AnswerOutput:
         cached = f" ({end.cached_tokens} from the cache)" if end.cached_tokens else ""
         new = end.prompt_tokens - end.cached_tokens
         lines = [
-            f"prompt: {plural(end.prompt_tokens, 'token')}{cached}{_rate(new, end.prompt_seconds)}",
-            f"answer: {plural(end.tokens, 'token')}{_rate(end.tokens, end.seconds)}",
+            f"prompt: {format_count(end.prompt_tokens, 'token')}{cached}"
+            f"{_format_rate(new, end.prompt_seconds)}",
+            f"answer: {format_count(end.tokens, 'token')}{_format_rate(end.tokens, end.seconds)}",
         ]
         lines += [] if self.latency is None else [f"first piece after {self.latency:.2f} s"]
         return lines
@@ -71,7 +78,7 @@ class AnswerOutput:
     def warn_of_cut(self) -> None:
         """Print that the answer is not complete."""
         if self.end is not None and self.end.reason == LENGTH:
-            remark(f"the answer is cut off after {plural(self.end.tokens, 'token')}")
+            remark(f"the answer is cut off after {format_count(self.end.tokens, 'token')}")
 
     def _add(self, piece: TextDelta) -> None:
         if self.latency is None and piece.text:
@@ -100,5 +107,5 @@ class AnswerOutput:
         self._is_open = ""
 
 
-def _rate(count: int, seconds: float) -> str:
+def _format_rate(count: int, seconds: float) -> str:
     return f" in {seconds:.2f} s ({count / seconds:.1f} tokens/s)" if seconds > 0 else ""

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.option import options
-from clowder_aimage.cli.console.stored_name import stored_reference
+from clowder_aimage.cli.console.stored_name import resolve_reference
 from clowder_aimage.errors import NotFoundError, UsageError
 from clowder_aimage.oci import Reference
 
@@ -26,7 +26,7 @@ enhance_options = options(
     ),
     click.option(
         "--enhancer",
-        type=stored_reference,
+        type=resolve_reference,
         metavar="REF",
         help="The language model of --enhance, which it implies. [env: AIMAGE_ENHANCER]",
     ),
@@ -60,10 +60,10 @@ def read_enhancement(values: Mapping[str, Any]) -> Enhancement | None:
     """Return the enhancement of prompts, if they are enhanced. Raises UsageError, NotFoundError."""
     if not is_enhanced(values):
         return None
-    return Enhancement(values["enhancer"], _instruction(values["instruction"]))
+    return Enhancement(values["enhancer"], _read_instruction(values["instruction"]))
 
 
-def _instruction(name: str | None) -> str | None:
+def _read_instruction(name: str | None) -> str | None:
     """Return the text of a file. Raises UsageError, NotFoundError."""
     if name is None:
         return None

@@ -59,7 +59,9 @@ text_options = options(
 )
 
 
-def text_request(values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> TextRequest:
+def build_text_request(
+    values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+) -> TextRequest:
     """Return the request for an answer to messages. Raises UsageError, NotFoundError."""
     system = values["system"]
     head = ({"role": "system", "content": system},) if system else ()
@@ -68,12 +70,12 @@ def text_request(values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]
         max_tokens=values["max_tokens"],
         sampling=Sampling(**{name: values[name] for name in _SAMPLING}),
         stop=tuple(values["stop"]),
-        schema=_schema(values["schema"]),
+        schema=_read_schema(values["schema"]),
         thinking=values["think"],
     )
 
 
-def _schema(name: str | None) -> dict[str, Any] | None:
+def _read_schema(name: str | None) -> dict[str, Any] | None:
     """Return the JSON Schema in a file; an empty one for any JSON object."""
     if name is None or name == ANY_JSON:
         return None if name is None else {}

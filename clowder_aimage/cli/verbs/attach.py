@@ -8,13 +8,13 @@ import click
 
 from clowder_aimage.cli.console.example import NAME, REPOSITORY, examples
 from clowder_aimage.cli.console.option import (
+    get_settings,
     parse_annotation,
     reference_argument,
-    settings,
     transfer_options,
     verb,
 )
-from clowder_aimage.cli.console.output import plain, result
+from clowder_aimage.cli.console.output import print_result, to_plain
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
@@ -70,7 +70,7 @@ def attach(
         raise UsageError("missing FILE" if not file else "missing option --type")
     if directory is not None:
         raise UsageError("--output requires --get")
-    connection = settings().connection()
+    connection = get_settings().build_client_options()
     with Progress("attaching", reference) as progress:
         descriptor, subject = attach_files(
             reference,
@@ -81,16 +81,16 @@ def attach(
             on_event=progress.on_event,
         )
     progress.summarize("attached")
-    value = {"reference": str(reference.with_digest(descriptor.digest)), **plain(descriptor)}
-    result(value | {"subject": str(subject.digest)}, str(descriptor.digest))
+    value = {"reference": str(reference.with_digest(descriptor.digest)), **to_plain(descriptor)}
+    print_result(value | {"subject": str(subject.digest)}, str(descriptor.digest))
 
 
 def _get(reference: Reference, directory: Path) -> None:
     from clowder_aimage.attach import fetch_files
 
     with Progress("fetching", reference) as progress:
-        connection = settings().connection()
+        connection = get_settings().build_client_options()
         paths = fetch_files(reference, directory, connection, on_event=progress.on_event)
     progress.summarize("fetched")
     files = [str(path) for path in paths]
-    result({"reference": str(reference), "files": files}, files)
+    print_result({"reference": str(reference), "files": files}, files)

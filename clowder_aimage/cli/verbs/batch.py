@@ -16,10 +16,10 @@ import click
 
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import verb, verbose_option
-from clowder_aimage.cli.console.output import note, plural, result
+from clowder_aimage.cli.console.output import format_count, note, print_result
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.cli.console.worker_connection import refuse_options, worker
-from clowder_aimage.content.atomic_file import atomic_file, write_all
+from clowder_aimage.cli.console.worker_connection import connect_worker, refuse_options
+from clowder_aimage.content.atomic_file import open_atomic, write_all
 from clowder_aimage.engine.batch_line import (
     MAX_FILE,
     MAX_LINES,
@@ -65,15 +65,17 @@ def batch(file: Path, output: Path | None, retry_failed: bool, push: str | None)
     done = read_results(target, without_failed=retry_failed)
     left = [request for request in requests if request.custom_id not in done]
     if left:
-        done |= _run(worker(), left, target)
+        done |= _run(connect_worker(), left, target)
     failed = [request.custom_id for request in requests if not done[request.custom_id]]
     facts = {"requests": len(requests), "sent": len(left), "failed": failed, "output": str(target)}
-    result(facts, str(target))
+    print_result(facts, str(target))
     if failed:
         failed_names = ", ".join(failed[:10]) + (
             f" and {len(failed) - 10} more" if failed[10:] else ""
         )
-        message = f"{plural(len(failed), 'request')} of {len(requests)} failed: {failed_names}"
+        message = (
+            f"{format_count(len(failed), 'request')} of {len(requests)} failed: {failed_names}"
+        )
         raise AImageError(message, hint="send them again with --retry-failed")
 
 
@@ -132,7 +134,7 @@ def read_results(file: Path, *, without_failed: bool = False) -> dict[str, bool]
             raise UsageError(f"{file} has no results of a batch", hint=hint) from None
         if dropped:
             lines.seek(0)
-            with atomic_file(file) as rewritten:
+            with open_atomic(file) as rewritten:
                 for number, line in enumerate(lines):
                     if number not in dropped:
                         write_all(rewritten.fileno(), line)
@@ -154,7 +156,7 @@ def _run(client: WorkerClient, requests: list[BatchRequest], target: Path) -> di
         for group in split_batches(requests):
             # Requests that the server did not send, as at a shutdown, are in the next batch.
             while left := [request for request in group if request.custom_id not in done]:
-                batch = batches.open(_lines(left), left[0].url)
+                batch = batches.open(_encode_requests(left), left[0].url)
                 was_running = batch.value["status"] not in (*OVER, "cancelling")
                 _wait(batch, partial(_show, progress, len(done), len(requests)))
                 done |= _take(batch, file, {request.custom_id for request in left})
@@ -173,7 +175,7 @@ def split_batches(requests: Iterable[BatchRequest]) -> Iterator[list[BatchReques
     for _, group in groupby(sorted(requests, key=attrgetter("url")), attrgetter("url")):
         batch_requests, size = list[BatchRequest](), 0
         for request in group:
-            length = len(_lines([request]))
+            length = len(_encode_requests([request]))
             if batch_requests and (len(batch_requests) == MAX_LINES or size + length > MAX_FILE):
                 yield batch_requests
                 batch_requests, size = [], 0
@@ -182,7 +184,7 @@ def split_batches(requests: Iterable[BatchRequest]) -> Iterator[list[BatchReques
         yield batch_requests
 
 
-def _lines(requests: Iterable[BatchRequest]) -> bytes:
+def _encode_requests(requests: Iterable[BatchRequest]) -> bytes:
     """Return requests as the lines of a batch."""
     return b"".join(
         json.dumps(
@@ -211,7 +213,7 @@ def _wait(batch: RemoteBatch, show: Callable[[int], object]) -> None:
 def _take(batch: RemoteBatch, file: BinaryIO, names: set[str]) -> dict[str, bool]:
     """Append the results of a batch to a file; return the success of each request by its id."""
     done = dict[str, bool]()
-    for line in batch.results():
+    for line in batch.iter_results():
         value = read_json(line, "the result", MAX_REPLY)
         try:
             name, code = value["custom_id"], (value["error"] or {}).get("code")

@@ -10,11 +10,11 @@ from clowder_aimage.cli.console.option import (
     common_options,
     complete_name,
     connection_options,
+    get_settings,
     output_option,
     parse_reference,
-    settings,
 )
-from clowder_aimage.cli.console.output import output_file, result
+from clowder_aimage.cli.console.output import open_output, print_result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.buffer import new_buffer
@@ -49,11 +49,11 @@ def fetch(name: str, digest: str | None, file: str) -> None:
     reference = parse_reference(name if digest is None else f"{name}@{digest}")
     if reference.digest is None:
         raise UsageError(f"{name} has no digest: expected REF@DIGEST, or REPO DIGEST")
-    with Repository(reference, settings().connection()) as repository:
-        content = Descriptor(UNKNOWN, reference.digest, repository.size(reference.digest))
+    with Repository(reference, get_settings().build_client_options()) as repository:
+        content = Descriptor(UNKNOWN, reference.digest, repository.fetch_size(reference.digest))
         buffer = new_buffer()
         with (
-            output_file(file) as target,
+            open_output(file) as target,
             VerifyingReader(repository.open(content), content) as reader,
             Progress("fetching", reference) as progress,
         ):
@@ -63,4 +63,4 @@ def fetch(name: str, digest: str | None, file: str) -> None:
                 progress.advance(count)
     if file != "-":
         value = {"file": file, "digest": str(content.digest), "size": content.size}
-        result({"reference": str(reference), **value}, file)
+        print_result({"reference": str(reference), **value}, file)

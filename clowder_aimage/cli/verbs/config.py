@@ -13,10 +13,14 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, settings
-from clowder_aimage.cli.console.output import META, note, result, table
-from clowder_aimage.cli.console.remedy import advice
-from clowder_aimage.config.user_directory import check_variables, config_file, server_variables
+from clowder_aimage.cli.console.option import VerbGroup, common_options, get_settings, needs
+from clowder_aimage.cli.console.output import META, format_table, note, print_result
+from clowder_aimage.cli.console.remedy import format_advice
+from clowder_aimage.config.user_directory import (
+    check_variables,
+    find_config_file,
+    list_server_variables,
+)
 from clowder_aimage.document.schema import load, read_configuration
 from clowder_aimage.errors import UsageError
 
@@ -73,42 +77,48 @@ def show() -> None:
     Sources are the command line, an environment variable, the configuration, or "default".
     Secrets are not shown.
     """
-    chosen, file = settings(), config_file()
+    chosen, file = get_settings(), find_config_file()
     variables = [(name, os.environ[name]) for name in _VARIABLES if os.environ.get(name)]
-    values = [_file(file), _store(chosen.stores), _run(file), *_servers(file), *_registry(file)]
-    values += _registries(file)
+    values = [
+        _build_file_value(file),
+        _build_store_value(chosen.stores),
+        _build_run_value(file),
+        *_iter_server_settings(file),
+        *_iter_registry_settings(file),
+    ]
+    values += _iter_host_settings(file)
     values += [Value(name, mask_secret(name, text), "environment") for name, text in variables]
     rows = [["SETTING", "VALUE", "FROM"]]
     for setting in values:
         rows.append(
             [
                 setting.name,
-                _text(setting.value if setting.typed is None else setting.typed),
+                _format_value(setting.value if setting.typed is None else setting.typed),
                 setting.origin,
             ]
         )
     value = {"file": str(file), "exists": file.is_file(), "settings": [e.plain for e in values]}
-    result(value, table(rows))
+    print_result(value, format_table(rows))
 
 
-def _file(file: Path) -> Value:
+def _build_file_value(file: Path) -> Value:
     origin = "AIMAGE_CONFIG" if os.environ.get("AIMAGE_CONFIG") else "default"
     return Value("config", str(file), origin, None if file.is_file() else f"{file} (not found)")
 
 
-def _store(stores: tuple[Path, ...]) -> Value:
+def _build_store_value(stores: tuple[Path, ...]) -> Value:
     is_given = f"{META}store" in click.get_current_context().meta
     origin = "AIMAGE_STORE" if os.environ.get("AIMAGE_STORE") else "default"
     return Value("store", os.pathsep.join(map(str, stores)), "command line" if is_given else origin)
 
 
-def _run(file: Path) -> Value:
+def _build_run_value(file: Path) -> Value:
     section = read_configuration(file, lambda document: document.get("run", {}))
     is_given = "remote" in section
     return Value("run.remote", section.get("remote", False), str(file) if is_given else "default")
 
 
-def _servers(file: Path) -> Iterator[Value]:
+def _iter_server_settings(file: Path) -> Iterator[Value]:
     """Yield the settings of the worker, the node and the gateway, if their extra is installed."""
     try:
         with needs("a worker", "worker"):
@@ -116,7 +126,7 @@ def _servers(file: Path) -> Iterator[Value]:
             from clowder_aimage.fleet.gateway.settings import GatewaySettings
             from clowder_aimage.node.settings import NodeSettings
     except UsageError as error:
-        note(f"the worker's settings are not shown: {advice(error)}")
+        note(f"the worker's settings are not shown: {format_advice(error)}")
         return
     for kind in (Settings, NodeSettings, GatewaySettings):
         (values, origins), section = gather(kind, {}, file), read_section(file, kind)
@@ -129,15 +139,15 @@ def _servers(file: Path) -> Iterator[Value]:
             if type(value) in (int, float):
                 usual = properties[camel(name)].get("default")
                 typed = usual if origin == "default" else os.environ.get(origin, section.get(name))
-            yield Value(f"{kind.SECTION}.{camel(name)}", _plain(value), origin, typed)
+            yield Value(f"{kind.SECTION}.{camel(name)}", _encode_value(value), origin, typed)
 
 
-def _registry(file: Path) -> Iterator[Value]:
+def _iter_registry_settings(file: Path) -> Iterator[Value]:
     """Yield the settings of 'aimage registry serve'."""
     check_variables("registry")
     properties = load("config")["$defs"]["registry"]["properties"]
     section = read_configuration(file, lambda document: document.get("registry", {}))
-    for key, variable in server_variables("registry").items():
+    for key, variable in list_server_variables("registry").items():
         name, usual = f"registry.{key}", properties[key].get("default")
         if text := os.environ.get(variable):
             if properties[key].get("type") == "boolean":
@@ -151,7 +161,7 @@ def _registry(file: Path) -> Iterator[Value]:
             yield Value(name, section.get(key, usual), str(file) if key in section else "default")
 
 
-def _registries(file: Path) -> Iterator[Value]:
+def _iter_host_settings(file: Path) -> Iterator[Value]:
     """Yield the configuration of each registry as written, and its default protocol."""
     from clowder_aimage.registry import ClientOptions
     from clowder_aimage.registry.host_settings import DEFAULT, read_settings
@@ -182,7 +192,7 @@ def mask_secret(name: str, value: str) -> str:
     return f"{scheme}://{MASK}@{address}" if separator else f"{MASK}@{address}"
 
 
-def _plain(value: Any) -> Any:
+def _encode_value(value: Any) -> Any:
     """Return a value for JSON; an unlimited duration is -1."""
     if isinstance(value, float):
         return -1 if math.isinf(value) else value
@@ -191,7 +201,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None or value in ([], {}):
         return "-"
     return value if isinstance(value, str) else json.dumps(value)

@@ -6,9 +6,9 @@ import click
 
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.lora_option import find_uses
-from clowder_aimage.cli.console.option import settings, tag_reference, verb
+from clowder_aimage.cli.console.option import get_settings, tag_reference, verb
 from clowder_aimage.cli.console.output import remark
-from clowder_aimage.cli.console.progress import Progress, callbacks, writing
+from clowder_aimage.cli.console.progress import Progress, build_callbacks, build_write_callbacks
 from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.cli.create.option import recipe_options
 from clowder_aimage.cli.create.result import print_packed
@@ -48,7 +48,7 @@ def convert(
 
     Tensors that do not change keep their blobs, which are neither stored nor sent twice.
     """
-    chosen = settings()
+    chosen = get_settings()
     if loras:
         if attach or recipe.changes:
             option = "--attach" if attach else "--dtype" if recipe.dtype else "--quantize"
@@ -68,7 +68,7 @@ def convert(
             recipe,
             is_attached=attach,
             threads=chosen.jobs,
-            **callbacks(progress),
+            **build_callbacks(progress),
         )
     print_packed(new, packed, recipe)
 
@@ -79,12 +79,12 @@ def _fuse(reference: Reference, new: Reference, loras: tuple[str, ...]) -> None:
     uses = find_uses(loras)
     with Progress("fusing", new) as progress:
         fused = fuse(
-            settings().layout,
+            get_settings().layout,
             reference,
             new,
             uses,
-            threads=settings().jobs,
-            **writing(progress),
+            threads=get_settings().jobs,
+            **build_write_callbacks(progress),
         )
     if fused.remark:
         remark(fused.remark)

@@ -7,12 +7,12 @@ import click
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     complete_name,
+    get_settings,
     parse_reference,
-    settings,
     transfer_options,
     verb,
 )
-from clowder_aimage.cli.console.output import plain, result
+from clowder_aimage.cli.console.output import print_result, to_plain
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
@@ -44,13 +44,13 @@ def copy(src: str, dst: str, recursive: bool, all_tags: bool) -> None:
         _copy_tags((src, source), (dst, target), recursive)
         return
     with Progress("copying", source) as progress:
-        connection = settings().connection(source.registry, target.registry)
+        connection = get_settings().build_client_options(source.registry, target.registry)
         descriptor = transfer(
             source, target, connection, recursive=recursive, on_event=progress.on_event
         )
     progress.summarize("copied")
-    value = {"source": str(source), "reference": str(target), **plain(descriptor)}
-    result(value, str(descriptor.digest))
+    value = {"source": str(source), "reference": str(target), **to_plain(descriptor)}
+    print_result(value, str(descriptor.digest))
 
 
 def _copy_tags(
@@ -65,7 +65,7 @@ def _copy_tags(
         copied = transfer_tags(
             source[1],
             target[1],
-            settings().connection(source[1].registry, target[1].registry),
+            get_settings().build_client_options(source[1].registry, target[1].registry),
             recursive=recursive,
             on_event=progress.on_event,
         )
@@ -73,6 +73,8 @@ def _copy_tags(
     value = {
         "source": source[0],
         "repository": target[0],
-        "tags": [{"tag": tag, **plain(descriptor)} for tag, descriptor in copied.items()],
+        "tags": [{"tag": tag, **to_plain(descriptor)} for tag, descriptor in copied.items()],
     }
-    result(value, (f"{target[0]}:{tag} {descriptor.digest}" for tag, descriptor in copied.items()))
+    print_result(
+        value, (f"{target[0]}:{tag} {descriptor.digest}" for tag, descriptor in copied.items())
+    )

@@ -10,11 +10,11 @@ from clowder_aimage.cli.console.example import NAME, REPOSITORY, examples
 from clowder_aimage.cli.console.option import (
     complete_name,
     connection_options,
+    get_settings,
     parse_reference,
-    settings,
     verb,
 )
-from clowder_aimage.cli.console.output import note, plain, remark, result
+from clowder_aimage.cli.console.output import note, print_result, remark, to_plain
 from clowder_aimage.errors import UsageError
 
 
@@ -31,8 +31,8 @@ def delete(name: str, force: bool) -> int:
     """
     from clowder_aimage.registry import Repository
 
-    chosen, reference = settings(), parse_reference(name)
-    connection = chosen.connection()
+    chosen, reference = get_settings(), parse_reference(name)
+    connection = chosen.build_client_options()
     if connection.expand(reference).registry is None:
         raise UsageError(
             f"{name} has no registry host", hint=f"to remove it from the store: aimage rm {name}"
@@ -56,5 +56,5 @@ def delete(name: str, force: bool) -> int:
             return 1
         content = repository.delete(reference)
     remark(f"deleted {subject}")
-    result({"deleted": str(reference), "kind": kind, **plain(content)}, str(reference))
+    print_result({"deleted": str(reference), "kind": kind, **to_plain(content)}, str(reference))
     return 0

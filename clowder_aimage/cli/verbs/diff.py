@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.cli.console.example import NAME, examples
-from clowder_aimage.cli.console.option import connection_options, settings, verb
-from clowder_aimage.cli.console.output import plural, result, size
+from clowder_aimage.cli.console.option import connection_options, get_settings, verb
+from clowder_aimage.cli.console.output import format_count, format_size, print_result
 from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.oci import Reference
 
@@ -41,40 +41,44 @@ def diff(a: Reference, b: Reference, lists_all: bool, remote: bool, has_code: bo
     """
     from clowder_aimage.diff import diff as compare
 
-    chosen = settings()
+    chosen = get_settings()
     difference = compare(
-        a, b, chosen.layout, chosen.connection(a.registry, b.registry), remote=remote
+        a, b, chosen.layout, chosen.build_client_options(a.registry, b.registry), remote=remote
     )
-    result(_plain(difference), _lines(difference, None if lists_all else _LISTED))
+    print_result(
+        _encode_difference(difference), _iter_lines(difference, None if lists_all else _LISTED)
+    )
     return 1 if has_code and not difference.is_empty else 0
 
 
-def _lines(difference: Difference, limit: int | None) -> Iterator[str]:
+def _iter_lines(difference: Difference, limit: int | None) -> Iterator[str]:
     for key, side in (("a", difference.a), ("b", difference.b)):
         digest = side.manifest.digest
         yield f"{key}  {side.reference}  {digest.short}  {side.dialect}, in the {side.where}"
     yield ""
     for title, is_tensor in (("tensors", True), ("files", False)):
-        yield f"{title}: " + ", ".join(_counts(difference, is_tensor))
+        yield f"{title}: " + ", ".join(_iter_counts(difference, is_tensor))
     for title, fields in (("config", difference.config), ("annotations", difference.annotations)):
         if fields or title == "config":
             differ = "differs" if len(fields) == 1 else "differ"
-            yield f"{title}: {plural(len(fields), 'field')} {differ}"
-    moved = f"{size(sum(difference.fetch.values()))} in {plural(len(difference.fetch), 'blob')}"
+            yield f"{title}: {format_count(len(fields), 'field')} {differ}"
+    size, blobs = sum(difference.fetch.values()), format_count(len(difference.fetch), "blob")
     old, new = difference.a.reference, difference.b.reference
-    yield f"pulling {new} where {old} is present fetches {moved}"
+    yield f"pulling {new} where {old} is present fetches {format_size(size)} in {blobs}"
     sections = (
         ("changed", map(_format_change, difference.changed)),
         ("added", map(_format_layer, difference.added)),
         ("removed", map(_format_layer, difference.removed)),
-        ("config", map(_field, difference.config)),
-        ("annotations", map(_field, difference.annotations)),
+        ("config", map(_format_field, difference.config)),
+        ("annotations", map(_format_field, difference.annotations)),
     )
     for title, lines in sections:
-        yield from _section(title, list(lines), limit)
+        yield from _iter_section(title, list(lines), limit)
 
 
-def _sums(difference: Difference, kind: str, is_tensor: bool) -> tuple[list[Change], int, int]:
+def _sum_changes(
+    difference: Difference, kind: str, is_tensor: bool
+) -> tuple[list[Change], int, int]:
     changes = [change for change in getattr(difference, kind) if change.is_tensor == is_tensor]
     return (
         changes,
@@ -83,17 +87,17 @@ def _sums(difference: Difference, kind: str, is_tensor: bool) -> tuple[list[Chan
     )
 
 
-def _counts(difference: Difference, is_tensor: bool) -> Iterator[str]:
+def _iter_counts(difference: Difference, is_tensor: bool) -> Iterator[str]:
     """Yield counts: ``280 shared (1.2 GB), 4 changed (3 MB, were 2 MB), ...``."""
     for kind in _KINDS:
-        changes, before, after = _sums(difference, kind, is_tensor)
-        text = size(before if kind == "removed" else after)
+        changes, before, after = _sum_changes(difference, kind, is_tensor)
+        text = format_size(before if kind == "removed" else after)
         if kind == "changed" and before != after:
-            text += f", were {size(before)}"
+            text += f", were {format_size(before)}"
         yield f"{len(changes)} {kind} ({text})" if changes else f"0 {kind}"
 
 
-def _section(title: str, lines: list[str], limit: int | None) -> Iterator[str]:
+def _iter_section(title: str, lines: list[str], limit: int | None) -> Iterator[str]:
     if not lines:
         return
     yield ""
@@ -106,49 +110,52 @@ def _section(title: str, lines: list[str], limit: int | None) -> Iterator[str]:
 
 
 def _format_layer(change: Change) -> str:
-    bytes_ = size(change.after if change.b else change.before)
-    return "  ".join(filter(None, (change.name, _shape(change.b or change.a), bytes_)))
+    bytes_ = format_size(change.after if change.b else change.before)
+    return "  ".join(filter(None, (change.name, _format_shape(change.b or change.a), bytes_)))
 
 
 def _format_change(change: Change) -> str:
     """Format a change; a value that is equal on both sides is shown once."""
-    shapes, sizes = (_shape(change.a), _shape(change.b)), (size(change.before), size(change.after))
+    shapes, sizes = (
+        (_format_shape(change.a), _format_shape(change.b)),
+        (format_size(change.before), format_size(change.after)),
+    )
     pairs = (new if old == new else f"{old or '-'} -> {new or '-'}" for old, new in (shapes, sizes))
     return "  ".join(filter(None, (change.name, *pairs)))
 
 
-def _shape(layer: Layer | None) -> str:
+def _format_shape(layer: Layer | None) -> str:
     """Format the shape, ``BF16 16x16``; empty for a file."""
     if layer is None or layer.dtype is None:
         return ""
     return f"{layer.dtype} {'x'.join(map(str, layer.shape or ()))}".strip()
 
 
-def _field(field: FieldChange) -> str:
-    return f"{'.'.join(field.path)}: {_short(field.a)} -> {_short(field.b)}"
+def _format_field(field: FieldChange) -> str:
+    return f"{'.'.join(field.path)}: {_format_value(field.a)} -> {_format_value(field.b)}"
 
 
-def _short(value: tuple[Any, ...]) -> str:
+def _format_value(value: tuple[Any, ...]) -> str:
     if not value:
         return "(none)"
     text = json.dumps(value[0], ensure_ascii=False)
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
 
 
-def _plain(difference: Difference) -> dict[str, Any]:
+def _encode_difference(difference: Difference) -> dict[str, Any]:
     return {
-        "a": _plain_side(difference.a),
-        "b": _plain_side(difference.b),
+        "a": _encode_side(difference.a),
+        "b": _encode_side(difference.b),
         "differ": not difference.is_empty,
-        "tensors": _plain_layers(difference, True),
-        "files": _plain_layers(difference, False),
-        "config": [_plain_field(field) for field in difference.config],
-        "annotations": [_plain_field(field) for field in difference.annotations],
+        "tensors": _encode_layers(difference, True),
+        "files": _encode_layers(difference, False),
+        "config": [_encode_field(field) for field in difference.config],
+        "annotations": [_encode_field(field) for field in difference.annotations],
         "fetch": {"blobs": len(difference.fetch), "size": sum(difference.fetch.values())},
     }
 
 
-def _plain_side(side: Side) -> dict[str, Any]:
+def _encode_side(side: Side) -> dict[str, Any]:
     return {
         "reference": str(side.reference),
         "digest": str(side.manifest.digest),
@@ -158,18 +165,18 @@ def _plain_side(side: Side) -> dict[str, Any]:
     }
 
 
-def _plain_layers(difference: Difference, is_tensor: bool) -> dict[str, Any]:
+def _encode_layers(difference: Difference, is_tensor: bool) -> dict[str, Any]:
     """Return counts and bytes: ``before`` in A, ``after`` in B. Shared layers are not listed."""
     value: dict[str, Any] = {}
     for kind in _KINDS:
-        changes, before, after = _sums(difference, kind, is_tensor)
+        changes, before, after = _sum_changes(difference, kind, is_tensor)
         value[kind] = {"count": len(changes), "before": before, "after": after}
         if kind != "shared":
-            value[kind]["layers"] = [_plain_change(change) for change in changes]
+            value[kind]["layers"] = [_encode_change(change) for change in changes]
     return value
 
 
-def _plain_change(change: Change) -> dict[str, Any]:
+def _encode_change(change: Change) -> dict[str, Any]:
     value: dict[str, Any] = {"name": change.name}
     for key, layer in (("a", change.a), ("b", change.b)):
         if layer is not None:
@@ -179,6 +186,6 @@ def _plain_change(change: Change) -> dict[str, Any]:
     return value
 
 
-def _plain_field(field: FieldChange) -> dict[str, Any]:
+def _encode_field(field: FieldChange) -> dict[str, Any]:
     sides = {key: held[0] for key, held in (("a", field.a), ("b", field.b)) if held}
     return {"path": list(field.path), **sides}

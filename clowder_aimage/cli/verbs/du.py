@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import settings, verb
-from clowder_aimage.cli.console.output import plural, result, size, table
+from clowder_aimage.cli.console.option import get_settings, verb
+from clowder_aimage.cli.console.output import format_count, format_size, format_table, print_result
 from clowder_aimage.cli.console.stored_name import stored_arguments
 from clowder_aimage.oci import Reference
-from clowder_aimage.usage import NameUsage, UsageReport, usage
+from clowder_aimage.usage import NameUsage, UsageReport, measure_usage
 
 
 @examples("aimage du", "aimage du shapes shapes:int8")
@@ -22,14 +22,14 @@ def du(references: tuple[Reference, ...]) -> None:
     that of blobs that others need too; MISSING are those that the store lacks. Several names of
     one manifest are one line and count once.
     """
-    chosen = settings()
+    chosen = get_settings()
     layout = chosen.layout
     only = [layout.resolve(reference).digest for reference in references]
-    report = usage(layout, chosen.stores, only)
-    lines = _table(report)
+    report = measure_usage(layout, chosen.stores, only)
+    lines = _format_table(report)
     if references:
-        lines.append(f"freed if all of these were removed: {size(report.freed)}")
-    shares = [_plain_share(share) for share in report.shares]
+        lines.append(f"freed if all of these were removed: {format_size(report.freed)}")
+    shares = [_encode_share(share) for share in report.shares]
     total = {
         "blobs": report.blobs,
         "size": report.size,
@@ -37,27 +37,39 @@ def du(references: tuple[Reference, ...]) -> None:
         "shared": report.size - report.unique,
         "freed": report.freed,
     }
-    result({"manifests": shares, "total": total}, lines)
+    print_result({"manifests": shares, "total": total}, lines)
 
 
-def _table(report: UsageReport) -> list[str]:
+def _format_table(report: UsageReport) -> list[str]:
     rows = [("NAME", "SIZE", "UNIQUE", "SHARED", "MISSING")]
     for share in report.shares:
         unnamed = f"(no name) {share.digest.short}"
         label, *more_names = (" ".join(name.split()) or unnamed for name in share.names)
         gap = (
-            f"{plural(share.missing, 'blob')}, {size(share.missing_size)}" if share.missing else ""
+            f"{format_count(share.missing, 'blob')}, {format_size(share.missing_size)}"
+            if share.missing
+            else ""
         )
-        rows.append((label, size(share.size), size(share.unique), size(share.shared), gap))
+        rows.append(
+            (
+                label,
+                format_size(share.size),
+                format_size(share.unique),
+                format_size(share.shared),
+                gap,
+            )
+        )
         rows += [(f"  and {name}", "", "", "", "") for name in more_names]
     shared = report.size - report.unique
-    rows.append(("total", size(report.size), size(report.unique), size(shared), ""))
+    rows.append(
+        ("total", format_size(report.size), format_size(report.unique), format_size(shared), "")
+    )
     if not any(share.missing for share in report.shares):
-        return table([row[:-1] for row in rows])
-    return table(rows)
+        return format_table([row[:-1] for row in rows])
+    return format_table(rows)
 
 
-def _plain_share(share: NameUsage) -> dict[str, Any]:
+def _encode_share(share: NameUsage) -> dict[str, Any]:
     return {
         "references": [name for name in share.names if name],
         "unnamed": "" in share.names,

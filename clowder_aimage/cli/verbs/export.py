@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import complete_path, needs, settings, verb
-from clowder_aimage.cli.console.output import plural, remark, result, size
+from clowder_aimage.cli.console.option import complete_path, get_settings, needs, verb
+from clowder_aimage.cli.console.output import format_count, format_size, print_result, remark
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.errors import UsageError
@@ -48,12 +48,12 @@ def export(reference: Reference, path: str, links: bool, dialect: str | None) ->
     if dialect is not None:
         if links:
             raise UsageError("--links cannot be combined with --as")
-        if is_adapter(settings().layout, reference):
+        if is_adapter(get_settings().layout, reference):
             _export_adapter(reference, directory, dialect)
             return
     with Progress("exporting", reference) as progress:
         exported = export_aimage(
-            settings().layout,
+            get_settings().layout,
             reference,
             directory,
             links=links,
@@ -61,7 +61,7 @@ def export(reference: Reference, path: str, links: bool, dialect: str | None) ->
             on_plan=lambda plan: progress.begin(plan.size),
             on_written=progress.advance,
         )
-    remark(_text(directory, exported, links))
+    remark(_format_summary(directory, exported, links))
     value = {
         "path": str(directory),
         "reference": str(reference),
@@ -72,15 +72,15 @@ def export(reference: Reference, path: str, links: bool, dialect: str | None) ->
         **{method.value: exported.methods[method] for method in LinkMethod},
         "quantized": dict(exported.quantized),
     }
-    result(value, str(directory))
+    print_result(value, str(directory))
 
 
 def _export_adapter(reference: Reference, path: Path, dialect: str) -> None:
     if dialect not in ADAPTER_DIALECTS:
         raise UsageError(f"adapters are not written as {dialect}")
     with needs("converting an adapter", "mlx"):
-        exported = export_adapter(settings().layout, reference, path, dialect)
-    remark(f"{path}: {plural(exported.tensors, 'tensor')}, {size(exported.size)}")
+        exported = export_adapter(get_settings().layout, reference, path, dialect)
+    remark(f"{path}: {format_count(exported.tensors, 'tensor')}, {format_size(exported.size)}")
     value = {
         "path": str(path),
         "reference": str(reference),
@@ -88,12 +88,13 @@ def _export_adapter(reference: Reference, path: Path, dialect: str) -> None:
         "tensors": exported.tensors,
         "size": exported.size,
     }
-    result(value, str(path))
+    print_result(value, str(path))
 
 
-def _text(directory: Path, exported: ExportSummary, links: bool) -> str:
-    weights = f" ({plural(exported.tensors, 'tensor')})" if exported.tensors else ""
-    lines = [f"{directory}: {plural(exported.files, 'file')}{weights}, {size(exported.size)}"]
+def _format_summary(directory: Path, exported: ExportSummary, links: bool) -> str:
+    weights = f" ({format_count(exported.tensors, 'tensor')})" if exported.tensors else ""
+    files = format_count(exported.files, "file")
+    lines = [f"{directory}: {files}{weights}, {format_size(exported.size)}"]
     if links:
         count = exported.methods
         lines[0] += (

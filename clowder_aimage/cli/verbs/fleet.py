@@ -13,7 +13,7 @@ import click
 
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import VerbGroup, common_options, needs, options, parse_with
-from clowder_aimage.cli.console.output import plural, result, size, table
+from clowder_aimage.cli.console.output import format_count, format_size, format_table, print_result
 from clowder_aimage.errors import NetworkError, UsageError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ nats_option = click.option(
 )
 
 
-def nats_of(servers: str | None) -> str:
+def resolve_nats_servers(servers: str | None) -> str:
     """Return the servers that were named, else those of AIMAGE_NATS. Raises UsageError."""
     servers = servers or os.environ.get("AIMAGE_NATS")
     if not servers:
@@ -83,7 +83,7 @@ def nats_of(servers: str | None) -> str:
     return servers
 
 
-def fleet_access(nats: str, chosen: Mapping[str, Any]) -> FleetAccess:
+def build_fleet_access(nats: str, chosen: Mapping[str, Any]) -> FleetAccess:
     """Return the access to a fleet by the servers ``nats`` and the options. Raises UsageError."""
     from clowder_aimage.fleet.link import FleetAccess
     from clowder_aimage.fleet.name import DEFAULT_FLEET, FleetNames
@@ -109,13 +109,13 @@ def fleet_access(nats: str, chosen: Mapping[str, Any]) -> FleetAccess:
     )
 
 
-def _duration(text: str) -> float:
+def _parse_duration(text: str) -> float:
     with needs("a fleet", "worker,fleet"):
-        from clowder_aimage.engine.settings import duration
-    return duration(text)
+        from clowder_aimage.engine.settings import parse_duration
+    return parse_duration(text)
 
 
-def _bytes(text: str) -> int:
+def _parse_size(text: str) -> int:
     from clowder_aimage.content.unit import parse_size
 
     return parse_size(text)
@@ -144,7 +144,7 @@ def fleet() -> None:
     metavar="DURATION",
     default="1h",
     show_default=True,
-    callback=parse_with(_duration),
+    callback=parse_with(_parse_duration),
     help="Time that results are kept for repeated requests.",
 )
 @click.option(
@@ -152,7 +152,7 @@ def fleet() -> None:
     metavar="SIZE",
     default="8GiB",
     show_default=True,
-    callback=parse_with(_bytes),
+    callback=parse_with(_parse_size),
     help="Maximum size of results that are kept; a fourth of it more for jobs, and for files.",
 )
 @fleet_options
@@ -171,7 +171,7 @@ def init(nats: str | None, replicas: int, keep: float, max_bytes: int, **chosen:
     created = _run(nats, chosen, make, is_ready=False)
     name = chosen.get("fleet") or "aimage"
     text = f"made {', '.join(created)}" if created else f"the fleet {name} is as it should be"
-    result({"fleet": name, "made": created}, text)
+    print_result({"fleet": name, "made": created}, text)
 
 
 @examples("aimage fleet status --nats nats://nats.example.com")
@@ -189,7 +189,7 @@ def status(nats: str | None, **chosen: Any) -> None:
         return asdict(await FleetStatus(link, await read_workers(link)).read())
 
     fleet_status = _run(nats, chosen, read)
-    result(fleet_status, lines(fleet_status))
+    print_result(fleet_status, format_status(fleet_status))
 
 
 @examples("aimage fleet drain gpu-3", "aimage fleet drain gpu-3 --undo")
@@ -214,9 +214,9 @@ def drain(worker: str, undo: bool, nats: str | None, **chosen: Any) -> None:
     verb = (
         "takes jobs"
         if undo
-        else f"takes no more jobs; {plural(worker_status['running'], 'job')} left"
+        else f"takes no more jobs; {format_count(worker_status['running'], 'job')} left"
     )
-    result(worker_status, f"{worker} {verb}")
+    print_result(worker_status, f"{worker} {verb}")
 
 
 def _run(
@@ -234,7 +234,7 @@ def _run(
         from clowder_aimage.fleet.link import LOST, OPERATOR, FleetLink
     # The errors that it logs are raised, too.
     logging.getLogger("aimage").addHandler(logging.NullHandler())
-    link = FleetLink(fleet_access(nats_of(nats), chosen), OPERATOR)
+    link = FleetLink(build_fleet_access(resolve_nats_servers(nats), chosen), OPERATOR)
 
     async def run() -> _T:
         async with link.open():
@@ -248,13 +248,13 @@ def _run(
         raise NetworkError(f"NATS did not answer: {error!r}") from None
 
 
-def lines(status: _Json) -> list[str]:
+def format_status(status: _Json) -> list[str]:
     """Return the status of a fleet as text."""
     workers, waiting = status["workers"], status["jobs"]
     head = [
-        f"fleet    {status['fleet']}: {plural(len(workers), 'worker')}, "
-        f"{plural(waiting, 'job')} on the queue, {status['given_up']} given up",
-        f"stored   {size(status['stored'])} of {size(status['room'])}",
+        f"fleet    {status['fleet']}: {format_count(len(workers), 'worker')}, "
+        f"{format_count(waiting, 'job')} on the queue, {status['given_up']} given up",
+        f"stored   {format_size(status['stored'])} of {format_size(status['room'])}",
     ]
     names = {digest: name for worker in workers for name, digest in worker["models"].items()}
     rows = [("WORKER", "JOBS", "DONE", "PER MIN", "MODELS", "LOADED", "STATE")]
@@ -264,9 +264,9 @@ def lines(status: _Json) -> list[str]:
         state = "draining" if worker["is_draining"] else "ready"
         done, models = str(worker["done"]), str(len(worker["models"]))
         rows.append((worker["id"], jobs, done, rate, models, loaded, state))
-    text = [*head, "", *table(rows)] if workers else [*head, "", "no worker is running"]
+    text = [*head, "", *format_table(rows)] if workers else [*head, "", "no worker is running"]
     queue = [
         (jobs["priority"], names.get(jobs["digest"], jobs["digest"][7:19]), str(jobs["jobs"]))
         for jobs in status["queue"]
     ]
-    return [*text, "", *table([("PRIORITY", "MODEL", "JOBS"), *queue])] if queue else text
+    return [*text, "", *format_table([("PRIORITY", "MODEL", "JOBS"), *queue])] if queue else text

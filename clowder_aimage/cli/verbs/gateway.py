@@ -12,16 +12,22 @@ import click
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
+    get_settings,
     needs,
-    settings,
     start_traces,
     verb,
 )
-from clowder_aimage.cli.console.output import result
-from clowder_aimage.cli.console.remedy import advice
-from clowder_aimage.cli.verbs.fleet import ACCESS, fleet_access, fleet_options, nats_of, nats_option
+from clowder_aimage.cli.console.output import print_result
+from clowder_aimage.cli.console.remedy import format_advice
+from clowder_aimage.cli.verbs.fleet import (
+    ACCESS,
+    build_fleet_access,
+    fleet_options,
+    nats_option,
+    resolve_nats_servers,
+)
 from clowder_aimage.cli.verbs.serve import allow_origin_option, listening_options, spell
-from clowder_aimage.config.user_directory import config_file
+from clowder_aimage.config.user_directory import find_config_file
 from clowder_aimage.oci import Digest, Reference
 
 
@@ -63,12 +69,12 @@ def gateway(**options: Any) -> None:
         from clowder_aimage.http.metrics_role import MetricsRole
 
     access_options = {name: options.pop(name) for name in tuple(options) if name in ACCESS}
-    config, _ = gather(GatewaySettings, options, config_file(), spell)
-    access = fleet_access(nats_of(config.nats), access_options)
-    chosen = settings()
+    config, _ = gather(GatewaySettings, options, find_config_file(), spell)
+    access = build_fleet_access(resolve_nats_servers(config.nats), access_options)
+    chosen = get_settings()
     start_traces()
     log.configure(config.log_format, "warning" if chosen.quiet else config.log_level)
-    connection, tokens = chosen.connection(), {}
+    connection, tokens = chosen.build_client_options(), {}
     if config.token_file:
         tokens = read_tokens(config.token_file)
     opened = listen(
@@ -94,14 +100,14 @@ def gateway(**options: Any) -> None:
             metrics_listeners = stack.enter_context(
                 contextlib.closing(listen_tcp_only(config.metrics_addr))
             )
-            metrics_endpoint = metrics_listeners, MetricsRole(metrics.text)
+            metrics_endpoint = metrics_listeners, MetricsRole(metrics.format_text)
         # Gateways in containers may have the same process id.
         link = FleetLink(access, GATEWAY, f"{os.getpid()}-{secrets.token_hex(2)}")
         role = GatewayRole(
             link,
             metrics,
             resolve=resolve,
-            advice=advice,
+            advice=format_advice,
             deadline=config.deadline,
             most=config.queue,
         )
@@ -109,9 +115,9 @@ def gateway(**options: Any) -> None:
             listeners,
             role,
             separate=metrics_endpoint,
-            advice=advice,
+            advice=format_advice,
             tokens=tokens,
             grace=config.grace,
             origins=config.allow_origins,
-            on_ready=lambda urls: result({"urls": urls}, urls),
+            on_ready=lambda urls: print_result({"urls": urls}, urls),
         )

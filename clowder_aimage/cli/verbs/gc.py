@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import parse_with, settings, verb
-from clowder_aimage.cli.console.output import note, plural, result, size
+from clowder_aimage.cli.console.option import get_settings, parse_with, verb
+from clowder_aimage.cli.console.output import format_count, format_size, note, print_result
 from clowder_aimage.content.unit import parse_size, parse_time
 from clowder_aimage.layout.gc import Collection, Collector
 
@@ -44,33 +44,33 @@ def gc(
 
     Pinned names, names that match --keep, and what a running pull, push or worker uses are kept.
     """
-    done = Collector(settings().layout, grace=grace, dry_run=dry_run).run(
+    done = Collector(get_settings().layout, grace=grace, dry_run=dry_run).run(
         max_age=max_age, max_size=max_size, keep=keep
     )
     if max_size is not None and done.left_size > max_size:
-        text = f"{size(done.left_size)} kept, more than {size(max_size)}"
+        text = f"{format_size(done.left_size)} kept, more than {format_size(max_size)}"
         if needed := done.left_size - done.young_size:
-            text += f": {size(needed)} needed by names that are pinned, kept or in use"
+            text += f": {format_size(needed)} needed by names that are pinned, kept or in use"
         note(text)
-    result(_plain(done, dry_run), _lines(done, dry_run))
+    print_result(_encode_collection(done, dry_run), _format_collection(done, dry_run))
 
 
-def _lines(done: Collection, dry_run: bool) -> list[str]:
+def _format_collection(done: Collection, dry_run: bool) -> list[str]:
     would = "would be " if dry_run else ""
     lines = [f"{would}removed: {removal.name} ({removal.reason})" for removal in done.forgotten]
-    lines.append(f"{would}removed: {plural(done.blobs, 'blob')}, {size(done.size)}")
+    lines.append(f"{would}removed: {format_count(done.blobs, 'blob')}, {format_size(done.size)}")
     if done.partials:
-        downloads = plural(done.partials, "unfinished download")
-        lines.append(f"{would}removed: {downloads}, {size(done.partial_size)}")
+        downloads = format_count(done.partials, "unfinished download")
+        lines.append(f"{would}removed: {downloads}, {format_size(done.partial_size)}")
     if done.young:
         lines.append(
-            f"kept: {plural(done.young, 'blob')}, {size(done.young_size)}, newer than the grace "
-            "period (--grace 0 removes them)"
+            f"kept: {format_count(done.young, 'blob')}, {format_size(done.young_size)}, newer than "
+            "the grace period (--grace 0 removes them)"
         )
     return lines
 
 
-def _plain(done: Collection, dry_run: bool) -> dict[str, Any]:
+def _encode_collection(done: Collection, dry_run: bool) -> dict[str, Any]:
     return {
         "dryRun": dry_run,
         "forgotten": [

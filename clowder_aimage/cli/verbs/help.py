@@ -7,7 +7,7 @@ import click
 from clowder_aimage import __version__
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import verb
-from clowder_aimage.cli.console.output import result
+from clowder_aimage.cli.console.output import print_result
 
 
 @examples("aimage help push", "aimage help registry serve")
@@ -24,4 +24,4 @@ def help(context: click.Context, words: tuple[str, ...]) -> None:  # noqa: A001 
 @verb
 def version() -> None:
     """Print the version."""
-    result({"version": __version__}, __version__)
+    print_result({"version": __version__}, __version__)

@@ -8,8 +8,13 @@ from pathlib import Path
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import complete_path, settings, tag_reference, verb
-from clowder_aimage.cli.console.output import plain, plural, result, standard_stream
+from clowder_aimage.cli.console.option import complete_path, get_settings, tag_reference, verb
+from clowder_aimage.cli.console.output import (
+    format_count,
+    open_standard_stream,
+    print_result,
+    to_plain,
+)
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
@@ -32,9 +37,9 @@ def load(file: str, input_file: str | None, name: Reference | None) -> None:
 
     if file and input_file:
         raise UsageError(f"--input {input_file} cannot be combined with the argument {file}")
-    layout, file = settings().layout, file or input_file or "-"
+    layout, file = get_settings().layout, file or input_file or "-"
     task, hint = "read an archive from", "give a file, or pipe one in"
-    archive = standard_stream(sys.stdin, task, hint) if file == "-" else Path(file)
+    archive = open_standard_stream(sys.stdin, task, hint) if file == "-" else Path(file)
     with Progress("loading") as progress:
         loaded = load_archive(
             layout, archive, name, on_plan=progress.begin, on_read=progress.advance
@@ -42,10 +47,12 @@ def load(file: str, input_file: str | None, name: Reference | None) -> None:
     for entry in loaded.unnamed:
         progress.note(f"added without a name: {entry}")
     present = f", {loaded.skipped} already there" if loaded.skipped else ""
-    progress.remark(f"loaded {plural(loaded.blobs, 'blob')}{present}")
+    progress.remark(f"loaded {format_count(loaded.blobs, 'blob')}{present}")
     if loaded.names or loaded.problem is None:
-        value = [{"reference": str(reference), **plain(root)} for reference, root in loaded.names]
+        value = [
+            {"reference": str(reference), **to_plain(root)} for reference, root in loaded.names
+        ]
         lines = [f"{reference} {root.digest}" for reference, root in loaded.names]
-        result(value, lines)
+        print_result(value, lines)
     if loaded.problem is not None:
         raise loaded.problem

@@ -7,13 +7,13 @@ import sys
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import login_connection_options, settings, verb
-from clowder_aimage.cli.console.output import remark, result, wants_value
+from clowder_aimage.cli.console.option import get_settings, login_connection_options, verb
+from clowder_aimage.cli.console.output import print_result, remark, wants_value
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
 
-def _host(text: str) -> str:
+def _parse_host(text: str) -> str:
     """Parse a registry's host by the rules for references."""
     registry = Reference.parse(f"{text}/x").registry
     if registry is None:
@@ -44,15 +44,15 @@ def login(registry: str, username: str | None, password: str | None, password_st
     """Check credentials with the registry HOST and store them in docker's file or helper."""
     from clowder_aimage.registry import login as log_in
 
-    host = _host(registry)
+    host = _parse_host(registry)
     username = username or _ask("Username", "--username", hide=False)
     if password_stdin:
         password = sys.stdin.readline().rstrip("\r\n")
     password = password or _ask("Password", "--password-stdin", hide=True)
-    location = log_in(host, username, password, settings().connection())
+    location = log_in(host, username, password, get_settings().build_client_options())
     remark(f"logged in to {host} as {username}; the credentials are stored in {location}")
     if wants_value():
-        result({"registry": host, "username": username, "kept": location}, "")
+        print_result({"registry": host, "username": username, "kept": location}, "")
 
 
 @examples("aimage logout registry.example.com")
@@ -62,8 +62,8 @@ def logout(registry: str) -> None:
     """Remove the credentials of the registry HOST."""
     from clowder_aimage.registry import logout as log_out
 
-    host = _host(registry)
-    log_out(host, settings().connection())
+    host = _parse_host(registry)
+    log_out(host, get_settings().build_client_options())
     remark(f"logged out of {host}")
     if wants_value():
-        result({"registry": host}, "")
+        print_result({"registry": host}, "")

@@ -15,23 +15,23 @@ import click
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     complete_name,
+    get_settings,
     parse_with,
     remote_option,
-    settings,
     verb,
 )
 from clowder_aimage.cli.console.output import (
+    build_table,
+    format_count,
+    format_size,
     is_quiet,
-    plural,
+    print_result,
     remark,
-    result,
-    size,
-    table_of,
     wants_json,
 )
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.completeness import is_partial
-from clowder_aimage.layout.metadata import summary
+from clowder_aimage.layout.metadata import read_summary
 
 _FILTERED = ("reference", "family", "type", "kind", "partial")
 _TITLES = ("NAME", "FAMILY", "TYPE", "SIZE", "CREATED", "DIGEST")
@@ -41,7 +41,7 @@ _UNITS = (
 )
 
 
-def _filters(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _parse_filters(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Return the patterns of each field, from FIELD=PATTERN. Raises ValueError."""
     patterns: dict[str, tuple[str, ...]] = {}
     for text in texts:
@@ -61,7 +61,7 @@ def _filters(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
     "filters",
     multiple=True,
     metavar="FIELD=PATTERN",
-    callback=parse_with(_filters),
+    callback=parse_with(_parse_filters),
     help=f"List only names of which a field matches: {', '.join(_FILTERED)}. May be repeated.",
 )
 @click.option("--no-trunc", is_flag=True, help="Show whole digests.")
@@ -79,7 +79,7 @@ def ls(
     else that of the arrival in the store. With -q only names are printed. With --remote the names
     in a worker's store are listed.
     """
-    entries = _remote_rows() if remote else _rows(settings().layout, patterns)
+    entries = _iter_remote_rows() if remote else _iter_rows(get_settings().layout, patterns)
     rows = sorted(
         (
             row
@@ -91,16 +91,18 @@ def ls(
     lines = [row["reference"] for row in rows]
     if not is_quiet():
         timestamp = time.time()
-        rows, lines = table_of(_TITLES, rows, lambda row: _cells(row, timestamp, is_whole=no_trunc))
+        rows, lines = build_table(
+            _TITLES, rows, lambda row: _format_cells(row, timestamp, is_whole=no_trunc)
+        )
     if rows or not is_quiet() or wants_json():
-        result(rows, lines)
+        print_result(rows, lines)
     if rows:
         return
     if patterns or filters:
         fields = (f"{field}={text}" for field, texts in filters.items() for text in texts)
         remark(f"no names match {' '.join([*patterns, *fields])}")
     elif not remote:
-        root = settings().stores[0]
+        root = get_settings().stores[0]
         text = "no names in the store" if root.exists() else "no store at"
         remark(f"{text} {root}; 'aimage create' and 'aimage pull' add names")
 
@@ -125,50 +127,50 @@ def _passes(row: dict[str, Any], filters: Mapping[str, tuple[str, ...]]) -> bool
     return all(passes(field, patterns) for field, patterns in filters.items())
 
 
-def _remote_rows() -> Iterator[dict[str, Any]]:
+def _iter_remote_rows() -> Iterator[dict[str, Any]]:
     from clowder_aimage.cli.console.worker_connection import (
-        detail_of,
-        models,
+        connect_worker,
+        get_detail,
+        list_models,
         refuse_options,
-        worker,
     )
 
     hint = "omit --remote to list a store on this machine"
     refuse_options(hint, exclude=("filters", "no_trunc"))
-    for model in models(worker(), "/api/tags"):
+    for model in list_models(connect_worker(), "/api/tags"):
         row = {"reference": model["name"], "digest": model["digest"], "size": model["size"]}
-        row |= {"family": detail_of(model, "family")}
-        row |= {"type": detail_of(model, "quantization_level")}
+        row |= {"family": get_detail(model, "family")}
+        row |= {"type": get_detail(model, "quantization_level")}
         yield row | {"created": None, "added": model.get("modified_at")}
 
 
-def _rows(layout: ImageLayout, patterns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    for name, descriptor in layout.tags():
+def _iter_rows(layout: ImageLayout, patterns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    for name, descriptor in layout.list_tags():
         row: dict[str, Any] = {"reference": name, "digest": str(descriptor.digest)}
         if _matches(name, patterns):
-            row |= summary(layout.root, layout, descriptor) | {"added": None}
+            row |= read_summary(layout.root, layout, descriptor) | {"added": None}
             with contextlib.suppress(OSError):
                 at = int(Path(layout.locate(descriptor)).stat().st_mtime)
                 row["added"] = datetime.fromtimestamp(at, UTC).isoformat()
             yield row | {"partial": True} if is_partial(layout, descriptor) else row
 
 
-def _cells(row: dict[str, Any], timestamp: float, *, is_whole: bool) -> tuple[str, ...]:
-    length = "-" if row["size"] is None else size(row["size"])
+def _format_cells(row: dict[str, Any], timestamp: float, *, is_whole: bool) -> tuple[str, ...]:
+    length = "-" if row["size"] is None else format_size(row["size"])
     if "partial" in row:
         length += " (partial)"
-    created = _ago(row["created"], timestamp) or _ago(row["added"], timestamp) or "-"
+    created = _format_age(row["created"], timestamp) or _format_age(row["added"], timestamp) or "-"
     kind, name = row["family"] or "-", row["type"] or "-"
     digest = row["digest"] if is_whole else row["digest"][7:19]
     return row["reference"], kind, name, length, created, digest
 
 
-def _ago(text: object, timestamp: float) -> str | None:
+def _format_age(text: object, timestamp: float) -> str | None:
     """Format the time since ``text``; None if it is not a time."""
     with contextlib.suppress(ValueError, OverflowError):
         seconds = max(0.0, timestamp - datetime.fromisoformat(str(text)).timestamp())
         for length, unit in _UNITS:
             if seconds >= length:
-                return f"{plural(int(seconds // length), unit)} ago"
+                return f"{format_count(int(seconds // length), unit)} ago"
         return "now"
     return None

@@ -13,13 +13,13 @@ from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
     connection_options,
+    get_settings,
     output_option,
     reference_argument,
-    settings,
 )
-from clowder_aimage.cli.console.output import output_file, plain, printable, result
+from clowder_aimage.cli.console.output import clean_lines, open_output, print_result, to_plain
 from clowder_aimage.content.atomic_file import write_all
-from clowder_aimage.content.store import bytes_body
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.layout.stored_aimage import MAX_CONFIG_SIZE
@@ -48,7 +48,7 @@ def fetch(reference: Reference, file: str, pretty: bool, wants_config: bool) -> 
     """
     from clowder_aimage.registry import Repository
 
-    with Repository(reference, settings().connection()) as repository:
+    with Repository(reference, get_settings().build_client_options()) as repository:
         descriptor = repository.resolve(reference)
         raw = read_all(repository.open(descriptor), descriptor)
         if wants_config:
@@ -59,12 +59,12 @@ def fetch(reference: Reference, file: str, pretty: bool, wants_config: bool) -> 
         raw += b"\n"
     if file == "-" and sys.stdout.isatty():
         # The registry may have sent terminal escape sequences.
-        click.echo(printable(raw.decode(errors="replace")))
+        click.echo(clean_lines(raw.decode(errors="replace")))
         return
-    with output_file(file) as target:
+    with open_output(file) as target:
         write_all(target.fileno(), raw)
     if file != "-":
-        result({"reference": str(reference), "file": file, **plain(descriptor)}, file)
+        print_result({"reference": str(reference), "file": file, **to_plain(descriptor)}, file)
 
 
 @examples(f"aimage manifest push {NAME} manifest.json")
@@ -88,9 +88,11 @@ def push(reference: Reference, file: str) -> None:
         raise FormatError(f"{file} is not a manifest: {error.message}", **error.advice) from None
     if reference.digest not in (None, document.digest):
         raise UsageError(f"{file} has the digest {document.digest}, not that of {reference}")
-    with Repository(reference, settings().connection()) as repository:
-        repository.push(document.descriptor, bytes_body(raw), reference)
-    result({"reference": str(reference), **plain(document.descriptor)}, str(document.digest))
+    with Repository(reference, get_settings().build_client_options()) as repository:
+        repository.push(document.descriptor, build_bytes_body(raw), reference)
+    print_result(
+        {"reference": str(reference), **to_plain(document.descriptor)}, str(document.digest)
+    )
 
 
 def _read(file: str) -> bytes:

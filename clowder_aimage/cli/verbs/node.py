@@ -15,14 +15,25 @@ from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
     daemon_connection_options,
-    explicit_options,
+    get_settings,
+    list_explicit_options,
     needs,
-    settings,
 )
-from clowder_aimage.cli.console.output import note, one_line, plural, result, size, table
-from clowder_aimage.cli.console.worker_connection import refuse_options, worker_client, worker_host
+from clowder_aimage.cli.console.output import (
+    clean_line,
+    format_count,
+    format_size,
+    format_table,
+    note,
+    print_result,
+)
+from clowder_aimage.cli.console.worker_connection import (
+    create_client,
+    read_worker_host,
+    refuse_options,
+)
 from clowder_aimage.cli.verbs.serve import listening_options, node_options, run_server, spell
-from clowder_aimage.config.user_directory import config_file
+from clowder_aimage.config.user_directory import find_config_file
 from clowder_aimage.errors import FormatError, NetworkError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -55,13 +66,13 @@ def node(context: click.Context, /, **options: Any) -> None:
     "node" in the configuration: see 'aimage config show'.
     """
     if context.invoked_subcommand is not None:
-        if stated := explicit_options():
+        if stated := list_explicit_options():
             raise UsageError(f"{stated[0]} cannot be combined with a verb of 'aimage node'")
         return
     with needs("a node", "worker"):
         from clowder_aimage.engine.settings import gather
         from clowder_aimage.node.settings import NodeSettings
-    config, _ = gather(NodeSettings, options, config_file(), spell)
+    config, _ = gather(NodeSettings, options, find_config_file(), spell)
     run_server(config, config)
 
 
@@ -76,27 +87,27 @@ def node(context: click.Context, /, **options: Any) -> None:
 def status(addr: str | None) -> None:
     """Show each model of a node: its state, the sources of its bytes, and the last change."""
     refuse_options("omit it: the store of the node is shown", exclude=("addr",))
-    node_endpoint = endpoint(addr)
+    node_endpoint = resolve_endpoint(addr)
     answer = ask(node_endpoint)
     try:
-        text = lines(answer, datetime.now(UTC))
-        warnings = [_line(warning) for warning in answer["warnings"]]
+        text = format_status(answer, datetime.now(UTC))
+        warnings = [_format_line(warning) for warning in answer["warnings"]]
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         raise FormatError(
             f"the status that {node_endpoint} sent cannot be read",
             hint="compare the versions of 'aimage' here and there",
         ) from None
-    result(answer, text)
-    for warning in () if settings().as_json else warnings:
+    print_result(answer, text)
+    for warning in () if get_settings().as_json else warnings:
         note(f"warning: {warning}")
 
 
-def endpoint(addr: str | None) -> Endpoint:
+def resolve_endpoint(addr: str | None) -> Endpoint:
     """Return the address of the node, with the default port if it has none. Raises UsageError."""
     from clowder_aimage.engine.endpoint import Endpoint
 
     if not addr:
-        return Endpoint.parse(worker_host() or DEFAULT_NODE)
+        return Endpoint.parse(read_worker_host() or DEFAULT_NODE)
     parsed = Endpoint.parse(addr)
     has_port = parsed.scheme != "http" or urlsplit(f"//{addr.partition('//')[2] or addr}").port
     return parsed if has_port else Endpoint("http", parsed.host, PORT)
@@ -110,7 +121,7 @@ def ask(node_endpoint: Endpoint) -> dict[str, Any]:
         AImageError: as ``WorkerClient``.
     """
     try:
-        answer = worker_client(str(node_endpoint)).ask("GET", "/v1/node")
+        answer = create_client(str(node_endpoint)).ask("GET", "/v1/node")
     except NetworkError as error:
         raise NetworkError(
             error.message, hint="start 'aimage node' there, or choose another node with --addr"
@@ -127,58 +138,59 @@ def ask(node_endpoint: Endpoint) -> dict[str, Any]:
     return answer
 
 
-def lines(answer: _Json, time: datetime) -> list[str]:
+def format_status(answer: _Json, time: datetime) -> list[str]:
     """Return a node's status as text."""
     facts = [
-        ("node", _node(answer, time)),
+        ("node", _describe_node(answer, time)),
         ("desired", _describe_desired(answer["desired"], time)),
-        ("disk", _disk(answer["disk"])),
-        *_neighbours(answer["neighbours"]),
+        ("disk", _describe_disk(answer["disk"])),
+        *_describe_neighbours(answer["neighbours"]),
     ]
     width = max(len(name) for name, _ in facts)
-    head = [f"{name:<{width}}  {_line(text)}" for name, text in facts if text]
-    rows = sorted(_row(model, time) for model in answer["models"])
+    head = [f"{name:<{width}}  {_format_line(text)}" for name, text in facts if text]
+    rows = sorted(_format_row(model, time) for model in answer["models"])
     if not rows:
         return [*head, "", "no models are specified"]
     titles = ("NAME", "DIGEST", "SOURCE", "CHANGED", "STATE")
-    return [*head, "", *table([titles, *rows])]
+    return [*head, "", *format_table([titles, *rows])]
 
 
-def _node(answer: _Json, time: datetime) -> str:
+def _describe_node(answer: _Json, time: datetime) -> str:
     reasons = [
         f"{reason['reason']} ({reason['model']})" if "model" in reason else reason["reason"]
         for reason in answer["reasons"]
     ]
     why = f": {'; '.join(reasons)}" if reasons else ""
     state = "ready" if answer["ready"] else f"not ready{why}"
-    return f"{answer['id']}, {state}, started {_ago(answer['started'], time)}"
+    return f"{answer['id']}, {state}, started {_format_age(answer['started'], time)}"
 
 
 def _describe_desired(desired: _Json, time: datetime) -> str:
-    parts = [desired["directory"] or "no directory", plural(desired["files"], "file")]
+    parts = [desired["directory"] or "no directory", format_count(desired["files"], "file")]
     if desired["loaded"]:
-        parts.append(f"loaded {_ago(desired['loaded'], time)}")
+        parts.append(f"loaded {_format_age(desired['loaded'], time)}")
     if not desired["valid"]:
         fallback = " (the last valid state is used)" if desired["loaded"] else ""
         parts.append(f"INVALID{fallback}: {desired['error']}")
     return ", ".join(parts)
 
 
-def _disk(disk: _Json) -> str:
+def _describe_disk(disk: _Json) -> str:
     if disk["total"] is None:
         # The store cannot be read.
         return ""
     return (
-        f"{size(disk['free'])} free of {size(disk['total'])}, {_percent(disk['used'])} used;"
-        f" models are evicted at {_percent(disk['high'])}, down to {_percent(disk['low'])}"
+        f"{format_size(disk['free'])} free of {format_size(disk['total'])}, "
+        f"{_format_percent(disk['used'])} used; models are evicted at "
+        f"{_format_percent(disk['high'])}, down to {_format_percent(disk['low'])}"
     )
 
 
-def _percent(fraction: float) -> str:
+def _format_percent(fraction: float) -> str:
     return f"{int(fraction * 100 + 1e-9)} %"
 
 
-def _neighbours(neighbours: list[_Json]) -> list[tuple[str, str]]:
+def _describe_neighbours(neighbours: list[_Json]) -> list[tuple[str, str]]:
     if not neighbours:
         return []
     counts = sorted(Counter(neighbour["state"] for neighbour in neighbours).items())
@@ -190,27 +202,29 @@ def _neighbours(neighbours: list[_Json]) -> list[tuple[str, str]]:
     return facts
 
 
-def _row(model: _Json, time: datetime) -> tuple[str, ...]:
-    digest = _short(model["digest"]) if model["digest"] else "-"
-    sources, changed = _sources(model["sources"]), _ago(model["changed"], time)
-    return model["ref"], digest, sources, changed, _line(state_of(model, time))
+def _format_row(model: _Json, time: datetime) -> tuple[str, ...]:
+    digest = _shorten_digest(model["digest"]) if model["digest"] else "-"
+    sources, changed = _format_sources(model["sources"]), _format_age(model["changed"], time)
+    return model["ref"], digest, sources, changed, _format_line(describe_state(model, time))
 
 
-def state_of(model: _Json, time: datetime) -> str:
+def describe_state(model: _Json, time: datetime) -> str:
     """Return the state of a model in words."""
     state: str = model["state"]
     parts = [model["reason"]] if model["reason"] else []
     if model["next"]:
-        parts.append(f"next try {_after(model['next'], time)}")
+        parts.append(f"next try {_format_delay(model['next'], time)}")
     if state == "pulling":
-        return state + _progress(model)
+        return state + _format_progress(model)
     if state == "present":
-        drift = [f"the tag now refers to {_short(model['drift'])}"] if model["drift"] else []
+        drift = (
+            [f"the tag now refers to {_shorten_digest(model['drift'])}"] if model["drift"] else []
+        )
         return "; ".join([state, *drift, *parts])
     return f"{state}: {'; '.join(parts)}" if parts else state
 
 
-def _progress(model: _Json) -> str:
+def _format_progress(model: _Json) -> str:
     done, total, rate = model["completed"], model["total"], model["rate"]
     text = f" {done * 100 // total} %" if total else ""
     if rate >= 2**20:
@@ -218,7 +232,7 @@ def _progress(model: _Json) -> str:
     return f"{text} at {rate / 2**10:.0f} KiB/s" if rate else text
 
 
-def _sources(sources: Mapping[str, int]) -> str:
+def _format_sources(sources: Mapping[str, int]) -> str:
     """Format the sources of the bytes, largest first, with fractions if there are several."""
     counts = sorted((-count, name) for name, count in sources.items() if count)
     total = sum(sources.values())
@@ -227,26 +241,26 @@ def _sources(sources: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {max(1, -count * 100 // total)} %" for count, name in counts)
 
 
-def _line(text: str) -> str:
+def _format_line(text: str) -> str:
     """Format a text on one line, as it may contain a registry's message."""
-    return one_line(text.replace("\n", " "))
+    return clean_line(text.replace("\n", " "))
 
 
-def _short(digest: str) -> str:
+def _shorten_digest(digest: str) -> str:
     return digest.partition(":")[2][:12]
 
 
-def _ago(moment: str, time: datetime) -> str:
+def _format_age(moment: str, time: datetime) -> str:
     seconds = (time - datetime.fromisoformat(moment)).total_seconds()
-    return "just now" if seconds < 1 else f"{_span(seconds)} ago"
+    return "just now" if seconds < 1 else f"{_format_span(seconds)} ago"
 
 
-def _after(moment: str, time: datetime) -> str:
+def _format_delay(moment: str, time: datetime) -> str:
     seconds = (datetime.fromisoformat(moment) - time).total_seconds()
-    return "now" if seconds < 1 else f"in {_span(seconds)}"
+    return "now" if seconds < 1 else f"in {_format_span(seconds)}"
 
 
-def _span(seconds: float) -> str:
+def _format_span(seconds: float) -> str:
     """Format the largest whole unit: 12 s, 4 min, 3 h or 5 d."""
     length, unit = next((span for span in _SPANS if seconds >= span[0]), _SPANS[-1])
     return f"{int(seconds // length)} {unit}"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import settings, verb
-from clowder_aimage.cli.console.output import result
-from clowder_aimage.cli.console.stored_name import only_name, stored_arguments
+from clowder_aimage.cli.console.option import get_settings, verb
+from clowder_aimage.cli.console.output import print_result
+from clowder_aimage.cli.console.stored_name import resolve_unique_name, stored_arguments
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.layered_store import read_only_error
@@ -15,28 +15,28 @@ from clowder_aimage.oci import Reference
 
 @examples("aimage pin shapes")
 @verb
-@stored_arguments(required=False, parse=only_name)
+@stored_arguments(required=False, parse=resolve_unique_name)
 def pin(references: tuple[Reference, ...]) -> None:
     """Pin the names REF...: neither 'gc' nor 'rm' removes them or their content.
 
     Without REF, list the pinned names.
     """
-    layout = settings().layout
-    names = [name for reference in references for name in _names(layout, reference)]
+    layout = get_settings().layout
+    names = [name for reference in references for name in _resolve_names(layout, reference)]
     for name in names:
         layout.pins.put(name, {}, durable=True)
-    listed = names if references else sorted(name for name, _ in layout.pins.items())
-    result({"pinned": listed}, listed)
+    listed = names if references else sorted(name for name, _ in layout.pins.iter_items())
+    print_result({"pinned": listed}, listed)
 
 
-def _names(layout: ImageLayout, reference: Reference) -> list[str]:
+def _resolve_names(layout: ImageLayout, reference: Reference) -> list[str]:
     """Return a name in the store, or all names of a digest.
 
     Raises:
         NotFoundError: it is not there, or in a store that is only read: a pin would have no effect.
     """
     digest = layout.resolve(reference).digest
-    names = [name for name, root in layout.tags() if root.digest == digest]
+    names = [name for name, root in layout.list_tags() if root.digest == digest]
     if reference.tag is not None:
         names = [index_name(reference)]
     borrowed = layout.read_only_names()
@@ -48,10 +48,10 @@ def _names(layout: ImageLayout, reference: Reference) -> list[str]:
 
 @examples("aimage unpin shapes")
 @verb
-@stored_arguments(required=True, parse=only_name)
+@stored_arguments(required=True, parse=resolve_unique_name)
 def unpin(references: tuple[Reference, ...]) -> None:
     """Remove the pins of the names REF...; the names stay until 'rm' or 'gc' removes them."""
-    pins = settings().layout.pins
+    pins = get_settings().layout.pins
     names = [index_name(reference) for reference in references]
     for name in names:
         # All checks are made before the first removal.
@@ -59,4 +59,4 @@ def unpin(references: tuple[Reference, ...]) -> None:
             raise NotFoundError(f"{name} is not pinned", hint="'aimage pin' lists the pinned names")
     for name in names:
         pins.remove(name)
-    result({"unpinned": names}, names)
+    print_result({"unpinned": names}, names)

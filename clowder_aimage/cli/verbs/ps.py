@@ -7,8 +7,19 @@ from typing import Any
 
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import verb, verbose_option
-from clowder_aimage.cli.console.output import duration, left_out, result, size, table_of
-from clowder_aimage.cli.console.worker_connection import detail_of, models, refuse_options, worker
+from clowder_aimage.cli.console.output import (
+    build_table,
+    format_duration,
+    format_size,
+    note_left_out,
+    print_result,
+)
+from clowder_aimage.cli.console.worker_connection import (
+    connect_worker,
+    get_detail,
+    list_models,
+    refuse_options,
+)
 from clowder_aimage.errors import describe_each
 
 # Seconds; ollama sends a later time for ever.
@@ -26,36 +37,45 @@ def ps() -> None:
     refuse_options("omit it: the memory of the worker is listed")
     time = datetime.now(UTC)
 
-    def cells(row: dict[str, Any]) -> tuple[str, ...]:
-        left = _left(row["until"], time)
+    def format_cells(row: dict[str, Any]) -> tuple[str, ...]:
+        left = _format_expiry(row["until"], time)
         adapters = ", ".join(row["adapters"]) or "-"
-        facts = row["reference"], row["digest"][7:19], size(row["size"]), row["device"] or "?"
+        facts = (
+            row["reference"],
+            row["digest"][7:19],
+            format_size(row["size"]),
+            row["device"] or "?",
+        )
         return *facts, left, adapters
 
-    listed = describe_each(models(worker(), "/api/ps"), _row, left_out)
-    rows, lines = table_of(("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL", "ADAPTERS"), listed, cells)
-    result([row | {"until": row["until"] and row["until"].isoformat()} for row in rows], lines)
+    listed = describe_each(list_models(connect_worker(), "/api/ps"), _build_row, note_left_out)
+    rows, lines = build_table(
+        ("NAME", "DIGEST", "SIZE", "DEVICE", "UNTIL", "ADAPTERS"), listed, format_cells
+    )
+    print_result(
+        [row | {"until": row["until"] and row["until"].isoformat()} for row in rows], lines
+    )
 
 
-def _row(model: dict[str, Any]) -> dict[str, Any]:
-    device = model.get("device") or detail_of(model, "device")
+def _build_row(model: dict[str, Any]) -> dict[str, Any]:
+    device = model.get("device") or get_detail(model, "device")
     return {
         "reference": model["name"],
         "digest": model["digest"],
         "size": model["size"],
         "device": device if isinstance(device, str) else None,
-        "adapters": _adapters(model.get("loras")),
-        "until": _until(model.get("expires_at")),
+        "adapters": _list_adapters(model.get("loras")),
+        "until": _parse_expiry(model.get("expires_at")),
     }
 
 
-def _adapters(uses: Any) -> list[str]:
+def _list_adapters(uses: Any) -> list[str]:
     """Return the adapters of the last request with their strengths, such as ``style:v1:0.8``."""
     described = [use for use in uses if isinstance(use, dict)] if isinstance(uses, list) else []
     return [f"{use.get('model')}:{use.get('strength')}" for use in described]
 
 
-def _until(text: Any) -> datetime | None:
+def _parse_expiry(text: Any) -> datetime | None:
     """Return when an idle model is unloaded; None for never, or if the worker does not send it."""
     try:
         until = datetime.fromisoformat(text)
@@ -66,7 +86,9 @@ def _until(text: Any) -> datetime | None:
     return None if is_far else until
 
 
-def _left(until: datetime | None, time: datetime) -> str:
+def _format_expiry(until: datetime | None, time: datetime) -> str:
     return (
-        "forever" if until is None else f"in {duration(max(0.0, (until - time).total_seconds()))}"
+        "forever"
+        if until is None
+        else f"in {format_duration(max(0.0, (until - time).total_seconds()))}"
     )

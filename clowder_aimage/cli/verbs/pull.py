@@ -12,19 +12,19 @@ import click
 
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
+    get_settings,
     parse_with,
     references_argument,
     remote_option,
-    settings,
     transfer_options,
     verb,
 )
-from clowder_aimage.cli.console.output import plain, plural, result, size
+from clowder_aimage.cli.console.output import format_count, format_size, print_result, to_plain
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.worker_connection import (
-    models,
+    connect_worker,
+    list_models,
     refuse_options,
-    worker,
 )
 from clowder_aimage.content import Rate
 from clowder_aimage.content.platform import ManifestSelector, Platform
@@ -111,16 +111,16 @@ def pull(
     from clowder_aimage.pull import PullOptions
 
     options = PullOptions(
-        selector=_selector(platform, variant, whole),
-        layers=_selection(components, patterns, whole),
+        selector=_build_selector(platform, variant, whole),
+        layers=_build_selection(components, patterns, whole),
         is_dry_run=dry_run,
         rate=Rate(limit) if limit else None,
     )
-    chosen = settings()
+    chosen = get_settings()
     layout = chosen.layout
-    connection = chosen.connection(*(reference.registry for reference in references))
+    connection = chosen.build_client_options(*(reference.registry for reference in references))
     for reference in references:
-        again = _command(reference, platform, variant)
+        again = _format_command(reference, platform, variant)
         _pull(reference, layout, connection, options, again)
 
 
@@ -145,21 +145,21 @@ def _pull(
 
 def _pull_remotely(reference: Reference) -> None:
     refuse_options("omit --remote to pull into a store on this machine")
-    client = worker()
+    client = connect_worker()
     is_done = False
     with Progress("pulling", reference) as progress:
         sums = _Sums(progress)
-        with closing(client.lines("/api/pull", {"model": str(reference)})) as lines:
+        with closing(client.iter_lines("/api/pull", {"model": str(reference)})) as lines:
             for line in lines:
                 is_done = line.get("status") == "success"
                 sums.add(line)
         if not is_done:
             raise NetworkError(f"the worker at {client.endpoint} disconnected during the pull")
         progress.remark(f"pulled by the worker at {client.endpoint}")
-    for model in models(client, "/api/tags"):
+    for model in list_models(client, "/api/tags"):
         if model["name"] == str(reference) or model["digest"] == str(reference.digest):
             value = {key: model[key] for key in ("digest", "size")}
-            result({"reference": str(reference), **value}, model["digest"])
+            print_result({"reference": str(reference), **value}, model["digest"])
             return
     raise NotFoundError(f"the worker at {client.endpoint} pulled {reference}, but does not list it")
 
@@ -192,7 +192,7 @@ class _Sums:
         self._bar.show(min(self._done, self._shown), self._shown)
 
 
-def _command(reference: Reference, platform: str | None, variant: str | None) -> str:
+def _format_command(reference: Reference, platform: str | None, variant: str | None) -> str:
     options = {"--platform": platform, "--variant": variant}
     words = [word for option in options.items() if option[1] is not None for word in option]
     return shlex.join(["aimage", "pull", str(reference), *map(str, words)])
@@ -200,17 +200,19 @@ def _command(reference: Reference, platform: str | None, variant: str | None) ->
 
 def _print_result(pulled: PullResult, again: str, progress: Progress) -> None:
     name, missing = pulled.name, pulled.missing
-    value = {"reference": str(name), **plain(pulled.root)}
+    value = {"reference": str(name), **to_plain(pulled.root)}
     if missing:
-        value |= {"partial": True, "missing": _sum(missing)}
+        value |= {"partial": True, "missing": _sum_blobs(missing)}
         progress.remark(
-            f"{name} is partial: {plural(len(missing), 'blob')} "
-            f"({size(_sum(missing)['size'])}) left out; to complete it: {again}"
+            f"{name} is partial: {format_count(len(missing), 'blob')} "
+            f"({format_size(_sum_blobs(missing)['size'])}) left out; to complete it: {again}"
         )
-    result(value, str(pulled.root.digest))
+    print_result(value, str(pulled.root.digest))
 
 
-def _selector(platform: str | None, variant: str | None, is_index: bool) -> ManifestSelector | None:
+def _build_selector(
+    platform: str | None, variant: str | None, is_index: bool
+) -> ManifestSelector | None:
     """Return the selector for an index; None selects all of it. Raises UsageError."""
     if not is_index:
         return ManifestSelector(variant, None if platform is None else Platform.parse(platform))
@@ -219,7 +221,7 @@ def _selector(platform: str | None, variant: str | None, is_index: bool) -> Mani
     return None
 
 
-def _selection(
+def _build_selection(
     components: tuple[str, ...], patterns: tuple[str, ...], is_index: bool
 ) -> LayerSelection | None:
     if not components and not patterns:
@@ -232,26 +234,26 @@ def _selection(
     return LayerSelection(components, patterns)
 
 
-def _sum(blobs: Sequence[Descriptor]) -> dict[str, int]:
+def _sum_blobs(blobs: Sequence[Descriptor]) -> dict[str, int]:
     return {"blobs": len(blobs), "size": sum(blob.size for blob in blobs)}
 
 
 def _print_plan(planned: PullResult, layout: ImageLayout) -> None:
     plan, left_out = planned.plan, planned.missing
-    missing = plan.missing(layout)
-    needed = sum(layout.missing_size(blob) for blob in missing)
+    missing = plan.list_missing(layout)
+    needed = sum(layout.compute_missing_size(blob) for blob in missing)
     present = sum(blob.size for blob in plan.blobs) - sum(blob.size for blob in missing)
     value = {
         "reference": str(planned.name),
-        **plain(plan.root),
+        **to_plain(plan.root),
         "fetch": {"blobs": len(missing), "size": needed},
         "alreadyThere": {"blobs": len(plan.blobs) - len(missing), "size": present},
     }
     text = (
-        f"{plan.root.digest}: {plural(len(missing), 'blob')} ({size(needed)}) to fetch, "
-        f"{len(plan.blobs) - len(missing)} ({size(present)}) already there"
+        f"{plan.root.digest}: {format_count(len(missing), 'blob')} ({format_size(needed)}) "
+        f"to fetch, {len(plan.blobs) - len(missing)} ({format_size(present)}) already there"
     )
     if left_out:
-        value |= {"partial": True, "missing": _sum(left_out)}
-        text += f", {len(left_out)} ({size(_sum(left_out)['size'])}) left out"
-    result(value, text)
+        value |= {"partial": True, "missing": _sum_blobs(left_out)}
+        text += f", {len(left_out)} ({format_size(_sum_blobs(left_out)['size'])}) left out"
+    print_result(value, text)

@@ -8,14 +8,14 @@ import click
 
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
-    settings,
+    get_settings,
     transfer_options,
     verb,
 )
-from clowder_aimage.cli.console.output import plain, result
+from clowder_aimage.cli.console.output import print_result, to_plain
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.cli.console.stored_name import only_name, stored_arguments
-from clowder_aimage.config.user_directory import dialect_cache
+from clowder_aimage.cli.console.stored_name import resolve_unique_name, stored_arguments
+from clowder_aimage.config.user_directory import open_dialect_cache
 from clowder_aimage.errors import AImageError, UsageError
 from clowder_aimage.oci import Reference
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @examples(f"aimage push {NAME}", f"aimage push {NAME} --dialect container")
 @verb
-@stored_arguments(required=True, parse=only_name)
+@stored_arguments(required=True, parse=resolve_unique_name)
 @click.option(
     "--dialect",
     type=click.Choice(["clowder", "ollama", "modelpack", "container"]),
@@ -54,7 +54,9 @@ def push(
         if dialect not in (None, "clowder"):
             raise UsageError(f"--manifest-type cannot be combined with --dialect {dialect}")
         dialect = "custom" if manifest_type == "custom" else "clowder"
-    connection = settings().connection(*(reference.registry for reference in references))
+    connection = get_settings().build_client_options(
+        *(reference.registry for reference in references)
+    )
     for reference in references:
         _push(reference, connection, dialect, no_fallback)
 
@@ -76,15 +78,15 @@ def _push(
 
     with Progress("pushing", reference) as progress:
         descriptor = push_aimage(
-            settings().layout,
+            get_settings().layout,
             reference,
             connection,
             dialect=dialect,
             fallback=not no_fallback,
             on_event=progress.on_event,
             on_fallback=on_fallback,
-            ladder=dialect_cache(),
+            ladder=open_dialect_cache(),
             on_remembered=on_remembered,
         )
     progress.summarize("pushed")
-    result({"reference": str(reference), **plain(descriptor)}, str(descriptor.digest))
+    print_result({"reference": str(reference), **to_plain(descriptor)}, str(descriptor.digest))

@@ -15,14 +15,14 @@ from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
     daemon_connection_options,
+    get_settings,
     needs,
     parse_with,
-    settings,
     start_traces,
 )
-from clowder_aimage.cli.console.output import result
+from clowder_aimage.cli.console.output import print_result
 from clowder_aimage.cli.verbs.serve import metrics_and_log_options, option
-from clowder_aimage.config.user_directory import check_variables, config_file
+from clowder_aimage.config.user_directory import check_variables, find_config_file
 from clowder_aimage.content.unit import parse_size
 from clowder_aimage.document.schema import read_configuration
 from clowder_aimage.errors import UsageError
@@ -91,8 +91,8 @@ def serve(**options: Any) -> None:
         from clowder_aimage.http import log
         from clowder_aimage.http.access import read_token
     check_variables("registry")
-    context, chosen = click.get_current_context(), settings()
-    for name, value in read_registry_section(config_file()).items():
+    context, chosen = click.get_current_context(), get_settings()
+    for name, value in read_registry_section(find_config_file()).items():
         if context.get_parameter_source(name) is ParameterSource.DEFAULT:
             options[name] = value
     token_file, upstream = options["token_file"], options["upstream"]
@@ -108,9 +108,11 @@ def serve(**options: Any) -> None:
         allow_remote=options["allow_remote"],
         token=read_token(token_file) if token_file else None,
         upload_quota=options["upload_quota"] or 0,
-        upstream=UpstreamRegistry.parse(upstream, chosen.connection()) if upstream else None,
+        upstream=UpstreamRegistry.parse(upstream, chosen.build_client_options())
+        if upstream
+        else None,
         metrics_address=options["metrics_addr"],
-        on_ready=lambda url: result({"url": url}, url),
+        on_ready=lambda url: print_result({"url": url}, url),
     )
 
 

@@ -13,16 +13,25 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.lora_option import adapter_finder, is_file, lora_options, read_uses
-from clowder_aimage.cli.console.named_picture import check_stdin, input_source, named_pictures
+from clowder_aimage.cli.console.lora_option import (
+    create_adapter_finder,
+    is_file,
+    lora_options,
+    read_uses,
+)
+from clowder_aimage.cli.console.named_picture import (
+    check_stdin,
+    create_input_source,
+    get_named_pictures,
+)
 from clowder_aimage.cli.console.option import (
     connection_options,
     device_option,
+    get_settings,
     needs,
-    settings,
     verb,
 )
-from clowder_aimage.cli.console.output import note, plural, result
+from clowder_aimage.cli.console.output import format_count, note, print_result
 from clowder_aimage.cli.worker.local_model import (
     LocalOptions,
     fetch_model,
@@ -33,7 +42,7 @@ from clowder_aimage.content.store import ContentStore
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError, VerificationError
 from clowder_aimage.generation.request import ALPHA, GenerateRequest, LoraUse
 from clowder_aimage.model.adapter_source import OWN
-from clowder_aimage.model.library_choice import BACKENDS, TorchTuning, choose_library, made_by
+from clowder_aimage.model.library_choice import BACKENDS, TorchTuning, choose_library, parse_backend
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 if TYPE_CHECKING:
@@ -93,13 +102,17 @@ def replay(
 
     read = _read(picture)
     metadata = read.metadata
-    reference = _reference(picture, metadata)
+    reference = _parse_reference(picture, metadata)
     request = _request(picture, metadata)
     _note_registry(picture, reference)
     request = _replace_adapters(request, read_uses(loras, lora_dir))
-    _find_inputs(picture, request, {"image": images, "mask": _one(mask), "control": _one(control)})
-    connect = cache(settings().connection)
-    finder = adapter_finder(lora_dir, connect)
+    _find_inputs(
+        picture,
+        request,
+        {"image": images, "mask": _wrap_source(mask), "control": _wrap_source(control)},
+    )
+    connect = cache(get_settings().build_client_options)
+    finder = create_adapter_finder(lora_dir, connect)
     for use in request.adapters.loras:
         is_own = use.model.startswith(OWN)
         if use.digest is not None and not is_own and not is_file(use.model, lora_dir):
@@ -109,7 +122,7 @@ def replay(
     finder.fetch(request)
     tuning = TorchTuning(device=device)
     # The library that made the picture rounds in the same way.
-    backend = choose_library(backend or made_by(str(metadata.get("backend", ""))), tuning)
+    backend = choose_library(backend or parse_backend(str(metadata.get("backend", ""))), tuning)
     fetched = fetch_model(reference, connect)
     dtype = metadata.get("dtype")
     dtype = None if dtype is None else str(dtype)
@@ -140,27 +153,27 @@ def replay(
         text = f"equal within {tolerance}/255: {text.removeprefix('differs: ')}"
     if comparison.largest and metadata.get("backend") not in (None, model.backend):
         text += f"; it was made on {metadata['backend']}, and again on {model.backend}"
-    result(value, text)
+    print_result(value, text)
     return 0 if is_equal else VerificationError.exit_code
 
 
 def _read(picture: str) -> StoredPicture:
     """Return a picture of a file or of an artifact, with its metadata."""
-    from clowder_aimage.model.picture import missing_metadata, read_file, read_picture
+    from clowder_aimage.model.picture import build_metadata_error, read_file, read_picture
 
     data, stated = b"", dict[str, Any]()
     if picture.lower().startswith("oci://"):
-        data, stated = input_source().read_made(picture)
+        data, stated = create_input_source().read_made(picture)
     else:
         data = read_file(Path(picture))
     read = read_picture(data, picture)
     if not (stated or read.metadata):
-        raise missing_metadata(picture)
+        raise build_metadata_error(picture)
     file_metadata = {name: read.metadata[name] for name in ("quality",) if name in read.metadata}
     return replace(read, metadata={**stated, **file_metadata} if stated else read.metadata)
 
 
-def _one(source: str | None) -> tuple[str, ...]:
+def _wrap_source(source: str | None) -> tuple[str, ...]:
     return () if source is None else (source,)
 
 
@@ -182,10 +195,13 @@ def _find_inputs(
             if source == "-"
         ]
     )
-    files, layout, missing = named_pictures(), settings().layout, list[tuple[str, str]]()
+    files, layout, missing = get_named_pictures(), get_settings().layout, list[tuple[str, str]]()
     lease = click.get_current_context().with_resource(layout.lease())
     for name, sources in sources_by_option.items():
-        digests = [request.values()[name], *(request.input.references if name == "image" else ())]
+        digests = [
+            request.collect_values()[name],
+            *(request.input.references if name == "image" else ()),
+        ]
         digests = [digest for digest in dict.fromkeys(digests) if digest not in (None, ALPHA)]
         if sources and not digests:
             raise UsageError(f"--{name}: {picture} was made without one")
@@ -213,7 +229,7 @@ def _find_inputs(
 
 def _is_stored(layout: ContentStore, digest: str) -> bool:
     try:
-        return layout.path(Descriptor("", Digest.parse(digest), 0)).exists()
+        return layout.find_path(Descriptor("", Digest.parse(digest), 0)).exists()
     except NotFoundError:
         return False
 
@@ -223,7 +239,7 @@ def _replace_adapters(request: GenerateRequest, uses: Sequence[LoraUse]) -> Gene
     if not uses:
         return request
     if len(uses) != len(request.adapters.loras):
-        count = plural(len(request.adapters.loras), "adapter")
+        count = format_count(len(request.adapters.loras), "adapter")
         raise UsageError(f"the picture has {count}, and --lora is given {len(uses)} times")
     pairs = zip(uses, request.adapters.loras, strict=True)
     loras = (
@@ -233,7 +249,7 @@ def _replace_adapters(request: GenerateRequest, uses: Sequence[LoraUse]) -> Gene
     return request.change(loras=tuple(loras))
 
 
-def _reference(picture: str, metadata: dict[str, Any]) -> Reference:
+def _parse_reference(picture: str, metadata: dict[str, Any]) -> Reference:
     try:
         name = re.sub("@.*", "", str(metadata["reference"]))
         return Reference.parse(name).with_digest(Digest.parse(metadata["digest"]))
@@ -246,7 +262,7 @@ def _reference(picture: str, metadata: dict[str, Any]) -> Reference:
 def _note_registry(picture: str, reference: Reference) -> None:
     """Print the registry of a missing model, unless a name in the store has its host."""
     hosts = set()
-    for name, descriptor in settings().layout.tags():
+    for name, descriptor in get_settings().layout.list_tags():
         if descriptor.digest == reference.digest:
             return
         with contextlib.suppress(UsageError):

@@ -9,10 +9,10 @@ from clowder_aimage.cli.console.option import (
     VerbGroup,
     common_options,
     connection_options,
+    get_settings,
     parse_reference,
-    settings,
 )
-from clowder_aimage.cli.console.output import note, result, wants_value
+from clowder_aimage.cli.console.output import note, print_result, wants_value
 from clowder_aimage.errors import UsageError
 
 
@@ -32,19 +32,19 @@ def ls(registry: str) -> None:
     With PREFIX, list PREFIX itself and the repositories below it. Not every registry has such a
     list, and the list may have only what your account can read.
     """
-    from clowder_aimage.registry import repositories
+    from clowder_aimage.registry import list_repositories
 
     host, _, prefix = registry.partition("/")
     reference = parse_reference(f"{host}/{prefix or 'x'}")
     if reference.registry is None or ":" in prefix or "@" in prefix:
         raise UsageError(f"expected HOST[/PREFIX], not {registry}")
-    chosen = settings()
+    chosen = get_settings()
     repository_names = [
         f"{host}/{name}"
-        for name in repositories(host, chosen.connection())
+        for name in list_repositories(host, chosen.build_client_options())
         if not prefix or name == prefix or name.startswith(f"{prefix}/")
     ]
     if repository_names or wants_value():
-        result({"registry": host, "repositories": repository_names}, repository_names)
+        print_result({"registry": host, "repositories": repository_names}, repository_names)
     elif not chosen.quiet:
         note(f"{registry} has no repositories")

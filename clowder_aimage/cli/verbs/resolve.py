@@ -5,11 +5,11 @@ from __future__ import annotations
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     connection_options,
+    get_settings,
     reference_argument,
-    settings,
     verb,
 )
-from clowder_aimage.cli.console.output import plain, result
+from clowder_aimage.cli.console.output import print_result, to_plain
 from clowder_aimage.oci import Reference
 
 
@@ -24,6 +24,6 @@ def resolve(reference: Reference) -> None:
     """
     from clowder_aimage.registry import Repository
 
-    with Repository(reference, settings().connection()) as repository:
+    with Repository(reference, get_settings().build_client_options()) as repository:
         descriptor = repository.describe(reference)
-    result({"reference": str(reference), **plain(descriptor)}, str(descriptor.digest))
+    print_result({"reference": str(reference), **to_plain(descriptor)}, str(descriptor.digest))

@@ -8,10 +8,16 @@ from collections.abc import Sequence
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import remote_option, settings, verb
-from clowder_aimage.cli.console.output import is_quiet, plural, remark, result, size
-from clowder_aimage.cli.console.stored_name import only_name, stored_arguments
-from clowder_aimage.cli.console.worker_connection import models, refuse_options, worker
+from clowder_aimage.cli.console.option import get_settings, remote_option, verb
+from clowder_aimage.cli.console.output import (
+    format_count,
+    format_size,
+    is_quiet,
+    print_result,
+    remark,
+)
+from clowder_aimage.cli.console.stored_name import resolve_unique_name, stored_arguments
+from clowder_aimage.cli.console.worker_connection import connect_worker, list_models, refuse_options
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Reference
@@ -22,7 +28,7 @@ _MANY = 200
 
 @examples("aimage rm shapes:int8")
 @verb
-@stored_arguments(required=True, parse=only_name)
+@stored_arguments(required=True, parse=resolve_unique_name)
 @click.option("--gc", "is_freed", is_flag=True, help="Also remove content that no name needs.")
 @remote_option
 def rm(references: tuple[Reference, ...], is_freed: bool, remote: bool) -> None:
@@ -35,11 +41,11 @@ def rm(references: tuple[Reference, ...], is_freed: bool, remote: bool) -> None:
     if remote:
         _remove_remotely(references)
     else:
-        layout = settings().layout
+        layout = get_settings().layout
         _remove(layout, references)
         if is_freed or not is_quiet():
             value |= _collect(layout, is_freed)
-    result(value, map(str, references))
+    print_result(value, map(str, references))
 
 
 def _remove(layout: ImageLayout, references: Sequence[Reference]) -> None:
@@ -72,23 +78,23 @@ def _collect(layout: ImageLayout, is_freed: bool) -> dict[str, object]:
 
     if is_freed:
         done = Collector(layout).run()
-        remark(f"freed {size(done.size)} ({plural(done.blobs, 'blob')})")
+        remark(f"freed {format_size(done.size)} ({format_count(done.blobs, 'blob')})")
         return {"freed": done.size}
-    if sum(1 for _ in layout.tags()) > _MANY:
+    if sum(1 for _ in layout.list_tags()) > _MANY:
         remark("to free content that no other name needs: aimage gc")
         return {}
     # 'aimage gc' reports the error.
     with contextlib.suppress(AImageError):
         if unneeded := Collector(layout, dry_run=True).run().size:
-            remark(f"{size(unneeded)} can be freed with: aimage gc")
+            remark(f"{format_size(unneeded)} can be freed with: aimage gc")
     return {}
 
 
 def _remove_remotely(references: Sequence[Reference]) -> None:
     """Remove all names from a worker, or none if one of them is missing."""
     refuse_options("omit --remote to remove a name from a store on this machine")
-    client = worker()
-    stored_names = {model["name"] for model in models(client, "/api/tags")}
+    client = connect_worker()
+    stored_names = {model["name"] for model in list_models(client, "/api/tags")}
     for reference in references:
         if str(reference) not in stored_names:
             raise NotFoundError(f"{reference} not found on the worker at {client.endpoint}")

@@ -16,29 +16,29 @@ from clowder_aimage.cli.console.lora_option import is_file, lora_options
 from clowder_aimage.cli.console.named_picture import check_stdin
 from clowder_aimage.cli.console.option import (
     connection_options,
+    get_settings,
     parse_reference,
     parse_with,
     remote_option,
-    settings,
     torch_options,
     verb,
 )
 from clowder_aimage.cli.console.parameter_option import parameter_options
 from clowder_aimage.cli.console.picture_option import picture_options
-from clowder_aimage.cli.console.picture_view import view_protocol
+from clowder_aimage.cli.console.picture_view import choose_protocol
 from clowder_aimage.cli.console.prompt_loop import (
     PromptLoop,
     check_prompt,
+    list_settable_options,
     read_prompt,
     read_prompts,
-    settable,
 )
 from clowder_aimage.cli.console.pushed_picture import check_push
 from clowder_aimage.cli.console.seed_option import seed_options
-from clowder_aimage.cli.console.stored_name import model_or_path, pack_path, stored_argument
+from clowder_aimage.cli.console.stored_name import pack_path, resolve_model_or_path, stored_argument
 from clowder_aimage.cli.text.enhance_option import ENHANCING, enhance_options, is_enhanced
-from clowder_aimage.cli.text.option import TEXT_SETTABLE, text_options, text_request
-from clowder_aimage.cli.worker.choice import choose_worker, named_worker
+from clowder_aimage.cli.text.option import TEXT_SETTABLE, build_text_request, text_options
+from clowder_aimage.cli.worker.choice import choose_worker, find_named_worker
 from clowder_aimage.cli.worker.local import LocalWorker
 from clowder_aimage.cli.worker.local_model import LocalOptions
 from clowder_aimage.cli.worker.model_kind import check_options, is_language_model
@@ -59,13 +59,13 @@ if TYPE_CHECKING:
 _SERVED = (*SETTABLE, *ENHANCING, *TEXT_SETTABLE, "push", "local")
 
 
-def _precision(text: str) -> str:
+def _parse_precision(text: str) -> str:
     from clowder_aimage.tensor.quantization import parse_precision
 
     return parse_precision(text)
 
 
-def _sides(text: str) -> tuple[int, int]:
+def _parse_sides(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,5})[xX]([0-9]{1,5})", text, re.ASCII)
     if match is None:
         raise ValueError(f"expected WIDTHxHEIGHT, such as 1024x768, not {text!r}")
@@ -82,10 +82,13 @@ def _sides(text: str) -> tuple[int, int]:
     "aimage run qwen3 'why is the sky blue?' --max-tokens 100",
 )
 @verb
-@stored_argument("model", parse=model_or_path)
+@stored_argument("model", parse=resolve_model_or_path)
 @click.argument("words", metavar="[PROMPT...]", nargs=-1)
 @click.option(
-    "--size", metavar="WxH", callback=parse_with(_sides), help="Width and height, such as 1024x768."
+    "--size",
+    metavar="WxH",
+    callback=parse_with(_parse_sides),
+    help="Width and height, such as 1024x768.",
 )
 @parameter_options(Sampling)
 @seed_options
@@ -136,7 +139,7 @@ def _sides(text: str) -> tuple[int, int]:
     "--first",
     "precision",
     metavar="TYPE",
-    callback=parse_with(_precision),
+    callback=parse_with(_parse_precision),
     help="Use a smaller variant of REF, such as int4, if the store lacks REF.",
 )
 @click.option("--local", is_flag=True, help="Generate in this process, not in a worker.")
@@ -175,13 +178,13 @@ def run(
         check_prompt(prompt)
     # wrong values of pictures, before a registry or a worker is asked for the kind of the model
     drafts = order_drafts(values, prompt or "")
-    client = named_worker(_SERVED, is_local=local, is_remote=remote)
+    client = find_named_worker(_SERVED, is_local=local, is_remote=remote)
     reference = pack_path(model, client) if isinstance(model, Path) else model
     is_text = is_language_model(reference, client, local=local)
     check_options(reference, is_text=is_text)
     # Wrong options, before a load.
     if is_text:
-        text_request(values, [{"role": "user", "content": ""}])
+        build_text_request(values, [{"role": "user", "content": ""}])
     elif values["push"] is not None:
         check_push(values["push"], prompt, reference)
     tuning = TorchTuning(bool(values["compile"]), values["attention"], values["device"])
@@ -193,14 +196,14 @@ def run(
     if is_text:
         _answer(TextOrder(reference, values, worker), prompt)
         return
-    order = PictureOrder(values, worker, view_protocol(values["inline"]))
+    order = PictureOrder(values, worker, choose_protocol(values["inline"]))
     if prompt is not None:
         order.draw(drafts, start)
         return
     # The language model can have the memory first.
     if not is_enhanced(values):
         worker.prepare(draft)
-    read_prompts(order.make, values, settable((*SETTABLE, *ENHANCING)))
+    read_prompts(order.make, values, list_settable_options((*SETTABLE, *ENHANCING)))
 
 
 def _check_stdin(words: tuple[str, ...], values: Mapping[str, Any]) -> None:
@@ -210,7 +213,7 @@ def _check_stdin(words: tuple[str, ...], values: Mapping[str, Any]) -> None:
     readers = [f"--{name}" for name, source in sources if source == "-"]
     if readers and not words:
         raise UsageError("the prompt is missing", hint="aimage run REF PROMPT")
-    readers += ["--password-stdin"] if settings().password_stdin else []
+    readers += ["--password-stdin"] if get_settings().password_stdin else []
     is_typed = not words and sys.stdin is not None and sys.stdin.isatty()
     check_stdin([*(["PROMPT"] if words in ((), ("-",)) and not is_typed else []), *readers])
 
@@ -241,4 +244,4 @@ def _answer(order: TextOrder, prompt: str | None) -> None:
         return
     commands = {"/clear": ("forget the conversation", order.clear)}
     text = "Type a question. The model remembers the conversation; Ctrl-C ends an answer."
-    PromptLoop(text, order.ask, order.values, settable(TEXT_SETTABLE), commands).run()
+    PromptLoop(text, order.ask, order.values, list_settable_options(TEXT_SETTABLE), commands).run()

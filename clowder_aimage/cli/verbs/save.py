@@ -8,13 +8,13 @@ from pathlib import Path
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import output_option, settings, verb
+from clowder_aimage.cli.console.option import get_settings, output_option, verb
 from clowder_aimage.cli.console.output import (
-    event,
-    plain,
-    plural,
-    result,
-    standard_stream,
+    format_count,
+    format_event,
+    open_standard_stream,
+    print_result,
+    to_plain,
     wants_value,
 )
 from clowder_aimage.cli.console.progress import Progress
@@ -37,9 +37,9 @@ def save(references: tuple[Reference, ...], file: str) -> None:
     """
     from clowder_aimage.save import save as save_archive
 
-    chosen = settings()
+    chosen = get_settings()
     task, hint = "write an archive to", "give a file with -o, or pipe the output"
-    target = standard_stream(sys.stdout, task, hint) if file == "-" else Path(file)
+    target = open_standard_stream(sys.stdout, task, hint) if file == "-" else Path(file)
     subject = references[0] if len(references) == 1 else None
     with Progress("saving", subject) as progress:
         saved = save_archive(
@@ -49,13 +49,13 @@ def save(references: tuple[Reference, ...], file: str) -> None:
         digests = ", ".join(str(left.digest) for left in saved.absent)
         are = "is" if len(saved.absent) == 1 else "are"
         progress.note(
-            f"left out: {plural(len(saved.absent), 'manifest')} of an index that {are} not "
+            f"left out: {format_count(len(saved.absent), 'manifest')} of an index that {are} not "
             f"in the store: {digests}"
         )
     progress.summarize("saved")
-    names = [{"reference": str(reference), **plain(root)} for reference, root in saved.names]
+    names = [{"reference": str(reference), **to_plain(root)} for reference, root in saved.names]
     value = {"file": file, "size": saved.size, "digest": str(saved.digest), "references": names}
     if file != "-":
-        result(value, file)
+        print_result(value, file)
     elif chosen.as_json:
-        click.echo(event("saved", **value), err=True)
+        click.echo(format_event("saved", **value), err=True)

@@ -18,17 +18,17 @@ import click
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
+    get_settings,
     needs,
     options,
-    settings,
     start_traces,
     torch_options,
     verb,
 )
-from clowder_aimage.cli.console.output import result
-from clowder_aimage.cli.console.remedy import advice
-from clowder_aimage.cli.verbs.fleet import ACCESS, fleet_access, fleet_options
-from clowder_aimage.config.user_directory import config_file
+from clowder_aimage.cli.console.output import print_result
+from clowder_aimage.cli.console.remedy import format_advice
+from clowder_aimage.cli.verbs.fleet import ACCESS, build_fleet_access, fleet_options
+from clowder_aimage.config.user_directory import find_config_file
 from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
@@ -310,14 +310,14 @@ def serve(aliases: tuple[str, ...], is_node: bool, opens: bool, **options: Any) 
     if not is_node and (odd := next((key for key, value in node_values.items() if value), None)):
         raise UsageError(f"{spell(odd)} requires --node")
     options["aliases"] = ",".join(aliases) or None
-    config, _ = gather(Settings, options, config_file(), spell)
+    config, _ = gather(Settings, options, find_config_file(), spell)
     if opens and not (config.page and config.address):
         raise UsageError("--open requires the page, and an address to listen on")
-    node = gather(NodeSettings, node_values, config_file(), spell)[0] if is_node else None
+    node = gather(NodeSettings, node_values, find_config_file(), spell)[0] if is_node else None
     access = None
     if config.join:
         with needs("a worker of a fleet", "worker,fleet"):
-            access = fleet_access(config.join, access_options)
+            access = build_fleet_access(config.join, access_options)
     run_server(config, node, access, opens=opens)
 
 
@@ -393,11 +393,11 @@ def run_server(
     from clowder_aimage.http.metrics_role import MetricsRole
     from clowder_aimage.node.daemon import Daemon
 
-    chosen = settings()
+    chosen = get_settings()
     start_traces()
     check_stores(chosen.stores)
     log.configure(config.log_format, "warning" if chosen.quiet else config.log_level)
-    connection = chosen.connection()
+    connection = chosen.build_client_options()
     tokens = read_tokens(config.token_file) if config.token_file else {}
     opened = listen(
         config.address,
@@ -408,8 +408,8 @@ def run_server(
         allow_hosts=config.allow_hosts,
     )
 
-    def ready(urls: list[str]) -> None:
-        result({"urls": urls}, urls)
+    def report_ready(urls: list[str]) -> None:
+        print_result({"urls": urls}, urls)
         if opens:
             open_page(urls)
 
@@ -417,7 +417,7 @@ def run_server(
         listeners = stack.enter_context(contextlib.closing(opened))
         service = make_service(config, chosen.layout, connection)
         is_worker = isinstance(config, WorkerSettings)
-        worker_role = WorkerRole(service, makes_pictures=is_worker, advice=advice)
+        worker_role = WorkerRole(service, makes_pictures=is_worker, advice=format_advice)
         roles: list[Role] = [worker_role]
         if fleet is not None:
             roles.insert(0, _join_fleet(service, worker_role.calls, fleet, listeners.urls))
@@ -428,16 +428,16 @@ def run_server(
             metrics_listeners = stack.enter_context(
                 contextlib.closing(listen_tcp_only(config.metrics_addr))
             )
-            metrics_endpoint = metrics_listeners, MetricsRole(service.metrics.text)
+            metrics_endpoint = metrics_listeners, MetricsRole(service.metrics.format_text)
         server.serve(
             listeners,
             *roles,
             separate=metrics_endpoint,
-            advice=advice,
+            advice=format_advice,
             tokens=tokens,
             grace=config.grace,
             origins=config.allow_origins if isinstance(config, WorkerSettings) else None,
-            on_ready=ready,
+            on_ready=report_ready,
         )
 
 

@@ -11,12 +11,20 @@ import click
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     connection_options,
-    settings,
+    get_settings,
     verb,
 )
-from clowder_aimage.cli.console.output import facts, number, plain, plural, result, size, table
+from clowder_aimage.cli.console.output import (
+    format_count,
+    format_fields,
+    format_number,
+    format_size,
+    format_table,
+    print_result,
+    to_plain,
+)
 from clowder_aimage.cli.console.stored_name import stored_argument
-from clowder_aimage.content.platform import Candidate, candidates_in, one_line
+from clowder_aimage.content.platform import Candidate, format_cell, list_candidates
 from clowder_aimage.content.store import Source
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.dialect import AImage, Layer
@@ -50,11 +58,11 @@ def show(reference: Reference, layers: bool, remote: bool) -> None:
 
     For an index, show its manifests. With --remote only the manifest and the config are fetched.
     """
-    chosen = settings()
+    chosen = get_settings()
     if remote:
         from clowder_aimage.registry import Repository
 
-        with Repository(reference, chosen.connection()) as repository:
+        with Repository(reference, chosen.build_client_options()) as repository:
             _show(repository, reference, layers, lambda stored: Completeness(stored.descriptor))
         return
     if chosen.has_connection:
@@ -71,18 +79,18 @@ def _show(
 ) -> None:
     descriptor = source.resolve(reference)
     if descriptor.media_type in mediatype.INDEXES:
-        value = _index(source, reference, descriptor)
-        result(value, _index_lines(value))
+        value = _encode_index(source, reference, descriptor)
+        print_result(value, _format_index(value))
         return
     stored = interpret(source, descriptor, read_manifest(source, descriptor))
     completeness = check(stored)
-    lines = _lines(reference, stored, completeness)
+    lines = _format_aimage(reference, stored, completeness)
     if layers:
-        lines += ["", *_layers(stored.aimage)]
-    result(_value(reference, stored, completeness), lines)
+        lines += ["", *_format_layers(stored.aimage)]
+    print_result(_encode_aimage(reference, stored, completeness), lines)
 
 
-def _value(
+def _encode_aimage(
     reference: Reference, stored: StoredAImage, completeness: Completeness
 ) -> dict[str, Any]:
     layers = stored.aimage.layers
@@ -95,36 +103,36 @@ def _value(
         "dialect": stored.dialect.name,
         "size": sum(layer.descriptor.size for layer in layers),
         **(missing if completeness.missing else {}),
-        **({"subject": plain(subject)} if (subject := stored.aimage.subject) else {}),
+        **({"subject": to_plain(subject)} if (subject := stored.aimage.subject) else {}),
         "config": stored.aimage.properties,
-        "layers": [_layer(layer) for layer in layers],
+        "layers": [_encode_layer(layer) for layer in layers],
     }
 
 
-def _layer(layer: Layer) -> dict[str, Any]:
+def _encode_layer(layer: Layer) -> dict[str, Any]:
     value: dict[str, Any] = {"name": layer.name, **layer.descriptor.to_json()}
     if layer.dtype is not None:
         value["dtype"] = layer.dtype
     if layer.shape is not None:
         value["shape"] = list(layer.shape)
     if layer.content is not None:
-        value["content"] = plain(layer.content)
+        value["content"] = to_plain(layer.content)
     return value
 
 
-def _index(source: Source, reference: Reference, descriptor: Descriptor) -> dict[str, Any]:
+def _encode_index(source: Source, reference: Reference, descriptor: Descriptor) -> dict[str, Any]:
     index = parse_document(read_all(source.open(descriptor), descriptor), descriptor.media_type)
-    candidates = candidates_in(source, index) if isinstance(index, Index) else []
+    candidates = list_candidates(source, index) if isinstance(index, Index) else []
     return {
         "reference": str(reference),
-        **plain(descriptor),
-        "manifests": [_candidate(source, candidate) for candidate in candidates],
+        **to_plain(descriptor),
+        "manifests": [_encode_candidate(source, candidate) for candidate in candidates],
     }
 
 
-def _candidate(source: Source, candidate: Candidate) -> dict[str, Any]:
+def _encode_candidate(source: Source, candidate: Candidate) -> dict[str, Any]:
     """Return a manifest; ``blobs``, their size, is left out if it is not in the store."""
-    value = plain(candidate.descriptor)
+    value = to_plain(candidate.descriptor)
     if candidate.variant:
         value["variant"] = candidate.variant
     if candidate.platform is not None:
@@ -136,99 +144,102 @@ def _candidate(source: Source, candidate: Candidate) -> dict[str, Any]:
     return value | {"blobs": sum(blob.size for blob in manifest.children)}
 
 
-def _index_lines(value: dict[str, Any]) -> list[str]:
-    head = facts([("name", value["reference"]), ("digest", value["digest"]), ("kind", "index")])
+def _format_index(value: dict[str, Any]) -> list[str]:
+    head = format_fields(
+        [("name", value["reference"]), ("digest", value["digest"]), ("kind", "index")]
+    )
     rows = [("VARIANT", "PLATFORM", "SIZE", "DIGEST")]
     for manifest in value["manifests"]:
-        length = size(manifest["blobs"]) if "blobs" in manifest else "missing"
-        variant, platform = (one_line(manifest.get(key, "")) for key in ("variant", "platform"))
+        length = format_size(manifest["blobs"]) if "blobs" in manifest else "missing"
+        variant, platform = (format_cell(manifest.get(key, "")) for key in ("variant", "platform"))
         rows.append((variant, platform, length, manifest["digest"]))
-    return [*head, "", *table(rows)]
+    return [*head, "", *format_table(rows)]
 
 
-def _lines(reference: Reference, stored: StoredAImage, completeness: Completeness) -> list[str]:
+def _format_aimage(
+    reference: Reference, stored: StoredAImage, completeness: Completeness
+) -> list[str]:
     config = stored.aimage.properties
     total = sum(layer.descriptor.size for layer in stored.aimage.layers)
     pairs = [
         ("name", str(reference)),
         ("digest", str(stored.descriptor.digest)),
         ("dialect", stored.dialect.name),
-        *((key, one_line(str(config[key]))) for key in _KIND if key in config),
-        ("size", size(total)),
+        *((key, format_cell(str(config[key]))) for key in _KIND if key in config),
+        ("size", format_size(total)),
     ]
     if completeness.missing:
-        blobs = plural(len(completeness.missing), "blob")
-        lacks = (
-            f"{describe_missing(stored, completeness)}; {blobs}, {size(completeness.missing_size)}"
-        )
+        blobs = format_count(len(completeness.missing), "blob")
+        size = format_size(completeness.missing_size)
+        lacks = f"{describe_missing(stored, completeness)}; {blobs}, {size}"
         pairs.append(("missing", lacks))
     if isinstance(config.get("parameters"), int):
         dtype = config.get("dtype", "")
-        pairs.append(("parameters", f"{number(config['parameters'])} {dtype}".strip()))
-    pairs += [(key, one_line(str(config[key]))) for key in _MORE if key in config]
+        pairs.append(("parameters", f"{format_number(config['parameters'])} {dtype}".strip()))
+    pairs += [(key, format_cell(str(config[key]))) for key in _MORE if key in config]
     if isinstance(defaults := config.get("defaults"), dict):
         text = ", ".join(f"{name} {value}" for name, value in defaults.items())
-        pairs.append(("defaults", one_line(text)))
+        pairs.append(("defaults", format_cell(text)))
     if config.get("pickled"):
         pairs.append(("pickled", "yes: loading it runs its code"))
-    pairs += [(f"adapter {name}".strip(), text) for name, text in _adapters(config)]
+    pairs += [(f"adapter {name}".strip(), text) for name, text in _format_adapters(config)]
     adapter_uses = {
-        "uses": _uses(config, "loras", "adapter"),
-        "fused": _uses(config, "fused", "name"),
+        "uses": _format_uses(config, "loras", "adapter"),
+        "fused": _format_uses(config, "fused", "name"),
     }
     pairs += [(key, text) for key, text in adapter_uses.items() if text]
     if stored.aimage.subject is not None:
         pairs.append(("belongs to", str(stored.aimage.subject.digest)))
-    return [*facts(pairs), "", *_components(stored.aimage)]
+    return [*format_fields(pairs), "", *_format_components(stored.aimage)]
 
 
-def _adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _format_adapters(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the adapter itself, without a name, or the adapters packed with the model."""
     adapters = []
     if isinstance(adapter := config.get("adapter"), dict):
-        adapters.append(("", _adapter(adapter)))
+        adapters.append(("", _format_adapter(adapter)))
     if isinstance(packed := config.get("adapters"), dict):
         adapters += [
-            (one_line(name), _adapter(facts))
+            (format_cell(name), _format_adapter(facts))
             for name, facts in sorted(packed.items())
             if isinstance(facts, dict)
         ]
     return adapters
 
 
-def _uses(config: Mapping[str, Any], key: str, name: str) -> str:
+def _format_uses(config: Mapping[str, Any], key: str, name: str) -> str:
     """Format adapters with their strengths: ``ink 0.8, style -0.5``."""
     entries = config.get(key)
     uses = [use for use in entries if isinstance(use, dict)] if isinstance(entries, list) else []
     text = ", ".join(f"{use.get(name)} {use.get('strength')}" for use in uses)
-    return _line(text) if text else ""
+    return _format_line(text) if text else ""
 
 
-def _adapter(facts: Mapping[str, Any]) -> str:
+def _format_adapter(facts: Mapping[str, Any]) -> str:
     """Format an adapter: ``lora, rank 16, 42 layers; trigger "sks"; weight 0.8; of ORG/MODEL``."""
     head = [str(facts.get("type", "unknown type"))]
     head += [f"rank {facts['rank']}"] if "rank" in facts else []
     if isinstance(facts.get("targets"), list):
-        head.append(plural(len(facts["targets"]), "layer"))
+        head.append(format_count(len(facts["targets"]), "layer"))
     parts = [", ".join(head)]
     words = facts.get("triggerWords")
     if isinstance(words, list) and words:
         parts.append("trigger " + ", ".join(f'"{word}"' for word in words[:5]))
     parts += [f"weight {facts['weight']}"] if "weight" in facts else []
     parts += [f"of {facts['base']}"] if "base" in facts else []
-    return _line("; ".join(parts))
+    return _format_line("; ".join(parts))
 
 
-def _line(text: str) -> str:
+def _format_line(text: str) -> str:
     """Return the facts of adapters on one line."""
     return " ".join(text.split())[:_WIDE]
 
 
-def _components(aimage: AImage) -> list[str]:
+def _format_components(aimage: AImage) -> list[str]:
     described = aimage.properties.get("components")
     described = described if isinstance(described, dict) else {}
     if not described and len(aimage.layers) <= _FEW:
-        return _layers(aimage)
+        return _format_layers(aimage)
     names = sorted({layer.component for layer in aimage.layers})
     components = {
         name: component for name, component in described.items() if isinstance(component, dict)
@@ -236,11 +247,11 @@ def _components(aimage: AImage) -> list[str]:
     quantized = {name: _format_quantization(components.get(name, {})) for name in names}
     rows = [("COMPONENT", "CLASS", "TENSORS", "SIZE", "QUANTIZED")]
     for name in names:
-        layers, kind = aimage.component(name), components.get(name, {}).get("class", "")
+        layers, kind = aimage.list_layers(name), components.get(name, {}).get("class", "")
         tensors = sum(layer.is_tensor for layer in layers)
         total = sum(layer.descriptor.size for layer in layers)
-        rows.append((name or "(top)", str(kind), str(tensors), size(total), quantized[name]))
-    return table(rows if any(quantized.values()) else [row[:-1] for row in rows])
+        rows.append((name or "(top)", str(kind), str(tensors), format_size(total), quantized[name]))
+    return format_table(rows if any(quantized.values()) else [row[:-1] for row in rows])
 
 
 def _format_quantization(component: Mapping[str, Any]) -> str:
@@ -249,26 +260,28 @@ def _format_quantization(component: Mapping[str, Any]) -> str:
     if not isinstance(facts, dict) or "type" not in facts:
         return ""
     kind, count, total = (
-        one_line(str(facts["type"])),
+        format_cell(str(facts["type"])),
         facts.get("tensors"),
         component.get("tensors"),
     )
     if type(count) is not int:
         return kind
-    of = f"{count} of {total} tensors" if type(total) is int else plural(count, "tensor")
+    of = f"{count} of {total} tensors" if type(total) is int else format_count(count, "tensor")
     return f"{kind} ({of})"
 
 
-def _layers(aimage: AImage) -> list[str]:
+def _format_layers(aimage: AImage) -> list[str]:
     rows = [("LAYER", "TYPE", "SHAPE", "SIZE", "DIGEST")]
     for layer in aimage.layers:
         shape = "x".join(map(str, layer.shape)) if layer.shape is not None else ""
         plain = layer.descriptor
-        rows.append((layer.name, _type(layer), shape, size(plain.size), plain.digest.short))
-    return [*table(rows), plural(len(aimage.layers), "layer")]
+        rows.append(
+            (layer.name, _format_type(layer), shape, format_size(plain.size), plain.digest.short)
+        )
+    return [*format_table(rows), format_count(len(aimage.layers), "layer")]
 
 
-def _type(layer: Layer) -> str:
+def _format_type(layer: Layer) -> str:
     """Return the dtype of a tensor, the format of a file, or another tool's media type."""
     if layer.dtype is not None:
         return layer.dtype

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import reference_argument, verb, verbose_option
-from clowder_aimage.cli.console.output import result
-from clowder_aimage.cli.console.worker_connection import refuse_options, worker
+from clowder_aimage.cli.console.output import print_result
+from clowder_aimage.cli.console.worker_connection import connect_worker, refuse_options
 from clowder_aimage.oci import Reference
 
 
@@ -21,5 +21,5 @@ def stop(reference: Reference) -> None:
     """
     refuse_options("omit it: the memory of the worker is freed")
     unload = {"model": str(reference), "prompt": "", "stop": True, "stream": False}
-    worker().ask("POST", "/api/generate", unload)
-    result({"stopped": str(reference)}, str(reference))
+    connect_worker().ask("POST", "/api/generate", unload)
+    print_result({"stopped": str(reference)}, str(reference))

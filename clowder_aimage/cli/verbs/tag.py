@@ -11,11 +11,11 @@ import click
 from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.option import (
     connection_options,
-    settings,
+    get_settings,
     tag_reference,
     verb,
 )
-from clowder_aimage.cli.console.output import plain, result
+from clowder_aimage.cli.console.output import print_result, to_plain
 from clowder_aimage.cli.console.stored_name import stored_argument
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference, mediatype
@@ -32,7 +32,7 @@ def tag(src: Reference, names: tuple[str, ...], remote: bool) -> None:
 
     With --remote SRC is a name in a registry, and each DST is a tag of its repository.
     """
-    chosen = settings()
+    chosen = get_settings()
     if remote:
         _tag_remotely(src, names)
         return
@@ -47,23 +47,25 @@ def tag(src: Reference, names: tuple[str, ...], remote: bool) -> None:
         is_partial = descriptor.annotations.get(mediatype.PARTIAL) == "true"
         for target in targets:
             layout.tag(descriptor, target, is_partial=is_partial)
-            result({"reference": str(target), **plain(descriptor)}, str(descriptor.digest))
+            print_result({"reference": str(target), **to_plain(descriptor)}, str(descriptor.digest))
 
 
 def _tag_remotely(src: Reference, names: tuple[str, ...]) -> None:
     from clowder_aimage.registry import Repository
 
-    connection = settings().connection()
+    connection = get_settings().build_client_options()
     src = connection.expand(src)
-    targets = [_remote_target(src, connection.expand, name) for name in names]
+    targets = [_resolve_target(src, connection.expand, name) for name in names]
     with Repository(src, connection) as repository:
         content = repository.resolve(src)
         for target in targets:
             repository.tag(content, target)
-            result({"reference": str(target), **plain(content)}, f"{target} {content.digest}")
+            print_result(
+                {"reference": str(target), **to_plain(content)}, f"{target} {content.digest}"
+            )
 
 
-def _remote_target(
+def _resolve_target(
     src: Reference, expand: Callable[[Reference], Reference], name: str
 ) -> Reference:
     """Return the name for a tag of the repository of ``src``. Raises UsageError."""

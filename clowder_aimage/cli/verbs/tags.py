@@ -8,9 +8,15 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.example import REPOSITORY, examples
-from clowder_aimage.cli.console.option import connection_options, settings, verb
-from clowder_aimage.cli.console.output import note, plain, result, table, wants_value
-from clowder_aimage.content.parallel import in_parallel
+from clowder_aimage.cli.console.option import connection_options, get_settings, verb
+from clowder_aimage.cli.console.output import (
+    format_table,
+    note,
+    print_result,
+    to_plain,
+    wants_value,
+)
+from clowder_aimage.content.parallel import run_parallel
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Descriptor, Reference
 
@@ -30,8 +36,8 @@ def tags(repo: str, is_long: bool, lists_generated: bool) -> None:
     """
     from clowder_aimage.registry import Repository, is_generated
 
-    chosen = settings()
-    connection, reference = chosen.connection(), Reference.parse(repo)
+    chosen = get_settings()
+    connection, reference = chosen.build_client_options(), Reference.parse(repo)
     if connection.expand(reference).registry is None:
         hint = "'aimage ls' lists the names in the store"
         if set(".:") & set(repo) or repo == "localhost":
@@ -44,17 +50,19 @@ def tags(repo: str, is_long: bool, lists_generated: bool) -> None:
         )
     descriptors: dict[str, Descriptor] = {}
     with Repository(reference, connection) as repository:
-        names = [tag for tag in repository.tag_names() if lists_generated or not is_generated(tag)]
+        names = [
+            tag for tag in repository.list_tag_names() if lists_generated or not is_generated(tag)
+        ]
 
         def describe(tag: str) -> None:
             descriptors[tag] = repository.describe(Reference.parse(f"{repo}:{tag}"))
 
         if is_long:
-            jobs = connection.connections(reference.registry)
-            in_parallel([partial(describe, tag) for tag in names], jobs, lambda: None)
+            jobs = connection.compute_connections(reference.registry)
+            run_parallel([partial(describe, tag) for tag in names], jobs, lambda: None)
     value: dict[str, Any] = {"repository": reference.name, "tags": names}
     if is_long:
-        value["manifests"] = [{"tag": tag, **plain(descriptors[tag])} for tag in names]
+        value["manifests"] = [{"tag": tag, **to_plain(descriptors[tag])} for tag in names]
     if not names and not wants_value():
         if not chosen.quiet:
             note(f"{reference.name} has no tags")
@@ -63,4 +71,4 @@ def tags(repo: str, is_long: bool, lists_generated: bool) -> None:
     rows += [
         (tag, str(descriptors[tag].digest), descriptors[tag].media_type) for tag in names if is_long
     ]
-    result(value, table(rows) if is_long else names)
+    print_result(value, format_table(rows) if is_long else names)

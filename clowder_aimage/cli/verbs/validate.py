@@ -11,9 +11,9 @@ import click
 
 from clowder_aimage import validate as validation
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import complete_path, settings, verb
-from clowder_aimage.cli.console.output import result
-from clowder_aimage.cli.console.stored_name import stored_reference
+from clowder_aimage.cli.console.option import complete_path, get_settings, verb
+from clowder_aimage.cli.console.output import print_result
+from clowder_aimage.cli.console.stored_name import resolve_reference
 from clowder_aimage.errors import AImageError, FormatError, NotFoundError, UsageError
 from clowder_aimage.validate import CheckedDocument
 
@@ -41,7 +41,7 @@ def validate(target: str, schema: str) -> int:
             f"cannot read {error.filename or target}: {error.strerror or error}"
         ) from None
     is_valid = not any(document.violations for document in documents)
-    result(_value(documents, is_valid), _lines(documents, is_valid))
+    print_result(_encode_documents(documents, is_valid), _format_documents(documents, is_valid))
     return 0 if is_valid else FormatError.exit_code
 
 
@@ -56,9 +56,9 @@ def _check(target: str, schema: str) -> list[CheckedDocument]:
     if path.is_dir() and validation.is_layout(path):
         return validation.validate_layout(path)
     try:
-        return validation.validate_reference(settings().layout, stored_reference(target))
+        return validation.validate_reference(get_settings().layout, resolve_reference(target))
     except (NotFoundError, UsageError) as error:
-        raise _not_found(target, path, error) from None
+        raise _build_target_error(target, path, error) from None
 
 
 def _is_file(path: Path) -> bool:
@@ -69,7 +69,7 @@ def _is_file(path: Path) -> bool:
         return error.errno != errno.ENAMETOOLONG
 
 
-def _not_found(target: str, path: Path, error: AImageError) -> AImageError:
+def _build_target_error(target: str, path: Path, error: AImageError) -> AImageError:
     if path.is_dir():
         return UsageError(
             f"{target} is a directory, but not an OCI image layout",
@@ -80,7 +80,7 @@ def _not_found(target: str, path: Path, error: AImageError) -> AImageError:
     return NotFoundError(f"file not found: {target}, and {error.message}", **error.advice)
 
 
-def _lines(documents: list[CheckedDocument], is_valid: bool) -> list[str]:
+def _format_documents(documents: list[CheckedDocument], is_valid: bool) -> list[str]:
     """Return a line for each violation, or for each document if there are none."""
     if is_valid:
         return [
@@ -98,7 +98,7 @@ def _lines(documents: list[CheckedDocument], is_valid: bool) -> list[str]:
     ]
 
 
-def _value(documents: list[CheckedDocument], is_valid: bool) -> dict[str, Any]:
+def _encode_documents(documents: list[CheckedDocument], is_valid: bool) -> dict[str, Any]:
     main = documents[0]
     return {
         "valid": is_valid,

@@ -9,10 +9,10 @@ import click
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import (
     daemon_connection_options,
-    settings,
+    get_settings,
     verb,
 )
-from clowder_aimage.cli.console.output import plural, result, size
+from clowder_aimage.cli.console.output import format_count, format_size, print_result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.stored_name import stored_arguments
 from clowder_aimage.errors import VerificationError
@@ -35,12 +35,12 @@ def verify(references: tuple[Reference, ...], repair: bool) -> int:
     from clowder_aimage.verify import repair as repair_store
     from clowder_aimage.verify import verify as check
 
-    chosen = settings()
+    chosen = get_settings()
     with Progress("verifying") as progress:
         report = check(chosen.layout, references, on_plan=progress.begin, on_read=progress.advance)
     outcome: dict[FsckProblem, str] = {}
     if repair and report.problems:
-        for problem, error in repair_store(chosen.layout, report, chosen.connection()):
+        for problem, error in repair_store(chosen.layout, report, chosen.build_client_options()):
             outcome[problem] = "" if error is None else error.message
     _print(report, outcome)
     bad = [problem for problem in report.problems if problem.kind not in ("foreign", "writable")]
@@ -54,11 +54,11 @@ def _print(report: FsckReport, outcome: dict[FsckProblem, str]) -> None:
         for problem in report.problems
     ]
     value = {"blobs": report.blobs, "size": report.size, "problems": problems}
-    lines = [f"{plural(report.blobs, 'blob')} intact, {size(report.size)}"]
+    lines = [f"{format_count(report.blobs, 'blob')} intact, {format_size(report.size)}"]
     for problem in report.problems:
         needed = f" (needed by {', '.join(problem.names)})" if problem.names else ""
         lines.append(f"{problem.kind}: {problem.message}{needed}")
         if problem in outcome:
             done = "repaired" if problem.names else "removed, because nothing needs it"
             lines.append(f"  {outcome[problem] or done}")
-    result(value, lines)
+    print_result(value, lines)

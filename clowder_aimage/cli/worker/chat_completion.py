@@ -15,7 +15,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _KINDS = {"content": "content", "reasoning_content": "thinking"}
 
 
-def completion_fields(request: TextRequest) -> dict[str, Any]:
+def build_completion_fields(request: TextRequest) -> dict[str, Any]:
     """Return the fields of a request for an answer, without the model."""
     sampling = {name: getattr(request.sampling, name) for name in _SAMPLING}
     fields = {
@@ -23,7 +23,7 @@ def completion_fields(request: TextRequest) -> dict[str, Any]:
         **sampling,
         "max_completion_tokens": request.max_tokens,
         "stop": [*request.stop] or None,
-        "response_format": _format(request.schema),
+        "response_format": _build_response_format(request.schema),
     }
     if request.thinking is not None:
         fields["chat_template_kwargs"] = {"enable_thinking": request.thinking}
@@ -31,7 +31,7 @@ def completion_fields(request: TextRequest) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _format(schema: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _build_response_format(schema: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if schema is None:
         return None
     if not schema:
@@ -39,9 +39,9 @@ def _format(schema: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-def pieces_of(value: Mapping[str, Any]) -> Generator[TextDelta, None, None]:
+def iter_pieces(value: Mapping[str, Any]) -> Generator[TextDelta, None, None]:
     """Yield the pieces of an answer in an event. Raises FormatError."""
-    for choice in _list(value.get("choices")):
+    for choice in _parse_list(value.get("choices")):
         delta = choice.get("delta") if isinstance(choice, dict) else None
         if not isinstance(delta, dict):
             raise FormatError("invalid response from the worker: expected a piece of an answer")
@@ -51,33 +51,33 @@ def pieces_of(value: Mapping[str, Any]) -> Generator[TextDelta, None, None]:
                 yield TextDelta(text, kind)
 
 
-def end_of(end: TextEnd, value: Mapping[str, Any]) -> TextEnd:
+def parse_end(end: TextEnd, value: Mapping[str, Any]) -> TextEnd:
     """Return the end with the reason, the counts and the times of an event."""
-    reasons = [choice.get("finish_reason") for choice in _list(value.get("choices"))]
+    reasons = [choice.get("finish_reason") for choice in _parse_list(value.get("choices"))]
     reason = next((str(stated) for stated in reasons if stated), end.reason)
     # Only the last event has the counts.
     usage = value.get("usage")
     if not isinstance(usage, dict):
         return TextEnd(reason, end.prompt_tokens, end.tokens, end.cached_tokens)
     details = usage.get("prompt_tokens_details")
-    cached = _count(details, "cached_tokens") if isinstance(details, dict) else 0
-    counts = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
+    cached = _parse_count(details, "cached_tokens") if isinstance(details, dict) else 0
+    counts = _parse_count(usage, "prompt_tokens"), _parse_count(usage, "completion_tokens")
     # Another server may not state them.
     times = timings if isinstance(timings := value.get("timings"), dict) else {}
-    seconds = (_seconds(times, name) for name in ("prompt_ms", "predicted_ms"))
+    seconds = (_parse_seconds(times, name) for name in ("prompt_ms", "predicted_ms"))
     return TextEnd(reason or STOP, *counts, cached, *seconds)
 
 
-def _seconds(times: Mapping[str, Any], name: str) -> float:
+def _parse_seconds(times: Mapping[str, Any], name: str) -> float:
     """Return milliseconds in seconds."""
     value = times.get(name)
     return value / 1000 if isinstance(value, int | float) and value > 0 else 0.0
 
 
-def _list(value: Any) -> list[Any]:
+def _parse_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _count(value: Mapping[str, Any], name: str) -> int:
+def _parse_count(value: Mapping[str, Any], name: str) -> int:
     count = value.get(name)
     return count if type(count) is int and count >= 0 else 0

@@ -7,15 +7,15 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.cli.console.option import parse_reference, settings
+from clowder_aimage.cli.console.option import get_settings, parse_reference
 from clowder_aimage.cli.console.output import remark, wants_value
 from clowder_aimage.cli.console.worker_connection import (
-    local_options,
-    models,
+    connect_worker,
+    create_client,
+    list_local_options,
+    list_models,
+    read_worker_host,
     refuse_options,
-    worker,
-    worker_client,
-    worker_host,
 )
 from clowder_aimage.cli.worker.remote import RemoteWorker
 from clowder_aimage.errors import AImageError, NotFoundError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _PROBE = 0.3
 
 
-def named_worker(
+def find_named_worker(
     served: Collection[str], *, is_local: bool, is_remote: bool
 ) -> WorkerClient | None:
     """Return the worker that AIMAGE_HOST names, or the default one with --remote, if it is used.
@@ -36,11 +36,11 @@ def named_worker(
     ``served`` are the options that a worker serves too. Raises UsageError for others, and as
     ``worker``.
     """
-    if not is_remote and (is_local or not worker_host()):
+    if not is_remote and (is_local or not read_worker_host()):
         return None
     correction = "omit --remote" if is_remote else "use --local"
     refuse_options(f"omit it, or {correction} to generate in this process", exclude=served)
-    return worker()
+    return connect_worker()
 
 
 def choose_worker(
@@ -58,9 +58,9 @@ def choose_worker(
     """
     if client is not None:
         return RemoteWorker(client, reference, f"worker at {client.endpoint}")
-    if is_local or local_options(*served):
+    if is_local or list_local_options(*served):
         return None
-    default = default_worker(reference, map(parse_reference, used_models))
+    default = find_default_worker(reference, map(parse_reference, used_models))
     if default is None:
         return None
     client, has_same = default
@@ -72,7 +72,7 @@ def choose_worker(
     return None
 
 
-def default_worker(
+def find_default_worker(
     reference: Reference, adapters: Iterable[Reference] = ()
 ) -> tuple[WorkerClient, bool] | None:
     """Return a client of the default worker, and True if it has the same AImages as this store.
@@ -83,24 +83,24 @@ def default_worker(
     if "AIMAGE_HOST" in os.environ:
         return None
     with contextlib.suppress(AImageError):
-        client = worker_client(None)
+        client = create_client(None)
         if not client.is_worker(_PROBE):
             return None
-        listed = models(client, "/api/tags")
-        is_same = _matches(listed, reference)
+        listed = list_models(client, "/api/tags")
+        is_same = _match_models(listed, reference)
         is_listed = bool(is_same) and reference.digest is None
         if any(is_same) or is_listed or reference.registry is not None:
             return client, any(is_same) and all(
-                any(_matches(listed, adapter)) for adapter in adapters
+                any(_match_models(listed, adapter)) for adapter in adapters
             )
     return None
 
 
-def _matches(listed: Iterable[Mapping[str, Any]], reference: Reference) -> list[bool]:
+def _match_models(listed: Iterable[Mapping[str, Any]], reference: Reference) -> list[bool]:
     """Return True for each listed model of a name unless this store has another one."""
     digest = reference.digest
     with contextlib.suppress(NotFoundError):
-        digest = digest or settings().layout.resolve(reference).digest
+        digest = digest or get_settings().layout.resolve(reference).digest
     return [
         digest is None or model["digest"] == str(digest)
         for model in listed
@@ -110,7 +110,7 @@ def _matches(listed: Iterable[Mapping[str, Any]], reference: Reference) -> list[
 
 def _prefers_worker() -> bool:
     """Return True if the configuration prefers the default worker. Raises UsageError."""
-    from clowder_aimage.config.user_directory import config_file
+    from clowder_aimage.config.user_directory import find_config_file
     from clowder_aimage.document.schema import read_configuration
 
-    return bool(read_configuration(config_file(), lambda it: it.get("run", {}).get("remote")))
+    return bool(read_configuration(find_config_file(), lambda it: it.get("run", {}).get("remote")))

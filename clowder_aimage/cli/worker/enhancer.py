@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from clowder_aimage.cli.console.option import settings
+from clowder_aimage.cli.console.option import get_settings
 from clowder_aimage.cli.console.output import remark
 from clowder_aimage.cli.text.enhance_option import Enhancement
 from clowder_aimage.cli.worker.language_model import LocalLanguageModel
@@ -47,17 +47,17 @@ class LocalEnhancer:
         return written
 
     def _write(self, enhancement: Enhancement, draft: GenerateRequest) -> GenerateRequest:
-        from clowder_aimage.model.text.enhancement import enhanced_prompt, enhancement_request
+        from clowder_aimage.model.text.enhancement import build_enhancement_request, collect_prompt
 
-        reference = enhancement.model or _default_model()
+        reference = enhancement.model or _resolve_default_model()
         if self._model is None or self._model.reference != reference:
             # Frees the memory before the load.
             self._model = None
             self._model = LocalLanguageModel(reference, self.options)
         prompt, seed = draft.prompt, draft.sampling.seed
-        request = enhancement_request(prompt, seed, enhancement.instruction)
+        request = build_enhancement_request(prompt, seed, enhancement.instruction)
         with contextlib.closing(self._model.answer(request)) as events:
-            text = enhanced_prompt(events)
+            text = collect_prompt(events)
         remark(f"prompt: {text}")
         return draft.change(prompt=text, original_prompt=prompt, enhancer=self._model.name)
 
@@ -68,26 +68,26 @@ class LocalEnhancer:
 
     def _has_memory(self) -> bool:
         """Return True if the language model can stay while pictures are generated."""
-        from clowder_aimage.engine.machine import available
+        from clowder_aimage.engine.machine import read_available_memory
         from clowder_aimage.layout.stored_aimage import read_aimage
 
         try:
-            layers = read_aimage(settings().layout, self.picture_model).aimage.layers
+            layers = read_aimage(get_settings().layout, self.picture_model).aimage.layers
         except NotFoundError:
             return False
         weights = sum(layer.descriptor.size for layer in layers if layer.is_tensor)
-        free = available()
+        free = read_available_memory()
         return free is not None and free >= _FACTOR * weights
 
 
-def _default_model() -> Reference:
+def _resolve_default_model() -> Reference:
     """Return the language model of the environment or the configuration. Raises UsageError."""
-    from clowder_aimage.config.user_directory import config_file
+    from clowder_aimage.config.user_directory import find_config_file
     from clowder_aimage.document.schema import read_configuration
 
     name = os.environ.get("AIMAGE_ENHANCER", "").strip()
     name = name or read_configuration(
-        config_file(), lambda it: str(it.get("run", {}).get("enhancer", ""))
+        find_config_file(), lambda it: str(it.get("run", {}).get("enhancer", ""))
     )
     if not name:
         raise UsageError("no language model is named for --enhance", remedy="name_enhancer")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from clowder_aimage.cli.console.lora_option import to_worker
 from clowder_aimage.cli.console.picture_option import to_request
 from clowder_aimage.errors import FormatError
-from clowder_aimage.generation.request import parameter_locations
-from clowder_aimage.model.picture_metadata import kind_of, read_metadata
+from clowder_aimage.generation.request import map_parameter_locations
+from clowder_aimage.model.picture_metadata import detect_kind, read_metadata
 from clowder_aimage.pictures.generated_picture import GeneratedPicture
 
 if TYPE_CHECKING:
@@ -33,15 +33,15 @@ _FIXED = {
 }
 
 
-def generation_fields(client: WorkerClient, task: PictureTask) -> dict[str, Any]:
+def build_generation_fields(client: WorkerClient, task: PictureTask) -> dict[str, Any]:
     """Return the fields of the requests for a task, of a picture each, without the seeds.
 
     Raises as ``to_worker``.
     """
     draft = task.drafts[0]
-    stated = draft.stated_values().items()
+    stated = draft.collect_stated_values().items()
     fields: dict[str, Any] = {"prompt": draft.prompt} | {
-        parameter_locations()[name].parameter.field: value
+        map_parameter_locations()[name].parameter.field: value
         for name, value in stated
         if value is not None and name not in _OTHERS
     }
@@ -53,17 +53,17 @@ def generation_fields(client: WorkerClient, task: PictureTask) -> dict[str, Any]
     if task.adds_words:
         fields["trigger"] = True
     fields |= {**to_request(draft), "output_format": task.kind, **_FIXED}
-    return fields | _enhancement_fields(task.enhancement)
+    return fields | _build_enhancement_fields(task.enhancement)
 
 
-def picture_of(reply: Mapping[str, Any], seed: int, kind: str) -> GeneratedPicture:
+def parse_picture(reply: Mapping[str, Any], seed: int, kind: str) -> GeneratedPicture:
     """Return the picture in a reply, with its metadata if they can be read. Raises FormatError."""
     try:
         data = base64.b64decode(reply["data"][0]["b64_json"], validate=True)
     except (LookupError, TypeError, binascii.Error):
         data = b""
     # Another server may ignore output_format.
-    if kind_of(data) != kind:
+    if detect_kind(data) != kind:
         raise FormatError(f"invalid response from the worker: expected a {kind.upper()} picture")
     try:
         metadata = read_metadata(data)
@@ -72,7 +72,7 @@ def picture_of(reply: Mapping[str, Any], seed: int, kind: str) -> GeneratedPictu
     return GeneratedPicture(data, seed, kind, metadata)
 
 
-def _enhancement_fields(enhancement: Enhancement | None) -> dict[str, Any]:
+def _build_enhancement_fields(enhancement: Enhancement | None) -> dict[str, Any]:
     if enhancement is None:
         return {}
     fields: dict[str, Any] = {"enhance": str(enhancement.model) if enhancement.model else True}

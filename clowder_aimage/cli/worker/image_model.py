@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clowder_aimage.cli.console.lora_option import adapter_finder, offer
-from clowder_aimage.cli.console.named_picture import named_pictures
-from clowder_aimage.cli.console.option import needs, settings
+from clowder_aimage.cli.console.lora_option import create_adapter_finder, offer
+from clowder_aimage.cli.console.named_picture import get_named_pictures
+from clowder_aimage.cli.console.option import get_settings, needs
 from clowder_aimage.cli.console.output import note, note_once, remark
-from clowder_aimage.cli.console.picture_option import for_model
+from clowder_aimage.cli.console.picture_option import complete_request
 from clowder_aimage.cli.worker.local_model import (
     Connect,
     FetchedModel,
@@ -25,7 +25,7 @@ from clowder_aimage.cli.worker.local_model import (
 )
 from clowder_aimage.cli.worker.worker import Announce, PictureTask
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
-from clowder_aimage.generation.effect import ignored_parameters
+from clowder_aimage.generation.effect import describe_ignored_parameters
 from clowder_aimage.generation.encoding import PictureEncoding
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.library_choice import choose_library
@@ -67,9 +67,9 @@ class LocalImageModel:
         Raises as ``choose_library``, ``AdapterFinder.fetch``, ``fetch_model``.
         """
         choose_library(options.backend, options.tuning)
-        connect = cache(settings().connection)
+        connect = cache(get_settings().build_client_options)
         with needs("running a model", "mlx"):
-            finder = adapter_finder(options.lora_dir, connect)
+            finder = create_adapter_finder(options.lora_dir, connect)
         # Before the model, which is larger.
         finder.fetch(draft)
         variant, fetched_name = options.precision, reference
@@ -108,7 +108,7 @@ class LocalImageModel:
         self, fetched: FetchedModel, request: GenerateRequest, is_last: bool
     ) -> RunnableModel:
         fetched.say_loading()
-        pictures = named_pictures()
+        pictures = get_named_pictures()
         # A wrong mask is refused before a load.
         pictures.keep(request.input.image, request.input.mask, *request.input.references)
         try:
@@ -129,7 +129,7 @@ class LocalImageModel:
         base, files = model.stored.aimage, self.fetched.aimage.files
         request, words = self.finder.resolve(request, base, files, adds_words=task.adds_words)
         offer(words)
-        named_pictures().keep(
+        get_named_pictures().keep(
             request.input.image,
             request.input.mask,
             request.control.image,
@@ -168,13 +168,13 @@ def _to_request(aimage: AImage, draft: GenerateRequest) -> GenerateRequest:
     """Return the request of a draft with the defaults of an AImage. Raises UsageError."""
     from clowder_aimage.formats.controlnet import is_packed_with
 
-    request = for_model(draft, aimage)
+    request = complete_request(draft, aimage)
     control = request.control
     if control.image is not None and control.network is None and not is_packed_with(aimage):
         raise UsageError(
             "this model has no ControlNet of its own", hint="name one with --controlnet"
         )
-    for warning in ignored_parameters(request, draft.stated or ()):
+    for warning in describe_ignored_parameters(request, draft.stated or ()):
         note_once(f"warning: {warning}")
     return request
 
@@ -187,7 +187,7 @@ def _choose_variant(reference: Reference, precision: str, connect: Connect) -> R
 
     if reference.digest is not None:
         raise UsageError("--first cannot be combined with a digest, which names one AImage")
-    layout = settings().layout
+    layout = get_settings().layout
     with contextlib.suppress(NotFoundError):
         if check_stored(layout, read_aimage(layout, reference)).is_complete:
             return reference
@@ -211,12 +211,12 @@ def pull_later(reference: Reference, variant: str, connect: Connect) -> Backgrou
     from clowder_aimage.engine.local_fetch import BackgroundPull
     from clowder_aimage.pull import pull
 
-    layout, connection = settings().layout, connect()
+    layout, connection = get_settings().layout, connect()
 
-    def work(options: PullOptions) -> Descriptor:
+    def pull_aimage(options: PullOptions) -> Descriptor:
         pull_options = replace(options, selector=ManifestSelector(fallback_variant=variant))
         return pull(reference, layout, connection, pull_options).root
 
     context = click.get_current_context()
     lease = context.with_resource(layout.lease())
-    return context.with_resource(BackgroundPull(work, lease, ignore))
+    return context.with_resource(BackgroundPull(pull_aimage, lease, ignore))

@@ -41,7 +41,7 @@ class LocalWorker:
         else:
             self._open(draft).load(draft, is_last=False)
 
-    def pictures(
+    def generate_pictures(
         self, task: PictureTask, announce: Announce
     ) -> Generator[GeneratedPicture, None, None]:
         """Yield pictures; a prompt is enhanced before the image model is loaded."""

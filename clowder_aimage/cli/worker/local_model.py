@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clowder_aimage.cli.console.option import needs, settings
-from clowder_aimage.cli.console.output import is_verbose, note, size
+from clowder_aimage.cli.console.option import get_settings, needs
+from clowder_aimage.cli.console.output import format_size, is_verbose, note
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.model.library_choice import AUTO, NO_TUNING, TorchTuning
 from clowder_aimage.oci import Reference
@@ -70,7 +70,7 @@ class FetchedModel:
         """Print the size of the weights, or of all layers."""
         layers = self.aimage.stored.aimage.layers
         loaded = sum(layer.descriptor.size for layer in layers if all_layers or layer.is_tensor)
-        self.progress.remark(f"loading {size(loaded)}")
+        self.progress.remark(f"loading {format_size(loaded)}")
 
 
 def fetch_model(
@@ -87,8 +87,8 @@ def fetch_model(
     if check is None:
         with needs("running a model", "mlx"):
             from clowder_aimage import generate  # noqa: F401 (before anything is pulled)
-    shared = settings()
-    layout, connect = shared.layout, connect or cache(shared.connection)
+    shared = get_settings()
+    layout, connect = shared.layout, connect or cache(shared.build_client_options)
     # Refuse invalid options at once.
     if shared.has_connection:
         connect()
@@ -125,7 +125,7 @@ def load_model(
         finder=finder,
     )
     memory = options.memory
-    total = model.device_memory or machine.memory()
+    total = model.device_memory or machine.read_memory_limit()
     # Each tile uses all networks.
     is_last = is_last and not request.input.upscale
     model.pipeline.set_memory(BY_MEMORY, memory or total, total, limit=memory, is_last=is_last)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from clowder_aimage.cli.console.option import TextOption, settings
-from clowder_aimage.cli.worker.choice import default_worker
+from clowder_aimage.cli.console.option import TextOption, get_settings
+from clowder_aimage.cli.worker.choice import find_default_worker
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
-from clowder_aimage.model.text.runtime import runtime_of
+from clowder_aimage.model.text.runtime import find_runtime
 
 if TYPE_CHECKING:
     from clowder_aimage.engine.worker_client import WorkerClient
@@ -30,22 +30,22 @@ def is_language_model(reference: Reference, client: WorkerClient | None, *, loca
     unless ``local``, or from the registry. If it is unknown there, the answer is no.
     """
     if client is not None:
-        return _of_worker(client, reference) or False
+        return _ask_worker(client, reference) or False
     from clowder_aimage.layout.stored_aimage import read_aimage
 
     try:
-        return runtime_of(read_aimage(settings().layout, reference).aimage) is not None
+        return find_runtime(read_aimage(get_settings().layout, reference).aimage) is not None
     except NotFoundError:
         pass
     except AImageError:
         # The error of the request for a picture is more specific.
         return False
-    default = None if local else default_worker(reference)
-    is_text = _of_worker(default[0], reference) if default else None
-    return _of_registry(reference) if is_text is None else is_text
+    default = None if local else find_default_worker(reference)
+    is_text = _ask_worker(default[0], reference) if default else None
+    return _ask_registry(reference) if is_text is None else is_text
 
 
-def _of_worker(client: WorkerClient, reference: Reference) -> bool | None:
+def _ask_worker(client: WorkerClient, reference: Reference) -> bool | None:
     """Return the answer of a worker; None if it does not have the AImage."""
     with contextlib.suppress(AImageError):
         answer = client.ask("POST", "/api/show", {"model": str(reference)})
@@ -54,10 +54,10 @@ def _of_worker(client: WorkerClient, reference: Reference) -> bool | None:
     return None
 
 
-def _of_registry(reference: Reference) -> bool:
+def _ask_registry(reference: Reference) -> bool:
     """Return the answer of the registry, from the manifest and the config."""
     with contextlib.suppress(AImageError):
-        connection = settings().connection()
+        connection = get_settings().build_client_options()
         if connection.expand(reference).registry is None:
             return False
         from clowder_aimage.content.platform import ManifestSelector, select
@@ -69,7 +69,7 @@ def _of_registry(reference: Reference) -> bool:
             root = repository.resolve(reference)
             base, manifest = select(repository, root, reference, ManifestSelector())
             if isinstance(manifest, Manifest):
-                return runtime_of(interpret(repository, base, manifest).aimage) is not None
+                return find_runtime(interpret(repository, base, manifest).aimage) is not None
     return False
 
 

@@ -12,22 +12,27 @@ from typing import TYPE_CHECKING, Any
 from clowder_aimage.cli.console.lora_option import with_tags
 from clowder_aimage.cli.console.option import needs
 from clowder_aimage.cli.console.output import (
+    format_count,
     note,
-    plural,
+    print_result,
     remark,
-    result,
     wants_json,
     wants_value,
 )
 from clowder_aimage.cli.console.picture_file import PictureOutput
-from clowder_aimage.cli.console.picture_option import picture_parameters
+from clowder_aimage.cli.console.picture_option import read_picture_parameters
 from clowder_aimage.cli.console.picture_view import draw_picture, open_picture
 from clowder_aimage.cli.console.pushed_picture import push_made
-from clowder_aimage.cli.console.seed_option import seed_runs
+from clowder_aimage.cli.console.seed_option import plan_seed_runs
 from clowder_aimage.cli.text.enhance_option import read_enhancement
 from clowder_aimage.cli.worker.worker import PictureTask, Worker
 from clowder_aimage.errors import UsageError
-from clowder_aimage.generation.request import COUNTS, ENHANCED, GenerateRequest, parameter_locations
+from clowder_aimage.generation.request import (
+    COUNTS,
+    ENHANCED,
+    GenerateRequest,
+    map_parameter_locations,
+)
 
 if TYPE_CHECKING:
     from clowder_aimage.generation.encoding import Format
@@ -35,7 +40,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = tuple(
     name
-    for name in parameter_locations()
+    for name in map_parameter_locations()
     if name not in ("prompt", "references", *COUNTS, *ENHANCED)
 )
 _OUTPUT = ("seeds", "sheet", "n", "output", "show", "inline")
@@ -60,7 +65,7 @@ class PictureOrder:
         output, written = PictureOutput(self.values["output"]), list[dict[str, Any]]()
         pictures, metadata = list["GeneratedPicture"](), dict[str, Any]()
         prompt, count = drafts[0].prompt, sum(draft.output.n for draft in drafts)
-        for picture in self._pictures(drafts, output.kind):
+        for picture in self._generate_pictures(drafts, output.kind):
             text = prompt or str(picture.facts.get("prompt", ""))
             path = output.write(picture.data, text, picture.seed, len(written), count)
             metadata = metadata or {**picture.facts}
@@ -74,10 +79,10 @@ class PictureOrder:
             metadata["sheet"] = _write_sheet(output, prompt, pictures)
             paths.append(metadata["sheet"])
         self._report(metadata | {"pictures": written}, paths, pictures)
-        remark(f"{plural(count, 'picture')} in {time.monotonic() - start:.1f} s")
+        remark(f"{format_count(count, 'picture')} in {time.monotonic() - start:.1f} s")
         return tuple(paths)
 
-    def _pictures(
+    def _generate_pictures(
         self, drafts: tuple[GenerateRequest, ...], kind: Format
     ) -> Iterator[GeneratedPicture]:
         """Yield the pictures of drafts; print a random seed and the worker's label once."""
@@ -95,7 +100,7 @@ class PictureOrder:
         adds_words = bool(self.values["trigger"])
         task = PictureTask(drafts, kind, adds_words, enhancement)
         # Closing the generator cancels the request of a worker.
-        with contextlib.closing(self.worker.pictures(task, announce)) as pictures:
+        with contextlib.closing(self.worker.generate_pictures(task, announce)) as pictures:
             yield from pictures
 
     def _report(
@@ -113,24 +118,26 @@ class PictureOrder:
             if is_stdout:
                 note(pushed["reference"])
         if not is_stdout:
-            result(value, paths)
+            print_result(value, paths)
 
 
 def _write_sheet(output: PictureOutput, prompt: str, pictures: list[GeneratedPicture]) -> str:
     """Write a sheet of pictures; return its path."""
-    from clowder_aimage.model.picture import contact_sheet
+    from clowder_aimage.model.picture import render_contact_sheet
 
-    return str(output.write_sheet(contact_sheet([(p.seed, p.data) for p in pictures]), prompt))
+    return str(
+        output.write_sheet(render_contact_sheet([(p.seed, p.data) for p in pictures]), prompt)
+    )
 
 
 def order_drafts(values: Mapping[str, Any], prompt: str) -> tuple[GenerateRequest, ...]:
     """Return a draft for each run of seeds of a prompt. Raises UsageError, StoreError."""
-    runs = seed_runs(values["seed"], values["seeds"] or (), values["n"] or 1)
+    runs = plan_seed_runs(values["seed"], values["seeds"] or (), values["n"] or 1)
     _check_output(values, sum(count for _, count in runs))
     text, loras = with_tags(prompt, values["loras"], values["lora_dir"])
-    stated = {name: values[name] for name in _OPTIONS} | _size(values)
+    stated = {name: values[name] for name in _OPTIONS} | _resolve_size(values)
     has_size = stated["width"] is not None or stated["height"] is not None
-    stated |= picture_parameters(values, has_size=has_size)
+    stated |= read_picture_parameters(values, has_size=has_size)
     seed, count = runs[0]
     draft = GenerateRequest.draft(text, **stated | {"loras": loras, "seed": seed, "n": count})
     return (draft, *(draft.change(seed=seed, n=count) for seed, count in runs[1:]))
@@ -150,7 +157,7 @@ def _check_output(values: Mapping[str, Any], count: int) -> None:
             import PIL  # noqa: F401 (before pictures are generated)
 
 
-def _size(values: Mapping[str, Any]) -> dict[str, int]:
+def _resolve_size(values: Mapping[str, Any]) -> dict[str, int]:
     """Return the sides of --size. Raises UsageError: they are given twice."""
     if values["size"] is None:
         return {}

@@ -7,10 +7,14 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.cli.console.output import note_once, one_line, remark
+from clowder_aimage.cli.console.output import clean_line, note_once, remark
 from clowder_aimage.cli.console.progress import Progress
-from clowder_aimage.cli.worker.chat_completion import completion_fields, end_of, pieces_of
-from clowder_aimage.cli.worker.image_generation import generation_fields, picture_of
+from clowder_aimage.cli.worker.chat_completion import (
+    build_completion_fields,
+    iter_pieces,
+    parse_end,
+)
+from clowder_aimage.cli.worker.image_generation import build_generation_fields, parse_picture
 from clowder_aimage.cli.worker.worker import Announce, PictureTask
 from clowder_aimage.errors import NetworkError, NotFoundError
 from clowder_aimage.model.text.language_model import TextEnd, TextEvent, TextRequest
@@ -39,7 +43,7 @@ class RemoteWorker:
         if draft is None:
             remark(f"answering on the {self.label}")
 
-    def pictures(
+    def generate_pictures(
         self, task: PictureTask, announce: Announce
     ) -> Generator[GeneratedPicture, None, None]:
         """Yield pictures, and show a bar of the steps.
@@ -47,7 +51,7 @@ class RemoteWorker:
         Each is a request of its own: a finished picture can be kept, and other clients are served
         in between.
         """
-        fields = generation_fields(self.client, task)
+        fields = build_generation_fields(self.client, task)
         for draft in task.drafts:
             first_seed, count = draft.sampling.seed, draft.output.n
             with ExitStack() as stack:
@@ -55,20 +59,20 @@ class RemoteWorker:
                 for index in range(count):
                     seed = first_seed + index
                     reply = self._generate({**fields, "seed": seed}, bars, index, announce)
-                    picture = picture_of(reply, seed, task.kind)
+                    picture = parse_picture(reply, seed, task.kind)
                     if "original_prompt" in picture.facts:
-                        remark(f"prompt: {one_line(str(picture.facts.get('prompt')))}")
+                        remark(f"prompt: {clean_line(str(picture.facts.get('prompt')))}")
                     yield picture
 
     def answer(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         """Yield the pieces of an answer; closing the generator cancels it."""
         end = TextEnd("", 0, 0)
-        events = self._events("/v1/chat/completions", completion_fields(request))
+        events = self._iter_events("/v1/chat/completions", build_completion_fields(request))
         with closing(events):
             for kind, value in events:
                 if kind != "open":
-                    yield from pieces_of(value)
-                    end = end_of(end, value)
+                    yield from iter_pieces(value)
+                    end = parse_end(end, value)
         if not end.reason:
             raise self._make_disconnected("answer")
         yield end
@@ -77,7 +81,7 @@ class RemoteWorker:
         self, fields: Mapping[str, Any], bars: _Bars, index: int, announce: Announce
     ) -> Mapping[str, Any]:
         """Return the last event of picture ``index`` of a run; show the others."""
-        with closing(self._events("/v1/images/generations", fields)) as events:
+        with closing(self._iter_events("/v1/images/generations", fields)) as events:
             for kind, value in events:
                 if kind == "open":
                     announce(f"rendering on the {self.label}")
@@ -91,12 +95,12 @@ class RemoteWorker:
                     return value
         raise self._make_disconnected("picture")
 
-    def _events(
+    def _iter_events(
         self, path: str, fields: Mapping[str, Any]
     ) -> Generator[tuple[str, Mapping[str, Any]], None, None]:
         """Yield the events of a reply of the model; print its warnings."""
         body = {"model": str(self.reference), **fields}
-        with closing(self.client.events(path, body)) as events:
+        with closing(self.client.iter_events(path, body)) as events:
             for kind, value in events:
                 if kind == "open":
                     self._check_model(value)
@@ -152,4 +156,4 @@ class _Bars:
 def _warn(warnings: object) -> None:
     """Print the warnings of a worker, each once."""
     for warning in warnings if isinstance(warnings, list) else ():
-        note_once(f"warning: {one_line(str(warning))}")
+        note_once(f"warning: {clean_line(str(warning))}")

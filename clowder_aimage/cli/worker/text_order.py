@@ -6,9 +6,9 @@ import contextlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.cli.console.output import is_verbose, note, result, wants_value
+from clowder_aimage.cli.console.output import is_verbose, note, print_result, wants_value
 from clowder_aimage.cli.text.answer_output import AnswerOutput
-from clowder_aimage.cli.text.option import text_request
+from clowder_aimage.cli.text.option import build_text_request
 
 if TYPE_CHECKING:
     from clowder_aimage.cli.worker.worker import Worker
@@ -31,7 +31,7 @@ class TextOrder:
         is forgotten.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
-        request, output = text_request(self.values, messages), AnswerOutput()
+        request, output = build_text_request(self.values, messages), AnswerOutput()
         try:
             with contextlib.closing(self.worker.answer(request)) as events:
                 output.show(events)
@@ -47,7 +47,7 @@ class TextOrder:
 
     def _report(self, output: AnswerOutput) -> None:
         if wants_value():
-            result({"reference": str(self.reference), **output.facts()}, "")
+            print_result({"reference": str(self.reference), **output.to_json()}, "")
         output.warn_of_cut()
         if is_verbose():
-            note("\n".join(output.statistics()))
+            note("\n".join(output.format_statistics()))

@@ -38,7 +38,7 @@ class Worker(Protocol):
     def prepare(self, draft: GenerateRequest | None) -> None:
         """Load the model for later pictures of such a draft, or for answers (None)."""
 
-    def pictures(
+    def generate_pictures(
         self, task: PictureTask, announce: Announce
     ) -> Generator[GeneratedPicture, None, None]:
         """Yield pictures as they are completed; closing the generator cancels the others."""

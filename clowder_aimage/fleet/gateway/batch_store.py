@@ -25,7 +25,7 @@ from clowder_aimage.fleet.link import (
     MESSAGE_ID,
     FleetLink,
     FullStoreError,
-    unavailable,
+    build_unavailable_error,
 )
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.oci import read_json
@@ -44,13 +44,13 @@ class FleetBatchStore:
         # The server's time, and ours without epoch.
         self._clock: tuple[float, float] | None = None
 
-    async def now(self) -> float:
+    async def read_clock(self) -> float:
         """Return the time of the NATS server: the clocks of gateways may be hours apart."""
         reading = self._clock
         if reading is None or time.monotonic() - reading[1] > _FRESH:
             with self._converting_errors():
                 # A stored message has the time of the server.
-                await (await self._bucket()).put(_CLOCK, b"")
+                await (await self._open_bucket()).put(_CLOCK, b"")
                 subject = f"$KV.{self._names.batches}.{_CLOCK}"
                 stream = f"KV_{self._names.batches}"
                 message = await self._link.streams.get_msg(stream, subject=subject)
@@ -58,14 +58,14 @@ class FleetBatchStore:
                 self._clock = reading = message.time.timestamp(), time.monotonic()
         return reading[0] + time.monotonic() - reading[1]
 
-    async def _bucket(self) -> KeyValue:
+    async def _open_bucket(self) -> KeyValue:
         return await self._link.streams.key_value(self._names.batches)
 
     async def read(self, id: str) -> tuple[Record, int] | None:  # noqa: A002
         """Return a record and its revision, or None."""
         with self._converting_errors():
             try:
-                entry = await (await self._bucket()).get(id)
+                entry = await (await self._open_bucket()).get(id)
             except KeyNotFoundError:
                 return None
         return read_json(entry.value or b"", "a record of a batch"), entry.revision or 0
@@ -74,7 +74,7 @@ class FleetBatchStore:
         """Replace a record with that revision. Raises ChangedRecordError."""
         raw = json.dumps(value, separators=(",", ":")).encode()
         with self._converting_errors():
-            bucket = await self._bucket()
+            bucket = await self._open_bucket()
             try:
                 if not revision:
                     return await bucket.create(id, raw)
@@ -85,13 +85,13 @@ class FleetBatchStore:
     async def remove(self, id: str) -> None:  # noqa: A002
         """Remove a record."""
         with self._converting_errors():
-            await (await self._bucket()).purge(id)
+            await (await self._open_bucket()).purge(id)
 
-    async def ids(self) -> list[str]:
+    async def list_ids(self) -> list[str]:
         """Return the ids of all records."""
         with self._converting_errors():
             try:
-                return sorted(filter(is_id, await (await self._bucket()).keys()))
+                return sorted(filter(is_id, await (await self._open_bucket()).keys()))
             except NoKeysError:
                 return []
 
@@ -101,13 +101,15 @@ class FleetBatchStore:
             for offset in range(0, len(data), CHUNK):
                 headers = {MESSAGE_ID: f"{name}-{offset}"}
                 await self._link.store(
-                    self._names.file(name), data[offset : offset + CHUNK], headers
+                    self._names.build_file_subject(name), data[offset : offset + CHUNK], headers
                 )
 
     async def get(self, name: str) -> bytes:
         """Return a chunk. Raises NotFoundError."""
         with self._converting_errors():
-            messages = self._link.read_messages(self._names.file(name), 0, self._names.files)
+            messages = self._link.read_messages(
+                self._names.build_file_subject(name), 0, self._names.files
+            )
             chunks = [message.data or b"" async for _, message in messages]
         if not chunks:
             raise NotFoundError("a part of the file has expired")
@@ -116,7 +118,9 @@ class FleetBatchStore:
     async def drop(self, name: str) -> None:
         """Remove a chunk; it may be missing."""
         with self._converting_errors():
-            await self._link.streams.purge_stream(self._names.files, subject=self._names.file(name))
+            await self._link.streams.purge_stream(
+                self._names.files, subject=self._names.build_file_subject(name)
+            )
 
     @contextlib.contextmanager
     def _converting_errors(self) -> Iterator[None]:
@@ -128,6 +132,8 @@ class FleetBatchStore:
             if isinstance(error, FullStoreError) or error.err_code in FULL:
                 message = "the fleet's store of files is full; delete files, or try again later"
                 raise ApiError(507, message, code="insufficient_storage") from None
-            raise unavailable(f"NATS refuses: {error.description}; try again later") from None
+            raise build_unavailable_error(
+                f"NATS refuses: {error.description}; try again later"
+            ) from None
         except (*LOST, JetStreamError):
-            raise unavailable("NATS does not answer; try again later") from None
+            raise build_unavailable_error("NATS does not answer; try again later") from None

@@ -61,7 +61,7 @@ class Continuation:
         *events, self._buffer = self._buffer.split(self._end)
         return b"".join(self._filter(event + self._end) for event in events)
 
-    def error(self, status: int, error: dict[str, Any], code: str | None) -> bytes:
+    def encode_error(self, status: int, error: dict[str, Any], code: str | None) -> bytes:
         """Return the event for an error after the response has begun."""
         if self._is_sse:
             return b"event: error\ndata: " + json.dumps(error).encode() + b"\n\n"

@@ -46,7 +46,7 @@ class FairQueue:
         """The number of jobs that wait here."""
         return sum(len(line) for lines in self._waiting.values() for line in lines.values())
 
-    def age(self, priority: str) -> float:
+    def compute_age(self, priority: str) -> float:
         """Return the seconds that the oldest job has waited for a worker, here and queued."""
         return self._clock() - next(iter(self._since[priority].values()), self._clock())
 

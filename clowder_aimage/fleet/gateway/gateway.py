@@ -14,8 +14,8 @@ from typing import Any
 from aiohttp import web
 from nats.js.errors import Error as JetStreamError
 
-from clowder_aimage.api.model_catalog import unknown_model
-from clowder_aimage.api.model_list import unknown
+from clowder_aimage.api.model_catalog import build_unknown_error
+from clowder_aimage.api.model_list import build_missing_error
 from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, NEVER
 from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, UsageError
 from clowder_aimage.fleet.frame import (
@@ -40,13 +40,19 @@ from clowder_aimage.fleet.link import (
     FleetLink,
     FullStoreError,
     LastFrameError,
-    unavailable,
+    build_unavailable_error,
 )
 from clowder_aimage.fleet.name import BATCH
 from clowder_aimage.fleet.worker_registry import FleetModel, WorkerWatch
-from clowder_aimage.http.access import bearer_token
-from clowder_aimage.http.api_error import OLLAMA, ApiError, api_error, interface_of, registry_error
-from clowder_aimage.http.background import background_tasks, run_in_daemon_thread
+from clowder_aimage.http.access import parse_token
+from clowder_aimage.http.api_error import (
+    OLLAMA,
+    ApiError,
+    convert_error,
+    convert_registry_error,
+    find_interface,
+)
+from clowder_aimage.http.background import run_in_background, run_in_daemon_thread
 from clowder_aimage.http.local_request import LocalRequest, Request
 from clowder_aimage.oci import Digest, Reference
 
@@ -93,11 +99,11 @@ class JobGateway:
         self._link, self._watch, self._metrics = link, watch, metrics
         self._resolve = resolve
         self._deadline = None if deadline == FOR_EVER else deadline
-        self.queue = FairQueue(self.window, most)
+        self.queue = FairQueue(self.compute_window, most)
 
-    def window(self, digest: str = "") -> int:
+    def compute_window(self, digest: str = "") -> int:
         """Return the number of jobs of this gateway, for a model or all, that may be queued."""
-        statuses = self._watch.workers.statuses()
+        statuses = self._watch.workers.list_statuses()
         slots = [
             status.slots
             for status in statuses
@@ -113,9 +119,9 @@ class JobGateway:
         job = await self._make_job(request, parsed, headers.priority)
         if key := headers.key:
             job = replace(job, id=_make_job_id(job.caller, key))
-        with self._metrics.job(job.priority) as statuses:
+        with self._metrics.observe_job(job.priority) as statuses:
             relay = ResponseRelay(request)
-            async with background_tasks(*([relay.keep_alive()] if parsed.is_events else [])):
+            async with run_in_background(*([relay.keep_alive()] if parsed.is_events else [])):
                 answered = await self._serve(relay, job, parsed, is_keyed=bool(key))
             statuses.append(relay.status)
         return answered
@@ -129,7 +135,7 @@ class JobGateway:
         except AImageError as error:
             if not relay.has_begun:
                 raise
-            await relay.fail(api_error(error))
+            await relay.fail(convert_error(error))
             return await relay.end()
 
     async def _serve_in_time(
@@ -144,7 +150,7 @@ class JobGateway:
             ):
                 admitting = self._admit(job, parsed, is_kept=is_kept, is_keyed=is_keyed)
                 admitted = await (admitting if is_kept else self._wait_until_admitted(admitting))
-                frames = reader.frames(from_start=admitted.is_old)
+                frames = reader.iter_frames(from_start=admitted.is_old)
                 return await self._pass_on(relay, admitted, frames, started)
         except TimeoutError:
             raise ApiError(504, "the deadline has passed", code="deadline_exceeded") from None
@@ -152,7 +158,9 @@ class JobGateway:
             # Of the client: LOST, below, is of NATS.
             raise
         except LOST as error:
-            raise unavailable("the connection to NATS was lost; try again later") from error
+            raise build_unavailable_error(
+                "the connection to NATS was lost; try again later"
+            ) from error
 
     # -- admission
 
@@ -165,7 +173,7 @@ class JobGateway:
             id=secrets.token_hex(16),
             path=request.rel_url.raw_path_qs,
             scope=request.get("scope", "infer"),
-            caller=caller_of(request),
+            caller=identify_caller(request),
             asked=parsed.model or "",
             model=model.name,
             digest=model.digest,
@@ -179,10 +187,10 @@ class JobGateway:
     async def _find(self, request: Request, parsed: ParsedRequest) -> FleetModel:
         """Return the model of a request. Raises ApiError."""
         workers = self._watch.workers
-        if not workers.statuses():
-            raise unavailable("no worker of the fleet is running; try again later")
+        if not workers.list_statuses():
+            raise build_unavailable_error("no worker of the fleet is running; try again later")
         try:
-            reference, model = workers.reference(parsed.model), workers.find(parsed.model)
+            reference, model = workers.resolve_reference(parsed.model), workers.find(parsed.model)
         except NotFoundError as error:
             raise ApiError(404, error.message, code="model_not_found", param="model") from None
         except UsageError as error:
@@ -195,16 +203,16 @@ class JobGateway:
             try:
                 digest = await run_in_daemon_thread(partial(self._resolve, reference))
             except AImageError as error:
-                raise registry_error(error) from None
+                raise convert_registry_error(error) from None
             return FleetModel(str(reference), str(digest))
-        if interface_of(request) == OLLAMA:
-            raise unknown(reference)
+        if find_interface(request) == OLLAMA:
+            raise build_missing_error(reference)
         raise self._make_not_found(parsed)
 
     def _make_not_found(self, parsed: ParsedRequest) -> ApiError:
-        names = self._watch.workers.names(*parsed.kinds)
+        names = self._watch.workers.list_names(*parsed.kinds)
         if not names:
-            return unknown_model(parsed.model or "")
+            return build_unknown_error(parsed.model or "")
         remainder = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
         listed = ", ".join(names[:_MAX_NAMED])
         message = f"model {(parsed.model or '')[:200]!r} not found; available: {listed}{remainder}"
@@ -219,17 +227,22 @@ class JobGateway:
         before it did so; the stream recognises a repetition.
         """
         is_old, names = False, self._link.names
-        subject = names.job(job.priority, job.digest.partition(":")[2], job.caller)
+        subject = names.build_job_subject(job.priority, job.digest.partition(":")[2], job.caller)
         try:
-            if is_keyed and await self._was_admitted(job, _fingerprint(job, parsed)):
-                is_old, (mark, _) = True, await self._link.read_last(names.mark(job.id))
+            if is_keyed and await self._was_admitted(job, _compute_fingerprint(job, parsed)):
+                is_old, (mark, _) = (
+                    True,
+                    await self._link.read_last(names.build_mark_subject(job.id)),
+                )
                 if mark is not None and mark.kind != ADMITTED:
                     return _AdmittedJob(job, is_kept, is_old)
             sequence = await self._put(job, subject)
         except FullStoreError:
-            raise unavailable("the queue of the fleet is full; try again later") from None
+            raise build_unavailable_error(
+                "the queue of the fleet is full; try again later"
+            ) from None
         except (NetworkError, *LOST):
-            raise unavailable("NATS does not answer; try again later") from None
+            raise build_unavailable_error("NATS does not answer; try again later") from None
         await self._link.publish(names.announcements, f"{subject} {sequence}".encode())
         return _AdmittedJob(job, is_kept, is_old, sequence)
 
@@ -264,7 +277,9 @@ class JobGateway:
             chunks = [payload[start : start + CHUNK] for start in range(0, len(payload), CHUNK)]
             for number, chunk in enumerate(chunks):
                 chunk_headers = {MESSAGE_ID: f"{upload} {number}"}
-                await self._link.store(self._link.names.body(upload), chunk, chunk_headers)
+                await self._link.store(
+                    self._link.names.build_body_subject(upload), chunk, chunk_headers
+                )
             payload, headers[CHUNKS] = upload.encode(), str(len(chunks))
         return await self._link.store(subject, payload, headers)
 
@@ -273,10 +288,10 @@ class JobGateway:
 
         Raises ApiError (422): it was another request.
         """
-        subject = self._link.names.mark(job.id)
+        subject = self._link.names.build_mark_subject(job.id)
         admitted = Frame(ADMITTED, 0, 0, fingerprint)
         try:
-            await self._link.store(subject, fingerprint, admitted.headers(), after=0)
+            await self._link.store(subject, fingerprint, admitted.headers, after=0)
         except LastFrameError:
             pass
         else:
@@ -316,16 +331,16 @@ class JobGateway:
     async def _cancel(self, admitted: _AdmittedJob) -> None:
         """Remove a job from the queue, and end the work on it."""
         names = self._link.names
-        await self._link.publish(names.cancel(admitted.job.id))
+        await self._link.publish(names.build_cancel_subject(admitted.job.id))
         with contextlib.suppress(*LOST, JetStreamError):
             await self._link.streams.delete_msg(names.jobs, admitted.sequence)
 
 
-def caller_of(request: Request) -> str:
+def identify_caller(request: Request) -> str:
     """Return an opaque name of the client: of its token, else of its address."""
     if isinstance(request, LocalRequest):
         return str(request["caller"])
-    token = bearer_token(request.headers.get("Authorization", "")) if "scope" in request else ""
+    token = parse_token(request.headers.get("Authorization", "")) if "scope" in request else ""
     return hashlib.sha256((token or f"@{request.remote}").encode()).hexdigest()[:16]
 
 
@@ -334,7 +349,7 @@ def _make_job_id(caller: str, key: str) -> str:
     return hashlib.sha256(f"{caller} {key}".encode()).hexdigest()[:32]
 
 
-def _fingerprint(job: FleetJob, parsed: ParsedRequest) -> bytes:
+def _compute_fingerprint(job: FleetJob, parsed: ParsedRequest) -> bytes:
     """Return a digest of a client's request, without the seed and the names chosen here."""
     request = replace(job, headers={}, digest="", model="", timeout=None, fields=parsed.fields)
     return hashlib.sha256(request.encode()).hexdigest().encode()

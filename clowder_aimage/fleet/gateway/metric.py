@@ -11,7 +11,7 @@ from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from clowder_aimage.engine.metric import new_registry
 from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet.name import PRIORITIES
-from clowder_aimage.http.api_error import ApiError, api_error
+from clowder_aimage.http.api_error import ApiError, convert_error
 
 # Outcomes of jobs. "refused" by the worker: the request is invalid; "unavailable": try again later.
 DONE, REFUSED, FAILED, CANCELLED = "done", "refused", "failed", "cancelled"
@@ -66,12 +66,12 @@ class GatewayMetrics:
         )
         self.dead = Gauge(f"{name}_given_up", "Jobs that were given up.", registry=registry)
 
-    def text(self) -> bytes:
+    def format_text(self) -> bytes:
         """Format all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
     @contextlib.contextmanager
-    def job(self, priority: str) -> Iterator[list[int]]:
+    def observe_job(self, priority: str) -> Iterator[list[int]]:
         """Observe a job: its outcome is that of the status in the list, or of an error.
 
         Without either its client has disconnected.
@@ -80,15 +80,15 @@ class GatewayMetrics:
         try:
             yield statuses
         except AImageError as error:
-            response_error: ApiError = api_error(error)
+            response_error: ApiError = convert_error(error)
             statuses, code = [response_error.status], response_error.code
             raise
         finally:
-            outcome = outcome_of(statuses[-1], code) if statuses else CANCELLED
+            outcome = classify_outcome(statuses[-1], code) if statuses else CANCELLED
             self.jobs.labels(priority, outcome).observe(time.monotonic() - start)
 
 
-def outcome_of(status: int, code: str | None) -> str:
+def classify_outcome(status: int, code: str | None) -> str:
     """Return the outcome of a job by the status and the code of its response."""
     if code == "job_given_up":
         return GIVEN_UP

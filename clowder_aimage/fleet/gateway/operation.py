@@ -42,13 +42,13 @@ class JobHeaders(Parameters):
     )
 
 
-def _job(operation: Operation) -> Operation:
+def _convert_to_job(operation: Operation) -> Operation:
     return replace(operation.with_refusals(400, 422, *_LOST), headers=JobHeaders)
 
 
 JOBS = tuple(
     map(
-        _job,
+        _convert_to_job,
         (
             openai_operation.GENERATE,
             openai_operation.EDIT,

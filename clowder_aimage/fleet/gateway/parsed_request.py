@@ -126,7 +126,7 @@ class RequestValidator:
             return _with_pull(request, parsed)
         body = PictureBody(request, self._bodies)
         try:
-            fields = await body.fields(
+            fields = await body.read_fields(
                 may_be_form=path in ("/v1/images/edits", "/v1/images/variations")
             )
         finally:
@@ -156,7 +156,7 @@ def _parse_openai(request: Request, fields: dict[str, Any]) -> ParsedRequest:
     pull = body.pull if request.get("scope") == ADMIN else NEVER
     if not isinstance(body, TextBody):
         return ParsedRequest(body.model, fields, (EMBEDDER, TEXT), pull)
-    body.requests()  # raises ApiError
+    body.build_requests()  # raises ApiError
     parsed = ParsedRequest(body.model, fields, (TEXT,), pull, is_events=body.stream)
     return replace(parsed, chosen=_draw_seed(fields))
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from aiohttp import web
 
-from clowder_aimage.api.answer_stream import EVENT_HEADERS, KEEP_ALIVE, comment
+from clowder_aimage.api.answer_stream import EVENT_HEADERS, KEEP_ALIVE, encode_comment
 from clowder_aimage.errors import FormatError
 from clowder_aimage.fleet.frame import BEGIN, DATA, DEAD, HEAD, Frame
 from clowder_aimage.fleet.gateway.continuation import SSE, Continuation, is_stream
-from clowder_aimage.http.api_error import ApiError, response
+from clowder_aimage.http.api_error import ApiError, build_response
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.response_writer import ResponseWriter, is_gone
 from clowder_aimage.oci import read_json
@@ -46,12 +46,12 @@ class ResponseRelay:
         elif frame.kind == HEAD:
             self._head = read_json(frame.data, "the head of a response")
         elif frame.kind == DATA:
-            await self._data(frame.data)
+            await self._relay_data(frame.data)
         elif frame.kind == DEAD:
             facts = read_json(frame.data, "the end of a job")
             await self.fail(ApiError(facts["status"], facts["message"], code=facts["code"]))
 
-    async def _data(self, data: bytes) -> None:
+    async def _relay_data(self, data: bytes) -> None:
         if self._head["status"] == 200 and is_stream(self._type):
             if self._continuation is None:
                 self._continuation = Continuation(self._type)
@@ -78,7 +78,7 @@ class ResponseRelay:
                     await asyncio.sleep(KEEP_ALIVE - silence)
                 else:
                     self._continuation = self._continuation or Continuation(SSE)
-                    await self._write(comment("keep-alive"))
+                    await self._write(encode_comment("keep-alive"))
 
     async def _write(self, data: bytes) -> None:
         async with self._turn:
@@ -103,9 +103,9 @@ class ResponseRelay:
             raise error
         self.status = error.status
         self._body.clear()
-        text = response(self._request, error).text or "{}"
+        text = build_response(self._request, error).text or "{}"
         value = read_json(text.encode(), "an error")
-        await self._write(self._continuation.error(error.status, value, error.code))
+        await self._write(self._continuation.encode_error(error.status, value, error.code))
 
     async def end(self) -> web.StreamResponse:
         """Return the response, complete."""
@@ -128,4 +128,4 @@ class ResponseRelay:
         except FormatError:
             value = {"error": body[:500].decode("utf-8", "replace")}
         self.status = self._head["status"]
-        await self._write(self._continuation.error(self._head["status"], value, None))
+        await self._write(self._continuation.encode_error(self._head["status"], value, None))

@@ -14,20 +14,20 @@ from clowder_aimage.api import health_operation, page
 from clowder_aimage.api.batch.routes import BatchRoutes
 from clowder_aimage.api.batch.run import BatchRunner
 from clowder_aimage.api.ollama import routes as ollama_routes
-from clowder_aimage.api.openapi import description_routes
+from clowder_aimage.api.openapi import build_description_routes
 from clowder_aimage.api.request_body import read_headers
 from clowder_aimage.errors import AImageError, NotFoundError, UsageError
 from clowder_aimage.fleet.gateway import operation as gateway_operation
 from clowder_aimage.fleet.gateway.batch_store import FleetBatchStore
-from clowder_aimage.fleet.gateway.gateway import JobGateway, caller_of
+from clowder_aimage.fleet.gateway.gateway import JobGateway, identify_caller
 from clowder_aimage.fleet.gateway.metric import GatewayMetrics
 from clowder_aimage.fleet.gateway.parsed_request import ParsedRequest, RequestValidator
 from clowder_aimage.fleet.gateway.status import FleetStatus
-from clowder_aimage.fleet.gateway.worker_call import WorkerCalls, first
+from clowder_aimage.fleet.gateway.worker_call import WorkerCalls, select_first
 from clowder_aimage.fleet.link import FleetLink
 from clowder_aimage.fleet.worker_registry import WorkerWatch
 from clowder_aimage.http.api_error import RETRY_AFTER, ApiError
-from clowder_aimage.http.background import background_tasks
+from clowder_aimage.http.background import run_in_background
 from clowder_aimage.http.local_call import LocalCalls
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.metrics_role import MetricsRole
@@ -51,9 +51,9 @@ class GatewayRole(Role):
         self._watch = WorkerWatch(link)
         self._gateway = JobGateway(link, self._watch, metrics, resolve=resolve, **options)
         self._calls = WorkerCalls(link, self._watch.workers)
-        self._validator = RequestValidator(self._kind_of)
+        self._validator = RequestValidator(self._find_kind)
         calls = LocalCalls(self, advice)
-        self._batches = BatchRunner(FleetBatchStore(link), calls, self._gateway.window)
+        self._batches = BatchRunner(FleetBatchStore(link), calls, self._gateway.compute_window)
         self._status = FleetStatus(link, self._watch.workers)
         self._is_draining = False
 
@@ -61,19 +61,19 @@ class GatewayRole(Role):
     def is_draining(self) -> bool:
         return self._is_draining
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         return [
-            *(share(job, self._job) for job in gateway_operation.JOBS),
-            *ollama_routes.open_routes(),
-            *page.routes(is_shown=True),
-            *description_routes("gateway"),
-            serve(health_operation.ALIVE, self._alive),
-            serve(health_operation.READY, self._ready),
-            serve(health_operation.WORKER, self._worker),
-            *MetricsRole(self._metrics.text, INFER).routes(),
-            serve(gateway_operation.FLEET, self._fleet),
-            *self._calls.routes(),
-            *BatchRoutes(self._batches, caller_of).routes(),
+            *(share(job, self._serve_job) for job in gateway_operation.JOBS),
+            *ollama_routes.build_open_routes(),
+            *page.build_routes(is_shown=True),
+            *build_description_routes("gateway"),
+            serve(health_operation.ALIVE, self._report_liveness),
+            serve(health_operation.READY, self._report_readiness),
+            serve(health_operation.WORKER, self._describe_worker),
+            *MetricsRole(self._metrics.format_text, INFER).build_routes(),
+            serve(gateway_operation.FLEET, self._describe_fleet),
+            *self._calls.build_routes(),
+            *BatchRoutes(self._batches, identify_caller).build_routes(),
         ]
 
     def count(self, exchange: Exchange) -> None:
@@ -83,7 +83,7 @@ class GatewayRole(Role):
     async def running(self) -> AsyncIterator[None]:
         async with (
             self._link.open(),
-            background_tasks(
+            run_in_background(
                 self._watch.run(),
                 self._status.observe(self._metrics, self._gateway.queue),
                 self._batches.run(),
@@ -96,14 +96,14 @@ class GatewayRole(Role):
 
     # -- jobs
 
-    def _kind_of(self, name: str | None) -> str:
+    def _find_kind(self, name: str | None) -> str:
         try:
             model = self._watch.workers.find(name)
         except (NotFoundError, UsageError):
             return ""
         return model.kind if model else ""
 
-    async def _job(self, request: Request) -> web.StreamResponse:
+    async def _serve_job(self, request: Request) -> web.StreamResponse:
         self._link.check()
         headers = read_headers(request, gateway_operation.JobHeaders)
         parsed = await self._validator.read(request)
@@ -116,14 +116,14 @@ class GatewayRole(Role):
         if request.get("scope") != ADMIN:
             message = "the scope admin is required to unload models"
             raise ApiError(403, message, code="insufficient_scope")
-        return first(await self._calls.all(request, parsed.fields)).response()
+        return select_first(await self._calls.call_all(request, parsed.fields)).build_response()
 
     # -- the gateway itself
 
-    async def _alive(self, _: web.Request) -> web.Response:
+    async def _report_liveness(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
-    async def _ready(self, _: web.Request) -> web.Response:
+    async def _report_readiness(self, _: web.Request) -> web.Response:
         """Respond with the readiness for jobs; a fleet without workers is ready."""
         reasons = []
         try:
@@ -136,7 +136,7 @@ class GatewayRole(Role):
         body = {"status": "unavailable" if reasons else "ok", "reasons": reasons}
         return web.json_response(body, status=503 if reasons else 200, headers=headers)
 
-    async def _worker(self, request: web.Request) -> web.Response:
+    async def _describe_worker(self, request: web.Request) -> web.Response:
         """Respond as a worker; the name of the fleet identifies a gateway."""
         scope, workers = request.get("scope"), self._watch.workers
         body: dict[str, Any] = {"version": __version__, "scope": scope}
@@ -145,6 +145,6 @@ class GatewayRole(Role):
             body |= {"fleet": self._link.names.fleet}
         return web.json_response(body)
 
-    async def _fleet(self, _: web.Request) -> web.Response:
+    async def _describe_fleet(self, _: web.Request) -> web.Response:
         self._link.check()
         return web.json_response(asdict(await self._status.read()))

@@ -66,7 +66,7 @@ class FleetStatus:
         queued = await self._count_jobs(jobs)
         return FleetFacts(
             fleet=names.fleet,
-            workers=self._workers.statuses(),
+            workers=self._workers.list_statuses(),
             queue=[
                 QueuedJobs(priority, f"sha256:{digest}", count)
                 for (priority, digest), count in sorted(queued.items())
@@ -104,11 +104,11 @@ class FleetStatus:
     async def observe(self, metrics: GatewayMetrics, queue: FairQueue) -> None:
         """Set the gauges of a gateway, for ever."""
         while True:
-            statuses = self._workers.statuses()
+            statuses = self._workers.list_statuses()
             metrics.workers.set(sum(not status.is_draining for status in statuses))
             metrics.waiting.set(queue.waiting)
             for priority in PRIORITIES:
-                metrics.age.labels(priority).set(queue.age(priority))
+                metrics.age.labels(priority).set(queue.compute_age(priority))
             metrics.connected.set(self._link.is_ready)
             # Workers may have joined.
             queue.look()
@@ -146,6 +146,8 @@ class FleetStatus:
                 return
             self._last_checked = message.seq or 0
             job = (message.headers or {}).get(MESSAGE_ID, "")
-            mark, _ = await self._link.read_last(names.mark(job)) if job else (None, 0)
+            mark, _ = (
+                await self._link.read_last(names.build_mark_subject(job)) if job else (None, 0)
+            )
             if mark is not None and mark.kind in LAST:
                 await streams.delete_msg(names.jobs, self._last_checked)

@@ -24,7 +24,7 @@ from clowder_aimage.errors import FormatError, UsageError
 from clowder_aimage.fleet.gateway import operation
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.job.request import ANSWER, BODY, LINE, PART, STATUS
-from clowder_aimage.fleet.link import LOST, FleetLink, unavailable
+from clowder_aimage.fleet.link import LOST, FleetLink, build_unavailable_error
 from clowder_aimage.fleet.worker_registry import WorkerRegistry, WorkerStatus
 from clowder_aimage.http.api_error import ApiError
 from clowder_aimage.http.local_request import Request
@@ -52,7 +52,7 @@ class WorkerAnswer:
     headers: list[tuple[str, str]]
     body: bytes
 
-    def response(self) -> web.Response:
+    def build_response(self) -> web.Response:
         """Return the response to the client."""
         answer = web.Response(body=self.body, status=self.status)
         answer.headers.pop("Content-Type", None)
@@ -83,7 +83,7 @@ class TransferProgress:
         if is_new or "digest" in line:
             self._new[status] = None
 
-    def lines(self) -> list[dict[str, Any]]:
+    def drain_lines(self) -> list[dict[str, Any]]:
         """Return the new lines since the last call, without the end of the transfer."""
         joined = [self._join(status) for status in self._new if status != "success"]
         self._new.clear()
@@ -108,7 +108,7 @@ class WorkerCalls:
     def __init__(self, link: FleetLink, workers: WorkerRegistry) -> None:
         self._link, self._workers = link, workers
 
-    def routes(self) -> list[Route]:
+    def build_routes(self) -> list[Route]:
         """Return the routes of a worker that need no job."""
         served = [
             serve(listing, partial(self._merge, name, key))
@@ -122,15 +122,15 @@ class WorkerCalls:
         changes = (
             (operation.PULL, _select_worst),
             (operation.ADD_CONTENT, _select_worst),
-            (operation.COPY, first),
-            (operation.DELETE, first),
-            (operation.DELETE_CONTENT, first),
+            (operation.COPY, select_first),
+            (operation.DELETE, select_first),
+            (operation.DELETE_CONTENT, select_first),
         )
         return served + [
             serve(change, partial(self._change, outcome)) for change, outcome in changes
         ]
 
-    async def all(
+    async def call_all(
         self,
         request: Request,
         fields: Any = None,
@@ -143,9 +143,9 @@ class WorkerCalls:
         the id of a worker and a line of its transfer. Raises ApiError.
         """
         self._link.check()
-        statuses = self._workers.statuses()
+        statuses = self._workers.list_statuses()
         if not statuses:
-            raise unavailable("no worker of the fleet is running; try again later")
+            raise build_unavailable_error("no worker of the fleet is running; try again later")
         if request.path == PUSH:
             statuses = _select_for_push(statuses, fields)
         calls = (self._call(request, status.id, fields, patience, on_line) for status in statuses)
@@ -191,7 +191,7 @@ class WorkerCalls:
         arrived: asyncio.Queue[Msg] = asyncio.Queue()
         subscription = await client.subscribe(inbox := client.new_inbox(), cb=arrived.put)
         try:
-            await client.publish(self._link.names.call(worker), data, reply=inbox)
+            await client.publish(self._link.names.build_call_subject(worker), data, reply=inbox)
             return await self._collect(arrived, worker, on_line)
         finally:
             with contextlib.suppress(*LOST):
@@ -233,9 +233,9 @@ class WorkerCalls:
         If all workers refuse the request, the response is the first refusal.
         """
         entries: dict[str, dict[str, Any]] = {}
-        answers = await self.all(request)
-        if (best := first(answers)).status != 200:
-            return best.response()
+        answers = await self.call_all(request)
+        if (best := select_first(answers)).status != 200:
+            return best.build_response()
         envelope = read_json(best.body, "a list")
         for answer in answers:
             value = read_json(answer.body, "a list") if answer.status == 200 else {}
@@ -247,8 +247,8 @@ class WorkerCalls:
         """Respond as the first worker that has the requested object."""
         fields = await _read_fields(request)
         if request.path == PUSH:
-            return await self._respond_with_progress(request, fields, first)
-        return first(await self.all(request, fields)).response()
+            return await self._respond_with_progress(request, fields, select_first)
+        return select_first(await self.call_all(request, fields)).build_response()
 
     async def _change(
         self, outcome: Callable[[list[WorkerAnswer]], WorkerAnswer], request: web.Request
@@ -266,20 +266,20 @@ class WorkerCalls:
         is_stream = request.path in _STREAMS and (fields or {}).get("stream", True) is True
         progress, lines = TransferProgress(), NdjsonStream(request)
         on_line = progress.take if is_stream else None
-        task = asyncio.create_task(self.all(request, fields, None, on_line))
+        task = asyncio.create_task(self.call_all(request, fields, None, on_line))
         try:
             while not (await asyncio.wait([task], timeout=_WATCH))[0]:
                 if is_gone(request):
                     raise ConnectionResetError("the client disconnected")
                 if is_stream:
-                    await lines.write(*(progress.lines() or [_WAITING]))
+                    await lines.write(*(progress.drain_lines() or [_WAITING]))
             answer = outcome(task.result())
         finally:
             task.cancel()
-        if (remaining := progress.lines()) or lines.has_begun:
+        if (remaining := progress.drain_lines()) or lines.has_begun:
             await lines.write(*remaining, read_json(answer.body, "an answer"))
             return await lines.end()
-        return answer.response()
+        return answer.build_response()
 
 
 def _select_for_push(statuses: list[WorkerStatus], fields: Any) -> list[WorkerStatus]:
@@ -301,7 +301,7 @@ async def _read_fields(request: web.Request) -> dict[str, Any] | None:
     return read_object(raw) if raw or request.method == "POST" else None
 
 
-def first(answers: list[WorkerAnswer]) -> WorkerAnswer:
+def select_first(answers: list[WorkerAnswer]) -> WorkerAnswer:
     """Return the first response that is not an error, else the first one. Raises ApiError."""
     if not answers:
         raise ApiError(504, "no worker responded", code="deadline_exceeded")
@@ -310,4 +310,6 @@ def first(answers: list[WorkerAnswer]) -> WorkerAnswer:
 
 def _select_worst(answers: list[WorkerAnswer]) -> WorkerAnswer:
     """Return the first response that is an error, else the first one. Raises ApiError."""
-    return next((answer for answer in answers if answer.status >= 400), None) or first(answers)
+    return next((answer for answer in answers if answer.status >= 400), None) or select_first(
+        answers
+    )

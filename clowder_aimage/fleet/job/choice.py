@@ -124,18 +124,18 @@ class JobChoice:
             key[1] == digest and any(announced) for key, announced in self._announced.items()
         )
 
-    def next(self, time: float) -> tuple[Key | None, float | None]:
+    def select_next(self, time: float) -> tuple[Key | None, float | None]:
         """Return the queue to ask now, or None and the seconds until there is one.
 
         Interactive jobs come first, then those with the shortest wait, then the oldest ones.
         No job follows one that is being served while an earlier one of another model, or a more
         urgent one, lacks room. The seconds are None if nothing waits.
         """
-        first_without_room = self._first_without_room()
+        first_without_room = self._find_without_room()
         soonest: float | None = None
         best: tuple[tuple[int, float, float], Key] | None = None
         for key in list(self._announced):
-            since, wait = self._since(key), self.wait(key[1])
+            since, wait = self._get_oldest_time(key), self.wait(key[1])
             if time - since > FORGET:
                 del self._announced[key]
             elif wait is not None and (left := since + wait - time) > 0:
@@ -152,10 +152,10 @@ class JobChoice:
                     best = rank, key
         return (best[1], 0.0) if best else (None, soonest)
 
-    def _first_without_room(self) -> tuple[int, float] | None:
+    def _find_without_room(self) -> tuple[int, float] | None:
         """Return the priority and the time of the first job that could be served next."""
         waiting = (
-            (PRIORITIES.index(key[0]), self._since(key))
+            (PRIORITIES.index(key[0]), self._get_oldest_time(key))
             for key, announced in self._announced.items()
             if any(announced) and self.lacks_room(key[1])
         )
@@ -164,9 +164,9 @@ class JobChoice:
     def is_due(self, key: Key, time: float) -> bool:
         """Return True if a job of a queue has waited long enough for this worker."""
         wait = self.wait(key[1]) if key in self._announced else None
-        return wait is not None and self._since(key) + wait <= time
+        return wait is not None and self._get_oldest_time(key) + wait <= time
 
-    def _since(self, key: Key) -> float:
+    def _get_oldest_time(self, key: Key) -> float:
         """Return the time of the announcement of a queue's oldest job.
 
         Number 0 counts last: a look at the queue also finds jobs that are being served.

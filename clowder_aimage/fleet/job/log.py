@@ -31,7 +31,10 @@ class JobLog:
     def __init__(self, link: FleetLink, job: str, worker: str, attempt: Attempt) -> None:
         self.attempt = attempt
         self._link, self._worker = link, worker
-        self._subject, self._marks = link.names.log(job), link.names.mark(job)
+        self._subject, self._marks = (
+            link.names.build_log_subject(job),
+            link.names.build_mark_subject(job),
+        )
         self._number, self._after = 0, 0
         self._sent: list[tuple[Frame, asyncio.Future[api.PubAck]]] = []
 
@@ -41,16 +44,18 @@ class JobLog:
         Raises LastFrameError: another attempt has begun.
         """
         self._after = after
-        self._after = await self._mark(self._frame(BEGIN, secrets.token_hex(8).encode()))
+        self._after = await self._mark(self._build_frame(BEGIN, secrets.token_hex(8).encode()))
 
-    async def head(self, status: int, headers: Sequence[tuple[str, str]]) -> None:
+    async def write_head(self, status: int, headers: Sequence[tuple[str, str]]) -> None:
         """Write the status and the headers of the response."""
-        await self._send(self._frame(HEAD, _json({"status": status, "headers": headers})))
+        await self._send(
+            self._build_frame(HEAD, _encode_json({"status": status, "headers": headers}))
+        )
 
-    async def data(self, data: bytes) -> None:
+    async def write_data(self, data: bytes) -> None:
         """Write bytes of the body."""
         for start in range(0, len(data), CHUNK):
-            await self._send(self._frame(DATA, data[start : start + CHUNK]))
+            await self._send(self._build_frame(DATA, data[start : start + CHUNK]))
 
     async def end(self, kind: str = END, facts: Mapping[str, Any] | None = None) -> None:
         """Write the last frame of the attempt, once all others are stored.
@@ -58,20 +63,20 @@ class JobLog:
         Raises LastFrameError: another attempt has begun and this one does not count, or it is over.
         """
         await self._settle()
-        await self._mark(self._frame(kind, _json(facts) if facts is not None else b""))
+        await self._mark(self._build_frame(kind, _encode_json(facts) if facts is not None else b""))
 
     async def _mark(self, frame: Frame) -> int:
         """Store a mark, and publish it; return its number. It may be stored without an answer."""
         try:
             number = await self._store(self._marks, frame, after=self._after)
         except LastFrameError:
-            stored, number = await self._last()
+            stored, number = await self._read_last()
             if stored != frame:
                 raise
-        await self._link.publish(self._subject, frame.data, frame.headers())
+        await self._link.publish(self._subject, frame.data, frame.headers)
         return number
 
-    def _frame(self, kind: str, data: bytes = b"") -> Frame:
+    def _build_frame(self, kind: str, data: bytes = b"") -> Frame:
         number, self._number = self._number, self._number + 1
         return Frame(kind, self.attempt.number, number, data, self._worker, self.attempt.past)
 
@@ -95,14 +100,14 @@ class JobLog:
             retry=tenacity.retry_if_exception_type(AImageError) & is_refused,
             wait=tenacity.wait_fixed(FULL),
         )
-        return await retryer(self._link.store, subject, frame.data, frame.headers(), after=after)
+        return await retryer(self._link.store, subject, frame.data, frame.headers, after=after)
 
-    async def _last(self) -> tuple[Frame | None, int]:
+    async def _read_last(self) -> tuple[Frame | None, int]:
         retryer = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(LOST), wait=tenacity.wait_fixed(FULL)
         )
         return await retryer(self._link.read_last, self._marks)
 
 
-def _json(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()

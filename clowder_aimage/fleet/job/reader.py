@@ -55,9 +55,9 @@ class JobReader:
     """Reads the frames of one job."""
 
     def __init__(self, link: FleetLink, job: str) -> None:
-        self._link, self._subject = link, link.names.log(job)
+        self._link, self._subject = link, link.names.build_log_subject(job)
         # the number in the stream of the last frame that was read from it, by subject
-        self._read_to = {link.names.mark(job): 0, self._subject: 0}
+        self._read_to = {link.names.build_mark_subject(job): 0, self._subject: 0}
         self._live: asyncio.Queue[Frame] = asyncio.Queue()
         self._order = FrameOrder()
 
@@ -75,7 +75,7 @@ class JobReader:
         if frame is not None:
             self._live.put_nowait(frame)
 
-    async def frames(self, *, from_start: bool = False) -> AsyncGenerator[Frame, None]:
+    async def iter_frames(self, *, from_start: bool = False) -> AsyncGenerator[Frame, None]:
         """Yield the frames until the last one; ``from_start`` those that are stored first.
 
         While there is no connection it waits. Raises ApiError (503): the fleet cannot be used.

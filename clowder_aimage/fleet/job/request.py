@@ -19,8 +19,8 @@ from clowder_aimage.errors import AImageError
 from clowder_aimage.fleet.frame import CHUNK
 from clowder_aimage.fleet.job.job import FleetJob
 from clowder_aimage.fleet.link import FleetLink
-from clowder_aimage.http.background import background_tasks
-from clowder_aimage.http.local_call import LocalCalls, body_of
+from clowder_aimage.http.background import run_in_background
+from clowder_aimage.http.local_call import LocalCalls, get_body
 from clowder_aimage.http.local_request import LocalRequest, Sink
 from clowder_aimage.oci import read_json
 
@@ -60,13 +60,13 @@ async def answer_call(
     change of the store, the status of this worker, returned by ``renew``, is sent before it.
     """
     facts: dict[str, Any] = {"status": 500, "headers": []}
-    async with background_tasks(_show_life(link, message.reply)):
+    async with run_in_background(_show_life(link, message.reply)):
         try:
             job, lines = FleetJob.decode(message.data), _TransferLines(link, message.reply)
             response = await calls.send(request_of(job, lines))
             facts["status"] = lines.status or response.status
             facts["headers"] = [*response.headers.items()]
-            body = lines.last or body_of(response)
+            body = lines.last or get_body(response)
             if job.method not in ("GET", "HEAD"):
                 # The store cannot be read.
                 with contextlib.suppress(AImageError):

@@ -25,7 +25,7 @@ from clowder_aimage.fleet.job.request import request_of
 from clowder_aimage.fleet.link import LOST, FleetLink, LastFrameError
 from clowder_aimage.fleet.worker_registry import WorkerRegistry
 from clowder_aimage.http.background import end_tasks
-from clowder_aimage.http.local_call import LocalCalls, body_of
+from clowder_aimage.http.local_call import LocalCalls, get_body
 from clowder_aimage.http.route import ADMIN
 from clowder_aimage.oci import Digest, Reference
 
@@ -76,7 +76,7 @@ class JobRun:
 
     async def serve(self) -> str:
         """Serve the job unless it was served before; return the outcome."""
-        async with heartbeat(self.message):
+        async with extend_deadline(self.message):
             self.task = asyncio.create_task(self._serve())
             if self.is_cancelled:
                 self.task.cancel()
@@ -94,7 +94,7 @@ class JobRun:
 
     async def _serve(self) -> str:
         try:
-            mark, after = await self.link.read_last(self.link.names.mark(self.job.id))
+            mark, after = await self.link.read_last(self.link.names.build_mark_subject(self.job.id))
         except LOST:
             return await self._give_back()
         if mark is not None and mark.kind in LAST:
@@ -160,7 +160,7 @@ class JobRun:
             raise _FailedAttemptError(str(error), is_fault=True) from None
         if stream.has_begun:
             return ""
-        status, body, reason = response.status, body_of(response), ""
+        status, body, reason = response.status, get_body(response), ""
         if status in _RETRIED:
             reason = f"{status}: {body[:500].decode('utf-8', 'replace')}"
             if status == _BUSY or not is_last:
@@ -178,15 +178,15 @@ class JobRun:
         # The default model has another name than the requested one.
         for name in (job.asked, job.model):
             with contextlib.suppress(AImageError):
-                reference = self.service.reference(name or None)
+                reference = self.service.resolve_reference(name or None)
                 if str(self.service.store.resolve(reference).digest) == job.digest:
                     return job if name == job.asked else job.with_model(name)
                 # The name exists here, with another digest.
                 is_named = True
         self.is_unnamed = not is_named
-        return job.with_model(str(self._by_digest()))
+        return job.with_model(str(self._build_reference()))
 
-    def _by_digest(self) -> Reference:
+    def _build_reference(self) -> Reference:
         return replace(Reference.parse(self.job.model), digest=Digest.parse(self.job.digest))
 
     async def _name(self) -> None:
@@ -195,7 +195,7 @@ class JobRun:
         name = Reference.parse(self.job.model)
         if self.is_unnamed and may_pull and name.registry is not None and name.digest is None:
             with contextlib.suppress(AImageError):
-                source = self._by_digest()
+                source = self._build_reference()
                 await run_locking(copy_name, self.service.store, source, name)
 
     def _has_others(self, past: tuple[str, ...]) -> bool:
@@ -239,7 +239,7 @@ class JobRun:
         letter = {**facts, "job": self.job.id, "path": self.job.path, "model": self.job.model}
         letter["digest"] = self.job.digest
         with contextlib.suppress(AImageError):
-            name = self.link.names.dead_letter(self.job.id)
+            name = self.link.names.build_dead_letter_subject(self.job.id)
             await self.link.store(name, json.dumps(letter).encode(), patience=2.0)
         _log.error("job given up", extra={"job": self.job.id, "reason": message})
         await self._acknowledge()
@@ -258,14 +258,14 @@ class _LoggedResponse:
         # A pinned job names the model by its digest: the client sees the name that it used.
         replaced = {"X-Aimage-Model": self._model}
         headers = [(name, replaced.get(name, text)) for name, text in response.headers.items()]
-        await self._log.head(response.status, headers)
+        await self._log.write_head(response.status, headers)
 
     async def write(self, data: bytes) -> None:
-        await self._log.data(data)
+        await self._log.write_data(data)
 
 
 @contextlib.asynccontextmanager
-async def heartbeat(message: Msg) -> AsyncIterator[None]:
+async def extend_deadline(message: Msg) -> AsyncIterator[None]:
     """Extend the server's deadline for an acknowledgement, so that the job is not redelivered."""
 
     async def tell() -> None:
@@ -289,7 +289,7 @@ async def read_job(link: FleetLink, message: Msg) -> FleetJob:
     count = int((message.headers or {}).get(CHUNKS, "0"))
     if not count:
         return FleetJob.decode(message.data)
-    subject = link.names.body(message.data.decode("ascii", "replace"))
+    subject = link.names.build_body_subject(message.data.decode("ascii", "replace"))
     chunks = [
         message_chunk.data or b"" async for _, message_chunk in link.read_messages(subject, 0)
     ]

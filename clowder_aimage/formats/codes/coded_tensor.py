@@ -49,9 +49,9 @@ class CodedTensor:
     factors: SourceTensor | None = None
     scales: SourceTensor | None = None
 
-    def tensor(self, name: str) -> SourceTensor:
+    def build_tensor(self, name: str) -> SourceTensor:
         """Return the tensor of values, named ``name``."""
-        return replace(self.codes, name=name).decoding(self, self.dtype, self.shape)
+        return replace(self.codes, name=name).with_decoder(self, self.dtype, self.shape)
 
     def decode(self, start: int, stop: int, /) -> Iterator[memoryview]:
         """Yield the values of rows ``start`` to ``stop``; fewer if the file was truncated."""
@@ -60,7 +60,7 @@ class CodedTensor:
         row = math.prod(self.shape[1:])
         first_value, end_value = start * row, stop * row
         # Rows need not begin at a block: the values of other rows in the end blocks are cut off.
-        function, step = self._function(), max(1, _VALUES // self.block)
+        function, step = self._build_decoder(), max(1, _VALUES // self.block)
         blocks = range(first_value // self.block, -(-end_value // self.block), step)
         with self.codes.path.open("rb") as file:
             file.seek(self.codes.offset + blocks.start * self.size)
@@ -75,7 +75,7 @@ class CodedTensor:
                     values[max(first_value - position, 0) : end_value - position]
                 ).cast("B")
 
-    def _function(self) -> Callable[[Bytes, int], Any]:
+    def _build_decoder(self) -> Callable[[Bytes, int], Any]:
         """Return a function of codes, and the position of the first value, to values."""
         from clowder_aimage.formats.codes import scaled_code
 
@@ -86,7 +86,7 @@ class CodedTensor:
             return lambda codes, _: gguf.dequantize(codes, kind)
         columns = math.prod(self.shape[1:])
         factors, scales = self.read_factors(), self.read_scales()
-        return scaled_code.decoder(
+        return scaled_code.build_decoder(
             self.format, columns, self.dtype, factors, scales, group=self.block
         )
 
@@ -105,11 +105,11 @@ class CodedTensor:
         """Return the scales of blocks by rows; empty without blocks."""
         import numpy as np
 
-        from clowder_aimage.formats.codes.scaled_code import in_rows
+        from clowder_aimage.formats.codes.scaled_code import reorder_scales
 
         if self.scales is None:
             return np.empty(0, np.uint8)
-        return in_rows(self.format, read_bytes(self.scales), *self.shape)
+        return reorder_scales(self.format, read_bytes(self.scales), *self.shape)
 
 
 def read_bytes(tensor: SourceTensor) -> bytes:

@@ -77,7 +77,7 @@ def decode_quantized(
     for name in tensors_by_name:
         for ending, feature in _UNSUPPORTED.items():
             if name.endswith(ending):
-                raise _rejection(path, name, f"has {feature}, which is not supported")
+                raise _build_unsupported_error(path, name, f"has {feature}, which is not supported")
     formats = _read_formats(path, tensors_by_name, metadata)
     layers = {
         name: (kind, 1)
@@ -98,7 +98,7 @@ def decode_quantized(
         consumed |= {scale.name for scale in scales if scale is not None}
     _check_unused(path, tensors_by_name, consumed | coded_tensors.keys())
     values = tuple(
-        coded_tensors[name].tensor(name) if name in coded_tensors else tensor
+        coded_tensors[name].build_tensor(name) if name in coded_tensors else tensor
         for name, tensor in tensors_by_name.items()
         if name not in consumed
     )
@@ -155,23 +155,25 @@ def _parse_format(path: Path, stem: str, value: Any) -> tuple[str, int]:
     if not isinstance(settings, dict) or not isinstance(kind, str):
         raise FormatError(f"{path}: the description of {stem[:200]} has no format", hint=_DAMAGED)
     if kind not in _CODE_DTYPES:
-        raise _rejection(path, stem, f"has the unsupported format {kind!r:.60}")
+        raise _build_unsupported_error(path, stem, f"has the unsupported format {kind!r:.60}")
     size = settings.get("group_size")
     if size is not None and kind in _BLOCKS and size != _BLOCKS[kind][0]:
-        raise _rejection(path, stem, f"has {kind} in groups of {size!r:.20}")
+        raise _build_unsupported_error(path, stem, f"has {kind} in groups of {size!r:.20}")
     inner = settings.get("params")
     settings = {**(inner if isinstance(inner, dict) else {}), **settings}
     if not settings.get("convrot"):
         return kind, 1
     group = settings.get("convrot_groupsize", 256)
     if kind != "int8_tensorwise" or type(group) is not int or group not in _GROUPS:
-        raise _rejection(path, stem, f"has {kind} rotated (convrot) in groups of {group!r:.20}")
+        raise _build_unsupported_error(
+            path, stem, f"has {kind} rotated (convrot) in groups of {group!r:.20}"
+        )
     return kind, group
 
 
 def _set_rotation(coded: CodedTensor, group: int) -> CodedTensor:
     if len(coded.shape) != 2 or coded.shape[1] % group:
-        raise _unfit(coded.codes, f"is not a matrix in groups of {group}")
+        raise _build_tensor_error(coded.codes, f"is not a matrix in groups of {group}")
     return replace(coded, format=_ROTATED, dtype="F32", block=group, size=group)
 
 
@@ -179,34 +181,36 @@ def _build_coded(
     tensors: Mapping[str, SourceTensor], codes: SourceTensor, kind: str, is_described: bool
 ) -> CodedTensor:
     if codes.dtype not in _CODE_DTYPES[kind]:
-        raise _unfit(codes, f"does not have codes of {kind}")
+        raise _build_tensor_error(codes, f"does not have codes of {kind}")
     stem = codes.name.removesuffix(_WEIGHT)
     suffixes = _SCALES if stem != codes.name else ()
     scales = [tensors[stem + suffix] for suffix in suffixes if stem + suffix in tensors]
     if len(scales) > 1 or (is_described and not scales):
-        raise _unfit(codes, "has two scales" if scales else "has no weight_scale")
+        raise _build_tensor_error(codes, "has two scales" if scales else "has no weight_scale")
     if kind in _BLOCKS:
         coded = _with_blocks(codes, kind, scales[0], tensors.get(f"{codes.name}_scale_2"))
     else:
         coded = CodedTensor(codes, kind, "F32", codes.shape, factors=scales[0] if scales else None)
     _check_factors(coded)
-    return replace(coded, dtype=_dtype(coded))
+    return replace(coded, dtype=_choose_dtype(coded))
 
 
 def _with_blocks(
     codes: SourceTensor, kind: str, scales: SourceTensor, factors: SourceTensor | None
 ) -> CodedTensor:
-    from clowder_aimage.formats.codes.scaled_code import scales_shape
+    from clowder_aimage.formats.codes.scaled_code import compute_scales_shape
 
     block, size, dtypes = _BLOCKS[kind]
     if len(codes.shape) != 2 or not all(codes.shape) or codes.shape[1] % size:
-        raise _unfit(codes, f"is not a matrix of {kind}")
+        raise _build_tensor_error(codes, f"is not a matrix of {kind}")
     shape = (codes.shape[0], codes.shape[1] // size * block)
-    expected = scales_shape(kind, *shape)
+    expected = compute_scales_shape(kind, *shape)
     if scales.dtype not in dtypes or scales.shape not in (expected, (math.prod(expected),)):
-        raise _unfit(scales, f"does not match the codes: {kind} needs {list(expected)}")
+        raise _build_tensor_error(
+            scales, f"does not match the codes: {kind} needs {list(expected)}"
+        )
     if (factors is None) == (kind == "nvfp4"):
-        raise _unfit(codes, f"has {'no' if factors is None else 'a'} weight_scale_2")
+        raise _build_tensor_error(codes, f"has {'no' if factors is None else 'a'} weight_scale_2")
     return CodedTensor(codes, kind, "F32", shape, block, size, factors, scales)
 
 
@@ -222,12 +226,12 @@ def _check_factors(coded: CodedTensor) -> None:
     if factors.dtype not in FACTORS or not (
         math.prod(factors.shape) == 1 or factors.shape in shapes
     ):
-        raise _unfit(factors, f"is not a scale of {list(coded.shape)}")
+        raise _build_tensor_error(factors, f"is not a scale of {list(coded.shape)}")
     if not np.isfinite(coded.read_factors()).all():
-        raise _unfit(factors, "is not finite")
+        raise _build_tensor_error(factors, "is not finite")
 
 
-def _dtype(coded: CodedTensor) -> str:
+def _choose_dtype(coded: CodedTensor) -> str:
     """Return BF16 if all products of codes and scales are exact in it, else F32."""
     import numpy as np
 
@@ -236,12 +240,12 @@ def _dtype(coded: CodedTensor) -> str:
     factors, kind = coded.read_factors(), coded.format
     if factors.size > 1:
         return "F32"
-    values = scaled_code.table(kind, factors)
+    values = scaled_code.build_table(kind, factors)
     if coded.scales is not None:
         # Only scales that occur in the file are considered: F32 takes twice the memory.
         values = values[np.bincount(coded.read_scales(), minlength=256) > 0]
-        if not np.isfinite(values[:, np.isfinite(scaled_code.code_values(kind))]).all():
-            raise _unfit(coded.scales, "has scales that are not finite, or too large")
+        if not np.isfinite(values[:, np.isfinite(scaled_code.compute_code_values(kind))]).all():
+            raise _build_tensor_error(coded.scales, "has scales that are not finite, or too large")
     return "BF16" if scaled_code.fits_bf16(values) else "F32"
 
 
@@ -251,12 +255,12 @@ def _check_unused(path: Path, tensors: Mapping[str, SourceTensor], consumed: set
             raise FormatError(f"{path}: {name[:200]} belongs to no quantized weight", hint=_DAMAGED)
 
 
-def _unfit(tensor: SourceTensor, problem: str) -> FormatError:
+def _build_tensor_error(tensor: SourceTensor, problem: str) -> FormatError:
     return FormatError(
         f"{tensor.path}: {tensor.name[:200]} ({tensor.dtype} {list(tensor.shape)}) {problem}",
         hint=_DAMAGED,
     )
 
 
-def _rejection(path: Path, name: str, problem: str) -> FormatError:
+def _build_unsupported_error(path: Path, name: str, problem: str) -> FormatError:
     return FormatError(f"{path}: {name[:200]} {problem}", hint=_HINT)

@@ -46,15 +46,15 @@ def read_gguf(path: Path) -> tuple[tuple[SourceTensor, ...], Mapping[str, str], 
     tensors = []
     for file, header in zip(model.files, model.headers, strict=True):
         for tensor in header.tensors:
-            shape = _shape(path, tensor, metadata)
+            shape = _resolve_shape(path, tensor, metadata)
             if tensor.type not in _PLAIN:
                 count[tensor.type, "F32"] += 1
-            tensors.append(_tensor(file, tensor, shape))
+            tensors.append(_build_tensor(file, tensor, shape))
     texts = {key: value for key, value in metadata.items() if isinstance(value, str)}
     return tuple(tensors), texts, count
 
 
-def _shape(path: Path, tensor: GgufTensor, metadata: Mapping[str, Any]) -> tuple[int, ...]:
+def _resolve_shape(path: Path, tensor: GgufTensor, metadata: Mapping[str, Any]) -> tuple[int, ...]:
     stated: tuple[int, ...] | None = metadata.get(SHAPES + tensor.name)
     if stated is None:
         rows = (1,) if tensor.name.endswith(_ROW) and len(tensor.shape) == 1 else ()
@@ -67,7 +67,7 @@ def _shape(path: Path, tensor: GgufTensor, metadata: Mapping[str, Any]) -> tuple
     return stated
 
 
-def _tensor(file: SourceFile, tensor: GgufTensor, shape: tuple[int, ...]) -> SourceTensor:
+def _build_tensor(file: SourceFile, tensor: GgufTensor, shape: tuple[int, ...]) -> SourceTensor:
     location = (file.path, tensor.offset, tensor.nbytes, file.modified)
     if tensor.type in _PLAIN:
         return SourceTensor(tensor.name, tensor.type, shape, *location)
@@ -78,4 +78,6 @@ def _tensor(file: SourceFile, tensor: GgufTensor, shape: tuple[int, ...]) -> Sou
         )
     check_package("gguf")
     codes = SourceTensor(tensor.name, "U8", (tensor.nbytes,), *location)
-    return CodedTensor(codes, tensor.type, "F32", shape, *_BLOCKS[tensor.type]).tensor(tensor.name)
+    return CodedTensor(codes, tensor.type, "F32", shape, *_BLOCKS[tensor.type]).build_tensor(
+        tensor.name
+    )

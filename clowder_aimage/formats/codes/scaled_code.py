@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.tensor.float_code import E2M1, E4M3, E8M0, Bytes, Floats, e5m2
+from clowder_aimage.tensor.float_code import E2M1, E4M3, E8M0, Bytes, Floats, decode_e5m2
 
 E4M3FN, E5M2, INT8, MXFP8, NVFP4 = (
     *("float8_e4m3fn", "float8_e5m2"),
@@ -36,13 +36,13 @@ _ONE = np.ones(1, np.float32)
 Values = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 
 
-def code_values(kind: str) -> Floats:
+def compute_code_values(kind: str) -> Floats:
     """Return the values of all codes of a format, without scales."""
     if kind == NVFP4:
         return E2M1
     if kind in (INT8, ROTATED):
         return _CODES.view(np.int8).astype(np.float32)
-    return e5m2(_CODES) if kind == E5M2 else E4M3
+    return decode_e5m2(_CODES) if kind == E5M2 else E4M3
 
 
 def scale_values(kind: str, factors: Floats) -> Floats:
@@ -52,10 +52,10 @@ def scale_values(kind: str, factors: Floats) -> Floats:
     return E4M3 * factors if kind == NVFP4 else factors
 
 
-def table(kind: str, factors: Floats = _ONE) -> Floats:
+def build_table(kind: str, factors: Floats = _ONE) -> Floats:
     """Return the value of each scale (rows) and each code (columns)."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return scale_values(kind, factors)[:, None] * code_values(kind)[None, :]
+        return scale_values(kind, factors)[:, None] * compute_code_values(kind)[None, :]
 
 
 def as_bf16(values: Floats) -> npt.NDArray[np.uint16]:
@@ -69,22 +69,22 @@ def fits_bf16(values: Floats) -> bool:
     return not bool((bits[~np.isnan(values)] & 0xFFFF).any())
 
 
-def scales_shape(kind: str, rows: int, columns: int) -> tuple[int, int]:
+def compute_scales_shape(kind: str, rows: int, columns: int) -> tuple[int, int]:
     """Return the shape of the scales of blocks, in whole tiles."""
     blocks = columns // GROUPS[kind]
     return -(-rows // _TILE) * _TILE, -(-blocks // _WIDTH) * _WIDTH
 
 
-def in_rows(kind: str, scales: bytes, rows: int, columns: int) -> Bytes:
+def reorder_scales(kind: str, scales: bytes, rows: int, columns: int) -> Bytes:
     """Return the scales of blocks by rows, from the order of the GPU, without the padding."""
-    height, width = scales_shape(kind, rows, columns)
+    height, width = compute_scales_shape(kind, rows, columns)
     tiles = np.frombuffer(scales, np.uint8)
     tiles = tiles.reshape(height // _TILE, width // _WIDTH, _LINES, _TILE // _LINES, _WIDTH)
     ordered = tiles.transpose(0, 3, 2, 1, 4).reshape(height, width)
     return ordered[:rows, : columns // GROUPS[kind]].reshape(-1)
 
 
-def decoder(
+def build_decoder(
     kind: str, columns: int, dtype: str, factors: Floats, scales: Bytes, group: int = 1
 ) -> Callable[[Bytes, int], Values]:
     """Return a function of codes, and the position of the first value in the matrix, to values.
@@ -94,12 +94,12 @@ def decoder(
     groups. Codes are whole blocks and groups.
     """
     if kind == ROTATED:
-        return _by_group(columns, factors, group)
+        return _build_group_decoder(columns, factors, group)
     if kind in GROUPS:
-        return _by_block(kind, _as_dtype(table(kind, factors), dtype), scales)
+        return _build_block_decoder(kind, _as_dtype(build_table(kind, factors), dtype), scales)
     if factors.size > 1:
-        return _by_row(kind, columns, factors)
-    values = _as_dtype(table(kind, factors), dtype)
+        return _build_row_decoder(kind, columns, factors)
+    values = _as_dtype(build_table(kind, factors), dtype)
     return lambda codes, _: values[codes]
 
 
@@ -108,8 +108,8 @@ def _as_dtype(values: Floats, dtype: str) -> Values:
     return as_bf16(flat) if dtype == "BF16" else flat
 
 
-def _by_row(kind: str, columns: int, factors: Floats) -> Callable[[Bytes, int], Values]:
-    values = code_values(kind)
+def _build_row_decoder(kind: str, columns: int, factors: Floats) -> Callable[[Bytes, int], Values]:
+    values = compute_code_values(kind)
 
     def decode(codes: Bytes, position: int) -> Values:
         rows = np.arange(position, position + codes.size) // columns
@@ -118,8 +118,10 @@ def _by_row(kind: str, columns: int, factors: Floats) -> Callable[[Bytes, int], 
     return decode
 
 
-def _by_group(columns: int, factors: Floats, group: int) -> Callable[[Bytes, int], Values]:
-    matrix = rotation(group)
+def _build_group_decoder(
+    columns: int, factors: Floats, group: int
+) -> Callable[[Bytes, int], Values]:
+    matrix = build_rotation(group)
     # A power of two, since groups are powers of four: the division is exact.
     scales = factors / np.float32(group**0.5)
 
@@ -133,7 +135,7 @@ def _by_group(columns: int, factors: Floats, group: int) -> Callable[[Bytes, int
     return decode
 
 
-def rotation(size: int) -> Floats:
+def build_rotation(size: int) -> Floats:
     """Return the regular Hadamard matrix of a power of four: symmetric, of 1 and -1."""
     base = 1 - 2 * np.eye(4, dtype=np.float32)[::-1]
     matrix = np.ones((1, 1), np.float32)
@@ -142,7 +144,9 @@ def rotation(size: int) -> Floats:
     return matrix
 
 
-def _by_block(kind: str, values: Values, scales: Bytes) -> Callable[[Bytes, int], Values]:
+def _build_block_decoder(
+    kind: str, values: Values, scales: Bytes
+) -> Callable[[Bytes, int], Values]:
     group, bits = GROUPS[kind], 4 if kind == NVFP4 else 8
 
     def decode(codes: Bytes, position: int) -> Values:

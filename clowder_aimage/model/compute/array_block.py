@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.model.backend import mx, on_gpu
-from clowder_aimage.model.hardware import cores
+from clowder_aimage.model.hardware import count_cores
 from clowder_aimage.tensor import blas
 
 # Elements that a core computes at a time; threads of Python disturb each other
@@ -38,7 +38,7 @@ def is_slow(x: mx.array) -> bool:
 
 def to_fastest(x: mx.array) -> Array:
     """Return the array of the library that computes with it faster: numpy if MLX is slow."""
-    return memory(*contiguous(x)) if is_slow(x) and blas.is_fast() else x
+    return view_memory(*contiguous(x)) if is_slow(x) and blas.is_fast() else x
 
 
 def to_mlx(x: Array) -> mx.array:
@@ -49,25 +49,25 @@ def to_mlx(x: Array) -> mx.array:
 def contiguous(*arrays: mx.array) -> list[mx.array]:
     """Return the arrays evaluated and in row order; those that are already share their memory."""
     mx.eval(arrays)
-    ordered = [a if memory(a).flags.c_contiguous else mx.contiguous(a) for a in arrays]
+    ordered = [a if view_memory(a).flags.c_contiguous else mx.contiguous(a) for a in arrays]
     mx.eval(ordered)
     return ordered
 
 
-def memory(x: mx.array) -> Floats:
+def view_memory(x: mx.array) -> Floats:
     """Return the memory of an evaluated array, to read and to write."""
     return np.array(x, copy=False)
 
 
-def in_blocks(compute: Callable[..., None], *arrays: npt.NDArray[Any]) -> None:
+def run_in_blocks(compute: Callable[..., None], *arrays: npt.NDArray[Any]) -> None:
     """Call ``compute`` with slices of all arrays along their first axis, on all cores."""
     length, size = len(arrays[0]), max(array.size for array in arrays)
     step = max(1, _BLOCK * length // max(1, size))
 
-    def block(start: int) -> None:
+    def run_block(start: int) -> None:
         compute(*(array[start : start + step] for array in arrays))
 
-    on_all_cores(block, range(0, length, step), size)
+    on_all_cores(run_block, range(0, length, step), size)
 
 
 def on_all_cores(
@@ -80,23 +80,23 @@ def on_all_cores(
     # One iterator for all threads: a slower core computes fewer items
     coming = iter(items)
 
-    def work() -> None:
+    def compute_items() -> None:
         # Overflows are no warning here: finished pictures are checked for NaN
         with np.errstate(all="ignore"):
             for item in coming:
                 compute(item)
 
-    count = min(cores(), len(items), 1 + size // _LEAST)
+    count = min(count_cores(), len(items), 1 + size // _LEAST)
     if multiplies:
         blas.use_cores(1)
-    futures = [_pool().submit(work) for _ in range(count - 1)]
+    futures = [_get_pool().submit(compute_items) for _ in range(count - 1)]
     try:
-        work()
+        compute_items()
     finally:
         for future in futures:
             future.result()
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(cores(), thread_name_prefix="aimage-mlx-operation")
+def _get_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(count_cores(), thread_name_prefix="aimage-mlx-operation")

@@ -11,10 +11,10 @@ from clowder_aimage.model.compute.array_block import (
     Floats,
     contiguous,
     is_slow,
-    memory,
     on_all_cores,
+    view_memory,
 )
-from clowder_aimage.model.hardware import cores
+from clowder_aimage.model.hardware import count_cores
 from clowder_aimage.tensor import blas
 
 # Bytes of attention scores at a time
@@ -35,11 +35,11 @@ def attention(
     of queries; these may be overwritten.
     """
     if isinstance(queries, np.ndarray):
-        _by_tiles(queries[0], keys[0], values[0], scale, mask)
+        _attend_by_tiles(queries[0], keys[0], values[0], scale, mask)
         return queries
     if is_slow(queries) and blas.is_fast():
         queries, keys, values = contiguous(queries, keys, values)
-        attention(memory(queries), memory(keys), memory(values), scale, mask)
+        attention(view_memory(queries), view_memory(keys), view_memory(values), scale, mask)
         return queries
     _, length, heads, channels = queries.shape
     queries, keys, values = (array.transpose(0, 2, 1, 3) for array in (queries, keys, values))
@@ -58,7 +58,7 @@ def attention(
     return mx.concatenate(outputs, axis=2).transpose(0, 2, 1, 3)
 
 
-def _by_tiles(
+def _attend_by_tiles(
     query: Floats, key: Floats, value: Floats, scale: float, mask: mx.array | None
 ) -> None:
     """Overwrite the queries: some rows of few heads at a time, whose scores stay in the cache.
@@ -67,9 +67,9 @@ def _by_tiles(
     """
     length, heads, _ = query.shape
     columns, groups = key.shape[:2]
-    hidden = None if mask is None else np.logical_not(memory(*contiguous(mask)))
-    most = columns if hidden is None else _seen_columns(hidden)
-    step = min(max(16, _SCORES // most), -(-length // cores()))
+    hidden = None if mask is None else np.logical_not(view_memory(*contiguous(mask)))
+    most = columns if hidden is None else _count_seen_columns(hidden)
+    step = min(max(16, _SCORES // most), -(-length // count_cores()))
     # Heads of a tile
     few = max(1, _SCORES // (step * most))
 
@@ -77,7 +77,7 @@ def _by_tiles(
         start, first_head = tile_start
         tile_queries = query[start : start + step, first_head : first_head + few]
         rows = slice(start, start + len(tile_queries))
-        visible = columns if hidden is None else _seen_columns(hidden[rows])
+        visible = columns if hidden is None else _count_seen_columns(hidden[rows])
         scores = np.empty((tile_queries.shape[1], len(tile_queries), visible), dtype=np.float32)
         shared = [head * groups // heads for head in range(first_head, first_head + len(scores))]
         for head, group in enumerate(shared):
@@ -98,6 +98,6 @@ def _by_tiles(
     on_all_cores(tile, tile_starts, heads * length * columns, multiplies=True)
 
 
-def _seen_columns(hidden: npt.NDArray[np.bool_]) -> int:
+def _count_seen_columns(hidden: npt.NDArray[np.bool_]) -> int:
     """Return the number of columns up to the last one that a row sees; all others are hidden."""
     return int(np.flatnonzero(~hidden.all(axis=0)).max(initial=0)) + 1

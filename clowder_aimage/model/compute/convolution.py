@@ -18,11 +18,11 @@ from clowder_aimage.model.compute.array_block import (
     Floats,
     contiguous,
     is_slow,
-    memory,
     on_all_cores,
+    view_memory,
 )
 from clowder_aimage.model.compute.operation import linear, overwrite_with_silu, silu
-from clowder_aimage.model.hardware import cores
+from clowder_aimage.model.hardware import count_cores
 from clowder_aimage.tensor import blas
 
 # Values of a product, so that they stay in the processor's cache
@@ -36,7 +36,7 @@ _Tap = tuple[int, Floats]
 Affine = tuple[Floats, Floats]
 
 
-def convolution(
+def convolve(
     x: mx.array,
     conv: Conv2d,
     *,
@@ -64,14 +64,14 @@ def convolution(
     if result is None:
         result = mx.zeros((1, scale * height, scale * width, len(conv.weight)))
     arrays = contiguous(x, result, conv.weight, conv.bias)
-    image, output, weight, bias = (memory(array) for array in arrays)
-    affine = None if norm is None else _affine(image[0], norm)
+    image, output, weight, bias = (view_memory(array) for array in arrays)
+    affine = None if norm is None else _compute_affine(image[0], norm)
     base = None if residual is None else output[0]
     _convolve(image[0], affine, weight, bias, base, scale, output[0])
     return arrays[1]
 
 
-def halving_convolution(x: mx.array, conv: Conv2d) -> mx.array:
+def convolve_strided(x: mx.array, conv: Conv2d) -> mx.array:
     """Return ``conv``, 3 by 3, of every second pixel of x, with padding below and to the right.
 
     x: (1, height, width, channels), both sides even. Returns half the height and width. Source:
@@ -83,11 +83,11 @@ def halving_convolution(x: mx.array, conv: Conv2d) -> mx.array:
     _, height, width, channels = x.shape
     result = mx.zeros((1, height // 2, width // 2, len(conv.weight)))
     arrays = contiguous(x, result, conv.weight, conv.bias)
-    image, output, weight, bias = (memory(array) for array in arrays)
+    image, output, weight, bias = (view_memory(array) for array in arrays)
     matrices = [(*divmod(tap, 3), weight[:, tap // 3, tap % 3].T) for tap in range(9)]
     step = max(1, 2 * _PIXELS // width)
 
-    def rows(start: int) -> None:
+    def convolve_rows(start: int) -> None:
         count = min(step, height // 2 - start)
         source_rows = image[0, 2 * start : 2 * (start + count) + 1]
         padded = np.zeros((2 * count + 1, width + 1, channels), dtype=np.float32)
@@ -99,38 +99,38 @@ def halving_convolution(x: mx.array, conv: Conv2d) -> mx.array:
             blas.multiply(pixels, matrix, into, is_sum=tap > 0)
         into += bias
 
-    on_all_cores(rows, range(0, height // 2, step), 3 * image.size, multiplies=True)
+    on_all_cores(convolve_rows, range(0, height // 2, step), 3 * image.size, multiplies=True)
     return arrays[1]
 
 
-def _affine(image: Floats, norm: GroupNorm) -> Affine:
+def _compute_affine(image: Floats, norm: GroupNorm) -> Affine:
     """Return the factor and the offset of a group norm (1803.08494) for each channel."""
     channels = image.shape[-1]
     step = max(1, 4 * _BLOCK * len(image) // image.size)
     starts = range(0, len(image), step)
     sums = np.empty((2, len(starts), channels))
 
-    def moments(start: int) -> None:
+    def sum_moments(start: int) -> None:
         block_rows = image[start : start + step]
         sums[0, start // step] = block_rows.sum(axis=0).sum(axis=0)
         sums[1, start // step] = np.einsum("rwc,rwc->wc", block_rows, block_rows).sum(axis=0)
 
-    on_all_cores(moments, starts, image.size)
+    on_all_cores(sum_moments, starts, image.size)
     groups = sums.sum(axis=1).reshape(2, norm.num_groups, -1).sum(axis=2)
     mean, square = groups * (norm.num_groups / image.size)
     scale = 1 / np.sqrt(np.maximum(square - mean * mean, 0) + norm.eps)
     repeats = channels // norm.num_groups
-    factor = np.repeat(scale, repeats) * memory(norm.weight)
-    offset = memory(norm.bias) - np.repeat(mean, repeats) * factor
+    factor = np.repeat(scale, repeats) * view_memory(norm.weight)
+    offset = view_memory(norm.bias) - np.repeat(mean, repeats) * factor
     return factor.astype(np.float32), offset.astype(np.float32)
 
 
-def _columns(weight: Floats, scale: int) -> list[list[_Tap]]:
+def _build_taps(weight: Floats, scale: int) -> list[list[_Tap]]:
     """Return the taps of each result pixel of a row modulo the scale, 1 or 2.
 
     A tap is a column of the padded picture, from the first, and its weights (4, outputs, channels),
-    one for each of ``_combinations``. weight: (outputs, 3, 3, channels). Neighbours in an upsampled
-    picture are the same pixel, whose weights are added.
+    one for each of ``_iter_combinations``. weight: (outputs, 3, 3, channels). Neighbours in an
+    upsampled picture are the same pixel, whose weights are added.
     """
     upper, middle, lower = (weight[:, row] for row in range(3))
     if scale == 1:
@@ -142,7 +142,7 @@ def _columns(weight: Floats, scale: int) -> list[list[_Tap]]:
     return [[(0, left), (1, centre + right)], [(1, left + centre), (2, right)]]
 
 
-def _combinations(lines: Floats, scale: int) -> Iterator[tuple[int, Floats]]:
+def _iter_combinations(lines: Floats, scale: int) -> Iterator[tuple[int, Floats]]:
     """Yield the index of weights and their factor: an array (rows / 2, values).
 
     lines: padded rows of the picture. Two rows of the result are computed at a time: product 0 is
@@ -164,7 +164,7 @@ def _combinations(lines: Floats, scale: int) -> Iterator[tuple[int, Floats]]:
         yield 3, np.subtract(lines[2:], lines[1:-1], out=combined)
 
 
-def _even_and_odd(lines: Floats, scale: int, taps: list[_Tap], bias: Floats) -> Floats:
+def _convolve_row_pairs(lines: Floats, scale: int, taps: list[_Tap], bias: Floats) -> Floats:
     """Return rows 0, 2, 4 ... and 1, 3, 5 ... of the result: (2, rows, pixels, outputs).
 
     lines: padded rows of the picture; bias: of a row. Two pixels at the end of a row are undefined.
@@ -174,7 +174,7 @@ def _even_and_odd(lines: Floats, scale: int, taps: list[_Tap], bias: Floats) -> 
     result = np.empty((2, (len(lines) - 2) * scale // 2 * row, outputs), dtype=np.float32)
     even, odd = result
     difference = np.empty_like(even)
-    for index, combined in _combinations(lines, scale):
+    for index, combined in _iter_combinations(lines, scale):
         pixels, into = combined.reshape(-1, channels), (even, difference, even, odd)[index]
         for number, (column, weights) in enumerate(taps):
             shifted = pixels[column : len(pixels) - 2 + column]
@@ -207,16 +207,16 @@ def _convolve(
     height, width, channels = image.shape
     row, outputs = width + 2, len(weight)
     # Rows of the image for two of the result
-    columns, every = _columns(weight, scale), 2 // scale
+    columns, every = _build_taps(weight, scale), 2 // scale
     pairs = -(-height // every)
     pixels = max(_VALUES // max(channels, outputs), _PIXELS)
-    step = max(1, min(pixels // row, -(-pairs // cores())))
+    step = max(1, min(pixels // row, -(-pairs // count_cores())))
     # Lines that are normalized at a time
     few = max(1, _BLOCK // (width * channels))
     lines, biases = image.reshape(height, -1), np.tile(bias, row)
     factors = None if affine is None else [np.tile(values, width) for values in affine]
 
-    def rows(start: int) -> None:
+    def convolve_rows(start: int) -> None:
         count = min(step, pairs - start)
         padded = np.zeros((count * every + 2, row * channels), dtype=np.float32)
         top = start * every - 1
@@ -234,7 +234,7 @@ def _convolve(
                 into += factors[1]
                 overwrite_with_silu(into)
         for right, taps in enumerate(columns):
-            for down, row_values in enumerate(_even_and_odd(padded, scale, taps, biases)):
+            for down, row_values in enumerate(_convolve_row_pairs(padded, scale, taps, biases)):
                 across = slice(2 * start + down, 2 * (start + count), 2)
                 into = result[across, right::scale]
                 by_row = row_values[: len(into), :width]
@@ -243,4 +243,4 @@ def _convolve(
                 else:
                     np.add(by_row, residual[across, right::scale], out=into)
 
-    on_all_cores(rows, range(0, pairs, step), 9 * image.size, multiplies=True)
+    on_all_cores(convolve_rows, range(0, pairs, step), 9 * image.size, multiplies=True)

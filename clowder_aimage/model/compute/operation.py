@@ -17,11 +17,11 @@ from clowder_aimage.model.compute.array_block import (
     Array,
     Floats,
     contiguous,
-    in_blocks,
     is_slow,
-    memory,
+    run_in_blocks,
+    view_memory,
 )
-from clowder_aimage.model.hardware import cores
+from clowder_aimage.model.hardware import count_cores
 from clowder_aimage.tensor import blas
 
 # Elements up to which a copy takes less time than an operation of MLX
@@ -51,7 +51,7 @@ class RMSNorm(backend.RMSNorm):
         squares /= x.shape[-1]
         squares += self.eps
         np.divide(x, np.sqrt(squares, out=squares), out=result)
-        result *= memory(self.weight)
+        result *= view_memory(self.weight)
 
 
 class LayerNorm(backend.LayerNorm):
@@ -75,7 +75,7 @@ class LayerNorm(backend.LayerNorm):
         result /= np.sqrt(squares, out=squares)
 
 
-def library(x: Array) -> Any:
+def get_library(x: Array) -> Any:
     """Return the library of an array, numpy or MLX; their functions have the same names."""
     return np if isinstance(x, np.ndarray) else mx
 
@@ -89,20 +89,20 @@ def linear(x: Array, weight: mx.array, bias: mx.array | None) -> Array:
     if not is_slow(x) or not blas.is_fast():
         return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
     x, written = contiguous(x, _new((*x.shape[:-1], len(weight))))
-    _multiply(memory(x), weight, bias, memory(written))
+    _multiply(view_memory(x), weight, bias, view_memory(written))
     return written
 
 
 def _multiply(x: Floats, weight: mx.array, bias: mx.array | None, result: Floats) -> None:
     (weight,) = contiguous(weight)
-    blas.use_cores(cores())
+    blas.use_cores(count_cores())
     rows = result.reshape(-1, len(weight))
-    blas.multiply(_matrix(x), memory(weight).T, rows)
+    blas.multiply(_flatten_rows(x), view_memory(weight).T, rows)
     if bias is not None:
-        rows += memory(bias)
+        rows += view_memory(bias)
 
 
-def _matrix(x: Floats) -> Floats:
+def _flatten_rows(x: Floats) -> Floats:
     """Return all rows of x, (count, width), each of them adjacent numbers."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.strides[1] == rows.itemsize else np.ascontiguousarray(rows)
@@ -115,10 +115,10 @@ def add_low_rank(y: Array, x: Array, down: mx.array, up: mx.array, scales: mx.ar
     """
     if not isinstance(x, np.ndarray):
         return y + linear(linear(x, down, None) * scales, up, None)
-    factors = _matrix(linear(x, down, None))
+    factors = _flatten_rows(linear(x, down, None))
     up, scales = contiguous(up, scales)
-    factors *= memory(scales)
-    blas.multiply(factors, memory(up).T, y.reshape(-1, len(up)), is_sum=True)
+    factors *= view_memory(scales)
+    blas.multiply(factors, view_memory(up).T, y.reshape(-1, len(up)), is_sum=True)
     return y
 
 
@@ -141,7 +141,7 @@ def modulate(norm: Any, x: Array, scale: Array | None = None, shift: Array | Non
         if shift is not None:
             result += shift[0, 0]
 
-    in_blocks(compute, x[0], result[0])
+    run_in_blocks(compute, x[0], result[0])
     return result
 
 
@@ -161,7 +161,7 @@ def add(x: Array, change: Array, gate: Array | None = None, norm: RMSNorm | None
             change *= gate[0, 0]
         change += x
 
-    in_blocks(compute, x[0], change[0])
+    run_in_blocks(compute, x[0], change[0])
     return change
 
 
@@ -177,7 +177,7 @@ def swiglu_in_place(gate: Array, up: Array) -> Array:
     """Return silu(gate) * up. Both: (1, length, width); gate may be overwritten."""
     if not isinstance(gate, np.ndarray):
         return silu(gate) * up
-    in_blocks(_swiglu, gate[0], up[0])
+    run_in_blocks(_overwrite_with_swiglu, gate[0], up[0])
     return gate
 
 
@@ -196,6 +196,6 @@ def overwrite_with_silu(x: Floats) -> None:
     x /= divisor
 
 
-def _swiglu(gate: Floats, up: Floats) -> None:
+def _overwrite_with_swiglu(gate: Floats, up: Floats) -> None:
     overwrite_with_silu(gate)
     gate *= up

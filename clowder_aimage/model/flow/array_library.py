@@ -67,15 +67,15 @@ class ArrayLibrary(Protocol):
         """Return the memory of the device."""
         ...
 
-    def array(self, values: npt.NDArray[Any]) -> Any:
+    def to_array(self, values: npt.NDArray[Any]) -> Any:
         """Return an array on the device: floats in the compute type, integers as they are."""
         ...
 
-    def floats(self, array: Any) -> Floats:
+    def to_floats(self, array: Any) -> Floats:
         """Return the values of an array, in float32."""
         ...
 
-    def colours(self, array: Any) -> Floats:
+    def to_colours(self, array: Any) -> Floats:
         """Return values from -1 to 1 as values from 0 to 1, clipped, scaled in their own type."""
         ...
 
@@ -87,10 +87,10 @@ class ArrayLibrary(Protocol):
         """Return a cache of steps, for one caption and one picture."""
         ...
 
-    def decoding(self, width: int, pixels: int) -> float:
+    def estimate_decoding_memory(self, width: int, pixels: int) -> float:
         """Estimate the bytes to decode a picture with layers of ``width`` channels at full size."""
         ...
 
-    def transforming(self, width: int, hidden: int, heads: int, length: int) -> float:
+    def estimate_layer_memory(self, width: int, hidden: int, heads: int, length: int) -> float:
         """Estimate the bytes to compute a layer of a transformer for ``length`` tokens."""
         ...

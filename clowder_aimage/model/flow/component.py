@@ -48,7 +48,7 @@ class ModelComponents(ABC):
     library: ArrayLibrary
 
     @abstractmethod
-    def module(
+    def build_module(
         self,
         weights: ModelWeights,
         config: Any,

@@ -48,15 +48,15 @@ class TextEncoderConfig:
             ModelError: A field is missing, malformed or unsupported.
         """
         fields = ConfigFields(name, values)
-        model_type = fields.text("model_type")
+        model_type = fields.get_text("model_type")
         if model_type not in ("qwen3", "qwen2"):
             raise fields.refuse("model_type", "only qwen3 and qwen2 text encoders are supported")
         fields.accept_quantization()
-        fields.only("hidden_act", "silu")
-        hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-        kv_heads = fields.integer("num_key_value_heads", heads)
+        fields.check_value("hidden_act", "silu")
+        hidden, heads = fields.get_integer("hidden_size"), fields.get_integer("num_attention_heads")
+        kv_heads = fields.get_integer("num_key_value_heads", heads)
         # The defaults of transformers: Qwen3Config has a constant, Qwen2 derives it
-        head_dim = fields.integer("head_dim", 128 if model_type == "qwen3" else hidden // heads)
+        head_dim = fields.get_integer("head_dim", 128 if model_type == "qwen3" else hidden // heads)
         if heads % kv_heads:
             raise fields.refuse("num_key_value_heads", f"must divide {heads} attention heads")
         # Rotary positions turn pairs of channels
@@ -65,38 +65,38 @@ class TextEncoderConfig:
         # Both numbers are untrusted, and each alone may be within its limit
         if heads * head_dim > MAX_SIZE:
             raise fields.refuse("head_dim", f"times {heads} attention heads exceeds {MAX_SIZE}")
-        layers = fields.integer("num_hidden_layers", maximum=MAX_LAYERS)
+        layers = fields.get_integer("num_hidden_layers", maximum=MAX_LAYERS)
         qwen3 = model_type == "qwen3"
-        attention_bias = fields.boolean("attention_bias", False) if qwen3 else False
+        attention_bias = fields.get_boolean("attention_bias", False) if qwen3 else False
         return cls(
-            vocab_size=fields.integer("vocab_size"),
+            vocab_size=fields.get_integer("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=fields.integer("intermediate_size"),
+            intermediate_size=fields.get_integer("intermediate_size"),
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6, maximum=1.0),
+            rms_norm_eps=fields.get_positive("rms_norm_eps", 1e-6, maximum=1.0),
             # Qwen2 always has these biases, and none after attention
             qkv_bias=attention_bias or not qwen3,
             output_bias=attention_bias,
             qk_norm=qwen3,
-            windows=_windows(fields, layers),
+            windows=_parse_windows(fields, layers),
             rope=RopeConfig.parse(fields, head_dim),
         )
 
 
-def _windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:
+def _parse_windows(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:
     """Return the attention window of each layer; None without ``use_sliding_window``."""
     window = None
-    if fields.boolean("use_sliding_window", False):
-        window = fields.integer("sliding_window", 4096)
-    first_windowed = fields.raw("max_window_layers", 28)
+    if fields.get_boolean("use_sliding_window", False):
+        window = fields.get_integer("sliding_window", 4096)
+    first_windowed = fields.get_raw("max_window_layers", 28)
     default = [
         "sliding_attention" if window is not None and index >= first_windowed else "full_attention"
         for index in range(layers)
     ]
-    kinds = fields.raw("layer_types", default)
+    kinds = fields.get_raw("layer_types", default)
     if not isinstance(kinds, list) or len(kinds) < layers:
         raise fields.refuse("layer_types", f"must list {layers} layers")
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
@@ -139,25 +139,25 @@ class AutoencoderConfig:
         Raises:
             ModelError: A field is missing, malformed or unsupported.
         """
-        if fields.text("act_fn", "silu") not in ("silu", "swish"):
+        if fields.get_text("act_fn", "silu") not in ("silu", "swish"):
             raise fields.refuse("act_fn", "only silu is supported")
-        channels = fields.integers("block_out_channels", widths)
+        channels = fields.get_integers("block_out_channels", widths)
         if not 1 <= len(channels) <= 8:
             raise fields.refuse("block_out_channels", "must have 1 to 8 entries")
-        fields.only("down_block_types", ["DownEncoderBlock2D"] * len(channels))
-        fields.only("up_block_types", ["UpDecoderBlock2D"] * len(channels))
-        groups = fields.integer("norm_num_groups", 32)
+        fields.check_value("down_block_types", ["DownEncoderBlock2D"] * len(channels))
+        fields.check_value("up_block_types", ["UpDecoderBlock2D"] * len(channels))
+        groups = fields.get_integer("norm_num_groups", 32)
         if any(count % groups for count in channels):
             raise fields.refuse("norm_num_groups", f"must divide all of {list(channels)}")
         return {
-            "out_channels": fields.integer("out_channels", 3, maximum=4096),
-            "latent_channels": fields.integer("latent_channels", latents, maximum=4096),
+            "out_channels": fields.get_integer("out_channels", 3, maximum=4096),
+            "latent_channels": fields.get_integer("latent_channels", latents, maximum=4096),
             "block_out_channels": channels,
-            "layers_per_block": fields.integer("layers_per_block", layers, maximum=64),
+            "layers_per_block": fields.get_integer("layers_per_block", layers, maximum=64),
             "norm_num_groups": groups,
-            "use_post_quant_conv": fields.boolean("use_post_quant_conv", True),
-            "use_quant_conv": fields.boolean("use_quant_conv", True),
-            "mid_block_add_attention": fields.boolean("mid_block_add_attention", True),
+            "use_post_quant_conv": fields.get_boolean("use_post_quant_conv", True),
+            "use_quant_conv": fields.get_boolean("use_quant_conv", True),
+            "mid_block_add_attention": fields.get_boolean("mid_block_add_attention", True),
         }
 
     @staticmethod

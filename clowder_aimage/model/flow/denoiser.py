@@ -40,9 +40,9 @@ class Denoiser:
     family: FlowFamily
     networks: FlowNetworks
 
-    def noise(self, request: GenerateRequest, seed: int) -> Floats:
+    def draw_noise(self, request: GenerateRequest, seed: int) -> Floats:
         """Return noise equal to that of torch, (channels, height, width)."""
-        return randn(seed, self.family.latent_shape(request))
+        return randn(seed, self.family.compute_latent_shape(request))
 
     def begin(
         self,
@@ -53,12 +53,12 @@ class Denoiser:
     ) -> tuple[Floats, Keep]:
         """Return the first latents, and a function to restore unpainted cells after a step."""
         if encoded is None:
-            return self.noise(request, seed), lambda latents, _: latents
+            return self.draw_noise(request, seed), lambda latents, _: latents
         normalize = partial(self.family.normalize, networks=self.networks)
         picture_start = start(encoded, normalize, seed, schedule)
         return picture_start.latents, picture_start.keep
 
-    def steps(
+    def iter_steps(
         self,
         request: GenerateRequest,
         latents: Floats,
@@ -69,7 +69,7 @@ class Denoiser:
     ) -> Iterator[tuple[PipelineEvent, Floats]]:
         """Yield the steps and previews of a picture, each with the latents after it."""
         total = len(schedule.times)
-        previewed = sorted(previews_after(request.output.previews, total))
+        previewed = sorted(plan_previews(request.output.previews, total))
         states = self.denoise(
             latents, schedule, conditioning, request.sampling.cache_threshold, keep
         )
@@ -102,12 +102,12 @@ class Denoiser:
         for index, (time, change) in enumerate(steps):
             # The last step decides the details, and is always computed
             step_caches = caches if index < last_index else _NO_CACHES
-            velocity = self.velocity(latents, float(time), conditioning, step_caches)
+            velocity = self.compute_velocity(latents, float(time), conditioning, step_caches)
             latents = latents - np.float32(change) * velocity
             latents = keep(latents, float(schedule.sigmas[index + 1]))
             yield latents
 
-    def velocity(
+    def compute_velocity(
         self,
         latents: Floats,
         time: float,
@@ -120,18 +120,18 @@ class Denoiser:
         positive and the negative caption.
         """
         library = self.networks.library
-        typed = library.array(latents)
+        typed = library.to_array(latents)
 
-        def direction(caption: Caption, cache: Any) -> Floats:
+        def predict_velocity(caption: Caption, cache: Any) -> Floats:
             # It may have been released since the last step
             transformer = self.networks.transformer.get()
             inputs = typed, time, caption, conditioning.inputs, cache
-            return library.floats(self.family.direction(transformer, *inputs))
+            return library.to_floats(self.family.predict_velocity(transformer, *inputs))
 
-        towards = direction(conditioning.positive, caches[0])
+        towards = predict_velocity(conditioning.positive, caches[0])
         if conditioning.negative is None or time > conditioning.end:
             return towards
-        away = direction(conditioning.negative, caches[1])
+        away = predict_velocity(conditioning.negative, caches[1])
         guided: Floats = towards + np.float32(conditioning.weight) * (towards - away)
         if not conditioning.normalization:
             return guided
@@ -156,7 +156,7 @@ class Denoiser:
         return downsample(self.networks.decode(predicted))
 
 
-def previews_after(previews: int, steps: int) -> frozenset[int]:
+def plan_previews(previews: int, steps: int) -> frozenset[int]:
     """Return the steps followed by a preview: evenly spaced, never the last one."""
     after = (round((k + 1) * steps / (previews + 1)) for k in range(previews))
     return frozenset(step for step in after if 0 < step < steps)

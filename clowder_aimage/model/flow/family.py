@@ -54,11 +54,11 @@ class FlowFamily(NetworkConfigs, Protocol):
         """Reject a prompt of too many tokens. Raises UsageError."""
         ...
 
-    def weight(self, request: GenerateRequest) -> float:
+    def compute_guidance_weight(self, request: GenerateRequest) -> float:
         """Return the factor of positive - negative velocity; 0 without guidance."""
         ...
 
-    def latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
+    def compute_latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
         """Return the shape of the latents: (channels, height, width)."""
         ...
 
@@ -87,7 +87,7 @@ class FlowFamily(NetworkConfigs, Protocol):
         """
         ...
 
-    def direction(
+    def predict_velocity(
         self, transformer: Any, latents: Any, time: float, caption: Caption, inputs: Any, cache: Any
     ) -> Any:
         """Return the transformer's velocity from noise to picture, for one caption.
@@ -108,7 +108,10 @@ class FlowFamily(NetworkConfigs, Protocol):
 
 def list_texts(family: FlowFamily, request: GenerateRequest) -> list[str]:
     """Return the prompt of a request, and its negative prompt if guidance is on."""
-    return [request.prompt, *([request.guidance.negative or ""] if family.weight(request) else [])]
+    return [
+        request.prompt,
+        *([request.guidance.negative or ""] if family.compute_guidance_weight(request) else []),
+    ]
 
 
 def check_channels(text_encoder: int, required: int, vae: int, latents: int, colours: int) -> None:

@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 from clowder_aimage.adapter.network_adaptation import NetworkAdaptation
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.flow.array_library import MIB, DeviceMemory
-from clowder_aimage.model.hardware import machine_memory
-from clowder_aimage.model.process_memory import resident_memory
+from clowder_aimage.model.hardware import get_machine_memory
+from clowder_aimage.model.process_memory import read_resident_memory
 
 AUTO, KEEP, RELEASE = "auto", "keep", "release"
 # BLAS and the system's allocator take these bytes when they compute
@@ -147,7 +147,7 @@ class MemoryBudget:
         self.memory: int | None = None
         self.limit: int | None = None
         self.is_last = False
-        self.total = device.total or machine_memory()
+        self.total = device.total or get_machine_memory()
         self._policy, self._policies = AUTO, dict[Module, str]()
         self._base_memory = 0
         # By stage: bytes by the pixels of a picture
@@ -158,7 +158,7 @@ class MemoryBudget:
     ) -> None:
         """Set the memory for this process, including the interpreter and libraries."""
         if self.device.is_shared:
-            self._base_memory = max(0, resident_memory() - self.device.active) + _LIBRARIES
+            self._base_memory = max(0, read_resident_memory() - self.device.active) + _LIBRARIES
         self.memory, self.limit, self.is_last = memory, limit, is_last
 
     def set_policies(self, policy: str, exceptions: Mapping[Module, str]) -> None:
@@ -168,7 +168,7 @@ class MemoryBudget:
         """
         self._policy, self._policies = policy, dict(exceptions)
 
-    def policy(self, module: Module) -> str:
+    def get_policy(self, module: Module) -> str:
         """Return the policy of a module."""
         return self._policies.get(module, self._policy)
 
@@ -197,7 +197,7 @@ class MemoryBudget:
             module.use(in_layers=not self._has_room(stage.size))
 
     def _must_release(self, module: Module, stage: Stage) -> bool:
-        if (policy := self.policy(module)) != AUTO:
+        if (policy := self.get_policy(module)) != AUTO:
             return policy == RELEASE
         loaded = [
             loaded_module
@@ -212,7 +212,7 @@ class MemoryBudget:
     def keeps(self, stages: Sequence[Stage]) -> bool:
         """Return True if the modules of all stages can stay in memory."""
         modules = {module for stage in stages for module in stage.modules}
-        policies = {self.policy(module) for module in modules}
+        policies = {self.get_policy(module) for module in modules}
         if RELEASE in policies:
             return False
         if policies == {KEEP}:
@@ -253,7 +253,7 @@ class MemoryBudget:
         limit = "" if self.memory is None else f" of {self.memory // MIB} MiB"
         return f"{text}, about {math.ceil((self._base_memory + size) / MIB)} MiB{limit}"
 
-    def work(self, stage: str, pixels: int, guess: float) -> float:
+    def estimate_work(self, stage: str, pixels: int, guess: float) -> float:
         """Return the memory of a stage besides its modules, for a picture of this size.
 
         It is the measured peak of the next larger picture, else extrapolated from the largest, else

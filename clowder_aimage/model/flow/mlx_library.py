@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.model.adaptation import Adaptation
-from clowder_aimage.model.backend import STRIP, Network, describe, device_memory, mx, on_gpu
+from clowder_aimage.model.backend import STRIP, Network, describe, get_device_memory, mx, on_gpu
 from clowder_aimage.model.compute.attention import MAX_SCORES
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import ModelComponents
 from clowder_aimage.model.flow.memory_budget import Module, OffloadedModule
 from clowder_aimage.model.flow.step_cache import StepCache
-from clowder_aimage.model.library_choice import unused_gpu
+from clowder_aimage.model.library_choice import describe_unused_gpu
 from clowder_aimage.model.weights import ModelWeights
 from clowder_aimage.tensor.blas import is_fast
 
@@ -32,7 +32,7 @@ class MlxMemory:
 
     @property
     def total(self) -> int | None:
-        return device_memory()
+        return get_device_memory()
 
     @property
     def active(self) -> int:
@@ -55,7 +55,7 @@ class MlxLibrary:
     def __init__(self, dtype: mx.Dtype) -> None:
         self.dtype, self.itemsize = dtype, int(dtype.size)
         self.memory = MlxMemory()
-        self.warning = None if on_gpu() else unused_gpu("MLX", _OTHER)
+        self.warning = None if on_gpu() else describe_unused_gpu("MLX", _OTHER)
 
     @property
     def dtype_name(self) -> str:
@@ -64,15 +64,15 @@ class MlxLibrary:
     def describe(self) -> str:
         return describe()
 
-    def array(self, values: npt.NDArray[Any]) -> mx.array:
+    def to_array(self, values: npt.NDArray[Any]) -> mx.array:
         array = mx.array(values)
         return array.astype(self.dtype) if np.issubdtype(values.dtype, np.floating) else array
 
-    def floats(self, array: mx.array) -> Floats:
+    def to_floats(self, array: mx.array) -> Floats:
         return np.array(array.astype(mx.float32))
 
-    def colours(self, array: mx.array) -> Floats:
-        return self.floats(mx.clip(array * 0.5 + 0.5, 0, 1))
+    def to_colours(self, array: mx.array) -> Floats:
+        return self.to_floats(mx.clip(array * 0.5 + 0.5, 0, 1))
 
     def evaluate(self, *arrays: Any) -> None:
         mx.eval(*arrays)
@@ -80,7 +80,7 @@ class MlxLibrary:
     def step_cache(self, threshold: float) -> StepCache:
         return StepCache(threshold)
 
-    def decoding(self, width: int, pixels: int) -> float:
+    def estimate_decoding_memory(self, width: int, pixels: int) -> float:
         layer = pixels * width * self.itemsize
         # MLX computes whole layers in float32 too
         if self.dtype != mx.float32 and not on_gpu():
@@ -90,7 +90,7 @@ class MlxLibrary:
         # A convolution copies the 3 by 3 neighbours of each pixel
         return full * layer + min(2 * STRIP, 10 * layer)
 
-    def transforming(self, width: int, hidden: int, heads: int, length: int) -> float:
+    def estimate_layer_memory(self, width: int, hidden: int, heads: int, length: int) -> float:
         attention = min(2 * heads * length**2 * self.itemsize, MAX_SCORES)
         return length * (8 * width + 3 * hidden) * self.itemsize + attention
 
@@ -105,7 +105,7 @@ class MlxComponents(ModelComponents):
     library: MlxLibrary
     keep_quantized: bool | None = None
 
-    def module(
+    def build_module(
         self,
         weights: ModelWeights,
         config: Any,

@@ -60,15 +60,15 @@ class FlowNetworks:
         self.tokenizer = tokenizer
         self.tokens: Callable[[str], list[int]] = lru_cache(CACHED_TEXTS)(tokenizer.encode)
         self.weights = {"text_encoder": ModelWeights.open(store, aimage, "text_encoder")}
-        self.text_encoder: OffloadedModule[Any, TextEncoderConfig] = components.module(
+        self.text_encoder: OffloadedModule[Any, TextEncoderConfig] = components.build_module(
             self.weights["text_encoder"], configs.text_encoder, kinds.text_encoder
         )
         self.weights["transformer"] = ModelWeights.open(store, aimage, "transformer")
-        self.transformer: Module = components.module(
+        self.transformer: Module = components.build_module(
             self.weights["transformer"], configs.transformer, kinds.transformer
         )
         self._vae_weights = ModelWeights.open(store, aimage, "vae")
-        self.vae: OffloadedModule[Any, AutoencoderConfig] = components.module(
+        self.vae: OffloadedModule[Any, AutoencoderConfig] = components.build_module(
             self._vae_weights, configs.vae, kinds.vae
         )
         # In the order of release: the transformer is the largest, and is loaded again slowest
@@ -93,7 +93,7 @@ class FlowNetworks:
         return {
             f"{component}/{name}": shape
             for component, weights in self.weights.items()
-            for name, shape in weights.shapes().items()
+            for name, shape in weights.get_shapes().items()
         }
 
     @cached_property
@@ -102,7 +102,7 @@ class FlowNetworks:
 
         It is checked on first use only: models without these weights can still make pictures.
         """
-        return self._components.module(
+        return self._components.build_module(
             self._vae_weights, self.vae.config, self._kinds.picture_encoder
         )
 
@@ -133,17 +133,17 @@ class FlowNetworks:
                 f"{label} cannot be used: the family of this model has no control networks"
             )
         weights = ModelWeights.open(stored.files, stored.aimage, stored.component, has_config=False)
-        controlnet.check_fit(weights.shapes(), self.shapes, label, "the model")
+        controlnet.check_fit(weights.get_shapes(), self.shapes, label, "the model")
         try:
             config = kind.read(weights, self.transformer.config)
-            return self._components.module(weights, config, kind.make, is_adapted=False)
+            return self._components.build_module(weights, config, kind.make, is_adapted=False)
         except ModelError as error:
             message = f"{label} does not fit the model: {error.message}"
             raise FormatError(message, hint=error.hint) from None
 
     def decode(self, latents: Floats) -> npt.NDArray[np.uint8]:
         """Decode latents (channels, height, width) to RGB. Raises ModelError: NaN or infinity."""
-        pixels = self.library.colours(self.vae.get().decode(self.library.array(latents)))
+        pixels = self.library.to_colours(self.vae.get().decode(self.library.to_array(latents)))
         # Clipping does not remove NaN, and a cast to bytes would hide it in a black picture
         if not np.isfinite(pixels).all():
             raise ModelError("the model computed NaN or infinite values")

@@ -44,35 +44,35 @@ def randn(seed: int, shape: tuple[int, ...]) -> Floats:
 
     seed: an integer; only the low 32 bits are used.
     """
-    return draws(seed, shape, 1)[0]
+    return draw_samples(seed, shape, 1)[0]
 
 
-def draws(seed: int, shape: tuple[int, ...], count: int) -> list[Floats]:
+def draw_samples(seed: int, shape: tuple[int, ...], count: int) -> list[Floats]:
     """Return ``count`` results of ``torch.randn(shape)`` by one generator, one after another."""
     source, size = np.random.RandomState(seed & 0xFFFFFFFF), math.prod(shape)
     # PyTorch has two algorithms: the vectorized one needs a whole block
-    draw = _few if size < BLOCK else _many
+    draw = _draw_few if size < BLOCK else _draw_many
     return [draw(source, size).reshape(shape) for _ in range(count)]
 
 
-def _many(source: np.random.RandomState, size: int) -> Floats:
+def _draw_many(source: np.random.RandomState, size: int) -> Floats:
     """Draw whole blocks of 16; one more block over the last 16 covers a remainder."""
-    values = _uniforms(source, size)
+    values = _draw_uniforms(source, size)
     in_blocks = size - size % BLOCK
     values[:in_blocks] = _box_muller(values[:in_blocks])
     if in_blocks < size:
-        values[-BLOCK:] = _box_muller(_uniforms(source, BLOCK))
+        values[-BLOCK:] = _box_muller(_draw_uniforms(source, BLOCK))
     return values
 
 
-def _uniforms(source: np.random.RandomState, count: int) -> Floats:
+def _draw_uniforms(source: np.random.RandomState, count: int) -> Floats:
     """Draw multiples of 2**-24 in [0, 1)."""
     # A float32 has 24 bits of precision: as many as PyTorch takes
-    words = _words(source, count) & np.uint32((1 << 24) - 1)
+    words = _draw_words(source, count) & np.uint32((1 << 24) - 1)
     return words.astype(np.float32) * np.float32(2**-24)
 
 
-def _words(source: np.random.RandomState, count: int) -> npt.NDArray[np.uint32]:
+def _draw_words(source: np.random.RandomState, count: int) -> npt.NDArray[np.uint32]:
     return source.randint(0, 1 << 32, size=count, dtype=np.uint32)
 
 
@@ -80,7 +80,7 @@ def _box_muller(uniforms: Floats) -> Floats:
     """Convert blocks of 16: the first eight numbers give radii, the last eight angles."""
     blocks = uniforms.reshape(-1, 2, BLOCK // 2)
     radius = np.sqrt(np.float32(-2) * _log(np.float32(1) - blocks[:, 0]))
-    sine, cosine = _sine_cosine(np.float32(2 * math.pi) * blocks[:, 1])
+    sine, cosine = _compute_sine_cosine(np.float32(2 * math.pi) * blocks[:, 1])
     return np.stack([radius * cosine, radius * sine], axis=1).reshape(-1)
 
 
@@ -92,7 +92,7 @@ def _multiply_add(a: Floats, b: Floats | float, c: Floats | float) -> Floats:
     return result
 
 
-def _polynomial(coefficients: Sequence[float], x: Floats) -> Floats:
+def _evaluate_polynomial(coefficients: Sequence[float], x: Floats) -> Floats:
     result = np.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
         result = _multiply_add(result, x, coefficient)
@@ -106,13 +106,13 @@ def _log(x: Floats) -> Floats:
     turns = (exponent - small).astype(np.float32)
     m = (mantissa - np.float32(1)) + np.where(small, mantissa, np.float32(0))
     square = m * m
-    y = _polynomial(_LOG, m) * m
+    y = _evaluate_polynomial(_LOG, m) * m
     y = _multiply_add(y, square, turns * np.float32(_LN2[1]))
     y = _multiply_add(square, -0.5, y)
     return _multiply_add(turns, _LN2[0], m + y)
 
 
-def _sine_cosine(x: Floats) -> tuple[Floats, Floats]:
+def _compute_sine_cosine(x: Floats) -> tuple[Floats, Floats]:
     """Return sine and cosine for x >= 0, by octants."""
     octant = (x * np.float32(4 / math.pi)).astype(np.int32)
     # The next even octant, whose angle is the nearest multiple of pi / 2
@@ -121,9 +121,9 @@ def _sine_cosine(x: Floats) -> tuple[Floats, Floats]:
     for quarter_pi in _QUARTER_PI:
         x = _multiply_add(turns, quarter_pi, x)
     square = x * x
-    cosine = _polynomial(_COS, square) * square
+    cosine = _evaluate_polynomial(_COS, square) * square
     cosine = _multiply_add(cosine, square, -(square * np.float32(0.5))) + np.float32(1)
-    sine = _multiply_add(_polynomial(_SIN, square) * square, x, x)
+    sine = _multiply_add(_evaluate_polynomial(_SIN, square) * square, x, x)
     # In odd quadrants sine and cosine change places; the signs follow below
     swapped = octant & 2 != 0
     sine, cosine = np.where(swapped, cosine, sine), np.where(swapped, sine, cosine)
@@ -132,7 +132,7 @@ def _sine_cosine(x: Floats) -> tuple[Floats, Floats]:
     return sine, cosine
 
 
-def _few(source: np.random.RandomState, size: int) -> Floats:
+def _draw_few(source: np.random.RandomState, size: int) -> Floats:
     """Draw one pair at a time: angle from the first 53-bit uniform, radius from the second."""
     values: list[float] = []
     while len(values) < size:
@@ -144,5 +144,5 @@ def _few(source: np.random.RandomState, size: int) -> Floats:
 
 def _double(source: np.random.RandomState) -> float:
     """Return a multiple of 2**-53 in [0, 1) from two words, the high one first."""
-    high, low = (int(word) for word in _words(source, 2))
+    high, low = (int(word) for word in _draw_words(source, 2))
     return ((high << 32 | low) & ((1 << 53) - 1)) * 2.0**-53

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
 from clowder_aimage.model.flow.memory_budget import Stage
 from clowder_aimage.model.flow.networks import FlowNetworks
-from clowder_aimage.model.flow.picture_start import EncodedPicture, cells_of
+from clowder_aimage.model.flow.picture_start import EncodedPicture, find_painted_cells
 from clowder_aimage.model.pipeline import PictureInput
 
 
@@ -30,29 +30,33 @@ class PictureEncoder:
     def plan(self, pixels: int) -> Stage:
         """Return the stage for pictures of ``pixels`` pixels, with an estimate of the memory."""
         module = self.networks.picture_encoder
-        guess = self.library.decoding(module.config.widest, pixels)
-        return Stage("picture", (module,), self.networks.budget.work("picture", pixels, guess))
+        guess = self.library.estimate_decoding_memory(module.config.widest, pixels)
+        return Stage(
+            "picture", (module,), self.networks.budget.estimate_work("picture", pixels, guess)
+        )
 
-    def distribution(self, values: Floats) -> tuple[Floats, Floats]:
+    def encode_distribution(self, values: Floats) -> tuple[Floats, Floats]:
         """Return the means and deviations of the latents of a picture: values from -1 to 1."""
         pixels, budget = values.size // 3, self.networks.budget
         budget.use(stage := self.plan(pixels))
         with budget.measure(stage, pixels):
             encode = self.networks.picture_encoder.get().encode
-            means, deviations = map(self.library.floats, encode(self.library.array(values)))
+            means, deviations = map(self.library.to_floats, encode(self.library.to_array(values)))
         return means, deviations
 
-    def mode(self, values: Floats) -> Floats:
+    def encode_mode(self, values: Floats) -> Floats:
         """Return the normalized mode of the latents of a picture: (channels, height, width)."""
-        return self.normalize(self.distribution(values)[0], self.networks)
+        return self.normalize(self.encode_distribution(values)[0], self.networks)
 
     def begin(self, pictures: PictureInput) -> EncodedPicture | None:
         """Return the latent distribution of the picture to begin with; None without a picture."""
         if pictures.pixels is None:
             return None
-        means, deviations = self.distribution(to_values(pictures.pixels))
+        means, deviations = self.encode_distribution(to_values(pictures.pixels))
         scale, mask = self.networks.vae.config.scale, pictures.mask
-        return EncodedPicture(means, deviations, None if mask is None else cells_of(mask, scale))
+        return EncodedPicture(
+            means, deviations, None if mask is None else find_painted_cells(mask, scale)
+        )
 
     def finish(self) -> None:
         """Release the encoder, if no request follows."""

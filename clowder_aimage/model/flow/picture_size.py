@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.generation.check import wrong
+from clowder_aimage.generation.check import build_parameter_error
 from clowder_aimage.generation.request import GenerateRequest
 
 
@@ -26,9 +26,13 @@ class Sides:
             ("height", request.sampling.height, self.max_height),
         ):
             if side < self.multiple or side % self.multiple:
-                raise wrong(name, f"must be a multiple of {self.multiple} pixels, not {side}")
+                raise build_parameter_error(
+                    name, f"must be a multiple of {self.multiple} pixels, not {side}"
+                )
             if side > longest:
-                raise wrong(name, f"must be at most {longest} pixels with this model, not {side}")
+                raise build_parameter_error(
+                    name, f"must be at most {longest} pixels with this model, not {side}"
+                )
 
 
 def check_request(
@@ -60,11 +64,11 @@ def _check_arrays(
     example = f", such as {side}x{side}" if side else ""
     raise UsageError(
         f"width {width} and height {height} are too large for this machine: "
-        f"at least {_gib(needed)} of memory required, {_gib(limit)} available",
+        f"at least {_format_gib(needed)} of memory required, {_format_gib(limit)} available",
         hint=f"use a smaller size{example}",
         parameter="width" if width >= height else "height",
     )
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / (1 << 30):.1f} GiB"

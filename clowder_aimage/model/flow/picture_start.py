@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from clowder_aimage.errors import UsageError
 from clowder_aimage.model.flow.array_library import Floats
-from clowder_aimage.model.flow.noise import draws
+from clowder_aimage.model.flow.noise import draw_samples
 from clowder_aimage.model.flow.scheduler import Schedule
 
 
@@ -46,7 +46,7 @@ class PictureStart:
         return (1 - self.cells) * noisy + self.cells * latents
 
 
-def cells_of(mask: npt.NDArray[np.uint8], scale: int) -> Floats:
+def find_painted_cells(mask: npt.NDArray[np.uint8], scale: int) -> Floats:
     """Return 1 for each latent cell to paint: (1, height, width), by its top left pixel.
 
     Raises:
@@ -74,7 +74,7 @@ def start(
     ``normalize`` scales latents for the transformer.
     """
     # Two draws of one generator, in this order: the seed gives the same picture as diffusers
-    sample, drawn = draws(seed, encoded.means.shape, 2)
+    sample, drawn = draw_samples(seed, encoded.means.shape, 2)
     clean = normalize(encoded.means + encoded.deviations * sample)
     sigma = float(schedule.sigmas[0])
     latents = sigma * drawn + (1 - sigma) * clean

@@ -12,8 +12,8 @@ from functools import partial
 
 from clowder_aimage.adapter.loaded_adapter import Use
 from clowder_aimage.errors import UsageError
-from clowder_aimage.generation.effect import whole_steps
-from clowder_aimage.generation.request import GenerateRequest, first_step
+from clowder_aimage.generation.effect import compute_schedule_steps
+from clowder_aimage.generation.request import GenerateRequest, compute_first_step
 from clowder_aimage.model.flow.array_library import ArrayLibrary, Floats
 from clowder_aimage.model.flow.conditioning import Conditioning
 from clowder_aimage.model.flow.denoiser import Denoiser
@@ -22,10 +22,15 @@ from clowder_aimage.model.flow.memory_budget import Module, Stage
 from clowder_aimage.model.flow.networks import FlowNetworks
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder
 from clowder_aimage.model.flow.picture_size import check_request
-from clowder_aimage.model.flow.picture_start import cells_of
+from clowder_aimage.model.flow.picture_start import find_painted_cells
 from clowder_aimage.model.flow.prompt_encoder import PromptEncoder
 from clowder_aimage.model.flow.scheduler import Schedule
-from clowder_aimage.model.flow.stage_plan import area, least_memory, plan_pictures, plan_stages
+from clowder_aimage.model.flow.stage_plan import (
+    count_step_pixels,
+    estimate_least_memory,
+    plan_pictures,
+    plan_stages,
+)
 from clowder_aimage.model.flow.state import PipelineState, UsedControl
 from clowder_aimage.model.pipeline import (
     Image,
@@ -106,7 +111,7 @@ class FlowPipeline:
 
         Returns a description of the networks that stay. Raises as ``ModelWeights.apply`` does.
         """
-        stages, budget = self._all_stages(request), self.networks.budget
+        stages, budget = self._list_all_stages(request), self.networks.budget
         if budget.keeps(stages) and not budget.is_last:
             for stage in stages:
                 budget.use(stage)
@@ -115,7 +120,7 @@ class FlowPipeline:
     def prepare(self, request: GenerateRequest) -> None:
         """Encode the texts of a request; they are cached. Raises as ``generate`` does."""
         self.check(request)
-        self.conditioning(request)
+        self.build_conditioning(request)
 
     def check(self, request: GenerateRequest, pictures: PictureInput | None = None) -> None:
         """Reject a request that this model does not support; change nothing. Raises UsageError.
@@ -123,14 +128,14 @@ class FlowPipeline:
         ``pictures`` are those of a request with an image.
         """
         family, budget = self.family, self.networks.budget
-        needs = partial(least_memory, family, self.networks)
+        needs = partial(estimate_least_memory, family, self.networks)
         check_request(request, family.sides, needs, budget.total)
         family.refuse(request)
         for text in list_texts(family, request):
-            self.prompts.ids(text)
+            self.prompts.tokenize(text)
         if pictures is not None and pictures.mask is not None:
-            cells_of(pictures.mask, family.vae.scale)
-        budget.check(self._all_stages(request))
+            find_painted_cells(pictures.mask, family.vae.scale)
+        budget.check(self._list_all_stages(request))
 
     def _control(self, request: GenerateRequest) -> Module | None:
         """Return the control network of a request; None if it is not loaded, or not needed.
@@ -150,12 +155,12 @@ class FlowPipeline:
             )
         return packed
 
-    def stages(self, request: GenerateRequest) -> tuple[Stage, Stage, Stage]:
+    def list_stages(self, request: GenerateRequest) -> tuple[Stage, Stage, Stage]:
         """Return the parts of a generation, with estimates of their memory."""
         return plan_stages(self.family, self.networks, request, self._control(request))
 
-    def _all_stages(self, request: GenerateRequest) -> list[Stage]:
-        return [*plan_pictures(self.pictures, request), *self.stages(request)]
+    def _list_all_stages(self, request: GenerateRequest) -> list[Stage]:
+        return [*plan_pictures(self.pictures, request), *self.list_stages(request)]
 
     def generate(
         self, request: GenerateRequest, pictures: PictureInput | None = None
@@ -184,13 +189,13 @@ class FlowPipeline:
     def _generate(
         self, request: GenerateRequest, schedule: Schedule, pictures: PictureInput | None
     ) -> Generator[PipelineEvent, None, None]:
-        conditioning, budget = self.conditioning(request), self.networks.budget
+        conditioning, budget = self.build_conditioning(request), self.networks.budget
         encoded = None
         if pictures is not None:
             parts = request, pictures, self.pictures, self._control(request)
             encoded, inputs = self.family.encode_pictures(*parts)
             conditioning = replace(conditioning, inputs=inputs)
-        _, denoise, decode = self.stages(request)
+        _, denoise, decode = self.list_stages(request)
         pixels = request.sampling.pixels
         # Latents of finished pictures, which are decoded later
         waiting: list[tuple[Floats, int, int]] = []
@@ -198,8 +203,10 @@ class FlowPipeline:
             seed = request.sampling.seed + picture
             latents, keep = self.denoiser.begin(request, encoded, schedule, seed)
             budget.use(denoise)
-            with budget.measure(denoise, area(request)):
-                steps = self.denoiser.steps(request, latents, schedule, conditioning, picture, keep)
+            with budget.measure(denoise, count_step_pixels(request)):
+                steps = self.denoiser.iter_steps(
+                    request, latents, schedule, conditioning, picture, keep
+                )
                 for event, after in steps:
                     yield event
                     latents = after
@@ -224,14 +231,14 @@ class FlowPipeline:
         if request.input.strength is None:
             return self.family.schedule(steps, tokens, request.sampling.shift)
         if request.input.fine:
-            full_steps = whole_steps(steps, request.input.strength)
-            return self.family.schedule(full_steps, tokens, request.sampling.shift).after(
+            full_steps = compute_schedule_steps(steps, request.input.strength)
+            return self.family.schedule(full_steps, tokens, request.sampling.shift).skip_steps(
                 full_steps - steps
             )
-        first_index = first_step(steps, request.input.strength)
-        return self.family.schedule(steps, tokens, request.sampling.shift).after(first_index)
+        first_index = compute_first_step(steps, request.input.strength)
+        return self.family.schedule(steps, tokens, request.sampling.shift).skip_steps(first_index)
 
-    def conditioning(self, request: GenerateRequest) -> Conditioning:
+    def build_conditioning(self, request: GenerateRequest) -> Conditioning:
         """Return the request's texts, encoded and refined. Raises as ``PromptEncoder.encode``."""
-        encode, denoise, _ = self.stages(request)
-        return self.prompts.conditioning(request, encode, denoise)
+        encode, denoise, _ = self.list_stages(request)
+        return self.prompts.build_conditioning(request, encode, denoise)

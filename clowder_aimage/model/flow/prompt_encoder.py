@@ -24,7 +24,7 @@ class PromptEncoder:
     networks: FlowNetworks
     state: PipelineState
 
-    def ids(self, prompt: str) -> list[int]:
+    def tokenize(self, prompt: str) -> list[int]:
         """Return the checked tokens of a prompt.
 
         Raises:
@@ -39,27 +39,33 @@ class PromptEncoder:
 
     def encode(self, prompt: str) -> Any:
         """Return the text features of a prompt, (tokens, channels). Raises as ``ids``."""
-        ids, length = self.ids(prompt), self.family.TEXT_LENGTH
+        ids, length = self.tokenize(prompt), self.family.TEXT_LENGTH
         encoder, library = self.networks.text_encoder.get(), self.networks.library
         if length is None:
-            return encoder(library.array(np.array(ids)))
+            return encoder(library.to_array(np.array(ids)))
         # The transformer attends to the padding too, so that its length is a part of the model
         padding = [self.networks.tokenizer.padding] * (length - len(ids))
-        return encoder(library.array(np.array(ids + padding)), len(ids))
+        return encoder(library.to_array(np.array(ids + padding)), len(ids))
 
-    def conditioning(self, request: GenerateRequest, encode: Stage, denoise: Stage) -> Conditioning:
+    def build_conditioning(
+        self, request: GenerateRequest, encode: Stage, denoise: Stage
+    ) -> Conditioning:
         """Return the request's texts, encoded and refined, in two stages of the request.
 
         The text encoder is loaded for new texts only. Raises as ``encode`` does.
         """
         texts, captions = list_texts(self.family, request), self.state.captions
-        keys = {text: self.state.caption_key(text, self.family.CAPTIONING) for text in texts}
+        keys = {text: self.state.build_caption_key(text, self.family.CAPTIONING) for text in texts}
         by_text = {text: captions[key] for text, key in keys.items() if key in captions}
         if new := [text for text in dict.fromkeys(texts) if text not in by_text]:
             by_text |= self._encode_all(new, encode, denoise)
         recent = [recall(captions, keys[text], lambda key: by_text[key[0]]) for text in texts]
         negative = recent[1] if recent[1:] else None
-        guidance = self.family.weight(request), request.guidance.end, request.guidance.normalization
+        guidance = (
+            self.family.compute_guidance_weight(request),
+            request.guidance.end,
+            request.guidance.normalization,
+        )
         return Conditioning(recent[0], negative, *guidance)
 
     def _encode_all(self, texts: list[str], encode: Stage, denoise: Stage) -> dict[str, Caption]:
@@ -73,6 +79,6 @@ class PromptEncoder:
         return {text: self._refine(features[text]) for text in texts}
 
     def _refine(self, features: Any) -> Caption:
-        caption: Caption = self.networks.transformer.get().caption(features)
+        caption: Caption = self.networks.transformer.get().build_caption(features)
         self.networks.library.evaluate(caption.tokens, *caption.rope)
         return caption

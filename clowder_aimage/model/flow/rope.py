@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.compute.array_block import Array, Floats, in_blocks, memory
+from clowder_aimage.model.compute.array_block import Array, Floats, run_in_blocks, view_memory
 from clowder_aimage.model.flow.rope_config import RopeConfig
 
 # Cosines and sines
 Table = tuple[mx.array, mx.array]
 
 
-def table(angles: npt.NDArray[np.floating[Any]], scale: float = 1.0) -> Table:
+def build_table(angles: npt.NDArray[np.floating[Any]], scale: float = 1.0) -> Table:
     """Return cosine and sine of angles, each rounded once, times ``scale``."""
     exact = angles.astype(np.float64)
     cosines = np.cos(exact).astype(np.float32) * np.float32(scale)
@@ -28,9 +28,9 @@ def table(angles: npt.NDArray[np.floating[Any]], scale: float = 1.0) -> Table:
     return mx.array(cosines), mx.array(sines)
 
 
-def text_table(config: RopeConfig, length: int) -> Table:
+def build_text_table(config: RopeConfig, length: int) -> Table:
     """Return tables of shape (length, dim / 2) for the positions 0 to length - 1."""
-    return table(config.angles(length), config.attention_factor)
+    return build_table(config.compute_angles(length), config.attention_factor)
 
 
 def rotate_halves(arrays: list[Array], rope: Table) -> list[Array]:
@@ -40,8 +40,8 @@ def rotate_halves(arrays: list[Array], rope: Table) -> list[Array]:
     """
     if not isinstance(arrays[0], np.ndarray):
         return [_rotate_half_arrays(array, rope) for array in arrays]
-    tables = (memory(table)[:, None] for table in rope)
-    in_blocks(_turn_halves, *tables, *(array[0] for array in arrays))
+    tables = (view_memory(table)[:, None] for table in rope)
+    run_in_blocks(_turn_halves, *tables, *(array[0] for array in arrays))
     return arrays
 
 
@@ -67,10 +67,10 @@ def rotate_pairs(arrays: list[Array], rope: Table) -> list[Array]:
     """
     if not isinstance(arrays[0], np.ndarray):
         return [_rotate_pair_array(array, *rope) for array in arrays]
-    cosines, sines = (memory(table) for table in rope)
+    cosines, sines = (view_memory(table) for table in rope)
     # A pair of channels is a complex number, and its rotation one product
     turns = cosines + 1j * sines
-    in_blocks(_turn, turns[:, None], *(array[0].view(np.complex64) for array in arrays))
+    run_in_blocks(_turn, turns[:, None], *(array[0].view(np.complex64) for array in arrays))
     return arrays
 
 
@@ -87,7 +87,7 @@ def _turn(turns: npt.NDArray[np.complex64], *arrays: npt.NDArray[np.complex64]) 
         pairs *= turns
 
 
-def axes_table(
+def build_axes_table(
     positions: npt.NDArray[np.int64],
     axes_dims: tuple[int, ...],
     theta: float,
@@ -103,4 +103,4 @@ def axes_table(
         frequencies = 1.0 / theta ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
         angles.append(np.outer(positions[:, axis].astype(np.float64), frequencies))
     joined = np.concatenate(angles, axis=1)
-    return table(joined if is_exact else joined.astype(np.float32))
+    return build_table(joined if is_exact else joined.astype(np.float32))

@@ -45,16 +45,16 @@ class RopeConfig:
         Raises:
             ModelError: The kind is not default, linear or yarn.
         """
-        raw = config.raw("rope_parameters", config.raw("rope_scaling", {}))
+        raw = config.get_raw("rope_parameters", config.get_raw("rope_scaling", {}))
         if not isinstance(raw, dict):
             raise config.refuse("rope_parameters", "must be an object")
-        fields = ConfigFields(config.name, {"rope_theta": config.raw("rope_theta"), **raw})
-        theta = fields.number("rope_theta", 10000.0, minimum=MIN_THETA)
-        kind = fields.text("rope_type", fields.text("type", "default"))
-        fields.only("partial_rotary_factor", 1.0)
+        fields = ConfigFields(config.name, {"rope_theta": config.get_raw("rope_theta"), **raw})
+        theta = fields.get_number("rope_theta", 10000.0, minimum=MIN_THETA)
+        kind = fields.get_text("rope_type", fields.get_text("type", "default"))
+        fields.check_value("partial_rotary_factor", 1.0)
         if kind == "default":
             return cls(dim, theta)
-        factor = fields.number("factor", minimum=1e-3, maximum=1e6)
+        factor = fields.get_number("factor", minimum=1e-3, maximum=1e6)
         if kind == "linear":
             return cls(dim, theta, kind, factor)
         if kind != "yarn":
@@ -64,16 +64,16 @@ class RopeConfig:
             theta,
             kind,
             factor,
-            _yarn_attention(fields, factor),
-            fields.integer(
-                "original_max_position_embeddings", config.integer("max_position_embeddings")
+            _parse_yarn_attention(fields, factor),
+            fields.get_integer(
+                "original_max_position_embeddings", config.get_integer("max_position_embeddings")
             ),
-            fields.number("beta_fast", 32.0, minimum=1e-3, maximum=1e6),
-            fields.number("beta_slow", 1.0, minimum=1e-3, maximum=1e6),
-            fields.boolean("truncate", True),
+            fields.get_number("beta_fast", 32.0, minimum=1e-3, maximum=1e6),
+            fields.get_number("beta_slow", 1.0, minimum=1e-3, maximum=1e6),
+            fields.get_boolean("truncate", True),
         )
 
-    def angles(self, length: int) -> Floats:
+    def compute_angles(self, length: int) -> Floats:
         """Return the angles (length, dim / 2) of the positions 0 to length - 1."""
         exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
         # Powers in float64, rounded to float32 once
@@ -82,19 +82,19 @@ class RopeConfig:
         if self.kind == "linear":
             inverse = inverse / np.float32(self.factor)
         elif self.kind == "yarn":
-            keep = self._yarn_keep()
+            keep = self._compute_yarn_keep()
             inverse = inverse / np.float32(self.factor) * (1 - keep) + inverse * keep
         angles = np.outer(np.arange(length, dtype=np.float32), inverse.astype(np.float32))
         return angles.astype(np.float32)
 
-    def _yarn_keep(self) -> Floats:
+    def _compute_yarn_keep(self) -> Floats:
         """Return the unchanged share of every frequency under YaRN, 1 to 0."""
 
-        def dimension_of(turns: float) -> float:
+        def find_dimension(turns: float) -> float:
             period = self.original_length / (turns * 2 * math.pi)
             return self.dim * math.log(period) / (2 * math.log(self.theta))
 
-        low, high = dimension_of(self.beta_fast), dimension_of(self.beta_slow)
+        low, high = find_dimension(self.beta_fast), find_dimension(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
@@ -106,17 +106,17 @@ class RopeConfig:
         return keep
 
 
-def _yarn_attention(fields: ConfigFields, factor: float) -> float:
+def _parse_yarn_attention(fields: ConfigFields, factor: float) -> float:
     """Return the factor on cosines and sines: stated, or 0.1 ln(factor) + 1 (YaRN, section 3.4)."""
-    if fields.raw("attention_factor") is not None:
-        return fields.number("attention_factor", minimum=1e-3, maximum=1e3)
+    if fields.get_raw("attention_factor") is not None:
+        return fields.get_number("attention_factor", minimum=1e-3, maximum=1e3)
 
     def scale_of(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    if fields.raw("mscale") and fields.raw("mscale_all_dim"):
+    if fields.get_raw("mscale") and fields.get_raw("mscale_all_dim"):
         above, below = (
-            fields.number(key, minimum=0, maximum=1e3) for key in ("mscale", "mscale_all_dim")
+            fields.get_number(key, minimum=0, maximum=1e3) for key in ("mscale", "mscale_all_dim")
         )
         return scale_of(above) / scale_of(below)
     return scale_of(1.0)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.errors import ModelError
-from clowder_aimage.generation.check import wrong
+from clowder_aimage.generation.check import build_parameter_error
 from clowder_aimage.tensor.config_fields import ConfigFields
 
 Floats = npt.NDArray[np.float32]
@@ -36,7 +36,7 @@ class Schedule:
     sigmas: Floats
     times: Floats
 
-    def after(self, start: int) -> Schedule:
+    def skip_steps(self, start: int) -> Schedule:
         """Return the schedule without its first ``start`` steps."""
         return Schedule(self.sigmas[start:], self.times[start:])
 
@@ -67,31 +67,31 @@ class FlowScheduler:
                 unseeded generator in the reference) or beta sigmas.
         """
         fields = ConfigFields(name, values)
-        fields.only("_class_name", "FlowMatchEulerDiscreteScheduler")
-        fields.only("use_beta_sigmas", False)
-        fields.only("stochastic_sampling", False)
-        kind = fields.text("time_shift_type", "exponential")
+        fields.check_value("_class_name", "FlowMatchEulerDiscreteScheduler")
+        fields.check_value("use_beta_sigmas", False)
+        fields.check_value("stochastic_sampling", False)
+        kind = fields.get_text("time_shift_type", "exponential")
         if kind not in ("exponential", "linear"):
             raise fields.refuse("time_shift_type", "must be exponential or linear")
-        karras = fields.boolean("use_karras_sigmas", False)
-        exponential = fields.boolean("use_exponential_sigmas", False)
+        karras = fields.get_boolean("use_karras_sigmas", False)
+        exponential = fields.get_boolean("use_exponential_sigmas", False)
         if karras and exponential:
             raise fields.refuse("use_karras_sigmas", "conflicts with use_exponential_sigmas")
-        terminal = fields.raw("shift_terminal")
+        terminal = fields.get_raw("shift_terminal")
         if terminal:
-            fields.number("shift_terminal", minimum=1e-6, maximum=1 - 1e-6)
+            fields.get_number("shift_terminal", minimum=1e-6, maximum=1 - 1e-6)
         scheduler = cls(
-            num_train_timesteps=fields.integer("num_train_timesteps", 1000),
-            shift=fields.number("shift", 1.0, minimum=1e-6, maximum=1e6),
-            dynamic=fields.boolean("use_dynamic_shifting", False),
-            base_shift=fields.number("base_shift", 0.5, minimum=-1e3, maximum=1e3),
-            max_shift=fields.number("max_shift", 1.15, minimum=-1e3, maximum=1e3),
-            base_image_seq_len=fields.integer("base_image_seq_len", 256),
-            max_image_seq_len=fields.integer("max_image_seq_len", 4096),
+            num_train_timesteps=fields.get_integer("num_train_timesteps", 1000),
+            shift=fields.get_number("shift", 1.0, minimum=1e-6, maximum=1e6),
+            dynamic=fields.get_boolean("use_dynamic_shifting", False),
+            base_shift=fields.get_number("base_shift", 0.5, minimum=-1e3, maximum=1e3),
+            max_shift=fields.get_number("max_shift", 1.15, minimum=-1e3, maximum=1e3),
+            base_image_seq_len=fields.get_integer("base_image_seq_len", 256),
+            max_image_seq_len=fields.get_integer("max_image_seq_len", 4096),
             shift_terminal=terminal or None,
             time_shift_type=kind,
             spacing="karras" if karras else "exponential" if exponential else "shifted",
-            invert=fields.boolean("invert_sigmas", False),
+            invert=fields.get_boolean("invert_sigmas", False),
         )
         if scheduler.dynamic and scheduler.max_image_seq_len <= scheduler.base_image_seq_len:
             raise fields.refuse("max_image_seq_len", "must be above base_image_seq_len")
@@ -110,9 +110,11 @@ class FlowScheduler:
             ModelError: The levels are not finite, or not from 0 to 1.
         """
         if shift is not None and self.dynamic:
-            raise wrong("shift", "cannot be set: this model derives it from the size")
+            raise build_parameter_error(
+                "shift", "cannot be set: this model derives it from the size"
+            )
         with suppress(ArithmeticError, ValueError), np.errstate(all="ignore"):
-            levels = self._levels(steps, image_tokens, shift, mu)
+            levels = self._compute_levels(steps, image_tokens, shift, mu)
             # Comparisons with NaN are false
             is_noise = (levels.sigmas >= 0) & (levels.sigmas <= _MAX_SIGMA)
             if is_noise.all() and np.isfinite(levels.times).all():
@@ -121,12 +123,12 @@ class FlowScheduler:
             "the scheduler gives no noise levels from 0 to 1 for these steps and this size"
         )
 
-    def _levels(
+    def _compute_levels(
         self, steps: int, image_tokens: int, shift: float | None, mu: float | None
     ) -> Schedule:
         sigmas = _linspace(1.0, 1.0 / steps, steps)
         if self.dynamic:
-            sigmas = self._shift_by(self._mu(image_tokens) if mu is None else mu, sigmas)
+            sigmas = self._shift_by(self._compute_mu(image_tokens) if mu is None else mu, sigmas)
         else:
             factor = np.float32(self.shift if shift is None else shift)
             sigmas = factor * sigmas / (1 + (factor - np.float32(1)) * sigmas)
@@ -134,7 +136,7 @@ class FlowScheduler:
         if self.shift_terminal is not None:
             remainder = 1 - sigmas
             sigmas = 1 - remainder / (remainder[-1] / np.float32(1 - self.shift_terminal))
-        sigmas = self._space(sigmas).astype(np.float32)
+        sigmas = self._space_sigmas(sigmas).astype(np.float32)
         if self.invert:
             sigmas = np.float32(1) - sigmas
         # The pipelines of diffusers divide by 1000, also if num_train_timesteps is different
@@ -143,7 +145,7 @@ class FlowScheduler:
         end = np.float32(1 if self.invert else 0)
         return Schedule(np.append(sigmas, end), times)
 
-    def _mu(self, tokens: int) -> float:
+    def _compute_mu(self, tokens: int) -> float:
         # Not zero: see parse
         span = self.max_image_seq_len - self.base_image_seq_len
         slope = (self.max_shift - self.base_shift) / span
@@ -153,7 +155,7 @@ class FlowScheduler:
         factor = np.float32(math.exp(mu) if self.time_shift_type == "exponential" else mu)
         return (factor / (factor + (1 / sigmas - 1))).astype(np.float32)
 
-    def _space(self, sigmas: Floats) -> npt.NDArray[np.floating[Any]]:
+    def _space_sigmas(self, sigmas: Floats) -> npt.NDArray[np.floating[Any]]:
         """Return the sigmas, unchanged or with another spacing between their ends."""
         highest, lowest = float(sigmas[0]), float(sigmas[-1])
         if self.spacing == "karras":

@@ -12,7 +12,7 @@ from clowder_aimage.model.flow.picture_encoder import PictureEncoder
 CACHED_ARRAYS = 2
 
 
-def area(request: GenerateRequest) -> int:
+def count_step_pixels(request: GenerateRequest) -> int:
     """Return the most pixels of a step: those of the picture and of its references."""
     return request.sampling.pixels + len(request.input.references) * REFERENCE_PIXELS
 
@@ -22,21 +22,23 @@ def plan_stages(
 ) -> tuple[Stage, Stage, Stage]:
     """Return the stages of a request; ``control`` is its control network."""
     library, budget = networks.library, networks.budget
-    pixels, seen_pixels, layer = request.sampling.pixels, area(request), family.layer
-    tokens, length = _lengths(family, networks, request)
+    pixels, seen_pixels, layer = request.sampling.pixels, count_step_pixels(request), family.layer
+    tokens, length = _compute_lengths(family, networks, request)
     text = family.text_encoder
     sizes = text.hidden_size, text.intermediate_size, text.num_attention_heads
-    encode = library.transforming(*sizes, tokens)
-    denoise = library.transforming(*layer, length)
+    encode = library.estimate_layer_memory(*sizes, tokens)
+    denoise = library.estimate_layer_memory(*layer, length)
     decodes = request.output.previews > 0 and family.draft is None
     drawing = "previews" if decodes else "denoise"
-    measured = budget.work(drawing, seen_pixels, denoise)
+    measured = budget.estimate_work(drawing, seen_pixels, denoise)
     # On a CPU, numpy's arrays are not measured
     denoise = max(denoise, measured) if library.memory.is_shared else measured
     if request.sampling.cache_threshold:
         count = CACHED_ARRAYS * len(list_texts(family, request))
         denoise += count * length * layer[0] * library.itemsize
-    decode = budget.work("decode", pixels, library.decoding(family.vae.widest, pixels))
+    decode = budget.estimate_work(
+        "decode", pixels, library.estimate_decoding_memory(family.vae.widest, pixels)
+    )
     modules = [networks.transformer]
     if control is not None:
         modules.append(control)
@@ -60,7 +62,9 @@ def plan_pictures(encoder: PictureEncoder, request: GenerateRequest) -> list[Sta
     return [encoder.plan(request.sampling.pixels)]
 
 
-def least_memory(family: FlowFamily, networks: FlowNetworks, width: int, height: int) -> int:
+def estimate_least_memory(
+    family: FlowFamily, networks: FlowNetworks, width: int, height: int
+) -> int:
     """Return the bytes of the arrays at full size that the decoder has at the same time."""
     narrow, *wide = family.vae.block_out_channels[:2]
     # of the input and the result of a convolution
@@ -68,7 +72,7 @@ def least_memory(family: FlowFamily, networks: FlowNetworks, width: int, height:
     return channels * width * height * networks.library.itemsize
 
 
-def _lengths(
+def _compute_lengths(
     family: FlowFamily, networks: FlowNetworks, request: GenerateRequest
 ) -> tuple[int, int]:
     """Return the most tokens of a text, and those of the transformer's sequence."""
@@ -77,7 +81,9 @@ def _lengths(
         len(networks.tokens(text)) for text in list_texts(family, request)
     )
     tokens = _round_up(longest, multiple)
-    return tokens, tokens + _round_up(area(request) // family.sides.multiple**2, multiple)
+    return tokens, tokens + _round_up(
+        count_step_pixels(request) // family.sides.multiple**2, multiple
+    )
 
 
 def _round_up(count: int, multiple: int) -> int:

@@ -35,7 +35,7 @@ class PipelineState:
     control: UsedControl | None = None
     captions: dict[CaptionKey, Caption] = field(default_factory=dict)
 
-    def caption_key(self, text: str, captioning: tuple[str, ...]) -> CaptionKey:
+    def build_caption_key(self, text: str, captioning: tuple[str, ...]) -> CaptionKey:
         """Return the key of a text's caption.
 
         captioning: prefixes of the tensors that captions depend on. Adapters of other tensors are
@@ -44,7 +44,7 @@ class PipelineState:
         return text, tuple(
             (adapter.key, strength)
             for adapter, strength in self.adapters
-            if strength and adapter.touches(captioning)
+            if strength and adapter.has_changes(captioning)
         )
 
 

@@ -10,9 +10,15 @@ from __future__ import annotations
 from clowder_aimage.model.backend import Embedding, Network, mx
 from clowder_aimage.model.compute.array_block import Array, to_fastest, to_mlx
 from clowder_aimage.model.compute.attention import attention
-from clowder_aimage.model.compute.operation import Linear, RMSNorm, add, library, swiglu_in_place
+from clowder_aimage.model.compute.operation import (
+    Linear,
+    RMSNorm,
+    add,
+    get_library,
+    swiglu_in_place,
+)
 from clowder_aimage.model.flow.config import TextEncoderConfig
-from clowder_aimage.model.flow.rope import Table, rotate_halves, text_table
+from clowder_aimage.model.flow.rope import Table, build_text_table, rotate_halves
 
 
 class TextAttention(Network):
@@ -104,7 +110,7 @@ class TextEncoder(Network):
         The tokens from ``text_length`` on are padding.
         """
         length = tokens.shape[0]
-        rope = text_table(self.config.rope, length)
+        rope = build_text_table(self.config.rope, length)
         masks = {
             decoder_layer.window: _mask(length, decoder_layer.window, text_length or length)
             for decoder_layer in self.layers
@@ -116,7 +122,7 @@ class TextEncoder(Network):
             if index in self.outputs:
                 states[index] = hidden
         selected = [states[index][0] for index in self.outputs]
-        return to_mlx(library(hidden).concatenate(selected, axis=-1))
+        return to_mlx(get_library(hidden).concatenate(selected, axis=-1))
 
     @staticmethod
     def sanitize(name: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 FREQUENCIES = 256
 
 
-def sinusoid(time: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def embed_time(time: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """Return the 256 features of a time, from float32 angles, each rounded once."""
     half = FREQUENCIES // 2
     exponents = np.float32(-math.log(10000.0)) * np.arange(half, dtype=np.float32)

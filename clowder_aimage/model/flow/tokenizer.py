@@ -14,8 +14,8 @@ from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
 from clowder_aimage.model.text.chat_template import (
     compile_template,
+    parse_special_tokens,
     render_template,
-    special_tokens,
 )
 from clowder_aimage.model.text.tokenizer_file import TokenizerFiles
 from clowder_aimage.model.tokenizer_backend import TokenizerBackend
@@ -40,7 +40,7 @@ class Tokenizer:
         self._is_thinking = is_thinking
         backend.truncate(MAX_TOKENS, config.get("truncation_side") or "right")
         self._backend = backend
-        self._special = special_tokens(config)
+        self._special = parse_special_tokens(config)
         self._pad = self._special.get("pad_token", _PAD)
         self._template = compile_template(template)
 
@@ -52,15 +52,15 @@ class Tokenizer:
             ModelError: The tokenizer or chat template is missing or malformed.
         """
         files = TokenizerFiles(store, aimage, FOLDER)
-        config = files.config()
-        template = files.templates(config).get("default")
+        config = files.read_config()
+        template = files.read_templates(config).get("default")
         if template is None:
             raise ModelError(
                 "the model has no chat template",
                 hint="it requires tokenizer/chat_template.jinja, or chat_template in "
                 "tokenizer/tokenizer_config.json",
             )
-        backend = files.backend(config)
+        backend = files.build_backend(config)
         try:
             return cls(backend, template, config, is_thinking=is_thinking)
         except ModelError:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from clowder_aimage.model.backend import Conv2d, GroupNorm, Network, mx
 from clowder_aimage.model.compute.attention import attention
-from clowder_aimage.model.compute.convolution import convolution, halving_convolution
+from clowder_aimage.model.compute.convolution import convolve, convolve_strided
 from clowder_aimage.model.compute.operation import Linear
 from clowder_aimage.model.flow.config import AutoencoderConfig
 
@@ -18,7 +18,7 @@ from clowder_aimage.model.flow.config import AutoencoderConfig
 EPS = 1e-6
 
 
-def _norm(config: AutoencoderConfig, channels: int) -> GroupNorm:
+def _build_norm(config: AutoencoderConfig, channels: int) -> GroupNorm:
     return GroupNorm(config.norm_num_groups, channels, eps=EPS, pytorch_compatible=True)
 
 
@@ -27,18 +27,18 @@ class ResnetBlock(Network):
 
     def __init__(self, config: AutoencoderConfig, channels: int, out_channels: int) -> None:
         super().__init__()
-        self.norm1 = _norm(config, channels)
+        self.norm1 = _build_norm(config, channels)
         self.conv1 = Conv2d(channels, out_channels, 3, padding=1)
-        self.norm2 = _norm(config, out_channels)
+        self.norm2 = _build_norm(config, out_channels)
         self.conv2 = Conv2d(out_channels, out_channels, 3, padding=1)
         if channels != out_channels:
             self.conv_shortcut = Conv2d(channels, out_channels, 1)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Apply the block to x: (1, height, width, channels)."""
-        hidden = convolution(x, self.conv1, norm=self.norm1)
-        residual = convolution(x, self.conv_shortcut) if "conv_shortcut" in self else x
-        return convolution(hidden, self.conv2, norm=self.norm2, residual=residual)
+        hidden = convolve(x, self.conv1, norm=self.norm1)
+        residual = convolve(x, self.conv_shortcut) if "conv_shortcut" in self else x
+        return convolve(hidden, self.conv2, norm=self.norm2, residual=residual)
 
 
 class VaeAttention(Network):
@@ -46,7 +46,7 @@ class VaeAttention(Network):
 
     def __init__(self, config: AutoencoderConfig, channels: int) -> None:
         super().__init__()
-        self.group_norm = _norm(config, channels)
+        self.group_norm = _build_norm(config, channels)
         self.to_q = Linear(channels, channels)
         self.to_k = Linear(channels, channels)
         self.to_v = Linear(channels, channels)
@@ -88,7 +88,7 @@ class Upsample(Network):
         self.conv = Conv2d(channels, channels, 3, padding=1)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return convolution(x, self.conv, scale=2)
+        return convolve(x, self.conv, scale=2)
 
 
 class UpBlock(Network):
@@ -122,14 +122,14 @@ class Decoder(Network):
             UpBlock(config, before, after, is_last=index == len(pairs) - 1)
             for index, (before, after) in enumerate(pairs)
         ]
-        self.conv_norm_out = _norm(config, widths[-1])
+        self.conv_norm_out = _build_norm(config, widths[-1])
         self.conv_out = Conv2d(widths[-1], config.out_channels, 3, padding=1)
 
     def __call__(self, x: mx.array) -> mx.array:
-        x = self.mid_block(convolution(x, self.conv_in))
+        x = self.mid_block(convolve(x, self.conv_in))
         for block in self.up_blocks:
             x = block(x)
-        return convolution(x, self.conv_out, norm=self.conv_norm_out)
+        return convolve(x, self.conv_out, norm=self.conv_norm_out)
 
 
 class Downsample(Network):
@@ -140,7 +140,7 @@ class Downsample(Network):
         self.conv = Conv2d(channels, channels, 3, stride=2)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return halving_convolution(x, self.conv)
+        return convolve_strided(x, self.conv)
 
 
 class DownBlock(Network):
@@ -173,14 +173,14 @@ class Encoder(Network):
             for index, (before, after) in enumerate(pairs)
         ]
         self.mid_block = MidBlock(config, widths[-1])
-        self.conv_norm_out = _norm(config, widths[-1])
+        self.conv_norm_out = _build_norm(config, widths[-1])
         self.conv_out = Conv2d(widths[-1], 2 * config.latent_channels, 3, padding=1)
 
     def __call__(self, x: mx.array) -> mx.array:
-        x = convolution(x, self.conv_in)
+        x = convolve(x, self.conv_in)
         for block in self.down_blocks:
             x = block(x)
-        return convolution(self.mid_block(x), self.conv_out, norm=self.conv_norm_out)
+        return convolve(self.mid_block(x), self.conv_out, norm=self.conv_norm_out)
 
 
 class Autoencoder(Network):

@@ -53,23 +53,23 @@ class TransformerConfig:
             ModelError: A field is malformed or unsupported.
         """
         fields = ConfigFields(name, values)
-        fields.only("patch_size", 1)
-        fields.only("timestep_guidance_channels", FREQUENCIES)
-        if fields.boolean("guidance_embeds", True):
+        fields.check_value("patch_size", 1)
+        fields.check_value("timestep_guidance_channels", FREQUENCIES)
+        if fields.get_boolean("guidance_embeds", True):
             raise fields.refuse("guidance_embeds", "only FLUX.2 [klein] is supported, without them")
-        channels = fields.integer("in_channels", 128, maximum=4096)
-        fields.only("out_channels", channels)
+        channels = fields.get_integer("in_channels", 128, maximum=4096)
+        fields.check_value("out_channels", channels)
         config = cls(
             in_channels=channels,
-            num_layers=fields.integer("num_layers", 8, maximum=MAX_LAYERS),
-            num_single_layers=fields.integer("num_single_layers", 48, maximum=MAX_LAYERS),
-            head_dim=fields.integer("attention_head_dim", 128, maximum=4096),
-            heads=fields.integer("num_attention_heads", 48, maximum=4096),
-            joint_attention_dim=fields.integer("joint_attention_dim", 15360),
-            mlp_ratio=fields.positive("mlp_ratio", 3.0, maximum=1024),
-            axes_dims=fields.integers("axes_dims_rope", (32, 32, 32, 32)),
-            rope_theta=fields.number("rope_theta", 2000, minimum=MIN_THETA),
-            eps=fields.positive("eps", 1e-6, maximum=1.0),
+            num_layers=fields.get_integer("num_layers", 8, maximum=MAX_LAYERS),
+            num_single_layers=fields.get_integer("num_single_layers", 48, maximum=MAX_LAYERS),
+            head_dim=fields.get_integer("attention_head_dim", 128, maximum=4096),
+            heads=fields.get_integer("num_attention_heads", 48, maximum=4096),
+            joint_attention_dim=fields.get_integer("joint_attention_dim", 15360),
+            mlp_ratio=fields.get_positive("mlp_ratio", 3.0, maximum=1024),
+            axes_dims=fields.get_integers("axes_dims_rope", (32, 32, 32, 32)),
+            rope_theta=fields.get_number("rope_theta", 2000, minimum=MIN_THETA),
+            eps=fields.get_positive("eps", 1e-6, maximum=1.0),
         )
         fields.accept_quantization()
         fields.finish("pooled_projection_dim", "torch_dtype", "dtype")
@@ -97,11 +97,11 @@ class VaeConfig(AutoencoderConfig):
             ModelError: A field is malformed or unsupported.
         """
         fields = ConfigFields(name, values)
-        fields.only("patch_size", [PATCH, PATCH])
+        fields.check_value("patch_size", [PATCH, PATCH])
         arguments = cls.read(fields, (128, 256, 512, 512), 2, 32)
         # Encoder and decoder may differ in the format, but share a configuration here
-        fields.only("decoder_block_out_channels", list(arguments["block_out_channels"]))
-        epsilon = fields.positive("batch_norm_eps", 1e-4, maximum=1.0)
+        fields.check_value("decoder_block_out_channels", list(arguments["block_out_channels"]))
+        epsilon = fields.get_positive("batch_norm_eps", 1e-4, maximum=1.0)
         config = cls(**arguments, batch_norm_eps=epsilon)
         cls.finish(fields, "batch_norm_momentum")
         return config

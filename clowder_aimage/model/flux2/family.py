@@ -16,7 +16,7 @@ import numpy as np
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
-from clowder_aimage.generation.check import wrong
+from clowder_aimage.generation.check import build_parameter_error
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import read_config
@@ -94,20 +94,22 @@ class Flux2:
                 parameter="image",
             )
         if request.control.image is not None:
-            raise wrong(
+            raise build_parameter_error(
                 "control", "cannot be used: the family of this model has no control networks"
             )
         if self.is_distilled and request.guidance.scale > 1:
-            raise wrong("guidance", "cannot be used: this model is distilled and has none")
+            raise build_parameter_error(
+                "guidance", "cannot be used: this model is distilled and has none"
+            )
 
     def check_length(self, tokens: int) -> None:
         """Accept all lengths: the tokenizer returns 512 tokens at most."""
 
-    def weight(self, request: GenerateRequest) -> float:
+    def compute_guidance_weight(self, request: GenerateRequest) -> float:
         """Return the guidance scale minus 1: the reference has no guidance at a scale of 1."""
         return 0.0 if self.is_distilled else max(0.0, request.guidance.scale - 1)
 
-    def latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
+    def compute_latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
         multiple = self.sides.multiple
         return (
             self.transformer.in_channels,
@@ -116,11 +118,11 @@ class Flux2:
         )
 
     def schedule(self, steps: int, tokens: int, shift: float | None) -> Schedule:
-        return self.scheduler.schedule(steps, tokens, shift, mu=empirical_mu(tokens, steps))
+        return self.scheduler.schedule(steps, tokens, shift, mu=compute_empirical_mu(tokens, steps))
 
     def normalize(self, latents: Floats, networks: FlowNetworks) -> Floats:
         encoder, library = networks.picture_encoder.get(), networks.library
-        return library.floats(encoder.normalize(library.array(latents)))
+        return library.to_floats(encoder.normalize(library.to_array(latents)))
 
     def fit(self, pictures: PictureInput) -> PictureInput:
         multiple = self.sides.multiple
@@ -134,7 +136,7 @@ class Flux2:
         encoder: PictureEncoder,
         control: Module | None,  # noqa: ARG002 - of the interface
     ) -> tuple[EncodedPicture | None, ReferenceTokens | None]:
-        latents = [encoder.mode(to_values(reference)) for reference in pictures.references]
+        latents = [encoder.encode_mode(to_values(reference)) for reference in pictures.references]
         if not latents:
             return None, None
         encoder.finish()
@@ -142,7 +144,7 @@ class Flux2:
         encoder.library.evaluate(inputs.tokens)
         return None, inputs
 
-    def direction(
+    def predict_velocity(
         self,
         transformer: Any,
         latents: Any,
@@ -161,10 +163,10 @@ class Flux2:
 
 
 def _is_distilled(name: str, values: Mapping[str, Any]) -> bool:
-    return ConfigFields(name, values).boolean("is_distilled", False)
+    return ConfigFields(name, values).get_boolean("is_distilled", False)
 
 
-def empirical_mu(tokens: int, steps: int) -> float:
+def compute_empirical_mu(tokens: int, steps: int) -> float:
     """Return the shift of the noise levels for a picture of ``tokens`` tokens.
 
     It lies on the line through the measured shifts for 10 and for 200 steps. Source: diffusers,

@@ -31,7 +31,7 @@ Pixels = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]
 
 
-def reference_size(width: int, height: int) -> tuple[int, int]:
+def compute_reference_size(width: int, height: int) -> tuple[int, int]:
     """Return the size of a picture after scaling: unchanged up to a megapixel.
 
     Raises:
@@ -60,7 +60,7 @@ def fit_reference(pixels: Pixels, multiple: int) -> Pixels:
         UsageError: It is too small or too narrow.
     """
     height, width, _ = pixels.shape
-    size = reference_size(width, height)
+    size = compute_reference_size(width, height)
     if size != (width, height):
         picture = Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS)
         pixels = np.asarray(picture)
@@ -69,7 +69,7 @@ def fit_reference(pixels: Pixels, multiple: int) -> Pixels:
     return pixels[top : top + height, left : left + width]
 
 
-def grid(picture: int, height: int, width: int) -> Positions:
+def build_positions(picture: int, height: int, width: int) -> Positions:
     """Return the positions of the latents of a picture, row by row."""
     positions = np.zeros((height * width, AXES), dtype=np.int64)
     positions[:, 0] = picture
@@ -98,5 +98,7 @@ class ReferenceTokens:
         """Return the tokens of latents (channels, height, width) of any sizes."""
         tokens = np.concatenate([to_tokens(picture) for picture in pictures])
         # Position 0 is that of the generated picture
-        positions = [grid(_APART * n, *latents.shape[1:]) for n, latents in enumerate(pictures, 1)]
-        return cls(library.array(tokens), np.concatenate(positions))
+        positions = [
+            build_positions(_APART * n, *latents.shape[1:]) for n, latents in enumerate(pictures, 1)
+        ]
+        return cls(library.to_array(tokens), np.concatenate(positions))

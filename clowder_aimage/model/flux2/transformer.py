@@ -19,20 +19,20 @@ from clowder_aimage.model.compute.operation import (
     Linear,
     RMSNorm,
     add,
-    library,
+    get_library,
     modulate,
     silu,
     swiglu_in_place,
 )
 from clowder_aimage.model.flow.conditioning import Caption
-from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
+from clowder_aimage.model.flow.rope import Table, build_axes_table, rotate_pairs
 from clowder_aimage.model.flow.step_cache import StepCache
-from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
+from clowder_aimage.model.flow.time_embedding import FREQUENCIES, embed_time
 from clowder_aimage.model.flux2.config import AXES, TransformerConfig
 from clowder_aimage.model.flux2.reference_picture import (
     Positions,
     ReferenceTokens,
-    grid,
+    build_positions,
     to_tokens,
 )
 
@@ -64,7 +64,7 @@ class JointAttention(Network):
             return projected.reshape(1, projected.shape[1], self.heads, -1)
 
         def join(*streams: Array) -> Array:
-            return library(text).concatenate(streams, axis=1)
+            return get_library(text).concatenate(streams, axis=1)
 
         queries = join(
             self.norm_added_q(split(self.add_q_proj(text))), self.norm_q(split(self.to_q(image)))
@@ -89,7 +89,9 @@ class FeedForward(Network):
         self.linear_out = Linear(config.ffn_dim, config.dim, bias=False)
 
     def __call__(self, x: Array) -> Array:
-        return self.linear_out(swiglu_in_place(*library(x).split(self.linear_in(x), 2, axis=-1)))
+        return self.linear_out(
+            swiglu_in_place(*get_library(x).split(self.linear_in(x), 2, axis=-1))
+        )
 
 
 class DoubleBlock(Network):
@@ -135,7 +137,7 @@ class ParallelAttention(Network):
     def __call__(self, x: Array, rope: Table) -> Array:
         """Apply the layer to x: (1, length, dim); returns the same shape."""
         _, length, dim = x.shape
-        offsets, arrays = [dim, 2 * dim, 3 * dim], library(x)
+        offsets, arrays = [dim, 2 * dim, 3 * dim], get_library(x)
         queries, keys, values, hidden = arrays.split(self.to_qkv_mlp_proj(x), offsets, axis=-1)
         queries, keys, values = (
             projection.reshape(1, length, self.heads, -1) for projection in (queries, keys, values)
@@ -181,11 +183,11 @@ class Transformer(Network):
         self.norm_out = Linear(dim, 2 * dim, bias=False)
         self.proj_out = Linear(dim, config.in_channels, bias=False)
 
-    def caption(self, features: mx.array) -> Caption:
+    def build_caption(self, features: mx.array) -> Caption:
         """Embed text features of shape (length, joint_attention_dim)."""
         positions = np.zeros((len(features), AXES), dtype=np.int64)
         positions[:, AXES - 1] = np.arange(len(features))
-        return Caption(self.context_embedder(features[None]), self._rope(positions))
+        return Caption(self.context_embedder(features[None]), self._build_rope(positions))
 
     def __call__(
         self,
@@ -201,24 +203,24 @@ class Transformer(Network):
         blocks but the first may be skipped. Returns the velocity, in the shape of the latents.
         """
         channels, height, width = latents.shape
-        tokens, positions = to_tokens(latents), grid(0, height, width)
+        tokens, positions = to_tokens(latents), build_positions(0, height, width)
         if references is not None:
             tokens = mx.concatenate([tokens, references.tokens])
             positions = np.concatenate([positions, references.positions])
-        pairs = zip(caption.rope, self._rope(positions), strict=True)
+        pairs = zip(caption.rope, self._build_rope(positions), strict=True)
         cosines, sines = (mx.concatenate(list(pair)) for pair in pairs)
-        time = to_fastest(silu(self._time(sigma).astype(latents.dtype)))
+        time = to_fastest(silu(self._embed_time(sigma).astype(latents.dtype)))
         x = mx.concatenate([caption.tokens, self.x_embedder(tokens[None])], axis=1)
         words = caption.tokens.shape[1]
         x = self._run(to_fastest(x), words, (cosines, sines), time, cache)
-        scale, shift = library(x).split(self.norm_out(time)[:, None], 2, axis=-1)
+        scale, shift = get_library(x).split(self.norm_out(time)[:, None], 2, axis=-1)
         # Only the tokens of the picture itself: texts and references have no velocity
         x = modulate(self.norm, x[:, words : words + height * width], scale, shift)
         return to_mlx(self.proj_out(x)[0].T).reshape(channels, height, width)
 
-    def _time(self, sigma: float) -> Array:
+    def _embed_time(self, sigma: float) -> Array:
         # The reference scales the noise level by 1000, in float32
-        features = mx.array(sinusoid(float(np.float32(sigma) * np.float32(1000))))[None]
+        features = mx.array(embed_time(float(np.float32(sigma) * np.float32(1000))))[None]
         return self.time_linear_2(silu(self.time_linear_1(features.astype(self._dtype))))
 
     @property
@@ -231,18 +233,18 @@ class Transformer(Network):
     ) -> Array:
         """Run all blocks; the first ``words`` tokens of x are the text."""
 
-        def modulation(network: Linear, count: int) -> Modulation:
-            return list(library(time).split(network(time)[:, None], count, axis=-1))
+        def compute_modulation(network: Linear, count: int) -> Modulation:
+            return list(get_library(time).split(network(time)[:, None], count, axis=-1))
 
-        text = modulation(self.double_stream_modulation_txt, 6)
-        image = modulation(self.double_stream_modulation_img, 6)
-        single = modulation(self.single_stream_modulation, 3)
+        text = compute_modulation(self.double_stream_modulation_txt, 6)
+        image = compute_modulation(self.double_stream_modulation_img, 6)
+        single = compute_modulation(self.single_stream_modulation, 3)
 
         def double(blocks: Sequence[DoubleBlock], x: Array) -> Array:
             streams = x[:, :words], x[:, words:]
             for block in blocks:
                 streams = block(streams, rope, (text, image))
-            return library(x).concatenate(streams, axis=1)
+            return get_library(x).concatenate(streams, axis=1)
 
         def run_other_blocks(x: Array) -> Array:
             x = double(self.transformer_blocks[1:], x)
@@ -257,8 +259,10 @@ class Transformer(Network):
             return run_other_blocks(run_first_block(x))
         return cache.run(x, run_first_block, run_other_blocks)
 
-    def _rope(self, positions: Positions) -> Table:
-        return axes_table(positions, self.config.axes_dims, self.config.rope_theta, is_exact=True)
+    def _build_rope(self, positions: Positions) -> Table:
+        return build_axes_table(
+            positions, self.config.axes_dims, self.config.rope_theta, is_exact=True
+        )
 
     @staticmethod
     def sanitize(name: str) -> str:

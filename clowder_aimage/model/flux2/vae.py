@@ -25,15 +25,15 @@ class ChannelStatistics(Network):
 
     def normalize(self, patches: mx.array) -> mx.array:
         """Return patches with a mean of 0 and a deviation of 1."""
-        mean, deviation = self._moments(patches.dtype)
+        mean, deviation = self._compute_moments(patches.dtype)
         return (patches - mean) / deviation
 
     def restore(self, patches: mx.array) -> mx.array:
         """Undo ``normalize``."""
-        mean, deviation = self._moments(patches.dtype)
+        mean, deviation = self._compute_moments(patches.dtype)
         return patches * deviation + mean
 
-    def _moments(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    def _compute_moments(self, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         mean, variance = self.running_mean[:, None, None], self.running_var[:, None, None]
         return mean.astype(dtype), mx.sqrt(variance.astype(mx.float32) + self.eps).astype(dtype)
 

@@ -68,7 +68,7 @@ class GgufFacts:
     pooling: int | None
     tokens: tuple[bytes, ...]
 
-    def token(self, metadata: Mapping[str, Any], name: str) -> str:
+    def decode_special_token(self, metadata: Mapping[str, Any], name: str) -> str:
         """Return the text of the special token ``name`` ("bos", "eos"), empty if there is none."""
         number = metadata.get(f"tokenizer.ggml.{name}_token_id")
         return "" if number is None else self.tokens[number].decode(errors="replace")
@@ -83,14 +83,14 @@ class _Keys:
     def get(self, key: str) -> Any:
         return self.metadata.get(f"{self._prefix}.{key}")
 
-    def number(self, key: str, least: int, most: int, default: int | None = None) -> int:
+    def get_number(self, key: str, least: int, most: int, default: int | None = None) -> int:
         """Return an integer. Raises FormatError if it is missing without a default, or invalid."""
         value = self.get(key)
         if value is None and default is not None:
             return default
         return self._check(key, value, least, most)
 
-    def numbers(self, key: str, count: int, most: int) -> list[int]:
+    def get_numbers(self, key: str, count: int, most: int) -> list[int]:
         """Return an integer of each layer, from a list or one number; zeros if it is missing."""
         value = self.get(key)
         if isinstance(value, GgufList):
@@ -116,18 +116,18 @@ def check_model(metadata: Mapping[str, Any], tensors: Iterable[GgufTensor]) -> G
         raise FormatError(f"general.architecture is not a name: {architecture!r:.80}")
     keys = _Keys(metadata, architecture)
     _check_scalars(metadata, architecture)
-    layers = keys.number("block_count", 1, _MAX_LAYERS)
-    width = keys.number("embedding_length", 1, _MAX_WIDTH)
-    inner = max(keys.numbers("feed_forward_length", layers, _MAX_WIDTH))
+    layers = keys.get_number("block_count", 1, _MAX_LAYERS)
+    width = keys.get_number("embedding_length", 1, _MAX_WIDTH)
+    inner = max(keys.get_numbers("feed_forward_length", layers, _MAX_WIDTH))
     tokens = _check_vocabulary(metadata)
     facts = GgufFacts(
         architecture,
-        keys.number("context_length", 1, _MAX_CONTEXT),
+        keys.get_number("context_length", 1, _MAX_CONTEXT),
         layers,
         width,
         inner,
         _check_attention(keys, layers, width),
-        None if (pooling := keys.get("pooling_type")) is None else _pooling(pooling),
+        None if (pooling := keys.get("pooling_type")) is None else _parse_pooling(pooling),
         tokens,
     )
     _check_experts(keys)
@@ -191,8 +191,8 @@ def _check_scalars(metadata: Mapping[str, Any], architecture: str) -> None:
 
 def _check_attention(keys: _Keys, layers: int, width: int) -> int:
     """Return the bytes of keys and values of a token. Raises FormatError."""
-    heads = keys.numbers("attention.head_count", layers, _MAX_HEADS)
-    groups = keys.numbers("attention.head_count_kv", layers, _MAX_HEADS)
+    heads = keys.get_numbers("attention.head_count", layers, _MAX_HEADS)
+    groups = keys.get_numbers("attention.head_count_kv", layers, _MAX_HEADS)
     if keys.get("attention.head_count_kv") is None:
         groups = heads
     for count, group in zip(heads, groups, strict=True):
@@ -202,9 +202,9 @@ def _check_attention(keys: _Keys, layers: int, width: int) -> int:
     size = width // head_count if head_count else 0
     if head_count and not size:
         raise FormatError(f"{head_count} heads do not fit in a width of {width}")
-    key = keys.number("attention.key_length", 0, _MAX_WIDTH, size)
-    value = keys.number("attention.value_length", 0, _MAX_WIDTH, size)
-    rotated = keys.number("rope.dimension_count", 0, _MAX_WIDTH, key)
+    key = keys.get_number("attention.key_length", 0, _MAX_WIDTH, size)
+    value = keys.get_number("attention.value_length", 0, _MAX_WIDTH, size)
+    rotated = keys.get_number("rope.dimension_count", 0, _MAX_WIDTH, key)
     if rotated % 2 or (key and rotated > key):
         raise FormatError(f"rope.dimension_count is {rotated} for heads of {key} dimensions")
     for name in ("rope.freq_base", "rope.scaling.factor"):
@@ -215,13 +215,13 @@ def _check_attention(keys: _Keys, layers: int, width: int) -> int:
 
 
 def _check_experts(keys: _Keys) -> None:
-    experts = keys.number("expert_count", 0, _MAX_EXPERTS, 0)
-    active = keys.number("expert_used_count", 0, _MAX_EXPERTS, 0)
+    experts = keys.get_number("expert_count", 0, _MAX_EXPERTS, 0)
+    active = keys.get_number("expert_used_count", 0, _MAX_EXPERTS, 0)
     if active > experts or (experts and not active):
         raise FormatError(f"{active} of {experts} experts are used")
 
 
-def _pooling(value: Any) -> int:
+def _parse_pooling(value: Any) -> int:
     if type(value) is not int or value not in range(5):
         raise FormatError(f"pooling_type is not one of llama.cpp's: {value!r:.60}")
     return value

@@ -120,7 +120,7 @@ def read_layers(files: BlobFiles, aimage: AImage) -> GgufLayers:
             models.append(file)
     _check_parts(models)
     text = _Texts(files, aimage)
-    messages = text.json(MESSAGES, list, ())
+    messages = text.load_json(MESSAGES, list, ())
     if not all(isinstance(message, dict) for message in messages):
         raise FormatError(f"{MESSAGES} has a message that is not an object")
     return GgufLayers(
@@ -130,12 +130,12 @@ def read_layers(files: BlobFiles, aimage: AImage) -> GgufLayers:
         next((source for name in JINJA if (source := text.find(name)) is not None), None),
         text.find(SYSTEM),
         tuple(messages),
-        text.json(PARAMS, dict, {}),
+        text.load_json(PARAMS, dict, {}),
     )
 
 
 def _read_file(files: BlobFiles, layer: Layer) -> GgufFile:
-    path = files.path(layer.descriptor)
+    path = files.find_path(layer.descriptor)
     with naming(Path(layer.name)), path.open("rb", buffering=1 << 16) as file:
         return GgufFile(layer, path, read_header(file, layer.descriptor.size, is_whole=True))
 
@@ -186,7 +186,7 @@ class _Texts:
         except UnicodeDecodeError:
             raise FormatError(f"{name} is not UTF-8") from None
 
-    def json(self, name: str, kind: Callable[..., Any], default: Any) -> Any:
+    def load_json(self, name: str, kind: Callable[..., Any], default: Any) -> Any:
         """Return a layer in JSON, or the default. Raises FormatError."""
         data = self._read(name)
         value = default if data is None else read_json(data, name)
@@ -200,4 +200,4 @@ class _Texts:
             return None
         if layer.descriptor.size > _MAX_TEXT:
             raise FormatError(f"{name} has {layer.descriptor.size} bytes; the limit is {_MAX_TEXT}")
-        return self._files.path(layer.descriptor).read_bytes()
+        return self._files.find_path(layer.descriptor).read_bytes()

@@ -43,7 +43,7 @@ class Grammars:
                 return self._cache[key]
             grammar: str = xllamacpp.json_schema_to_grammar(value)
         except (RuntimeError, TypeError, ValueError, RecursionError) as error:
-            raise _refusal(str(error)) from None
+            raise _build_schema_error(str(error)) from None
         self._try(grammar)
         if len(self._cache) >= _MAX_CACHED:
             self._cache.clear()
@@ -64,16 +64,16 @@ class Grammars:
         with closing(self._server.stream(body)) as batches:
             text = "".join(answer["choices"][0]["text"] for batch in batches for answer in batch)
         if not text or not _WORD.startswith(text[: len(_WORD)]):
-            raise _refusal("it is invalid, or has keywords that are not supported")
+            raise _build_schema_error("it is invalid, or has keywords that are not supported")
 
 
 def _check_size(text: str, value: Any) -> None:
     """Refuse a large schema: llama.cpp serves no request while it prepares the grammar."""
     if len(text) > _MAX_SIZE:
-        raise _refusal(f"it has {len(text)} bytes; the limit is {_MAX_SIZE}")
+        raise _build_schema_error(f"it has {len(text)} bytes; the limit is {_MAX_SIZE}")
     if (count := _repeats(value)) > _MAX_REPEATS:
         names = f"{', '.join(_COUNTS)} and the repetitions of patterns"
-        raise _refusal(f"{names} are {count:.6g} together; the limit is {_MAX_REPEATS}")
+        raise _build_schema_error(f"{names} are {count:.6g} together; the limit is {_MAX_REPEATS}")
 
 
 def _repeats(value: Any) -> float:
@@ -88,6 +88,6 @@ def _repeats(value: Any) -> float:
     return sum(counts) + product + sum(map(_repeats, value.values()))
 
 
-def _refusal(reason: str) -> UsageError:
+def _build_schema_error(reason: str) -> UsageError:
     message = f"the JSON Schema cannot be used: {reason:.300}"
     return UsageError(message, field="response_format")

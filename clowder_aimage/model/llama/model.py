@@ -13,18 +13,18 @@ from typing import Any
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
-from clowder_aimage.formats.gguf import quantization
+from clowder_aimage.formats.gguf import resolve_quantization
 from clowder_aimage.model.llama.gguf_check import GgufFacts, check_adapter, check_model
 from clowder_aimage.model.llama.gguf_layers import GgufLayers, read_layers
 from clowder_aimage.model.llama.grammar import Grammars
 from clowder_aimage.model.llama.params import (
     STEP,
     fit_context,
-    gpus,
+    get_default_memory,
+    list_gpus,
     make_params,
-    usual_memory,
 )
-from clowder_aimage.model.llama.request import ModelParams, drawn_tokens, tokens_of
+from clowder_aimage.model.llama.request import ModelParams, parse_tokens, split_drawn_tokens
 from clowder_aimage.model.llama.server import LlamaServer
 from clowder_aimage.model.text.chat_template import ChatTemplate, check_request, require_template
 from clowder_aimage.model.text.language_model import (
@@ -50,7 +50,7 @@ from clowder_aimage.model.text.language_model import (
 from clowder_aimage.model.text.stream import TextStream, is_in_thoughts
 from clowder_aimage.model.text.tool_call_format import call_format
 
-__all__ = ["LlamaModel", "load", "usual_memory"]
+__all__ = ["LlamaModel", "get_default_memory", "load"]
 _log = logging.getLogger("aimage.worker")
 _MEAN, _RANK = 1, 4  # enum llama_pooling_type
 _ENCODERS = ("bert", "t5encoder", "gemma-embedding", "llama-embed")  # parts of architectures
@@ -75,9 +75,9 @@ def load(
     for file, _ in layers.adapters:
         header = file.header
         check_adapter(header.metadata, header.tensors, facts.architecture, layers.tensors)
-    pooling = _pooling(facts)
+    pooling = _resolve_pooling(facts)
     is_embedding = pooling is not None
-    template = None if is_embedding else _template(layers, facts)
+    template = None if is_embedding else _build_template(layers, facts)
     params = ModelParams(layers.params)
     tokens, count = fit_context(
         facts,
@@ -88,7 +88,11 @@ def load(
         memory=memory,
     )
     server = _serve(layers, context=tokens, parallel=count, pooling=pooling)
-    bos = "" if is_embedding else _added_bos(server, facts.token(layers.metadata, "bos"))
+    bos = (
+        ""
+        if is_embedding
+        else _detect_added_bos(server, facts.decode_special_token(layers.metadata, "bos"))
+    )
     return LlamaModel(server, layers, template, params, bos, tokens, count)
 
 
@@ -135,8 +139,8 @@ class LlamaModel:
         self._server, self._layers, self._template = server, layers, template
         self._params, self._bos, self._grammars = params, bos, Grammars(server)
         self.context, self.parallel = context, parallel
-        self.device = f"{next(iter(gpus()), 'cpu')}, llama.cpp"
-        self.dtype = quantization(layers.metadata, layers.tensors.values()) or "F32"
+        self.device = f"{next(iter(list_gpus()), 'cpu')}, llama.cpp"
+        self.dtype = resolve_quantization(layers.metadata, layers.tensors.values()) or "F32"
 
     @property
     def capabilities(self) -> frozenset[str]:
@@ -158,7 +162,7 @@ class LlamaModel:
         except ContextError as error:  # llama.cpp's own context is rounded up
             raise ContextError(int(error.facts["tokens"]), self.context) from None
         rows = sorted(answer["data"], key=lambda row: int(row["index"]))
-        vectors = tuple(_unit(row["embedding"]) for row in rows)
+        vectors = tuple(_normalize(row["embedding"]) for row in rows)
         return Embeddings(vectors, int(answer["usage"]["prompt_tokens"]))
 
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
@@ -167,7 +171,7 @@ class LlamaModel:
         check_request(request, self.capabilities)
         prompt, stream = self._begin(request)
         require_characters(prompt)
-        body = self._params.body(request, prompt.removeprefix(self._bos))
+        body = self._params.build_body(request, prompt.removeprefix(self._bos))
         # Only if this module ends the text: timings take 3 % of the time
         body["timings_per_token"] = bool(request.stop or self._params.stop or self.context % STEP)
         # Special tokens are hidden otherwise
@@ -180,7 +184,7 @@ class LlamaModel:
             if drawn.text:
                 body["grammar_type"] = "tool_calls"
                 server = _serve(self._layers, context=self.context, prefix=drawn.text)
-        text = self._text(server, body, stream, request)
+        text = self._stream_text(server, body, stream, request)
         next(text)  # raises at once
         return text
 
@@ -194,7 +198,7 @@ class LlamaModel:
         if has_schema and template.has_thinking and request.thinking is None:
             # The schema has no room for thoughts
             request = replace(request, thinking=False)
-        text = template.render(replace(request, messages=self._messages(request)))
+        text = template.render(replace(request, messages=self._build_messages(request)))
         return text, TextStream(
             stop,
             calls=call_format(template.source) if request.tools else None,
@@ -203,21 +207,21 @@ class LlamaModel:
             has_thinking=template.has_thinking,
         )
 
-    def _messages(self, request: TextRequest) -> tuple[Mapping[str, Any], ...]:
+    def _build_messages(self, request: TextRequest) -> tuple[Mapping[str, Any], ...]:
         """Return the messages, after those of the model itself."""
         system, messages = self._layers.system, request.messages
         has_system = messages[0].get("role") == "system" or system is None
         prefix = () if has_system else ({"role": "system", "content": system},)
         return (*prefix, *self._layers.messages, *messages)
 
-    def _text(
+    def _stream_text(
         self, server: LlamaServer, body: dict[str, Any], stream: TextStream, request: TextRequest
     ) -> Generator[Any, None, None]:
         """Yield None when the request is accepted, then its events. Close a server of its own."""
         alternatives = request.alternatives
         server_end = closing(server) if server is not self._server else nullcontext()
         with server_end, closing(server.stream(body)) as batches:
-            total, remaining = self._first_answers(batches, request)
+            total, remaining = self._take_first_answers(batches, request)
             yield None
             # The text was complete before this request
             if remaining is None or not body["n_predict"]:
@@ -227,13 +231,13 @@ class LlamaModel:
             # Plain answers are joined: a fast model would spend much time on each event
             for answers in chain([remaining], batches):
                 groups = [answers] if is_plain and answers else [[answer] for answer in answers]
-                events = [*self._events(groups, stream, total, alternatives)]
+                events = [*self._iter_events(groups, stream, total, alternatives)]
                 yield from join_deltas(events)
                 if events and isinstance(events[-1], TextEnd):
                     return
         raise ModelError("llama.cpp ended without a result")
 
-    def _first_answers(
+    def _take_first_answers(
         self, batches: Iterator[list[dict[str, Any]]], request: TextRequest
     ) -> tuple[int, list[dict[str, Any]] | None]:
         """Return the number of tokens of the prompt, and the answers that came with it.
@@ -243,7 +247,7 @@ class LlamaModel:
         """
         try:
             progress, *remaining = next(batches)
-            total = _prompt_tokens(progress)
+            total = _count_prompt_tokens(progress)
             if total >= self.context:
                 raise ContextError(total, self.context)
         except ContextError as error:
@@ -252,7 +256,7 @@ class LlamaModel:
             return int(error.facts["tokens"]), None
         return total, remaining
 
-    def _events(
+    def _iter_events(
         self,
         groups: Iterable[Sequence[Mapping[str, Any]]],
         stream: TextStream,
@@ -265,9 +269,9 @@ class LlamaModel:
             if "prompt_progress" in answer:
                 # Other requests can run while the prompt is read
                 yield TextDelta("")
-            shown, hidden = drawn_tokens(group, stream.count)
-            yield from stream.state_drawn(_feed(stream, answer, alternatives), shown)
-            yield from stream.state_drawn((), hidden)
+            shown, hidden = split_drawn_tokens(group, stream.count)
+            yield from stream.attach_drawn(_feed(stream, answer, alternatives), shown)
+            yield from stream.attach_drawn((), hidden)
             reason = answer["choices"][0]["finish_reason"]
             timings = answer.get("timings") or {}
             is_full = total + int(timings.get("predicted_n", 0)) >= self.context
@@ -278,7 +282,7 @@ class LlamaModel:
                 return
 
 
-def _template(layers: GgufLayers, facts: GgufFacts) -> ChatTemplate | None:
+def _build_template(layers: GgufLayers, facts: GgufFacts) -> ChatTemplate | None:
     """Return the template of a layer, else those of the file. Raises ModelError."""
     sources = {}
     for name, key in (("tool_use", f"{_TEMPLATE}.tool_use"), ("default", _TEMPLATE)):
@@ -288,13 +292,13 @@ def _template(layers: GgufLayers, facts: GgufFacts) -> ChatTemplate | None:
         sources = {"default": layers.template}
     if not sources:
         return None
-    texts = {role: facts.token(layers.metadata, role) for role in _ROLES}
+    texts = {role: facts.decode_special_token(layers.metadata, role) for role in _ROLES}
     names = {"unknown": "unk", "seperator": "sep", "padding": "pad"}
     tokens = {f"{names.get(role, role)}_token": text for role, text in texts.items() if text}
     return ChatTemplate({"default": next(iter(sources.values())), **sources}, tokens)
 
 
-def _added_bos(server: LlamaServer, bos: str) -> str:
+def _detect_added_bos(server: LlamaServer, bos: str) -> str:
     """Return the token if llama.cpp puts it in front of each prompt, else an empty text.
 
     That depends on the kind of tokenizer. The first request also reads the weights.
@@ -302,10 +306,10 @@ def _added_bos(server: LlamaServer, bos: str) -> str:
     body = {"prompt": bos or ".", "n_predict": 1, "stream": True, "return_progress": True}
     with closing(server.stream(body)) as parts:
         (progress, *_), *_ = parts
-    return bos if _prompt_tokens(progress) > 1 else ""
+    return bos if _count_prompt_tokens(progress) > 1 else ""
 
 
-def _pooling(facts: GgufFacts) -> int | None:
+def _resolve_pooling(facts: GgufFacts) -> int | None:
     """Return the pooling of an embedding model, None for other models. Raises ModelError."""
     if facts.pooling == _RANK:
         raise ModelError("the model ranks documents; only text and embeddings are supported")
@@ -314,7 +318,7 @@ def _pooling(facts: GgufFacts) -> int | None:
     return facts.pooling or None
 
 
-def _prompt_tokens(answer: Mapping[str, Any]) -> int:
+def _count_prompt_tokens(answer: Mapping[str, Any]) -> int:
     if (progress := answer.get("prompt_progress")) is None:
         raise UsageError("the prompt has no tokens", field="prompt")
     return int(progress["total"])
@@ -332,7 +336,7 @@ def _feed(
 ) -> list[TextEvent]:
     """Convert an answer of the server to events."""
     choice = answer["choices"][0]
-    head, *tail = tokens_of(choice, alternatives) or (None,)
+    head, *tail = parse_tokens(choice, alternatives) or (None,)
     events = stream.feed(choice["text"].encode(), head)
     return events + [event for token in tail for event in stream.feed(b"", token)]
 
@@ -348,7 +352,7 @@ def _end(reason: str, total: int, timings: Mapping[str, Any]) -> TextEnd:
     )
 
 
-def _unit(vector: list[float]) -> tuple[float, ...]:
+def _normalize(vector: list[float]) -> tuple[float, ...]:
     length = math.sqrt(sum(number * number for number in vector))
     if not length or not math.isfinite(length):
         raise ModelError("the model computed an embedding with values that are not finite")

@@ -9,7 +9,7 @@ from typing import Any
 import xllamacpp
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.hardware import limited_cores, machine_memory
+from clowder_aimage.model.hardware import count_limited_cores, get_machine_memory
 from clowder_aimage.model.llama.gguf_check import GgufFacts
 
 # llama.cpp rounds the context of a request up to a multiple of it
@@ -47,7 +47,7 @@ def fit_context(
     """
     most = min(requested or (_MAX_EMBEDDED if is_embedding else _MAX_USUAL), facts.context)
     usual = min(most, _USUAL) if requested is None else most
-    total = memory or usual_memory()
+    total = memory or get_default_memory()
     batch = most if is_embedding else BATCH
     work = 4 * min(batch, BATCH) * (8 * facts.width + 2 * facts.inner) + _LIBRARY
     room = (total - weights - work) // max(1, facts.cache)
@@ -64,9 +64,9 @@ def fit_context(
     return min(most, room // count // STEP * STEP), count
 
 
-def usual_memory() -> int:
+def get_default_memory() -> int:
     """Return the bytes of a model if no number is given."""
-    return int((machine_memory() or 1 << 62) * _SHARE)
+    return int((get_machine_memory() or 1 << 62) * _SHARE)
 
 
 def make_params(
@@ -85,7 +85,7 @@ def make_params(
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
-    params.lora_adapters = [_adapter(adapter, scale) for adapter, scale in adapters]
+    params.lora_adapters = [_build_adapter(adapter, scale) for adapter, scale in adapters]
     params.n_parallel = parallel
     params.n_ctx = _round_up(context) * parallel  # divided among the requests
     params.n_batch = params.n_ubatch = BATCH
@@ -93,10 +93,10 @@ def make_params(
         params.embedding = True
         params.n_batch = params.n_ubatch = max(BATCH, _round_up(context))
         params.pooling_type = xllamacpp.llama_pooling_type(pooling)
-    if (count := 1 if weights < _SMALL else limited_cores()) is not None:
+    if (count := 1 if weights < _SMALL else count_limited_cores()) is not None:
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = count
     # Lets layers stay on the CPU if the GPU is too small
-    params.fit_params = bool(gpus())
+    params.fit_params = bool(list_gpus())
     params.ctx_shift = False
     # Copies of earlier contexts would take memory beyond the limit
     params.cache_ram_mib = 0
@@ -109,7 +109,7 @@ def _round_up(tokens: int) -> int:
     return -(-tokens // STEP) * STEP
 
 
-def gpus() -> list[str]:
+def list_gpus() -> list[str]:
     """Return the descriptions of the GPUs that llama.cpp can use."""
     kinds = xllamacpp.ggml_backend_dev_type
     gpu_types = (kinds.GGML_BACKEND_DEVICE_TYPE_GPU, kinds.GGML_BACKEND_DEVICE_TYPE_IGPU)
@@ -117,7 +117,7 @@ def gpus() -> list[str]:
     return [device["description"] for device in devices if device["type"] in gpu_types]
 
 
-def _adapter(path: Path, scale: float) -> Any:
+def _build_adapter(path: Path, scale: float) -> Any:
     adapter = xllamacpp.CommonAdapterLoraInfo()
     adapter.path, adapter.scale = str(path), scale
     return adapter

@@ -47,7 +47,7 @@ class ModelParams:
         self._params = params
         stated = {field: params[name] for field, name in _NAMES.items() if name in params}
         try:
-            self._sampling = _fields(Sampling(**stated))
+            self._sampling = _build_fields(Sampling(**stated))
         except (UsageError, TypeError) as error:
             raise FormatError(f"params.json: {error}") from None
         stops = params.get("stop", [])
@@ -61,7 +61,7 @@ class ModelParams:
     def context(self) -> int | None:
         return self._count("num_ctx")
 
-    def body(self, request: TextRequest, prompt: str) -> dict[str, Any]:
+    def build_body(self, request: TextRequest, prompt: str) -> dict[str, Any]:
         """Return llama.cpp's request, without grammar and marks."""
         most, drawn = request.max_tokens or self._count("num_predict"), request.begun
         body: dict[str, Any] = {
@@ -74,7 +74,7 @@ class ModelParams:
         }
         if request.alternatives is not None:
             body["logprobs"] = max(1, request.alternatives)
-        body |= self._sampling | _fields(request.sampling)
+        body |= self._sampling | _build_fields(request.sampling)
         # With the same seed the continuation would be drawn as the beginning was
         if "seed" in body:
             body["seed"] = (body["seed"] + drawn.count) % _SEEDS
@@ -86,7 +86,7 @@ class ModelParams:
         return value if type(value) is int and value > 0 else None
 
 
-def drawn_tokens(
+def split_drawn_tokens(
     answers: Sequence[Mapping[str, Any]], count: int
 ) -> tuple[DrawnTokens, DrawnTokens]:
     """Return the tokens of answers, and those after the last text; ``count`` were before.
@@ -106,24 +106,24 @@ def drawn_tokens(
     return shown, hidden
 
 
-def tokens_of(choice: Mapping[str, Any], alternatives: int | None) -> tuple[Token, ...]:
+def parse_tokens(choice: Mapping[str, Any], alternatives: int | None) -> tuple[Token, ...]:
     """Return the tokens of an answer with log probabilities, no tokens for one without."""
     tokens = (choice.get("logprobs") or {}).get("content") or ()
-    return tuple(_token(token, alternatives or 0) for token in tokens)
+    return tuple(_parse_token(token, alternatives or 0) for token in tokens)
 
 
-def _token(value: Mapping[str, Any], alternatives: int) -> Token:
+def _parse_token(value: Mapping[str, Any], alternatives: int) -> Token:
     top = value.get("top_logprobs", ())[:alternatives]
     logprob = value["logprob"]
     return Token(
         value["token"],
         tuple(value["bytes"]),
         _LEAST_LOGPROB if logprob is None else float(logprob),
-        tuple(_token(token, 0) for token in top),
+        tuple(_parse_token(token, 0) for token in top),
     )
 
 
-def _fields(sampling: Sampling) -> dict[str, Any]:
+def _build_fields(sampling: Sampling) -> dict[str, Any]:
     """Return the fields that are not None, by llama.cpp's names."""
     values = {name: getattr(sampling, field) for field, name in _NAMES.items()}
     if values["seed"] is not None:

@@ -80,7 +80,7 @@ class _Call:
         while not self.is_ended and not (answers and self.answers.empty()):
             answer = self.answers.get()
             if isinstance(answer, Exception):
-                raise _failure(answer) from None
+                raise _build_server_error(answer) from None
             if answer is None:
                 self.is_ended = True
             else:
@@ -138,11 +138,11 @@ class LlamaServer:
         try:
             answer = self._server[0].handle_embeddings({"input": list(texts)})
         except Exception as error:
-            raise _failure(error) from None
+            raise _build_server_error(error) from None
         return _check(answer)
 
 
-def _failure(error: Exception) -> ModelError:
+def _build_server_error(error: Exception) -> ModelError:
     """Return an error without the message of an exception: it may contain a prompt."""
     return ModelError(f"llama.cpp failed: {type(error).__name__}")
 
@@ -166,23 +166,23 @@ def _start(params: xllamacpp.CommonParams) -> xllamacpp.Server:
     params.api_keys = [secrets.token_hex(32)]
     params.endpoint_metrics = True
     try:
-        with _private_directory() as directory:
+        with _create_private_directory() as directory:
             params.hostnames = [f"{directory}/{_SILENT}.sock"]
             server = xllamacpp.Server(params)
     except RuntimeError:
-        raise ModelError(f"llama.cpp cannot load the model: {_reason(params)}") from None
+        raise ModelError(f"llama.cpp cannot load the model: {_capture_reason(params)}") from None
     # Wait until its loop runs: a server that is stopped before that never ends
     server.handle_metrics()
     return server
 
 
-def _reason(params: xllamacpp.CommonParams) -> str:
+def _capture_reason(params: xllamacpp.CommonParams) -> str:
     """Load the model again, and return the messages that llama.cpp writes to stderr.
 
     The stderr of the whole process is redirected meanwhile.
     """
     params.verbosity = _ERRORS
-    with _private_directory() as directory, Path(directory, "log").open("w+b") as log:
+    with _create_private_directory() as directory, Path(directory, "log").open("w+b") as log:
         params.hostnames = [f"{directory}/{_ERRORS}.sock"]
         stderr = os.dup(2)
         try:
@@ -212,7 +212,7 @@ def _read_log(path: Path) -> list[str]:
     return data.decode(errors="replace").splitlines()
 
 
-def _private_directory() -> tempfile.TemporaryDirectory[str]:
+def _create_private_directory() -> tempfile.TemporaryDirectory[str]:
     """Return a directory for a socket, whose path is short."""
     directory = tempfile.TemporaryDirectory(prefix="aimage-")
     if len(os.fsencode(directory.name)) <= _MAX_DIRECTORY:

@@ -15,10 +15,10 @@ import numpy as np
 
 from clowder_aimage.model import backend
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.compute.array_block import is_slow, memory, on_all_cores
+from clowder_aimage.model.compute.array_block import is_slow, on_all_cores, view_memory
 from clowder_aimage.model.compute.operation import linear
-from clowder_aimage.model.hardware import cores
-from clowder_aimage.model.mlxlm.library import library_module
+from clowder_aimage.model.hardware import count_cores
+from clowder_aimage.model.mlxlm.library import import_library_module
 from clowder_aimage.model.mlxlm.rotary_angles import share_angles
 from clowder_aimage.tensor import blas
 
@@ -75,9 +75,9 @@ def project(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
         product: mx.array = linear(x, weight, bias)
         return product
     mx.eval(x, weight)
-    result = memory(weight) @ memory(x).reshape(-1)
+    result = view_memory(weight) @ view_memory(x).reshape(-1)
     if bias is not None:
-        result += memory(bias)
+        result += view_memory(bias)
     return mx.array(result).reshape(*x.shape[:-1], len(weight))
 
 
@@ -114,12 +114,12 @@ def accelerate(network: Any) -> None:
 
 def _replace_attention(name: str) -> None:
     module = sys.modules.get(name)
-    original: Any = library_module("models.base").scaled_dot_product_attention
+    original: Any = import_library_module("models.base").scaled_dot_product_attention
     if module is not None and getattr(module, _NAME, None) is original:
-        vars(module)[_NAME] = _attention(original)
+        vars(module)[_NAME] = _wrap_attention(original)
 
 
-def _attention(original: Any) -> Attention:
+def _wrap_attention(original: Any) -> Attention:
     def attention(
         queries: mx.array,
         keys: Any,
@@ -152,7 +152,7 @@ def attend(
     """
     mask_array = mask if isinstance(mask, mx.array) else None
     mx.eval(queries, keys, values, *([] if mask_array is None else [mask_array]))
-    query, key, value = memory(queries)[0], memory(keys)[0], memory(values)[0]
+    query, key, value = view_memory(queries)[0], view_memory(keys)[0], view_memory(values)[0]
     heads, length, _ = query.shape
     groups, columns, channels = value.shape
     result = np.empty((1, length, heads, channels), dtype=np.float32)
@@ -166,7 +166,12 @@ def attend(
         # A query does not see later columns, so their scores are not computed
         visible = columns - length + stop if is_causal else columns
         scores = np.empty((stop - start, visible), dtype=np.float32)
-        blas.multiply(_rows(query[head, start:stop]), _rows(key[group, :visible]).T, scores, scale)
+        blas.multiply(
+            _to_contiguous_rows(query[head, start:stop]),
+            _to_contiguous_rows(key[group, :visible]).T,
+            scores,
+            scale,
+        )
         if is_causal and stop - start > 1:
             hidden = np.triu(np.ones((stop - start, stop - start), bool), 1)
             scores[:, visible - (stop - start) :][hidden] = -np.inf
@@ -181,12 +186,12 @@ def attend(
         np.exp(scores, out=scores)
         sums = scores.sum(axis=1, keepdims=True)
         output = result[0, start:stop, head]
-        blas.multiply(scores, _rows(value[group, :visible]), output)
+        blas.multiply(scores, _to_contiguous_rows(value[group, :visible]), output)
         output /= sums
 
     tiles = range(heads * -(-length // step))
     on_all_cores(tile, tiles, heads * length * columns, multiplies=True)
-    blas.use_cores(cores())
+    blas.use_cores(count_cores())
     return mx.array(result).transpose(0, 2, 1, 3)
 
 
@@ -197,6 +202,6 @@ def _broadcast(mask: mx.array, heads: int, length: int, columns: int) -> Any:
     return np.broadcast_to(values, (heads, length, columns))
 
 
-def _rows(values: Any) -> Any:
+def _to_contiguous_rows(values: Any) -> Any:
     """Return a matrix whose rows are adjacent numbers."""
     return values if values.strides[1] == values.itemsize else np.ascontiguousarray(values)

@@ -37,7 +37,7 @@ class TextEmbedding:
             raise ModelError(f"{POOLING}: one of {', '.join(_MODES)} must be stated for embeddings")
         return cls(inner, stated[0])
 
-    def vector(self, tokens: list[int]) -> tuple[float, ...]:
+    def embed(self, tokens: list[int]) -> tuple[float, ...]:
         """Return the embedding of tokens."""
         states = self.network(mx.array([tokens]))[0].astype(mx.float32)
         pooled = {_LAST: lambda: states[-1], _FIRST: lambda: states[0]}.get(

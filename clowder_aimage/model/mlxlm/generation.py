@@ -75,7 +75,7 @@ class TextGeneration:
         progress = _Progress(cached, [])
         drawn_before = prompt.tokens[len(prompt.tokens) - prompt.begun.count :]
         shown = (number for number in drawn_before if not self._is_hidden(number, stream))
-        stream.resume(prompt.begun, map(self._table.data, shown))
+        stream.resume(prompt.begun, map(self._table.get_bytes, shown))
         # After an error of the network the cache may have other tokens than counted
         is_sound = False
         try:
@@ -87,8 +87,8 @@ class TextGeneration:
                     first_token = time.perf_counter()
                 number = progress.drawn[-1]
                 is_hidden = self._is_hidden(number, stream)
-                events = [] if is_hidden else stream.feed(self._table.data(number), token)
-                yield from stream.state_drawn(events, DrawnTokens((number,), 1))
+                events = [] if is_hidden else stream.feed(self._table.get_bytes(number), token)
+                yield from stream.attach_drawn(events, DrawnTokens((number,), 1))
                 if not events:
                     yield _YIELD
                 if stream.is_stopped:
@@ -110,7 +110,7 @@ class TextGeneration:
         """Return True for special tokens that are not marks, and for those that end a text."""
         if number in self._ends:
             return True
-        text = self._table.data(number).decode("utf-8", "replace")
+        text = self._table.get_bytes(number).decode("utf-8", "replace")
         return self._table.is_special(number) and text not in stream.marks
 
     def _read(self, tokens: Sequence[int], cache: Cache, progress: _Progress) -> Iterator[None]:
@@ -139,7 +139,7 @@ class TextGeneration:
             progress.fed += count < prompt.count
             if number in self._ends:
                 return
-            yield self._token(number, values, prompt.alternatives)
+            yield self._score_token(number, values, prompt.alternatives)
             if count % _CLEARED == 0:
                 mx.clear_cache()
         progress.is_limited = True
@@ -153,7 +153,7 @@ class TextGeneration:
         mx.async_eval(drawn, logits)  # type: ignore[no-untyped-call]
         return drawn, logits
 
-    def _token(self, number: int, logits: mx.array, alternatives: int | None) -> Token | None:
+    def _score_token(self, number: int, logits: mx.array, alternatives: int | None) -> Token | None:
         """Return the token with its log probability, before penalties and sampling."""
         if alternatives is None:
             return None
@@ -170,7 +170,7 @@ class TextGeneration:
     def _make_token(
         self, number: int, row: mx.array, alternatives: tuple[Token, ...] = ()
     ) -> Token:
-        data = self._table.data(number)
+        data = self._table.get_bytes(number)
         text = data.decode("utf-8", "replace")
         logprob: float = row[number].item()  # type: ignore[assignment]
         return Token(text, tuple(data), logprob, alternatives)

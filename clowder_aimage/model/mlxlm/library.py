@@ -42,7 +42,7 @@ def enter() -> None:
         backend.mx.disable_compile()
 
 
-def library_module(name: str) -> ModuleType:
+def import_library_module(name: str) -> ModuleType:
     """Import a module of mlx-lm. Raises UsageError without it, ImportError."""
     enter()
     return importlib.import_module(f"{_PACKAGE}.{name}")
@@ -57,9 +57,9 @@ def make_network(config: Mapping[str, Any]) -> Any:
         ModelError: The model type is unknown, or the configuration is invalid.
     """
     _check_counts(config)
-    kind = _model_type(config)
+    kind = _resolve_model_type(config)
     try:
-        module = library_module(f"models.{kind}")
+        module = import_library_module(f"models.{kind}")
         network, arguments = module.Model, module.ModelArgs
     except (ImportError, AttributeError):
         raise ModelError(f"mlx-lm has no model of the type {kind!r:.80}") from None
@@ -71,12 +71,12 @@ def make_network(config: Mapping[str, Any]) -> Any:
         raise ModelError(f"config.json does not fit {kind}: {reason[:300]}") from None
 
 
-def _model_type(config: Mapping[str, Any]) -> str:
+def _resolve_model_type(config: Mapping[str, Any]) -> str:
     """Return the name of the module of a configuration, by mlx-lm's own tables."""
     kind, names = config.get("model_type"), config.get("architectures") or ()
     if not isinstance(kind, str) or not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", kind):
         raise ModelError(f"config.json: model_type is {kind!r:.80}")
-    remapped, special = _tables()
+    remapped, special = _read_tables()
     for name in names if isinstance(names, list) else ():
         if isinstance(name, str) and (kind, name) in special:
             return str(special[kind, name])
@@ -84,7 +84,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 @functools.cache
-def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
+def _read_tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
     enter()
     path = Path(str(sys.modules[_PACKAGE].__path__[0])) / "utils.py"
     tables: dict[str, dict[Any, Any]] = {name: {} for name in _TABLES}

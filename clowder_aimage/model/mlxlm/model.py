@@ -10,17 +10,17 @@ from typing import Any
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError, UsageError
-from clowder_aimage.formats.transformers import facts
-from clowder_aimage.model.backend import device_memory, mx
-from clowder_aimage.model.hardware import machine_memory
+from clowder_aimage.formats.transformers import build_facts
+from clowder_aimage.model.backend import get_device_memory, mx
+from clowder_aimage.model.hardware import get_machine_memory
 from clowder_aimage.model.mlxlm import library
 from clowder_aimage.model.mlxlm.embedding import TextEmbedding
 from clowder_aimage.model.mlxlm.generation import Prompt, TextGeneration
 from clowder_aimage.model.mlxlm.network_weights import (
     choose_form,
+    count_parameter_bytes,
+    format_dtype,
     load_network,
-    parameter_bytes,
-    type_name,
 )
 from clowder_aimage.model.mlxlm.prompt_cache import PromptCache, cache_size
 from clowder_aimage.model.mlxlm.token_sampler import TokenSampler
@@ -125,7 +125,7 @@ class MlxModel:
     def generate(self, request: TextRequest) -> Generator[TextEvent, None, None]:
         check_request(request, self.capabilities)
         prompt, stream = self._begin(request)
-        sampling = self._sampling(request.sampling)
+        sampling = self._resolve_sampling(request.sampling)
         sampler = TokenSampler(sampling, prompt.tokens, self.context, prompt.begun.count)
         generation = TextGeneration(self._network, self._prompt_cache, self._table, self._ends)
         return generation.run(prompt, sampler, stream)
@@ -161,7 +161,7 @@ class MlxModel:
         require_characters(text)
         return self._backend.encode(text, limits=replace(_ENCODING, has_special=has_special))
 
-    def _sampling(self, sampling: Sampling) -> Sampling:
+    def _resolve_sampling(self, sampling: Sampling) -> Sampling:
         """Return the options of a request, with the model's defaults and a seed."""
         requested = {field.name: getattr(sampling, field.name) for field in fields(Sampling)}
         usual = {name: getattr(self._defaults, name) for name in requested}
@@ -179,7 +179,7 @@ class MlxModel:
         for tokens in texts:
             if len(tokens) > self.context:
                 raise ContextError(len(tokens), self.context)
-        vectors = tuple(self._embedding.vector(tokens) for tokens in texts)
+        vectors = tuple(self._embedding.embed(tokens) for tokens in texts)
         return Embeddings(vectors, sum(map(len, texts)))
 
 
@@ -196,31 +196,31 @@ def load(
     library.enter()
     weights = ModelWeights.open(files, aimage)
     tokenizer = TokenizerFiles(files, aimage)
-    config, generation = tokenizer.config(), tokenizer.read_object("generation_config.json")
-    backend, defaults = tokenizer.backend(config), _defaults(generation)
-    sources, special = tokenizer.templates(config), tokenizer.special_tokens(config)
+    config, generation = tokenizer.read_config(), tokenizer.read_object("generation_config.json")
+    backend, defaults = tokenizer.build_backend(config), _parse_defaults(generation)
+    sources, special = tokenizer.read_templates(config), tokenizer.list_special_tokens(config)
     template = ChatTemplate(sources, special) if sources else None
     network = library.make_network(weights.config)
-    limit = int(_RESERVE * (memory or usual_memory()))
+    limit = int(_RESERVE * (memory or get_default_memory()))
     chosen, is_quantized = choose_form(weights, dtype, limit)
     load_network(weights, network, chosen, keep_quantized=is_quantized)
-    cache_memory = limit - parameter_bytes(network)
-    native = facts(weights.config).get("context", _DEFAULT_CONTEXT)
-    plan = CachePlan.of(cache_memory, _token_size(network), native, context, parallel)
+    cache_memory = limit - count_parameter_bytes(network)
+    native = build_facts(weights.config).get("context", _DEFAULT_CONTEXT)
+    plan = CachePlan.of(cache_memory, _measure_token_size(network), native, context, parallel)
     ends = _ends(generation, weights.config, backend, special)
-    model = MlxModel(network, backend, template, ends, defaults, plan, type_name(chosen))
+    model = MlxModel(network, backend, template, ends, defaults, plan, format_dtype(chosen))
     model._embedding = TextEmbedding.find(tokenizer, network)  # noqa: SLF001
     return model
 
 
-def usual_memory() -> int:
+def get_default_memory() -> int:
     """Return the bytes of a model if no number is given."""
-    return device_memory() or machine_memory() or 1 << 40
+    return get_device_memory() or get_machine_memory() or 1 << 40
 
 
-def _token_size(network: Any) -> int:
+def _measure_token_size(network: Any) -> int:
     """Return the bytes of a cache per token, from a run with one token."""
-    cache = library.library_module("models.cache").make_prompt_cache(network)
+    cache = library.import_library_module("models.cache").make_prompt_cache(network)
     mx.eval(network(mx.array([[0]]), cache=cache))
     return -(-cache_size(cache) // _SLOTS)
 
@@ -244,7 +244,7 @@ def _ends(
     return frozenset(ends)
 
 
-def _defaults(generation: Mapping[str, Any]) -> Sampling:
+def _parse_defaults(generation: Mapping[str, Any]) -> Sampling:
     """Return the options in generation_config.json. Raises ModelError: one is invalid."""
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     stated = {name: generation[name] for name in names if generation.get(name) is not None}

@@ -63,21 +63,21 @@ def choose_form(weights: ModelWeights, dtype: str | None, limit: int) -> tuple[m
     chosen = compute_dtype(dtype)
     if on_gpu():
         return chosen, True
-    count = sum(math.prod(shape) for shape in weights.shapes().values())
+    count = sum(math.prod(shape) for shape in weights.get_shapes().values())
     types = (chosen,) if dtype is not None else (chosen, mx.bfloat16)
     for candidate in types:
         if count * candidate.size <= limit:
             return candidate, False
-    if any(weights.quantization(name) for name in weights):
+    if any(weights.get_quantization(name) for name in weights):
         return types[-1], True
     raise ModelError(
-        f"the weights take {count * types[-1].size >> 20} MiB in {type_name(types[-1])}; the limit"
-        f" is {limit >> 20} MiB",
+        f"the weights take {count * types[-1].size >> 20} MiB in {format_dtype(types[-1])};"
+        f" the limit is {limit >> 20} MiB",
         hint="use a quantized variant of the model",
     )
 
 
-def type_name(dtype: mx.Dtype) -> str:
+def format_dtype(dtype: mx.Dtype) -> str:
     """Return the name of a type, such as "float32"."""
     return str(dtype).removeprefix("mlx.core.")
 
@@ -109,7 +109,7 @@ def _quantize(network: Any, arrays: Arrays, quantized: dict[str, Quantization]) 
         return
     first = next(iter(quantized.values()))
 
-    def options(path: str, module: Any) -> bool | dict[str, Any]:
+    def find_options(path: str, module: Any) -> bool | dict[str, Any]:
         if f"{path}.scales" not in arrays or not hasattr(module, "to_quantized"):
             return False
         # ``sanitize`` gives stacked experts a new name; they are quantized as the first layer
@@ -117,10 +117,10 @@ def _quantize(network: Any, arrays: Arrays, quantized: dict[str, Quantization]) 
         kind = quantization.type
         return {"group_size": quantization.group_size, "bits": kind.bits, "mode": kind.mode}
 
-    quantize_layers(network, class_predicate=options)
+    quantize_layers(network, class_predicate=find_options)
 
 
-def parameter_bytes(network: Any) -> int:
+def count_parameter_bytes(network: Any) -> int:
     """Return the bytes of all parameters."""
     parameters: Any = tree_flatten(network.parameters())
     return sum(int(value.nbytes) for _, value in parameters)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.mlxlm.library import library_module
+from clowder_aimage.model.mlxlm.library import import_library_module
 
 # Tokens for which a part of a cache is copied
 _LEAST = 16
@@ -28,7 +28,7 @@ class PromptCache:
 
     def __init__(self, network: Any, limit: int, count: int = 8) -> None:
         self._network, self._limit, self._count = network, limit, count
-        self._library = library_module("models.cache")
+        self._library = import_library_module("models.cache")
         # The last one is the newest
         self._entries: list[_Entry] = []
 
@@ -45,7 +45,7 @@ class PromptCache:
         """
         best, count = None, 0
         for entry in reversed(self._entries):
-            common = _common(entry.tokens, prompt[:-1])
+            common = _count_common(entry.tokens, prompt[:-1])
             if common > count and (
                 common == len(entry.tokens) or self._is_divisible(entry, common)
             ):
@@ -80,7 +80,7 @@ def cache_size(cache: Cache) -> int:
     return sum(int(layer.nbytes) for layer in cache)
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
+def _count_common(left: Sequence[int], right: Sequence[int]) -> int:
     """Return the number of equal elements at the beginning."""
     count = min(len(left), len(right))
     if left[:count] == right[:count]:

@@ -58,13 +58,13 @@ def share_angles(network: Any) -> None:
     for module in network.modules():
         if type(module).__name__ not in _KINDS or module.traditional:
             continue
-        frequencies = _frequencies(module)
+        frequencies = _compute_frequencies(module)
         angles = shared.setdefault(frequencies.tobytes(), RotaryAngles(frequencies))
         # Only the class changes, so that parameters keep their names for loading
-        module.__class__ = _subclass(type(module), angles)
+        module.__class__ = _create_subclass(type(module), angles)
 
 
-def _frequencies(module: Any) -> npt.NDArray[np.float32]:
+def _compute_frequencies(module: Any) -> npt.NDArray[np.float32]:
     if "_freqs" in module:
         inverse = 1 / np.array(module["_freqs"], dtype=np.float64)
     else:
@@ -72,7 +72,7 @@ def _frequencies(module: Any) -> npt.NDArray[np.float32]:
     return np.asarray(inverse, dtype=np.float32)
 
 
-def _subclass(usual: Any, angles: RotaryAngles) -> type:
+def _create_subclass(usual: Any, angles: RotaryAngles) -> type:
     def rotate(self: Any, x: mx.array, offset: Any = 0) -> mx.array:
         if isinstance(offset, int) and is_slow(x):
             return angles.rotate(x, offset)

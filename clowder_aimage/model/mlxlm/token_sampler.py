@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.mlxlm.library import library_module
+from clowder_aimage.model.mlxlm.library import import_library_module
 from clowder_aimage.model.text.language_model import Sampling
 
 Processor = Callable[[mx.array, mx.array], mx.array]
@@ -31,13 +31,13 @@ class TokenSampler:
         self, options: Sampling, prompt: Sequence[int], context: int, drawn: int = 0
     ) -> None:
         self._temperature = options.temperature or 0.0
-        library = library_module("sample_utils")
-        self._filters = _filters(library, options) if self._temperature else []
+        library = import_library_module("sample_utils")
+        self._filters = _build_filters(library, options) if self._temperature else []
         self._key = mx.random.key(options.seed or 0)
         for _ in range(drawn if self._temperature else 0):
             self._key, _ = mx.random.split(self._key)
         text = list(prompt[len(prompt) - drawn :])
-        self._of_all, self._of_text = _penalties(library, options, context)
+        self._of_all, self._of_text = _build_penalties(library, options, context)
         before = list(prompt[: len(prompt) - drawn])
         self._prompt = mx.array(before, mx.int32) if self._of_all else None
         self._text = mx.array(text, mx.int32) if text else None
@@ -74,7 +74,7 @@ class TokenSampler:
         return logits
 
 
-def _filters(library: Any, options: Sampling) -> list[Callable[[mx.array], mx.array]]:
+def _build_filters(library: Any, options: Sampling) -> list[Callable[[mx.array], mx.array]]:
     top_k, top_p, min_p = options.top_k or 0, options.top_p, options.min_p
     filters: list[Callable[[mx.array], mx.array]] = []
     if top_k:
@@ -88,7 +88,7 @@ def _filters(library: Any, options: Sampling) -> list[Callable[[mx.array], mx.ar
     return filters
 
 
-def _penalties(
+def _build_penalties(
     library: Any, options: Sampling, context: int
 ) -> tuple[list[Processor], list[Processor]]:
     """Return the penalties for tokens of prompt and text, and for those of the text."""

@@ -67,7 +67,7 @@ class ChatTemplate:
         """
         # The names are those that ``apply_chat_template`` of transformers passes
         values: dict[str, Any] = {
-            "messages": [self._message(message) for message in request.messages],
+            "messages": [self._build_message(message) for message in request.messages],
             "tools": [dict(tool) for tool in request.tools] or None,
             "documents": None,
             "add_generation_prompt": True,
@@ -78,9 +78,9 @@ class ChatTemplate:
         try:
             return template.render({**values, **self._tokens})
         except RenderError as error:
-            raise _refusal(error) or _failure(error) from None
+            raise _build_refusal_error(error) or _build_render_error(error) from None
 
-    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _build_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message as templates expect it: arguments are objects, and texts exist."""
         result = dict(message)
         if result.get("content") is None:
@@ -91,7 +91,7 @@ class ChatTemplate:
             # Some templates test the key only: an empty list would begin a call
             result.pop("tool_calls", None)
         if "tool_call_id" in result:
-            result["tool_call_id"] = self._id(result["tool_call_id"])
+            result["tool_call_id"] = self._shorten_id(result["tool_call_id"])
         return result
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,10 +106,10 @@ class ChatTemplate:
             function["arguments"] = value if isinstance(value, dict) else arguments
         result["function"] = function
         if "id" in result:
-            result["id"] = self._id(result["id"])
+            result["id"] = self._shorten_id(result["id"])
         return result
 
-    def _id(self, value: Any) -> str:
+    def _shorten_id(self, value: Any) -> str:
         """Return the id of a call; Mistral's templates accept nine letters and digits only."""
         text = str(value)
         if not self._has_short_ids or re.fullmatch(r"[A-Za-z0-9]{9}", text):
@@ -129,7 +129,7 @@ def find_templates(
     """
     # The order of transformers: a file of its own has precedence over the configuration
     if (data := read("chat_template.jinja")) is not None:
-        return {"default": _text("chat_template.jinja", data)}
+        return {"default": _decode_text("chat_template.jinja", data)}
     sources = config.get("chat_template")
     if sources is None and (data := read("chat_template.json")) is not None:
         sources = parse_object("chat_template.json", data).get("chat_template")
@@ -153,7 +153,7 @@ def find_templates(
     return templates
 
 
-def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def parse_special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the texts of the special tokens that a configuration names: ``bos_token`` and others.
 
     A value is a text, or an object with the text as ``content``.
@@ -192,7 +192,7 @@ def render_template(template: SandboxedTemplate, values: Mapping[str, Any]) -> s
     try:
         return template.render(values)
     except RenderError as error:
-        raise _failure(error) from None
+        raise _build_render_error(error) from None
 
 
 def require_template(template: ChatTemplate | None) -> ChatTemplate:
@@ -232,13 +232,13 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _failure(error: RenderError) -> ModelError:
+def _build_render_error(error: RenderError) -> ModelError:
     is_refusal = error.kind == _RefusalError.__name__
     outcome = "refuses the messages" if is_refusal else f"failed: {error.summary}"
     return ModelError(f"the chat template {outcome}")
 
 
-def _refusal(error: RenderError) -> UsageError | None:
+def _build_refusal_error(error: RenderError) -> UsageError | None:
     """Return the error of a template that raised ``raise_exception``, else None."""
     if error.kind != _RefusalError.__name__:
         return None
@@ -258,7 +258,7 @@ def _strftime_now(format: str) -> str:  # noqa: A002 - templates may name it
     return datetime.now().strftime(format)
 
 
-def _text(name: str, data: bytes) -> str:
+def _decode_text(name: str, data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:

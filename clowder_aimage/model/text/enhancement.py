@@ -36,7 +36,9 @@ _MARKS = {'"': '"', "'": "'", "`": "`", "**": "**", "__": "__"}
 _MARKS |= {"“": "”", "‘": "’", "«": "»", "「": "」"}
 
 
-def enhancement_request(prompt: str, seed: int, instruction: str | None = None) -> TextRequest:
+def build_enhancement_request(
+    prompt: str, seed: int, instruction: str | None = None
+) -> TextRequest:
     """Return the request for a longer prompt; for an empty prompt, for an invented one."""
     is_any = not prompt.strip()
     return TextRequest(
@@ -50,18 +52,18 @@ def enhancement_request(prompt: str, seed: int, instruction: str | None = None) 
     )
 
 
-def enhanced_prompt(events: Iterable[TextEvent]) -> str:
+def collect_prompt(events: Iterable[TextEvent]) -> str:
     """Return the prompt in an answer. Raises ModelError if the answer has no prompt."""
     text = "".join(
         event.text for event in events if isinstance(event, TextDelta) and event.kind == "content"
     )
-    prompt = bare_prompt(text)
+    prompt = extract_prompt(text)
     if not prompt:
         raise ModelError("the language model returned no prompt")
     return prompt
 
 
-def bare_prompt(text: str) -> str:
+def extract_prompt(text: str) -> str:
     """Return an answer as one line, without thoughts, headings, markup and quotes around it."""
     text = _THOUGHT.sub("", text.rpartition("</think>")[2] if "<think>" not in text else text)
     text = _LABEL.sub("", " ".join(_FENCE.sub("", text).split()))

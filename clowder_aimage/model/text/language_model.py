@@ -228,7 +228,7 @@ class EmbeddingRequest:
         """Return the request of an ``asdict``."""
         return cls(tuple(value["texts"]))
 
-    def batches(self) -> Iterator[EmbeddingRequest]:
+    def iter_batches(self) -> Iterator[EmbeddingRequest]:
         """Yield requests for a few texts each, so that other requests run between them."""
         batch: list[str] = []
         for text in self.texts:

@@ -35,7 +35,7 @@ def has_intact_last_layer(files: BlobFiles, aimage: AImage, component: str = "")
     """
     weights = ModelWeights.open(files, aimage, component)
     fields = ConfigFields(f"{component}/config.json".lstrip("/"), weights.config)
-    index = fields.integer("num_hidden_layers", maximum=MAX_LAYERS) - 1
+    index = fields.get_integer("num_hidden_layers", maximum=MAX_LAYERS) - 1
     return all(_is_intact(weights, f"layers.{index}.{tensor}") for tensor in _TENSORS)
 
 
@@ -45,16 +45,16 @@ def _is_intact(weights: ModelWeights, name: str) -> bool:
     tensor = next((path for path in paths if _has(weights, path)), None)
     if tensor is None:
         return False
-    if np.prod(weights.shape(tensor), dtype=np.float64) > _MAX_VALUES:
+    if np.prod(weights.get_shape(tensor), dtype=np.float64) > _MAX_VALUES:
         raise ModelError(f"{name} has more than {_MAX_VALUES} values")
-    values = weights.numpy(tensor)
-    most = _MOST if weights.quantization(tensor) is None else _MOST_QUANTIZED
+    values = weights.read_numpy(tensor)
+    most = _MOST if weights.get_quantization(tensor) is None else _MOST_QUANTIZED
     return bool(np.count_nonzero(values) >= values.size * (1 - most))
 
 
 def _has(weights: ModelWeights, name: str) -> bool:
     try:
-        weights.shape(name)
+        weights.get_shape(name)
     except NotFoundError:
         return False
     return True

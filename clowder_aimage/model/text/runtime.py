@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from clowder_aimage.model.text.language_model import LanguageModel
 
 MLX_LM, LLAMA = "mlx-lm", "llama.cpp"
-# Modules with ``load`` and ``usual_memory``, and their extras. Each is imported on use, since its
-# library may not be installed
+# Modules with ``load`` and ``get_default_memory``, and their extras. Each is imported on use, since
+# its library may not be installed
 _MODULES = {
     MLX_LM: ("clowder_aimage.model.mlxlm.model", "text"),
     LLAMA: ("clowder_aimage.model.llama.model", "llama"),
@@ -22,7 +22,7 @@ _MODULES = {
 _FORMATS = {"transformers": MLX_LM, "gguf": LLAMA}  # of AImages
 
 
-def runtime_of(aimage: AImage) -> str | None:
+def find_runtime(aimage: AImage) -> str | None:
     """Return the runtime of an AImage; None if it is not a language model."""
     return _FORMATS.get(str(aimage.properties.get("format")))
 
@@ -50,7 +50,7 @@ def load_language_model(
         FormatError: A blob is invalid.
         AccessError: A blob is not in the store.
     """
-    runtime = runtime_of(aimage)
+    runtime = find_runtime(aimage)
     if runtime not in _MODULES:
         raise ModelError("the AImage is not a language model that can be run")
     module, extra = _MODULES[runtime]
@@ -71,7 +71,7 @@ def load_language_model(
             hint="install this library with the packages of your system; libgomp1 has libgomp.so.1",
         ) from None
     if models > 1:
-        memory = (memory or runtime_module.usual_memory()) // models
+        memory = (memory or runtime_module.get_default_memory()) // models
     options = {"dtype": dtype, "memory": memory, "context": context, "parallel": parallel}
     model: LanguageModel = runtime_module.load(files, aimage, **options)
     return model

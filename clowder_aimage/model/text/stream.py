@@ -92,7 +92,7 @@ class TextStream:
         self._buffer += self._decoder.decode(b"", True)
         return [_with_drawn(event, _PARTIAL) for event in self._scan(is_end=True)]
 
-    def state_drawn(self, events: Sequence[TextEvent], drawn: DrawnTokens) -> Iterator[TextEvent]:
+    def attach_drawn(self, events: Sequence[TextEvent], drawn: DrawnTokens) -> Iterator[TextEvent]:
         """Yield events of ``feed``; the last one states all tokens that were drawn so far.
 
         ``drawn`` are the tokens since the last call. A text cannot continue after a stop string.
@@ -118,7 +118,7 @@ class TextStream:
         while not self.is_stopped:
             if self._is_bare_call():
                 self._state, self._mark = _CALL, ""
-            marks = self._state_ends()
+            marks = self._state_ends
             # Of marks at the same offset the longest: one can begin with another
             match = min(
                 (
@@ -137,8 +137,9 @@ class TextStream:
         if is_end:
             yield from self._close()
         elif self._state != _CALL:
-            yield from self._release(len(self._buffer) - self._held_length(marks))
+            yield from self._release(len(self._buffer) - self._compute_held_length(marks))
 
+    @property
     def _state_ends(self) -> tuple[str, ...]:
         """Return the strings that end the present state."""
         if self._state == _CALL:
@@ -197,7 +198,7 @@ class TextStream:
                 self._mark + text + end, _CONTENT, self._take_tokens(len(text) + len(end))
             )
 
-    def _held_length(self, marks: Sequence[str]) -> int:
+    def _compute_held_length(self, marks: Sequence[str]) -> int:
         """Return the length of the buffer's end that may begin a mark, or be stripped."""
         longest = max(map(len, marks), default=0)
         tail = self._buffer[-longest + 1 :] if longest > 1 else ""

@@ -44,7 +44,7 @@ def is_embedder(aimage: AImage) -> bool:
     return _EMBEDDERS.search(str(aimage.properties.get("architecture"))) is not None
 
 
-def text_facts(store: ImageLayout, manifest: Digest, aimage: AImage) -> TextFacts:
+def read_text_facts(store: ImageLayout, manifest: Digest, aimage: AImage) -> TextFacts:
     """Return the properties of a language model; its files are read only once.
 
     The template is empty if its file is damaged, or not in the store yet.
@@ -63,9 +63,9 @@ def text_facts(store: ImageLayout, manifest: Digest, aimage: AImage) -> TextFact
 def _read_facts(store: ImageLayout, aimage: AImage, context: int | None) -> TextFacts:
     if is_embedder(aimage):
         return TextFacts((EMBEDDING,), context, "")
-    template = _template(store, aimage)
+    template = _read_template(store, aimage)
     # A template of a layer has precedence over the template in GGUF's metadata, as in llama.cpp
-    if head := _gguf_head(store, aimage):
+    if head := _read_gguf_head(store, aimage):
         template = template or str(find_value(head, "tokenizer.chat_template") or "")
         if find_value(head, f"{aimage.properties.get('architecture')}.pooling_type"):
             return TextFacts((EMBEDDING,), context, template)
@@ -77,16 +77,16 @@ def _read_facts(store: ImageLayout, aimage: AImage, context: int | None) -> Text
     return TextFacts(tuple(capabilities), context, template)
 
 
-def _gguf_head(store: ImageLayout, aimage: AImage) -> bytes:
+def _read_gguf_head(store: ImageLayout, aimage: AImage) -> bytes:
     """Return the first bytes of the first GGUF file, or nothing."""
     for layer in aimage.layers:
         if layer.descriptor.media_type == mediatype.AIMAGE_GGUF:
-            with store.path(layer.descriptor).open("rb") as file:
+            with store.find_path(layer.descriptor).open("rb") as file:
                 return file.read(_MAX_FILE)
     return b""
 
 
-def _template(store: ImageLayout, aimage: AImage) -> str:
+def _read_template(store: ImageLayout, aimage: AImage) -> str:
     """Return the default template in a file; without jinja2 nothing can be rendered."""
     try:
         from clowder_aimage.model.text.chat_template import find_templates

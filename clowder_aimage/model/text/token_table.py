@@ -28,7 +28,7 @@ class TokenTable:
         """True if the tokenizer puts a space before a text."""
         self._cache: dict[int, bytes] = {}
 
-    def data(self, token: int) -> bytes:
+    def get_bytes(self, token: int) -> bytes:
         """Return the bytes of a token, empty for an unknown token."""
         token_bytes = self._cache.get(token)
         if token_bytes is None:
@@ -40,7 +40,7 @@ class TokenTable:
         return self._backend.added.get(token, False)
 
     def _compute(self, token: int) -> bytes:
-        text = self._backend.text(token)
+        text = self._backend.find_text(token)
         if text is None:
             return b""
         if token in self._backend.added:
@@ -55,7 +55,7 @@ class TokenTable:
         return text.replace(_SPACE, " ").encode()
 
 
-def _byte_characters() -> dict[str, int]:
+def _build_byte_table() -> dict[str, int]:
     """Return the byte of each character of byte-level BPE (GPT-2, ``bytes_to_unicode``)."""
     # The other bytes have no visible character, and get those from 256 on
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -65,4 +65,4 @@ def _byte_characters() -> dict[str, int]:
     }
 
 
-_BYTES = _byte_characters()
+_BYTES = _build_byte_table()

@@ -9,7 +9,7 @@ from typing import Any
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import ModelError
-from clowder_aimage.model.text.chat_template import find_templates, special_tokens
+from clowder_aimage.model.text.chat_template import find_templates, parse_special_tokens
 from clowder_aimage.model.tokenizer_backend import TokenizerBackend
 from clowder_aimage.model.weights import find
 from clowder_aimage.tensor.config_fields import parse_object
@@ -35,43 +35,43 @@ class TokenizerFiles:
         data = self.read(name)
         return {} if data is None else parse_object(name, data)
 
-    def config(self) -> dict[str, Any]:
+    def read_config(self) -> dict[str, Any]:
         """Return ``tokenizer_config.json`` over ``special_tokens_map.json``."""
         special = self.read_object("special_tokens_map.json")
         return {**special, **self.read_object("tokenizer_config.json")}
 
-    def templates(self, config: Mapping[str, Any]) -> dict[str, str]:
+    def read_templates(self, config: Mapping[str, Any]) -> dict[str, str]:
         """Return the chat templates by name. Raises ModelError."""
         return find_templates(config, self.read)
 
-    def special_tokens(self, config: Mapping[str, Any]) -> dict[str, str]:
+    def list_special_tokens(self, config: Mapping[str, Any]) -> dict[str, str]:
         """Return the texts of special tokens by names such as ``bos_token``."""
-        return special_tokens(config)
+        return parse_special_tokens(config)
 
-    def backend(self, config: Mapping[str, Any]) -> TokenizerBackend:
+    def build_backend(self, config: Mapping[str, Any]) -> TokenizerBackend:
         """Return the tokenizer in tokenizer.json, or one built from vocab.json and merges.txt.
 
         Raises:
             ModelError: The tokenizer is missing or malformed.
         """
         try:
-            return self._backend(self._added_tokens(config))
+            return self._build_backend(self._list_added_tokens(config))
         except ModelError:
             raise
         # The library raises any type of error, since any field may have any type
         except Exception as error:
             raise ModelError(f"the tokenizer cannot be read: {error}") from error
 
-    def _backend(self, added: Mapping[str, Any]) -> TokenizerBackend:
+    def _build_backend(self, added: Mapping[str, Any]) -> TokenizerBackend:
         data = self.read("tokenizer.json")
         if data is not None:
             return TokenizerBackend.from_json(data.decode(), added)
         vocabulary, merges = self.read_object("vocab.json"), self.read("merges.txt")
         if not vocabulary or merges is None:
             raise ModelError("the model has neither tokenizer.json nor vocab.json with merges.txt")
-        return TokenizerBackend.from_qwen(vocabulary, _merges(merges.decode()), added)
+        return TokenizerBackend.from_qwen(vocabulary, _parse_merges(merges.decode()), added)
 
-    def _added_tokens(self, config: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
+    def _list_added_tokens(self, config: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
         """Return the options of tokens that the configuration adds, in the order of their ids."""
         listed = config.get("added_tokens_decoder") or {
             index: {"content": content, "special": content.startswith("<|")}
@@ -83,7 +83,7 @@ class TokenizerFiles:
         }
 
 
-def _merges(text: str) -> list[tuple[str, str]]:
+def _parse_merges(text: str) -> list[tuple[str, str]]:
     lines = [line for line in text.split("\n") if line and not line.startswith("#version")]
     pairs = [tuple(line.rstrip("\r").split(" ")) for line in lines]
     if any(len(pair) != 2 for pair in pairs):

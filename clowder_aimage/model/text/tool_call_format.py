@@ -73,20 +73,20 @@ def call_format(template: str) -> CallFormat:
 
 def _parse(text: str, tools: Tools) -> list[ToolCall]:
     if match := _FUNCTION.match(text):
-        parts = _between(text, _PARAMETER, "</parameter>")
+        parts = _iter_matches(text, _PARAMETER, "</parameter>")
         pairs = ((start[1], value.removesuffix("\n")) for _, start, value in parts)
         return [_convert_call(match[1], tools, pairs)]
     if "<arg_key>" in text:
         name = text.partition("<arg_key>")[0].strip()
-        parts = _between(text, _ARGUMENT, "</arg_value>")
+        parts = _iter_matches(text, _ARGUMENT, "</arg_value>")
         pairs = ((key.rpartition("<arg_key>")[2], value) for key, _, value in parts)
         return [_convert_call(name, tools, pairs)]
     if text[:1] in ("{", "["):
-        return [_from_json(call) for call in _objects(text)]
+        return [_from_json(call) for call in _parse_objects(text)]
     return _parse_named_calls(text)
 
 
-def _between(text: str, start: re.Pattern[str], end: str) -> Iterator[tuple[str, Any, str]]:
+def _iter_matches(text: str, start: re.Pattern[str], end: str) -> Iterator[tuple[str, Any, str]]:
     """Yield the text before each match of ``start``, the match, and the text until ``end``.
 
     A pattern of all three would take quadratic time for a text without ``end``.
@@ -99,11 +99,11 @@ def _between(text: str, start: re.Pattern[str], end: str) -> Iterator[tuple[str,
 
 def _convert_call(name: str, tools: Tools, pairs: Iterable[tuple[str, str]]) -> ToolCall:
     """Return a call whose parameters are written as texts."""
-    types = _types(tools, name)
-    return _call(name, {key: _value(value, types.get(key)) for key, value in pairs})
+    types = _find_types(tools, name)
+    return _call(name, {key: _parse_value(value, types.get(key)) for key, value in pairs})
 
 
-def _objects(text: str) -> list[Any]:
+def _parse_objects(text: str) -> list[Any]:
     """Return the objects of a list, of one object, or of several separated by ;."""
     try:
         value = read_json(text.encode(), "a call")
@@ -145,7 +145,7 @@ def _call(name: Any, arguments: Any) -> ToolCall:
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _types(tools: Tools, name: str) -> dict[str, Any]:
+def _find_types(tools: Tools, name: str) -> dict[str, Any]:
     """Return the stated types of a function's parameters."""
     for tool in tools:
         function = tool.get("function")
@@ -161,7 +161,7 @@ def _types(tools: Tools, name: str) -> dict[str, Any]:
     return {}
 
 
-def _value(text: str, kind: Any) -> Any:
+def _parse_value(text: str, kind: Any) -> Any:
     """Return a parameter that is written as text: JSON unless its type is a string."""
     if kind == "string":
         return text

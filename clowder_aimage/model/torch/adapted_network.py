@@ -38,8 +38,8 @@ class TorchAdaptation(NetworkAdaptation):
     def _put(self, uses: Sequence[Use]) -> None:
         changes: dict[str, list[tuple[Change, float]]] = {}
         for adapter, strength in uses:
-            for name in self.tensors(adapter):
-                tensor_changes = adapter.changes(f"{self.component}/{name}")
+            for name in self.list_tensors(adapter):
+                tensor_changes = adapter.get_changes(f"{self.component}/{name}")
                 changes.setdefault(name, []).extend((change, strength) for change in tensor_changes)
         for name, layer_changes in changes.items():
             self._adapt(name, layer_changes)

@@ -20,7 +20,7 @@ from clowder_aimage.model.flow.component import ModelComponents
 from clowder_aimage.model.flow.memory_budget import LayeredModule, Module
 from clowder_aimage.model.parameter_names import FLOATS, check_shape, match_tensors
 from clowder_aimage.model.torch.adapted_network import TorchAdaptation
-from clowder_aimage.model.torch.layer_offload import LayerOffload, layers_of, least_count
+from clowder_aimage.model.torch.layer_offload import LayerOffload, compute_least_count, iter_layers
 from clowder_aimage.model.torch.library import TorchLibrary, computing
 from clowder_aimage.model.torch.tuning import tune
 from clowder_aimage.model.weights import ModelWeights
@@ -73,7 +73,7 @@ class TorchComponents(ModelComponents):
 
     library: TorchLibrary
 
-    def module(
+    def build_module(
         self,
         weights: ModelWeights,
         config: Any,
@@ -81,21 +81,21 @@ class TorchComponents(ModelComponents):
         *,
         is_adapted: bool = True,
     ) -> Module:
-        def empty() -> TorchNetwork:
+        def build_empty() -> TorchNetwork:
             with _Unfilled():
                 network: TorchNetwork = make(config, weights.config)
             tune(network.module, self.library.tuning)
             return network
 
-        library, component, network = self.library, weights.component, empty()
+        library, component, network = self.library, weights.component, build_empty()
         names = [name for name in weights if not network.skip(name)]
         skipped = tuple(f"{component}/{name}" for name in weights if network.skip(name))
         parameters, counts, types = _check(component, network, weights, names)
         adaptation = TorchAdaptation(component, network.sanitize, network.skip, library)
         least = sum(counts.values())
-        if library.offloads(types):
-            least = least_count(network.module, counts)
-        load = _NetworkLoader(library, weights, parameters, empty, network).load
+        if library.can_offload(types):
+            least = compute_least_count(network.module, counts)
+        load = _NetworkLoader(library, weights, parameters, build_empty, network).load
         request_adaptation = adaptation if is_adapted else None
         sizes = sum(counts.values()) * library.itemsize, least * library.itemsize
         return LayeredModule(config, sizes, load, request_adaptation, library.memory.clear, skipped)
@@ -136,12 +136,12 @@ class _NetworkLoader:
         library, module = self._library, network.module
         modules, layers = dict(module.named_modules()), {}
         if in_layers:
-            layers = dict(layers_of(module))
+            layers = dict(iter_layers(module))
         for name, parameter in self._parameters.items():
-            stored = self._weights.torch(name)
+            stored = self._weights.read_torch(name)
             # A blob that was still arriving at the check has its type verified here
             if stored.dtype not in _FLOATS:
-                raise _type_error(self._weights.component, name)
+                raise _build_type_error(self._weights.component, name)
             path, _, key = parameter.rpartition(".")
             is_later = ".".join(parameter.split(".", 2)[:2]) in layers
             value = stored if is_later else stored.to(library.device, library.dtype)
@@ -173,13 +173,13 @@ def _check(
     matches = match_tensors(component, network.sanitize, parameter_shapes, names)
     types: set[str | None] = set()
     for name, parameter in matches.items():
-        shape, kind = weights.shape_and_dtype(name)
+        shape, kind = weights.get_shape_and_dtype(name)
         check_shape(component, name, shape, parameter_shapes[parameter])
         if kind not in (None, *FLOATS):
-            raise _type_error(component, name)
+            raise _build_type_error(component, name)
         types.add(kind)
     return matches, {name: math.prod(shape) for name, shape in parameter_shapes.items()}, types
 
 
-def _type_error(component: str, name: str) -> ModelError:
+def _build_type_error(component: str, name: str) -> ModelError:
     return ModelError(f"{component}/{name}: weights that are not floats are not supported")

@@ -9,14 +9,14 @@ import warnings
 import torch
 
 from clowder_aimage.errors import UsageError
-from clowder_aimage.model.library_choice import unused_gpu
+from clowder_aimage.model.library_choice import describe_unused_gpu
 
 CUDA, MPS, CPU = "cuda", "mps", "cpu"
 _NAME = re.compile(r"cpu|mps|cuda(:\d{1,3})?", re.ASCII)
 
 
 @functools.cache
-def failure(device: str) -> str | None:
+def find_failure(device: str) -> str | None:
     """Return the reason that PyTorch cannot compute on a device, or None if it can.
 
     A sum is computed there: a driver may be too old, and PyTorch may lack code for a GPU.
@@ -33,11 +33,11 @@ def failure(device: str) -> str | None:
     return None
 
 
-def devices() -> list[str]:
+def list_devices() -> list[str]:
     """Return the names of all devices that can be used."""
-    count = torch.cuda.device_count() if failure(CUDA) is None else 0
+    count = torch.cuda.device_count() if find_failure(CUDA) is None else 0
     gpus = [f"{CUDA}:{index}" for index in range(count)]
-    return [*gpus, *([MPS] if failure(MPS) is None else []), CPU]
+    return [*gpus, *([MPS] if find_failure(MPS) is None else []), CPU]
 
 
 def select_device(name: str | None = None) -> str:
@@ -46,23 +46,23 @@ def select_device(name: str | None = None) -> str:
     Raises UsageError: PyTorch cannot compute there.
     """
     if name is None:
-        return next((device for device in (CUDA, MPS) if failure(device) is None), CPU)
+        return next((device for device in (CUDA, MPS) if find_failure(device) is None), CPU)
     if _NAME.fullmatch(name) is None:
         reason: str | None = f"use {CUDA}, {CUDA}:1 and so on, {MPS} or {CPU}"
         message = f"unknown device {name!r:.40}: {reason}"
-    elif (reason := failure(name)) is not None:
+    elif (reason := find_failure(name)) is not None:
         message = f"PyTorch cannot compute on the device {name}: {reason}"
     if reason is None:
         return name
-    usable = ", ".join(devices())
+    usable = ", ".join(list_devices())
     hint = f"the devices that PyTorch sees: {usable}"
     raise UsageError(message, hint=hint, remedy="other_device", devices=usable)
 
 
-def device_warning(name: str | None) -> str | None:
+def describe_unused_device(name: str | None) -> str | None:
     """Return a warning if the CPU is used because a GPU of this machine cannot be."""
     if name is not None or select_device() != CPU:
         return None
     if torch.backends.mps.is_built() and not torch.backends.mps.is_available():
-        return f"PyTorch computes on the CPU instead of the GPU: {failure(MPS)}"
-    return unused_gpu("PyTorch", str(failure(CUDA)))
+        return f"PyTorch computes on the CPU instead of the GPU: {find_failure(MPS)}"
+    return describe_unused_gpu("PyTorch", str(find_failure(CUDA)))

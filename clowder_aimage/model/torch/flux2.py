@@ -14,7 +14,7 @@ from clowder_aimage.model.flow.component import NetworkKinds
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flux2.config import PATCH, TransformerConfig, VaeConfig
 from clowder_aimage.model.flux2.family import STATES
-from clowder_aimage.model.flux2.reference_picture import ReferenceTokens, grid, to_tokens
+from clowder_aimage.model.flux2.reference_picture import ReferenceTokens, build_positions, to_tokens
 from clowder_aimage.model.torch.library import computing
 from clowder_aimage.model.torch.network import (
     DecoderHalf,
@@ -37,7 +37,7 @@ class Flux2Network(DiffusersNetwork):
             single_transformer_blocks=("num_single_layers", config.num_single_layers),
         )
 
-    def caption(self, features: torch.Tensor) -> Caption:
+    def build_caption(self, features: torch.Tensor) -> Caption:
         """Return text features (length, channels) and their positions."""
         length = torch.arange(len(features), device=features.device)
         return Caption(features, (torch.nn.functional.pad(length[:, None], (3, 0)),))
@@ -56,7 +56,7 @@ class Flux2Network(DiffusersNetwork):
         With a ``cache``, all layers but the first may be skipped.
         """
         channels, height, width = latents.shape
-        tokens, positions = to_tokens(latents), grid(0, height, width)
+        tokens, positions = to_tokens(latents), build_positions(0, height, width)
         if pictures is not None:
             tokens = torch.cat([tokens, pictures.tokens])
             positions = np.concatenate([positions, pictures.positions])
@@ -78,7 +78,7 @@ def _wrap_layers(module: Any, cache: TorchStepCache) -> dict[str, tuple[Any, ...
     """Return the layers by their lists: the first, and all others, skipped by the cache."""
     doubles, singles = module.transformer_blocks, module.single_transformer_blocks
 
-    def first(**keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_first(**keywords: Any) -> tuple[torch.Tensor, torch.Tensor]:
         text, picture = doubles[0](**keywords)
         before = keywords["encoder_hidden_states"], keywords["hidden_states"]
         cache.begin(torch.cat(before, dim=1), torch.cat((text, picture), dim=1))
@@ -90,7 +90,7 @@ def _wrap_layers(module: Any, cache: TorchStepCache) -> dict[str, tuple[Any, ...
             text, picture = block(hidden_states=picture, encoder_hidden_states=text, **keywords)
         return text, picture
 
-    def single(hidden_states: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    def run_singles(hidden_states: torch.Tensor, **keywords: Any) -> torch.Tensor:
         def run(x: torch.Tensor) -> torch.Tensor:
             for block in singles:
                 x = block(hidden_states=x, **keywords)
@@ -98,7 +98,7 @@ def _wrap_layers(module: Any, cache: TorchStepCache) -> dict[str, tuple[Any, ...
 
         return cache.end(hidden_states, run)
 
-    return {"transformer_blocks": (first, double), "single_transformer_blocks": (single,)}
+    return {"transformer_blocks": (run_first, double), "single_transformer_blocks": (run_singles,)}
 
 
 class Flux2Decoder(DecoderHalf):
@@ -111,7 +111,7 @@ class Flux2Decoder(DecoderHalf):
     @computing
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode latents (4 * channels, height, width) to pixels, about -1 to 1, not clipped."""
-        mean, deviation = _moments(self.module.bn, self._eps, latents)
+        mean, deviation = _compute_moments(self.module.bn, self._eps, latents)
         _, rows, columns = latents.shape
         patches = (latents * deviation + mean).reshape(-1, PATCH, PATCH, rows, columns)
         cells = patches.permute(0, 3, 1, 4, 2).reshape(-1, PATCH * rows, PATCH * columns)
@@ -132,11 +132,13 @@ class Flux2Encoder(EncoderHalf):
         rows, columns = height // PATCH, width // PATCH
         patches = cells.reshape(channels, rows, PATCH, columns, PATCH).permute(0, 2, 4, 1, 3)
         patches = patches.reshape(-1, rows, columns)
-        mean, deviation = _moments(self.module.bn, self._eps, patches)
+        mean, deviation = _compute_moments(self.module.bn, self._eps, patches)
         return (patches - mean) / deviation
 
 
-def _moments(norm: Any, eps: float, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_moments(
+    norm: Any, eps: float, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     mean, variance = norm.running_mean[:, None, None], norm.running_var[:, None, None]
     return mean.to(like.dtype), torch.sqrt(variance.float() + eps).to(like.dtype)
 

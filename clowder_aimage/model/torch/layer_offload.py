@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 
-def layers_of(module: Any) -> Iterator[tuple[str, Any]]:
+def iter_layers(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield the layers of a network, by name: the members of its lists."""
     for name, child in module.named_children():
         if isinstance(child, torch.nn.ModuleList):
             yield from ((f"{name}.{index}", layer) for index, layer in enumerate(child))
 
 
-def least_count(module: Any, counts: Mapping[str, int]) -> int:
+def compute_least_count(module: Any, counts: Mapping[str, int]) -> int:
     """Return the values on the device at most, by the ``counts`` of parameters: one layer's."""
-    layers = dict.fromkeys((name for name, _ in layers_of(module)), 0)
+    layers = dict.fromkeys((name for name, _ in iter_layers(module)), 0)
     resident = 0
     for name, count in counts.items():
         layer = ".".join(name.split(".", 2)[:2])

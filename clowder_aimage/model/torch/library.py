@@ -12,8 +12,8 @@ import torch
 
 from clowder_aimage.errors import ModelError, NoMemoryError
 from clowder_aimage.model.flow.array_library import MIB, Floats
-from clowder_aimage.model.library_choice import TorchTuning, type_name
-from clowder_aimage.model.torch.device import CPU, CUDA, MPS, device_warning, select_device
+from clowder_aimage.model.library_choice import TorchTuning, choose_dtype_name
+from clowder_aimage.model.torch.device import CPU, CUDA, MPS, describe_unused_device, select_device
 from clowder_aimage.model.torch.step_cache import TorchStepCache
 from clowder_aimage.model.torch.tuning import check_compiler
 
@@ -130,8 +130,10 @@ class TorchLibrary:
         """
         tuning = tuning or TorchTuning()
         device = select_device(tuning.device)
-        library = cls(device, getattr(torch, type_name(dtype, is_gpu=device != CPU)), tuning)
-        library.warning = device_warning(tuning.device)
+        library = cls(
+            device, getattr(torch, choose_dtype_name(dtype, is_gpu=device != CPU)), tuning
+        )
+        library.warning = describe_unused_device(tuning.device)
         if tuning.compile:
             check_compiler(device)
         return library
@@ -147,7 +149,7 @@ class TorchLibrary:
             kind = f" ({torch.cuda.get_device_name(torch.device(self.device))})"
         return f"torch {torch.__version__.partition('+')[0]} {self.device}{kind}"
 
-    def offloads(self, types: Collection[str | None]) -> bool:
+    def can_offload(self, types: Collection[str | None]) -> bool:
         """Return True if layers can be on the device one by one, for the types of their tensors.
 
         Compiled layers cannot. On a CPU only tensors that are converted take memory at all, and
@@ -158,18 +160,18 @@ class TorchLibrary:
         return self.device != CPU or (None not in types and {*types} != {_TYPES[self.dtype]})
 
     @computing
-    def array(self, values: npt.NDArray[Any]) -> torch.Tensor:
+    def to_array(self, values: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     @computing
-    def floats(self, array: torch.Tensor) -> Floats:
+    def to_floats(self, array: torch.Tensor) -> Floats:
         values: Floats = array.to(CPU, torch.float32).numpy()
         return values
 
     @computing
-    def colours(self, array: torch.Tensor) -> Floats:
-        return self.floats((array * 0.5 + 0.5).clamp(0, 1))
+    def to_colours(self, array: torch.Tensor) -> Floats:
+        return self.to_floats((array * 0.5 + 0.5).clamp(0, 1))
 
     def evaluate(self, *arrays: Any) -> None:  # noqa: ARG002 - nothing is lazy
         return
@@ -177,9 +179,9 @@ class TorchLibrary:
     def step_cache(self, threshold: float) -> TorchStepCache:
         return TorchStepCache(threshold)
 
-    def decoding(self, width: int, pixels: int) -> float:
+    def estimate_decoding_memory(self, width: int, pixels: int) -> float:
         return 5 * pixels * width * self.itemsize
 
-    def transforming(self, width: int, hidden: int, heads: int, length: int) -> float:
+    def estimate_layer_memory(self, width: int, hidden: int, heads: int, length: int) -> float:
         scores = min(2 * heads * length**2 * self.itemsize, _SCORES)
         return length * (8 * width + 3 * hidden) * self.itemsize + scores

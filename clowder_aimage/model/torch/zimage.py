@@ -37,7 +37,7 @@ class ZImageNetwork(DiffusersNetwork):
         count = "n_layers", config.n_layers
         self.module = stack_layers(ZImageTransformer2DModel, fields, layers=count)
 
-    def caption(self, features: torch.Tensor) -> Caption:
+    def build_caption(self, features: torch.Tensor) -> Caption:
         """Return text features (length, channels); every step refines them."""
         return Caption(features)
 
@@ -55,7 +55,7 @@ class ZImageNetwork(DiffusersNetwork):
         With a ``cache``, all layers but the first may be skipped. ``hints`` returns those of a
         control network, by layer; they are not made if layers are skipped.
         """
-        arguments = _arguments(latents, time, caption)
+        arguments = _build_arguments(latents, time, caption)
         if cache is None:
             output = self.module(*arguments, controlnet_block_samples=hints(), return_dict=False)
         else:
@@ -72,12 +72,12 @@ class ZImageNetwork(DiffusersNetwork):
 def _wrap_layers(layers: Any, cache: TorchStepCache, hints: Hints) -> tuple[Any, Any]:
     """Return the first layer, and all others with the hints, skipped by the cache."""
 
-    def first(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def run_first(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         after: torch.Tensor = layers[0](x, *arguments)
         cache.begin(x, after)
         return after
 
-    def others(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    def run_others(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         def run(x: torch.Tensor) -> torch.Tensor:
             layer_hints = hints()
             for index, layer in enumerate(layers):
@@ -87,7 +87,7 @@ def _wrap_layers(layers: Any, cache: TorchStepCache, hints: Hints) -> tuple[Any,
 
         return cache.end(x, run)
 
-    return first, others
+    return run_first, run_others
 
 
 class ControlNetwork(DiffusersNetwork):
@@ -120,7 +120,7 @@ class ControlNetwork(DiffusersNetwork):
     ) -> Any:
         """Return the hints of a forward pass of the transformer with the same arguments."""
         module = ZImageControlNetModel.from_transformer(self.module, transformer.module)
-        arguments = _arguments(latents, time, caption)
+        arguments = _build_arguments(latents, time, caption)
         return module(*arguments, [cells[:, None]], conditioning_scale=strength)
 
     def skip(self, name: str) -> bool:
@@ -148,7 +148,7 @@ class KlEncoder(EncoderHalf):
         super().__init__(AutoencoderKL, fields)
 
 
-def _arguments(
+def _build_arguments(
     latents: torch.Tensor, time: float, caption: Caption
 ) -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
     times = torch.tensor([time], dtype=torch.float32, device=latents.device)

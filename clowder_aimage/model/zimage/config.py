@@ -63,21 +63,21 @@ class TransformerConfig:
             ModelError: A field is missing, malformed or unsupported.
         """
         fields = ConfigFields(name, values)
-        fields.only("all_patch_size", [PATCH])
-        fields.only("all_f_patch_size", [1])
+        fields.check_value("all_patch_size", [PATCH])
+        fields.check_value("all_f_patch_size", [1])
         config = cls(
-            in_channels=fields.integer("in_channels", 16, maximum=4096),
-            dim=fields.integer("dim", 3840),
-            n_layers=fields.integer("n_layers", 30, maximum=MAX_LAYERS),
-            n_refiner_layers=fields.integer("n_refiner_layers", 2, maximum=MAX_LAYERS),
-            n_heads=fields.integer("n_heads", 30),
-            norm_eps=fields.positive("norm_eps", 1e-5, maximum=1.0),
-            qk_norm=fields.boolean("qk_norm", True),
-            cap_feat_dim=fields.integer("cap_feat_dim", 2560),
-            rope_theta=fields.number("rope_theta", 256.0, minimum=MIN_THETA),
-            t_scale=fields.number("t_scale", 1000.0, minimum=-_MAX_SCALE, maximum=_MAX_SCALE),
-            axes_dims=fields.integers("axes_dims", (32, 48, 48)),
-            axes_lens=fields.integers("axes_lens", (1024, 512, 512)),
+            in_channels=fields.get_integer("in_channels", 16, maximum=4096),
+            dim=fields.get_integer("dim", 3840),
+            n_layers=fields.get_integer("n_layers", 30, maximum=MAX_LAYERS),
+            n_refiner_layers=fields.get_integer("n_refiner_layers", 2, maximum=MAX_LAYERS),
+            n_heads=fields.get_integer("n_heads", 30),
+            norm_eps=fields.get_positive("norm_eps", 1e-5, maximum=1.0),
+            qk_norm=fields.get_boolean("qk_norm", True),
+            cap_feat_dim=fields.get_integer("cap_feat_dim", 2560),
+            rope_theta=fields.get_number("rope_theta", 256.0, minimum=MIN_THETA),
+            t_scale=fields.get_number("t_scale", 1000.0, minimum=-_MAX_SCALE, maximum=_MAX_SCALE),
+            axes_dims=fields.get_integers("axes_dims", (32, 48, 48)),
+            axes_lens=fields.get_integers("axes_lens", (1024, 512, 512)),
         )
         fields.accept_quantization()
         # Fields without a meaning for these networks; all others must have been read
@@ -109,12 +109,12 @@ class VaeConfig(AutoencoderConfig):
         """
         fields = ConfigFields(name, values)
         for key in ("latents_mean", "latents_std"):
-            if fields.raw(key) is not None:
+            if fields.get_raw(key) is not None:
                 raise fields.refuse(key, "Z-Image scales latents by one factor, not by channel")
         config = cls(
             **cls.read(fields),
-            scaling_factor=fields.number("scaling_factor", 0.18215, minimum=1e-6, maximum=1e6),
-            shift_factor=fields.number("shift_factor", minimum=-_MAX_SCALE, maximum=_MAX_SCALE),
+            scaling_factor=fields.get_number("scaling_factor", 0.18215, minimum=1e-6, maximum=1e6),
+            shift_factor=fields.get_number("shift_factor", minimum=-_MAX_SCALE, maximum=_MAX_SCALE),
         )
         cls.finish(fields)
         return config

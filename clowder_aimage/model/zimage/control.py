@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from clowder_aimage.model.backend import Network, mx
 from clowder_aimage.model.compute.array_block import Array, to_fastest
-from clowder_aimage.model.compute.operation import Linear, library
+from clowder_aimage.model.compute.operation import Linear, get_library
 from clowder_aimage.model.flow.conditioning import Caption
 from clowder_aimage.model.flow.rope import Table
 from clowder_aimage.model.zimage.config import PATCH, TransformerConfig
@@ -81,7 +81,8 @@ class ControlNet(Network):
         refined = transformer.refine(image, refiner_hints)
         words = to_fastest(caption.tokens)
         tokens, context = (
-            library(words).concatenate([sequence, words], axis=1) for sequence in (refined, context)
+            get_library(words).concatenate([sequence, words], axis=1)
+            for sequence in (refined, context)
         )
         rope = image.with_caption(caption)
         _, hints = _run(self.control_layers, context, tokens, rope, image.time)

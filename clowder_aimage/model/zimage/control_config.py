@@ -54,22 +54,22 @@ class ControlNetConfig:
     ) -> ControlNetConfig:
         """Read its ``config.json``. Raises ModelError: a field is malformed or unsupported."""
         fields = ConfigFields(name, values)
-        fields.only("all_patch_size", [PATCH])
-        fields.only("all_f_patch_size", [1])
-        fields.only("dim", base.dim)
-        fields.only("n_heads", base.n_heads)
-        fields.only("n_refiner_layers", base.n_refiner_layers)
-        refiner = fields.text("add_control_noise_refiner", PLAIN)
+        fields.check_value("all_patch_size", [PATCH])
+        fields.check_value("all_f_patch_size", [1])
+        fields.check_value("dim", base.dim)
+        fields.check_value("n_heads", base.n_heads)
+        fields.check_value("n_refiner_layers", base.n_refiner_layers)
+        refiner = fields.get_text("add_control_noise_refiner", PLAIN)
         if refiner not in (LAYERS, REFINER, PLAIN):
             raise fields.refuse("add_control_noise_refiner", f"expected {LAYERS} or {REFINER}")
         block = replace(
             base,
-            norm_eps=fields.positive("norm_eps", 1e-5, maximum=1.0),
-            qk_norm=fields.boolean("qk_norm", True),
+            norm_eps=fields.get_positive("norm_eps", 1e-5, maximum=1.0),
+            qk_norm=fields.get_boolean("qk_norm", True),
         )
-        places = _places(fields, "control_layers_places", base.n_layers)
-        within = _places(fields, "control_refiner_layers_places", base.n_refiner_layers)
-        channels = fields.integer("control_in_dim", maximum=4096)
+        places = _parse_places(fields, "control_layers_places", base.n_layers)
+        within = _parse_places(fields, "control_refiner_layers_places", base.n_refiner_layers)
+        channels = fields.get_integer("control_in_dim", maximum=4096)
         fields.finish("n_kv_heads", "torch_dtype", "dtype")
         # The reference asserts it
         if not places or places[0]:
@@ -87,11 +87,11 @@ class ControlNetConfig:
         """
         names = set(weights)
         count = controlnet.count_layers(names)
-        channels = weights.shape(controlnet.EMBEDDER)[1] // PATCH**2
+        channels = weights.get_shape(controlnet.EMBEDDER)[1] // PATCH**2
         places = tuple(index * base.n_layers // count for index in range(count))
         # In files of 2.0 the refiner's first block has no projection, or one of zeros: the layers
         # make its hints, and the refiner is unused
-        if _BEFORE in names and np.any(weights.numpy(_BEFORE)):
+        if _BEFORE in names and np.any(weights.read_numpy(_BEFORE)):
             refiner = REFINER
         else:
             refiner = PLAIN if channels == base.in_channels else LAYERS
@@ -101,8 +101,8 @@ class ControlNetConfig:
         return cls(channels, places, tuple(range(hints)), refiner, block)
 
 
-def _places(fields: ConfigFields, key: str, count: int) -> tuple[int, ...]:
-    value = fields.raw(key, [])
+def _parse_places(fields: ConfigFields, key: str, count: int) -> tuple[int, ...]:
+    value = fields.get_raw(key, [])
     if not isinstance(value, list) or not all(type(index) is int for index in value):
         raise fields.refuse(key, "must be a list of whole numbers")
     if value != sorted(set(value)) or not all(0 <= index < count for index in value):

@@ -16,7 +16,7 @@ import numpy as np
 from clowder_aimage.content.store import BlobFiles
 from clowder_aimage.dialect.aimage import AImage
 from clowder_aimage.errors import UsageError
-from clowder_aimage.generation.check import wrong
+from clowder_aimage.generation.check import build_parameter_error
 from clowder_aimage.generation.request import GenerateRequest
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import read_config
@@ -27,7 +27,7 @@ from clowder_aimage.model.flow.memory_budget import Module
 from clowder_aimage.model.flow.networks import FlowNetworks
 from clowder_aimage.model.flow.picture_encoder import PictureEncoder, to_values
 from clowder_aimage.model.flow.picture_size import Sides
-from clowder_aimage.model.flow.picture_start import EncodedPicture, cells_of
+from clowder_aimage.model.flow.picture_start import EncodedPicture, find_painted_cells
 from clowder_aimage.model.flow.scheduler import FlowScheduler, Schedule
 from clowder_aimage.model.pipeline import PictureInput
 from clowder_aimage.model.zimage.config import (
@@ -38,7 +38,7 @@ from clowder_aimage.model.zimage.config import (
     pad_length,
 )
 from clowder_aimage.model.zimage.control_config import ControlNetConfig, to_input
-from clowder_aimage.model.zimage.latent_colour import colours, has_colours
+from clowder_aimage.model.zimage.latent_colour import has_colours, to_rgb
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class Control:
     cells: Any
     strength: float
 
-    def hints(self, transformer: Any, latents: Any, time: float, caption: Any) -> Any:
+    def compute_hints(self, transformer: Any, latents: Any, time: float, caption: Any) -> Any:
         """Return the hints of a forward pass of the transformer."""
         arguments = transformer, latents, time, caption
         return self.network()(*arguments, self.cells, self.strength)
@@ -120,14 +120,14 @@ class ZImage:
     def check_length(self, tokens: int) -> None:
         positions = self.transformer.axes_lens[0]
         if pad_length(tokens) + 2 > positions:
-            raise wrong(
+            raise build_parameter_error(
                 "prompt", f"is too long: {tokens} tokens and padding exceed {positions} positions"
             )
 
-    def weight(self, request: GenerateRequest) -> float:
+    def compute_guidance_weight(self, request: GenerateRequest) -> float:
         return request.guidance.scale
 
-    def latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
+    def compute_latent_shape(self, request: GenerateRequest) -> tuple[int, int, int]:
         scale = self.vae.scale
         return (
             self.transformer.in_channels,
@@ -162,9 +162,9 @@ class ZImage:
             config: ControlNetConfig = control.config
             is_inside = pictures.mask is not None and config.has_mask
             hidden = self._mask(pictures, encoder) if is_inside else None
-            values = to_input(config, encoder.mode(to_values(pictures.control)), hidden)
+            values = to_input(config, encoder.encode_mode(to_values(pictures.control)), hidden)
             strength = request.control.strength or 0.0
-            inputs = Control(control.get, encoder.library.array(values), strength)
+            inputs = Control(control.get, encoder.library.to_array(values), strength)
         encoded = None if is_inside and request.input.strength == 1 else encoder.begin(pictures)
         encoder.finish()
         return encoded, inputs
@@ -173,9 +173,9 @@ class ZImage:
         """Return the cells to paint, and the scaled latents of the picture without them."""
         assert pictures.pixels is not None and pictures.mask is not None  # noqa: S101 - was checked
         values = to_values(pictures.pixels) * (pictures.mask < 128)[..., None]
-        return cells_of(pictures.mask, self.vae.scale), encoder.mode(values)
+        return find_painted_cells(pictures.mask, self.vae.scale), encoder.encode_mode(values)
 
-    def direction(
+    def predict_velocity(
         self,
         transformer: Any,
         latents: Any,
@@ -187,9 +187,9 @@ class ZImage:
         arguments = latents, time, caption
         hints: Callable[[], Any] = dict
         if inputs is not None:
-            hints = partial(inputs.hints, transformer, *arguments)
+            hints = partial(inputs.compute_hints, transformer, *arguments)
         return transformer(*arguments, cache, hints)
 
     @property
     def draft(self) -> Callable[[Floats], Pixels] | None:
-        return partial(colours, scale=self.vae.scale // 2) if has_colours(self.vae) else None
+        return partial(to_rgb, scale=self.vae.scale // 2) if has_colours(self.vae) else None

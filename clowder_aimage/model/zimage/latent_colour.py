@@ -42,7 +42,7 @@ def has_colours(config: VaeConfig) -> bool:
     return numbers == (0.3611, 0.1159) and channels == (len(_FACTORS), _WIDTHS)
 
 
-def colours(latents: npt.NDArray[np.float32], scale: int) -> npt.NDArray[np.uint8]:
+def to_rgb(latents: npt.NDArray[np.float32], scale: int) -> npt.NDArray[np.uint8]:
     """Return latents (16, height, width), scaled and shifted, as an RGB picture.
 
     Its sides are ``scale`` times those of the latents; values between cells are interpolated.

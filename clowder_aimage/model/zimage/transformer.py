@@ -20,16 +20,16 @@ from clowder_aimage.model.compute.operation import (
     Linear,
     RMSNorm,
     add,
-    library,
+    get_library,
     modulate,
     silu,
     swiglu_in_place,
 )
 from clowder_aimage.model.flow.conditioning import Caption
-from clowder_aimage.model.flow.rope import Table, axes_table, rotate_pairs
+from clowder_aimage.model.flow.rope import Table, build_axes_table, rotate_pairs
 from clowder_aimage.model.flow.rope_config import place_pixels
 from clowder_aimage.model.flow.step_cache import StepCache
-from clowder_aimage.model.flow.time_embedding import FREQUENCIES, sinusoid
+from clowder_aimage.model.flow.time_embedding import FREQUENCIES, embed_time
 from clowder_aimage.model.zimage.config import PATCH, TransformerConfig, pad_length
 
 TIME_HIDDEN = 1024
@@ -109,7 +109,7 @@ class Block(Network):
             mixed = self.attention(self.attention_norm1(x), rope)
             x = add(x, mixed, norm=self.attention_norm2)
             return add(x, self.feed_forward(self.ffn_norm1(x)), norm=self.ffn_norm2)
-        arrays = library(x)
+        arrays = get_library(x)
         modulation = arrays.split(self.adaLN_modulation(time)[:, None], 4, axis=-1)
         attention_scale, attention_gate, ffn_scale, ffn_gate = modulation
         mixed = self.attention(modulate(self.attention_norm1, x, attention_scale), rope)
@@ -144,7 +144,7 @@ class TimestepEmbedder(Network):
     def __call__(self, time: float) -> Array:
         """Embed time, which is already scaled; returns (1, modulation_dim)."""
         # The weight may be quantized: only the bias has the compute type
-        features = mx.array(sinusoid(time))[None].astype(self.linear1.bias.dtype)
+        features = mx.array(embed_time(time))[None].astype(self.linear1.bias.dtype)
         return self.linear2(silu(self.linear1(features)))
 
 
@@ -188,12 +188,12 @@ class Transformer(Network):
         self.cap_pad_token = mx.zeros((1, config.dim))
         self.layers = [Block(config, modulated=True) for _ in range(config.n_layers)]
 
-    def caption(self, features: mx.array) -> Caption:
+    def build_caption(self, features: mx.array) -> Caption:
         """Embed and refine text features of shape (length, cap_feat_dim)."""
         tokens = fill(self.cap_linear(self.cap_norm(features)), self.cap_pad_token)
         positions = np.zeros((tokens.shape[1], 3), dtype=np.int64)
         positions[:, 0] = np.arange(1, tokens.shape[1] + 1)
-        rope, x = self._rope(positions), to_fastest(tokens)
+        rope, x = self._build_rope(positions), to_fastest(tokens)
         for block in self.context_refiner:
             x = block(x, rope)
         return Caption(to_mlx(x), rope)
@@ -217,7 +217,7 @@ class Transformer(Network):
         rows, columns = height // PATCH, width // PATCH
         image = self.embed(latents, time, caption)
         parts = self.refine(image, {}), to_fastest(caption.tokens)
-        sequence = library(image.tokens).concatenate(parts, axis=1)
+        sequence = get_library(image.tokens).concatenate(parts, axis=1)
         rope = image.with_caption(caption)
         conditions = rope, image.time
 
@@ -243,23 +243,23 @@ class Transformer(Network):
         tokens = fill(self.x_embedder(to_patches(latents)), self.x_pad_token)
         shape = height // PATCH, width // PATCH, tokens.shape[1], caption.tokens.shape[1]
         moment = to_fastest(embedded.astype(latents.dtype))
-        return ImageTokens(to_fastest(tokens), self._image_rope(*shape), moment)
+        return ImageTokens(to_fastest(tokens), self._build_image_rope(*shape), moment)
 
     def refine(self, image: ImageTokens, hints: Hints) -> Array:
         """Return refined image tokens; ``hints`` are added after the refiner's layers."""
         return _run(self.noise_refiner, image.tokens, image.rope, image.time, hints)
 
-    def _image_rope(self, rows: int, columns: int, length: int, caption: int) -> Table:
+    def _build_image_rope(self, rows: int, columns: int, length: int, caption: int) -> Table:
         """Return the table for image tokens at (caption + 1, row, column) and pads at (0, 0, 0)."""
         positions = np.zeros((length, 3), dtype=np.int64)
         tokens = positions[: rows * columns]
         # The first axis counts the caption from 1; the picture follows as one position
         tokens[:, 0] = caption + 1
         place_pixels(tokens, rows, columns)
-        return self._rope(positions)
+        return self._build_rope(positions)
 
-    def _rope(self, positions: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> Table:
-        return axes_table(positions, self.config.axes_dims, self.config.rope_theta)
+    def _build_rope(self, positions: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> Table:
+        return build_axes_table(positions, self.config.axes_dims, self.config.rope_theta)
 
     @staticmethod
     def sanitize(name: str) -> str:
