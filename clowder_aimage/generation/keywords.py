@@ -29,7 +29,7 @@ class PictureKeywords(TypedDict, total=False):
     guidance_end: float | None
     # Limit of a guided step, as a multiple of the unguided one; 0 for no limit.
     cfg_normalization: float | None
-    # What to avoid; requires guidance above 0.
+    # Content to avoid; requires guidance above 0.
     negative: str | None
     # Part of the steps that are done. Default: 0.6; 1 with a mask or expand; 0.2 with upscale.
     strength: float | None

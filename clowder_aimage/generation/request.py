@@ -140,7 +140,7 @@ class Guidance:
     negative: Annotated[
         str | None,
         MaxLen(MAX_TEXT),
-        Words("What to avoid; requires guidance above 0.", field="negative_prompt"),
+        Words("Content to avoid; requires guidance above 0.", field="negative_prompt"),
     ] = None
 
     def __post_init__(self) -> None:

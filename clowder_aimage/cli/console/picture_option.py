@@ -36,7 +36,7 @@ picture_options = options(
     _option(
         "--mask",
         metavar="SOURCE",
-        help="Paint only what is white in this picture; 'alpha': what is transparent in --image.",
+        help="Paint only the white area of this picture; 'alpha': the transparent area of --image.",
     ),
     parameter_options(ImageInput, without=("image", "mask", "references"), section=PictureOption),
     _option(

@@ -15,7 +15,9 @@ from clowder_aimage.layout.gc import Collection, Collector
 
 @examples("aimage gc --dry-run", "aimage gc --max-size 200GB --keep 'team/*'")
 @verb
-@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
+@click.option(
+    "--dry-run", is_flag=True, help="Show the names and blobs to remove, and remove none."
+)
 @click.option(
     "--max-size",
     metavar="SIZE",
@@ -42,7 +44,8 @@ def gc(
 ) -> None:
     """Remove blobs that no name in the store needs, and downloads that were interrupted a week ago.
 
-    Pinned names, names that match --keep, and what a running pull, push or worker uses are kept.
+    Pinned names, names that match --keep, and the content in use by a running pull, push or worker
+    are kept.
     """
     done = Collector(get_settings().layout, grace=grace, dry_run=dry_run).run(
         max_age=max_age, max_size=max_size, keep=keep

@@ -30,7 +30,7 @@ def ls(registry: str) -> None:
     """List the repositories of the registry HOST, one per line, in the registry's order.
 
     With PREFIX, list PREFIX itself and the repositories below it. Not every registry has such a
-    list, and the list may have only what your account can read.
+    list, and the list may have only the repositories that your account can read.
     """
     from clowder_aimage.registry import list_repositories
 

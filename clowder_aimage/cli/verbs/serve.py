@@ -239,7 +239,7 @@ allow_origin_option = click.option(
 @click.option(
     "--pull",
     type=click.Choice(["never", "if-missing", "always"]),
-    help="Whether to pull the model of a request. [default: if-missing]",
+    help="When to pull the model of a request. [default: if-missing]",
 )
 @click.option(
     "--stream-format",
