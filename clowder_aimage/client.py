@@ -21,7 +21,7 @@ from clowder_aimage.export import export
 from clowder_aimage.importer import Provenance, Recipe
 from clowder_aimage.importer.hub_model import HubName, find_model
 from clowder_aimage.importer.model_source import ModelForm
-from clowder_aimage.importer.request_default import request_defaults
+from clowder_aimage.importer.request_default import build_request_defaults
 from clowder_aimage.layout import ImageLayout, LayeredStore
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.oci import Digest, Reference, mediatype
@@ -252,7 +252,7 @@ def create(
         (store or Store()).layout,
         reference,
         Path(path),
-        provenance=Provenance(license, source, defaults=request_defaults(steps, guidance)),
+        provenance=Provenance(license, source, defaults=build_request_defaults(steps, guidance)),
         recipe=Recipe.parse(dtype, quantize),
         on_survey=counter.begin,
         on_surveyed=counter.advance,

@@ -115,7 +115,7 @@ def build_vendor_config(
         values = (parse(candidate) for candidate in candidates.get(key, ()))
         value = next((value for value in values if value is not None), None)
         if key == "format":
-            value = _format(layers) or value
+            value = _find_format(layers) or value
         if value is not None:
             properties[key] = value
     properties["size"] = sum(layer.descriptor.size for layer in layers)
@@ -136,7 +136,7 @@ def read_count(candidate: object) -> int | None:
     return count if count <= _MAX_COUNT else None
 
 
-def _format(layers: Sequence[Layer]) -> str | None:
+def _find_format(layers: Sequence[Layer]) -> str | None:
     """Return the format of the layers in Clowder's words: vendors use different names."""
     formats = {FORMATS.get(layer.descriptor.media_type) for layer in layers}
     return next((word for word in FORMATS.values() if word in formats), None)

@@ -58,7 +58,7 @@ class CatalogRoutes:
             descriptors = await self._cache.list_referrers(repository, subject)
         query = request.query
         body, following = await run_io(
-            lambda: _index(
+            lambda: _build_index(
                 self._find(repository, subject) if descriptors is None else descriptors,
                 query.get("artifactType"),
                 query.get("last", ""),
@@ -77,7 +77,9 @@ class CatalogRoutes:
         return [summary.listed for summary in summaries if summary.subject == subject]
 
 
-def _index(referrers: list[Descriptor], artifact_type: str | None, last: str) -> tuple[bytes, str]:
+def _build_index(
+    referrers: list[Descriptor], artifact_type: str | None, last: str
+) -> tuple[bytes, str]:
     """Return a page of an index of referrers by digest, and its last digest if there are more."""
     entries: list[bytes] = []
     size, following = 0, ""

@@ -142,7 +142,7 @@ class SandboxedTemplate:
             self._template = self._environment.from_string(source)
         except Exception as error:
             # Python's compiler raises errors of its own, such as RecursionError.
-            raise _render_error(error) from None
+            raise _build_render_error(error) from None
 
     def render(self, values: Mapping[str, Any]) -> str:
         """Return the text. Raises RenderError."""
@@ -152,10 +152,10 @@ class SandboxedTemplate:
                 return self._template.render(values)
             except Exception as error:
                 # An expression may raise any exception.
-                raise _render_error(error) from None
+                raise _build_render_error(error) from None
 
 
-def _render_error(error: Exception) -> RenderError:
+def _build_render_error(error: Exception) -> RenderError:
     if isinstance(error, jinja2.TemplateSyntaxError):
         text, line = (error.message or "").rstrip("."), error.lineno
         return RenderError(text, type(error).__name__, line)
@@ -408,26 +408,26 @@ class _Charges(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        step = _filter(nodes.Const(None, lineno=node.lineno), "_admit")
+        step = _build_filter(nodes.Const(None, lineno=node.lineno), "_admit")
         node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
         if node.test is not None:
-            node.test = _filter(node.test, "_admit")
+            node.test = _build_filter(node.test, "_admit")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _filter(nodes.List(node.nodes, lineno=node.lineno), "_concat")
+        return _build_filter(nodes.List(node.nodes, lineno=node.lineno), "_concat")
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        return _filter(node, "_admit") if isinstance(node.arg, nodes.Slice) else node
+        return _build_filter(node, "_admit") if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
         return node if node.ctx != "load" else self._admit_node(node)
 
     def _admit_node(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(node, "_admit")
+        return _build_filter(node, "_admit")
 
     visit_Compare = visit_Dict = visit_List = _admit_node  # noqa: N815
 
@@ -439,7 +439,7 @@ class _Namespace(Namespace):
         return "<Namespace>"
 
 
-def _filter(node: nodes.Node, name: str) -> nodes.Filter:
+def _build_filter(node: nodes.Node, name: str) -> nodes.Filter:
     assert isinstance(node, nodes.Expr)  # noqa: S101
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 

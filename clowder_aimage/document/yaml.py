@@ -49,7 +49,7 @@ def read_yaml(text: str, file: str, hint: str | None = None) -> tuple[Any, Lines
         return None if root is None else _build_value(root, (), lines), lines
     except yaml.YAMLError as error:
         line, message = _describe_syntax_error(error, text)
-    raise FormatError(f"{position(file, line)}: {message}", hint=hint)
+    raise FormatError(f"{format_position(file, line)}: {message}", hint=hint)
 
 
 def find_json_lines(text: str) -> Lines:
@@ -60,7 +60,7 @@ def find_json_lines(text: str) -> Lines:
         return {}
 
 
-def position(file: str, line: int) -> str:
+def format_position(file: str, line: int) -> str:
     """Format a file and a line for messages; the file alone for line 0."""
     return f"{file}, line {line}" if line else file
 

@@ -22,7 +22,7 @@ from clowder_aimage.formats.weight_file import (
     WeightEntry,
     WeightFile,
     build_entries,
-    index_file,
+    build_index_file,
     is_modelopt,
     plan_weight_files,
 )
@@ -171,7 +171,7 @@ class ExportPlanner:
             name = _join_name(component, file.name)
             self._generated[name] = (file.header, file.size)
             self._place(name, file)
-        if (index := index_file(stem, files)) is not None:
+        if (index := build_index_file(stem, files)) is not None:
             self._generated[_join_name(component, index[0])] = (index[1], len(index[1]))
         if any(weight.quantization for weight in weights):
             self._quantized[component] = MODELOPT if any(map(is_modelopt, weights)) else MLX

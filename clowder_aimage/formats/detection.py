@@ -58,7 +58,7 @@ def detect(path: Path) -> str:
 
 
 def _detect_file(path: Path) -> str:
-    start, ending = model_tree.start_of(path), path.suffix.lower()
+    start, ending = model_tree.read_start(path), path.suffix.lower()
     model_tree.check_not_pointer(path, start)
     if start.startswith((gguf_header.MAGIC, gguf_header.BIG_ENDIAN, *gguf_header.OLDER)):
         return gguf.FORMAT

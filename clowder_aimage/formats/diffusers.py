@@ -18,7 +18,7 @@ from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.formats import model_tree, shard_index
 from clowder_aimage.formats.inventory import Component, Inventory
 from clowder_aimage.formats.prequantized import read_quantized
-from clowder_aimage.formats.shard_index import build_header_files, of_variant, read_weights
+from clowder_aimage.formats.shard_index import build_header_files, read_weights, select_variant
 from clowder_aimage.formats.transformers import TEXTS
 from clowder_aimage.formats.weight_file import STEMS, are_usual
 from clowder_aimage.tensor.weight import Weight
@@ -102,7 +102,7 @@ def take_inventory(directory: Path, variant: str = "") -> Inventory:
         ),
         files=(build_file(directory, directory / MODEL_INDEX),),
         license=model_tree.read_license(directory),
-        defaults=request_defaults(family, index),
+        defaults=read_request_defaults(family, index),
     )
 
 
@@ -116,7 +116,7 @@ def find_reference_limit(properties: Mapping[str, Any]) -> int:
     return _REFERENCES.get(str(family), 0)
 
 
-def request_defaults(family: str, index: Mapping[str, Any]) -> Mapping[str, Any]:
+def read_request_defaults(family: str, index: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the defaults of requests to a model with this index."""
     return _FLUX2_DEFAULTS[index.get("is_distilled") is True] if family == FLUX2 else {}
 
@@ -194,7 +194,9 @@ def _build_generic_component(root: Path, name: str, entry: list[str], variant: s
     directory = _resolve_directory(root, name) if name else root
     top = model_tree.find_boundary(root)
     files_by_name = {path.name: path for path in model_tree.list_directory(top, directory)}
-    paths = [files_by_name[file_name] for file_name in sorted(of_variant(files_by_name, variant))]
+    paths = [
+        files_by_name[file_name] for file_name in sorted(select_variant(files_by_name, variant))
+    ]
     texts = [p for p in paths if p.suffix in TEXTS and ".index." not in p.name]
     files = tuple(build_file(root, path) for path in texts)
     has_config = "config.json" in files_by_name
@@ -263,7 +265,7 @@ def _build_component(
     directory = _resolve_directory(root, name)
     paths = model_tree.list_directory(root, directory, model_tree.PICKLED)
     if variant:
-        chosen = of_variant((path.name for path in paths), variant)
+        chosen = select_variant((path.name for path in paths), variant)
         paths = [path for path in paths if path.name in chosen]
     if name == "tokenizer":
         _check_tokenizer(root, {path.name for path in paths})

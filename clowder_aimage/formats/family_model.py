@@ -25,7 +25,7 @@ from clowder_aimage.formats.diffusers import (
     MODEL_INDEX,
     build_file,
     list_tokenizer_files,
-    request_defaults,
+    read_request_defaults,
 )
 from clowder_aimage.formats.family_weights import FamilyWeights, list_tensors, read_family
 from clowder_aimage.formats.inventory import Component, Inventory
@@ -148,7 +148,7 @@ class _FamilyModel:
             components=tuple(sorted([*components, *small], key=lambda component: component.name)),
             files=(index, *self._build_headers()),
             license=model_tree.read_license(self._root) if self._root else None,
-            defaults=request_defaults(self._family.name, self._index),
+            defaults=read_request_defaults(self._family.name, self._index),
         )
 
     def _read_index(self) -> Mapping[str, Any]:

@@ -144,7 +144,7 @@ class _Cursor:
     def read_number(self, form: struct.Struct, label: str) -> Any:
         return form.unpack(self.take(form.size, label))[0]
 
-    def count(self, label: str, min_size: int, limit: int) -> int:
+    def read_count(self, label: str, min_size: int, limit: int) -> int:
         """Read a count of items of at least ``min_size`` bytes each."""
         position = self.position
         count: int = self.read_number(_U64, f"the number of {label}")
@@ -187,7 +187,7 @@ class _Cursor:
 
     def read_item_count(self, label: str, min_size: int) -> int:
         """Read the item count of a list; the total over all lists of a file is bounded."""
-        count = self.count(label, min_size, MAX_ITEMS)
+        count = self.read_count(label, min_size, MAX_ITEMS)
         self._items += count
         if self._items > MAX_ITEMS:
             raise FormatError(f"at byte {self.position}, lists contain more than {MAX_ITEMS} items")
@@ -204,8 +204,8 @@ def read_header(file: BinaryIO, size: int, *, is_whole: bool = False) -> GgufHea
     """
     cursor = _Cursor(file, size)
     version = _read_version(cursor)
-    tensor_count = cursor.count("tensors", _LEAST_TENSOR, MAX_TENSORS)
-    pairs = cursor.count("metadata", _LEAST_PAIR, MAX_KEYS)
+    tensor_count = cursor.read_count("tensors", _LEAST_TENSOR, MAX_TENSORS)
+    pairs = cursor.read_count("metadata", _LEAST_PAIR, MAX_KEYS)
     metadata = _read_metadata(cursor, pairs, is_whole)
     alignment: int = metadata.get(_ALIGNMENT, _DEFAULT_ALIGNMENT)
     infos = [_read_tensor(cursor, alignment) for _ in range(tensor_count)]
@@ -299,27 +299,27 @@ def _read_value(cursor: _Cursor, kind: int, key: str, limit: int, is_whole: bool
     if kind == STRING:
         return cursor.read_short_text(key[:100], limit)
     if kind == ARRAY:
-        return _read_shape(cursor, key) if key.startswith(SHAPES) else _list(cursor, is_whole)
+        return _read_shape(cursor, key) if key.startswith(SHAPES) else _read_list(cursor, is_whole)
     raise FormatError(f"at byte {position - 4}, {key[:100]} has an unknown type: {kind}")
 
 
 def _read_shape(cursor: _Cursor, key: str) -> tuple[int, ...]:
     position, kind = cursor.position, cursor.read_number(_U32, "the type of a list")
     form = SCALARS[INT32]
-    count = cursor.count("values", form.size, 1 << 60)
+    count = cursor.read_count("values", form.size, 1 << 60)
     if kind != INT32 or count > _MAX_RANK:
         raise FormatError(f"at byte {position}, {key[:200]} is not a short list of INT32")
     return tuple(cursor.read_number(form, key[:200]) for _ in range(count))
 
 
-def _list(cursor: _Cursor, is_kept: bool, depth: int = 1) -> GgufList | None:
+def _read_list(cursor: _Cursor, is_kept: bool, depth: int = 1) -> GgufList | None:
     """Return a list of scalars or strings; None if it is skipped."""
     position, kind = cursor.position, cursor.read_number(_U32, "the type of a list")
     if kind == ARRAY:
         if depth > MAX_DEPTH:
             raise FormatError(f"at byte {position}, lists are nested more than {MAX_DEPTH} deep")
         for _ in range(cursor.read_item_count("lists", _LEAST_LIST)):
-            _list(cursor, False, depth + 1)
+            _read_list(cursor, False, depth + 1)
         return None
     if kind == STRING:
         count = cursor.read_item_count("strings", _LEAST_TEXT)
@@ -327,7 +327,7 @@ def _list(cursor: _Cursor, is_kept: bool, depth: int = 1) -> GgufList | None:
         return GgufList(kind, tuple(texts)) if is_kept else None
     if (form := SCALARS.get(kind)) is None:
         raise FormatError(f"at byte {position}, a list has an unknown type: {kind}")
-    count = cursor.count("values", form.size, MAX_ITEMS if is_kept else 1 << 60)
+    count = cursor.read_count("values", form.size, MAX_ITEMS if is_kept else 1 << 60)
     if not is_kept:
         cursor.skip(count * form.size, "a list")
         return None

@@ -75,12 +75,12 @@ def build_source_file(
         check_name(name)
     except FormatError:
         raise ModelError(f"unsupported file name: {str(path)!r:.300}") from None
-    check_not_pointer(path, start_of(path))
+    check_not_pointer(path, read_start(path))
     status = path.stat()
     return SourceFile(name, path, status.st_size, status.st_mtime_ns, media_type)
 
 
-def start_of(path: Path) -> bytes:
+def read_start(path: Path) -> bytes:
     """Return the first bytes of a file."""
     with path.open("rb") as file:
         return file.read(_START)

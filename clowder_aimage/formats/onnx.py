@@ -84,7 +84,7 @@ def _take_model(
             model = read_model(file, main.size)
         files = {main.name: main}
         for location, extent in model.external.items():
-            name = _name(location, extent.tensor)
+            name = _resolve_name(location, extent.tensor)
             data_path = path.parent / name
             if not data_path.is_file():
                 problem = "is missing" if not data_path.exists() else "is not a regular file"
@@ -104,7 +104,7 @@ def _take_model(
     return list(files.values()), model
 
 
-def _name(location: str, tensor: str) -> str:
+def _resolve_name(location: str, tensor: str) -> str:
     """Return a location as a path relative to the model's directory, valid on every system."""
     path = PurePosixPath(location)
     try:

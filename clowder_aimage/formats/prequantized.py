@@ -143,7 +143,7 @@ def _parse_mlx_quantization(
             hint=f"supported: {', '.join(QUANT_TYPES)}",
         )
     if "group_size" not in entry:
-        size = quantization_config.group_size(name, codes.shape, scales.shape)
+        size = quantization_config.compute_group_size(name, codes.shape, scales.shape)
     try:
         return Quantization.parse(name, -1 if size is None else size)
     except FormatError as error:

@@ -61,7 +61,7 @@ def is_index(name: str) -> bool:
     return _INDEX.fullmatch(name) is not None
 
 
-def of_variant(names: Iterable[str], variant: str) -> set[str]:
+def select_variant(names: Iterable[str], variant: str) -> set[str]:
     """Return the names of a component's files, with weights in one variant only.
 
     They are those of ``variant``, else those without a variant, as in diffusers, else those of the

@@ -15,8 +15,8 @@ from clowder_aimage.tensor.blob import BIAS, CODES, LEGACY_KEY, SCALE, BlobTenso
 from clowder_aimage.tensor.quantization_config import (
     StatedType,
     complete,
+    compute_group_size,
     find_part_layers,
-    group_size,
 )
 from clowder_aimage.tensor.weight import SourceTensor, TensorChunk, Weight
 
@@ -176,7 +176,7 @@ def _join_weight(
         return codes
     scales_by_suffix = {key: scale_layer.weights[0] for key, scale_layer in parts.items()}
     try:
-        size = size or group_size(kind, codes.shape, scales_by_suffix[SCALE].shape)
+        size = size or compute_group_size(kind, codes.shape, scales_by_suffix[SCALE].shape)
         quantization = Quantization.parse(kind, size)
     except FormatError as error:
         raise FormatError(f"{stored.layer.name}: {error}") from None

@@ -58,7 +58,7 @@ def take(path: Path) -> Inventory:
                 hint="pass the file itself",
             )
         file = model_tree.build_source_file(None, path, path.name, mediatype.AIMAGE_TORCHSCRIPT)
-        if is_pickle(model_tree.start_of(path)):
+        if is_pickle(model_tree.read_start(path)):
             raise model_tree.build_pickle_error(path, CONVERT)
         with model_tree.naming(path), path.open("rb") as opened:
             version = _read_version(*_open(opened, path))

@@ -52,12 +52,12 @@ def plan_weight_files(
             raise FormatError(f"duplicate tensor {previous.name[:200]} in {stem}.safetensors")
     shards = _split(ordered, limit)
     return [
-        _build_file(_name(stem, number, len(shards)), shard)
+        _build_file(_format_name(stem, number, len(shards)), shard)
         for number, shard in enumerate(shards, 1)
     ]
 
 
-def index_file(stem: str, files: Sequence[WeightFile]) -> tuple[str, bytes] | None:
+def build_index_file(stem: str, files: Sequence[WeightFile]) -> tuple[str, bytes] | None:
     """Return the name and bytes of the index of several files, or None for one file."""
     if len(files) < 2:
         return None
@@ -73,7 +73,7 @@ def are_usual(stem: str, weights: Sequence[Weight], paths: Iterable[Path]) -> bo
     tensors = [entry for weight in weights for entry in build_entries("", weight)]
     files = plan_weight_files(stem, tensors)
     expected = {file.name: file.header for file in files}
-    if (index := index_file(stem, files)) is not None:
+    if (index := build_index_file(stem, files)) is not None:
         expected[index[0]] = index[1]
     weight_paths = {path.name: path for path in paths if ".safetensors" in path.name}
     return expected.keys() == weight_paths.keys() and all(
@@ -98,7 +98,7 @@ def _split(ordered: Sequence[WeightEntry], limit: int) -> list[list[WeightEntry]
     return shards
 
 
-def _name(stem: str, number: int, count: int) -> str:
+def _format_name(stem: str, number: int, count: int) -> str:
     number_suffix = f"-{number:05}-of-{count:05}" if count > 1 else ""
     return f"{stem}{number_suffix}.safetensors"
 

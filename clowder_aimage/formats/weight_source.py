@@ -43,7 +43,7 @@ def read_source(path: Path) -> WeightSource:
         FormatError: It is damaged, or its quantization is unsupported.
         UsageError: A package for decoding is not installed.
     """
-    if model_tree.start_of(path).startswith(gguf_header.MAGIC):
+    if model_tree.read_start(path).startswith(gguf_header.MAGIC):
         tensors, metadata, decoded = read_gguf(path)
         return WeightSource(path, tensors, metadata, False, decoded)
     header = read_file(path)

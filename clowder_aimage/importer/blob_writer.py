@@ -30,7 +30,7 @@ from clowder_aimage.importer.range_reader import THREADS, build_changed_error
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import remove_partials
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference
-from clowder_aimage.oci.digest import new_hasher
+from clowder_aimage.oci.digest import create_hasher
 
 # Bytes of a thread's buffer, their minimum, and the limit for all threads together.
 BUFFER = 4 * 1024 * 1024
@@ -144,7 +144,7 @@ class _Writer:
         return WrittenLayer(layer, existed)
 
     def _digest(self, planned: PlannedLayer) -> Digest:
-        hasher = new_hasher(self._algorithm)
+        hasher = create_hasher(self._algorithm)
         self._encoder.encode(planned, hasher.update)
         return Digest(self._algorithm, hasher.hexdigest())
 
@@ -183,7 +183,7 @@ class _Writer:
 
     def _encode_compressed(self, planned: PlannedLayer, ingest: Ingest) -> Layer:
         packer = create_compressor(planned.compression, planned.size)
-        plain, packed = new_hasher(self._algorithm), new_hasher(self._algorithm)
+        plain, packed = create_hasher(self._algorithm), create_hasher(self._algorithm)
         size = 0
 
         def write(data: bytes) -> None:

@@ -23,7 +23,7 @@ from clowder_aimage.formats import (
 from clowder_aimage.formats.detection import CHECKPOINT, DIFFUSERS, LORA, SAFETENSORS, TRANSFORMERS
 from clowder_aimage.formats.diffusers import MODEL_INDEX, check_pipeline
 from clowder_aimage.formats.model_tree import AGAIN, CARD, MAX_JSON, PICKLED
-from clowder_aimage.formats.shard_index import of_variant
+from clowder_aimage.formats.shard_index import select_variant
 from clowder_aimage.oci import read_json
 
 Read = Callable[[str], bytes]
@@ -126,7 +126,9 @@ def _choose_pipeline(repository: str, names: set[str], read: Read, variant: str)
     for name, entry in index.items():
         if isinstance(entry, list) and len(entry) == 2 and all(entry):
             component_files = _list_directory(names, name)
-            component_files = of_variant(component_files, variant) if variant else component_files
+            component_files = (
+                select_variant(component_files, variant) if variant else component_files
+            )
             texts = {file for file in component_files if file.endswith(transformers.TEXTS)} - set(
                 _list_indexes(component_files)
             )

@@ -169,7 +169,7 @@ def find_model(
     reason = f": {missing}" if missing else ""
     if _is_offline():
         raise NotFoundError(
-            f"{name} is not in the Hugging Face cache {cache_directory()} in full{reason}",
+            f"{name} is not in the Hugging Face cache {resolve_cache_directory()} in full{reason}",
             hint="HF_HUB_OFFLINE is set: unset it to fetch the model",
         )
     if not _can_fetch():
@@ -188,7 +188,7 @@ def find_model(
         return cached
 
 
-def cache_directory() -> Path:
+def resolve_cache_directory() -> Path:
     """Return the directory of the cache (huggingface_hub, "Environment variables")."""
     environ = os.environ
     base = environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -213,7 +213,7 @@ def _can_fetch() -> bool:
 
 
 def _resolve_repository_directory(name: HubName) -> Path:
-    return cache_directory() / f"models--{name.repository.replace('/', '--')}"
+    return resolve_cache_directory() / f"models--{name.repository.replace('/', '--')}"
 
 
 def _find_cached(name: HubName) -> HubModel | None:
@@ -286,7 +286,7 @@ class _Fetch:
         }
 
     def run(self, on_plan: Callable[[HubModel], None], on_done: Callable[[int], None]) -> HubModel:
-        name, cache = self._name, cache_directory()
+        name, cache = self._name, resolve_cache_directory()
         with _translating(name):
             api = self._hub.HfApi(**self._options)
             ask = partial(api.model_info, name.repository, revision=name.revision)
@@ -320,7 +320,7 @@ class _Fetch:
             self._name.repository,
             file,
             revision=commit,
-            cache_dir=cache_directory(),
+            cache_dir=resolve_cache_directory(),
             tqdm_class=_build_counter_class(lambda _: None, 0),
             **self._options,
         )
@@ -444,5 +444,7 @@ def _build_status_error(model: str, status: int) -> AImageError:
 
 def _build_disk_error(model: str, error: OSError) -> AImageError:
     if error.errno in _FULL:
-        return NoSpaceError(f"no space left for {model} in {cache_directory()}", hint=_SPACE_HINT)
+        return NoSpaceError(
+            f"no space left for {model} in {resolve_cache_directory()}", hint=_SPACE_HINT
+        )
     return StoreError(f"cannot fetch {model}: {error.strerror or error}")

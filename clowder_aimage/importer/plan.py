@@ -266,7 +266,7 @@ def _plan(stored: StoredLayer, decided: Mapping[tuple[str, str], WeightDecision]
     try:
         if stored.is_group:
             prefix = layer.name.removeprefix(f"{component}/")
-            return planned_layer.group_layer(component, prefix, decisions, layer.descriptor)
+            return planned_layer.plan_group_layer(component, prefix, decisions, layer.descriptor)
         return planned_layer.plan_tensor_layer(component, decisions[0], layer.descriptor)
     except FormatError as error:
         # A tensor has the same name as the scales of another.

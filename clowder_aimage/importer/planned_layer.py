@@ -182,7 +182,7 @@ def plan_tensor_layers(component: str, decisions: Iterable[WeightDecision]) -> l
             layers.append(plan_tensor_layer(component, decision))
         else:
             groups.setdefault(group, []).append(decision)
-    return layers + [group_layer(component, prefix, group) for prefix, group in groups.items()]
+    return layers + [plan_group_layer(component, prefix, group) for prefix, group in groups.items()]
 
 
 def plan_tensor_layer(
@@ -229,7 +229,7 @@ def plan_computed_layer(
     )
 
 
-def group_layer(
+def plan_group_layer(
     component: str, prefix: str, members: Iterable[WeightDecision], *origins: Descriptor
 ) -> PlannedLayer:
     """Return the layer of several tensors, sorted by name, under their common name."""

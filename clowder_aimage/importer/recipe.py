@@ -21,7 +21,7 @@ GROUPED = tuple(name for name in CHOICES if QUANT_TYPES[ALIASES.get(name, name)]
 GROUP_SIZES = QUANT_TYPES["int8"].group_sizes
 
 
-def quantize_pattern() -> str:
+def build_quantize_pattern() -> str:
     """Return the regular expression of the types of components, as ``Recipe.parse`` takes them."""
     kind = f" *({_build_names_pattern(CHOICES)}) *"
     bare, other = (

@@ -17,7 +17,7 @@ _BASE = {"steps": 28, "guidance": 4}
 Defaults = Mapping[str, int | float]
 
 
-def request_defaults(steps: int | None, guidance: float | None) -> Defaults:
+def build_request_defaults(steps: int | None, guidance: float | None) -> Defaults:
     """Return the defaults that the user states. Raises UsageError: A value is out of bounds."""
     stated = {"steps": steps, "guidance": guidance}
     return {name: _check(name, value) for name, value in stated.items() if value is not None}

@@ -33,7 +33,7 @@ from clowder_aimage.layout.lock import (
     translate_store_errors,
 )
 from clowder_aimage.oci import Descriptor, Digest
-from clowder_aimage.oci.digest import new_hasher
+from clowder_aimage.oci.digest import create_hasher
 
 # Blobs never change.
 BLOB_MODE = 0o444
@@ -172,7 +172,7 @@ class FileIngest:
         # True if bytes may have changed after they were hashed.
         self._rewritten = False
         self._hashed = 0
-        self._hasher = new_hasher(self._algorithm)
+        self._hasher = create_hasher(self._algorithm)
 
     def list_missing(self) -> list[_Range]:
         """Return the ranges [start, end) of the expected size that are not written yet."""

@@ -30,10 +30,10 @@ __all__ = [
     "Linear",
     "Network",
     "RMSNorm",
-    "compute_dtype",
+    "choose_dtype",
     "describe",
+    "is_on_gpu",
     "mx",
-    "on_gpu",
     "quantize_layers",
     "resolve_dtype_name",
     "tree_flatten",
@@ -63,7 +63,7 @@ class Conv2d(convolution.Conv2d):
         _, height, width, channels = x.shape
         outputs, side, _, _ = self.weight.shape
         rows = max(1, STRIP // (width * side * side * channels * x.dtype.size))
-        if rows >= height or side == 1 or on_gpu():
+        if rows >= height or side == 1 or is_on_gpu():
             output: mx.array = super().__call__(x)  # type: ignore[no-untyped-call]
             return output
         edge = side // 2
@@ -80,24 +80,24 @@ class Conv2d(convolution.Conv2d):
         return result
 
 
-def on_gpu() -> bool:
+def is_on_gpu() -> bool:
     """Return True if MLX computes on a GPU (Metal or CUDA)."""
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
 def resolve_dtype_name(name: str | None) -> str:
     """Return the full name of the compute type. Raises as ``type_name`` does."""
-    return choose_dtype_name(name, is_gpu=on_gpu())
+    return choose_dtype_name(name, is_gpu=is_on_gpu())
 
 
-def compute_dtype(name: str | None) -> mx.Dtype:
+def choose_dtype(name: str | None) -> mx.Dtype:
     """Return MLX's type for a name. Raises as ``dtype_name`` does."""
     return DTYPES[resolve_dtype_name(name)]
 
 
 def describe() -> str:
     """Return ``gpu``, or the CPU with its BLAS: ``cpu (openblas)``, or SLOW without a fast one."""
-    return "gpu" if on_gpu() else f"cpu ({BLAS})" if BLAS else SLOW
+    return "gpu" if is_on_gpu() else f"cpu ({BLAS})" if BLAS else SLOW
 
 
 def get_device_memory() -> int | None:
@@ -105,7 +105,7 @@ def get_device_memory() -> int | None:
 
     Source: MLX, ``device_info``: Metal reports a recommended size, CUDA the total.
     """
-    if not on_gpu():
+    if not is_on_gpu():
         return None
     info = mx.device_info()
     if advised := int(info.get("max_recommended_working_set_size", 0)):

@@ -143,18 +143,18 @@ def _select_library() -> str:
         raise _build_extra_error(MLX if _find_driver() is None else TORCH)
     if len(installed) == 1 or sys.platform == "darwin" or _find_driver() is None:
         return installed[0]
-    return TORCH if not _on_gpu(MLX) and _has_torch_gpu() else MLX
+    return TORCH if not _is_on_gpu(MLX) and _has_torch_gpu() else MLX
 
 
-def _on_gpu(name: str) -> bool:
-    return bool(importlib.import_module(_MODULES[name]).on_gpu())
+def _is_on_gpu(name: str) -> bool:
+    return bool(importlib.import_module(_MODULES[name]).is_on_gpu())
 
 
 def _has_torch_gpu() -> bool:
     """Return True if PyTorch computes on a GPU; an error selects MLX."""
     try:
         _check_versions()
-        return _on_gpu(TORCH)
+        return _is_on_gpu(TORCH)
     except Exception as error:
         # Importing PyTorch raises errors of many libraries, none of them documented
         _attempt.fault = str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -74,13 +74,13 @@ def _read_family(kind: str, store: BlobFiles, aimage: AImage) -> FlowFamily:
 def _open_mlx(
     kind: str, source: tuple[BlobFiles, AImage], dtype: str | None, keep_quantized: bool | None
 ) -> tuple[ModelComponents, NetworkKinds]:
-    from clowder_aimage.model.backend import compute_dtype
+    from clowder_aimage.model.backend import choose_dtype
     from clowder_aimage.model.flow.mlx_library import MlxComponents, MlxLibrary
     from clowder_aimage.model.flux2.networks import NETWORKS as FLUX2_NETWORKS
     from clowder_aimage.model.zimage.networks import NETWORKS as Z_IMAGE_NETWORKS
 
     kinds = {Z_IMAGE: Z_IMAGE_NETWORKS, FLUX2: FLUX2_NETWORKS}
-    library = MlxLibrary(compute_dtype(dtype))
+    library = MlxLibrary(choose_dtype(dtype))
     return MlxComponents(*source, library, keep_quantized), kinds[kind]
 
 

@@ -268,9 +268,9 @@ class ModelWeights:
 
 
 def _keeps(requested: bool | None) -> bool:
-    from clowder_aimage.model.backend import on_gpu
+    from clowder_aimage.model.backend import is_on_gpu
 
-    return on_gpu() if requested is None else requested
+    return is_on_gpu() if requested is None else requested
 
 
 def find(store: BlobFiles, aimage: AImage, name: str) -> bytes | None:

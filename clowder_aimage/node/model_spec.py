@@ -11,7 +11,7 @@ from typing import Any
 
 from clowder_aimage.dialect.aimage import check_name
 from clowder_aimage.document import schema
-from clowder_aimage.document.yaml import Path, position
+from clowder_aimage.document.yaml import Path, format_position
 from clowder_aimage.engine.admission import ALWAYS, FOR_EVER, IF_MISSING, NEVER
 from clowder_aimage.engine.settings import parse_duration
 from clowder_aimage.errors import AImageError, FormatError
@@ -113,7 +113,9 @@ def iter_specs(
     ]
     if violations or not isinstance(entry_list, list):
         at, path, message = min(violations, key=lambda violation: violation[0])
-        raise FormatError(f"{position(file, at)}: {_describe_path(path)}{message}", hint=HINT)
+        raise FormatError(
+            f"{format_position(file, at)}: {_describe_path(path)}{message}", hint=HINT
+        )
     for number, entry in enumerate(entry_list):
         try:
             specs = [
@@ -121,11 +123,12 @@ def iter_specs(
             ]
         except AImageError as error:
             raise FormatError(
-                f"{position(file, line((number,)))}: {_describe_path((number,))}{error.message}",
+                f"{format_position(file, line((number,)))}: "
+                f"{_describe_path((number,))}{error.message}",
                 hint=error.hint or HINT,
             ) from None
         for spec in specs:
-            yield spec, partial(lambda number: position(origin, line((number,))), number)
+            yield spec, partial(lambda number: format_position(origin, line((number,))), number)
 
 
 def deduplicate(specs: Iterable[PlacedSpec]) -> tuple[ModelSpec, ...]:

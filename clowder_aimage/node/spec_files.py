@@ -17,7 +17,7 @@ from pathlib import Path
 
 import tenacity
 
-from clowder_aimage.document.yaml import find_json_lines, position, read_yaml
+from clowder_aimage.document.yaml import find_json_lines, format_position, read_yaml
 from clowder_aimage.errors import AccessError, FormatError, NotFoundError
 from clowder_aimage.node.model_spec import HINT, ModelSpec, PlacedSpec, deduplicate, iter_specs
 from clowder_aimage.oci import read_json
@@ -133,7 +133,7 @@ def _read_specs(path: Path, raw: bytes) -> Iterator[PlacedSpec]:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        at = position(file, raw.count(b"\n", 0, error.start) + 1)
+        at = format_position(file, raw.count(b"\n", 0, error.start) + 1)
         raise FormatError(f"{at}: not UTF-8", hint="save it as UTF-8") from None
     if path.suffix == ".json":
         value = read_json(text.encode(), file) if text.strip() else None

@@ -62,13 +62,13 @@ class Digest:
     @classmethod
     def of(cls, data: bytes | bytearray | memoryview, algorithm: str = "sha256") -> Digest:
         """Return the digest of ``data``."""
-        hasher = new_hasher(algorithm)
+        hasher = create_hasher(algorithm)
         hasher.update(data)
         return cls(algorithm, hasher.hexdigest())
 
     def create_hasher(self) -> Hasher:
         """Return a new hasher of this digest's algorithm."""
-        return new_hasher(self.algorithm)
+        return create_hasher(self.algorithm)
 
     @property
     def short(self) -> str:
@@ -79,7 +79,7 @@ class Digest:
         return f"{self.algorithm}:{self.encoded}"
 
 
-def new_hasher(algorithm: str) -> Hasher:
+def create_hasher(algorithm: str) -> Hasher:
     """Return a hasher for one of the registered algorithms.
 
     Raises:

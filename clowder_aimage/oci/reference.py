@@ -62,7 +62,7 @@ class Reference:
         if len(text) > _MAX_TEXT:
             raise UsageError(f"invalid reference {text[:60]!r}...: it has {len(text)} characters")
         location, at, encoded = text.partition("@")
-        digest = _digest(text, encoded) if at else None
+        digest = _parse_digest(text, encoded) if at else None
         registry, path = _split_registry(location)
         repository, colon, tag = path.partition(":")
         _check(text, registry, repository)
@@ -104,7 +104,7 @@ class Reference:
         return f"{self.name}{tag}{digest}"
 
 
-def _digest(text: str, encoded: str) -> Digest:
+def _parse_digest(text: str, encoded: str) -> Digest:
     try:
         return Digest.parse(encoded)
     except FormatError as error:

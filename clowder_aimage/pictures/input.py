@@ -101,10 +101,10 @@ def whiten_mask(data: bytes, label: str, painted: str) -> bytes:
 def check_mask(image: bytes, mask: bytes | None) -> None:
     """Reject a mask that does not fit an image, or is empty; None: the image's transparency."""
     decoded = None if mask is None else decode(mask, "the mask")
-    _mask_of(decode(image, "the image"), decoded)
+    _build_mask(decode(image, "the image"), decoded)
 
 
-def _mask_of(image: Picture, mask: Picture | None) -> Picture:
+def _build_mask(image: Picture, mask: Picture | None) -> Picture:
     """Return a mask in grey whose white is painted. Raises as ``check_mask``."""
     if mask is None:
         if image.mode != "RGBA":
@@ -213,7 +213,7 @@ class PictureInputs:
             drawn_mask = (
                 None if request.input.mask == ALPHA else self._read(request.input.mask, "mask")
             )
-            mask = _mask_of(image, drawn_mask)
+            mask = _build_mask(image, drawn_mask)
         if control is not None and request.input.crop and control.size != image.size:
             raise _build_size_error("control picture", control, image)
         return prepare(request, image, mask, control)

@@ -130,13 +130,13 @@ def complete(header: Header, stated: Callable[[str], StatedType]) -> Header:
                 continue
             metadata[f"{key}.{QUANT_TYPE}"] = kind
         if size is None and GROUP_SIZE not in metadata:
-            size = group_size(kind, codes.shape, scales.shape)
+            size = compute_group_size(kind, codes.shape, scales.shape)
         if size is not None:
             metadata.setdefault(f"{key}.{GROUP_SIZE}", str(size))
     return replace(header, metadata=metadata)
 
 
-def group_size(kind: str, codes: tuple[int, ...], scales: tuple[int, ...]) -> int | None:
+def compute_group_size(kind: str, codes: tuple[int, ...], scales: tuple[int, ...]) -> int | None:
     """Return the number of row values per scale, or None if ``kind`` does not support it.
 
     Raises:

@@ -20,7 +20,7 @@ from clowder_aimage.errors import FormatError, ModelError, UsageError
 from clowder_aimage.export import export
 from clowder_aimage.importer import CreatePlan, Provenance
 from clowder_aimage.importer.blob_writer import WrittenLayer
-from clowder_aimage.importer.request_default import request_defaults
+from clowder_aimage.importer.request_default import build_request_defaults
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import StoredAImage, read_aimage
 from clowder_aimage.oci import Reference, mediatype
@@ -130,11 +130,11 @@ def test_a_size_that_no_request_may_have_is_no_default(model: Model, size: objec
 
 
 def test_equal_defaults_are_written_in_one_way_and_others_are_refused() -> None:
-    assert str(request_defaults(9, 4.0)) == "{'steps': 9, 'guidance': 4}"
-    assert request_defaults(None, 2.5) == {"guidance": 2.5}
+    assert str(build_request_defaults(9, 4.0)) == "{'steps': 9, 'guidance': 4}"
+    assert build_request_defaults(None, 2.5) == {"guidance": 2.5}
     for steps, guidance in [(0, None), (1001, None), (None, -1), (None, float("nan"))]:
         with pytest.raises(UsageError, match=r"must be a (whole )?number from"):
-            request_defaults(steps, guidance)
+            build_request_defaults(steps, guidance)
 
 
 def test_the_config_contains_no_path_user_or_program(

@@ -44,7 +44,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Machine
         monkeypatch.setattr(library_choice, "_GPUS", (str(driver),))
         monkeypatch.setattr(sys, "platform", platform)
         for name, module in library_choice._MODULES.items():
-            found = SimpleNamespace(on_gpu=lambda name=name: name in (gpu or ()))
+            found = SimpleNamespace(is_on_gpu=lambda name=name: name in (gpu or ()))
             monkeypatch.setitem(sys.modules, module, found)
 
     yield of

@@ -19,7 +19,7 @@ from clowder_aimage.generate import RunnableModel
 from clowder_aimage.generation.request import MAX_SEED, GenerateRequest
 from clowder_aimage.model import backend
 from clowder_aimage.model.backend import (
-    compute_dtype,
+    choose_dtype,
     describe,
     mx,
     resolve_dtype_name,
@@ -194,7 +194,7 @@ def test_short_names_of_the_types_to_compute_in() -> None:
     assert [resolve_dtype_name(name) for name in ("f32", "bf16", "float32", "bfloat16")] == [
         *("float32", "bfloat16") * 2
     ]
-    assert compute_dtype("bf16") == mx.bfloat16
+    assert choose_dtype("bf16") == mx.bfloat16
     for name in ("f16", "float16"):
         with pytest.raises(UsageError, match="pictures turn black"):
             resolve_dtype_name(name)

@@ -309,10 +309,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 
 def test_the_device_is_the_first_that_works_or_the_named_one(gpus: Any) -> None:
-    from clowder_aimage.model.torch.library import TorchLibrary, on_gpu
+    from clowder_aimage.model.torch.library import TorchLibrary, is_on_gpu
 
-    assert gpus().select_device() == "cpu" and not on_gpu()
-    assert gpus("mps").select_device() == "mps" and on_gpu()
+    assert gpus().select_device() == "cpu" and not is_on_gpu()
+    assert gpus("mps").select_device() == "mps" and is_on_gpu()
     module = gpus("cuda:0", "cuda:1")
     assert module.list_devices() == ["cuda:0", "cuda:1", "cpu"]
     library = TorchLibrary.create(None)

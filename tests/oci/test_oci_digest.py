@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Descriptor, Digest, parse_document
-from clowder_aimage.oci.digest import new_hasher
+from clowder_aimage.oci.digest import create_hasher
 from tests.hostile.hostile_corpus import HEX, TEXTS, VALUES
 
 
@@ -62,7 +62,7 @@ def test_of_parse_and_str_agree(algorithm: str) -> None:
 def test_an_unknown_algorithm_has_no_hasher() -> None:
     for name in ("md5", "shake_128", "SHA256", ""):
         with pytest.raises(FormatError):
-            new_hasher(name)
+            create_hasher(name)
 
 
 @given(st.text())

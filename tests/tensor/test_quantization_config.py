@@ -12,10 +12,10 @@ from clowder_aimage.tensor.header import Header, TensorInfo
 from clowder_aimage.tensor.quantization_config import (
     QuantizationConfig,
     complete,
+    compute_group_size,
     find_mlx_entry,
     find_part_layers,
     find_unknown_key,
-    group_size,
     parse_mlx_type,
 )
 
@@ -139,12 +139,12 @@ def test_layers_of_codes_are_found_by_both_conventions() -> None:
 def test_group_size_follows_from_the_shapes(
     kind: str, codes: tuple[int, ...], scales: tuple[int, ...], expected: int | None
 ) -> None:
-    assert group_size(kind, codes, scales) == expected
+    assert compute_group_size(kind, codes, scales) == expected
 
 
 def test_group_size_of_an_unknown_type_is_refused() -> None:
     with pytest.raises(FormatError, match="unknown quantization 'int3'"):
-        group_size("int3", (8, 16), (8, 2))
+        compute_group_size("int3", (8, 16), (8, 2))
 
 
 CODES = TensorInfo("U32", (8, 16), 0, 512)

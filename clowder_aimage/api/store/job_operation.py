@@ -19,7 +19,7 @@ from clowder_aimage.importer.recipe import (
     DTYPES,
     GROUP_SIZES,
     build_grouped_pattern,
-    quantize_pattern,
+    build_quantize_pattern,
 )
 
 _ABSENT: JsonDict = {name: {"type": "null"} for name in ("dtype", "quantize", "group_size")}
@@ -85,7 +85,7 @@ class JobRequest(RequestBody):
     quantize: str | None = Field(
         default=None,
         max_length=256,
-        json_schema_extra={"pattern": f"^{quantize_pattern()}$"},
+        json_schema_extra={"pattern": f"^{build_quantize_pattern()}$"},
         description="A type, such as `int8`, for the transformer; or "
         "`transformer=int4,text_encoder=int8`.",
         examples=["int8"],

@@ -18,7 +18,7 @@ from clowder_aimage.formats.family_weights import has_gguf_transformer
 from clowder_aimage.importer import Provenance, Recipe
 from clowder_aimage.importer.hub_model import HubModel, HubName, find_model
 from clowder_aimage.importer.model_source import ExtraFile, ModelForm, parse_adapter
-from clowder_aimage.importer.request_default import request_defaults
+from clowder_aimage.importer.request_default import build_request_defaults
 from clowder_aimage.oci import Reference
 
 
@@ -63,7 +63,7 @@ class ProvenanceOptions:
             self.source,
             _parse_time(self.created),
             dict(map(parse_annotation, self.annotations)),
-            request_defaults(self.steps, self.guidance),
+            build_request_defaults(self.steps, self.guidance),
         )
 
 

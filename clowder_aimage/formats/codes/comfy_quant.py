@@ -188,14 +188,14 @@ def _build_coded(
     if len(scales) > 1 or (is_described and not scales):
         raise _build_tensor_error(codes, "has two scales" if scales else "has no weight_scale")
     if kind in _BLOCKS:
-        coded = _with_blocks(codes, kind, scales[0], tensors.get(f"{codes.name}_scale_2"))
+        coded = _build_block_tensor(codes, kind, scales[0], tensors.get(f"{codes.name}_scale_2"))
     else:
         coded = CodedTensor(codes, kind, "F32", codes.shape, factors=scales[0] if scales else None)
     _check_factors(coded)
     return replace(coded, dtype=_choose_dtype(coded))
 
 
-def _with_blocks(
+def _build_block_tensor(
     codes: SourceTensor, kind: str, scales: SourceTensor, factors: SourceTensor | None
 ) -> CodedTensor:
     from clowder_aimage.formats.codes.scaled_code import compute_scales_shape

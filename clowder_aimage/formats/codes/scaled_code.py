@@ -45,7 +45,7 @@ def compute_code_values(kind: str) -> Floats:
     return decode_e5m2(_CODES) if kind == E5M2 else E4M3
 
 
-def scale_values(kind: str, factors: Floats) -> Floats:
+def compute_scale_values(kind: str, factors: Floats) -> Floats:
     """Return the scales of a format: of each code of a scale, or ``factors`` without blocks."""
     if kind == MXFP8:
         return E8M0
@@ -55,7 +55,7 @@ def scale_values(kind: str, factors: Floats) -> Floats:
 def build_table(kind: str, factors: Floats = _ONE) -> Floats:
     """Return the value of each scale (rows) and each code (columns)."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return scale_values(kind, factors)[:, None] * compute_code_values(kind)[None, :]
+        return compute_scale_values(kind, factors)[:, None] * compute_code_values(kind)[None, :]
 
 
 def as_bf16(values: Floats) -> npt.NDArray[np.uint16]:

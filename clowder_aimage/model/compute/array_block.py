@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.model.backend import mx, on_gpu
+from clowder_aimage.model.backend import is_on_gpu, mx
 from clowder_aimage.model.hardware import count_cores
 from clowder_aimage.tensor import blas
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 def is_slow(x: mx.array) -> bool:
     """Return True for float32 on a CPU."""
-    return x.dtype == mx.float32 and not on_gpu()
+    return x.dtype == mx.float32 and not is_on_gpu()
 
 
 def to_fastest(x: mx.array) -> Array:
@@ -67,10 +67,10 @@ def run_in_blocks(compute: Callable[..., None], *arrays: npt.NDArray[Any]) -> No
     def run_block(start: int) -> None:
         compute(*(array[start : start + step] for array in arrays))
 
-    on_all_cores(run_block, range(0, length, step), size)
+    run_on_all_cores(run_block, range(0, length, step), size)
 
 
-def on_all_cores(
+def run_on_all_cores(
     compute: Callable[[T], None], items: Sequence[T], size: int, *, multiplies: bool = False
 ) -> None:
     """Call ``compute`` for each item, on all cores if there are many elements (``size``) in all.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from clowder_aimage.model.backend import mx, on_gpu
+from clowder_aimage.model.backend import is_on_gpu, mx
 from clowder_aimage.model.compute.array_block import (
     Array,
     Floats,
     contiguous,
     is_slow,
-    on_all_cores,
+    run_on_all_cores,
     view_memory,
 )
 from clowder_aimage.model.hardware import count_cores
@@ -44,7 +44,7 @@ def attention(
     _, length, heads, channels = queries.shape
     queries, keys, values = (array.transpose(0, 2, 1, 3) for array in (queries, keys, values))
     rows = length
-    if not on_gpu() or channels not in _FUSED:
+    if not is_on_gpu() or channels not in _FUSED:
         rows = min(length, max(1, MAX_SCORES // (heads * length * queries.dtype.size)))
     compute = mx.fast.scaled_dot_product_attention
     outputs = []
@@ -95,7 +95,7 @@ def _attend_by_tiles(
     tile_starts = [
         (start, head) for start in range(0, length, step) for head in range(0, heads, few)
     ]
-    on_all_cores(tile, tile_starts, heads * length * columns, multiplies=True)
+    run_on_all_cores(tile, tile_starts, heads * length * columns, multiplies=True)
 
 
 def _count_seen_columns(hidden: npt.NDArray[np.bool_]) -> int:

@@ -18,7 +18,7 @@ from clowder_aimage.model.compute.array_block import (
     Floats,
     contiguous,
     is_slow,
-    on_all_cores,
+    run_on_all_cores,
     view_memory,
 )
 from clowder_aimage.model.compute.operation import linear, overwrite_with_silu, silu
@@ -99,7 +99,7 @@ def convolve_strided(x: mx.array, conv: Conv2d) -> mx.array:
             blas.multiply(pixels, matrix, into, is_sum=tap > 0)
         into += bias
 
-    on_all_cores(convolve_rows, range(0, height // 2, step), 3 * image.size, multiplies=True)
+    run_on_all_cores(convolve_rows, range(0, height // 2, step), 3 * image.size, multiplies=True)
     return arrays[1]
 
 
@@ -115,7 +115,7 @@ def _compute_affine(image: Floats, norm: GroupNorm) -> Affine:
         sums[0, start // step] = block_rows.sum(axis=0).sum(axis=0)
         sums[1, start // step] = np.einsum("rwc,rwc->wc", block_rows, block_rows).sum(axis=0)
 
-    on_all_cores(sum_moments, starts, image.size)
+    run_on_all_cores(sum_moments, starts, image.size)
     groups = sums.sum(axis=1).reshape(2, norm.num_groups, -1).sum(axis=2)
     mean, square = groups * (norm.num_groups / image.size)
     scale = 1 / np.sqrt(np.maximum(square - mean * mean, 0) + norm.eps)
@@ -243,4 +243,4 @@ def _convolve(
                 else:
                     np.add(by_row, residual[across, right::scale], out=into)
 
-    on_all_cores(convolve_rows, range(0, pairs, step), 9 * image.size, multiplies=True)
+    run_on_all_cores(convolve_rows, range(0, pairs, step), 9 * image.size, multiplies=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clowder_aimage.model.adaptation import Adaptation
-from clowder_aimage.model.backend import STRIP, Network, describe, get_device_memory, mx, on_gpu
+from clowder_aimage.model.backend import STRIP, Network, describe, get_device_memory, is_on_gpu, mx
 from clowder_aimage.model.compute.attention import MAX_SCORES
 from clowder_aimage.model.flow.array_library import Floats
 from clowder_aimage.model.flow.component import ModelComponents
@@ -28,7 +28,7 @@ class MlxMemory:
 
     @property
     def is_shared(self) -> bool:
-        return not on_gpu()
+        return not is_on_gpu()
 
     @property
     def total(self) -> int | None:
@@ -55,7 +55,7 @@ class MlxLibrary:
     def __init__(self, dtype: mx.Dtype) -> None:
         self.dtype, self.itemsize = dtype, int(dtype.size)
         self.memory = MlxMemory()
-        self.warning = None if on_gpu() else describe_unused_gpu("MLX", _OTHER)
+        self.warning = None if is_on_gpu() else describe_unused_gpu("MLX", _OTHER)
 
     @property
     def dtype_name(self) -> str:
@@ -83,10 +83,10 @@ class MlxLibrary:
     def estimate_decoding_memory(self, width: int, pixels: int) -> float:
         layer = pixels * width * self.itemsize
         # MLX computes whole layers in float32 too
-        if self.dtype != mx.float32 and not on_gpu():
+        if self.dtype != mx.float32 and not is_on_gpu():
             return 12 * layer + 4 * STRIP
         # Such layers exist at the same time
-        full = 3 if is_fast() and not on_gpu() else 5
+        full = 3 if is_fast() and not is_on_gpu() else 5
         # A convolution copies the 3 by 3 neighbours of each pixel
         return full * layer + min(2 * STRIP, 10 * layer)
 

@@ -136,13 +136,13 @@ def _draw_few(source: np.random.RandomState, size: int) -> Floats:
     """Draw one pair at a time: angle from the first 53-bit uniform, radius from the second."""
     values: list[float] = []
     while len(values) < size:
-        turn, uniform = _double(source), _double(source)
+        turn, uniform = _to_double(source), _to_double(source)
         radius, angle = math.sqrt(-2 * math.log1p(-uniform)), 2 * math.pi * turn
         values += [radius * math.cos(angle), radius * math.sin(angle)]
     return np.array(values[:size], dtype=np.float32)
 
 
-def _double(source: np.random.RandomState) -> float:
+def _to_double(source: np.random.RandomState) -> float:
     """Return a multiple of 2**-53 in [0, 1) from two words, the high one first."""
     high, low = (int(word) for word in _draw_words(source, 2))
     return ((high << 32 | low) & ((1 << 53) - 1)) * 2.0**-53

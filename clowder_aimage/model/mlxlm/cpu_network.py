@@ -15,7 +15,7 @@ import numpy as np
 
 from clowder_aimage.model import backend
 from clowder_aimage.model.backend import mx
-from clowder_aimage.model.compute.array_block import is_slow, on_all_cores, view_memory
+from clowder_aimage.model.compute.array_block import is_slow, run_on_all_cores, view_memory
 from clowder_aimage.model.compute.operation import linear
 from clowder_aimage.model.hardware import count_cores
 from clowder_aimage.model.mlxlm.library import import_library_module
@@ -83,7 +83,7 @@ def project(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
 
 def accelerate(network: Any) -> None:
     """Replace the slow parts of a loaded network, if it computes in float32 on a CPU."""
-    if backend.on_gpu():
+    if backend.is_on_gpu():
         return
     share_angles(network)
     if not blas.is_fast():
@@ -190,7 +190,7 @@ def attend(
         output /= sums
 
     tiles = range(heads * -(-length // step))
-    on_all_cores(tile, tiles, heads * length * columns, multiplies=True)
+    run_on_all_cores(tile, tiles, heads * length * columns, multiplies=True)
     blas.use_cores(count_cores())
     return mx.array(result).transpose(0, 2, 1, 3)
 

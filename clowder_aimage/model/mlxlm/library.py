@@ -37,7 +37,7 @@ def enter() -> None:
             "language models of Transformers need mlx-lm", hint="install the extra [text]"
         )
     sys.modules[_PACKAGE] = importlib.util.module_from_spec(spec)
-    if not backend.on_gpu():
+    if not backend.is_on_gpu():
         # On a CPU MLX compiles with a C++ compiler, for seconds, and writes to /tmp
         backend.mx.disable_compile()
 

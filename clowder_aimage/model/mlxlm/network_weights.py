@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from clowder_aimage.errors import FormatError, ModelError
-from clowder_aimage.model.backend import compute_dtype, mx, on_gpu, quantize_layers, tree_flatten
+from clowder_aimage.model.backend import choose_dtype, is_on_gpu, mx, quantize_layers, tree_flatten
 from clowder_aimage.model.mlxlm.cpu_network import accelerate
 from clowder_aimage.model.quantized import QuantizedArray
 from clowder_aimage.model.weights import ModelWeights
@@ -60,8 +60,8 @@ def choose_form(weights: ModelWeights, dtype: str | None, limit: int) -> tuple[m
     Raises:
         ModelError: The weights exceed the limit in each type, and none is quantized.
     """
-    chosen = compute_dtype(dtype)
-    if on_gpu():
+    chosen = choose_dtype(dtype)
+    if is_on_gpu():
         return chosen, True
     count = sum(math.prod(shape) for shape in weights.get_shapes().values())
     types = (chosen,) if dtype is not None else (chosen, mx.bfloat16)

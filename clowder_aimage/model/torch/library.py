@@ -31,7 +31,7 @@ _GRANTED = 9
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def on_gpu() -> bool:
+def is_on_gpu() -> bool:
     """Return True if PyTorch computes on a GPU by default."""
     return select_device() != CPU
 
