@@ -89,9 +89,9 @@ class ModelProcess:
     def _take_command(self) -> frame.Message | None:
         """Return the next command, after turns of the open texts; None at the end."""
         while self._texts and not self._is_stuck and self._commands.empty():
-            for number, events in [*self._texts.items()]:
-                with self._reporting_errors(number):
-                    self._advance(number, events)
+            for request_id, events in [*self._texts.items()]:
+                with self._reporting_errors(request_id):
+                    self._advance(request_id, events)
         return self._commands.get()
 
     def _read(self) -> None:
@@ -107,15 +107,15 @@ class ModelProcess:
             self._commands.put(None)
 
     def _execute(self, command: frame.Message) -> None:
-        number = command.get("id")
+        request_id = command.get("id")
         work = {"load": self._load, "embed": self._write, "write": self._write}
-        with self._reporting_errors(number):
+        with self._reporting_errors(request_id):
             work.get(command["do"], self._generate)(command)
-        if number not in self._texts:
-            self._cancelled.discard(number or 0)
+        if request_id not in self._texts:
+            self._cancelled.discard(request_id or 0)
 
     @contextlib.contextmanager
-    def _reporting_errors(self, number: int | None) -> Iterator[None]:
+    def _reporting_errors(self, request_id: int | None) -> Iterator[None]:
         """Report the error of a request to the worker."""
         try:
             yield
@@ -124,20 +124,20 @@ class ModelProcess:
             raise
         except AImageError as error:
             facts = {key: error.facts[key] for key in _FACTS if key in error.facts}
-            self._fail(number, type(error).__name__, error.message, error.hint, **facts)
+            self._fail(request_id, type(error).__name__, error.message, error.hint, **facts)
             self._is_stuck = isinstance(error, StuckError)
         except Exception as error:
             # Every error is reported to the worker
             if machine.lacks_memory(error):
-                self._fail(number, "NoMemoryError", "not enough memory")
+                self._fail(request_id, "NoMemoryError", "not enough memory")
                 return
             _log_error("the model failed", error)
-            self._fail(number, "ModelError", f"the model failed: {type(error).__name__}")
+            self._fail(request_id, "ModelError", f"the model failed: {type(error).__name__}")
 
     def _fail(
-        self, number: int | None, kind: str, message: str, hint: str | None = None, **facts: str
+        self, request_id: int | None, kind: str, message: str, hint: str | None = None, **facts: str
     ) -> None:
-        self._send("error", number, kind=kind, message=message, hint=hint, facts=facts)
+        self._send("error", request_id, kind=kind, message=message, hint=hint, facts=facts)
 
     def _load(self, command: frame.Message) -> None:
         manifest = Descriptor.from_json(command["manifest"], "manifest")
@@ -164,9 +164,9 @@ class ModelProcess:
         # Not with a GPU: its driver maps more than the machine's memory
         if model.device.startswith("cpu"):
             machine.limit_memory(machine.read_memory_limit())
-        facts = {"parallel": model.parallel, "context": model.context}
+        fields = {"parallel": model.parallel, "context": model.context}
         plan = f"a context of {model.context} tokens for each of {model.parallel} requests"
-        self._report_loaded(model.device, model.dtype, plan, **facts)
+        self._report_loaded(model.device, model.dtype, plan, **fields)
 
     def _load_pipeline(self, fetched: Any, command: frame.Message) -> None:
         """Load an image model. Its blobs may be arriving."""
@@ -187,9 +187,9 @@ class ModelProcess:
         memory = self._model.preload(defaults)
         self._report_loaded(self._model.backend, self._model.dtype, memory)
 
-    def _report_loaded(self, device: str, dtype: str, memory: str, **facts: int) -> None:
+    def _report_loaded(self, device: str, dtype: str, memory: str, **fields: int) -> None:
         size = read_resident_memory()
-        self._send("loaded", device=device, dtype=dtype, memory=memory, bytes=size, **facts)
+        self._send("loaded", device=device, dtype=dtype, memory=memory, bytes=size, **fields)
 
     def _make_finder(self, command: frame.Message) -> Any:
         """Return a finder of adapters in the stores and the directory of a command."""
@@ -231,43 +231,45 @@ class ModelProcess:
 
         # The worker sends requests only once the AImage is complete in the store
         self._is_complete = True
-        number: int = command["id"]
+        request_id: int = command["id"]
         request = GenerateRequest.of(**command["request"])
         encoding = PictureEncoding(**command["encoding"])
         # Metadata has the digest in a separate field
         name = command["reference"].partition("@")[0]
-        facts = describe_picture(Reference.parse(name), self._model, request)
+        metadata = describe_picture(Reference.parse(name), self._model, request)
         # Raises here, not on the first iteration, if the request cannot be served
         events = self._model.generate(request)
-        self._send("started", number)
+        self._send("started", request_id)
         with contextlib.closing(events):
-            for event in self._iter_until_cancelled(number, events):
+            for event in self._iter_until_cancelled(request_id, events):
                 if isinstance(event, Image):
-                    encoded = encode_image(event, facts, encoding)
+                    encoded = encode_image(event, metadata, encoding)
                     names = ("seed", "picture", "width", "height")
                     size = {name: getattr(event, name) for name in names}
-                    self._send("image", number, encoded.data, **size, facts=encoded.facts)
+                    self._send("image", request_id, encoded.data, **size, facts=encoded.facts)
                 elif isinstance(event, Preview):
                     data = encode_picture(event.pixels, None, encoding.kind, encoding.quality)
-                    self._send("preview", number, data, number=event.number, picture=event.picture)
+                    self._send(
+                        "preview", request_id, data, number=event.number, picture=event.picture
+                    )
                 else:
-                    self._send("step", number, **asdict(event))
-        self._end(number)
+                    self._send("step", request_id, **asdict(event))
+        self._end(request_id)
 
     def _write(self, command: frame.Message) -> None:
         """Open the text, or the embeddings, of a request; open requests are served in turns."""
-        number: int = command["id"]
-        if number not in self._cancelled:
+        request_id: int = command["id"]
+        if request_id not in self._cancelled:
             events: Generator[_Text, None, None]
             if command["do"] == "embed":
                 events = self._embed(EmbeddingRequest.from_json(command["request"]))
             else:
                 # Raises here, not on the first iteration, if the request cannot be served
                 events = self._model.generate(TextRequest.from_json(command["request"]))
-            self._send("started", number)
-            self._texts[number] = events
+            self._send("started", request_id)
+            self._texts[request_id] = events
         else:
-            self._end(number)
+            self._end(request_id)
 
     def _embed(self, request: EmbeddingRequest) -> Generator[_Text, None, None]:
         """Yield the embeddings, after a turn of the other requests for each batch of texts."""
@@ -278,51 +280,51 @@ class ModelProcess:
         vectors = (vector for embeddings in results for vector in embeddings.vectors)
         yield Embeddings(tuple(vectors), sum(embeddings.tokens for embeddings in results))
 
-    def _advance(self, number: int, events: Generator[_Text, None, None]) -> None:
+    def _advance(self, request_id: int, events: Generator[_Text, None, None]) -> None:
         """Send the next event of a text."""
         try:
-            event = None if self._is_cancelled(number) else next(events, None)
+            event = None if self._is_cancelled(request_id) else next(events, None)
         except BaseException:
-            self._close(number)
+            self._close(request_id)
             raise
         if event is None:
-            self._close(number)
-            self._end(number)
+            self._close(request_id)
+            self._end(request_id)
         elif isinstance(event, TextDelta):
             if event.text or event.tokens:
-                self._frames.write_piece(number, event)
+                self._frames.write_piece(request_id, event)
         elif isinstance(event, Embeddings):
             count = len(event.vectors)
-            self._send("vectors", number, event.pack(), count=count, tokens=event.tokens)
+            self._send("vectors", request_id, event.pack(), count=count, tokens=event.tokens)
         else:
-            self._send("end" if isinstance(event, TextEnd) else "call", number, **asdict(event))
+            self._send("end" if isinstance(event, TextEnd) else "call", request_id, **asdict(event))
 
-    def _close(self, number: int) -> None:
+    def _close(self, request_id: int) -> None:
         # An error of a library at the end of a text does not matter
         with contextlib.suppress(Exception):
-            self._texts.pop(number).close()
+            self._texts.pop(request_id).close()
 
-    def _is_cancelled(self, number: int) -> bool:
-        return number in self._cancelled or self._is_orphaned
+    def _is_cancelled(self, request_id: int) -> bool:
+        return request_id in self._cancelled or self._is_orphaned
 
-    def _end(self, number: int) -> None:
+    def _end(self, request_id: int) -> None:
         """Report the end of a request."""
-        is_cancelled = self._is_cancelled(number)
-        self._cancelled.discard(number)
-        self._send("done", number, cancelled=is_cancelled, bytes=read_resident_memory())
+        is_cancelled = self._is_cancelled(request_id)
+        self._cancelled.discard(request_id)
+        self._send("done", request_id, cancelled=is_cancelled, bytes=read_resident_memory())
 
-    def _iter_until_cancelled(self, number: int, events: Iterator[Any]) -> Iterator[Any]:
-        if number in self._cancelled:
+    def _iter_until_cancelled(self, request_id: int, events: Iterator[Any]) -> Iterator[Any]:
+        if request_id in self._cancelled:
             return
         for event in events:
             yield event
-            if self._is_cancelled(number):
+            if self._is_cancelled(request_id):
                 return
 
     def _send(
-        self, kind: str, request: int | None = None, data: bytes = b"", /, **facts: Any
+        self, kind: str, request: int | None = None, data: bytes = b"", /, **fields: Any
     ) -> None:
-        self._frames.write({"is": kind, "id": request, **facts}, data)
+        self._frames.write({"is": kind, "id": request, **fields}, data)
 
 
 def _load_model(library: dict[str, Any], *content: Any, finder: Any) -> Any:
