@@ -76,7 +76,7 @@ class FirstVariant:
         # Logged by the queue; the next request repeats it
         with contextlib.suppress(AImageError):
             with self._transfers.pull(reference, urgency=DESIRED) as transfer:
-                await transfer.end()
+                await transfer.wait()
             self._variants.pop(reference, None)
 
     def close(self) -> None:

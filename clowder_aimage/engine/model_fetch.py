@@ -104,7 +104,7 @@ async def preload(store: ImageLayout, transfers: TransferQueue, names: Sequence[
 async def _preload(transfers: TransferQueue, reference: Reference) -> None:
     async def pull() -> None:
         with transfers.pull(reference, is_early=True, urgency=DESIRED) as transfer:
-            await transfer.end()
+            await transfer.wait()
 
     retryer = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type(Exception),

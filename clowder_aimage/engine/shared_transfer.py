@@ -134,7 +134,7 @@ class SharedTransfer:
     def _make_stopped_error(self) -> StoppedError:
         return StoppedError(f"the {self.kind} of {self.reference} was cancelled")
 
-    def begin(self, stored: StoredAImage) -> tuple[str, ...]:
+    def record_aimage(self, stored: StoredAImage) -> tuple[str, ...]:
         """Record the AImage; return the order of its components. Called in the pull's thread."""
         self.stored = stored
         return COMPONENTS
@@ -187,7 +187,7 @@ class SharedTransfer:
             await asyncio.wait([self.result], timeout=INTERVAL)
         self.result.result()
 
-    async def end(self) -> Descriptor:
+    async def wait(self) -> Descriptor:
         """Wait for the end and return the root descriptor. Raises as ``watch``."""
         return await asyncio.shield(self.result)
 

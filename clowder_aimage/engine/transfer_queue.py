@@ -163,7 +163,7 @@ class TransferQueue:
                 on_event=on_event,
                 rate=gate,
                 wrap=wrap_source,
-                begin=transfer.begin if is_early else None,
+                begin=transfer.record_aimage if is_early else None,
             )
             return pull(reference, self._store, connection, options).root
 

@@ -206,7 +206,7 @@ class Reconciler:
                 model.transfer = transfer
                 model.handover.close()
                 try:
-                    root = await transfer.end()
+                    root = await transfer.wait()
                 finally:
                     counts = (n for source, n in transfer.sources.items() if source != "cache")
                     has_begun, total = any(counts), transfer.total

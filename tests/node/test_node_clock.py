@@ -206,7 +206,7 @@ def test_a_pull_goes_on_between_a_change_and_the_next_turn(
             await bench.node.begin()
             await first  # its task is cancelled
         publisher.proxy.release()
-        await pull.end()
+        await pull.wait()
         await bench.turn()
         assert bench.model()["state"] == "present" and not pull.users
         assert publisher.blobs() == 3  # the config and two layers

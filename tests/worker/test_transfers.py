@@ -93,13 +93,13 @@ def test_a_pull_without_waiting_clients_is_cancelled(tmp_path: Path, proxy: Prox
             assert it.all.find_pull(reference) is pull
         proxy.release()
         with pytest.raises(StoppedError, match="was cancelled"):
-            await pull.end()
+            await pull.wait()
         assert it.all.find_pull(reference) is None
         with pytest.raises(NotFoundError):
             it.store.resolve(reference)
         assert it.counted("aimage_pulls_total", outcome="stopped", registry=proxy.host) == 1
         with it.all.pull(reference) as again:  # it can be started again
-            await again.end()
+            await again.wait()
         assert it.store.resolve(reference)
 
     played(tmp_path, play)
@@ -114,7 +114,7 @@ def test_a_kept_pull_continues_without_waiting_clients(tmp_path: Path, proxy: Pr
             pull.is_kept = True
             await asyncio.to_thread(proxy.wait_until, lambda: proxy.held > 0)
         proxy.release()
-        await pull.end()
+        await pull.wait()
         assert it.store.resolve(reference)
         assert pull.completed == pull.total
         assert it.counted("aimage_pulls_total", outcome="done", registry=proxy.host) == 1
@@ -138,7 +138,7 @@ def test_closing_stops_transfers_and_refuses_new_ones(tmp_path: Path, proxy: Pro
             it.all.close()
             proxy.release()
             with pytest.raises(StoppedError):
-                await pull.end()
+                await pull.wait()
         with pytest.raises(StoppedError), it.all.pull(reference):
             pass
 
@@ -161,7 +161,7 @@ def test_transfers_beyond_the_limit_are_refused(tmp_path: Path, proxy: Proxy) ->
             ):
                 pass
             released.set()
-            results = await asyncio.gather(*(each.end() for each in pulls), return_exceptions=True)
+            results = await asyncio.gather(*(each.wait() for each in pulls), return_exceptions=True)
         assert all(isinstance(each, NotFoundError) for each in results), results
 
     played(tmp_path, play)
@@ -219,7 +219,7 @@ def test_urgent_pulls_start_first_and_joining_raises_urgency(tmp_path: Path, pro
             with it.all.pull(name(1)) as joined:  # an interactive request joins a prefetch
                 assert joined is pulls[1] and joined.is_begun and joined.urgency == INTERACTIVE
             released.set()
-            await asyncio.gather(*(each.end() for each in pulls), return_exceptions=True)
+            await asyncio.gather(*(each.wait() for each in pulls), return_exceptions=True)
         assert it.counted("aimage_pull_queue_depth", **{"class": "prefetch"}) == 0
         begun = [pull.started for pull in pulls]
         assert max(begun[1], *begun[3:]) < begun[2] < begun[0]  # the order of completion is random
@@ -246,7 +246,7 @@ def test_simultaneous_pulls_start_by_priority(tmp_path: Path, proxy: Proxy) -> N
             await until_async(lambda: sum(pull.is_begun for pull in pulls) >= 4)
             assert [pull.is_begun for pull in pulls] == 3 * [False] + 4 * [True]
             released.set()
-            await asyncio.gather(*(each.end() for each in pulls), return_exceptions=True)
+            await asyncio.gather(*(each.wait() for each in pulls), return_exceptions=True)
 
     played(tmp_path, play)
 
@@ -263,7 +263,7 @@ def test_the_rate_limit_applies_to_registry_traffic(
 
     async def play(it: Played) -> None:
         with it.all.pull(reference) as pull:
-            await pull.end()
+            await pull.wait()
         assert sum(passed) >= pull.total
 
     with pytest.MonkeyPatch.context() as patch:
@@ -286,7 +286,7 @@ def test_a_queued_pull_without_waiting_clients_is_removed(tmp_path: Path, proxy:
                 await asyncio.sleep(0.01)
                 assert not waits.is_begun
             with pytest.raises(StoppedError, match="was cancelled"):
-                await waits.end()
+                await waits.wait()
             await asyncio.sleep(0)
             assert it.counted("aimage_pull_queue_depth", **{"class": "desired"}) == 0
             released.set()
@@ -299,9 +299,9 @@ def test_a_pull_of_components_fetches_only_their_blobs(tmp_path: Path, proxy: Pr
 
     async def play(it: Played) -> None:
         with it.all.pull(reference, components=("vae",)) as part:
-            await part.end()
+            await part.wait()
         with it.all.pull(reference) as whole:
-            await whole.end()
+            await whole.wait()
         assert 0 < part.total < whole.total
         assert whole.sources["cache"] >= part.total - 1000  # allows for the config
         assert whole.sources["registry"] + whole.sources["cache"] == whole.total

@@ -88,7 +88,7 @@ class Asked:
         """Simulate the timeout of a pull from a silent registry."""
         pull.stop(is_now=True)
         with pytest.raises(StoppedError):
-            await pull.end()
+            await pull.wait()
         await self.turn()
 
 
@@ -122,7 +122,7 @@ def test_a_pull_is_not_blocked_by_pulls_from_a_silent_registry(
         good = it.want(reference)
         await it.turn()
         assert (begun(pulls), good.is_begun) == (3, True)
-        return await good.end(), it.store.resolve(reference)
+        return await good.wait(), it.store.resolve(reference)
 
     root, found = played(tmp_path, play)
     assert root.digest == found.digest
@@ -213,7 +213,7 @@ def test_a_failed_pull_is_counted_by_its_error_code(
 
     async def play(it: Asked) -> CollectorRegistry:
         with pytest.raises(type(error)):
-            await it.ask("registry.example.com").end()
+            await it.ask("registry.example.com").wait()
         return it.metrics.registry
 
     counted = played(tmp_path, play)

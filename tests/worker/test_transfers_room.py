@@ -67,7 +67,7 @@ def test_forty_pulls_from_a_silent_registry_leave_a_slot_for_another(
                 except BusyError:
                     refused += 1
             with transfers.pull(reference) as pull:
-                await pull.end()
+                await pull.wait()
             released.set()
         return refused, store.resolve(reference)
 
@@ -86,7 +86,7 @@ def test_closing_does_not_wait_for_a_registry(
             await asyncio.to_thread(proxy.wait_until, lambda: proxy.seen)
             transfers.close()
             with pytest.raises(StoppedError, match="was cancelled"):
-                await pull.end()
+                await pull.wait()
         released.set()
 
     played(tmp_path / "store", play)

@@ -178,7 +178,7 @@ async def _post(service: Service, request: Request) -> web.StreamResponse:
         # The pull goes on if the client disconnects: it may poll later
         pull.is_kept = True
         try:
-            root = await pull.end()
+            root = await pull.wait()
         except UnauthorizedError as error:
             raise ApiError(403, error.message, code="registry_unauthorized") from None
         except AImageError as error:
