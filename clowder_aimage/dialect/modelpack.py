@@ -22,11 +22,11 @@ from clowder_aimage.dialect.clowder import (
     parse_layer,
 )
 from clowder_aimage.dialect.dialect import Dialect, build_manifest
+from clowder_aimage.dialect.file_kind import select_kind
 from clowder_aimage.dialect.layer_name import clean_path, name_layers
 from clowder_aimage.dialect.ollama import CARRIED_CONFIG, encode_carried_config
 from clowder_aimage.dialect.vendor import (
     FILEPATH,
-    FORMATS,
     build_vendor_config,
     get_nested,
     guess_media_type,
@@ -48,15 +48,6 @@ _LAYER = re.compile(
     r"(?:\.(raw|tar|gguf|safetensors))?(?:\+(gzip|zstd))?"
 )
 _FORMS = {"gguf": mediatype.AIMAGE_GGUF, "safetensors": mediatype.AIMAGE_TRANSFORMERS}
-_WEIGHTS = {
-    *FORMATS,
-    mediatype.AIMAGE_SAFETENSORS,
-    mediatype.AIMAGE_TORCHSCRIPT,
-    mediatype.AIMAGE_SAVEDMODEL,
-}
-_TEXTS = (".json", ".txt", ".jinja")
-_DOCS = ("readme", "license", "licence", "notice", "copying")
-_CODE = (".py", ".sh", ".ipynb")
 _ENDINGS = {"": "", "gzip": ".gz", "zstd": ".zst"}
 _PRECISIONS = {"F16": "fp16", "F32": "fp32", "F64": "fp64"}
 _FORMAT_WORDS = {"transformers": "safetensors", "lora": "safetensors", "savedmodel": "tensorflow"}
@@ -215,12 +206,4 @@ def _choose_media_type(layer: Layer) -> str:
     media_type = layer.descriptor.media_type
     if _parse_packing(media_type):
         return media_type
-    base, _ = mediatype.split_compression(media_type)
-    file_name = layer.name.rpartition("/")[2].lower()
-    if base in _WEIGHTS and not file_name.endswith(_TEXTS):
-        kind = "weight"
-    elif file_name.startswith(_DOCS) or file_name.endswith(".md"):
-        kind = "doc"
-    else:
-        kind = "code" if file_name.endswith(_CODE) else "weight.config"
-    return f"application/vnd.cncf.model.{kind}.v1.raw"
+    return f"application/vnd.cncf.model.{select_kind(layer)}.v1.raw"
