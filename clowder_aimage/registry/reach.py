@@ -94,7 +94,7 @@ class Boundary:
         *,
         max_reach: Reach = Reach.NOWHERE,
     ) -> None:
-        self._home, self._trusted, self._max_reach = home.lower(), trusted, max_reach
+        self._home, self.trusted, self._max_reach = home.lower(), trusted, max_reach
         self._registry_reach: Reach | None = None
         # The registry's address, once it is connected.
         self._address = ""
@@ -109,7 +109,7 @@ class Boundary:
             raise OutsideError(self._home, host)
         if host == self._home and self._registry_reach is None:
             self._registry_reach, self._address = actual, address
-        elif host not in self._trusted and not self._permits(actual, is_home):
+        elif host not in self.trusted and not self._permits(actual, is_home):
             raise OutsideError(self._home, host)
 
     def check_name(self, host: str) -> None:
@@ -118,7 +118,7 @@ class Boundary:
         named_reach = reach_of_name(host)
         if host == self._home and named_reach is not None and named_reach > self._max_reach:
             raise OutsideError(self._home, host)
-        if host == self._home or host in self._trusted:
+        if host == self._home or host in self.trusted:
             return
         # Its address is compared when it is connected.
         is_here = named_reach is Reach.MACHINE is self._reach()
@@ -147,6 +147,38 @@ class Boundary:
         return target <= registry_reach
 
 
+class UploadBoundary(Boundary):
+    """The addresses of uploads outside of the registry's own origin: those of the internet.
+
+    An upload carries content, and a path that the registry chooses: it could write to any other
+    service of this machine or its networks, also at another port of the registry's own host.
+    """
+
+    def check(self, host: str, sock: socket.socket) -> None:
+        """Check a new connection to ``host``, before anything is sent. Raises OutsideError."""
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            address, port = sock.getpeername()[:2]
+            self._require(host, port, reach(address))
+
+    def check_name(self, host: str) -> None:
+        """Check the name of a host that a proxy connects to. Raises OutsideError."""
+        self.check_origin(host, 0)
+
+    def check_origin(self, host: str, port: int) -> None:
+        """Check the name of a host before it is connected. Raises OutsideError."""
+        self._require(host, port, reach_of_name(host))
+
+    def _require(self, host: str, port: int, target: Reach | None) -> None:
+        if host.lower() not in self.trusted and target not in (None, Reach.INTERNET):
+            raise OutsideError(self._home, host, port)
+
+
+def is_same_host(first: str, second: str) -> bool:
+    """Return True if two hosts are the same; ``localhost``, 127.0.0.1 and ::1 are."""
+    names = {_normalize_address(name.lower()) for name in (first, second)}
+    return len(names) == 1 or names == {"localhost", "127.0.0.1"}
+
+
 def _normalize_address(address: str) -> str:
     """Return an address, and 127.0.0.1 for ::1: ``localhost`` is both."""
     return "127.0.0.1" if address in ("::1", "::ffff:127.0.0.1") else address
@@ -155,9 +187,10 @@ def _normalize_address(address: str) -> str:
 class OutsideError(NetworkError):
     """A registry leads to an address outside of its boundary."""
 
-    def __init__(self, home: str, host: str) -> None:
+    def __init__(self, home: str, host: str, port: int = 0) -> None:
+        place = host[:100] + (f":{port}" if port else "")
         super().__init__(
-            f"{home} leads to {host[:100]}, an internal address",
+            f"{home} leads to {place}, an internal address",
             hint=f"if that is intended, add {host[:100]} to trustedHosts of the registry in the"
             " configuration",
         )

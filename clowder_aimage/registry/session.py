@@ -19,6 +19,7 @@ from clowder_aimage.errors import AImageError, RegistryError, UnauthorizedError,
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest, Reference, mediatype
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.client_options import ClientOptions, open_session
+from clowder_aimage.registry.reach import is_same_host
 from clowder_aimage.registry.response import (
     RegistryResponse,
     build_manifest_error,
@@ -26,6 +27,7 @@ from clowder_aimage.registry.response import (
 )
 from clowder_aimage.registry.retry import BrokenOffError, Pause, retry_call
 from clowder_aimage.registry.transport import Transport, parse_origin
+from clowder_aimage.registry.upload_transport import UploadTransport
 
 # Seconds for each address of the host.
 CONNECT_TIMEOUT = 3.0
@@ -71,6 +73,7 @@ class Session(AbstractContextManager["Session"]):
         )
         # The most bytes of a request, 0 for any number.
         self.chunk = connection.find_host_settings(self._registry).chunk_size
+        self._elsewhere = UploadTransport(connection, host, self._http.boundary, self._registry)
         basic = basic_auth or connection.basic_auth
         self._auth = Authenticator(
             reference, connection, self._send_once, scheme, basic, self._http.boundary
@@ -84,6 +87,7 @@ class Session(AbstractContextManager["Session"]):
         self._closed.set()
         self.mirrors.close()
         self._http.close()
+        self._elsewhere.close()
 
     def build_url(self, path: str) -> str:
         """Return the URL of a path below ``/v2/<repository>/``."""
@@ -98,7 +102,7 @@ class Session(AbstractContextManager["Session"]):
         """Return the URL of an absolute or relative Location header (RFC 9110, 10.2.2).
 
         A registry behind a proxy that terminates TLS may return http URLs: these are changed to
-        https. Content is never sent to another host without TLS. Raises RegistryError.
+        https. Raises RegistryError.
         """
         try:
             url = urljoin(base, location)
@@ -112,6 +116,20 @@ class Session(AbstractContextManager["Session"]):
             if old.hostname != new.hostname:
                 raise RegistryError(f"{self._registry} sends uploads to {new.hostname} without TLS")
             return urlunsplit(new._replace(scheme="https", netloc=old.netloc))
+        return url
+
+    def join_upload(self, location: str, base: str) -> str:
+        """Return the URL of the Location header of an upload.
+
+        It is at the registry's own origin, or at a host that may receive uploads. Raises
+        RegistryError, or OutsideError.
+        """
+        url = self.join(location, base)
+        scheme, host, port = parse_origin(url)
+        own_scheme, own_host, own_port = parse_origin(self.base)
+        if (scheme, port) == (own_scheme, own_port) and is_same_host(host, own_host):
+            return urlunsplit(urlsplit(url)._replace(netloc=urlsplit(self.base).netloc))
+        self._elsewhere.check(scheme, host, port)
         return url
 
     def ping(self) -> None:
@@ -176,13 +194,14 @@ class Session(AbstractContextManager["Session"]):
             actions = ""
         is_ours = parse_origin(url) == parse_origin(self.base)
         sent = {"Accept-Encoding": "identity", **(headers or {})}
-        header = self._auth.get_header(actions) if is_ours else None
+        if not is_ours:
+            return self._send(self._elsewhere.open(), method, url, sent, body, read_timeout)
+        header = self._auth.get_header(actions)
         if header:
             sent["Authorization"] = header
-        response = self._send(method, url, sent, body, read_timeout)
+        response = self._send(self._transport, method, url, sent, body, read_timeout)
         challenge = response.headers.get("WWW-Authenticate", "")
-        is_challenge = response.status_code == 401 and challenge and not response.is_redirected
-        if not is_ours or not is_challenge:
+        if response.status_code != 401 or not challenge or response.is_redirected:
             return response
         response.finish()
         sent["Authorization"] = self._auth.answer(actions, challenge, header)
@@ -192,22 +211,29 @@ class Session(AbstractContextManager["Session"]):
                 remedy="login",
                 registry=self._registry,
             )
-        return self._send(method, url, sent, body, read_timeout)
+        return self._send(self._transport, method, url, sent, body, read_timeout)
 
     def _send(
-        self, method: str, url: str, headers: Mapping[str, str], body: Any, read_timeout: float
+        self,
+        transport: Transport,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Any,
+        read_timeout: float,
     ) -> RegistryResponse:
         self._pause.wait()
         if self._closed.is_set():
             raise ParallelStoppedError
-        is_first = body is None and not self._transport.has_answered
+        is_first = body is None and not transport.has_answered
         read = min(FIRST_READ_TIMEOUT if is_first else math.inf, read_timeout)
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=read)
-        response = self._transport.send(method, url, headers, body, timeout=timeout)
+        response = transport.send(method, url, headers, body, timeout=timeout)
         self._pause.observe(response.status_code, response.headers)
         if self._closed.is_set():
             response.close()
             self._http.close()
+            self._elsewhere.close()
         return response
 
     def _send_once(

@@ -207,6 +207,10 @@ class Transport:
         self._routes: dict[tuple[str, str, int], tuple[Any, bool]] = {}
         self.has_answered = has_answered
 
+    def close(self) -> None:
+        """Close the connections of the session."""
+        self._session.close()
+
     def send(
         self,
         method: str,

@@ -53,7 +53,7 @@ def check_permission(session: Session) -> None:
         raise build_response_error(response, "an upload")
     response.finish()
     if location := response.headers.get("Location"):
-        url = session.join(location, response.url)
+        url = session.join_upload(location, response.url)
         # Not all registries cancel uploads.
         with contextlib.suppress(AImageError):
             session.request("DELETE", url, actions="pull,push").finish()
@@ -115,7 +115,7 @@ class _Upload:
         answer.finish()
         location = answer.headers.get("Location")
         if location:
-            self._location = self._session.join(location, answer.url)
+            self._location = self._session.join_upload(location, answer.url)
 
     def _resume(self) -> bool:
         """Request the received size (end-13); return False if the upload cannot continue."""

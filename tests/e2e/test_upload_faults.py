@@ -37,6 +37,7 @@ from clowder_aimage.registry import (
     transport,
     upload,
 )
+from clowder_aimage.registry.host_settings import HostSettings
 from tests.process import Aimage
 from tests.proxy import Passed, Proxy, Reply
 from tests.real_registry import PASSWORD, USER, RealRegistry
@@ -583,7 +584,9 @@ def test_a_location_on_another_host_gets_no_password(
         Proxy(private_registry.host, buffers=True).running() as other,
     ):
         private(tmp_path, proxy)
-        way = Way(proxy, repository.partition("/")[2], ClientOptions(docker_config=tmp_path))
+        settings = {proxy.host: HostSettings(trusted_hosts=frozenset({"localhost"}))}
+        connection = ClientOptions(docker_config=tmp_path, registries=settings)
+        way = Way(proxy, repository.partition("/")[2], connection)
         other.adds = {"Authorization": f"Basic {BASIC}"}  # the location itself authorises the write
         refuse(other, 8 * UNIT)
         breaks = first(lambda p: p.method == "PATCH")

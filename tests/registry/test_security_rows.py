@@ -18,7 +18,7 @@ Authorization across origins (GHSA-vh4v-2xq2-g5cg, CVE-2026-50151)
     test_tokens: test_another_origin_receives_no_credentials (other port, other scheme);
     test_credentials: test_a_redirect_to_another_origin_drops_credentials,
     test_an_upload_location_on_another_host_receives_no_credentials,
-    test_upload_locations_are_resolved_without_downgrading_to_http;
+    test_upload_location: test_where_a_registry_may_send_an_upload;
     e2e/test_upload_faults: test_a_location_on_another_host_gets_no_password (all methods);
     e2e/test_download_faults: test_blobs_are_fetched_from_a_cdn;
     here: test_a_redirect_back_to_the_origin_sends_no_credentials
@@ -61,6 +61,7 @@ from clowder_aimage.errors import AImageError, FormatError, UnauthorizedError
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.oci import Descriptor, Digest, Reference
 from clowder_aimage.registry import ClientOptions, Repository
+from clowder_aimage.registry.host_settings import HostSettings
 from clowder_aimage.registry.session import Session
 from tests.memory_store import MemoryStore
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving, skip_waiting
@@ -198,10 +199,9 @@ def test_no_secret_of_an_upload_is_logged(tmp_path: Path, caplog: pytest.LogCapt
         with ScriptedRegistry(script).running() as registry:
             log_in(tmp_path, registry.host)
             name = Reference.parse(f"{registry.host}/x")
-            with (
-                Repository(name, ClientOptions(docker_config=tmp_path)) as target,
-                pytest.raises(AImageError) as raised,
-            ):
+            settings = {registry.host: HostSettings(trusted_hosts=frozenset({"127.0.0.1"}))}
+            connection = ClientOptions(docker_config=tmp_path, registries=settings)
+            with Repository(name, connection) as target, pytest.raises(AImageError) as raised:
                 target.push(Descriptor.of("text/plain", b"abc"), build_bytes_body(b"abc"))
     assert any("s1gnature" in seen.path for seen in other.seen)
     said = f"{caplog.text}{raised.value}{raised.value.hint}"

@@ -395,7 +395,8 @@ def test_another_origin_receives_no_credentials(
     with guarded.registry.running():
         guarded.write(tmp_path)
         reference = Reference.parse(f"{guarded.registry.host}/team/x")
-        host = HostSettings(plain_http=True, ca_file=bundle)
+        trusted = frozenset({"127.0.0.1"})
+        host = HostSettings(plain_http=True, ca_file=bundle, trusted_hosts=trusted)
         connection = ClientOptions(docker_config=tmp_path, registries={guarded.registry.host: host})
         with Repository(reference, connection) as repository:
             copy(repository, reference, MemoryStore())
