@@ -127,7 +127,7 @@ class ScriptedStore:
 
     root = Path("/")
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         return "unchanged"
 
     def resolve(self, reference: Reference) -> Any:
@@ -154,7 +154,7 @@ def service_of(role: SleepingRole, slots: int) -> Any:
         engine=SimpleNamespace(
             list_loaded=loaded, set_eviction_cost=set_eviction_cost, is_draining=False
         ),
-        reference=lambda name: Reference.parse(name or "m1"),
+        resolve_reference=lambda name: Reference.parse(name or "m1"),
     )
 
 

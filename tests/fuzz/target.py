@@ -276,8 +276,8 @@ class Documents(Target):
         service: Any = SimpleNamespace(
             store=layout,
             settings=settings,
-            reference=Reference.parse,
-            adapters=SimpleNamespace(files=list),
+            resolve_reference=Reference.parse,
+            adapters=SimpleNamespace(list_files=list),
         )
         for each in model_list.list_entries(layout):
             permitted(lambda one: json.dumps(ollama_routes._describe_entry(layout, one)), each)
