@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
+import io
 import os
 import sys
 import threading
@@ -17,7 +19,7 @@ from clowder_aimage.cli.console.example import NAME, examples
 from clowder_aimage.cli.console.interruption import interruption
 from clowder_aimage.cli.console.option import VerbGroup, common_options
 from clowder_aimage.cli.console.output import META, clean_lines, format_event, wants_json
-from clowder_aimage.errors import AImageError, UsageError
+from clowder_aimage.errors import AImageError, NoSpaceError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -169,7 +171,9 @@ class _Verbs(VerbGroup):
         """Run the verb; report its errors while the common options are known."""
         try:
             return super().invoke(ctx)
-        except (click.ClickException, AImageError) as error:
+        except BrokenPipeError:
+            raise
+        except (click.ClickException, AImageError, OSError) as error:
             # An import that Ctrl-C ended may raise another error.
             if interruption.is_pending:
                 raise KeyboardInterrupt from error
@@ -228,13 +232,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = cli.main(arguments, prog_name="aimage", standalone_mode=False)
     except click.exceptions.Exit as error:
         code = error.exit_code
-    except (click.ClickException, AImageError) as error:
+    except BrokenPipeError:
+        _discard_output()
+        code = 0
+    except (click.ClickException, AImageError, OSError) as error:
         # An error in the options before the verb.
         code = _report(error)
-    except BrokenPipeError:
-        # Python flushes stdout at the exit, and would report the broken pipe once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     except BaseException as error:
         if not (interruption.is_pending or isinstance(error, KeyboardInterrupt | click.Abort)):
             raise
@@ -246,6 +249,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def main() -> NoReturn:
     """Run the command line and exit without joining threads that wait for the network."""
     interruption.install()
+    _open_standard_streams()
     # Libraries warn about values from models and pictures.
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
@@ -265,10 +269,46 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-def _report(error: click.ClickException | AImageError) -> int:
+def _open_standard_streams() -> None:
+    """Open the null device for closed streams; let all of them print any character.
+
+    Otherwise the next opened file would get the descriptor of a stream.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            mode = "w" if number else "r"
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _discard_output() -> None:
+    """Redirect stdout to the null device: Python flushes it at the exit, and would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _convert_system_error(error: OSError) -> AImageError:
+    """Return the error for a refusal of the system that no verb expected."""
+    subject = "cannot read or write a file"
+    if error.filename is not None:
+        subject = f"cannot access {error.filename}"
+    try:
+        sys.stdout.flush()
+    except OSError:
+        subject = "cannot write to stdout"
+        _discard_output()
+    kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
+    return kind(f"{subject}: {error.strerror or error}")
+
+
+def _report(error: click.ClickException | AImageError | OSError) -> int:
     """Print an error with its advice, with ``--json`` as an event; return its exit code."""
     from clowder_aimage.cli.console.remedy import format_advice
 
+    if isinstance(error, OSError):
+        error = _convert_system_error(error)
     if isinstance(error, AImageError):
         kind, message, hint = type(error).__name__, error.message, format_advice(error)
     else:

@@ -1,20 +1,27 @@
-"""Default locations of this user: the store, the configuration, credentials and certificates."""
+"""Default locations of this user: the store, the configuration, credentials and certificates.
+
+A user may have no home directory, or one that belongs to another user, as in containers that run
+with any user id. Then the files in it count as absent, and the store has to be named.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from clowder_aimage import __version__
+from clowder_aimage.document.optional_file import warn
 from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
     from clowder_aimage.registry import ClientOptions, DialectCache
 
+_T = TypeVar("_T")
 SHARED_VARIABLES = tuple(
     f"AIMAGE_{name}"
     for name in (
@@ -85,63 +92,93 @@ def _find_nearest(name: str, variables: set[str], prefix: str) -> str | None:
 def list_default_stores() -> tuple[Path, ...]:
     """Return the directories in AIMAGE_STORE, else the platform's directory for data.
 
-    The first is written, all are read (XDG Base Directory; macOS Library).
+    The first is written, all are read (XDG Base Directory; macOS Library). Raises UsageError:
+    there is neither, as this user has no home directory.
     """
     if directories := [
         name for name in os.environ.get("AIMAGE_STORE", "").split(os.pathsep) if name
     ]:
         return tuple(Path(name) for name in directories)
-    return (_resolve_platform_directory("XDG_DATA_HOME", ".local/share", "aimage"),)
+    if directory := _resolve_platform_directory("XDG_DATA_HOME", ".local/share", "aimage"):
+        return (directory,)
+    raise UsageError("this user has no home directory for a store", remedy="name_store")
 
 
 def open_dialect_cache() -> DialectCache:
     """Return the cache of refused dialects in the platform's state directory."""
     from clowder_aimage.registry import DialectCache
 
-    return DialectCache(_resolve_state_directory() / "registries.json")
+    return DialectCache(_resolve_state_file("registries.json"))
 
 
-def resolve_history_file() -> Path:
+def resolve_history_file() -> Path | None:
     """Return the file of the prompts that were typed, in the platform's state directory."""
-    return _resolve_state_directory() / "prompts"
+    return _resolve_state_file("prompts")
 
 
-def _resolve_state_directory() -> Path:
+def _resolve_state_file(name: str) -> Path | None:
     # On macOS both are in one directory: the state must be beside the store, not in it.
-    name = "aimage-state" if sys.platform == "darwin" else "aimage"
-    return _resolve_platform_directory("XDG_STATE_HOME", ".local/state", name)
+    program = "aimage-state" if sys.platform == "darwin" else "aimage"
+    directory = _resolve_platform_directory("XDG_STATE_HOME", ".local/state", program)
+    return directory / name if directory else None
 
 
-def find_config_file() -> Path:
+def find_config_file() -> Path | None:
     """Return the path of the configuration: config.json, or config.yaml in the same directory.
+
+    It is None if this user has no home directory, or may not look into it.
 
     Raises UsageError: both exist, or the file in AIMAGE_CONFIG does not exist.
     """
-    explicit = _read_path("AIMAGE_CONFIG")
-    if explicit is not None and not explicit.is_file():
-        raise UsageError(f"file in AIMAGE_CONFIG not found: {explicit}")
-    if explicit is not None:
+    if explicit := _read_path("AIMAGE_CONFIG"):
+        with contextlib.suppress(PermissionError):
+            if not explicit.is_file():
+                raise UsageError(f"file in AIMAGE_CONFIG not found: {explicit}")
         return explicit
-    path = _resolve_xdg_directory("XDG_CONFIG_HOME", ".config") / "aimage" / "config.json"
+    directory = _resolve_xdg_directory("XDG_CONFIG_HOME", ".config")
+    if directory is None:
+        return None
+    path = directory / "aimage" / "config.json"
     yaml_path = path.with_suffix(".yaml")
-    if not yaml_path.is_file():
-        return path
-    if path.is_file():
+    try:
+        has_yaml, has_json = yaml_path.is_file(), path.is_file()
+    except OSError as error:
+        warn(f"{path} is ignored: {error.strerror}")
+        return None
+    if has_yaml and has_json:
         raise UsageError(f"there are two configurations: {path} and {yaml_path}", hint="remove one")
-    return yaml_path
+    return yaml_path if has_yaml else path
+
+
+def read_user_configuration(parse: Callable[[dict[str, Any]], _T]) -> _T:
+    """Parse the configuration of this user for a client; ``parse`` gets an empty one without.
+
+    A file at the default path that cannot be read or is malformed counts as absent, with a warning.
+    Servers do not use this: their tokens may be in it.
+
+    Raises:
+        UsageError: the file in AIMAGE_CONFIG cannot be used, or a setting is not valid.
+    """
+    from clowder_aimage.document.schema import read_configuration
+
+    return read_configuration(find_config_file(), parse, is_optional=not _names_config_file())
+
+
+def _names_config_file() -> bool:
+    return _read_path("AIMAGE_CONFIG") is not None
 
 
 def read_client_options(*, ca_file: str | Path | None = None, **options: Any) -> ClientOptions:
     """Return the options of a connection, with the credentials and settings of this user.
 
     Raises:
-        UsageError: the file in AIMAGE_CONFIG does not exist, or the configuration is not valid.
+        UsageError: the file in AIMAGE_CONFIG cannot be used, or the configuration is not valid.
     """
     from clowder_aimage.registry import ClientOptions
     from clowder_aimage.registry.host_settings import read_settings
 
     realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "").lower().split(",")
-    registries, default = read_settings(find_config_file())
+    registries, default = read_settings(find_config_file(), is_optional=not _names_config_file())
     return ClientOptions(
         **{**_list_credential_paths(), "user_agent": f"aimage/{__version__}", **options},
         ca_file=None if ca_file is None else Path(ca_file),
@@ -151,16 +188,31 @@ def read_client_options(*, ca_file: str | Path | None = None, **options: Any) ->
     )
 
 
-def _resolve_platform_directory(variable: str, usual: str, name: str) -> Path:
+def _resolve_platform_directory(variable: str, usual: str, name: str) -> Path | None:
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / name
-    return _resolve_xdg_directory(variable, usual) / name
+        return _join_home("Library", "Application Support", name)
+    directory = _resolve_xdg_directory(variable, usual)
+    return directory / name if directory else None
 
 
-def _resolve_xdg_directory(variable: str, usual: str) -> Path:
+def _resolve_xdg_directory(variable: str, usual: str) -> Path | None:
     """Return the directory in a variable. A relative path is ignored, as XDG requires."""
-    directory = _read_path(variable)
-    return directory if directory and directory.is_absolute() else Path.home() / usual
+    return _read_directory(variable) or _join_home(usual)
+
+
+def _read_directory(variable: str) -> Path | None:
+    path = _read_path(variable)
+    return path if path and path.is_absolute() else None
+
+
+def _join_home(*names: str) -> Path | None:
+    """Return a path in the home directory of this user, or None without one."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        # There is neither HOME nor an entry for the user id in /etc/passwd.
+        return None
+    return home.joinpath(*names) if home.is_absolute() else None
 
 
 def _read_path(variable: str) -> Path | None:
@@ -170,20 +222,20 @@ def _read_path(variable: str) -> Path | None:
 
 def _list_credential_paths() -> dict[str, Any]:
     """Return the paths of credentials and certificates of docker, containers and OpenSSL."""
-    home, runtime = Path.home(), _read_path("XDG_RUNTIME_DIR")
-    user = home / ".config" / "containers"
+    user, runtime = _join_home(".config", "containers"), _read_directory("XDG_RUNTIME_DIR")
+    user_directories = (user,) if user else ()
     certificates = os.environ.get("SSL_CERT_DIR", "").split(os.pathsep)
     return {
         "auth_file": _read_path("REGISTRY_AUTH_FILE"),
-        "docker_config": _read_path("DOCKER_CONFIG") or home / ".docker",
+        "docker_config": _read_path("DOCKER_CONFIG") or _join_home(".docker"),
         "container_auth": (
             *((runtime / "containers" / "auth.json",) if runtime else ()),
-            user / "auth.json",
+            *(directory / "auth.json" for directory in user_directories),
         ),
         "ca_bundle": _read_path("SSL_CERT_FILE")
         or next((Path(name) for name in certificates if name and Path(name).is_dir()), None),
         "cert_dirs": (
-            user / "certs.d",
+            *(directory / "certs.d" for directory in user_directories),
             Path("/etc/containers/certs.d"),
             Path("/etc/docker/certs.d"),
         ),

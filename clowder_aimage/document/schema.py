@@ -12,10 +12,12 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from clowder_aimage.document.optional_file import read_optional
 from clowder_aimage.document.strict_json import read_json
 from clowder_aimage.errors import FormatError, UsageError
 
@@ -86,36 +88,53 @@ def validate(name: str, document: object) -> None:
         raise FormatError(f"invalid {name} document: {_format_message(error)} (at {location})")
 
 
-def read_configuration(path: Path, parse: Callable[[dict[str, Any]], _T]) -> _T:
+def read_configuration(
+    path: Path | None, parse: Callable[[dict[str, Any]], _T], *, is_optional: bool = False
+) -> _T:
     """Read the configuration file and parse its object, an empty one if there is no file.
 
-    It is YAML if the name ends in .yaml or .yml, else JSON.
+    It is YAML if the name ends in .yaml or .yml, else JSON. If it ``is_optional``, a file that
+    cannot be read, or is not well-formed, counts as absent, with a warning.
 
     Raises:
         UsageError: the file cannot be read, is not valid, or ``parse`` raises ValueError.
     """
     try:
-        document = _load_configuration(path)
-        validate("config", document)
+        document = _load_configuration(path, is_optional=is_optional)
+        if document:
+            validate("config", document)
         return parse(document)
-    except (FileNotFoundError, NotADirectoryError):
-        return parse({})
     except (OSError, ValueError, RecursionError, FormatError) as error:
         raise UsageError(
             f"cannot use the configuration {path}: {error}", hint="see schemas/config.schema.json"
         ) from None
 
 
-def _load_configuration(path: Path) -> Any:
-    raw = path.read_bytes()
-    if not is_yaml(path):
-        return read_json(raw, "it")
-    # Imported late: it takes 15 ms.
-    from clowder_aimage.document.yaml import read_yaml
+def _load_configuration(path: Path | None, *, is_optional: bool) -> dict[str, Any]:
+    if path is None:
+        return {}
+    load_document = partial(_parse_configuration, path)
+    if is_optional:
+        return read_optional(path, load_document) or {}
+    try:
+        return load_document(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
 
-    document = read_yaml(raw.decode("utf-8-sig"), path.name)[0]
-    # A document of comments only is empty.
-    return {} if document is None else document
+
+def _parse_configuration(path: Path, raw: bytes) -> dict[str, Any]:
+    if is_yaml(path):
+        # Imported late: it takes 15 ms.
+        from clowder_aimage.document.yaml import read_yaml
+
+        document = read_yaml(raw.decode("utf-8-sig"), path.name)[0]
+        # A document of comments only is empty.
+        document = {} if document is None else document
+    else:
+        document = read_json(raw, "it")
+    if not isinstance(document, dict):
+        raise FormatError(f"{str(document)[:60]!r} is not of type 'object'")
+    return document
 
 
 def is_yaml(path: Path) -> bool:

@@ -244,7 +244,7 @@ def gather(
     returns the name of an option. Raises UsageError with the origin.
     """
     check_variables(kind.SECTION)
-    section = read_section(file, kind) if file else {}
+    section = read_section(file, kind)
     stated = {name: (value, str(file)) for name, value in section.items()}
     for name in kind.model_fields:
         if value := os.environ.get(variable := f"{kind.PREFIX}{name.upper()}"):
@@ -259,11 +259,12 @@ def gather(
         raise UsageError(_describe_error(error, origins, spell)) from None
 
 
-def read_section(file: Path, kind: type[ServerSettings] = Settings) -> dict[str, Any]:
+def read_section(file: Path | None, kind: type[ServerSettings] = Settings) -> dict[str, Any]:
     """Return a server's section of a configuration, by field. Raises UsageError."""
     section = read_configuration(file, lambda document: document.get(kind.SECTION, {}))
     values = {name: section[key] for name in kind.model_fields if (key := camel(name)) in section}
-    paths = {name: str(file.parent / values[name]) for name in kind.PATHS if name in values}
+    directory = file.parent if file else Path()
+    paths = {name: str(directory / values[name]) for name in kind.PATHS if name in values}
     return values | paths
 
 

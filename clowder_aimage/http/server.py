@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from clowder_aimage.document.optional_file import report_warnings
 from clowder_aimage.errors import AImageError
 from clowder_aimage.http import systemd
 from clowder_aimage.http.api_error import OPENAI
@@ -177,8 +178,9 @@ async def _run(
 ) -> None:
     signals = Signals()
     signals.watch()
-    # In a server, waits for locks are logged, not printed for a person
+    # In a server, waits for locks and warnings are logged, not printed for a person
     ON_WAIT.clear()
+    report_warnings()
     async with contextlib.AsyncExitStack() as stack:
         # Entered before the listeners: roles end after the last request
         for role in roles:

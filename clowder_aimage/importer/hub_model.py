@@ -189,12 +189,21 @@ def find_model(
 
 
 def resolve_cache_directory() -> Path:
-    """Return the directory of the cache (huggingface_hub, "Environment variables")."""
+    """Return the directory of the cache (huggingface_hub, "Environment variables").
+
+    Raises UsageError: this user has no home directory, and the variables name no directory.
+    """
     environ = os.environ
     base = environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = environ.get("HF_HOME") or f"{base}/huggingface"
     path = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
-    return Path(os.path.expandvars(path)).expanduser()
+    try:
+        return Path(os.path.expandvars(path)).expanduser()
+    except RuntimeError:
+        raise UsageError(
+            "this user has no home directory for the cache of the Hugging Face hub",
+            hint="name a directory with HF_HOME",
+        ) from None
 
 
 def _is_offline() -> bool:

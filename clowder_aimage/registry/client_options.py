@@ -20,7 +20,7 @@ import urllib3
 import urllib3.exceptions
 import urllib3.util.ssl_
 
-from clowder_aimage.errors import StoreError
+from clowder_aimage.errors import StoreError, UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.host_settings import HostSettings, list_certificates
 from clowder_aimage.registry.reach import Boundary, Reach
@@ -56,7 +56,7 @@ class ClientOptions:
     plain_http: bool | None = None
     insecure: bool = False
     ca_file: Path | None = None
-    docker_config: Path = field(default_factory=lambda: Path.home() / ".docker")
+    docker_config: Path | None = None
     trusted_realms: frozenset[str] = frozenset()
     connections_override: int = 0
     user_agent: str = "aimage"
@@ -77,15 +77,24 @@ class ClientOptions:
     sleep: Callable[[float], object] | None = None
 
     @property
+    def login_file(self) -> Path:
+        """The file that ``login`` writes. Raises UsageError: this user has no home directory."""
+        if self.auth_file is None and self.docker_config is None:
+            raise UsageError(
+                "this user has no home directory for credentials", remedy="name_docker_config"
+            )
+        return self.auth_files[0]
+
+    @property
     def auth_files(self) -> tuple[Path, ...]:
         """The files with credentials in reading order; ``login`` writes the first.
 
         Files of another user, unreadable after a change of users, are left out.
         """
-        docker = self.docker_config / "config.json"
+        docker = () if self.docker_config is None else (self.docker_config / "config.json",)
         preferred = () if self.auth_file is None else (self.auth_file,)
         readable = (path for path in self.container_auth if os.access(path, os.R_OK))
-        return (*preferred, docker, *readable)
+        return (*preferred, *docker, *readable)
 
     def expand(self, reference: Reference) -> Reference:
         """Return a reference with the default registry, if it has none."""

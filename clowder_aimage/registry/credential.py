@@ -18,7 +18,7 @@ def login(registry: str, username: str, password: str, connection: ClientOptions
 
     Raises UnauthorizedError if the registry or a helper refuses them, or StoreError.
     """
-    path = connection.auth_files[0]
+    path = connection.login_file
     config = docker.read_config(path)
     basic = oras.auth.utils.get_basic_auth(username, password)
     try:
@@ -47,7 +47,7 @@ def login(registry: str, username: str, password: str, connection: ClientOptions
 
 def logout(registry: str, connection: ClientOptions) -> None:
     """Remove the credentials of a registry. Raises NotFoundError."""
-    path = connection.auth_files[0]
+    path = connection.login_file
     config = docker.read_config(path)
     name, keys = docker.find_helper(config, registry), docker.list_keys(config, registry)
     if name:

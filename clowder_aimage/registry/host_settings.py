@@ -45,21 +45,24 @@ class HostSettings:
     trusted_hosts: frozenset[str] = frozenset()
 
 
-def read_settings(path: Path) -> tuple[dict[str, HostSettings], str]:
+def read_settings(
+    path: Path | None, *, is_optional: bool = False
+) -> tuple[dict[str, HostSettings], str]:
     """Return a configuration's settings by host, and its default registry.
 
-    They are empty without a file. Raises UsageError.
+    They are empty without a file. Raises UsageError. ``is_optional``: see read_configuration.
     """
+    directory = path.parent if path else Path()
 
     def parse(document: dict[str, Any]) -> tuple[dict[str, HostSettings], str]:
         registries = dict(document.get("registries", {}))
         default: str = registries.pop(DEFAULT, "")
         if default and Reference.parse(f"{default}/x").registry is None:
             raise ValueError(f"registries.{DEFAULT}: {default} is not a host, or HOST/PATH")
-        hosts = {host: _parse_settings(path.parent, entry) for host, entry in registries.items()}
+        hosts = {host: _parse_settings(directory, entry) for host, entry in registries.items()}
         return hosts, default
 
-    return read_configuration(path, parse)
+    return read_configuration(path, parse, is_optional=is_optional)
 
 
 def _parse_settings(directory: Path, entry: dict[str, Any]) -> HostSettings:

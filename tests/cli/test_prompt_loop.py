@@ -181,6 +181,7 @@ def test_prompts_are_kept_for_this_user_alone(
     with keep_history():
         readline.add_history("a red circle")
     file = resolve_history_file()
+    assert file is not None
     assert file.read_text() == "a red circle\n" and file.stat().st_mode & 0o777 == 0o600
     readline.clear_history()
     with keep_history():

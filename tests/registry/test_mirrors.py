@@ -60,6 +60,7 @@ def pull(
     registry: ScriptedRegistry, connection: ClientOptions, target: str = f"@{DIGEST}"
 ) -> tuple[Descriptor, ImageLayout]:
     reference = Reference.parse(f"{registry.host}/team/x{target}")
+    assert connection.docker_config is not None
     store = ImageLayout(connection.docker_config / "store")
     with Repository(reference, connection) as repository:
         return copy(repository, reference, store), store

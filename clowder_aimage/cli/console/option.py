@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from clowder_aimage.cli.console.example import get_examples
-from clowder_aimage.cli.console.output import META, note, report_waits
+from clowder_aimage.cli.console.output import META, note, report_waits, report_warnings
 from clowder_aimage.errors import AImageError, UsageError
 
 if TYPE_CHECKING:
@@ -199,6 +199,7 @@ class Verb(_Exemplified):
         """Run the verb, in a span if it makes requests."""
         from clowder_aimage.config.user_directory import find_misspelt_variables
 
+        report_warnings()
         for name, nearest in find_misspelt_variables():
             note(f"warning: unknown environment variable {name}; did you mean {nearest}?")
         has_requests = any(param.name == "verbose" for param in self.params)
@@ -462,7 +463,7 @@ def start_traces(seconds: float | None = None) -> None:
 class VerbSettings(NamedTuple):
     """The values of the shared options."""
 
-    stores: tuple[Path, ...] = ()
+    store: Path | None = None
     as_json: bool = False
     template: ResultTemplate | None = None
     quiet: bool = False
@@ -480,12 +481,19 @@ class VerbSettings(NamedTuple):
     verbose: int = 0
 
     @property
+    def stores(self) -> tuple[Path, ...]:
+        """The directories of the store: the first is written. Raises UsageError without any."""
+        from clowder_aimage.config.user_directory import list_default_stores
+
+        return (self.store,) if self.store else list_default_stores()
+
+    @property
     def layout(self) -> ImageLayout:
         from clowder_aimage.layout import ImageLayout, LayeredStore
 
         report_waits()
-        root, *more_roots = self.stores
-        return LayeredStore(self.stores) if more_roots else ImageLayout(root)
+        root, *more_roots = stores = self.stores
+        return LayeredStore(stores) if more_roots else ImageLayout(root)
 
     @property
     def has_connection(self) -> bool:
@@ -534,9 +542,7 @@ def get_settings() -> VerbSettings:
     """Return the shared options, given before the verb or after it."""
     from pathlib import Path
 
-    from clowder_aimage.config.user_directory import list_default_stores
-
     meta = click.get_current_context().meta
     stated = {key.removeprefix(META): meta[key] for key in meta if key.startswith(META)}
     store = stated.pop("store", None)
-    return VerbSettings((Path(store),) if store else list_default_stores(), **stated)
+    return VerbSettings(Path(store) if store else None, **stated)

@@ -130,6 +130,20 @@ def report_waits() -> None:
     lock.ON_WAIT[:] = [] if is_quiet() else [print_wait]
 
 
+def report_warnings() -> None:
+    """Let warnings about files of the user be printed, with ``--json`` as events."""
+    from clowder_aimage.document import optional_file
+
+    is_json = wants_json()
+
+    def print_warning(message: str) -> None:
+        line = f"warning: {message}"
+        text = format_event("note", message=line) if is_json else clean_lines(line)
+        click.echo(text, err=True)
+
+    optional_file.report_warnings(print_warning)
+
+
 def remark(text: str) -> None:
     """Print a message to stderr, unless ``-q`` is given."""
     if not is_quiet():

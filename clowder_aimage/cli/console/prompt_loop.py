@@ -260,14 +260,13 @@ def keep_history() -> Iterator[None]:
         # Python may be built without readline.
         yield
         return
-    from clowder_aimage.config.user_directory import find_config_file, resolve_history_file
-    from clowder_aimage.document.schema import read_configuration
+    from clowder_aimage.config.user_directory import read_user_configuration, resolve_history_file
 
-    run = read_configuration(find_config_file(), lambda it: it.get("run", {})) or {}
-    if not run.get("history", True):
+    run = read_user_configuration(lambda it: it.get("run", {})) or {}
+    file = resolve_history_file()
+    if file is None or not run.get("history", True):
         yield
         return
-    file = resolve_history_file()
     readline.clear_history()
     for line in _read_history(file):
         readline.add_history(line)

@@ -78,6 +78,8 @@ REMEDIES = {
     "lower_case_or_hub": "use lower case: {name}; to pack a model of the Hugging Face hub: "
     "aimage create NAME {model}",
     "name_adapter": "set a name with --adapter NAME=PATH",
+    "name_store": "name a directory with --store or AIMAGE_STORE, or set HOME",
+    "name_docker_config": "name a file with REGISTRY_AUTH_FILE, or a directory with DOCKER_CONFIG",
     "name_enhancer": "name one with --enhancer REF or AIMAGE_ENHANCER; that of Z-Image can be used "
     "too: aimage create enhancer --enhancer --from REF",
     "no_layers": "omit --component and --include to pull all of it",

@@ -13,7 +13,13 @@ from typing import Any
 import click
 
 from clowder_aimage.cli.console.example import examples
-from clowder_aimage.cli.console.option import VerbGroup, common_options, get_settings, needs
+from clowder_aimage.cli.console.option import (
+    VerbGroup,
+    VerbSettings,
+    common_options,
+    get_settings,
+    needs,
+)
 from clowder_aimage.cli.console.output import META, format_table, note, print_result
 from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.config.user_directory import (
@@ -81,7 +87,7 @@ def show() -> None:
     variables = [(name, os.environ[name]) for name in _VARIABLES if os.environ.get(name)]
     values = [
         _build_file_value(file),
-        _build_store_value(chosen.stores),
+        _build_store_value(chosen),
         _build_run_value(file),
         *_iter_server_settings(file),
         *_iter_registry_settings(file),
@@ -97,28 +103,36 @@ def show() -> None:
                 setting.origin,
             ]
         )
-    value = {"file": str(file), "exists": file.is_file(), "settings": [e.plain for e in values]}
+    exists = file is not None and file.is_file()
+    path = None if file is None else str(file)
+    value = {"file": path, "exists": exists, "settings": [e.plain for e in values]}
     print_result(value, format_table(rows))
 
 
-def _build_file_value(file: Path) -> Value:
+def _build_file_value(file: Path | None) -> Value:
     origin = "AIMAGE_CONFIG" if os.environ.get("AIMAGE_CONFIG") else "default"
+    if file is None:
+        return Value("config", None, origin)
     return Value("config", str(file), origin, None if file.is_file() else f"{file} (not found)")
 
 
-def _build_store_value(stores: tuple[Path, ...]) -> Value:
+def _build_store_value(chosen: VerbSettings) -> Value:
+    try:
+        stores: tuple[Path, ...] = chosen.stores
+    except UsageError:
+        return Value("store", None, "default")
     is_given = f"{META}store" in click.get_current_context().meta
     origin = "AIMAGE_STORE" if os.environ.get("AIMAGE_STORE") else "default"
     return Value("store", os.pathsep.join(map(str, stores)), "command line" if is_given else origin)
 
 
-def _build_run_value(file: Path) -> Value:
+def _build_run_value(file: Path | None) -> Value:
     section = read_configuration(file, lambda document: document.get("run", {}))
     is_given = "remote" in section
     return Value("run.remote", section.get("remote", False), str(file) if is_given else "default")
 
 
-def _iter_server_settings(file: Path) -> Iterator[Value]:
+def _iter_server_settings(file: Path | None) -> Iterator[Value]:
     """Yield the settings of the worker, the node and the gateway, if their extra is installed."""
     try:
         with needs("a worker", "worker"):
@@ -142,7 +156,7 @@ def _iter_server_settings(file: Path) -> Iterator[Value]:
             yield Value(f"{kind.SECTION}.{camel(name)}", _encode_value(value), origin, typed)
 
 
-def _iter_registry_settings(file: Path) -> Iterator[Value]:
+def _iter_registry_settings(file: Path | None) -> Iterator[Value]:
     """Yield the settings of 'aimage registry serve'."""
     check_variables("registry")
     properties = load("config")["$defs"]["registry"]["properties"]
@@ -161,7 +175,7 @@ def _iter_registry_settings(file: Path) -> Iterator[Value]:
             yield Value(name, section.get(key, usual), str(file) if key in section else "default")
 
 
-def _iter_host_settings(file: Path) -> Iterator[Value]:
+def _iter_host_settings(file: Path | None) -> Iterator[Value]:
     """Yield the configuration of each registry as written, and its default protocol."""
     from clowder_aimage.registry import ClientOptions
     from clowder_aimage.registry.host_settings import DEFAULT, read_settings

@@ -116,11 +116,12 @@ def serve(**options: Any) -> None:
     )
 
 
-def read_registry_section(file: Path) -> dict[str, Any]:
+def read_registry_section(file: Path | None) -> dict[str, Any]:
     """Return the section ``registry`` of a configuration, by option. Raises UsageError."""
     section = read_configuration(file, lambda document: document.get("registry", {}))
     values = {re.sub("([A-Z])", r"_\1", key).lower(): value for key, value in section.items()}
     if "upload_quota" in values:
         values["upload_quota"] = parse_size(str(values["upload_quota"]))
-    paths = {"token_file": file.parent / values["token_file"]} if "token_file" in values else {}
-    return values | paths
+    if file and "token_file" in values:
+        values["token_file"] = file.parent / values["token_file"]
+    return values

@@ -110,7 +110,6 @@ def _match_models(listed: Iterable[Mapping[str, Any]], reference: Reference) -> 
 
 def _prefers_worker() -> bool:
     """Return True if the configuration prefers the default worker. Raises UsageError."""
-    from clowder_aimage.config.user_directory import find_config_file
-    from clowder_aimage.document.schema import read_configuration
+    from clowder_aimage.config.user_directory import read_user_configuration
 
-    return bool(read_configuration(find_config_file(), lambda it: it.get("run", {}).get("remote")))
+    return bool(read_user_configuration(lambda it: it.get("run", {}).get("remote")))

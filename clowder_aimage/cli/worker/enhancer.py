@@ -82,13 +82,10 @@ class LocalEnhancer:
 
 def _resolve_default_model() -> Reference:
     """Return the language model of the environment or the configuration. Raises UsageError."""
-    from clowder_aimage.config.user_directory import find_config_file
-    from clowder_aimage.document.schema import read_configuration
+    from clowder_aimage.config.user_directory import read_user_configuration
 
     name = os.environ.get("AIMAGE_ENHANCER", "").strip()
-    name = name or read_configuration(
-        find_config_file(), lambda it: str(it.get("run", {}).get("enhancer", ""))
-    )
+    name = name or read_user_configuration(lambda it: str(it.get("run", {}).get("enhancer", "")))
     if not name:
         raise UsageError("no language model is named for --enhance", remedy="name_enhancer")
     return Reference.parse(name)
