@@ -59,7 +59,7 @@ def check(model: Any, theirs: Any, tokenizer: Any, prompt: Any, **options: Any) 
     numbers = written[prompt.shape[1] :].tolist()
     found = ours(model, sampling=Sampling(temperature=0, **options))
     table = model._table
-    assert [bytes(one.data) for one in found] == [table.data(one) for one in numbers]
+    assert [bytes(one.data) for one in found] == [table.get_bytes(one) for one in numbers]
     for place, (token, number) in enumerate(zip(found, numbers, strict=True)):
         row = logprobs[prompt.shape[1] + place - 1]
         assert abs(token.logprob - row[number].item()) < 1e-4
