@@ -20,6 +20,7 @@ from clowder_aimage.errors import FormatError, NotFoundError, RegistryError
 from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, Reference, mediatype, read_json
 from clowder_aimage.oci.manifest import encode, parse_document
 from clowder_aimage.registry.client_options import ClientOptions
+from clowder_aimage.registry.manifest_upload import put_manifest
 from clowder_aimage.registry.response import RegistryResponse
 from clowder_aimage.registry.retry import ATTEMPTS, retry_call, retry_write
 from clowder_aimage.registry.session import ACCEPT, Session
@@ -188,7 +189,7 @@ def record(
     def write() -> bool:
         nonlocal raw
         new = with_entry(raw, entry)
-        session.put_manifest(tag, parse_document(new).media_type, new, resource)
+        put_manifest(session, tag, parse_document(new).descriptor, new, resource)
         raw = _read_tagged_index(session, tag, resource)
         return is_listed()
 
@@ -208,7 +209,7 @@ def forget(session: Session, subject: Digest, digest: Digest) -> None:
         index = read_json(raw, resource)
         index["manifests"] = [e for e in index["manifests"] if e["digest"] != str(digest)]
         new = encode(index)
-        session.put_manifest(tag, parse_document(new).media_type, new, resource)
+        put_manifest(session, tag, parse_document(new).descriptor, new, resource)
 
 
 def with_entry(raw: bytes | None, entry: Descriptor) -> bytes:

@@ -14,7 +14,8 @@ from clowder_aimage.content.store import ContentStore
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import AImageError, UnauthorizedError
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
-from clowder_aimage.registry.response import RegistryResponse
+from clowder_aimage.registry.response import RegistryResponse, build_response_error
+from clowder_aimage.registry.retry import IntermediaryError
 from clowder_aimage.registry.session import Session
 
 # Repositories that are tried for one blob.
@@ -43,24 +44,42 @@ class MountOrigins:
         repositories = [name for name in self._find(digest) if name not in self._refused]
         return sorted(repositories, key=lambda name: name in self._missing)[:CANDIDATES]
 
-    def begin(self, session: Session, content: Descriptor) -> RegistryResponse | None:
+    def begin(
+        self, session: Session, content: Descriptor, resource: str
+    ) -> RegistryResponse | None:
         """Mount a blob, or begin its upload; return the response to that, or None if mounted.
 
-        A response 202 to a mount begins an upload, too.
+        A response 202 to a mount begins an upload, too. Raises as ``begin_upload`` does.
         """
         for repository in self.of(content.digest):
             answer = _mount(session, content.digest, repository)
-            status = answer.status_code if answer is not None else 0
-            if status == 202:
+            if answer is not None and _begins_upload(answer):
                 self._missing.add(repository)
                 return answer
             if answer is not None:
                 answer.finish()
-            if status == 201:
+            if answer is not None and answer.status_code == 201:
                 self._on_event(CopyEvent("skip", content, content.size))
                 return None
             self._refused.add(repository)
-        return _begin(session, "")
+        return begin_upload(session, resource)
+
+
+def begin_upload(session: Session, resource: str) -> RegistryResponse:
+    """Begin an upload; return the response, which has a Location. Raises AImageError."""
+    response = _begin(session, "")
+    if _begins_upload(response):
+        return response
+    if response.status_code == 202:
+        response.finish()
+        raise IntermediaryError("the registry began an upload but sent no Location header")
+    raise build_response_error(response, resource)
+
+
+def _begins_upload(response: RegistryResponse) -> bool:
+    """Return True if an upload has begun (202); a mounted blob has a location, too (201)."""
+    is_begun = response.is_success and response.status_code != 201
+    return is_begun and bool(response.headers.get("Location"))
 
 
 def _begin(session: Session, query: str) -> RegistryResponse:

@@ -13,14 +13,22 @@ from clowder_aimage.content.copy import push_blobs
 from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.content.store import Body, Reader, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader
-from clowder_aimage.errors import FormatError, RegistryError, UsageError, VerificationError
+from clowder_aimage.errors import (
+    FormatError,
+    NotFoundError,
+    RegistryError,
+    UsageError,
+    VerificationError,
+)
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
 from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.oci.manifest import parse_document
 from clowder_aimage.registry import listing
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.download import BlobReader
+from clowder_aimage.registry.manifest_upload import put_manifest
 from clowder_aimage.registry.mount import MountOrigins
+from clowder_aimage.registry.presence import find_blob, has_manifest
 from clowder_aimage.registry.response import (
     RegistryResponse,
     build_deletion_error,
@@ -112,11 +120,20 @@ class Repository(Target, AbstractContextManager["Repository"]):
         content = self.resolve(reference)
         document = parse_document(self._load_manifest(content), content.media_type)
         url = self._session.build_url(f"manifests/{reference.target}")
-        send = partial(self._session.request, "DELETE", url, actions="pull,delete")
-        response = retry_call(send)
-        if response.status_code not in (200, 202, 204):
-            raise build_deletion_error(response, reference, str(content.digest))
-        response.finish()
+
+        def send() -> None:
+            response = self._session.request("DELETE", url, actions="pull,delete")
+            if response.status_code in (202, 204):
+                response.finish()
+                return
+            error = build_deletion_error(response, reference, str(content.digest))
+            # A page of a proxy is no deletion.
+            if response.status_code >= 400 or has_manifest(
+                self._session, reference.target, content
+            ):
+                raise error
+
+        retry_call(send)
         if reference.digest is not None:
             self._manifests.pop(content.digest, None)
             if document.subject is not None:
@@ -141,33 +158,34 @@ class Repository(Target, AbstractContextManager["Repository"]):
         return Descriptor(document.media_type, digest, len(raw))
 
     def exists(self, content: Descriptor, /) -> bool:
-        """Return True if a blob or manifest exists, by HEAD (end-2, end-3)."""
+        """Return True if a blob or manifest exists (end-2, end-3); False if that is not answered.
+
+        Raises AImageError for a manifest if that is not answered.
+        """
         key = (content.digest, content.size)
-        if key not in self._present and retry_call(partial(self._exists, content)):
+        if key not in self._present and self._exists(content):
             self._present.add(key)
         return key in self._present
 
     def _exists(self, content: Descriptor) -> bool:
-        kind = "manifests" if content.media_type in mediatype.DOCUMENTS else "blobs"
-        url = self._session.build_url(f"{kind}/{content.digest}")
-        response = self._session.request("HEAD", url, headers={"Accept": ACCEPT})
-        response.finish()
-        if response.status_code == 404:
-            return False
-        if response.status_code != 200:
-            raise build_response_error(response, f"{kind[:-1]} {content.digest}")
-        return response.headers.get("Content-Length") in (None, str(content.size))
+        if content.media_type in mediatype.DOCUMENTS:
+            return has_manifest(self._session, str(content.digest), content)
+        presence = find_blob(self._session, content.digest, content.size)
+        return presence.is_present and presence.size in (None, content.size)
 
     def fetch_size(self, digest: Digest) -> int:
-        """Return the size of a blob (HEAD, end-2). Raises AImageError."""
-        response = self._session.request("HEAD", self._session.build_url(f"blobs/{digest}"))
-        if response.status_code != 200:
-            raise build_response_error(response, f"blob {digest}")
-        response.finish()
-        length = response.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()) or int(length[:20]) > MAX_SIZE:
+        """Return the size of a blob (end-2). Raises AImageError."""
+        presence = find_blob(self._session, digest)
+        if presence.refusal is not None:
+            raise presence.refusal
+        if not presence.is_present:
+            raise NotFoundError(
+                f"blob {digest} not found in {self._name}",
+                hint="check the spelling of the name and the digest",
+            )
+        if presence.size is None or presence.size > MAX_SIZE:
             raise RegistryError(f"{self._name} sent no valid Content-Length for {digest}")
-        return int(length)
+        return presence.size
 
     def open(self, content: Descriptor, offset: int = 0, length: int | None = None, /) -> Reader:
         if content.media_type in mediatype.DOCUMENTS:
@@ -255,7 +273,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         """PUT a manifest by tag, or by digest without a tag, and list it as a referrer."""
         target = (reference and reference.tag) or str(content.digest)
         resource = f"manifest {self._name}:{target}"
-        headers = self._session.put_manifest(target, content.media_type, raw, resource)
+        headers = put_manifest(self._session, target, content, raw, resource)
         self._manifests[content.digest] = raw
         document = parse_document(raw, content.media_type)
         if document.subject is not None and "OCI-Subject" not in headers:

@@ -26,7 +26,13 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.oci import Reference, read_json
-from clowder_aimage.registry.retry import LONGEST_PAUSE, BrokenOffError, retry_after
+from clowder_aimage.registry.retry import (
+    LONGEST_PAUSE,
+    BrokenOffError,
+    IntermediaryError,
+    retry_after,
+)
+from clowder_aimage.registry.trace import parse_body_size, redact_url
 
 # Bytes of a body that is read only to keep its connection.
 _MAX_IGNORED_SIZE = 64 * 1024
@@ -40,6 +46,8 @@ _MAX_ERROR_BODY = 64 * 1024
 _MAX_RETRY_AFTER = 3600.0
 # Harbor's word for a read-only cache of another registry.
 _PROXY_PROJECT = "proxy project"
+# Messages of registries whose tags cannot be moved.
+_IMMUTABLE = r"(?i)immutab|overwrit"
 _NO_PROJECT = "create the project in the registry first, or check its name"
 _EXPECTS_HTTPS = re.compile(r"HTTP request (?:was sent )?to (?:an )?HTTPS", re.IGNORECASE)
 _MAX_LINE = 200  # characters
@@ -49,7 +57,7 @@ _HINTS = (
     (_PROXY_PROJECT, "push to another project; this one is a cache of another registry"),
     (r"will exceed the configured upper limit|quota", "the project exceeds its storage quota"),
     (r"read.only mode", "the registry is in read-only mode"),
-    (r"immutable", "push another tag; this one is immutable"),
+    (_IMMUTABLE, "push another tag; this one is immutable"),
     (r"due to configured policy|POLICYVIOLATION", "a policy of the project denied it"),
 )
 
@@ -72,6 +80,21 @@ class RegistryResponse:
     def host(self) -> str:
         """The host and port of the sender."""
         return urlsplit(self.url).netloc.rpartition("@")[2] or "the registry"
+
+    @property
+    def is_success(self) -> bool:
+        """True for a status of success (2xx); web pages, which no registry sends, are excluded."""
+        return 200 <= self.status_code < 300 and not self.is_page
+
+    @property
+    def is_page(self) -> bool:
+        """True for a web page."""
+        return self.headers.get("Content-Type", "").strip().lower().startswith("text/html")
+
+    @property
+    def size(self) -> int | None:
+        """The size of the body, as declared."""
+        return parse_body_size(self.headers)
 
     def read(self, limit: int, rate: int = RATE) -> bytes:
         """Read the whole body, at most ``limit`` bytes, and close.
@@ -197,6 +220,8 @@ class ResponseFailure:
             body = response.read(_MAX_ERROR_BODY)
             # The body of a redirect's target may contain a signed URL.
             line = "" if response.is_redirected else _extract_first_line(body)
+            if 300 <= status < 400 and (location := response.headers.get("Location")):
+                line = f"a redirect to {redact_url(location)[:_MAX_LINE]}"
             errors = read_json(body, "it")["errors"]
             # Distribution 2.8 puts UNKNOWN before the reason when a layer has urls.
             error = next((e for e in errors if e.get("code") != "UNKNOWN"), errors[0])
@@ -230,7 +255,7 @@ class ResponseFailure:
         """
         if self.is_too_large or self.code in ("MANIFEST_BLOB_UNKNOWN", "BLOB_UNKNOWN"):
             return False
-        if _PROXY_PROJECT in self.message:
+        if _PROXY_PROJECT in self.message or re.search(_IMMUTABLE, self.message):
             return False
         if self.status == 403:
             return self.code == "DENIED" and "manifest class" in f"{self.message} {self.detail}"
@@ -265,7 +290,7 @@ def build_manifest_error(response: RegistryResponse, resource: str) -> AImageErr
             hint="registries accept manifests of up to 4 MiB; pack the model into fewer layers",
             **fields,
         )
-    return _build_error(refusal, resource)
+    return build_failure_error(refusal, resource)
 
 
 def build_deletion_error(
@@ -276,7 +301,7 @@ def build_deletion_error(
     is_tag = reference.digest is None
     is_unsupported = refusal.status in (405, 501) or refusal.code == "UNSUPPORTED"
     if not is_unsupported and not (is_tag and refusal.status in (400, 404)):
-        return _build_error(refusal, f"the deletion of {reference}")
+        return build_failure_error(refusal, f"the deletion of {reference}")
     fields: dict[str, Any] = {
         "status": refusal.status,
         "code": refusal.code,
@@ -294,10 +319,11 @@ def build_deletion_error(
 
 def build_response_error(response: RegistryResponse, resource: str) -> AImageError:
     """Return the error for an unexpected response; ``resource`` names the request's object."""
-    return _build_error(ResponseFailure.of(response), resource)
+    return build_failure_error(ResponseFailure.of(response), resource)
 
 
-def _build_error(refusal: ResponseFailure, resource: str) -> AImageError:
+def build_failure_error(refusal: ResponseFailure, resource: str) -> AImageError:
+    """Return the error for an unexpected response that was read."""
     hint = next((text for pattern, text in _HINTS if re.search(pattern, refusal.text)), None)
     if "AirTunes/" in refusal.server:
         return RegistryError(
@@ -325,6 +351,13 @@ def _build_error(refusal: ResponseFailure, resource: str) -> AImageError:
         return NotFoundError(
             f"{resource} not found at {refusal.host} ({refusal.text}){refusal.suffix}",
             hint=hint or "check the spelling of the name and the tag",
+        )
+    if refusal.status < 400:
+        return IntermediaryError(
+            f"{refusal.host} answered {refusal.status} "
+            f"{http.client.responses.get(refusal.status, '')} for {resource}{refusal.suffix}",
+            hint="a proxy or load balancer may have answered in place of the registry",
+            status=refusal.status,
         )
     expects_https = refusal.status == 400 and _EXPECTS_HTTPS.search(refusal.line) is not None
     if hint is None and refusal.retry_after > LONGEST_PAUSE:

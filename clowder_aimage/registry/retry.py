@@ -31,15 +31,21 @@ class BrokenOffError(NetworkError):
     """A connection was lost after it was established. The error is transient."""
 
 
+class IntermediaryError(RegistryError):
+    """A proxy or load balancer answered in place of the registry. The error is transient."""
+
+
 def is_transient(error: BaseException) -> bool:
     """Return True if the same request may succeed if it is repeated soon.
 
     A refused connection, an unknown host, 401, 403, 404 and a wrong digest are not transient, and
     are raised at once. The caller handles a registry that requests a longer pause.
     """
+    if isinstance(error, BrokenOffError | IntermediaryError):
+        return True
     if isinstance(error, RegistryError):
         return error.status in TRANSIENT_STATUS and error.retry_after <= LONGEST_PAUSE
-    return isinstance(error, BrokenOffError)
+    return False
 
 
 def retry_call(

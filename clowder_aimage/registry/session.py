@@ -20,12 +20,8 @@ from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest, Reference, mediatype
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.client_options import ClientOptions, open_session
 from clowder_aimage.registry.reach import is_same_host
-from clowder_aimage.registry.response import (
-    RegistryResponse,
-    build_manifest_error,
-    build_response_error,
-)
-from clowder_aimage.registry.retry import BrokenOffError, Pause, retry_call
+from clowder_aimage.registry.response import RegistryResponse, build_response_error
+from clowder_aimage.registry.retry import BrokenOffError, Pause
 from clowder_aimage.registry.transport import Transport, parse_origin
 from clowder_aimage.registry.upload_transport import UploadTransport
 
@@ -71,8 +67,12 @@ class Session(AbstractContextManager["Session"]):
             own_headers=(self.base, connection.headers),
             on_exchange=self._on_exchange,
         )
+        # True if HEAD requests for blobs are refused.
+        self.refuses_head = False
         # The most bytes of a request, 0 for any number.
         self.chunk = connection.find_host_settings(self._registry).chunk_size
+        # The only method that is accepted for the bytes of blobs, if one was refused.
+        self.upload_method = ""
         self._elsewhere = UploadTransport(connection, host, self._http.boundary, self._registry)
         basic = basic_auth or connection.basic_auth
         self._auth = Authenticator(
@@ -146,25 +146,6 @@ class Session(AbstractContextManager["Session"]):
             raise build_response_error(response, resource)
         return response.read(MAX_MANIFEST_SIZE), response
 
-    def put_manifest(
-        self, target: str, media_type: str, raw: bytes, resource: str
-    ) -> Mapping[str, str]:
-        """PUT a manifest by tag or digest (end-7) and return the response's headers.
-
-        Raises ManifestRefusedError for its kind, or another AImageError.
-        """
-
-        def put() -> Mapping[str, str]:
-            headers = {"Content-Type": media_type}
-            url = self.build_url(f"manifests/{target}")
-            response = self.request("PUT", url, headers=headers, body=raw)
-            if response.status_code not in (200, 201):
-                raise build_manifest_error(response, resource)
-            response.finish()
-            return response.headers
-
-        return retry_call(put)
-
     def request(
         self,
         method: str,
@@ -174,8 +155,11 @@ class Session(AbstractContextManager["Session"]):
         body: Any = None,
         read_timeout: float = READ_TIMEOUT,
         actions: str | None = None,
+        mirrored: bool = True,
     ) -> RegistryResponse:
         """Send a request; the caller handles the response's status and body.
+
+        Mirrors may answer it unless ``mirrored`` is off.
 
         ``actions`` are the permissions that it needs, by default those of the method. A 401 is
         answered once with new credentials. A ``body`` that is not bytes cannot be sent twice: then
@@ -184,9 +168,9 @@ class Session(AbstractContextManager["Session"]):
         Raises NetworkError without a response, UnauthorizedError without credentials.
         """
         path = url.removeprefix(self.build_url(""))
-        mirrored = self.mirrors.request(method, path, headers, read_timeout)
-        if mirrored is not None:
-            return mirrored
+        answer = self.mirrors.request(method, path, headers, read_timeout) if mirrored else None
+        if answer is not None:
+            return answer
         if actions is None:
             actions = "pull" if method in ("GET", "HEAD") else "pull,push"
         if url in (f"{self.base}/v2/", self.catalog):

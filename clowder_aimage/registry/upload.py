@@ -2,7 +2,9 @@
 
 A small blob is one PUT. A large one is a PATCH and a PUT without a body, as in docker: the bytes
 received from a broken PATCH are kept, and the remaining ones follow. An upload that the registry
-has lost is restarted. After a 413 (from the registry or a proxy) smaller bodies are sent.
+has lost is restarted. After a 413, or lost connections, smaller bodies are sent, and where a method
+is refused, the other one. A response that is not the specified one is compared with the registry:
+a blob that it has is uploaded.
 """
 
 from __future__ import annotations
@@ -11,14 +13,21 @@ import contextlib
 import io
 import os
 import re
+from functools import partial
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 from clowder_aimage.content.store import Body, FileStream, Reader
 from clowder_aimage.content.verified_reader import VerifyingReader, check_size, verify
-from clowder_aimage.errors import AImageError, RegistryError, VerificationError
+from clowder_aimage.errors import AImageError, UnauthorizedError, VerificationError
 from clowder_aimage.oci import Descriptor
-from clowder_aimage.registry.mount import MountOrigins
-from clowder_aimage.registry.response import RegistryResponse, build_response_error
+from clowder_aimage.registry.mount import MountOrigins, begin_upload
+from clowder_aimage.registry.presence import find_blob
+from clowder_aimage.registry.response import (
+    RegistryResponse,
+    ResponseFailure,
+    build_failure_error,
+    build_response_error,
+)
 from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retry_call
 from clowder_aimage.registry.session import READ_TIMEOUT, Session
 from clowder_aimage.registry.transport import StreamBody
@@ -32,6 +41,11 @@ SMALLEST_CHUNK = 1024 * 1024
 _SETTLES = 16 * 1024 * 1024
 _LOST = "the registry lost the upload; replicas behind a load balancer must share upload state"
 _KIND = {"Content-Type": "application/octet-stream"}
+# Refusals of a method, or of a body in the form that it needs. Firewalls refuse PATCH with 403.
+_PUT_REFUSALS = frozenset({400, 405, 406, 411, 412, 415, 416, 417, 501})
+_METHOD_REFUSALS = {"PUT": _PUT_REFUSALS, "PATCH": _PUT_REFUSALS | {403}, "": frozenset[int]()}
+# Lost connections without progress after which a smaller body is sent.
+_LOSSES = 2
 
 
 def upload(session: Session, content: Descriptor, body: Body, origins: MountOrigins) -> None:
@@ -41,22 +55,20 @@ def upload(session: Session, content: Descriptor, body: Body, origins: MountOrig
     damaged. The registry does not store a damaged one.
     """
     blob_upload = _Upload(session, content, body, origins)
-    retry_call(blob_upload.attempt, progress=lambda: (blob_upload.furthest, session.chunk))
+    retry_call(
+        blob_upload.attempt,
+        progress=lambda: (blob_upload.furthest, session.chunk, session.upload_method),
+    )
 
 
 def check_permission(session: Session) -> None:
     """Begin an upload, and cancel it. Raises as ``upload``: the registry does not accept one."""
-    response = session.request(
-        "POST", session.build_url("blobs/uploads/"), headers={"Content-Length": "0"}
-    )
-    if response.status_code != 202:
-        raise build_response_error(response, "an upload")
+    response = retry_call(partial(begin_upload, session, "an upload"))
     response.finish()
-    if location := response.headers.get("Location"):
-        url = session.join_upload(location, response.url)
-        # Not all registries cancel uploads.
-        with contextlib.suppress(AImageError):
-            session.request("DELETE", url, actions="pull,push").finish()
+    url = session.join_upload(response.headers["Location"], response.url)
+    # Not all registries cancel uploads.
+    with contextlib.suppress(AImageError):
+        session.request("DELETE", url, actions="pull,push").finish()
 
 
 class _Upload:
@@ -79,6 +91,8 @@ class _Upload:
         self._offset = 0
         # The highest offset so far: losing data is not progress.
         self.furthest = 0
+        # Lost connections since then.
+        self._losses = 0
 
     def attempt(self) -> None:
         """Continue at the registry's offset, or begin an upload."""
@@ -89,22 +103,22 @@ class _Upload:
         if not resumed and not self._begin():
             # The blob was mounted.
             return
-        while (remaining := self._content.size - self._offset) > (self._session.chunk or RESUMABLE):
-            chunk = self._session.chunk
-            self._patch(max(chunk, self._least) if chunk else remaining)
+        while size := self._choose_patch_size():
+            self._patch(size)
         self._put()
+
+    def _choose_patch_size(self) -> int:
+        """Return the bytes of the next PATCH, 0 if the rest is for the PUT."""
+        remaining, chunk = self._content.size - self._offset, self._session.chunk
+        least = {"PATCH": 0, "PUT": remaining}.get(self._session.upload_method, chunk or RESUMABLE)
+        return (max(chunk, self._least) if chunk else remaining) if remaining > least else 0
 
     def _begin(self) -> bool:
         """Mount the blob, or begin an upload; return True if one has begun."""
         self._location, self._offset = None, 0
-        response = self._origins.begin(self._session, self._content)
+        response = self._origins.begin(self._session, self._content, self._resource)
         if response is None:
             return False
-        if response.status_code != 202:
-            raise build_response_error(response, self._resource)
-        if not response.headers.get("Location"):
-            response.finish()
-            raise RegistryError("the registry began an upload but sent no Location header")
         least = response.headers.get("OCI-Chunk-Min-Length", "")
         self._least = int(least) if re.fullmatch("[0-9]{1,10}", least) else 0
         self._follow(response)
@@ -122,12 +136,14 @@ class _Upload:
         if self._location is None:
             return False
         answer = self._session.request("GET", self._location, actions="pull,push")
-        if answer.status_code in TRANSIENT_STATUS and not self._is_uncertain:
+        # A page of a proxy has no Range.
+        is_page = answer.status_code == 200 and "Range" not in answer.headers
+        if (is_page or answer.status_code in TRANSIENT_STATUS) and not self._is_uncertain:
             self._is_uncertain = True
             # The upload may still exist: check again.
             raise build_response_error(answer, self._resource)
         self._is_uncertain = False
-        if answer.status_code not in (200, 202, 204):
+        if not answer.is_success:
             answer.finish()
             self._is_lost = True
             return False
@@ -138,18 +154,19 @@ class _Upload:
 
     def _advance(self, offset: int) -> None:
         self._offset = offset
-        self.furthest = max(self.furthest, offset)
+        if offset > self.furthest:
+            self.furthest, self._losses = offset, 0
 
     def _has_arrived(self) -> bool:
         """Return True if the whole blob arrived, and only the response was lost."""
         if not self._is_lost and not self._offset:
             return False
         self._is_lost = False
-        answer = self._session.request(
-            "HEAD", self._session.build_url(f"blobs/{self._content.digest}")
-        )
-        answer.finish()
-        return answer.status_code == 200
+        return self._is_stored()
+
+    def _is_stored(self) -> bool:
+        """Return True if the registry has the blob."""
+        return find_blob(self._session, self._content.digest, self._content.size).is_present
 
     def _patch(self, size: int) -> None:
         """Send the next chunk; smaller ones follow if it is too large."""
@@ -159,8 +176,9 @@ class _Upload:
         if self._offset or end < self._content.size:
             headers["Content-Range"] = f"{self._offset}-{end - 1}"
         answer = self._send("PATCH", self._location or "", headers, end)
-        if answer.status_code not in (202, 204):
-            raise self._build_attempt_error(answer)
+        is_page = answer.status_code == 200 and not {"Location", "Range"} & answer.headers.keys()
+        if is_page or not answer.is_success:
+            raise self._build_attempt_error(answer, "PATCH")
         arrived = _parse_received_size(answer)
         self._follow(answer)
         self._advance(arrived if self._offset < arrived <= end else end)
@@ -176,9 +194,14 @@ class _Upload:
         url = urlunsplit(parts._replace(query=f"{parts.query}&{digest}".lstrip("&")))
         wait = READ_TIMEOUT + self._content.size / _SETTLES
         answer = self._send("PUT", url, headers, self._content.size, wait)
-        if answer.status_code not in (201, 204):
-            raise self._build_attempt_error(answer)
-        answer.finish()
+        if answer.status_code == 201:
+            answer.finish()
+            return
+        error = self._build_attempt_error(answer, "PUT" if remaining else "")
+        # 409: another client has uploaded it.
+        may_be_stored = answer.status_code < 400 or answer.status_code == 409
+        if not may_be_stored or not self._is_stored():
+            raise error
 
     def _send(
         self, method: str, url: str, headers: dict[str, str], end: int, wait: float = READ_TIMEOUT
@@ -188,13 +211,19 @@ class _Upload:
         with self._open_body() if size else io.BytesIO() as stream:
             is_last = end == self._content.size
             body = StreamBody(stream, self._offset, size, last=is_last) if size else b""
-            answer = self._session.request(
-                method, url, headers={**_KIND, **headers}, body=body, read_timeout=wait
-            )
-        if answer.status_code == 413:
-            self._shrink(answer, size)
+            try:
+                answer = self._session.request(
+                    method, url, headers={**_KIND, **headers}, body=body, read_timeout=wait
+                )
+            except BrokenOffError as error:
+                if not isinstance(error, UnauthorizedError):
+                    self._count_loss(size)
+                raise
+        if answer.status_code == 413 and self._shrink(size):
+            answer.finish()
+            raise BrokenOffError(f"{self._resource} requires smaller chunks")
         # The offsets differ: the next attempt requests the registry's.
-        if answer.status_code == 416:
+        if answer.status_code == 416 and self._offset:
             answer.finish()
             raise BrokenOffError(f"{self._resource} is at another offset")
         return answer
@@ -212,29 +241,46 @@ class _Upload:
             return VerifyingReader(stream, self._content)
         return stream
 
-    def _shrink(self, answer: RegistryResponse, size: int) -> None:
-        """Send smaller chunks to this registry from now on. Raises."""
+    def _count_loss(self, size: int) -> None:
+        """Send smaller chunks if connections are lost repeatedly: proxies may end large bodies."""
+        self._losses += 1
+        if self._losses >= _LOSSES and self._shrink(size):
+            self._losses = 0
+
+    def _shrink(self, size: int) -> bool:
+        """Send smaller chunks to this registry from now on; return False if ``size`` is least."""
         smallest = max(SMALLEST_CHUNK, self._least)
-        if size <= smallest:
-            raise build_response_error(answer, self._resource)
+        if size <= smallest or self._session.upload_method == "PUT":
+            return False
         smaller = FIRST_CHUNK if size > FIRST_CHUNK else max(smallest, size // 4)
         self._session.chunk = min(smaller, self._session.chunk or smaller)
-        answer.finish()
-        raise BrokenOffError(f"{self._resource} requires smaller chunks")
+        return True
 
-    def _build_attempt_error(self, answer: RegistryResponse) -> AImageError:
+    def _switch(self, refused: str) -> bool:
+        """Use the other method from now on; return False if that was refused, too."""
+        if not self._session.upload_method:
+            self._session.upload_method = "PUT" if refused == "PATCH" else "PATCH"
+        return self._session.upload_method != refused
+
+    def _build_attempt_error(self, answer: RegistryResponse, method: str) -> AImageError:
         """Return the error that ends an attempt; a lost or damaged upload is restarted.
 
-        Raises VerificationError if the local copy is damaged.
+        ``method`` is that of a request with a body. Raises VerificationError if the local copy is
+        damaged.
         """
-        error = build_response_error(answer, self._resource)
-        if answer.status_code in (404, 410):
+        failure = ResponseFailure.of(answer)
+        error = build_failure_error(failure, self._resource)
+        if failure.status in (404, 410):
             self._location, self._is_lost = None, True
             return BrokenOffError(error.message, hint=_LOST)
-        if isinstance(error, RegistryError) and error.code == "DIGEST_INVALID":
+        if failure.code == "DIGEST_INVALID":
             self._location = None
             verify(self._body(), self._content)
             return BrokenOffError(f"{self._resource} was corrupted in transit ({error.message})")
+        is_refused = failure.status in _METHOD_REFUSALS[method]
+        if is_refused and failure.code in ("", "UNSUPPORTED") and self._switch(method):
+            self._location = None
+            return BrokenOffError(f"{self._resource} requires another method ({error.message})")
         return error
 
 

@@ -55,7 +55,7 @@ def taking(refuse: Callable[..., Answer | None]) -> Callable[[Any], Answer]:
     def script(seen: Any) -> Answer:
         if seen.method == "POST":
             return Answer(202, {"Location": "/upload/1"})
-        if "/manifests/" in seen.path:
+        if "/manifests/" in seen.path and seen.method == "PUT":
             return refuse(seen.headers["Content-Type"], json.loads(seen.body)) or Answer(201)
         if seen.method == "PUT":
             encoded = seen.path.rpartition("%3A")[2]
@@ -127,7 +127,9 @@ def test_a_refused_manifest_type_falls_back(name: str, tmp_path: Path) -> None:
 
     registry, tried = try_push(taking(refuse), tmp_path)
     assert tried == ["ollama", "container"]
-    sent = [json.loads(seen.body) for seen in registry.seen if "/manifests/" in seen.path]
+    sent = [
+        json.loads(seen.body) for seen in registry.seen if "/manifests/" in seen.path and seen.body
+    ]
     assert len(sent) == 3
     puts = [path for path in registry.asked("PUT") if "/upload/" in path]
     assert len(puts) == len(set(puts)) == 4  # one file, and three configs

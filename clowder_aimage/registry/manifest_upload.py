@@ -1,0 +1,43 @@
+"""Upload of manifests (distribution-spec, "Pushing Manifests", end-7)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+
+from clowder_aimage.errors import AImageError
+from clowder_aimage.oci import Descriptor
+from clowder_aimage.registry.presence import has_manifest
+from clowder_aimage.registry.response import build_manifest_error
+from clowder_aimage.registry.retry import TRANSIENT_STATUS, retry_call
+from clowder_aimage.registry.session import Session
+
+
+def put_manifest(
+    session: Session, target: str, content: Descriptor, raw: bytes, resource: str
+) -> Mapping[str, str]:
+    """PUT a manifest by tag or digest (end-7) and return the response's headers.
+
+    If the response is not the specified one, the registry is asked for the manifest: with the right
+    digest there, it is done. So it is for an immutable tag that has this digest already.
+
+    Raises ManifestRefusedError for its kind, or another AImageError.
+    """
+
+    def put() -> Mapping[str, str]:
+        headers = {"Content-Type": content.media_type}
+        url = session.build_url(f"manifests/{target}")
+        response = session.request("PUT", url, headers=headers, body=raw)
+        if response.status_code == 201:
+            response.finish()
+            return response.headers
+        error = build_manifest_error(response, resource)
+        is_stored = False
+        if response.status_code != 401 and response.status_code not in TRANSIENT_STATUS:
+            with contextlib.suppress(AImageError):
+                is_stored = has_manifest(session, target, content)
+        if not is_stored:
+            raise error
+        return response.headers
+
+    return retry_call(put)
