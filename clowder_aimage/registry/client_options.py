@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import ssl
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ import urllib3.util.ssl_
 from clowder_aimage.errors import StoreError, UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.host_settings import HostSettings, list_certificates
+from clowder_aimage.registry.proxy import find_proxy
 from clowder_aimage.registry.reach import Boundary, Reach
 from clowder_aimage.registry.trace import OnTrace
 from clowder_aimage.registry.transport import Addresses, set_pools
@@ -155,7 +157,10 @@ class ClientOptions:
 
 
 class HttpSession(requests.Session):
-    """A session without a proxy for loopback, with ``ca_bundle`` before REQUESTS_CA_BUNDLE."""
+    """A session with the proxies of the environment, and ``ca_bundle`` before REQUESTS_CA_BUNDLE.
+
+    Without such variables, macOS may have a proxy in the settings of the system.
+    """
 
     ca_bundle: str | None = None
 
@@ -167,8 +172,10 @@ class HttpSession(requests.Session):
         self, url: Any, proxies: Any, stream: Any, verify: Any, cert: Any
     ) -> Any:
         settings = super().merge_environment_settings(url, proxies, stream, verify, cert)
-        if Reference(urlsplit(str(url)).netloc, "x").is_loopback:
-            settings["proxies"] = {}
+        parts = urlsplit(str(url))
+        proxy = find_proxy(str(url), os.environ)
+        if proxy or sys.platform != "darwin" or Reference(parts.netloc, "x").is_loopback:
+            settings["proxies"] = {parts.scheme: proxy} if proxy else {}
         if self.verify is not True:
             settings["verify"] = self.verify
         elif settings["verify"] is True and self.ca_bundle is not None:

@@ -7,6 +7,7 @@ used once per origin (proxy, certificates, pool), and urllib3 sends.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import math
 import os
 import socket
@@ -14,7 +15,7 @@ import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 import requests
@@ -34,7 +35,13 @@ from urllib3.util.wait import wait_for_write
 from clowder_aimage.content import telemetry
 from clowder_aimage.content.store import FileStream, Reader
 from clowder_aimage.content.timed_response import TimedResponse
-from clowder_aimage.errors import NetworkError
+from clowder_aimage.errors import NetworkError, UsageError
+from clowder_aimage.registry.proxy import (
+    build_connection_error,
+    build_refusal,
+    describe_proxy,
+    is_refusal,
+)
 from clowder_aimage.registry.reach import Boundary
 from clowder_aimage.registry.response import RegistryResponse, build_timeout_error, is_overdue
 from clowder_aimage.registry.retry import BrokenOffError
@@ -184,6 +191,17 @@ def set_pools(
     }
 
 
+class _Route(NamedTuple):
+    """The way to an origin: a pool, and the host and port of the proxy if there is one.
+
+    ``needs_url`` is True if the proxy requires a full URL.
+    """
+
+    pool: Any
+    needs_url: bool
+    proxy: str
+
+
 class Transport:
     """The sender of requests to ``registry``, as ``session`` is configured. Thread-safe.
 
@@ -204,7 +222,7 @@ class Transport:
         self._own_headers = (parse_origin(own_headers[0]), own_headers[1])
         self._on_exchange = on_exchange
         self._headers = {"Accept": "*/*", "User-Agent": str(session.headers["User-Agent"])}
-        self._routes: dict[tuple[str, str, int], tuple[Any, bool]] = {}
+        self._routes: dict[tuple[str, str, int], _Route] = {}
         self.has_answered = has_answered
 
     def close(self) -> None:
@@ -282,7 +300,7 @@ class Transport:
         self, method: str, url: str, headers: Mapping[str, str], body: Any, timeout: urllib3.Timeout
     ) -> RegistryResponse:
         try:
-            pool, needs_url = self._route(url)
+            pool, needs_url, proxy = self._find_route(url)
             parts = urlsplit(url)
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
             raw = pool.urlopen(
@@ -299,24 +317,36 @@ class Transport:
             )
         except (requests.RequestException, HTTPError, OSError, EOFError) as error:
             raise self._build_network_error(error, url) from error
+        if proxy and raw.status == 407:
+            raw.close()
+            raise build_refusal(proxy, urlsplit(url).netloc, 407, "")
         self.has_answered = True
         return RegistryResponse(raw.status, url, raw.headers, raw)
 
-    def _route(self, url: str) -> tuple[Any, bool]:
-        """Return the pool for a URL's origin, and True if the proxy requires a full URL."""
+    def _find_route(self, url: str) -> _Route:
+        """Return the way to a URL's origin. Raises UsageError for proxies that cannot be used."""
         key = parse_origin(url)
         if key not in self._routes:
             request = requests.Request("GET", url).prepare()
             settings = self._session.merge_environment_settings(url, {}, True, None, None)
             adapter: Any = self._session.get_adapter(url)
             verify, cert, proxies = settings["verify"], settings["cert"], settings["proxies"]
+            proxy_url = requests.utils.select_proxy(url, proxies) or ""
+            proxy = describe_proxy(proxy_url)
+            if proxy and self._boundary is not None:
+                self._boundary.check_proxied(key[1])
+            if proxy_url.startswith("socks") and importlib.util.find_spec("socks") is None:
+                raise UsageError(
+                    f"the SOCKS proxy {proxy} needs the extra [socks]",
+                    remedy="install_extra",
+                    extra="socks",
+                )
             pool = adapter.get_connection_with_tls_context(
                 request, verify, proxies=proxies, cert=cert
             )
             adapter.cert_verify(pool, url, verify, cert)
-            if pool.proxy is not None and self._boundary is not None:
-                self._boundary.check_proxied(key[1])
-            self._routes[key] = pool, adapter.request_url(request, proxies) != request.path_url
+            needs_url = adapter.request_url(request, proxies) != request.path_url
+            self._routes[key] = _Route(pool, needs_url, proxy)
         return self._routes[key]
 
     def _build_request_error(self, reason: str) -> NetworkError:
@@ -325,6 +355,11 @@ class Transport:
     def _build_network_error(self, error: Exception, url: str) -> NetworkError:
         """Convert an error of urllib3, requests or the system."""
         reason = _describe_error(error)
+        route = self._routes.get(parse_origin(url))
+        if route is not None and route.proxy:
+            is_unconnected = isinstance(error, NewConnectionError | ProxyError)
+            if is_unconnected or isinstance(error, ConnectTimeoutError) or is_refusal(reason):
+                return build_connection_error(route.proxy, urlsplit(url).netloc, reason)
         if isinstance(error, ProtocolError) and reason.startswith(_TLS_ALERT):
             return NetworkError(
                 f"{self._registry} answered an HTTP request with a TLS alert",
@@ -334,7 +369,7 @@ class Transport:
         if isinstance(error, SSLError) and not _is_broken(error):
             return _build_tls_error(self._registry, reason)
         # NewConnectionError is also a ConnectTimeoutError: it is handled first.
-        if isinstance(error, NewConnectionError | ProxyError):
+        if isinstance(error, NewConnectionError):
             return NetworkError(
                 f"cannot reach {self._registry}: {reason}",
                 hint="check the host and the port, and that the registry is running",

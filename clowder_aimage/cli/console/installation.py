@@ -25,6 +25,7 @@ _EXTRAS = {
     "mlx": "mlx",
     "otel": "opentelemetry",
     "server": "aiohttp",
+    "socks": "socks",
     "text": "mlx_lm",
     "torch": "diffusers",
     "worker": "structlog",

@@ -49,7 +49,8 @@ _VARIABLES = (
     ),
     *("DOCKER_CONFIG", "REGISTRY_AUTH_FILE"),
     *("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE", "SSL_CERT_DIR"),
-    *("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "https_proxy", "http_proxy", "no_proxy"),
+    *("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY"),
+    *("https_proxy", "http_proxy", "all_proxy", "no_proxy"),
     *("SOURCE_DATE_EPOCH", "XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"),
 )
 _SECRET = ("TOKEN", "PASSWORD", "SECRET")
