@@ -38,20 +38,19 @@ class BlobRoutes:
             if cache is not None:
                 size = await cache.get_size(repository, digest)
             else:
-                size = await run_io(self._blobs.read_size, digest)
+                size = await run_io(self._blobs.read_size, repository, digest)
             return await _head(request, digest, size)
         fetch = None if cache is None else await cache.fetch_blob(repository, digest)
         if fetch is not None:
             size = fetch.content.size
             with await run_io(fetch.open) as file:
                 return await _send(request, digest, file, size, fetch)
-        with await run_io(self._blobs.open, digest) as file:
+        with await run_io(self._blobs.open, repository, digest) as file:
             return await _send(request, digest, file, os.fstat(file.fileno()).st_size)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
-        """Answer DELETE /v2/<name>/blobs/<digest>, of a blob that no manifest needs."""
-        read_repository(request)
-        await run_locking(self._blobs.remove, read_digest(request))
+        """Answer DELETE /v2/<name>/blobs/<digest>, of a blob that no manifest of <name> needs."""
+        await run_locking(self._blobs.remove, read_repository(request), read_digest(request))
         return web.Response(status=202)
 
 

@@ -129,14 +129,14 @@ class PullThroughCache:
     async def get_size(self, repository: str, digest: Digest) -> int:
         """Return the size of a blob, stored or not. Raises BLOB_UNKNOWN, DENIED, UNKNOWN (502)."""
         try:
-            return await run_io(self._blobs.read_size, digest)
+            return await run_io(self._blobs.read_size, repository, digest)
         except DistributionError:
             return await self._fetch_size(repository, digest)
 
     async def fetch_blob(self, repository: str, digest: Digest) -> CachedFetch | None:
         """Return the fetch of a blob, None if it is stored. Raises as ``size``; TOOMANYREQUESTS."""
         fetch = self._fetches.get(digest)
-        if fetch is None and await run_locking(self._has, digest):
+        if fetch is None and await run_locking(self._has, repository, digest):
             return None
         if fetch is None:
             size = self._pending.find_size(digest)
@@ -150,9 +150,9 @@ class PullThroughCache:
             raise self._convert_blob_error(error, digest) from error
         return fetch
 
-    def _has(self, digest: Digest) -> bool:
+    def _has(self, repository: str, digest: Digest) -> bool:
         """Return True if a blob is stored, and tag the manifests that it completes."""
-        is_stored = self._blobs.has(digest)
+        is_stored = self._blobs.has(repository, digest)
         if is_stored and self._pending.find_size(digest) is not None:
             self._pending.tag_completed(digest)
         return is_stored

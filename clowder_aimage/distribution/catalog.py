@@ -1,24 +1,25 @@
 """The names of the layout, as repositories. Independent of HTTP.
 
 A manifest belongs to a repository if a name of that repository (a tag, or the digest itself) refers
-to it, directly or through an index. Other manifests are not served even if their bytes are in the
-layout: the next collection may remove the content that they need.
+to it, directly or through an index. It stays there if a client moves or deletes its tag, until a
+collection removes it: clients that resolved the tag earlier pull it by digest. Other manifests are
+not served even if their bytes are in the layout.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clowder_aimage.content.graph import build_referrer_entry, walk
 from clowder_aimage.content.verified_reader import read_all
+from clowder_aimage.distribution.manifest_children import ManifestChildren
 from clowder_aimage.errors import ContentError, FormatError, NotFoundError, UsageError
 from clowder_aimage.layout import ImageLayout
-from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner
+from clowder_aimage.layout.repository_record import RepositoryRecords
 from clowder_aimage.oci import (
     Descriptor,
     Digest,
@@ -29,7 +30,7 @@ from clowder_aimage.oci import (
     parse_document,
 )
 
-Version = tuple[tuple[int, int, int] | None, ...]
+_Version = tuple[tuple[int, int, int] | None, ...]
 # Manifests in the cache of summaries
 MAX_SUMMARIES = 20_000
 # Bytes of an index whose summary is cached: summaries hold the whole index
@@ -97,17 +98,33 @@ class Catalog:
     def __init__(self, layout: ImageLayout, base: str = "") -> None:
         self._layout = layout
         self._base = f"{base}/" if base else ""
+        self.records = RepositoryRecords(layout.root)
         self._summaries: dict[Digest, ManifestSummary] = {}
-        self._searching = threading.Lock()
-        self._cached_names: tuple[Version, dict[str, list[CatalogEntry]]] | None = None
-
-    def read_version(self) -> Version:
-        """Return a value that changes when the names do."""
-        return tuple(_read_version(root / "index.json") for root in self._layout.roots)
+        self._children = ManifestChildren(self.read)
+        self._cached_names: tuple[_Version, dict[str, list[CatalogEntry]]] | None = None
 
     def list_repositories(self) -> list[str]:
-        """Return all repositories that have a name."""
-        return list(self._load_names())
+        """Return all repositories that have or had a manifest."""
+        recorded = {
+            name.removeprefix(self._base)
+            for name in self.records.list_repositories()
+            if name.startswith(self._base)
+        }
+        return list(recorded.union(self._load_names()))
+
+    def is_known(self, repository: str) -> bool:
+        """Return True if the repository has or had a manifest."""
+        return bool(self.list_entries(repository)) or self.records.is_known(self._base + repository)
+
+    def list_untagged(self, repository: str) -> list[Descriptor]:
+        """Return the stored manifests of ``repository`` whose tag was moved or deleted."""
+        recorded = self.records.list_untagged(self._base + repository)
+        return [content for content in recorded if self._layout.exists(content)]
+
+    def list_manifests(self, repository: str) -> dict[Digest, Descriptor]:
+        """Return the manifests of ``repository``, except those that only an index lists."""
+        named = [entry.descriptor for entry in self.list_entries(repository)]
+        return {each.digest: each for each in [*self.list_untagged(repository), *named]}
 
     def list_entries(self, repository: str) -> list[CatalogEntry]:
         """Return the names of ``repository``."""
@@ -115,7 +132,7 @@ class Catalog:
 
     def _load_names(self) -> dict[str, list[CatalogEntry]]:
         # Taken before reading: later changes are read again
-        version = self.read_version()
+        version = tuple(_read_version(root / "index.json") for root in self._layout.roots)
         if self._cached_names is None or self._cached_names[0] != version:
             names: dict[str, list[CatalogEntry]] = {}
             for entry in self._read_names():
@@ -150,23 +167,20 @@ class Catalog:
         entries = self.list_entries(reference.repository)
         if reference.digest is None:
             return next((e.descriptor for e in entries if e.tag == reference.tag), None)
-        return self.reach(entries, reference.digest)
+        named = {entry.descriptor.digest: entry.descriptor for entry in entries}
+        return self.reach(named, reference.digest) or self.reach(
+            self.list_manifests(reference.repository), reference.digest
+        )
 
-    def reach(self, entries: list[CatalogEntry], digest: Digest) -> Descriptor | None:
-        """Return the manifest that ``entries`` refer to, directly or through indexes.
+    def reach(self, roots: Mapping[Digest, Descriptor], digest: Digest) -> Descriptor | None:
+        """Return the manifest that is one of ``roots``, or that an index among them lists.
 
         Indexes below one that is nested too deep (content/graph.py) are not searched.
         """
-        roots = {entry.descriptor.digest: entry.descriptor for entry in entries}
         if digest in roots:
             return roots[digest]
-        for root in roots.values():
-            if root.media_type in mediatype.INDEXES:
-                with contextlib.suppress(FormatError):
-                    for node in walk(self._index, root):
-                        if node.content.digest == digest:
-                            return node.content
-        return None
+        contents = (content for root in roots.values() for content in self._walk(root))
+        return next((content for content in contents if content.digest == digest), None)
 
     def _index(self, content: Descriptor) -> Index | None:
         if content.media_type in mediatype.INDEXES:
@@ -188,31 +202,29 @@ class Catalog:
         return summary
 
     def iter_summaries(self, repository: str) -> Iterator[ManifestSummary]:
-        """Yield the named manifests of ``repository``, each once; unreadable ones are skipped."""
-        entries = self.list_entries(repository)
-        for descriptor in {e.descriptor.digest: e.descriptor for e in entries}.values():
+        """Yield the manifests of ``repository``, each once; unreadable ones are skipped."""
+        for descriptor in self.list_manifests(repository).values():
             try:
                 yield self._read_summary(descriptor)
             except (NotFoundError, ContentError):
                 continue
 
-    def needs(self, digest: Digest) -> bool:
-        """Return True if any name of the layout needs a blob. Not thread-safe."""
-        text, scanner = str(digest), DigestScanner()
-        with self._searching:
-            roots = {str(descriptor.digest) for _, descriptor in self._layout.list_tags()}
-            return text in roots or any(
-                document is not None and text in document.digests
-                for root in roots
-                for _, document in scanner.walk(root, self._document)
-            )
+    def find_needed(self, repository: str, digests: set[Digest]) -> set[Digest]:
+        """Return those of ``digests`` that are manifests of ``repository``, or that these need."""
+        needed = set[Digest]()
+        for root in self.list_manifests(repository).values():
+            for content in self._walk(root):
+                needed |= digests & ({content.digest} | self._children.get(content))
+        return needed
 
-    def _document(self, digest: str) -> bytes | None:
-        content = Descriptor("application/octet-stream", Digest.parse(digest), 0)
-        with contextlib.suppress(NotFoundError), self._layout.open(content) as file:
-            raw = file.read(LARGEST + 1)
-            return raw if len(raw) <= LARGEST else b""
-        return None
+    def _walk(self, root: Descriptor) -> Iterator[Descriptor]:
+        """Yield a manifest and, of an index, all below it that is not nested too deep."""
+        if root.media_type not in mediatype.INDEXES:
+            yield root
+            return
+        with contextlib.suppress(FormatError):
+            for node in walk(self._index, root):
+                yield node.content
 
     def read(self, descriptor: Descriptor) -> bytes:
         """Return the bytes of a manifest, verified. Raises NotFoundError or VerificationError."""

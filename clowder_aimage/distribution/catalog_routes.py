@@ -39,9 +39,9 @@ class CatalogRoutes:
         repository = read_repository(request)
         listed = None if self._cache is None else await self._cache.list_tags(repository)
         if listed is None:
-            entries = await run_io(self._catalog.list_entries, repository)
-            if not entries:
+            if not await run_io(self._catalog.is_known, repository):
                 raise DistributionError("NAME_UNKNOWN", {"name": repository})
+            entries = await run_io(self._catalog.list_entries, repository)
             listed = [entry.tag for entry in entries if entry.tag is not None]
         return _paginate(request, set(listed), {"name": repository}, "tags")
 

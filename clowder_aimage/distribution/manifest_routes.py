@@ -111,20 +111,27 @@ class ManifestRoutes:
         descriptor = Descriptor(document.media_type, digest, len(raw))
         # The children are leased until the manifest has its names
         with self._layout.keep(), self._names_lock:
-            self._check_children(document)
+            self._check_children(names[0].repository, document)
             self._layout.push(descriptor, build_bytes_body(raw))
+            self._catalog.records.add_repository(names[0].repository)
             for name in names:
+                self._keep_untagged(name, descriptor.digest)
                 self._layout.tag(descriptor, self._catalog.qualify(name))
         return digest, document.subject
 
-    def _check_children(self, document: Manifest | Index) -> None:
-        """Raise DistributionError if a blob or manifest that it refers to is missing."""
-        missing = [
-            child
-            for child in document.children
-            if not child.media_type.startswith(_ELSEWHERE) and not self._blobs.holds(child)
+    def _keep_untagged(self, name: Reference, replacement: Digest | None = None) -> None:
+        """Record the manifest that loses a tag: clients that resolved it pull by digest."""
+        for entry in self._catalog.list_entries(name.repository):
+            is_moved = _matches(name, entry) and entry.descriptor.digest != replacement
+            if entry.tag is not None and is_moved:
+                self._catalog.records.add_untagged(name.repository, entry.descriptor)
+
+    def _check_children(self, repository: str, document: Manifest | Index) -> None:
+        """Raise DistributionError if the repository lacks a blob or manifest that it refers to."""
+        children = [
+            each for each in document.children if not each.media_type.startswith(_ELSEWHERE)
         ]
-        if missing:
+        if missing := self._blobs.find_missing(repository, children):
             digests = dict.fromkeys(str(child.digest) for child in missing)
             details = [{"digest": digest} for digest in list(digests)[:MAX_LISTED]]
             raise DistributionError("MANIFEST_BLOB_UNKNOWN", *details)
@@ -136,21 +143,28 @@ class ManifestRoutes:
         return web.Response(status=202)
 
     def _delete(self, reference: Reference) -> None:
+        repository, records = reference.repository, self._catalog.records
         with self._names_lock:
-            entries = self._catalog.list_entries(reference.repository)
-            removed = [entry for entry in entries if _matches(reference, entry)]
-            remaining = [entry for entry in entries if not _matches(reference, entry)]
-            self._check_names({entry.name for entry in removed})
+            entries = self._catalog.list_entries(repository)
+            removed = {e.name: e.descriptor.digest for e in entries if _matches(reference, e)}
+            self._check_names(set(removed))
+            is_untagged = False
             if reference.digest is None:
-                self._keep_by_digest(removed, remaining, reference)
-            elif self._catalog.reach(remaining, reference.digest):
-                raise _build_unsupported_error(
-                    "an index of this repository refers to it: delete the index"
-                )
-            digests = {entry.name: entry.descriptor.digest for entry in removed}
-            if not self._layout.remove_names(digests):
+                self._keep_untagged(reference)
+            else:
+                manifests = self._catalog.list_manifests(repository)
+                is_untagged = manifests.pop(reference.digest, None) is not None and not removed
+                if self._catalog.reach(manifests, reference.digest):
+                    raise _build_unsupported_error(
+                        "an index of this repository refers to it: delete the index"
+                    )
+            if removed:
+                records.add_repository(repository)
+            if not self._layout.remove_names(removed) and not is_untagged:
                 # Unknown, or removed by another process
                 raise build_manifest_error(reference)
+            if reference.digest is not None:
+                records.remove_untagged(repository, reference.digest)
 
     def _check_names(self, names: set[str]) -> None:
         """Raise DistributionError if one of the names may not be removed."""
@@ -159,18 +173,6 @@ class ManifestRoutes:
         written = {index_name(Reference.parse(name)) for name in names}
         if any(name in names | written for name, _ in self._layout.pins.iter_items()):
             raise DistributionError("DENIED", message="the name is pinned in this store")
-
-    def _keep_by_digest(
-        self, removed: list[CatalogEntry], remaining: list[CatalogEntry], reference: Reference
-    ) -> None:
-        """Name a manifest by its digest if only the tag refers to it."""
-        for entry in removed:
-            digest = entry.descriptor.digest
-            if self._catalog.reach(remaining, digest) is None:
-                name = self._catalog.qualify(reference.with_digest(digest))
-                # A manifest that is not stored cannot be tagged, and need not be kept
-                with contextlib.suppress(NotFoundError):
-                    self._layout.tag(entry.descriptor, name)
 
 
 def _build_unsupported_error(message: str) -> DistributionError:

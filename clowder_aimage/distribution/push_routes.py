@@ -39,9 +39,10 @@ class PushRoutes:
         repository = read_repository(request)
         if "mount" in request.query:
             digest = parse_digest(request.query["mount"])
-            if "from" in request.query:
-                parse_repository(request.query["from"])
-            if await run_io(self._blobs.has, digest):
+            source = request.query.get("from")
+            if source is not None:
+                parse_repository(source)
+            if await run_locking(self._blobs.mount, repository, digest, source):
                 return _respond_created(repository, digest)
         announced = request.query.get("digest-algorithm", "sha256")
         if announced not in ALGORITHMS:
@@ -54,7 +55,7 @@ class PushRoutes:
         # ollama first sends an empty body (server/upload.go, "Prepare")
         is_announced = request.headers.get("X-Content-Length", "0") != "0"
         if single is not None and is_announced and not request.content_length:
-            if await run_io(self._blobs.has, single):
+            if await run_io(self._blobs.has, repository, single):
                 return _respond_created(repository, single)
             single = None
         upload = await self._uploads.begin(repository)
@@ -107,7 +108,7 @@ class PushRoutes:
     async def _keep(self, upload: UploadSession, digest: Digest) -> None:
         await run_locking(self._blobs.expect, digest)
         await self._uploads.commit(upload, digest, MEDIA_TYPE)
-        await run_locking(self._blobs.put, digest)
+        await run_locking(self._blobs.put, upload.repository, digest)
 
     async def _receive(self, request: web.Request, upload: UploadSession) -> None:
         """Write the body to the upload; received bytes survive a broken connection."""

@@ -63,7 +63,7 @@ class RegistryRole(Role):
         self.metrics = RegistryMetrics(self._uploads.__len__)
         self._leases = ServedLeases(layout, time.monotonic)
         catalog = Catalog(layout, upstream.name if upstream else "")
-        blobs = ServedBlobs(layout, catalog, self._leases)
+        blobs = ServedBlobs(layout, catalog, self._leases, shares_all=upstream is not None)
         self._cache = PullThroughCache(layout, catalog, blobs, upstream) if upstream else None
         self._catalog = CatalogRoutes(catalog, self._cache)
         self._blobs, self._push = BlobRoutes(blobs, self._cache), PushRoutes(blobs, self._uploads)
@@ -142,7 +142,7 @@ def build_read_routes(layout: ImageLayout, leases: ServedLeases, base: str = "")
     The caller rotates (``rotate``) and closes ``leases``.
     """
     catalog = Catalog(layout, base)
-    blobs = ServedBlobs(layout, catalog, leases)
+    blobs = ServedBlobs(layout, catalog, leases, shares_all=True)
     names, manifests = CatalogRoutes(catalog, None), ManifestRoutes(layout, catalog, blobs, None)
     return [
         Route("GET", "/v2/", names.get_version, NODE),

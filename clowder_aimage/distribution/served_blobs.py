@@ -1,8 +1,8 @@
-"""The blobs of the layout that are served: all except deleted ones.
+"""The blobs of the layout that are served, by repository.
 
-Other processes share the layout, and may be about to tag a manifest that needs a blob. Deleting a
-blob therefore only stops serving it, and leaves its bytes to garbage collection. A blob that a
-manifest needs is always served.
+Repositories share the bytes of blobs, and other processes share the layout. Deleting a blob
+therefore only removes it from a repository, and leaves its bytes to garbage collection. A blob that
+a manifest of the repository needs is always served.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import BinaryIO
 
-from clowder_aimage.distribution.catalog import Catalog, Version
+from clowder_aimage.distribution.catalog import Catalog
 from clowder_aimage.distribution.error import DistributionError
 from clowder_aimage.errors import NotFoundError
 from clowder_aimage.layout import ImageLayout
@@ -54,68 +54,118 @@ class ServedLeases:
 
 
 class ServedBlobs:
-    """The blobs of ``layout``: one store, available under every repository name.
+    """The blobs of ``layout``, as each repository has them. Blobs reported to a client are leased.
 
-    Blobs reported to a client are leased. Methods raise DistributionError.
+    A repository has the blobs that its manifests need, and those that were pushed to it or mounted,
+    and not deleted since. With ``shares_all``, each repository has all blobs of the layout: a cache
+    and a node only read, for clients that may read all of it. Methods raise DistributionError.
     """
 
-    def __init__(self, layout: ImageLayout, catalog: Catalog, leases: ServedLeases) -> None:
+    def __init__(
+        self,
+        layout: ImageLayout,
+        catalog: Catalog,
+        leases: ServedLeases,
+        *,
+        shares_all: bool = False,
+    ) -> None:
         self._layout, self._catalog, self._leases = layout, catalog, leases
-        # Deleted blobs, and the version of the names by which they were checked last
-        self._deleted: dict[Digest, Version] = {}
+        self._records, self._shares_all = catalog.records, shares_all
 
-    def open(self, digest: Digest) -> BinaryIO:
+    def open(self, repository: str, digest: Digest) -> BinaryIO:
         """Open a blob. It stays readable if it is removed. Raises BLOB_UNKNOWN."""
-        with contextlib.suppress(NotFoundError):
-            if not self._is_deleted(digest):
-                return self._layout.open(Descriptor(MEDIA_TYPE, digest, 0))
-        raise DistributionError("BLOB_UNKNOWN", {"digest": str(digest)})
+        # First, since it is cheaper for a blob that is not stored
+        file = self._open(digest)
+        try:
+            if self._is_in(repository, digest):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        raise _build_unknown_error(digest)
 
-    def read_size(self, digest: Digest) -> int:
+    def _open(self, digest: Digest) -> BinaryIO:
+        try:
+            return self._layout.open(Descriptor(MEDIA_TYPE, digest, 0))
+        except NotFoundError:
+            raise _build_unknown_error(digest) from None
+
+    def _is_in(self, repository: str, digest: Digest) -> bool:
+        return not self._find_absent(repository, {digest})
+
+    def _find_absent(self, repository: str, digests: set[Digest]) -> set[Digest]:
+        """Return those of ``digests`` that the repository does not have, stored or not."""
+        if self._shares_all:
+            return set()
+        absent = {digest for digest in digests if not self._records.has_blob(repository, digest)}
+        return absent - self._catalog.find_needed(repository, absent) if absent else absent
+
+    def read_size(self, repository: str, digest: Digest) -> int:
         """Return the size of a blob, and lease it for the client. Raises BLOB_UNKNOWN."""
-        # Only stored blobs are leased: clients may request any digest
-        self.open(digest).close()
+        # Only blobs of the repository are leased: clients may request any digest
+        self.open(repository, digest).close()
         self._leases.add(digest)
-        with self.open(digest) as file:
+        with self._open(digest) as file:
             return os.fstat(file.fileno()).st_size
 
-    def has(self, digest: Digest) -> bool:
-        """Return True if a blob is served, and lease it for the client."""
+    def has(self, repository: str, digest: Digest) -> bool:
+        """Return True if the repository has a blob, and lease it for the client."""
         try:
-            self.read_size(digest)
+            self.read_size(repository, digest)
         except DistributionError:
             return False
         return True
 
-    def holds(self, content: Descriptor) -> bool:
-        """Return True if a blob is served with the size of ``content``."""
-        return self._layout.exists(content) and not self._is_deleted(content.digest)
+    def find_missing(self, repository: str, contents: Iterable[Descriptor]) -> list[Descriptor]:
+        """Return the contents that the repository does not have, or not with their sizes."""
+        contents = list(contents)
+        absent = self._find_absent(repository, {content.digest for content in contents})
+        return [
+            content
+            for content in contents
+            if content.digest in absent or not self._layout.exists(content)
+        ]
 
-    def remove(self, digest: Digest) -> None:
-        """Stop serving a blob until it is pushed again. Raises BLOB_UNKNOWN, UNSUPPORTED."""
-        self.open(digest).close()
-        version = self._catalog.read_version()
-        if self._catalog.needs(digest):
-            message = "a manifest of this registry refers to the blob: delete the manifest"
+    def mount(self, repository: str, digest: Digest, source: str | None) -> bool:
+        """Add a blob that the repository ``source`` has, or any; return False if it has not."""
+        with contextlib.suppress(DistributionError):
+            self._open(digest).close()
+            if self._is_in_any(digest) if source is None else self._is_in(source, digest):
+                self._leases.add(digest)
+                self._open(digest).close()
+                self.put(repository, digest)
+                return True
+        return False
+
+    def _is_in_any(self, digest: Digest) -> bool:
+        repositories = self._catalog.list_repositories()
+        return self._records.has_blob_anywhere(digest) or any(
+            self._catalog.find_needed(repository, {digest}) for repository in repositories
+        )
+
+    def remove(self, repository: str, digest: Digest) -> None:
+        """Remove a blob from the repository, durably. Raises BLOB_UNKNOWN, UNSUPPORTED.
+
+        Its bytes, and the leases of clients, stay: other repositories have it, and other processes
+        may be about to name a manifest that needs it.
+        """
+        self.open(repository, digest).close()
+        if self._catalog.find_needed(repository, {digest}):
+            message = "a manifest of this repository refers to the blob: delete the manifest"
             raise DistributionError("UNSUPPORTED", message=message, headers={"Allow": "GET, HEAD"})
-        self._deleted[digest] = version
+        self._records.remove_blob(repository, digest)
 
     def expect(self, *digests: Digest) -> None:
         """Lease content that will arrive before it has a name."""
         self._leases.add(*digests)
 
-    def put(self, digest: Digest) -> None:
-        """Serve a blob that was pushed, possibly again."""
-        self._deleted.pop(digest, None)
+    def put(self, repository: str, digest: Digest) -> None:
+        """Add a stored blob to the repository."""
+        # A collection removes records of blobs that are not stored
+        with self._layout.keep():
+            self._records.add_blob(repository, digest)
 
-    def _is_deleted(self, digest: Digest) -> bool:
-        if digest not in self._deleted:
-            return False
-        version = self._catalog.read_version()
-        # The names have changed: they may need the blob again
-        if self._deleted[digest] != version:
-            if self._catalog.needs(digest):
-                self._deleted.pop(digest, None)
-                return False
-            self._deleted[digest] = version
-        return True
+
+def _build_unknown_error(digest: Digest) -> DistributionError:
+    return DistributionError("BLOB_UNKNOWN", {"digest": str(digest)})

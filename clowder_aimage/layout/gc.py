@@ -4,7 +4,8 @@ Marking reads every manifest that is named, leased or listed, without a lock. Sw
 collection lock, so that there are no new leases, and reads names and leases again. It removes the
 content that was unneeded both times and is older than the grace period, for tools without leases.
 There is no grace for a blob of a manifest that lost its name in this store after the blob was
-stored.
+stored. A manifest that lost a tag of a registry is kept for the grace period after the loss, since
+clients pull it by digest.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from clowder_aimage.layout.lock import (
     supports_locks,
     translate_store_errors,
 )
+from clowder_aimage.layout.repository_record import RepositoryRecords
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 # Seconds that an unnamed blob is kept: another tool may be about to tag it.
@@ -102,7 +104,7 @@ class Collector:
         StoreError if the store cannot be read or written.
         """
         root, roots, result = self.layout.root, self._list_roots(), self._result
-        self._leased = {str(digest) for digest in read_leases(root, remove=False)}
+        self._leased = self._read_leased(remove=False)
         self._sizes = {name: status.st_size for name, status in iter_blobs(root)}
         # Raises for a damaged manifest before any name is removed.
         live = self._find_live(roots)
@@ -118,8 +120,9 @@ class Collector:
             self._sweep(unneeded)
         elif root.is_dir():
             with hold_lock(root, COLLECTION):
-                self._leased = {str(digest) for digest in read_leases(root, remove=True)}
+                self._leased = self._read_leased(remove=True)
                 self._sweep(unneeded - self._find_live(self._list_roots()))
+                RepositoryRecords(root).prune(self._is_stored)
             tidy(root, self.clock() - max(self.grace, 60.0))
         stale = remove_partials(root, self.clock() - self.stale, dry_run=self.dry_run)
         result.partials, result.partial_size = len(stale), sum(stale)
@@ -132,9 +135,19 @@ class Collector:
         # Reads and caches the documents before the lock is held: writers wait for the lock.
         self._find_live(self._list_roots())
         with hold_lock(self.layout.root, COLLECTION):
-            self._leased = {str(digest) for digest in read_leases(self.layout.root, remove=False)}
+            self._leased = self._read_leased(remove=False)
             self._sweep(self._sizes.keys() - self._find_live(self._list_roots()))
         return self._result
+
+    def _read_leased(self, *, remove: bool) -> set[str]:
+        """Return the digests that processes need, or clients of a registry for the grace period."""
+        timestamp = self.clock()
+        records = RepositoryRecords(self.layout.root)
+        recent = records.find_recent(timestamp - self.grace, timestamp)
+        return {str(digest) for digest in recent | read_leases(self.layout.root, remove=remove)}
+
+    def _is_stored(self, digest: Digest) -> bool:
+        return os.path.lexists(self.layout.locate(_build_descriptor(str(digest))))
 
     def _list_roots(self) -> list[tuple[str, Digest]]:
         """Return the digests in index.json with their names, including malformed entries."""

@@ -555,3 +555,19 @@ def check_nothing_yet(client: Client) -> None:
     assert client.tags() == []
     assert client.referrers(hash_of(os.urandom(9))) == []
     client.http.get(f"{client.url}/v2/", timeout=60).raise_for_status()
+
+
+def check_all(url: str, prefix: str) -> None:
+    """Run all groups, each in repositories of its own below ``prefix``."""
+    with requests.Session() as http:
+
+        def build_client(group: str) -> Client:
+            return Client(url, f"{prefix}/{group}", other=f"{prefix}/repo2", http=http)
+
+        for name, build in SETS.items():
+            check_set(build_client(name), build())
+        for algorithm in ("sha256", "sha512"):
+            check_blobs(build_client(f"blobs-{algorithm}"), algorithm)
+        check_bad_digest(build_client("bad-digest"))
+        check_invalid_digest(build_client("invalid-digest"))
+        check_nothing_yet(build_client("nothing-yet"))

@@ -81,15 +81,12 @@ def manifest_of(*layers: bytes, **fields: Any) -> bytes:
 
 
 @dataclass
-class Server:
-    """A server of the layout ``root``, and a client of it."""
+class RegistryClient:
+    """A client of a registry of the layout ``root``."""
 
     root: Path
-    process: subprocess.Popen[str]
     url: str
     http: requests.Session
-    # its stderr: an unread pipe would fill up
-    log: IO[str] = field(default_factory=io.StringIO)
 
     def ask(self, method: str, path: str, **options: Any) -> requests.Response:
         return self.http.request(method, self.url + path, timeout=60, **options)
@@ -136,6 +133,15 @@ class Server:
     def ingests(self) -> list[Path]:
         return list((self.root / ".aimage" / "ingest").glob("*"))
 
+
+@dataclass
+class Server(RegistryClient):
+    """A server in a process, and a client of it."""
+
+    process: subprocess.Popen[str]
+    # its stderr: an unread pipe would fill up
+    log: IO[str] = field(default_factory=io.StringIO)
+
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         self.process.send_signal(number)
         self.process.communicate(timeout=60)
@@ -161,7 +167,7 @@ def start(root: Path, *flags: str, address: str = "127.0.0.1:0") -> Server:
         text = log.read()
         log.close()
         raise AssertionError(f"no server: {text}")
-    return Server(root, process, url, requests.Session(), log)
+    return Server(root, url, requests.Session(), process, log)
 
 
 def error_of(answer: requests.Response) -> tuple[int, str]:

@@ -6,6 +6,7 @@ Each group has its own repository, and all share one store, as in the program.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -46,6 +47,18 @@ def test_invalid_digests_are_refused(client: Client) -> None:
 
 def test_unknown_repository_conforms(client: Client) -> None:
     conformance.check_nothing_yet(client)
+
+
+@pytest.mark.integration
+def test_three_runs_at_once_conform(server: Server) -> None:
+    """They push and delete the same blobs, such as the empty config, in different repositories."""
+    with ThreadPoolExecutor(3) as pool:
+        runs = [
+            pool.submit(conformance.check_all, server.url, f"run{number}/conformance")
+            for number in range(3)
+        ]
+    for run in runs:
+        run.result()
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha512"])

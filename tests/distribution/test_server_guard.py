@@ -22,6 +22,7 @@ from clowder_aimage.http import server as http_server
 from clowder_aimage.http.access import read_token
 from clowder_aimage.http.server import IdleTimeout
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.repository_record import RepositoryRecords
 from clowder_aimage.oci import Descriptor, Reference, mediatype, parse_document
 from tests.distribution.served import Server, digest_of, error_of
 from tests.process import run
@@ -175,6 +176,7 @@ def test_blobs_are_sent_with_sendfile(tmp_path: Path) -> None:
     layout = ImageLayout(tmp_path)
     content = Descriptor.of("application/octet-stream", data)
     layout.push(content, build_bytes_body(data))
+    RepositoryRecords(tmp_path).add_blob("a", content.digest)
     by_kernel: list[int] = []
 
     async def ask() -> bytes:

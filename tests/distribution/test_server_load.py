@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from tests.distribution.served import OCI_MANIFEST, Server, digest_of, manifest_of
+from tests.distribution.served import OCI_MANIFEST, RegistryClient, Server, digest_of, manifest_of
 from tests.process import run
 
 MIB = 1024 * 1024
@@ -26,7 +26,7 @@ def test_concurrent_clients(tmp_path: Path, serve_layout: Callable[..., Server])
 
     def client(number: int) -> None:
         with requests.Session() as http:
-            mine = Server(server.root, server.process, server.url, http, server.log)
+            mine = RegistryClient(server.root, server.url, http)
             own = [f"layer {number} {i}".encode() * 1000 for i in range(4)]
             raw = mine.push(f"tag{number}", shared, *own, name="many/clients")
             back = mine.ask("GET", f"/v2/many/clients/manifests/tag{number}")

@@ -108,8 +108,8 @@ def test_conditional_requests(server: Server) -> None:
 
 
 def test_manifest_keeps_its_bytes_by_tag_and_by_digest(server: Server) -> None:
-    server.push_blob(BLOB)
-    server.push_blob(b"{}")
+    server.push_blob(BLOB, "keep/bytes")
+    server.push_blob(b"{}", "keep/bytes")
     raw = b"  " + manifest_of(BLOB, unknown={"kept": [1, 2]}) + b"\n"
     created = server.put_manifest(raw, "kept", "keep/bytes")
     assert (created.status_code, created.headers["Docker-Content-Digest"]) == (201, digest_of(raw))
@@ -130,14 +130,6 @@ def test_manifest_of_another_repository_is_unknown(server: Server) -> None:
         assert error_of(answer) == (404, "MANIFEST_UNKNOWN")
 
 
-def test_moved_tag_removes_the_old_manifest(server: Server) -> None:
-    old = server.push("moving", b"old", name="tag/moves")
-    new = server.push("moving", b"new", name="tag/moves")
-    assert server.ask("GET", "/v2/tag/moves/manifests/moving").content == new
-    path = f"/v2/tag/moves/manifests/{digest_of(old)}"
-    assert error_of(server.ask("GET", path)) == (404, "MANIFEST_UNKNOWN")
-
-
 def test_manifest_pushed_by_digest_is_kept_when_the_tag_moves(server: Server) -> None:
     old = server.push("moving", b"old", name="digest/stays")
     assert server.put_manifest(old, digest_of(old), "digest/stays").status_code == 201
@@ -147,7 +139,7 @@ def test_manifest_pushed_by_digest_is_kept_when_the_tag_moves(server: Server) ->
 
 
 def test_manifest_by_sha512(server: Server) -> None:
-    server.push_blob(b"{}")
+    server.push_blob(b"{}", "by/sha512")
     raw = manifest_of(annotations={"by": "sha512"})
     digest = "sha512:" + hashlib.sha512(raw).hexdigest()
     created = server.put_manifest(raw, digest, "by/sha512")
@@ -173,7 +165,7 @@ def test_index_requires_and_serves_its_manifests(server: Server) -> None:
 
 
 def test_manifest_with_missing_blobs_names_each_of_them(server: Server) -> None:
-    server.push_blob(b"{}")
+    server.push_blob(b"{}", "gone/blobs")
     answer = server.put_manifest(manifest_of(b"gone 1", b"gone 2", b"gone 1"), "t", "gone/blobs")
     assert error_of(answer) == (400, "MANIFEST_BLOB_UNKNOWN")
     named = [entry["detail"]["digest"] for entry in answer.json()["errors"]]
@@ -192,7 +184,7 @@ def test_manifest_with_a_wrong_size_is_refused(server: Server) -> None:
 
 
 def test_foreign_layers_may_be_missing(server: Server) -> None:
-    server.push_blob(b"{}")
+    server.push_blob(b"{}", "foreign/layer")
     kind = "application/vnd.oci.image.layer.nondistributable.v1.tar"
     raw = manifest_of(layers=[descriptor_of(b"not here", kind)])
     assert server.put_manifest(raw, "t", "foreign/layer").status_code == 201
@@ -210,7 +202,7 @@ def test_foreign_layers_may_be_missing(server: Server) -> None:
     ],
 )
 def test_put_refuses_invalid_manifests(server: Server, raw: bytes, media_type: str) -> None:
-    server.push_blob(b"{}")
+    server.push_blob(b"{}", "not/a-manifest")
     answer = server.put_manifest(raw, "t", "not/a-manifest", media_type)
     assert error_of(answer) == (400, "MANIFEST_INVALID")
     listed = server.ask("GET", "/v2/not/a-manifest/tags/list")
@@ -218,7 +210,7 @@ def test_put_refuses_invalid_manifests(server: Server, raw: bytes, media_type: s
 
 
 def test_manifest_over_four_mib_is_refused(server: Server) -> None:
-    server.push_blob(b"{}")
+    server.push_blob(b"{}", "four/mib")
     raw = manifest_of()
     full = raw + b" " * (4 * 1024 * 1024 - len(raw))
     assert server.put_manifest(full, "full", "four/mib").status_code == 201
@@ -237,29 +229,19 @@ def test_manifest_under_another_digest_is_refused(server: Server) -> None:
     assert error_of(answer) == (400, "DIGEST_INVALID")
 
 
-def test_delete_manifests_and_blobs(server: Server) -> None:
+def test_delete_a_manifest_and_its_tags(server: Server) -> None:
     raw = server.push("one", BLOB, name="to/delete")
     server.put_manifest(raw, "two", "to/delete")
-    server.put_manifest(raw, "one", "to/keep")
+    server.push("one", BLOB, name="to/keep")
     assert server.ask("DELETE", "/v2/to/delete/manifests/one").status_code == 202
     assert server.ask("GET", "/v2/to/delete/tags/list").json()["tags"] == ["two"]
     again = server.ask("DELETE", "/v2/to/delete/manifests/one")
     assert error_of(again) == (404, "MANIFEST_UNKNOWN")
     path = f"/v2/to/delete/manifests/{digest_of(raw)}"
     assert server.ask("DELETE", path).status_code == 202
-    assert error_of(server.ask("GET", path)) == (404, "MANIFEST_UNKNOWN")
-    assert error_of(server.ask("GET", "/v2/to/delete/tags/list")) == (404, "NAME_UNKNOWN")
+    for method in ("GET", "DELETE"):
+        assert error_of(server.ask(method, path)) == (404, "MANIFEST_UNKNOWN")
     assert server.ask("GET", "/v2/to/keep/manifests/one").content == raw
-
-
-def test_deleting_a_tag_keeps_the_manifest(server: Server) -> None:
-    raw = server.push("only", BLOB, name="tag/goes")
-    assert server.ask("DELETE", "/v2/tag/goes/manifests/only").status_code == 202
-    assert server.ask("GET", "/v2/tag/goes/tags/list").json()["tags"] == []
-    path = f"/v2/tag/goes/manifests/{digest_of(raw)}"
-    assert server.ask("GET", path).content == raw
-    assert server.ask("DELETE", path).status_code == 202
-    assert error_of(server.ask("GET", path)) == (404, "MANIFEST_UNKNOWN")
 
 
 def test_a_pinned_name_is_not_deleted(server: Server) -> None:
@@ -329,10 +311,6 @@ def test_deleted_blob_is_gone_until_it_is_pushed_again(server: Server) -> None:
     data = b"to be deleted"
     location = server.push_blob(data).headers["Location"]
     assert server.ask("DELETE", location).status_code == 202
-    assert error_of(server.ask("GET", location)) == (404, "BLOB_UNKNOWN")
-    assert error_of(server.ask("DELETE", location)) == (404, "BLOB_UNKNOWN")
-    mount = server.ask("POST", f"/v2/c/d/blobs/uploads/?mount={digest_of(data)}&from=a/b")
-    assert mount.status_code == 202
     server.push_blob(b"{}")
     refused = server.put_manifest(manifest_of(data), "t")
     assert error_of(refused) == (400, "MANIFEST_BLOB_UNKNOWN")
@@ -340,20 +318,11 @@ def test_deleted_blob_is_gone_until_it_is_pushed_again(server: Server) -> None:
     assert server.ask("GET", location).content == data
 
 
-def test_referenced_blob_is_not_deleted(server: Server) -> None:
-    """Neither through its own repository, nor through another one."""
-    server.push("needs", b"needed", name="needs/it")
-    for name in ("needs/it", "some/other"):
-        path = f"/v2/{name}/blobs/{digest_of(b'needed')}"
-        assert error_of(server.ask("DELETE", path)) == (405, "UNSUPPORTED")
-        assert server.ask("GET", path).content == b"needed"
-
-
-def test_deleted_blob_needed_by_another_process_is_restored(server: Server) -> None:
+def test_deleted_blob_needed_by_another_process_is_served(server: Server) -> None:
     """A pull into the same store found the blob and references it after the DELETE."""
     data, config = b"wanted by two", b"{}"
-    location = server.push_blob(data).headers["Location"]
-    server.push_blob(config)
+    location = server.push_blob(data, "pulled/here").headers["Location"]
+    server.push_blob(config, "pulled/here")
     assert server.ask("DELETE", location).status_code == 202
     raw = manifest_of(data)
     layout = ImageLayout(server.root)
@@ -394,7 +363,7 @@ def test_referrers_are_listed(server: Server) -> None:
 
 
 def test_subject_may_be_missing(server: Server) -> None:
-    server.push_blob(b"{}")
+    server.push_blob(b"{}", "early/referrer")
     absent = manifest_of(annotations={"never": "pushed"})
     raw = manifest_of(subject=descriptor_of(absent, OCI_MANIFEST))
     created = server.put_manifest(raw, "early", "early/referrer")
