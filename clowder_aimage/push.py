@@ -257,7 +257,7 @@ def _open_repositories(
                 target=target,
             )
     is_near = source.registry == target.registry and source.repository != target.repository
-    origins = MountOrigins(lambda _: [source.repository] if is_near else [], on_event)
+    origins = MountOrigins(lambda _: [source.canonical.repository] if is_near else [], on_event)
     with (
         start_span("copy", source=str(source), reference=str(target)),
         Repository(source, connection) as source_repository,

@@ -26,6 +26,9 @@ _DOTTED = rf"{_LABEL}(?:\.{_LABEL})+"
 _REGISTRY = re.compile(rf"(?:localhost|{_DOTTED}|{_IP})(?::(?:{_PORT}))?|{_LABEL}:(?:{_PORT})")
 _LOOPBACK = re.compile(r"localhost|127(?:\.[0-9]{1,3}){3}|\[::1\]", re.IGNORECASE)
 _HUB = re.compile(r"hf://|(?:https?://)?(?:hf\.co|huggingface\.co)/")
+DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
+# Registries that have repositories of one component below library/
+_LIBRARIES = DOCKER_HUB | {"registry.ollama.ai"}
 DEFAULT_TAG = "latest"
 MAX_REPOSITORY = 255
 # Longer than any valid reference.
@@ -83,6 +86,16 @@ class Reference:
             return False
         host = re.sub(r":[0-9]+$", "", self.registry)
         return _LOOPBACK.fullmatch(host) is not None
+
+    @property
+    def canonical(self) -> Reference:
+        """The reference with the repository's name in its registry.
+
+        ``docker.io/alpine`` is ``docker.io/library/alpine``, as for docker and podman.
+        """
+        if self.registry not in _LIBRARIES or "/" in self.repository:
+            return self
+        return replace(self, repository=f"library/{self.repository}")
 
     @property
     def name(self) -> str:

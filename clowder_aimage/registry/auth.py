@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 from clowder_aimage.errors import UnauthorizedError
 from clowder_aimage.oci import Reference
+from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.docker_config import (
-    DOCKER_HUB,
     Credential,
     find_credential,
     read_config,

@@ -25,8 +25,8 @@ import oras.utils
 from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.open_directory import resolve
 from clowder_aimage.errors import StoreError, UnauthorizedError
+from clowder_aimage.oci.reference import DOCKER_HUB
 
-DOCKER_HUB = frozenset({"docker.io", "index.docker.io", "registry-1.docker.io"})
 DOCKER_HUB_KEY = "https://index.docker.io/v1/"
 # Its messages could contain secrets.
 logging.getLogger("oras").setLevel(logging.CRITICAL + 1)

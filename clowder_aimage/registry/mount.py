@@ -149,5 +149,5 @@ def list_sibling_repositories(
             continue
         is_sibling = reference.registry == target.registry and reference.name != target.name
         if is_sibling and descriptor.media_type in mediatype.MANIFESTS:
-            manifests[reference.repository, descriptor.digest] = descriptor
+            manifests[reference.canonical.repository, descriptor.digest] = descriptor
     return [(repository, descriptor) for (repository, _), descriptor in manifests.items()]

@@ -17,6 +17,7 @@ import urllib3
 from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.errors import AImageError, RegistryError, UnauthorizedError, VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest, Reference, mediatype
+from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.client_options import ClientOptions, open_session
 from clowder_aimage.registry.reach import is_same_host
@@ -50,12 +51,12 @@ class Session(AbstractContextManager["Session"]):
         basic_auth: str | None = None,
         is_mirror: bool = False,
     ) -> None:
-        self._reference = reference
+        reference = self._reference = reference.canonical
         self._registry = reference.registry or ""
         self.mirrors = Mirrors() if is_mirror else _open_mirrors(reference, connection)
         connection = connection.to(self._registry)
         scheme = "http" if connection.uses_http(self._registry) else "https"
-        host = _DOCKER_HUB if self._registry == "docker.io" else self._registry
+        host = _DOCKER_HUB if self._registry in DOCKER_HUB else self._registry
         self.base = f"{scheme}://{host}"
         self._http = open_session(connection, host)
         self._closed = threading.Event()
