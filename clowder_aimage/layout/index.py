@@ -153,8 +153,7 @@ def get_name(entry: Any) -> str:
 
 def is_same_name(name: str, reference: Reference) -> bool:
     """Return True if an entry's name means ``reference`` (``model`` is ``model:latest``)."""
-    parsed = _parse_name(name) if name else None
-    return parsed is not None and parsed.canonical == reference.canonical
+    return bool(name) and _parse_name(name) == reference
 
 
 @functools.lru_cache(maxsize=4096)
