@@ -274,6 +274,7 @@ VALID_CHANGES: list[tuple[tuple[str | int, ...], object]] = [
     (("config", "x-mine"), None),
     (at("x-mine"), 1.5),
     (at("annotations", "com.example"), ""),
+    (at("annotations", "vnd.clowder.aimage.later"), "a newer version's"),
     (at("mediaType"), "application/vnd.example+gzip"),
     (("layers",), []),
     (("subject",), GONE),
