@@ -173,6 +173,11 @@ class RegistryError(AccessError):
         self.code = code
         self.detail = detail
 
+    @property
+    def is_blob_unknown(self) -> bool:
+        """True if the registry misses a blob of a manifest."""
+        return self.code in ("MANIFEST_BLOB_UNKNOWN", "BLOB_UNKNOWN")
+
 
 class ManifestRefusedError(RegistryError):
     """The registry refuses this kind of manifest; another dialect may be accepted."""

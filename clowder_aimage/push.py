@@ -28,6 +28,7 @@ from clowder_aimage.errors import (
     ManifestRefusedError,
     ModelError,
     NotFoundError,
+    RegistryError,
     UsageError,
 )
 from clowder_aimage.layout.completeness import check_stored, describe_missing, suggest_completion
@@ -108,9 +109,8 @@ def push(
             plan = plan_copy(source, source.resolve(reference))
             if stored is not None:
                 source, plan = _order_missing_first(store, source, plan, stored, reference)
-            connections = connection.compute_connections(host)
-            return copy(
-                source, reference, repository, concurrency=connections, on_event=on_event, plan=plan
+            return _copy(
+                source, reference, repository, connection.compute_connections(host), on_event, plan
             )
 
         if stored is None:
@@ -228,19 +228,39 @@ def _transfer(
 
     try:
         for plan, name in plans.values():
-            copy(
-                source_repository,
-                name,
-                target_repository,
-                concurrency=connections,
-                on_event=on_copy_event,
-                plan=plan,
-            )
+            _copy(source_repository, name, target_repository, connections, on_copy_event, plan)
     except ManifestRefusedError as error:
         error.remedy = ""
         error.hint = "a copy does not rewrite manifests: pull, tag and push it instead"
         raise
-    return [plans[target][0].root for _, target in pairs]
+    return [target_repository.describe_pushed(plans[target][0].root) for _, target in pairs]
+
+
+def _copy(
+    source: Source,
+    reference: Reference,
+    target: Repository,
+    connections: int,
+    on_event: OnEvent,
+    plan: CopyPlan,
+) -> Descriptor:
+    """Copy ``plan``; return the root as the registry states it.
+
+    If the registry then misses a blob that it has mounted, these blobs are uploaded.
+    """
+
+    def send() -> Descriptor:
+        root = copy(
+            source, reference, target, concurrency=connections, on_event=on_event, plan=plan
+        )
+        return target.describe_pushed(root)
+
+    try:
+        return send()
+    except RegistryError as error:
+        if not error.is_blob_unknown or not target.stop_mounting():
+            raise
+    return send()
 
 
 @contextlib.contextmanager

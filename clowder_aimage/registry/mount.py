@@ -1,6 +1,7 @@
 """Cross-repository mount (distribution-spec, "Mounting a blob from another repository", end-11).
 
-Blobs in another repository of the registry are not sent. After a failed mount they are uploaded.
+Blobs in another repository of the registry are not sent. After a failed mount they are uploaded. A
+registry may confirm a mount and not have the blob then: distribution 2.8 does for sha512.
 """
 
 from __future__ import annotations
@@ -38,9 +39,19 @@ class MountOrigins:
         self._find, self._on_event = find, on_event
         self._refused: set[str] = set()
         self._missing: set[str] = set()
+        self._mounted: set[Digest] = set()
+        self._is_stopped = False
+
+    def stop(self) -> set[Digest]:
+        """Mount no more blobs; return those that were mounted."""
+        self._is_stopped = True
+        mounted, self._mounted = self._mounted, set()
+        return mounted
 
     def of(self, digest: Digest) -> list[str]:
         """Return the repositories to mount a blob from; those that lacked another blob are last."""
+        if self._is_stopped:
+            return []
         repositories = [name for name in self._find(digest) if name not in self._refused]
         return sorted(repositories, key=lambda name: name in self._missing)[:CANDIDATES]
 
@@ -59,6 +70,7 @@ class MountOrigins:
             if answer is not None:
                 answer.finish()
             if answer is not None and answer.status_code == 201:
+                self._mounted.add(content.digest)
                 self._on_event(CopyEvent("skip", content, content.size))
                 return None
             self._refused.add(repository)

@@ -7,6 +7,7 @@ import io
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 from clowder_aimage.content.copy import push_blobs
@@ -68,6 +69,8 @@ class Repository(Target, AbstractContextManager["Repository"]):
         self._origins = origins or MountOrigins()
         self._manifests: dict[Digest, bytes] = {}
         self._present: set[tuple[Digest, int]] = set()
+        # The digests of manifests that were pushed by tag, with the algorithm of the registry.
+        self._stated: dict[Digest, Digest] = {}
         self._without_ranges: set[Digest] = set()
 
     def __exit__(self, *_: object) -> None:
@@ -236,6 +239,16 @@ class Repository(Target, AbstractContextManager["Repository"]):
             raw = reader.readall() or b""
         self._put_manifest(content, raw, reference)
 
+    def stop_mounting(self) -> bool:
+        """Ask again for the blobs that were mounted, and mount no more; return True if any were."""
+        mounted = self._origins.stop()
+        self._present = {key for key in self._present if key[0] not in mounted}
+        return bool(mounted)
+
+    def describe_pushed(self, content: Descriptor) -> Descriptor:
+        """Return the descriptor of a manifest that was pushed by tag, as the registry states it."""
+        return replace(content, digest=self._stated.get(content.digest, content.digest))
+
     def check_push(self) -> None:
         """Begin and cancel an upload. Raises the errors of a push that show at its beginning."""
         check_permission(self._session)
@@ -275,15 +288,23 @@ class Repository(Target, AbstractContextManager["Repository"]):
         resource = f"manifest {self._name}:{target}"
         headers = put_manifest(self._session, target, content, raw, resource)
         self._manifests[content.digest] = raw
+        stated = _parse_digest(headers.get("Docker-Content-Digest", ""))
+        is_tag = target != str(content.digest)
+        if is_tag and stated is not None and stated == Digest.of(raw, stated.algorithm):
+            self._stated[content.digest] = stated
         document = parse_document(raw, content.media_type)
         if document.subject is not None and "OCI-Subject" not in headers:
             listing.record(self._session, document.subject.digest, content, document)
 
 
 def _verify_digest(raw: bytes, reference: Reference, header: str) -> Digest:
-    """Return the digest of a manifest that was received for ``reference``."""
-    requested = reference.digest
-    digest = Digest.of(raw, requested.algorithm if requested else "sha256")
+    """Return the digest of a manifest that was received for ``reference``.
+
+    Of a tag, it has the algorithm of the digest that the registry states.
+    """
+    requested, stated = reference.digest, _parse_digest(header)
+    expected = requested or stated
+    digest = Digest.of(raw, expected.algorithm if expected else "sha256")
     if requested is not None and digest != requested:
         raise VerificationError(f"{reference.name} sent {digest}, expected {requested}")
     if header.startswith(f"{digest.algorithm}:") and header != str(digest):
@@ -291,3 +312,9 @@ def _verify_digest(raw: bytes, reference: Reference, header: str) -> Digest:
             f"{reference.name} sent {digest} with Docker-Content-Digest: {header[:140]}"
         )
     return digest
+
+
+def _parse_digest(header: str) -> Digest | None:
+    with contextlib.suppress(FormatError):
+        return Digest.parse(header)
+    return None

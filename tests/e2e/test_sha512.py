@@ -6,6 +6,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from clowder_aimage.content import build_bytes_body
+from clowder_aimage.layout import ImageLayout
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from tests.process import Aimage
 from tests.store import unshare
 
@@ -45,3 +48,35 @@ def test_sha512_aimages_support_dialects_and_repair(
     there("push", "--dialect", "container", repository)
     assert back("pull", repository).line != digest
     assert back("push", "--dialect", "clowder", repository).line == digest
+
+
+def test_sha512_blobs_are_pushed_to_a_second_repository(
+    aimage: Callable[..., Aimage], llm: Path, repository: str
+) -> None:
+    """Docker-registry confirms the mounts of sha512 blobs, but does not have them then."""
+    here, there = aimage(), aimage("there")
+    digest = here("create", repository, llm, "--digest", "sha512").line
+    here("push", repository)
+    for name in (f"{repository}-second", f"{repository}-third"):
+        here("tag", repository, name)
+        assert here("push", name).line == digest
+        assert there("pull", name).line == digest
+    assert here("copy", repository, f"{repository}-copy").line == digest
+    assert there("pull", f"{repository}-copy").line == digest
+    there("verify")
+
+
+def test_a_push_of_a_sha512_manifest_prints_the_digest_of_the_registry(
+    aimage: Callable[..., Aimage], llm: Path, repository: str
+) -> None:
+    here, there = aimage(), aimage("there")
+    digest = here("create", repository, llm, "--digest", "sha512").line
+    layout = ImageLayout(here.store)
+    name = Reference.parse(repository)
+    with layout.open(layout.resolve(name)) as file:
+        raw = file.read() or b""
+    content = Descriptor(mediatype.OCI_MANIFEST, Digest.of(raw, "sha512"), len(raw))
+    layout.push(content, build_bytes_body(raw), name)
+    assert layout.resolve(name).digest == content.digest
+    assert here("push", repository).line == digest
+    assert there("pull", repository).line == digest

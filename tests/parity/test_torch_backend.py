@@ -254,7 +254,9 @@ def test_layers_one_by_one(family: str, tmp_path: Path, monkeypatch: pytest.Monk
         control = picture(SEED, size["width"], size["height"])
         asked = plain.change(control=FILE, controlnet="net")
         both.compare(asked, PictureInput(control=control))
-    both.torch.networks.budget.use(both.torch.list_stages(plain)[1])  # it was released for the decoder
+    both.torch.networks.budget.use(
+        both.torch.list_stages(plain)[1]
+    )  # it was released for the decoder
     assert both.torch.networks.transformer._is_in_layers
 
 

@@ -244,3 +244,45 @@ def test_a_push_mounts_blobs_of_other_stored_names(tmp_path: Path) -> None:
         push(layout, target, ClientOptions(docker_config=tmp_path))
     assert script.asked == ["old", "old"]
     assert registry.asked("PUT") == ["/v2/new/manifests/v1"]
+
+
+@pytest.mark.parametrize("status", [400, 404])
+@pytest.mark.parametrize("is_mounted", [True, False])
+def test_a_blob_that_a_mount_did_not_bring_is_uploaded(
+    status: int, is_mounted: bool, tmp_path: Path
+) -> None:
+    """Distribution 2.8 answers 201 to a mount of a sha512 blob, and does not have it then."""
+    blobs: set[str] = set()
+    unknown = {"errors": [{"code": "MANIFEST_BLOB_UNKNOWN", "message": "blob unknown"}]}
+
+    def script(seen: Seen) -> Answer:
+        query = parse_qs(urlsplit(seen.path).query)
+        if seen.method == "POST":
+            is_mount = "mount" in query
+            return Answer(201) if is_mount else Answer(202, {"Location": "/upload"})
+        if "/manifests/" in seen.path and seen.method == "PUT":
+            needed = {str(child.digest) for child in Manifest.parse(seen.body).children}
+            return Answer(201 if needed <= blobs else status, {}, json.dumps(unknown).encode())
+        if seen.method == "PUT":
+            # Only this kind of registry is at fault that has no blob without a mount.
+            blobs.update(query["digest"] if is_mounted else [])
+            return Answer(201)
+        return Answer(200 if seen.path.rpartition("/")[2] in blobs else 404)
+
+    raw, contents = artifact(b"{}", b"weights")
+    layout = ImageLayout(tmp_path / "store")
+    for content in contents.values():
+        layout.push(Descriptor.of("application/octet-stream", content), build_bytes_body(content))
+    with ScriptedRegistry(script).running() as registry:
+        names = [Reference.parse(f"{registry.host}/{name}:v1") for name in ("team/x", "team/y")]
+        for name in names[: 2 if is_mounted else 1]:
+            layout.push(Descriptor.of(mediatype.OCI_MANIFEST, raw), build_bytes_body(raw), name)
+        connection = ClientOptions(docker_config=tmp_path)
+        if is_mounted:
+            assert push(layout, names[0], connection).digest == Digest.of(raw)
+        else:
+            # There was no mount to blame: the error is not hidden by a second attempt.
+            with pytest.raises(RegistryError, match="MANIFEST_BLOB_UNKNOWN"):
+                push(layout, names[0], connection)
+        puts = [path for path in registry.asked("PUT") if "/manifests/" in path]
+        assert len(puts) == (2 if is_mounted else 1)
