@@ -23,12 +23,14 @@ from clowder_aimage.content.store import Reader, WrappedSource
 from clowder_aimage.content.telemetry import start_span
 from clowder_aimage.dialect import FALLBACK_ORDER, READABLE, Dialect
 from clowder_aimage.errors import (
+    AccessError,
     AImageError,
     FormatError,
     ManifestRefusedError,
     ModelError,
     NotFoundError,
     RegistryError,
+    UnauthorizedError,
     UsageError,
 )
 from clowder_aimage.layout.completeness import check_stored, describe_missing, suggest_completion
@@ -123,7 +125,13 @@ def push(
         def send_in(name: str) -> Descriptor:
             return send(_rewrite(store, stored, READABLE[name]))
 
-        return _descend(names, send_in, on_fallback, memory, host)
+        try:
+            return _descend(names, send_in, on_fallback, memory, host)
+        except AccessError as error:
+            advice = _choose_advice(error, reference)
+            error.remedy = advice.pop("remedy", error.remedy)
+            error.facts |= advice
+            raise
 
 
 def transfer(
@@ -230,7 +238,6 @@ def _transfer(
         for plan, name in plans.values():
             _copy(source_repository, name, target_repository, connections, on_copy_event, plan)
     except ManifestRefusedError as error:
-        error.remedy = ""
         error.hint = "a copy does not rewrite manifests: pull, tag and push it instead"
         raise
     return [target_repository.describe_pushed(plans[target][0].root) for _, target in pairs]
@@ -387,24 +394,41 @@ def _descend(
         except (ManifestRefusedError, _UnfitError) as error:
             reasons.append(error)
             refused += [name] if isinstance(error, ManifestRefusedError) else []
+        except AccessError as error:
+            error.facts["dialect"] = name
+            raise
         else:
             memory.record(host, refused, name)
             return sent
     # If all dialects are refused, the cause is another one, and the cache would mislead.
     if len(refused) > 1:
         memory.remove(host)
-    raise _choose_error(reasons)
+    raise _choose_error(reasons, names)
 
 
-def _choose_error(reasons: list[AImageError]) -> AImageError:
+def _choose_error(reasons: list[AImageError], names: list[str]) -> AImageError:
     """Return the error after the last dialect: that of the registry, if there is one."""
     refusals = [reason for reason in reasons if isinstance(reason, ManifestRefusedError)]
     if not refusals:
         return reasons[0]
+    refusals[-1].facts["dialect"] = names[-1]
     if len(reasons) > 1:
         unfit = [str(reason) for reason in reasons if reason not in refusals]
         refusals[-1].hint = "; ".join(["no other dialect is left to try", *unfit])
     return refusals[-1]
+
+
+def _choose_advice(error: AccessError, reference: Reference) -> dict[str, str]:
+    """Return the advice to push in the most widely accepted dialect, if that may help."""
+    is_refused = isinstance(error, ManifestRefusedError)
+    may_be_refused = is_refused or "manifest" in error.facts
+    if not may_be_refused or error.facts["dialect"] == FALLBACK_ORDER[-1]:
+        return {}
+    if reference.digest is not None:
+        return {"remedy": "push_by_tag", "name": reference.name, "reference": str(reference)}
+    if isinstance(error, UnauthorizedError):
+        return {"remedy": "denied_manifest"}
+    return {"remedy": "push_dialect"} if is_refused else {"remedy": "unclear_refusal"}
 
 
 def _rewrite(store: ContentStore, stored: StoredAImage, dialect: Dialect) -> Source:

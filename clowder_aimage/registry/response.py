@@ -48,7 +48,26 @@ _MAX_RETRY_AFTER = 3600.0
 _PROXY_PROJECT = "proxy project"
 # Messages of registries whose tags cannot be moved.
 _IMMUTABLE = r"(?i)immutab|overwrit"
+# The message of DENIED in the specification, for an account without permission.
+_DENIED = "requested access to the resource is denied"
 _NO_PROJECT = "create the project in the registry first, or check its name"
+_NO_REPOSITORY = "the repository may have to be created in the registry first; check its name"
+_CHECK_NAME = "check the spelling of the name and the tag"
+_NO_PERMISSION = "the account may lack permission, or the repository may not exist"
+# A media type, or a word for one: in the body of a refusal, any part of the manifest may be meant.
+_TYPE = re.compile(
+    rb"application(?:/|\\/|%2F)vnd\.|media[ _-]?type|artifact[ _-]?type|config[ _-]?type",
+    re.IGNORECASE,
+)
+# Answers to a manifest that do not refuse its kind, though they may name its descriptors.
+_OTHER_CODES = frozenset(
+    {
+        *("MANIFEST_BLOB_UNKNOWN", "BLOB_UNKNOWN", "DIGEST_INVALID", "SIZE_INVALID"),
+        *("NAME_INVALID", "NAME_UNKNOWN", "TAG_INVALID", "UNAUTHORIZED", "TOOMANYREQUESTS"),
+        *("QUOTAEXCEEDED", "PROJECTPOLICYVIOLATION", "MANIFEST_UNKNOWN", "PRECONDITION"),
+    }
+)
+_OTHER_STATUS = frozenset({401, 408, 429, 502, 503, 504, 507})
 _EXPECTS_HTTPS = re.compile(r"HTTP request (?:was sent )?to (?:an )?HTTPS", re.IGNORECASE)
 _MAX_LINE = 200  # characters
 # Hints by patterns of messages: Harbor's, by its documentation.
@@ -75,6 +94,7 @@ class RegistryResponse:
     headers: Mapping[str, str]
     raw: urllib3.BaseHTTPResponse
     is_redirected: bool = False
+    method: str = "GET"
 
     @property
     def host(self) -> str:
@@ -197,7 +217,7 @@ class ResponseFailure:
     """The status of an error response, and the first error in its body.
 
     ``line`` is the first line of a body in another format, without the tags of HTML; ``server`` is
-    the header of that name.
+    the header of that name. ``names_type`` is true if the body names a media type, in any format.
     """
 
     host: str
@@ -208,6 +228,8 @@ class ResponseFailure:
     retry_after: float = 0.0
     line: str = ""
     server: str = ""
+    method: str = "GET"
+    names_type: bool = False
 
     @classmethod
     def of(cls, response: RegistryResponse) -> ResponseFailure:
@@ -215,22 +237,25 @@ class ResponseFailure:
         host, status = response.host, response.status_code
         # In seconds. A date is read by the session, which has a clock.
         after = retry_after(response.headers.get("Retry-After", ""), math.inf, _MAX_RETRY_AFTER)
-        line = ""
+        line, method, names_type = "", response.method, False
         try:
             body = response.read(_MAX_ERROR_BODY)
             # The body of a redirect's target may contain a signed URL.
             line = "" if response.is_redirected else _extract_first_line(body)
             if 300 <= status < 400 and (location := response.headers.get("Location")):
                 line = f"a redirect to {redact_url(location)[:_MAX_LINE]}"
+            names_type = _TYPE.search(body) is not None
             errors = read_json(body, "it")["errors"]
             # Distribution 2.8 puts UNKNOWN before the reason when a layer has urls.
             error = next((e for e in errors if e.get("code") != "UNKNOWN"), errors[0])
             detail = error.get("detail") or ""
             text = detail if isinstance(detail, str) else json.dumps(detail)
             code, message = str(error.get("code", "")), str(error.get("message", ""))
-            return cls(host, status, code[:60], message[:300], text[:500], after)
+            line, server = "", ""
+            fields = (code[:60], message[:300], text[:500])
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, AImageError):
-            return cls(host, status, "", "", "", after, line, response.headers.get("Server", ""))
+            fields, server = ("", "", ""), response.headers.get("Server", "")
+        return cls(host, status, *fields, after, line, server, method, names_type)
 
     @property
     def text(self) -> str:
@@ -248,19 +273,37 @@ class ResponseFailure:
         return self.status == 413 or "too large" in self.detail.lower()
 
     @property
+    def hint(self) -> str | None:
+        """The advice for a known message."""
+        return next((text for pattern, text in _HINTS if re.search(pattern, self.text)), None)
+
+    @property
+    def has_other_reason(self) -> bool:
+        """True if the reason for refusing a manifest is known, and is not its kind."""
+        is_known = self.code in _OTHER_CODES or self.status in _OTHER_STATUS
+        return is_known or self.hint is not None or _DENIED in self.message
+
+    @property
+    def is_missing(self) -> bool:
+        """True if what was asked for, or the repository to write to, does not exist."""
+        is_write = self.method in ("PUT", "PATCH")
+        is_named = self.code == "NAME_UNKNOWN" or self.hint is not None
+        return self.status == 404 and (is_named or not is_write)
+
+    @property
     def refuses_kind(self) -> bool:
         """True if this kind of manifest is refused, but another dialect may be accepted.
 
-        By distribution, Harbor, zot, Quay, ECR and Artifactory: see docs/registries.md.
+        By distribution, Harbor, zot, Quay, ECR and Artifactory: see docs/registries.md. Others
+        answer with any status, and name a media type that they do not accept.
         """
-        if self.is_too_large or self.code in ("MANIFEST_BLOB_UNKNOWN", "BLOB_UNKNOWN"):
+        if self.status < 400 or self.is_too_large or self.has_other_reason:
             return False
-        if _PROXY_PROJECT in self.message or re.search(_IMMUTABLE, self.message):
-            return False
+        if self.status in (406, 415) or self.names_type:
+            return True
         if self.status == 403:
             return self.code == "DENIED" and "manifest class" in f"{self.message} {self.detail}"
-        refusals = ((400, "MANIFEST_INVALID"), (405, "UNSUPPORTED"))
-        return (self.status, self.code) in refusals or self.status in (406, 415)
+        return self.code in ("MANIFEST_INVALID", "UNSUPPORTED")
 
 
 def _extract_first_line(body: bytes) -> str:
@@ -280,7 +323,6 @@ def build_manifest_error(response: RegistryResponse, resource: str) -> AImageErr
     if refusal.refuses_kind:
         return ManifestRefusedError(
             f"{refusal.host} rejected this type of manifest ({refusal.text}){refusal.suffix}",
-            remedy="push_dialect",
             **fields,
         )
     if refusal.is_too_large:
@@ -290,7 +332,11 @@ def build_manifest_error(response: RegistryResponse, resource: str) -> AImageErr
             hint="registries accept manifests of up to 4 MiB; pack the model into fewer layers",
             **fields,
         )
-    return build_failure_error(refusal, resource)
+    error = build_failure_error(refusal, resource)
+    if not refusal.has_other_reason and error.hint in (None, _NO_PERMISSION):
+        # The reason may be the kind of the manifest.
+        error.facts["manifest"] = resource
+    return error
 
 
 def build_deletion_error(
@@ -324,7 +370,7 @@ def build_response_error(response: RegistryResponse, resource: str) -> AImageErr
 
 def build_failure_error(refusal: ResponseFailure, resource: str) -> AImageError:
     """Return the error for an unexpected response that was read."""
-    hint = next((text for pattern, text in _HINTS if re.search(pattern, refusal.text)), None)
+    hint = refusal.hint
     if "AirTunes/" in refusal.server:
         return RegistryError(
             f"{refusal.host} is the AirPlay receiver of macOS, not a registry ({refusal.text})",
@@ -344,13 +390,14 @@ def build_failure_error(refusal: ResponseFailure, resource: str) -> AImageError:
     if refusal.status == 403 and hint in (None, _NO_PROJECT):
         return UnauthorizedError(
             f"{refusal.host} denied access to {resource} ({refusal.text}){refusal.suffix}",
-            hint=hint or "the account may lack permission, or the repository may not exist",
+            hint=hint or _NO_PERMISSION,
             reason=refusal.text,
         )
-    if refusal.status == 404:
+    if refusal.is_missing:
+        is_read = refusal.method in ("GET", "HEAD", "DELETE")
         return NotFoundError(
             f"{resource} not found at {refusal.host} ({refusal.text}){refusal.suffix}",
-            hint=hint or "check the spelling of the name and the tag",
+            hint=hint or (_CHECK_NAME if is_read else _NO_REPOSITORY),
         )
     if refusal.status < 400:
         return IntermediaryError(

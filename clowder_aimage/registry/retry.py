@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import tenacity
 
-from clowder_aimage.errors import NetworkError, RegistryError
+from clowder_aimage.errors import ManifestRefusedError, NetworkError, RegistryError
 
 # 501, 505, 507 and 511 are permanent conditions (RFC 9110, 4918, 6585)
 TRANSIENT_STATUS = frozenset({408, 429, *range(500, 600)}) - {501, 505, 507, 511}
@@ -38,11 +38,14 @@ class IntermediaryError(RegistryError):
 def is_transient(error: BaseException) -> bool:
     """Return True if the same request may succeed if it is repeated soon.
 
-    A refused connection, an unknown host, 401, 403, 404 and a wrong digest are not transient, and
-    are raised at once. The caller handles a registry that requests a longer pause.
+    A refused connection, an unknown host, 401, 403, 404, a wrong digest and a refused kind of
+    manifest are not transient, and are raised at once. The caller handles a registry that requests
+    a longer pause.
     """
     if isinstance(error, BrokenOffError | IntermediaryError):
         return True
+    if isinstance(error, ManifestRefusedError):
+        return False
     if isinstance(error, RegistryError):
         return error.status in TRANSIENT_STATUS and error.retry_after <= LONGEST_PAUSE
     return False

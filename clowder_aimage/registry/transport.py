@@ -321,7 +321,7 @@ class Transport:
             raw.close()
             raise build_refusal(proxy, urlsplit(url).netloc, 407, "")
         self.has_answered = True
-        return RegistryResponse(raw.status, url, raw.headers, raw)
+        return RegistryResponse(raw.status, url, raw.headers, raw, method=method)
 
     def _find_route(self, url: str) -> _Route:
         """Return the way to a URL's origin. Raises UsageError for proxies that cannot be used."""

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.errors import (
     AImageError,
     ManifestRefusedError,
+    NotFoundError,
     RegistryError,
     UnauthorizedError,
     VerificationError,
@@ -104,6 +106,21 @@ REFUSALS = {
     "Quay": error(415, "MANIFEST_INVALID", "manifest schema version not supported"),
     "ECR": error(405, "UNSUPPORTED", "Invalid parameter at 'ImageManifest'"),
     "Artifactory": Answer(406, {}, b"Not Acceptable"),
+    "422": error(422, "MANIFEST_INVALID", "manifest invalid"),
+    "409": error(409, "MANIFEST_INVALID", "manifest invalid"),
+    "UNSUPPORTED": error(400, "UNSUPPORTED", "the operation is unsupported"),
+    "501": error(501, "UNSUPPORTED", "the operation is unsupported"),
+    "a type in the message": error(400, "BAD_REQUEST", "application/vnd.clowder.x is not allowed"),
+    "a type in the detail": error(403, "DENIED", "", {"mediaType": "application/x"}),
+    "a type in the second error": Answer(
+        400, {}, b'{"errors": [{"code": "INVALID"}, {"code": "X", "message": "media type y"}]}'
+    ),
+    "RFC 9457": Answer(
+        422, {"Content-Type": "application/problem+json"}, b'{"title": "Unknown artifact type"}'
+    ),
+    "plain text": Answer(400, {}, b"unsupported mediatype application/vnd.oci.image.manifest"),
+    "HTML": Answer(404, {}, b"<html><p>Config media-type is not accepted</p></html>"),
+    "500": Answer(500, {}, b'{"message": "no handler for media type application/x"}'),
 }
 OTHERS = {
     "too large": (
@@ -116,6 +133,36 @@ OTHERS = {
     "no push": (error(405, "METHOD", "read only"), RegistryError),
     "bad name": (error(400, "NAME_INVALID", "invalid name"), RegistryError),
     "not JSON": (Answer(400, {}, b"<html>Bad Request</html>"), RegistryError),
+    "missing blob of a type": (
+        error(404, "MANIFEST_BLOB_UNKNOWN", "blob unknown", {"mediaType": "application/vnd.x"}),
+        RegistryError,
+    ),
+    "wrong size of a type": (
+        error(400, "SIZE_INVALID", "x", {"mediaType": "application/vnd.x"}),
+        RegistryError,
+    ),
+    "a proxy's page of a type": (
+        Answer(503, {}, b"<p>media type not available</p>"),
+        RegistryError,
+    ),
+    "no project": (error(404, "NAME_UNKNOWN", "repository name not known"), NotFoundError),
+}
+# Answers to a manifest that leave the reason open, and a part of the advice.
+UNCLEAR = {
+    "nothing at all": (Answer(400), "this type of manifest: push with --dialect container"),
+    "HTML": (Answer(400, {}, b"<html>Bad Request</html>"), "--dialect container"),
+    "404": (Answer(404, {}, b"404 page not found"), "--dialect container"),
+    "404 of a manifest": (error(404, "NOT_FOUND", "x"), "--dialect container"),
+    "403": (Answer(403), "lack permission, or the registry refuses this type of manifest"),
+    "another code": (error(409, "CONFLICT", "no"), "--dialect container"),
+    "an error inside": (Answer(500), "--dialect container"),
+    "a blob unknown": (error(400, "MANIFEST_BLOB_UNKNOWN", "blob unknown"), ""),
+    "an immutable tag": (error(412, "X", "the tag is immutable"), "push another tag"),
+    "no permission": (
+        error(403, "DENIED", "requested access to the resource is denied"),
+        "may lack permission, or the repository may not exist",
+    ),
+    "no repository": (error(404, "NAME_UNKNOWN", ""), "may have to be created in the registry"),
 }
 
 
@@ -140,14 +187,54 @@ def test_other_failures_do_not_fall_back(name: str, tmp_path: Path) -> None:
     answer, kind = OTHERS[name]
     tried = []
 
-    def offer(*_: Any) -> Answer:
-        tried.append(1)
+    def offer(media_type: Any, document: Any) -> Answer:
+        tried.append(document["config"]["mediaType"])
         return answer
 
     with pytest.raises(kind) as raised:
         try_push(taking(offer), tmp_path)
     assert not isinstance(raised.value, ManifestRefusedError)
-    assert len(tried) == 1
+    assert set(tried) == {mediatype.AIMAGE_CONFIG}
+
+
+@pytest.mark.parametrize("name", UNCLEAR)
+def test_an_unclear_refusal_names_the_container_dialect(name: str, tmp_path: Path) -> None:
+    answer, advice = UNCLEAR[name]
+    with pytest.raises(AImageError) as raised:
+        try_push(taking(lambda *_: answer), tmp_path)
+    advised = format_advice(raised.value) or ""
+    assert advice in advised
+    assert "spelling" not in advised
+    assert bool(advice) == bool(advised)
+    # In that dialect there is nothing left to advise.
+    with pytest.raises(AImageError) as raised:
+        try_push(taking(lambda *_: answer), tmp_path / "again", dialect="container")
+    assert "--dialect" not in (format_advice(raised.value) or "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "advice"),
+    [
+        (REFUSALS["zot"], "omit --no-fallback, or push with --dialect container"),
+        (Answer(400), "push with --dialect container"),
+    ],
+)
+def test_the_advice_without_fallback(answer: Answer, advice: str, tmp_path: Path) -> None:
+    with pytest.raises(RegistryError) as raised:
+        try_push(taking(lambda *_: answer), tmp_path, fallback=False)
+    assert advice in (format_advice(raised.value) or "")
+
+
+def test_a_push_by_digest_is_told_to_push_a_tag(tmp_path: Path) -> None:
+    with ScriptedRegistry(taking(lambda *_: REFUSALS["zot"])).running() as registry:
+        reference = Reference.parse(f"{registry.host}/team/x:v1")
+        layout = store_with(tmp_path, reference)
+        by_digest = reference.with_digest(layout.resolve(reference).digest)
+        with pytest.raises(ManifestRefusedError) as raised:
+            push(layout, by_digest, ClientOptions(docker_config=tmp_path))
+    advice = format_advice(raised.value) or ""
+    assert f"aimage push {registry.host}/team/x:TAG" in advice
+    assert "--dialect" not in advice
 
 
 def test_the_last_error_is_raised_when_all_dialects_are_refused(tmp_path: Path) -> None:

@@ -96,6 +96,12 @@ REMEDIES = {
     "pull_index": "to pull all of it: aimage pull {reference} --whole",
     "pull_whole": "to pull all of them: aimage pull --whole {reference}",
     "push_dialect": "omit --no-fallback, or push with --dialect container",
+    "push_by_tag": "the registry may refuse this type of manifest, which a push by digest does not "
+    "rewrite: aimage tag {reference} {name}:TAG && aimage push {name}:TAG",
+    "denied_manifest": "the account may lack permission, or the registry refuses this type of "
+    "manifest: then push with --dialect container",
+    "unclear_refusal": "the registry may refuse this type of manifest: push with "
+    "--dialect container",
     "repair": "repair the store first: aimage verify --repair",
     "repair_or_remove": "fetch it with 'aimage verify --repair', or: aimage rm {reference}",
     "repair_store": "if the copy in the store is damaged: aimage verify --repair",
