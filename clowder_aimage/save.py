@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +12,7 @@ from typing import BinaryIO
 from clowder_aimage.content import CopyPlan, Lease, OnEvent, copy, plan_copy
 from clowder_aimage.content.atomic_file import open_atomic
 from clowder_aimage.content.copy_option import ignore
+from clowder_aimage.content.file_system import measure_space, set_mode
 from clowder_aimage.content.open_directory import open_special, resolve
 from clowder_aimage.content.tar_store import TarTarget, write_error
 from clowder_aimage.content.verified_reader import check_size
@@ -177,18 +176,18 @@ def _open_output(target: Path | BinaryIO, size: int) -> Iterator[tuple[BinaryIO,
             return
         if not final.parent.is_dir():
             raise StoreError(f"directory not found: {target.parent}")
-        free = shutil.disk_usage(final.parent).free
-        if size > free:
+        space = measure_space(final.parent)
+        if space is not None and size > space.free:
             raise NoSpaceError(
                 f"the archive requires {size / 1e6:.1f} MB, and {target.parent} has "
-                f"{free / 1e6:.1f} MB free",
+                f"{space.free / 1e6:.1f} MB free",
                 hint="free some space, or write it to another disk",
             )
 
         # A replaced archive keeps its permissions.
         def keep_mode(fd: int) -> None:
             if mode is not None:
-                os.fchmod(fd, stat.S_IMODE(mode))
+                set_mode(fd, stat.S_IMODE(mode), final)
 
         with open_atomic(final, prepare=keep_mode, removes_leftovers=True) as file:
             yield file, target

@@ -66,7 +66,7 @@ class DiskUsage:
     """The size of a store in bytes; ``allocated`` is the space that the file system uses.
 
     ``unneeded`` counts blobs that no entry of ``index.json`` needs; ``partials`` are unfinished
-    downloads and their size on disk; ``free`` is available to unprivileged users.
+    downloads and their size on disk; ``free`` is available to unprivileged users, None if unknown.
     """
 
     root: Path
@@ -78,7 +78,7 @@ class DiskUsage:
     unneeded_size: int
     partials: int
     partial_size: int
-    free: int
+    free: int | None
 
 
 def measure_usage(
@@ -129,6 +129,7 @@ def measure_disk_usage(layout: ImageLayout) -> DiskUsage:
     needs = _NeededBlobs(layout, sizes)
     needed = {blob for _, descriptor in entries for blob in needs.of(descriptor)[0]}
     partials = [status.st_blocks * _BLOCK for status in _iter_partials(layout.root)]
+    space = layout.measure_space()
     return DiskUsage(
         root=layout.root,
         names=sum(1 for name, _ in entries if name),
@@ -139,7 +140,7 @@ def measure_disk_usage(layout: ImageLayout) -> DiskUsage:
         unneeded_size=sum(sizes.values()) - sum(sizes[blob] for blob in needed),
         partials=len(partials),
         partial_size=sum(partials),
-        free=layout.measure_free(),
+        free=None if space is None else space.free,
     )
 
 

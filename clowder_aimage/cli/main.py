@@ -177,12 +177,23 @@ class _Verbs(VerbGroup):
             # An import that Ctrl-C ended may raise another error.
             if interruption.is_pending:
                 raise KeyboardInterrupt from error
-            ctx.exit(_report(error))
+            # Any call of a file system may fail.
+            ctx.exit(_report(_translate(error) if isinstance(error, OSError) else error))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         for group, verbs in GROUPS.items():
             with formatter.section(group):
                 formatter.write_dl([(name, text) for name, (_, text) in verbs.items()])
+
+
+def _translate(error: OSError) -> AImageError:
+    from clowder_aimage.content.atomic_file import DISK_FULL
+
+    place = f" ({error.filename})" if error.filename else ""
+    message = f"the operating system refused a call: {error.strerror or error}{place}"
+    if error.errno in DISK_FULL:
+        return NoSpaceError(message, hint="free some space")
+    return StoreError(message, remedy="store_calls")
 
 
 def _suggest_verb(name: str) -> str:

@@ -26,7 +26,7 @@ SHARED_VARIABLES = tuple(
     f"AIMAGE_{name}"
     for name in (
         "CONFIG ENHANCER FLEET HOST NATS NATS_CA NATS_CERT NATS_CREDS NATS_KEY NATS_NKEY STORE "
-        "TOKEN TOKEN_FILE TRUSTED_REALMS"
+        "STORE_SINGLE_WRITER TOKEN TOKEN_FILE TRUSTED_REALMS"
     ).split()
 )
 # Prefixes of the variables of a server, whose settings are an object of the configuration
@@ -36,6 +36,7 @@ _SECTIONS = {
     "gateway": "AIMAGE_GATEWAY_",
     "registry": "AIMAGE_REGISTRY_",
 }
+_BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 # Variables that Kubernetes sets for a Service named like a prefix ("Accessing the Service")
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\w+)?)$")
 
@@ -102,6 +103,19 @@ def list_default_stores() -> tuple[Path, ...]:
     if directory := _resolve_platform_directory("XDG_DATA_HOME", ".local/share", "aimage"):
         return (directory,)
     raise UsageError("this user has no home directory for a store", remedy="name_store")
+
+
+def is_single_writer() -> bool:
+    """Return True if the user states that this host alone writes the stores. Raises UsageError."""
+    name = "AIMAGE_STORE_SINGLE_WRITER"
+    if text := os.environ.get(name):
+        if (value := _BOOLEANS.get(text.lower())) is None:
+            raise UsageError(f"invalid {name}: {text!r}", hint="set it to true or false")
+        return value
+    from clowder_aimage.document.schema import read_configuration
+
+    section = read_configuration(find_config_file(), lambda document: document.get("store", {}))
+    return bool(section.get("single_writer", False))
 
 
 def open_dialect_cache() -> DialectCache:

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from clowder_aimage.content.open_directory import READ, OpenDirectory
+from clowder_aimage.content.file_system import is_locked, lock, sync_file
+from clowder_aimage.content.open_directory import OpenDirectory
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def open_atomic(
                     prepare(fd)
                 yield file
                 if durable:
-                    os.fsync(fd)
+                    sync_file(fd, path)
                 # Renamed while it is locked: other processes remove unlocked temporary files.
                 temporary_directory.rename(os.fstat(fd), temporary, path.name, final)
             except BaseException:
@@ -73,7 +73,7 @@ def _create(directory: OpenDirectory, path: Path, mode: int) -> tuple[str, int]:
     while True:
         temporary = build_temporary_name(path)
         fd = directory.create(temporary, mode)
-        flock(fd, fcntl.LOCK_EX)
+        lock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
             return temporary, fd
         # Another process removed the file as a leftover before it was locked.
@@ -123,72 +123,14 @@ def remove_leftovers(
 
     Do nothing on file systems without locks, and ignore errors.
     """
-    with contextlib.suppress(OSError):
-        if not _is_locked(directory.open(temporary)):
-            return
-        for name in directory.list_names():
-            if is_temporary(name, prefix):
-                with contextlib.suppress(OSError):
-                    _remove_unlocked(directory, name, remove)
-
-
-def _remove_unlocked(
-    directory: OpenDirectory, name: str, remove: Callable[[OpenDirectory, str], None]
-) -> None:
-    fd = directory.open(name)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove(directory, name)
-    finally:
-        os.close(fd)
-
-
-def flock(fd: int, operation: int) -> None:
-    """Lock an open file if the file system has locks. Raises BlockingIOError with LOCK_NB."""
-    try:
-        fcntl.flock(fd, operation)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-
-
-def is_locked(path: str | Path) -> bool:
-    """Return True if a file is locked by any process, this one included. Raises OSError."""
-    return _is_locked(os.open(path, READ))
-
-
-def _is_locked(fd: int) -> bool:
-    try:
-        flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
-def sync_file_system(fd: int) -> bool:
-    """Make everything on the file system of ``fd`` durable; return False without such a call.
-
-    A disk takes as long to synchronise one small file as a hundred. Raises OSError.
-    """
-    import ctypes
-
-    syncfs = _load_syncfs()
-    if syncfs is not None and syncfs(fd) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-    return syncfs is not None
-
-
-def _load_syncfs() -> Callable[[int], int] | None:
-    # Imported late: many verbs write no files.
-    import ctypes
-
-    try:
-        return ctypes.CDLL(None, use_errno=True).syncfs
-    except (OSError, AttributeError):
-        return None
+    with contextlib.suppress(OSError), directory.open_to_lock(temporary) as fd:
+        names = directory.list_names() if is_locked(fd) else []
+    for name in names:
+        if is_temporary(name, prefix):
+            with contextlib.suppress(OSError), directory.open_to_lock(name) as fd:
+                # Removed while it is locked: its name may be new
+                if not is_locked(fd):
+                    remove(directory, name)
 
 
 def sync_directory(path: str | Path) -> None:

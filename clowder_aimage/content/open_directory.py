@@ -13,11 +13,14 @@ import errno
 import io
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
+
+from clowder_aimage.content import file_system
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -25,6 +28,10 @@ READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # Attempts to empty a directory: a thread that is being stopped may still create a file.
 _TRIES = 4
+# On SMB a file cannot be replaced while another program has it open; nor on FUSE over such a share.
+_IN_USE = frozenset({errno.EBUSY, errno.ETXTBSY, errno.EACCES, errno.EPERM})
+# Attempts to replace it, after pauses that are doubled: 1.3 seconds together.
+_TRIES_TO_RENAME, _PAUSE = 6, 0.02
 
 
 class OpenDirectory:
@@ -77,6 +84,15 @@ class OpenDirectory:
         """Open an existing file, and return its descriptor."""
         with self._open_parent(name) as (fd, base):
             return os.open(base, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+
+    @contextmanager
+    def open_to_lock(self, name: str) -> Iterator[int]:
+        """Yield the descriptor of an existing entry, to learn whether it is locked."""
+        fd = file_system.open_to_lock(name, READ, self.fd)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def stat(self, name: str) -> os.stat_result:
         """Return the status of a name, or of a link itself."""
@@ -140,7 +156,7 @@ class OpenDirectory:
 
     def move(self, name: str, new: str, into: OpenDirectory) -> None:
         """Rename an unopened entry."""
-        os.replace(name, new, src_dir_fd=self.fd, dst_dir_fd=into.fd)
+        _replace(name, new, self.fd, into.fd)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it exists; ignore errors."""
@@ -171,8 +187,8 @@ class OpenDirectory:
         return sorted(os.listdir(self.fd))  # noqa: PTH208 - a descriptor
 
     def sync(self) -> None:
-        """Make renames into the directory durable."""
-        os.fsync(self.fd)
+        """Make renames into the directory durable, as far as the file system can."""
+        file_system.sync_directory(self.fd, self.path)
 
 
 def rename_opened(
@@ -186,7 +202,30 @@ def rename_opened(
     status = os.stat(path, dir_fd=old_dir, follow_symlinks=False)
     if not os.path.samestat(status, opened):
         raise _build_replacement_error(path)
-    os.replace(path, new, src_dir_fd=old_dir, dst_dir_fd=new_dir)
+    _replace(path, new, old_dir, new_dir)
+
+
+def _replace(name: str, new: str, directory: int | None, into: int | None) -> None:
+    """Rename a file, replacing ``new``; wait a moment for a program that has that open on a share.
+
+    Raises OSError.
+    """
+    for count in range(_TRIES_TO_RENAME):
+        try:
+            return os.replace(name, new, src_dir_fd=directory, dst_dir_fd=into)
+        except OSError as error:
+            if error.errno not in _IN_USE or not _exists(new, into):
+                raise
+        time.sleep(_PAUSE * 2**count)
+    return os.replace(name, new, src_dir_fd=directory, dst_dir_fd=into)
+
+
+def _exists(name: str, directory: int | None) -> bool:
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def move(path: Path, new: Path) -> None:

@@ -29,6 +29,10 @@ class Reader(AbstractContextManager["Reader"], Protocol):
     def close(self) -> None: ...
 
 
+# Free bytes of a store that does not know them: no content is larger.
+UNKNOWN_SIZE = 2**63 - 1
+
+
 @runtime_checkable
 class FileStream(Protocol):
     """A stream over a file that the kernel may send; ``sent`` is called with the bytes sent."""
@@ -229,7 +233,7 @@ class ContentStore(Target, BlobFiles, Protocol):
         """Return the number of bytes that must still be written to complete the content."""
 
     def measure_free(self) -> int:
-        """Return the number of bytes available for more content."""
+        """Return the number of bytes available for more content, UNKNOWN_SIZE without a limit."""
 
 
 def build_bytes_body(data: bytes) -> Body:

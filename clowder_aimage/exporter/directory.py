@@ -18,11 +18,10 @@ from clowder_aimage.content.atomic_file import (
     DISK_FULL,
     build_temporary_name,
     build_temporary_prefix,
-    flock,
     is_temporary,
     remove_leftovers,
-    sync_file_system,
 )
+from clowder_aimage.content.file_system import lock, sync_directory, sync_file, sync_file_system
 from clowder_aimage.content.open_directory import READ, OpenDirectory, resolve
 from clowder_aimage.errors import NoSpaceError, StoreError, UsageError
 
@@ -60,7 +59,8 @@ def new_directory(path: Path) -> Iterator[OpenDirectory]:
             temporary = build_temporary_name(final, _INFIX)
             new = stack.enter_context(parent.make_new(temporary, DIRECTORY_MODE))
         try:
-            flock(new.fd, fcntl.LOCK_EX)
+            with translate_errors(path):
+                lock(new.fd, fcntl.LOCK_EX)
             prefix = build_temporary_prefix(final, _INFIX)
             remove_leftovers(parent, temporary, prefix, OpenDirectory.remove_tree)
             yield new
@@ -134,8 +134,8 @@ def _sync(root: OpenDirectory) -> None:
         for name in names:
             if not stat.S_ISLNK(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode):
                 with os.fdopen(os.open(name, READ, dir_fd=fd), "rb", 0) as file:
-                    os.fsync(file.fileno())
-        os.fsync(fd)
+                    sync_file(file.fileno(), root.path)
+        sync_directory(fd, root.path)
 
 
 def _move_up(final: OpenDirectory, temporary: OpenDirectory) -> None:
@@ -165,7 +165,7 @@ def new_file(root: OpenDirectory, name: str, mode: int = FILE_MODE) -> Iterator[
     try:
         yield fd
         if os.fstat(fd).st_size >= _LARGE:
-            os.fsync(fd)
+            sync_file(fd, root.path)
     finally:
         os.close(fd)
 

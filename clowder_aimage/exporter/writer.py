@@ -7,7 +7,6 @@ not aligned to blocks that a file system could share; whole files can be shared.
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +18,10 @@ from clowder_aimage.content import VerifyingReader
 from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.decompress import MAX_PLAIN, open_decompressed, parse_compression
+from clowder_aimage.content.file_system import measure_space
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.content.parallel import ParallelStoppedError, run_parallel
-from clowder_aimage.content.store import Reader
+from clowder_aimage.content.store import UNKNOWN_SIZE, Reader
 from clowder_aimage.content.tar import check_members
 from clowder_aimage.dialect import Layer
 from clowder_aimage.errors import NoSpaceError, StoreError
@@ -127,7 +127,8 @@ class ExportWriter:
 
     def _check_space(self) -> int:
         """Return the limit of bytes to write. Raises NoSpaceError: The plan exceeds the disk."""
-        free = shutil.disk_usage(self._root.fd).free
+        space = measure_space(self._root.path)
+        free = UNKNOWN_SIZE if space is None else space.free
         shared = [
             x.descriptor.size for x in self._plan.whole_layers if x.descriptor in self._shared
         ]

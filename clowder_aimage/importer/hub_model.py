@@ -11,7 +11,6 @@ import logging
 import os
 import queue
 import re
-import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+from clowder_aimage.content.file_system import measure_space
 from clowder_aimage.errors import (
     AccessError,
     AImageError,
@@ -387,12 +387,12 @@ def _build_counter_class(on_done: Callable[[int], None], size: int) -> type[Any]
 
 
 def _check_space(plan: HubModel, cache: Path) -> None:
-    directory = next(path for path in (cache, *cache.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(directory).free
-    if plan.size > free:
+    space = measure_space(cache)
+    if space is not None and plan.size > space.free:
         raise NoSpaceError(
-            f"{plan.name} needs {plan.size / 1e9:.2f} GB in {cache}, {free / 1e9:.2f} GB are free",
-            missing_size=plan.size - free,
+            f"{plan.name} needs {plan.size / 1e9:.2f} GB in {cache}, "
+            f"{space.free / 1e9:.2f} GB are free",
+            missing_size=plan.size - space.free,
             hint=_SPACE_HINT,
         )
 

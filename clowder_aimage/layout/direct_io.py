@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 # macOS has no O_DIRECT.
 _DIRECT = getattr(os, "O_DIRECT", 0)
+# Another alignment is needed, or only some files have direct I/O (FUSE)
+_REFUSALS = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
 # Bytes. The page cache is faster for smaller writes.
 _MIN_SIZE = 64 * 1024
 # Maximum connections of a download
@@ -66,9 +68,9 @@ class DirectFile:
         try:
             return os.pwrite(self._fd, view, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in _REFUSALS:
                 raise
-            # The disk needs another alignment: the cache is used from now on.
+            # The cache is used from now on.
             self._is_usable = False
             return 0
 

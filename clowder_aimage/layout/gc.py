@@ -11,7 +11,6 @@ clients pull it by digest.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -25,7 +24,8 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from clowder_aimage.content.atomic_file import flock
+from clowder_aimage.content.file_system import is_locked, open_to_lock
+from clowder_aimage.content.open_directory import READ
 from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
 from clowder_aimage.layout.digest_scan import LARGEST, DigestScanner, find_digests, iter_blobs
 from clowder_aimage.layout.index import read_index
@@ -350,15 +350,13 @@ def remove_partials(root: Path, latest: float, *, dry_run: bool) -> list[int]:
 def _remove_idle(path: Path, *, dry_run: bool) -> bool:
     """Remove an ingest if no process has it open; return True if it was idle."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = open_to_lock(path, READ)
     except PermissionError:
         # Another user's file
         return False
     try:
-        flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    else:
+        if is_locked(fd):
+            return False
         if os.fstat(fd).st_ino != os.stat(path).st_ino:
             # The ingest was committed, and another one was started.
             return False

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from clowder_aimage.content.atomic_file import sync_file_system
+from clowder_aimage.content.file_system import sync_file_system
 from clowder_aimage.errors import AImageError
 from clowder_aimage.layout.lock import PRIVATE, translate_store_errors
 from clowder_aimage.oci import Digest

@@ -16,9 +16,20 @@ import threading
 from itertools import chain
 from pathlib import Path
 
-from clowder_aimage.content.atomic_file import flock, is_locked, sync_directory
+from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.buffer import new_buffer
-from clowder_aimage.content.open_directory import OpenDirectory, is_protected, rename_opened
+from clowder_aimage.content.file_system import (
+    NO_LINK,
+    is_file_locked,
+    set_mode,
+    sync_file,
+)
+from clowder_aimage.content.open_directory import (
+    READ,
+    OpenDirectory,
+    is_protected,
+    rename_opened,
+)
 from clowder_aimage.content.store import IngestBusyError
 from clowder_aimage.content.verified_reader import check, verify
 from clowder_aimage.errors import AImageError, VerificationError
@@ -28,6 +39,7 @@ from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
     find_holder_pid,
+    lock_file,
     make_directory,
     open_shared,
     translate_store_errors,
@@ -41,8 +53,6 @@ BLOB_MODE = 0o444
 JOURNALED = 16 * 1024 * 1024
 _JOURNAL_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 _DIRECTORY = os.path.join(".aimage", "ingest")
-# Another file system, one without links, another user's file (protected_hardlinks).
-_NO_LINK = (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EACCES)
 _Range = tuple[int, int]
 # Attempts to open a file that other processes may be about to commit or abort.
 _MAX_ATTEMPTS = 8
@@ -121,7 +131,7 @@ class FileIngest:
     def _try_lock(self, fd: int) -> bool | None:
         """Return True if the file is locked and may be written; None without lock support."""
         try:
-            flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self._root)
         except BlockingIOError:
             name = os.path.basename(self._path)[:12]
             pid = find_holder_pid(fd) or ""
@@ -133,7 +143,7 @@ class FileIngest:
                 return False
             # A file with another hard link must not be written.
             is_linked = status.st_nlink > 1
-            has_locks = is_linked or is_locked(self._path)
+            has_locks = is_linked or is_file_locked(self._path, READ)
             if has_locks and not is_linked and os.geteuid() in (0, status.st_uid):
                 return True
             # Another user's file is removed, too: its mode cannot be set.
@@ -153,8 +163,8 @@ class FileIngest:
         with contextlib.suppress(FileNotFoundError):
             try:
                 os.chmod(self._path, 0o600)
-            except PermissionError:
-                if is_locked(self._path):
+            except OSError:
+                if is_file_locked(self._path, READ):
                     raise IngestBusyError("another user is writing the blob") from None
                 os.unlink(self._path)
 
@@ -283,13 +293,12 @@ class FileIngest:
             ranges = list(self._ranges)
         line = ",".join(f"{start}-{end}" for start, end in ranges)
         with translate_store_errors(self._root):
-            os.fsync(self._fd)
+            sync_file(self._fd, self._path)
             fd = open_shared(self._journal, _JOURNAL_FLAGS)
             try:
                 # The line feed at the front ends a line that a crash has torn.
                 os.write(fd, f"\n{line}\n".encode())
-                # macOS has no fdatasync.
-                getattr(os, "fdatasync", os.fsync)(fd)
+                sync_file(fd, self._journal, data_only=True)
             finally:
                 os.close(fd)
             # Both files may be new in the directory.
@@ -313,7 +322,7 @@ class FileIngest:
             check(expected, os.fstat(self._fd).st_size, digest.encoded)
             self._final = build_blob_path(self._root, expected)
             with translate_store_errors(self._root):
-                os.fchmod(self._fd, BLOB_MODE)
+                set_mode(self._fd, BLOB_MODE, self._path)
             if self._batch is not None and expected.size <= JOURNALED:
                 self._direct.close()
                 self._batch.add(expected.digest, self, expected.size)
@@ -331,7 +340,7 @@ class FileIngest:
 
     def synchronise(self) -> None:
         """Make the bytes durable. Raises OSError."""
-        os.fsync(self._fd)
+        sync_file(self._fd, self._path)
 
     def rename(self) -> None:
         """Rename the file to its final name; no checkpoint is running. Raises OSError."""
@@ -455,7 +464,7 @@ class LinkedBlob:
                     raise PermissionError(errno.EPERM, "another user may write it", str(path))
                 self._status = os.fstat(file.fileno())
                 # The other program may not have synchronised it
-                os.fsync(file.fileno())
+                sync_file(file.fileno(), self._final)
                 verify(file, content)
             except BaseException:
                 directory.remove(self._name)
@@ -483,6 +492,6 @@ def link_blob(root: Path, path: Path, content: Descriptor) -> LinkedBlob | None:
     try:
         return LinkedBlob(root, path, content)
     except OSError as error:
-        if error.errno in _NO_LINK:
+        if error.errno in NO_LINK:
             return None
         raise

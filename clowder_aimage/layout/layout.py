@@ -16,8 +16,15 @@ from clowder_aimage.content.atomic_file import sync_directory
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
 from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.content.fetch import fetch_blobs
+from clowder_aimage.content.file_system import Space, measure_space
 from clowder_aimage.content.open_directory import resolve
-from clowder_aimage.content.store import Body, ContentStore, IngestBusyError, Source
+from clowder_aimage.content.store import (
+    UNKNOWN_SIZE,
+    Body,
+    ContentStore,
+    IngestBusyError,
+    Source,
+)
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import (
     AImageError,
@@ -47,12 +54,13 @@ from clowder_aimage.layout.lease import COLLECTION, FileLease
 from clowder_aimage.layout.lock import (
     PRIVATE,
     check_own,
+    check_single_writer,
     hold_lock,
     make_directory,
     open_regular,
-    open_shared,
     read_settled,
     sanitize_time,
+    touch,
     translate_store_errors,
 )
 from clowder_aimage.layout.metadata import MetadataFiles, remember
@@ -213,11 +221,11 @@ class ImageLayout(ContentStore):
             self._check_exists()
             path = os.path.join(check_own(self.root, "used"), content.digest.encoded)
             if abs(time.time() - os.lstat(path).st_mtime) > _USE_INTERVAL:
-                os.utime(path, follow_symlinks=False)
+                touch(path)
         except FileNotFoundError:
             with contextlib.suppress(OSError, AImageError):
                 make_directory(self.root, PRIVATE, "used")
-                os.close(open_shared(path))
+                touch(path)
         except (OSError, AImageError):
             pass
 
@@ -234,9 +242,17 @@ class ImageLayout(ContentStore):
         # If that fails, the blobs keep their grace.
         with contextlib.suppress(OSError, AImageError):
             for digest in digests:
-                path = make_directory(self.root, PRIVATE, UNNAMED) / digest.encoded
-                os.close(open_shared(path))
-                os.utime(path, follow_symlinks=False)
+                touch(make_directory(self.root, PRIVATE, UNNAMED) / digest.encoded)
+
+    def pin(self, name: str, value: dict[str, Any] | None = None) -> None:
+        """Pin a name; ``value`` states why. Raises StoreError or NoSpaceError."""
+        with hold_lock(self.root, "lock"):
+            self.pins.put(name, value or {}, durable=True)
+
+    def unpin(self, name: str) -> None:
+        """Remove the pin of a name, if it has one. Raises StoreError or NoSpaceError."""
+        with hold_lock(self.root, "lock"):
+            self.pins.remove(name)
 
     @property
     def pins(self) -> MetadataFiles:
@@ -246,6 +262,7 @@ class ImageLayout(ContentStore):
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
         """Begin or continue an ingest. Raises IngestBusyError, StoreError or NoSpaceError."""
         self._check_exists()
+        check_single_writer(self.root)
         try:
             return FileIngest(self.root, key, expected, batch=self._batch)
         except IngestBusyError:
@@ -290,21 +307,13 @@ class ImageLayout(ContentStore):
         return max(0, content.size - ingest_size(self.root, content))
 
     def measure_free(self) -> int:
-        """Return the bytes available to unprivileged users on the store's file system."""
-        status = self._stat_file_system()
-        return status.f_bavail * status.f_frsize
+        space = self.measure_space()
+        return UNKNOWN_SIZE if space is None else space.free
 
-    def measure_total(self) -> int:
-        """Return the bytes of the store's file system."""
-        status = self._stat_file_system()
-        return status.f_blocks * status.f_frsize
-
-    def _stat_file_system(self) -> os.statvfs_result:
-        existing = next(
-            directory for directory in (self.root, *self.root.parents) if directory.exists()
-        )
+    def measure_space(self) -> Space | None:
+        """Return the space of the store's file system; None if that does not report it."""
         with translate_store_errors(self.root):
-            return os.statvfs(existing)
+            return measure_space(self.root)
 
     def push(self, content: Descriptor, body: Body, reference: Reference | None = None, /) -> None:
         if not self.exists(content):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from clowder_aimage.content.atomic_file import flock
+from clowder_aimage.content.file_system import is_locked, lock
 from clowder_aimage.content.store import Lease
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreError
 from clowder_aimage.layout.lock import (
@@ -61,7 +61,7 @@ class FileLease(Lease):
                 if self._fd < 0:
                     make_directory(self._root, PRIVATE, _DIRECTORY)
                     self._fd = open_shared(self._path)
-                    flock(self._fd, fcntl.LOCK_EX)
+                    lock(self._fd, fcntl.LOCK_EX)
                 data = "".join(f"\n{digest}" for digest in new).encode() + b"\n"
                 while data:
                     data = data[os.write(self._fd, data) :]
@@ -100,20 +100,11 @@ def read_leases(root: Path, *, remove: bool) -> set[Digest]:
             with os.fdopen(fd, "rb", buffering=0) as file:
                 is_old = time.time() - os.fstat(fd).st_mtime > _MAX_AGE
                 # Without locks, the end of a process is not visible.
-                if not (_is_dead(fd) if can_lock else is_old):
+                if is_locked(fd) if can_lock else not is_old:
                     digests |= set(_parse_digests(file.read(_MAX_SIZE) or b""))
                 elif remove:
                     path.unlink(missing_ok=True)
     return digests
-
-
-def _is_dead(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        # The lock is held, or the file system has none.
-        return False
-    return True
 
 
 def _parse_digests(raw: bytes) -> Iterator[Digest]:

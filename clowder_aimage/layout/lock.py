@@ -1,7 +1,9 @@
 """Interprocess locks, files shared by a group, and the errors of a store.
 
-Locks use ``flock`` and end with the process. On network file systems without locks processes
-continue without them; published content is still verified (docs/operations.md).
+Locks use ``flock`` and end with the process. On a local file system without locks processes
+continue without them; published content is still verified. A file system of several hosts, whose
+locks do not reach from one to the other, is written only if the user says that one host alone
+writes (docs/operations.md).
 """
 
 from __future__ import annotations
@@ -19,7 +21,18 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar
 
-from clowder_aimage.content.atomic_file import DISK_FULL, flock, is_locked, sync_directory
+from clowder_aimage.content.atomic_file import DISK_FULL, sync_directory
+from clowder_aimage.content.file_system import (
+    Limit,
+    is_file_locked,
+    lock,
+    read_again,
+    report_limit,
+    set_current_time,
+    set_mode,
+)
+from clowder_aimage.content.mount import find_mount
+from clowder_aimage.content.open_directory import READ, OpenDirectory
 from clowder_aimage.errors import AImageError, NoSpaceError, StoreBusyError, StoreError
 
 # The directory of aimage in a store.
@@ -46,6 +59,8 @@ PATIENCE: ContextVar[float] = ContextVar("PATIENCE", default=math.inf)
 # Called in any thread with the resource in use, and the id of the process that uses it, if known.
 # Without listeners the wait is logged.
 ON_WAIT: list[Callable[[str, int | None], object]] = []
+# Return True if the user states that no other host writes the stores
+SINGLE_WRITER: list[Callable[[], bool]] = []
 T = TypeVar("T")
 
 
@@ -58,7 +73,7 @@ def read_settled(read: Callable[[], T], path: str | Path, malformed: type[AImage
 
     try:
         # This nearly always succeeds, and importing tenacity takes longer.
-        return read()
+        return read_again(read)
     except malformed as error:
         if not is_unsettled(error):
             raise
@@ -93,14 +108,17 @@ def _build_store_error(error: OSError, root: Path) -> AImageError:
     if error.errno in (errno.ENOTDIR, errno.EEXIST) and not root.is_dir():
         return StoreError(f"the store {root} is not a directory", remedy="store_directory")
     reason = f"{error.strerror or error} ({error.filename or root})"
-    return StoreError(f"cannot use the store {root}: {reason}", remedy="store_permissions")
+    message = f"cannot use the store {root}: {reason}"
+    if error.errno in READ_ONLY:
+        return StoreError(message, remedy="store_permissions")
+    return StoreError(message, remedy="store_calls")
 
 
 def supports_locks(root: Path) -> bool:
     """Return True if the store's file system has locks; True if that cannot be tested."""
     try:
-        with hold_lock(root, "lock", shared=True):
-            return is_locked(root / PRIVATE / "lock")
+        with hold_lock(root, "lock", shared=True), translate_store_errors(root):
+            return is_file_locked(root / PRIVATE / "lock", READ)
     except StoreError:
         return True
 
@@ -121,16 +139,18 @@ def hold_lock(root: Path, name: str, *, shared: bool = False) -> Iterator[None]:
 
 def _acquire(fd: int, operation: int, root: Path) -> None:
     with contextlib.suppress(BlockingIOError):
-        flock(fd, operation | fcntl.LOCK_NB)
+        lock_file(fd, operation | fcntl.LOCK_NB, root)
         return
     patience = PATIENCE.get()
     notice = threading.Timer(_NOTICE, lambda: report_wait(f"the store {root}", fd))
     notice.daemon = True
     notice.start()
     try:
-        if patience == math.inf:
-            flock(fd, operation)
-            return
+        # Shares that cannot wait for a lock refuse it at once
+        with contextlib.suppress(BlockingIOError):
+            if patience == math.inf:
+                lock_file(fd, operation, root)
+                return
         import tenacity
 
         retryer = tenacity.Retrying(
@@ -139,7 +159,7 @@ def _acquire(fd: int, operation: int, root: Path) -> None:
             stop=tenacity.stop_after_delay(patience),
             reraise=True,
         )
-        retryer(flock, fd, operation | fcntl.LOCK_NB)
+        retryer(lock_file, fd, operation | fcntl.LOCK_NB, root)
     except BlockingIOError:
         raise StoreBusyError(
             f"the store {root} is in use by process {find_holder_pid(fd) or 'unknown'}",
@@ -147,6 +167,33 @@ def _acquire(fd: int, operation: int, root: Path) -> None:
         ) from None
     finally:
         notice.cancel()
+
+
+def lock_file(fd: int, operation: int, root: Path) -> None:
+    """Lock a file of a store, if its file system has locks.
+
+    Raises StoreError: an exclusive lock cannot exclude other hosts; BlockingIOError with LOCK_NB.
+    """
+    has_lock = lock(fd, operation)
+    if operation & fcntl.LOCK_EX:
+        check_single_writer(root, has_lock=has_lock)
+    if not has_lock:
+        report_limit(Limit.LOCKS, root / PRIVATE)
+
+
+def check_single_writer(root: Path, *, has_lock: bool = True) -> None:
+    """Raise StoreError if other hosts could write the store meanwhile."""
+    mount = find_mount(root)
+    if not mount.is_network or (has_lock and not mount.has_local_locks):
+        return
+    if any(is_single() for is_single in SINGLE_WRITER):
+        report_limit(Limit.HOST_LOCKS, root)
+        return
+    kind = mount.type or "unknown"
+    raise StoreError(
+        f"cannot write the store {root}: its file system ({kind}) has no locks between hosts",
+        remedy="single_writer",
+    )
 
 
 def report_wait(resource: str, file: int | str | Path) -> None:
@@ -188,6 +235,15 @@ def open_shared(path: str | Path, flags: int = _FLAGS) -> int:
         return os.open(path, flags & ~os.O_CREAT)
     share(fd, os.path.dirname(path))
     return fd
+
+
+def touch(path: str | Path) -> None:
+    """Create an empty file if it is missing, and set its time to now. Raises OSError."""
+    os.close(open_shared(path))
+    if not set_current_time(path):
+        # A new file has the current time, too
+        os.unlink(path)
+        os.close(open_shared(path))
 
 
 def sanitize_time(timestamp: float, current: float) -> float:
@@ -256,9 +312,7 @@ def share(fd: int, directory: str | Path, mode: int = 0o660) -> None:
     """Share a new file with the group of a group's directory (setgid, writable)."""
     mode_bits = os.stat(directory).st_mode
     if mode_bits & stat.S_ISGID and mode_bits & stat.S_IWGRP:
-        # Another user's process has created it, and shares it itself.
-        with contextlib.suppress(PermissionError):
-            os.fchmod(fd, mode)
+        set_mode(fd, mode, directory)
 
 
 def make_directory(root: Path, *names: str) -> Path:
@@ -280,6 +334,7 @@ def make_directory(root: Path, *names: str) -> Path:
         with contextlib.suppress(FileExistsError):
             subdirectory.mkdir()
             if mode & stat.S_ISGID and mode & stat.S_IWGRP:
-                subdirectory.chmod(mode)
+                with OpenDirectory(subdirectory) as created:
+                    set_mode(created.fd, mode, subdirectory)
             sync_directory(subdirectory.parent)
     return path

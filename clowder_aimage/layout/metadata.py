@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clowder_aimage.content.atomic_file import open_atomic, sync_directory, write_all
+from clowder_aimage.content.file_system import read_again
 from clowder_aimage.content.store import ContentStore
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import AImageError, FormatError, StoreError
@@ -67,8 +68,7 @@ class MetadataFiles:
         path = os.path.join(self._directory, name)
         with translate_store_errors(self._root):
             try:
-                with open(open_regular(path), "rb", buffering=0) as file:
-                    raw = file.read(_MAX_SIZE) or b""
+                raw = read_again(functools.partial(_read_file, path))
             except FileNotFoundError:
                 return None
             except OSError as error:
@@ -100,6 +100,11 @@ class MetadataFiles:
         with translate_store_errors(self._root), contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(self._directory, build_file_name(key)))
             sync_directory(self._directory)
+
+
+def _read_file(path: str) -> bytes:
+    with open(open_regular(path), "rb", buffering=0) as file:
+        return file.read(_MAX_SIZE) or b""
 
 
 @functools.lru_cache(maxsize=4096)

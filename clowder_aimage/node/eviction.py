@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
+import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from clowder_aimage.api import model_list
 from clowder_aimage.api.service import Service
+from clowder_aimage.content.file_system import measure_space
 from clowder_aimage.engine.executor import run_io, run_locking
 from clowder_aimage.errors import AImageError, NotFoundError
 from clowder_aimage.layout import ImageLayout
@@ -59,13 +60,10 @@ class DiskReading(NamedTuple):
         return self.used / max(1, self.used + self.free)
 
 
-def measure_disk(root: Path) -> DiskReading:
-    """Measure the file system of a store, even before the store is created."""
-    path = root
-    while not os.path.exists(path) and path != path.parent:  # noqa: PTH110 - never raises
-        path = path.parent
-    disk = shutil.disk_usage(path)
-    return DiskReading(disk.total, disk.used, disk.free)
+def measure_disk(root: Path) -> DiskReading | None:
+    """Measure the file system of a store, even before the store is created; None if unknown."""
+    space = measure_space(root)
+    return None if space is None else DiskReading(*space)
 
 
 def measure_blobs(root: Path) -> tuple[int, int]:
@@ -89,12 +87,12 @@ class Watermarks:
     high: float = 0.85
     low: float = 0.80
     age: float = AGE
-    measure: Callable[[Path], DiskReading] = field(default=measure_disk)
+    measure: Callable[[Path], DiskReading | None] = field(default=measure_disk)
 
     def compute_excess(self, root: Path) -> int:
         """Return the number of bytes to evict; 0 below the upper watermark."""
         disk = self.measure(root)
-        if disk.used_fraction <= self.high:
+        if disk is None or disk.used_fraction <= self.high:
             return 0
         return max(0, disk.used - int(self.low * (disk.used + disk.free)))
 
@@ -190,12 +188,10 @@ class Evictor:
             self._service.events.record_from_thread("gc", reason=reason, **facts)
 
     def _measure(self) -> None:
-        disk, (blob_size, partial_size) = (
-            self.marks.measure(self._store.root),
-            measure_blobs(self._store.root),
-        )
-        self._metrics.free.set(disk.free)
-        self._metrics.size.set(disk.total)
+        disk = self.marks.measure(self._store.root)
+        blob_size, partial_size = measure_blobs(self._store.root)
+        self._metrics.free.set(math.nan if disk is None else disk.free)
+        self._metrics.size.set(math.nan if disk is None else disk.total)
         self._metrics.bytes.labels("blob").set(blob_size)
         self._metrics.bytes.labels("partial").set(partial_size)
         self._metrics.images.set(sum(1 for _ in self._store.list_tags()))

@@ -113,9 +113,9 @@ class Node:
         """Return the usage of the disk, without numbers if it cannot be measured. Blocks."""
         marks, figures = self.evictor.marks, dict[str, Any].fromkeys(("total", "free", "used"))
         with contextlib.suppress(StoreError, OSError):
-            reading = marks.measure(self._service.store.root)
-            used = round(reading.used_fraction, 4)
-            figures = {"total": reading.total, "free": reading.free, "used": used}
+            if (reading := marks.measure(self._service.store.root)) is not None:
+                used = round(reading.used_fraction, 4)
+                figures = {"total": reading.total, "free": reading.free, "used": used}
         return figures | {"high": marks.high, "low": marks.low}
 
     def describe_desired(self) -> dict[str, Any]:

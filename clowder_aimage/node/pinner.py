@@ -202,14 +202,14 @@ class Pinner:
             unpin(self._store, name, self._records.owner)
         elif self._store.pins.get(name) is None:
             pin = {"by": BY_NODE, "owner": self._records.owner}
-            self._store.pins.put(name, pin, durable=True)
+            self._store.pin(name, pin)
 
 
 def unpin(store: ImageLayout, name: str, owner: str) -> None:
     """Remove the pin set by the node ``owner``. Raises StoreError."""
     pin = store.pins.get(name)
     if pin is not None and is_own_pin(pin, owner):
-        store.pins.remove(name)
+        store.unpin(name)
 
 
 def is_own_pin(pin: Mapping[str, object], owner: str) -> bool:

@@ -30,20 +30,22 @@ function Memory({ budget, used, planned, available, models }) {
 }
 
 function Disk({ store, unneeded, unfinished, free, total }) {
-  const others = Math.max(0, total - free - store - unfinished);
+  // The file system may not report its space.
+  const others = total === null ? 0 : Math.max(0, total - free - store - unfinished);
   const parts = [
     { kind: 'used', size: store - unneeded, label: t('meter.store') },
     { kind: 'planned', size: unneeded + unfinished, label: t('meter.unneeded') },
     { kind: 'others', size: others, label: t('meter.others') },
   ];
-  return html`<${Meter} title=${t('meter.disk')} parts=${parts} rest=${free} total=${total}
-    text=${t('meter.total', { size: bytes(total) })} />`;
+  return html`<${Meter} title=${t('meter.disk')} parts=${parts} rest=${free} total=${total ?? store + unfinished}
+    text=${total === null ? '' : t('meter.total', { size: bytes(total) })} />`;
 }
 
 /** A bar of parts, and a list of them with their sizes. */
 function Meter({ title, parts, rest, total, text, notes = [] }) {
   const shown = parts.filter((one) => one.size > 0);
-  const legend = [...shown, { kind: 'free', size: rest, label: t('meter.free') }];
+  const legend = [...shown];
+  if (rest !== null) legend.push({ kind: 'free', size: rest, label: t('meter.free') });
   const name = `${title}: ${legend.map((one) => `${one.label} ${bytes(one.size)}`).join(', ')}`;
   const width = (size) => ({ width: `${total ? (100 * size) / total : 0}%` });
   return html`<div class="models-meter">

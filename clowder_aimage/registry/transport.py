@@ -55,6 +55,8 @@ from clowder_aimage.registry.trace import (
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _BLOCK = 1024 * 1024
+# Of sendfile(2): some files of FUSE and of old kernels.
+_NO_SENDFILE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EOVERFLOW}
 # Seconds for _STEP bytes: the registry may be storing received bytes.
 SEND_TIMEOUT = 60.0
 _STEP = 128 * 1024
@@ -117,6 +119,12 @@ class StreamBody:
                 ):
                     raise TimeoutError("timed out while sending the body") from None
                 continue
+            except OSError as error:
+                if error.errno not in _NO_SENDFILE:
+                    raise
+                # The file system of the store cannot be read by the kernel like that.
+                sock.sendall(block := os.pread(file, min(end - offset, _STEP), offset))
+                count = len(block)
             if not count:
                 raise EOFError("the body does not match its declared length")
             offset += count

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from clowder_aimage.content.file_system import Space
 from clowder_aimage.importer import hub_model
 from clowder_aimage.importer.hub_model import HubModel, HubName, find_model
 from clowder_aimage.importer.model_source import ModelForm
@@ -365,8 +366,8 @@ def test_no_room_in_the_cache(
     here: Aimage, hub: Hub, abridged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add(NAME, abridged)
-    usage = shutil._ntuple_diskusage(10**6, 10**6 - 9999, 9999)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    space = Space(10**6, 10**6 - 9999, 9999)
+    monkeypatch.setattr(hub_model, "measure_space", lambda _: space)
     done = here("create", "x", NAME, code=6)
     assert "0.00 GB are free" in done.err
     assert "HF_HUB_CACHE" in done.err

@@ -317,9 +317,9 @@ class Layer:
         io.open = builtins.open = wrapped
 
     def _wrap_syncfs(self) -> None:
-        from clowder_aimage.content import atomic_file
+        from clowder_aimage.content import file_system
 
-        found = atomic_file._load_syncfs()
+        found = file_system._load_syncfs()
         if found is None:
             return
 
@@ -332,7 +332,7 @@ class Layer:
                 ctypes.set_errno(error.errno or 0)
                 return -1
 
-        atomic_file._load_syncfs = lambda: wrapped
+        file_system._load_syncfs = lambda: wrapped
 
 
 # -- processes

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from clowder_aimage.cli.console.remedy import format_advice
-from clowder_aimage.content import atomic_file, build_bytes_body, open_directory
-from clowder_aimage.content.atomic_file import flock
+from clowder_aimage.content import build_bytes_body, file_system, open_directory
+from clowder_aimage.content.file_system import Space, lock
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.errors import (
     FormatError,
@@ -29,6 +29,7 @@ from clowder_aimage.errors import (
     UsageError,
 )
 from clowder_aimage.export import export
+from clowder_aimage.exporter import writer
 from clowder_aimage.oci import Reference, mediatype
 from tests.content.artifact import index, put_artifact
 from tests.exporter.conftest import NAME, Artifact, files_in
@@ -148,7 +149,7 @@ def test_export_leaves_locked_directories(full: Artifact) -> None:
     own = full.home / ".out.export-0123456789abcdef"
     own.mkdir()
     with OpenDirectory(own) as locked:
-        flock(locked.fd, fcntl.LOCK_EX)
+        lock(locked.fd, fcntl.LOCK_EX)
         full.export()
         assert own.is_dir()
 
@@ -219,7 +220,7 @@ def test_small_files_are_synced_together_before_the_directory_has_its_name(
         return 0
 
     monkeypatch.setattr(os, "fsync", sync)
-    monkeypatch.setattr(atomic_file, "_load_syncfs", lambda: sync if has_syncfs else None)
+    monkeypatch.setattr(file_system, "_load_syncfs", lambda: sync if has_syncfs else None)
     with monkeypatch.context() as patch:
         patch.setattr(OpenDirectory, "sync", lambda _: None)  # of the parent, at the end
         artifact.export()
@@ -238,7 +239,7 @@ def test_files_that_cannot_be_synced_are_removed(
         ctypes.set_errno(errno.ENOSPC)
         return -1
 
-    monkeypatch.setattr(atomic_file, "_load_syncfs", lambda: fail)
+    monkeypatch.setattr(file_system, "_load_syncfs", lambda: fail)
     with pytest.raises(NoSpaceError):
         full.export()
     full.check_nothing_left()
@@ -327,10 +328,7 @@ def test_another_users_link_is_not_followed(
 def test_free_space_is_checked_first(full: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = 4 * len(DATA)
 
-    def usage(_: Any) -> shutil._ntuple_diskusage:
-        return shutil._ntuple_diskusage(1, 1, needed - 1)
-
-    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr(writer, "measure_space", lambda _: Space(1, 1, needed - 1))
     heard: list[Any] = []
     with pytest.raises(NoSpaceError, match=f"requires {needed / 1e6:.1f} MB"):
         full.export(on_written=heard.append)
@@ -341,8 +339,8 @@ def test_free_space_is_checked_first(full: Artifact, monkeypatch: pytest.MonkeyP
 def test_linked_files_need_no_space(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     artifact.add("w.gguf", DATA, mediatype.AIMAGE_GGUF)
     artifact.finish()
-    usage = shutil._ntuple_diskusage(1, 1, len(DATA) - 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    space = Space(1, 1, len(DATA) - 1)
+    monkeypatch.setattr(writer, "measure_space", lambda _: space)
     with pytest.raises(NoSpaceError):
         artifact.export()
     artifact.export(links=True)
@@ -354,8 +352,8 @@ def test_content_of_unknown_size_is_bounded_by_the_disk(
 ) -> None:
     artifact.add("packed", gzip.compress(DATA), f"{mediatype.AIMAGE_FILE}+gzip")
     artifact.finish()
-    usage = shutil._ntuple_diskusage(1, 1, len(DATA))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    space = Space(1, 1, len(DATA))
+    monkeypatch.setattr(writer, "measure_space", lambda _: space)
     with pytest.raises(FormatError, match=f"decompresses to more than {len(DATA) * 95 // 100}"):
         artifact.export()
     artifact.check_nothing_left()

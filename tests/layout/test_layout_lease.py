@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import pytest
 
 from clowder_aimage import generate
-from clowder_aimage.content import atomic_file, build_bytes_body, copy
+from clowder_aimage.content import build_bytes_body, copy, file_system
 from clowder_aimage.create import create
 from clowder_aimage.errors import NotFoundError, StoreError
 from clowder_aimage.importer.model_source import ModelForm
@@ -266,12 +266,12 @@ def test_adding_waits_while_a_collection_removes(
     """A later check for the blob is then reliable."""
     waiting = threading.Event()
     said: list[object] = []
-    flock = atomic_file.flock
+    take = file_system.lock
 
-    def noted(fd: int, operation: int) -> None:
+    def noted(fd: int, operation: int) -> bool:
         if operation == fcntl.LOCK_SH:
             waiting.set()
-        flock(fd, operation)
+        return take(fd, operation)
 
     def add() -> None:
         with store.lease(stray.digest):
@@ -286,7 +286,7 @@ def test_adding_waits_while_a_collection_removes(
 
     thread = threading.Thread(target=add)
     sweeping = Collector._sweep
-    monkeypatch.setattr(lock, "flock", noted)
+    monkeypatch.setattr(lock, "lock", noted)
     monkeypatch.setattr(Collector, "_sweep", sweep)
     assert collected(store).blobs == 1
     thread.join()

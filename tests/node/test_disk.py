@@ -123,6 +123,7 @@ def test_excess_is_measured_from_the_lower_mark_above_the_upper_one(
 
 def test_usage_of_a_missing_store_is_that_of_its_parent(tmp_path: Path) -> None:
     found = measure_disk(tmp_path / "not" / "yet")
+    assert found is not None
     assert 0 < found.used_fraction < 1 and found.total >= found.used + found.free > 0
 
 

@@ -47,8 +47,8 @@ class DiskFacts(TypedDict):
     store: Annotated[int, Field(description="All blobs.")]
     unneeded: Annotated[int, Field(description="Blobs that no name needs.")]
     unfinished: Annotated[int, Field(description="Unfinished downloads.")]
-    free: int
-    total: Annotated[int, Field(description="The file system.")]
+    free: Annotated[int | None, Field(description="`null` if the file system does not report it.")]
+    total: Annotated[int | None, Field(description="The file system.")]
 
 
 class MemoryFacts(TypedDict):

@@ -78,7 +78,8 @@ class StoreReport:
             content = self._read(store)
             ended = time.monotonic()
             self._cached = fingerprint, ended + max(_FRESH, _SHARE * (ended - started)), content
-        free = {"free": store.measure_free(), "total": store.measure_total()}
+        space = store.measure_space()
+        free = {"free": space and space.free, "total": space and space.total}
         return content | {"disk": content["disk"] | free}
 
     def _read(self, store: ImageLayout) -> dict[str, Any]:

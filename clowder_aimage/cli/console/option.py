@@ -11,7 +11,13 @@ import click
 from click.core import ParameterSource
 
 from clowder_aimage.cli.console.example import get_examples
-from clowder_aimage.cli.console.output import META, note, report_waits, report_warnings
+from clowder_aimage.cli.console.output import (
+    META,
+    note,
+    report_limits,
+    report_waits,
+    report_warnings,
+)
 from clowder_aimage.errors import AImageError, UsageError
 
 if TYPE_CHECKING:
@@ -493,6 +499,7 @@ class VerbSettings(NamedTuple):
 
         report_waits()
         root, *more_roots = stores = self.stores
+        report_limits(stores)
         return LayeredStore(stores) if more_roots else ImageLayout(root)
 
     @property

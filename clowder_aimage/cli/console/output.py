@@ -13,6 +13,7 @@ from clowder_aimage.errors import NoSpaceError, StoreError, UsageError, describe
 if TYPE_CHECKING:
     import io
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from clowder_aimage.oci import Descriptor
 
@@ -142,6 +143,18 @@ def report_warnings() -> None:
         click.echo(text, err=True)
 
     optional_file.report_warnings(print_warning)
+
+
+def report_limits(stores: Iterable[Path]) -> None:
+    """Let a warning be issued if a file system lacks something; one host alone may be stated."""
+    from clowder_aimage.cli.console.store_limit import build_listener
+    from clowder_aimage.config.user_directory import is_single_writer
+    from clowder_aimage.content import file_system
+    from clowder_aimage.document.optional_file import warn
+    from clowder_aimage.layout import lock
+
+    file_system.ON_LIMIT[:] = [build_listener(stores, warn)]
+    lock.SINGLE_WRITER[:] = [is_single_writer]
 
 
 def remark(text: str) -> None:

@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from clowder_aimage.cli.console.example import examples
 from clowder_aimage.cli.console.option import get_settings, verb
 from clowder_aimage.cli.console.output import format_count, format_fields, format_size, print_result
+from clowder_aimage.cli.console.store_limit import WORDS, describe
+from clowder_aimage.content.file_system import collect_limits
+from clowder_aimage.content.mount import find_mount
 from clowder_aimage.layout import ImageLayout
+from clowder_aimage.layout.limit import find_limits
 from clowder_aimage.usage import DiskUsage, measure_disk_usage
 
 
 @examples("aimage df")
 @verb
 def df() -> None:
-    """Show the size of the store, the part that no name needs, and the free space.
+    """Show the size of the store, the part that no name needs, the free space and the file system.
 
     Several stores are shown one by one.
     """
-    usages = [measure_disk_usage(ImageLayout(root)) for root in get_settings().stores]
-    print_result([_encode_usage(usage) for usage in usages], _format_usages(usages))
+    roots = get_settings().stores
+    # The table shows what is missing
+    with collect_limits():
+        usages = [measure_disk_usage(ImageLayout(root)) for root in roots]
+    values = [_encode_usage(usage) | _encode_file_system(usage.root) for usage in usages]
+    tables = [
+        ["", *format_fields([*_list_facts(usage), *_list_file_system(value["fileSystem"])])]
+        for usage, value in zip(usages, values, strict=True)
+    ]
+    print_result(values, [line for lines in tables for line in lines][1:])
 
 
-def _format_usages(usages: Sequence[DiskUsage]) -> list[str]:
-    stores = [["", *format_fields(_list_facts(usage))] for usage in usages]
-    return [line for lines in stores for line in lines][1:]
+def _encode_file_system(root: Path) -> dict[str, Any]:
+    mount, limits = find_mount(root), find_limits(root)
+    return {
+        "fileSystem": {
+            "type": mount.type or None,
+            "network": mount.is_network,
+            # null if the store is missing or cannot be written
+            "limits": None if limits is None else sorted(limits),
+        }
+    }
+
+
+def _list_file_system(value: dict[str, Any]) -> list[tuple[str, str]]:
+    kind = (value["type"] or "unknown") + (", of a network" if value["network"] else "")
+    limits = value["limits"] or ()
+    return [
+        ("file system", kind),
+        *(("", describe([limit])) for limit in WORDS if limit in limits),
+    ]
 
 
 def _list_facts(usage: DiskUsage) -> list[tuple[str, str]]:
@@ -39,7 +67,7 @@ def _list_facts(usage: DiskUsage) -> list[tuple[str, str]]:
             "unfinished",
             f"{format_count(usage.partials, 'download')}, {format_size(usage.partial_size)}",
         ),
-        ("free", format_size(usage.free)),
+        ("free", "unknown" if usage.free is None else format_size(usage.free)),
     ]
 
 

@@ -24,7 +24,7 @@ def pin(references: tuple[Reference, ...]) -> None:
     layout = get_settings().layout
     names = [name for reference in references for name in _resolve_names(layout, reference)]
     for name in names:
-        layout.pins.put(name, {}, durable=True)
+        layout.pin(name)
     listed = names if references else sorted(name for name, _ in layout.pins.iter_items())
     print_result({"pinned": listed}, listed)
 
@@ -51,12 +51,12 @@ def _resolve_names(layout: ImageLayout, reference: Reference) -> list[str]:
 @stored_arguments(required=True, parse=resolve_unique_name)
 def unpin(references: tuple[Reference, ...]) -> None:
     """Remove the pins of the names REF...; the names stay until 'rm' or 'gc' removes them."""
-    pins = get_settings().layout.pins
+    layout = get_settings().layout
     names = [index_name(reference) for reference in references]
     for name in names:
         # All checks are made before the first removal.
-        if pins.get(name) is None:
+        if layout.pins.get(name) is None:
             raise NotFoundError(f"{name} is not pinned", hint="'aimage pin' lists the pinned names")
     for name in names:
-        pins.remove(name)
+        layout.unpin(name)
     print_result({"unpinned": names}, names)
