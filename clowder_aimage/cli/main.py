@@ -267,6 +267,8 @@ def main() -> NoReturn:
     code = run()
     if "clowder_aimage.content.telemetry" in sys.modules:
         sys.modules["clowder_aimage.content.telemetry"].stop()
+    if "clowder_aimage.registry.credential_helper" in sys.modules:
+        sys.modules["clowder_aimage.registry.credential_helper"].end_helpers()
     if threading.active_count() > 1:
         import logging
 
@@ -320,7 +322,9 @@ def _report(error: click.ClickException | AImageError | OSError) -> int:
 
     if isinstance(error, OSError):
         error = _convert_system_error(error)
+    credentials = ""
     if isinstance(error, AImageError):
+        credentials = error.facts.get("credentials", "")
         kind, message, hint = type(error).__name__, error.message, format_advice(error)
     else:
         message = error.format_message()
@@ -334,17 +338,18 @@ def _report(error: click.ClickException | AImageError | OSError) -> int:
     code = error.exit_code
     if wants_json():
         facts = {"code": kind, "exit": code, "message": message}
+        facts |= {"credentials": credentials} if credentials else {}
         click.echo(format_event("error", **facts, **({"hint": hint} if hint else {})), err=True)
     else:
-        _print_error(message, hint)
+        _print_error(message, f"credentials: {credentials}" if credentials else None, hint)
     return code
 
 
-def _print_error(message: str, hint: str | None = None) -> None:
+def _print_error(message: str, *details: str | None) -> None:
     """Print an error; on a terminal with colours, unless NO_COLOR is set."""
     # The message may be from a registry.
     text = clean_lines(message.replace("\n", " "))
-    advice_text = f"\n  {clean_lines(hint)}" if hint else ""
+    advice_text = "".join(f"\n  {clean_lines(line)}" for line in details if line)
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         click.echo(f"aimage: {text}{advice_text}", err=True)
     else:

@@ -242,6 +242,7 @@ def _list_credential_paths() -> dict[str, Any]:
     return {
         "auth_file": _read_path("REGISTRY_AUTH_FILE"),
         "docker_config": _read_path("DOCKER_CONFIG") or _join_home(".docker"),
+        "docker_auth_config": os.environ.get("DOCKER_AUTH_CONFIG", "").strip(),
         "container_auth": (
             *((runtime / "containers" / "auth.json",) if runtime else ()),
             *(directory / "auth.json" for directory in user_directories),

@@ -12,7 +12,8 @@ from __future__ import annotations
 import datetime
 import re
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,10 +21,19 @@ from clowder_aimage.errors import UnauthorizedError
 from clowder_aimage.oci import Reference
 from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.registry.client_options import ClientOptions
+from clowder_aimage.registry.credential_trace import (
+    OPTIONS,
+    REQUEST,
+    VARIABLE,
+    CredentialTrace,
+)
 from clowder_aimage.registry.docker_config import (
+    AuthSource,
     Credential,
     find_credential,
-    read_config,
+    may_have_credential,
+    parse_source,
+    read_source,
 )
 from clowder_aimage.registry.reach import Boundary, OutsideError
 from clowder_aimage.registry.token_exchange import SendOnce, TokenExchange
@@ -32,6 +42,8 @@ from clowder_aimage.registry.token_exchange import SendOnce, TokenExchange
 _LIFE = 60.0
 # Seconds before its end at which a token is renewed; at most a fifth of its life.
 _MARGIN = 30.0
+# Statuses by which a token service refuses credentials (RFC 6749, 5.2).
+_REFUSED = frozenset({400, 401, 403})
 _USUAL_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {"registry.gitlab.com": "gitlab.com"}
 _SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z]+)(?=\s+[A-Za-z_]+\s*=|\s*$|\s*,)")
 _PARAMETER = re.compile(r'(?<![A-Za-z_])([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
@@ -63,11 +75,15 @@ class _Challenge:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """A header for a challenge, valid until a time."""
+    """A header for a challenge, valid until a time.
+
+    ``place`` is that of the credentials that it has, or was issued for.
+    """
 
     header: str = field(repr=False)
     challenge: _Challenge
-    expires_at: float
+    expires_at: float = float("inf")
+    place: str = ""
 
 
 class Authenticator:
@@ -86,15 +102,18 @@ class Authenticator:
         boundary: Boundary,
     ) -> None:
         self._reference, self._connection, self._scheme = reference, connection, scheme
+        self._registry = reference.registry or ""
         self._boundary = boundary
         self._send = send
         self._lock = threading.RLock()
         self._headers: dict[str, _Header] = {}
         self._tokens: dict[tuple[_Challenge, frozenset[str]], _Header] = {}
-        self._credential = Credential(basic=basic_auth) if basic_auth is not None else None
-        files = () if self._credential else connection.auth_files
-        explicit = [{"auths": dict(connection.auths)}] if connection.auths else []
-        self._configs = explicit + [read_config(path) for path in files]
+        self.trace = CredentialTrace(reference.registry or "", connection.on_credential)
+        self.is_explicit = basic_auth is not None or bool(connection.auths)
+        self._credential = Credential(basic=basic_auth, place=OPTIONS) if basic_auth else None
+        self._sources = [] if self._credential else list(_read_sources(connection, self.trace))
+        # The challenge of /v2/, once it was requested.
+        self._registry_challenge: _Challenge | None = None
 
     def get_header(self, actions: str) -> str | None:
         """Return the header for ``actions`` (``pull,push``), renewed if it has expired, or None."""
@@ -120,26 +139,84 @@ class Authenticator:
                 parsed = current.challenge
             return self._answer(actions, parsed, refused).header
 
+    def offer(self, actions: str, request_challenge: Callable[[], str | None]) -> str | None:
+        """Return a header that the registry did not ask for, or None without credentials.
+
+        Many registries answer a request without credentials as if a private repository did not
+        exist. ``request_challenge`` returns the challenge of ``/v2/``, or None if that is unknown.
+        Raises UnauthorizedError.
+        """
+        with self._lock:
+            current = self._headers.get(actions)
+            if current is not None:
+                return current.header
+            if not self._may_have_credential():
+                return None
+            if self._registry_challenge is None:
+                text = request_challenge()
+                # Its scope is another's: ghcr.io has that of an example.
+                challenge = replace(_Challenge.parse(text or ""), scope=None)
+                self._registry_challenge = None if text is None else challenge
+            else:
+                challenge = self._registry_challenge
+            if challenge.scheme not in ("basic", "bearer"):
+                place = OPTIONS if self.is_explicit else "the stored credentials"
+                self.trace.add(place, f"not sent, since {self._registry} did not ask for them")
+                return None
+            credential = self._find_credential()
+            return None if credential.is_empty else self._answer(actions, challenge).header
+
+    def _may_have_credential(self) -> bool:
+        """Return True unless it is clear without running a helper that there are none."""
+        if self._credential is None and not may_have_credential(self._sources, self._registry):
+            self._find_credential()
+        return self._credential is None or not self._credential.is_empty
+
+    def offer_basic(self, actions: str) -> None:
+        """Use the given username and password without a challenge."""
+        with self._lock:
+            credential = self._find_credential()
+            header = _Header(
+                f"Basic {credential.basic}", _Challenge("basic"), place=credential.place
+            )
+            self._headers[actions] = header
+            self.trace.send(credential.place)
+
+    def record_refusal(self, actions: str) -> None:
+        """Record that the registry answered 401 to the header for ``actions``."""
+        with self._lock:
+            header = self._headers.get(actions)
+            if header is not None and header.place:
+                self.trace.refuse(header.place, 401)
+
     def _answer(self, actions: str, challenge: _Challenge, refused: str | None = None) -> _Header:
         credential = self._find_credential()
         if challenge.scheme == "basic" and credential.basic:
-            renewed = _Header(f"Basic {credential.basic}", challenge, float("inf"))
+            renewed = _Header(f"Basic {credential.basic}", challenge, place=credential.place)
+            self.trace.send(credential.place)
         elif challenge.scheme == "bearer" and credential.registry_token:
-            renewed = _Header(f"Bearer {credential.registry_token}", challenge, float("inf"))
+            renewed = _Header(
+                f"Bearer {credential.registry_token}", challenge, place=credential.place
+            )
+            self.trace.send(credential.place)
             if refused == renewed.header:
+                self.trace.refuse(credential.place, 401)
                 raise self._build_unauthorized_error("the stored access token was rejected")
         elif challenge.scheme == "bearer":
             renewed = self._get_token(actions, challenge, refused)
-        else:
+        elif credential.is_empty:
             raise self._build_unauthorized_error("no credentials found")
+        else:
+            self.trace.add(credential.place, "of another kind than the registry asks for")
+            raise self._build_unauthorized_error("no suitable credentials found")
         self._headers[actions] = renewed
         return renewed
 
     def _find_credential(self) -> Credential:
         # Read at the first challenge: helpers may be slow, and public content needs none.
         if self._credential is None:
-            registry, repository = self._reference.registry or "", self._reference.repository
-            credential = find_credential(self._configs, registry, repository)
+            repository = self._reference.repository
+            credential = find_credential(self._sources, self._registry, repository, self.trace)
             self._credential = credential or Credential()
         return self._credential
 
@@ -150,15 +227,42 @@ class Authenticator:
         key = (challenge, scopes)
         token = self._tokens.get(key)
         if token is None or token.header == refused or token.expires_at <= self._connection.clock():
-            token = self._tokens[key] = self._fetch(challenge, sorted(scopes))
+            is_read = actions == "pull" and not self.is_explicit
+            token = self._tokens[key] = self._fetch(challenge, sorted(scopes), is_read=is_read)
         return token
 
-    def _fetch(self, challenge: _Challenge, scopes: list[str]) -> _Header:
-        if not challenge.realm:
+    def _fetch(self, challenge: _Challenge, scopes: list[str], *, is_read: bool) -> _Header:
+        """Request a token; without credentials if they are refused and it is to read."""
+        realm = challenge.realm
+        if not realm:
             raise self._build_unauthorized_error("the WWW-Authenticate challenge has no realm")
-        # Only a trusted service gets credentials.
-        credential = self._find_credential() if self._check_realm(challenge.realm) else Credential()
-        requested_at, exchange = self._connection.clock(), TokenExchange(self._send)
+        host = self._parse_realm(realm)
+        credential, requested_at = self._find_credential(), self._connection.clock()
+        if not credential.is_empty and not self._is_trusted(host):
+            self._withhold(credential, host)
+            credential = Credential()
+        token, exchange = self._exchange(challenge, scopes, credential)
+        place = credential.place
+        if not credential.is_empty and token is None and exchange.status in _REFUSED:
+            status = exchange.status
+            if is_read:
+                token, exchange = self._exchange(challenge, scopes, Credential())
+            self.trace.refuse(place, status, host, is_optional=token is not None)
+            place = ""
+        elif not credential.is_empty:
+            self.trace.send(place, host)
+        if token is None:
+            reason = f"the token service {host} returned no token ({exchange.status})"
+            raise self._build_unauthorized_error(reason)
+        life = _compute_lifetime(exchange.fields, requested_at)
+        expires_at = requested_at + life - min(_MARGIN, life / 5)
+        return _Header(f"Bearer {token}", challenge, expires_at, place)
+
+    def _exchange(
+        self, challenge: _Challenge, scopes: list[str], credential: Credential
+    ) -> tuple[str | None, TokenExchange]:
+        """Return the token for a credential, or None if there is none, and the exchange."""
+        exchange = TokenExchange(self._send)
         try:
             token = exchange.request_token(challenge.realm, challenge.service, scopes, credential)
         except ValueError:
@@ -166,43 +270,58 @@ class Authenticator:
             raise self._build_unauthorized_error(reason) from None
         rotated = exchange.fields.get("refresh_token")
         if credential.identity_token and isinstance(rotated, str) and rotated:
-            self._credential = Credential(identity_token=rotated)
-        if not isinstance(token, str) or not re.fullmatch(r"[!-~]+", token):
-            raise self._build_unauthorized_error(
-                f"the token service returned no token ({exchange.status})"
-            )
-        life = _compute_lifetime(exchange.fields, requested_at)
-        return _Header(f"Bearer {token}", challenge, requested_at + life - min(_MARGIN, life / 5))
+            self._credential = replace(credential, identity_token=rotated)
+        is_valid = isinstance(token, str) and re.fullmatch(r"[!-~]+", token)
+        return (str(token) if is_valid else None), exchange
 
-    def _check_realm(self, realm: str) -> bool:
-        """Return True if ``realm`` may receive credentials. Raises UnauthorizedError."""
+    def _parse_realm(self, realm: str) -> str:
+        """Return the host of a token service that may be used. Raises UnauthorizedError."""
         parts = urlsplit(realm)
         host = (parts.hostname or "").lower()
-        registry = urlsplit(f"//{self._reference.registry}").hostname or ""
         if parts.scheme not in ("http", "https") or not host:
             raise self._build_unauthorized_error(
                 f"the token service URL {realm[:100]!r} is invalid"
             )
+        credential = self._find_credential()
         if self._scheme == "https" and parts.scheme != "https":
+            if not credential.is_empty:
+                self.trace.add(credential.place, f"not sent to {host}, which does not use HTTPS")
             raise self._build_unauthorized_error(f"the token service {host} does not use HTTPS")
-        if host == registry.lower():
-            return True
         try:
             self._boundary.check_name(host)
         except OutsideError:
+            self._withhold(credential, host)
             raise self._build_unauthorized_error(
                 f"the token service {host} is an internal address"
             ) from None
-        usual_host = _USUAL_REALMS.get(registry)
-        return host == usual_host or host in self._connection.trusted_realms
+        return host
+
+    def _is_trusted(self, host: str) -> bool:
+        """Return True if the token service ``host`` may receive credentials."""
+        registry = (urlsplit(f"//{self._registry}").hostname or "").lower()
+        return host in (registry, _USUAL_REALMS.get(registry), *self._connection.trusted_realms)
+
+    def _withhold(self, credential: Credential, host: str) -> None:
+        realms = ",".join(sorted({*self._connection.trusted_realms, host}))
+        place = "credentials" if credential.is_empty else credential.place
+        self.trace.withhold(place, host, realms)
 
     def _build_unauthorized_error(self, reason: str) -> UnauthorizedError:
         return UnauthorizedError(
-            f"{self._reference.registry} requires authentication: {reason}",
-            remedy="login",
-            registry=self._reference.registry,
+            f"{self._registry} requires authentication: {reason}",
             reason=reason,
+            **self.trace.build_advice("login"),
         )
+
+
+def _read_sources(connection: ClientOptions, trace: CredentialTrace) -> Iterator[AuthSource]:
+    if connection.auths:
+        yield AuthSource(REQUEST, {"auths": dict(connection.auths)})
+    named = 1 if connection.auth_file is not None else 0
+    yield from (read_source(path, trace) for path in connection.auth_files[:named])
+    if text := connection.docker_auth_config:
+        yield parse_source(VARIABLE, text, trace)
+    yield from (read_source(path, trace) for path in connection.auth_files[named:])
 
 
 def _compute_lifetime(fields: dict[str, Any], requested_at: float) -> float:

@@ -23,6 +23,7 @@ import urllib3.util.ssl_
 
 from clowder_aimage.errors import StoreError, UsageError
 from clowder_aimage.oci import Reference
+from clowder_aimage.registry.credential_trace import OnCredential, WarningLog
 from clowder_aimage.registry.host_settings import HostSettings, list_certificates
 from clowder_aimage.registry.proxy import find_proxy
 from clowder_aimage.registry.reach import Boundary, Reach
@@ -39,9 +40,11 @@ class ClientOptions:
     """Options of a connection, and the locations of files and credentials.
 
     ``docker_config`` is the directory of docker's ``config.json``; ``auth_file`` is a file in the
-    same format that is read before it, ``container_auth`` are files read after it. ``auths`` are
-    credentials from the caller in that format. They take precedence. ``trusted_realms`` are hosts
-    that other registries may lead to, and that may receive their credentials. ``ca_bundle``
+    same format that is read before it, ``container_auth`` are files read after it, and
+    ``docker_auth_config`` is such text, which precedes docker's file. ``auths`` are credentials
+    from the caller in that format. They take precedence. ``on_credential`` gets the places where
+    credentials are looked for. ``trusted_realms`` are hosts that other registries may lead to, and
+    that may receive their credentials. ``ca_bundle``
     replaces the default certificate authorities (set by the environment), ``cert_dirs`` are
     directories of ``certs.d``.
     ``registries`` has settings for single hosts; names without a host are in ``default_registry``
@@ -64,6 +67,7 @@ class ClientOptions:
     user_agent: str = "aimage"
     auth_file: Path | None = None
     auths: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
+    docker_auth_config: str = field(default="", repr=False)
     container_auth: tuple[Path, ...] = ()
     ca_bundle: Path | None = None
     cert_dirs: tuple[Path, ...] = ()
@@ -75,6 +79,7 @@ class ClientOptions:
     addresses: Addresses = field(default_factory=dict, hash=False)
     max_reach: Reach = Reach.NOWHERE
     on_exchange: OnTrace | None = None
+    on_credential: OnCredential = field(default_factory=WarningLog, compare=False, repr=False)
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], object] | None = None
 
@@ -89,14 +94,10 @@ class ClientOptions:
 
     @property
     def auth_files(self) -> tuple[Path, ...]:
-        """The files with credentials in reading order; ``login`` writes the first.
-
-        Files of another user, unreadable after a change of users, are left out.
-        """
+        """The files with credentials in reading order; ``login`` writes the first."""
         docker = () if self.docker_config is None else (self.docker_config / "config.json",)
         preferred = () if self.auth_file is None else (self.auth_file,)
-        readable = (path for path in self.container_auth if os.access(path, os.R_OK))
-        return (*preferred, *docker, *readable)
+        return (*preferred, *docker, *self.container_auth)
 
     def expand(self, reference: Reference) -> Reference:
         """Return a reference with the default registry, if it has none."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import oras.auth.utils
 
-from clowder_aimage.errors import NotFoundError, UnauthorizedError
-from clowder_aimage.oci import Reference
+from clowder_aimage.errors import NotFoundError
 from clowder_aimage.registry import docker_config as docker
 from clowder_aimage.registry.client_options import ClientOptions
-from clowder_aimage.registry.session import Session
+from clowder_aimage.registry.credential_check import check_credentials
+from clowder_aimage.registry.credential_helper import get_program, run_helper
 
 
 def login(registry: str, username: str, password: str, connection: ClientOptions) -> str:
@@ -21,14 +23,7 @@ def login(registry: str, username: str, password: str, connection: ClientOptions
     path = connection.login_file
     config = docker.read_config(path)
     basic = oras.auth.utils.get_basic_auth(username, password)
-    try:
-        with Session(Reference(registry, "login"), connection, basic_auth=basic) as session:
-            session.ping()
-    except UnauthorizedError as error:
-        reason = error.facts.get("reason", error)
-        raise UnauthorizedError(
-            f"login failed: {registry} rejected the username or password ({reason})"
-        ) from None
+    check_credentials(registry, basic, connection)
     name = docker.find_helper(config, registry)
     if name:
         entry = {
@@ -36,8 +31,8 @@ def login(registry: str, username: str, password: str, connection: ClientOptions
             "Username": username,
             "Secret": password,
         }
-        docker.run_helper(name, "store", json.dumps(entry))
-        return f"docker-credential-{name}"
+        run_helper(name, "store", json.dumps(entry))
+        return get_program(name)
     config["auths"] = (config.get("auths") or {}) | {
         docker.build_config_key(registry): {"auth": basic}
     }
@@ -45,16 +40,25 @@ def login(registry: str, username: str, password: str, connection: ClientOptions
     return str(path)
 
 
-def logout(registry: str, connection: ClientOptions) -> None:
-    """Remove the credentials of a registry. Raises NotFoundError."""
-    path = connection.login_file
-    config = docker.read_config(path)
+def logout(registry: str, connection: ClientOptions) -> str:
+    """Remove the credentials of a registry from the first file that has any; return its path.
+
+    Raises NotFoundError, StoreError or UnauthorizedError.
+    """
+    for path in connection.auth_files:
+        if _remove(registry, path, docker.read_config(path)):
+            return str(path)
+    places = ", ".join(map(str, connection.auth_files)) or "this environment"
+    raise NotFoundError(f"no credentials for {registry} in {places}")
+
+
+def _remove(registry: str, path: Path, config: dict[str, Any]) -> bool:
+    """Remove the credentials of a registry from a file and its helper; return True if it did."""
     name, keys = docker.find_helper(config, registry), docker.list_keys(config, registry)
     if name:
-        docker.run_helper(name, "erase", docker.build_config_key(registry))
-    elif not keys:
-        raise NotFoundError(f"no credentials for {registry} in {path}")
+        run_helper(name, "erase", docker.build_config_key(registry))
     for key in keys:
         del config["auths"][key]
     if keys:
         docker.write_config(path, config)
+    return bool(name or keys)

@@ -9,13 +9,12 @@ Sources: docker CLI, "Configuration files"; containers-auth.json(5); docker-cred
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import logging
+import os
 import re
-import subprocess
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,39 @@ import oras.utils
 
 from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.open_directory import resolve
-from clowder_aimage.errors import StoreError, UnauthorizedError
+from clowder_aimage.errors import StoreError
 from clowder_aimage.oci.reference import DOCKER_HUB
+from clowder_aimage.registry.credential_helper import (
+    CredentialHelperError,
+    get_program,
+    query_helper,
+)
+from clowder_aimage.registry.credential_trace import CredentialTrace
 
 DOCKER_HUB_KEY = "https://index.docker.io/v1/"
 # Its messages could contain secrets.
 logging.getLogger("oras").setLevel(logging.CRITICAL + 1)
 # The user name that helpers give with an identity token.
 _IDENTITY_USER = "<token>"
+_URL_ALPHABET = str.maketrans("-_", "+/")
 
 
 @dataclass(frozen=True, slots=True)
 class Credential:
-    """A name and password, an identity token (exchanged for access tokens), or an access token."""
+    """A name and password, an identity token (exchanged for access tokens), or an access token.
+
+    ``place`` is the file, helper or variable that it is from.
+    """
 
     basic: str | None = field(default=None, repr=False)
     identity_token: str | None = field(default=None, repr=False)
     registry_token: str | None = field(default=None, repr=False)
+    place: str = field(default="", compare=False)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to send."""
+        return not (self.basic or self.identity_token or self.registry_token)
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -50,15 +65,35 @@ class Credential:
 
     @classmethod
     def of_basic(cls, basic: str) -> Credential | None:
-        """Parse base64 of ``user:password``; return None for other text."""
+        """Parse base64 of ``user:password``; return None for other text.
+
+        It may be wrapped, have no padding, or use the alphabet of URLs: Go and Kubernetes read
+        these too.
+        """
+        text = "".join(basic.split()).rstrip("=").translate(_URL_ALPHABET)
         try:
-            text = base64.b64decode(basic, validate=True).decode()
-        except (binascii.Error, ValueError):
+            decoded = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+            user, colon, password = decoded.rstrip(b"\0").decode().partition(":")
+        except ValueError:
             return None
-        user, colon, password = text.rstrip("\0").partition(":")
         if user == _IDENTITY_USER and colon:
             return cls(identity_token=password)
-        return cls(basic=basic) if colon else None
+        return cls.of_pair(user, password) if colon else None
+
+    @classmethod
+    def of_pair(cls, user: str, password: str) -> Credential:
+        """Return the credential of a name and a password."""
+        if user == _IDENTITY_USER:
+            return cls(identity_token=password)
+        return cls(basic=oras.auth.utils.get_basic_auth(user, password))
+
+
+@dataclass(frozen=True, slots=True)
+class AuthSource:
+    """A configuration of credentials, and the place that it is from."""
+
+    place: str
+    config: Mapping[str, Any] = field(repr=False)
 
 
 def build_config_key(registry: str) -> str:
@@ -85,43 +120,69 @@ def parse_scope(key: str) -> str | None:
 
 
 def find_credential(
-    configs: Iterable[dict[str, Any]], registry: str, repository: str
+    sources: Iterable[AuthSource], registry: str, repository: str, trace: CredentialTrace
 ) -> Credential | None:
-    """Return the credential for a repository from the first config that has one.
+    """Return the credential for a repository from the first source that has one.
 
     In each: a key with a path, the host's own helper, the host's key, the helper for all hosts.
-    localhost and 127.0.0.1 are the same, as in oras-py.
+    localhost and 127.0.0.1 are the same, as in oras-py. What is skipped is recorded.
     """
-    for config in configs:
+    for source in sources:
         for host in oras.utils.iter_localhosts(registry):
-            credential = _find(config, host, repository)
+            credential = _find(source, host, repository, trace)
             if credential is not None:
+                trace.add(credential.place, "found")
                 return credential
+        trace.add_empty(source.place)
     return None
 
 
-def _find(config: dict[str, Any], registry: str, repository: str) -> Credential | None:
-    host, inline = parse_scope(registry), _parse_inline(config)
+def _find(
+    source: AuthSource, registry: str, repository: str, trace: CredentialTrace
+) -> Credential | None:
+    host, config = parse_scope(registry), source.config
     path = f"{host}/{repository}"
+    inline = _parse_inline(source, path, trace)
     while path != host:
         if path in inline:
             return inline[path]
         path = path.rpartition("/")[0]
     host_helper, store = _find_host_helper(config, registry), config.get("credsStore")
-    credential = _query(host_helper, registry) if host_helper else None
+    credential = _query(host_helper, registry, trace) if host_helper else None
     credential = credential or inline.get(path)
-    return credential or (_query(store, registry) if store else None)
+    return credential or (_query(store, registry, trace) if store else None)
 
 
-def _parse_inline(config: dict[str, Any]) -> dict[str, Credential]:
-    """Return the credentials in the file itself, by host or path."""
-    entries = ((parse_scope(key), entry) for key, entry in (config.get("auths") or {}).items())
-    credentials = {
-        scope: _parse_entry(entry) for scope, entry in entries if isinstance(entry, dict) and scope
-    }
-    return {
-        scope: credential for scope, credential in credentials.items() if credential is not None
-    }
+def may_have_credential(sources: Iterable[AuthSource], registry: str) -> bool:
+    """Return True if a source has an entry of a registry, or a helper for it."""
+    hosts = {parse_scope(name) for name in oras.utils.iter_localhosts(registry)}
+    return any(
+        find_helper(source.config, name)
+        or any((parse_scope(key) or "").partition("/")[0] in hosts for key in _get_auths(source))
+        for source in sources
+        for name in oras.utils.iter_localhosts(registry)
+    )
+
+
+def _get_auths(source: AuthSource) -> Mapping[str, Any]:
+    return source.config.get("auths") or {}
+
+
+def _parse_inline(source: AuthSource, path: str, trace: CredentialTrace) -> dict[str, Credential]:
+    """Return the credentials in the file itself for ``path`` or above it, by host or path."""
+    credentials = {}
+    for key, entry in _get_auths(source).items():
+        scope = parse_scope(key)
+        # Docker leaves an empty entry for what its helper has.
+        if not scope or not f"{path}/".startswith(f"{scope}/") or not entry:
+            continue
+        credential = _parse_entry(entry) if isinstance(entry, dict) else None
+        if credential is not None:
+            credentials[scope] = replace(credential, place=source.place)
+        else:
+            reason = f"the entry {key} has no valid credentials"
+            trace.add(source.place, reason, is_warning=True)
+    return credentials
 
 
 def _parse_entry(entry: dict[str, Any]) -> Credential | None:
@@ -134,75 +195,95 @@ def _parse_entry(entry: dict[str, Any]) -> Credential | None:
         return Credential(identity_token=token)
     auth, user, password = (entry.get(name) for name in ("auth", "username", "password"))
     if not auth and isinstance(user, str) and isinstance(password, str):
-        auth = oras.auth.utils.get_basic_auth(user, password)
+        return Credential.of_pair(user, password)
     return Credential.of_basic(auth) if isinstance(auth, str) and auth else None
 
 
-def _query(name: str, registry: str) -> Credential | None:
-    """Return a helper's credential for a registry; failures are ignored."""
-    # Helpers are programs on PATH only.
-    if "/" in name:
-        return None
+def _query(name: str, registry: str, trace: CredentialTrace) -> Credential | None:
+    """Return a helper's credential for a registry; failures are recorded."""
+    place = get_program(name)
     try:
-        stored = json.loads(run_helper(name, "get", build_config_key(registry)))
-        basic = oras.auth.utils.get_basic_auth(stored["Username"], stored["Secret"])
-    except (UnauthorizedError, OSError, ValueError, LookupError, TypeError):
+        stored = query_helper(name, build_config_key(registry))
+    except CredentialHelperError as error:
+        trace.add(place, error.reason, is_warning=True)
         return None
-    return Credential.of_basic(basic)
+    if stored is None:
+        trace.add_empty(place)
+        return None
+    return replace(Credential.of_pair(stored["Username"], stored["Secret"]), place=place)
 
 
-def run_helper(name: str, verb: str, text: str) -> bytes:
-    """Run a credential helper and return its output. Raises UnauthorizedError."""
-    binary = f"docker-credential-{name}"
-    try:
-        command = [binary, verb]
-        return subprocess.run(command, input=text.encode(), check=True, capture_output=True).stdout
-    except FileNotFoundError:
-        raise UnauthorizedError(
-            f"the credential helper {binary} is not installed",
-            hint="install it, or remove it from docker's config.json",
-        ) from None
-    except subprocess.CalledProcessError as error:
-        output = (error.stdout + error.stderr).decode(errors="replace").strip()
-        raise UnauthorizedError(f"{binary} {verb} failed: {output[:300]}") from None
-
-
-def _find_host_helper(config: dict[str, Any], registry: str) -> str | None:
+def _find_host_helper(config: Mapping[str, Any], registry: str) -> str | None:
     """Return the helper configured for this host only, or None."""
     host, helpers = parse_scope(registry), config.get("credHelpers") or {}
     helpers_of_host = (name for key, name in helpers.items() if parse_scope(key) == host)
     return next((name for name in helpers_of_host if isinstance(name, str)), None)
 
 
-def find_helper(config: dict[str, Any], registry: str) -> str | None:
+def find_helper(config: Mapping[str, Any], registry: str) -> str | None:
     """Return the credential helper for a registry, or None."""
     return _find_host_helper(config, registry) or config.get("credsStore")
 
 
-def list_keys(config: dict[str, Any], registry: str) -> list[str]:
+def list_keys(config: Mapping[str, Any], registry: str) -> list[str]:
     """Return the keys of ``auths`` for a whole registry, in any spelling."""
     host = parse_scope(registry)
     return [key for key in config.get("auths") or {} if parse_scope(key) == host]
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the file's object, or an empty one if there is no file. Raises StoreError."""
+    """Return the file's object, or an empty one without a file. Raises StoreError."""
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+        raw = path.read_bytes()
+        return _parse_config(raw) if raw.strip() else {}
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise _read_error(path, str(error)) from None
+    except (OSError, ValueError) as error:
+        reason = _describe_error(error)
+        raise StoreError(f"cannot read {path}: {reason}", hint="fix or remove the file") from None
+
+
+def read_source(path: Path, trace: CredentialTrace) -> AuthSource:
+    """Return the configuration in a file; an empty one, with a warning, if it cannot be used."""
+    config: Mapping[str, Any] = {}
+    try:
+        config = _parse_config(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        # After a change of users nobody expects the files of the other one.
+        is_warning = not isinstance(error, PermissionError) or os.access(path.parent, os.X_OK)
+        trace.add(str(path), f"cannot be read: {_describe_error(error)}", is_warning=is_warning)
+    return AuthSource(str(path), config)
+
+
+def parse_source(place: str, text: str, trace: CredentialTrace) -> AuthSource:
+    """Return the configuration in a text; an empty one, with a warning, if it cannot be used."""
+    try:
+        return AuthSource(place, _parse_config(text.encode()))
+    except ValueError as error:
+        trace.add(place, f"cannot be read: {error}", is_warning=True)
+        return AuthSource(place, {})
+
+
+def _parse_config(raw: bytes) -> dict[str, Any]:
+    """Parse a configuration, also one with a byte order mark. Raises ValueError."""
+    if not raw.strip():
+        raise ValueError("it is empty")
+    try:
+        value = json.loads(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
-        raise _read_error(path, "it is not a JSON object")
+        raise ValueError("it is not a JSON object")
     for key, kind in (("auths", dict), ("credHelpers", dict), ("credsStore", str)):
         if value.get(key) is not None and not isinstance(value[key], kind):
-            raise _read_error(path, f"{key} has an unexpected type")
+            raise ValueError(f"{key} has an unexpected type")
     return value
 
 
-def _read_error(path: Path, reason: str) -> StoreError:
-    return StoreError(f"cannot read {path}: {reason}", hint="fix or remove the file")
+def _describe_error(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def write_config(path: Path, config: dict[str, Any]) -> None:

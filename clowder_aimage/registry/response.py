@@ -26,6 +26,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.oci import Reference, read_json
+from clowder_aimage.registry.credential_trace import CredentialTrace
 from clowder_aimage.registry.retry import (
     LONGEST_PAUSE,
     BrokenOffError,
@@ -87,7 +88,10 @@ class OversizeError(VerificationError):
 
 @dataclass(slots=True, eq=False)
 class RegistryResponse:
-    """Status, headers and the unread body of a response from ``url``."""
+    """Status, headers and the unread body of a response from ``url``.
+
+    ``credentials`` is the record of those for the request.
+    """
 
     status_code: int
     url: str
@@ -95,6 +99,7 @@ class RegistryResponse:
     raw: urllib3.BaseHTTPResponse
     is_redirected: bool = False
     method: str = "GET"
+    credentials: CredentialTrace | None = None
 
     @property
     def host(self) -> str:
@@ -230,11 +235,12 @@ class ResponseFailure:
     server: str = ""
     method: str = "GET"
     names_type: bool = False
+    credentials: CredentialTrace | None = None
 
     @classmethod
     def of(cls, response: RegistryResponse) -> ResponseFailure:
         """Read an error response with any body."""
-        host, status = response.host, response.status_code
+        host, status, trace = response.host, response.status_code, response.credentials
         # In seconds. A date is read by the session, which has a clock.
         after = retry_after(response.headers.get("Retry-After", ""), math.inf, _MAX_RETRY_AFTER)
         line, method, names_type = "", response.method, False
@@ -255,7 +261,7 @@ class ResponseFailure:
             fields = (code[:60], message[:300], text[:500])
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, AImageError):
             fields, server = ("", "", ""), response.headers.get("Server", "")
-        return cls(host, status, *fields, after, line, server, method, names_type)
+        return cls(host, status, *fields, after, line, server, method, names_type, trace)
 
     @property
     def text(self) -> str:
@@ -266,6 +272,12 @@ class ResponseFailure:
     def suffix(self) -> str:
         """The end of a message: the first line of the body."""
         return f": {self.line}" if self.line else ""
+
+    def build_advice(self, remedy: str = "", hint: str | None = None) -> dict[str, Any]:
+        """Return a remedy or else a hint, with what was tried with credentials."""
+        if self.credentials is None:
+            return {"remedy": remedy, "hint": hint, "registry": self.host}
+        return self.credentials.build_advice(remedy, hint)
 
     @property
     def is_too_large(self) -> bool:
@@ -381,23 +393,21 @@ def build_failure_error(refusal: ResponseFailure, resource: str) -> AImageError:
         return UnauthorizedError(
             f"{refusal.host} requires valid credentials for {resource} ({refusal.text})"
             f"{refusal.suffix}",
-            hint=hint,
-            remedy="" if hint else "login",
-            registry=refusal.host,
             reason=refusal.text,
+            **refusal.build_advice("" if hint else "login", hint),
         )
     # With another hint, the account has access.
     if refusal.status == 403 and hint in (None, _NO_PROJECT):
         return UnauthorizedError(
             f"{refusal.host} denied access to {resource} ({refusal.text}){refusal.suffix}",
-            hint=hint or _NO_PERMISSION,
             reason=refusal.text,
+            **refusal.build_advice(hint=hint or _NO_PERMISSION),
         )
     if refusal.is_missing:
         is_read = refusal.method in ("GET", "HEAD", "DELETE")
         return NotFoundError(
             f"{resource} not found at {refusal.host} ({refusal.text}){refusal.suffix}",
-            hint=hint or (_CHECK_NAME if is_read else _NO_REPOSITORY),
+            **refusal.build_advice(hint=hint or (_CHECK_NAME if is_read else _NO_REPOSITORY)),
         )
     if refusal.status < 400:
         return IntermediaryError(

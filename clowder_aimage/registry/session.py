@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import re
@@ -20,9 +21,10 @@ from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest, Reference, mediatype
 from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.client_options import ClientOptions, open_session
+from clowder_aimage.registry.credential_trace import CredentialTrace
 from clowder_aimage.registry.reach import is_same_host
 from clowder_aimage.registry.response import RegistryResponse, build_response_error
-from clowder_aimage.registry.retry import BrokenOffError, Pause
+from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, Pause
 from clowder_aimage.registry.transport import Transport, parse_origin
 from clowder_aimage.registry.upload_transport import UploadTransport
 
@@ -133,12 +135,23 @@ class Session(AbstractContextManager["Session"]):
         self._elsewhere.check(scheme, host, port)
         return url
 
-    def ping(self) -> None:
-        """Check that the registry accepts the credentials (end-1). Raises AImageError."""
+    @property
+    def credentials(self) -> CredentialTrace:
+        """The record of the credentials for the repository."""
+        return self._auth.trace
+
+    def ping(self, *, with_basic: bool = False) -> int:
+        """Return the status of the registry's endpoint (end-1): 200 or 401. Raises AImageError.
+
+        ``with_basic`` sends the given username and password without a challenge.
+        """
+        if with_basic:
+            self._auth.offer_basic("")
         response = self.request("GET", f"{self.base}/v2/")
-        if response.status_code != 200:
+        if response.status_code not in (200, 401):
             raise build_response_error(response, "the endpoint /v2/")
         response.finish()
+        return response.status_code
 
     def get(self, url: str, accept: str, resource: str) -> tuple[bytes, RegistryResponse]:
         """Return a document, up to MAX_MANIFEST_SIZE, and its response. Raises AImageError."""
@@ -180,23 +193,76 @@ class Session(AbstractContextManager["Session"]):
         is_ours = parse_origin(url) == parse_origin(self.base)
         sent = {"Accept-Encoding": "identity", **(headers or {})}
         if not is_ours:
-            return self._send(self._elsewhere.open(), method, url, sent, body, read_timeout)
-        header = self._auth.get_header(actions)
+            response = self._send(self._elsewhere.open(), method, url, sent, body, read_timeout)
+            return self._record(response, actions)
+        header = self._get_header(actions)
         if header:
             sent["Authorization"] = header
         response = self._send(self._transport, method, url, sent, body, read_timeout)
-        challenge = response.headers.get("WWW-Authenticate", "")
-        if response.status_code != 401 or not challenge or response.is_redirected:
-            return response
+        renewed = self._answer(response, actions, header)
+        if renewed is None:
+            return self._record(response, actions)
         response.finish()
-        sent["Authorization"] = self._auth.answer(actions, challenge, header)
+        sent["Authorization"] = renewed
         if body is not None and not isinstance(body, bytes):
             raise CredentialsExpiredError(
                 f"{self._registry} rejected the credentials during an upload",
                 remedy="login",
                 registry=self._registry,
             )
-        return self._send(self._transport, method, url, sent, body, read_timeout)
+        response = self._send(self._transport, method, url, sent, body, read_timeout)
+        return self._record(response, actions)
+
+    def _record(self, response: RegistryResponse, actions: str) -> RegistryResponse:
+        """Return a final response, with the record of the credentials for it."""
+        response.credentials = trace = self._auth.trace
+        if parse_origin(response.url) == parse_origin(self.base):
+            if response.status_code == 401:
+                self._auth.record_refusal(actions)
+        elif response.status_code in (401, 403, 404):
+            trace.add(response.host, "gets no credentials, since it is another host")
+        return response
+
+    def _get_header(self, actions: str) -> str | None:
+        """Return the header of a request; credentials of the caller need no challenge to it."""
+        header = self._auth.get_header(actions)
+        if header is None and actions and self._auth.is_explicit:
+            header = self._auth.offer(actions, self._request_challenge)
+        return header
+
+    def _answer(self, response: RegistryResponse, actions: str, header: str | None) -> str | None:
+        """Return a header with which a request is repeated, or None: its response is final.
+
+        A registry may answer 403 or 404 to a request without credentials. Raises UnauthorizedError.
+        """
+        if response.is_redirected:
+            return None
+        challenge = response.headers.get("WWW-Authenticate", "")
+        if response.status_code == 401 and challenge:
+            if header is None:
+                response.finish()
+            answer = self._auth.answer(actions, challenge, header)
+            return None if answer == header else answer
+        if response.status_code not in (403, 404) or header or not actions:
+            return None
+        # The trace has the reason.
+        with contextlib.suppress(UnauthorizedError):
+            return self._auth.offer(actions, self._request_challenge)
+        return None
+
+    def _request_challenge(self) -> str | None:
+        """Return the challenge of /v2/, an empty one if it has none, or None if it fails."""
+        headers = {"Accept-Encoding": "identity"}
+        try:
+            url, transport = f"{self.base}/v2/", self._transport
+            response = self._send(transport, "GET", url, headers, None, READ_TIMEOUT)
+        except AImageError:
+            return None
+        response.finish()
+        if response.status_code in TRANSIENT_STATUS:
+            return None
+        is_challenge = response.status_code == 401 and not response.is_redirected
+        return response.headers.get("WWW-Authenticate", "") if is_challenge else ""
 
     def _send(
         self,

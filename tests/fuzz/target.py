@@ -40,7 +40,8 @@ from clowder_aimage.model.picture import encode_picture
 from clowder_aimage.node.spec_files import read_directory
 from clowder_aimage.oci import Manifest, Reference, mediatype, read_json
 from clowder_aimage.oci.manifest import parse_document
-from clowder_aimage.registry.docker_config import find_credential, read_config
+from clowder_aimage.registry.credential_trace import CredentialTrace
+from clowder_aimage.registry.docker_config import find_credential, read_config, read_source
 from clowder_aimage.registry.host_settings import read_settings
 from clowder_aimage.tensor import read_header
 from tests.adapter.vectors import safetensors, tiny_shapes, vectors_for
@@ -164,7 +165,9 @@ class Parsers(Target):
             self._file.write_bytes(encoded(rng, damage_json(rng, CONFIGURATION)))
             permitted(read_settings, self._file)
             self._file.write_bytes(encoded(rng, damage_json(rng, CREDENTIALS)))
-            permitted(lambda: find_credential([read_config(self._file)], "h.io", "team/x"))
+            permitted(read_config, self._file)
+            trace = CredentialTrace("h.io", lambda _: None)
+            find_credential([read_source(self._file, trace)], "h.io", "team/x", trace)
 
     @staticmethod
     def _dialect(raw: bytes, config: bytes) -> None:

@@ -588,6 +588,7 @@ COVERED = {
         ("layout/metadata.py", "registry/docker_config.py", "registry/host_settings.py"),
         "a small file of the user",
     ),
+    "registry/credential_helper.py": "the output of a program of the user, by read_json",
     "model/dequantize.py": "weights, bounded by their layers",
     "model/picture.py": "Pillow reads it; the facts are those of picture_metadata",
     "model/tokenizer_backend.py": "bounded files, by read_json",

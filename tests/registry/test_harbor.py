@@ -70,6 +70,8 @@ class Harbor:
         self.before(seen)
         if seen.path.startswith("/service/token"):
             self.asked.append(seen)
+            if seen.headers.get("Authorization", f"Basic {BASIC}") != f"Basic {BASIC}":
+                return says(401, "UNAUTHORIZED", "unauthorized")
             token = f"t0ken{len(self.asked)}"
             self.tokens[token] = self.now + self.life
             body = {"token": token, "access_token": "", "expires_in": self.life}

@@ -156,10 +156,11 @@ def test_a_private_realm_is_for_private_registries(tmp_path: Path) -> None:
         for own, is_allowed in ((Reach.INTERNET, False), (Reach.NETWORK, True)):
             session._http.boundary._registry_reach = own
             if is_allowed:
-                assert session._auth._check_realm("https://10.0.0.1/token") is False
+                assert session._auth._parse_realm("https://10.0.0.1/token") == "10.0.0.1"
+                assert not session._auth._is_trusted("10.0.0.1")
             else:
                 with pytest.raises(UnauthorizedError, match="internal address"):
-                    session._auth._check_realm("https://10.0.0.1/token")
+                    session._auth._parse_realm("https://10.0.0.1/token")
 
 
 def test_a_proxy_is_not_asked_for_an_address_inside() -> None:

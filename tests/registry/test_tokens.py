@@ -278,8 +278,12 @@ def test_a_refusal_by_the_token_service_is_not_retried(tmp_path: Path, status: i
     with guarded.session(tmp_path) as session:
         with pytest.raises(UnauthorizedError, match=str(status)) as raised:
             get(session)
-        assert raised.value.remedy == "login"
-    assert len(guarded.asked) == 1
+        assert raised.value.remedy == ("login" if status == 404 else "logout")
+    # A refused password is not sent again.
+    assert [seen.headers.get("Authorization") for seen in guarded.asked] == [
+        f"Basic {BASIC}",
+        *([] if status == 404 else [None]),
+    ]
 
 
 def test_a_redirect_of_the_token_service_is_not_followed(tmp_path: Path) -> None:

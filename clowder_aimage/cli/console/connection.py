@@ -10,10 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clowder_aimage.cli.console.output import clean_lines, format_event, format_size, wants_json
+from clowder_aimage.cli.console.output import (
+    clean_line,
+    clean_lines,
+    format_event,
+    format_size,
+    wants_json,
+)
+from clowder_aimage.cli.console.remedy import REMEDIES
 from clowder_aimage.errors import UsageError
 
 if TYPE_CHECKING:
+    from clowder_aimage.registry.credential_trace import CredentialEvent
     from clowder_aimage.registry.trace import RequestTrace
 
 # A token of RFC 9110, 5.6.2.
@@ -56,6 +64,7 @@ def build_options(
         "basic_auth": _encode_basic_auth(username, password),
         "headers": dict(_parse_header(text) for text in headers),
         "addresses": dict(_parse_address(text) for text in resolve),
+        "on_credential": CredentialPrinter(is_verbose=bool(verbose)),
     }
     if cert_file:
         fields["client_certificate"] = (Path(cert_file), Path(key_file) if key_file else None)
@@ -142,3 +151,33 @@ class Tracer:
             lines += [f"  > {name}: {value}" for name, value in exchange.request_headers.items()]
             lines += [f"  < {name}: {value}" for name, value in exchange.response_headers.items()]
         return "\n".join(lines)
+
+
+class CredentialPrinter:
+    """Prints warnings about credentials to stderr, each once; with ``-v`` all steps. Thread-safe.
+
+    With ``--json`` they are events.
+    """
+
+    def __init__(self, *, is_verbose: bool) -> None:
+        self._is_verbose, self._as_json = is_verbose, wants_json()
+        self._lock = threading.Lock()
+        self._printed: set[CredentialEvent] = set()
+
+    def __call__(self, event: CredentialEvent) -> None:
+        with self._lock:
+            is_wanted = event.is_warning or self._is_verbose
+            if is_wanted and event not in self._printed:
+                self._printed.add(event)
+                sys.stderr.write(f"{self._format(event)}\n")
+                sys.stderr.flush()
+
+    def _format(self, event: CredentialEvent) -> str:
+        advice = REMEDIES[event.remedy].format(registry=event.registry) if event.remedy else ""
+        if self._as_json:
+            level = "warning" if event.is_warning else "credentials"
+            fields = {"registry": event.registry, "place": event.place, "message": event.result}
+            return format_event(level, **fields, **({"hint": advice} if advice else {}))
+        prefix = "warning: " if event.is_warning else ""
+        text = f"{prefix}credentials of {event.registry}: {event.place}: {event.result}"
+        return "\n  ".join(clean_line(line) for line in (text, advice) if line)

@@ -544,6 +544,14 @@ class VerbSettings(NamedTuple):
             ),
         )
 
+    def build_server_options(self) -> ClientOptions:
+        """Return the client options of a server, which logs what a verb prints."""
+        from dataclasses import replace
+
+        from clowder_aimage.registry.credential_trace import WarningLog
+
+        return replace(self.build_client_options(), on_credential=WarningLog())
+
 
 def get_settings() -> VerbSettings:
     """Return the shared options, given before the verb or after it."""

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 META = "clowder_aimage.cli."
 # A key in the meta of the command's context.
 _SAID = "clowder_aimage.said"
-_LEVELS = {"error": "error", "retry": "warning", "wait": "warning"} | dict.fromkeys(
-    ("start", "skip", "done", "request"), "debug"
-)
+_LEVELS = {
+    "error": "error",
+    "retry": "warning",
+    "wait": "warning",
+    "warning": "warning",
+} | dict.fromkeys(("start", "skip", "done", "request", "credentials"), "debug")
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 

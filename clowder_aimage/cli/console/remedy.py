@@ -74,6 +74,8 @@ REMEDIES = {
     "load_decompressed": "decompress it first: {tool} -dc FILE | aimage load -",
     "load_without_as": "omit --as, and set other names with 'aimage tag'",
     "login": "log in with: aimage login {registry}",
+    "logout": "remove them with: aimage logout {registry}, or renew them with: "
+    "aimage login {registry}",
     "login_of_worker": "log in as the user that runs the worker: aimage login HOST",
     "lower_case_or_hub": "use lower case: {name}; to pack a model of the Hugging Face hub: "
     "aimage create NAME {model}",
@@ -113,6 +115,8 @@ REMEDIES = {
     "store_permissions": "check the permissions of the directory, or choose another with --store",
     "tag_host": "use a name with a host, such as registry.example.com/{reference}; "
     "'aimage tag' adds one to a name in the store",
+    "trust_realm": "if that host may receive the credentials of {registry}: "
+    "export AIMAGE_TRUSTED_REALMS={realms}",
     "use_encoder": "the text encoder of Z-Image or FLUX.2 [klein] can be used as one: "
     "aimage create NAME --enhancer --from {model}",
     "whole_files": "{other}; or pack all files as they are, with --whole-files",

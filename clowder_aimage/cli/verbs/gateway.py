@@ -74,7 +74,7 @@ def gateway(**options: Any) -> None:
     chosen = get_settings()
     start_traces()
     log.configure(config.log_format, "warning" if chosen.quiet else config.log_level)
-    connection, tokens = chosen.build_client_options(), {}
+    connection, tokens = chosen.build_server_options(), {}
     if config.token_file:
         tokens = read_tokens(config.token_file)
     opened = listen(

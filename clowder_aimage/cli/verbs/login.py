@@ -63,7 +63,7 @@ def logout(registry: str) -> None:
     from clowder_aimage.registry import logout as log_out
 
     host = _parse_host(registry)
-    log_out(host, get_settings().build_client_options())
-    remark(f"logged out of {host}")
+    location = log_out(host, get_settings().build_client_options())
+    remark(f"logged out of {host}; the credentials were in {location}")
     if wants_value():
         print_result({"registry": host}, "")

@@ -108,7 +108,7 @@ def serve(**options: Any) -> None:
         allow_remote=options["allow_remote"],
         token=read_token(token_file) if token_file else None,
         upload_quota=options["upload_quota"] or 0,
-        upstream=UpstreamRegistry.parse(upstream, chosen.build_client_options())
+        upstream=UpstreamRegistry.parse(upstream, chosen.build_server_options())
         if upstream
         else None,
         metrics_address=options["metrics_addr"],

@@ -397,7 +397,7 @@ def run_server(
     start_traces()
     check_stores(chosen.stores)
     log.configure(config.log_format, "warning" if chosen.quiet else config.log_level)
-    connection = chosen.build_client_options()
+    connection = chosen.build_server_options()
     tokens = read_tokens(config.token_file) if config.token_file else {}
     opened = listen(
         config.address,
