@@ -79,6 +79,8 @@ _HINTS = (
     (r"read.only mode", "the registry is in read-only mode"),
     (_IMMUTABLE, "push another tag; this one is immutable"),
     (r"due to configured policy|POLICYVIOLATION", "a policy of the project denied it"),
+    # Google Artifact Registry: GOOGLE_MANIFEST_DANGLING_TAG.
+    (r"still referenced by .*tag", "delete its tags first: aimage tags lists them"),
 )
 
 

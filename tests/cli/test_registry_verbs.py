@@ -303,6 +303,19 @@ def test_delete_asks_on_a_terminal(
     here("resolve", f"{repository}:v1", code=0 if code else 3)
 
 
+def test_delete_a_manifest_that_still_has_tags(aimage: Callable[..., Aimage]) -> None:
+    """Google Artifact Registry deletes no manifest by digest before its tags."""
+    body = b'{"errors":[{"code":"GOOGLE_MANIFEST_DANGLING_TAG","message":"' + (
+        b'Manifest is still referenced by one or more tags"}]}'
+    )
+    answer = Answer(400, {}, body)
+    with ScriptedRegistry(
+        script(lambda seen: answer if seen.method == "DELETE" else None)
+    ).running() as registry:
+        failed = aimage()("delete", f"{registry.host}/x@{DIGEST}", "-f", code=1).err
+    assert "delete its tags first" in failed
+
+
 def test_delete_a_tag_where_the_registry_supports_it(aimage: Callable[..., Aimage]) -> None:
     with ScriptedRegistry(
         script(lambda seen: Answer(202) if seen.method == "DELETE" else None)
