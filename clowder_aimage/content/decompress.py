@@ -163,6 +163,11 @@ class _PlainReader(SourceReader):
         self._packed_count = self._plain_count = 0
         self._rest = memoryview(b"")
 
+    @property
+    def is_stored(self) -> bool:
+        """False: the blob has its digest, and was packed with other content than is stated."""
+        return False
+
     def _fill(self, view: memoryview) -> int:
         if not self._rest:
             self._rest = memoryview(self._decode())

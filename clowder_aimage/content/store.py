@@ -41,6 +41,10 @@ class FileStream(Protocol):
     def record_sent(self, count: int, /) -> None: ...
 
 
+class StoredFile(io.FileIO):
+    """The file of a blob in a store. If its bytes are wrong, the store is damaged."""
+
+
 class Body(Protocol):
     """The bytes of a blob. They can be reopened at any offset for a retry or a resume."""
 

@@ -7,9 +7,14 @@ from abc import abstractmethod
 from typing import Any
 
 from clowder_aimage.content.buffer import CHUNK_SIZE, new_buffer
-from clowder_aimage.content.store import Reader
+from clowder_aimage.content.store import Reader, StoredFile
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor
+
+_SENT = (
+    "try again; if this persists, the registry, or another source of it such as a mirror, a proxy "
+    "or an archive, has wrong content"
+)
 
 
 class RawReader(io.RawIOBase):
@@ -32,6 +37,14 @@ class SourceReader(RawReader):
     def __init__(self, source: Reader) -> None:
         self._source = source
 
+    @property
+    def is_stored(self) -> bool:
+        """True if the bytes are those of a blob in a store, and not sent by another machine."""
+        source = self._source
+        return (
+            source.is_stored if isinstance(source, SourceReader) else isinstance(source, StoredFile)
+        )
+
     def close(self) -> None:
         self._source.close()
         super().close()
@@ -41,12 +54,13 @@ class VerifyingReader(SourceReader):
     """A stream over ``source`` that verifies its bytes against ``expected``.
 
     The error is raised by the read at the end of the stream, or at the first excess byte: all bytes
-    are verified once the end has been read without an error.
+    are verified once the end has been read without an error. With ``is_shared``, the source is a
+    file that shares its bytes with one in the store.
     """
 
-    def __init__(self, source: Reader, expected: Descriptor) -> None:
+    def __init__(self, source: Reader, expected: Descriptor, *, is_shared: bool = False) -> None:
         super().__init__(source)
-        self._expected = expected
+        self._expected, self._is_shared = expected, is_shared
         self._hasher = expected.digest.create_hasher()
         self._count = 0
 
@@ -56,7 +70,7 @@ class VerifyingReader(SourceReader):
         count = self._source.readinto(view)
         # Only the end of the source proves that no byte is missing.
         if count == 0:
-            check(self._expected, self._count, self._hasher.hexdigest())
+            self._check_all()
             return 0
         self._count += count
         if self._count > self._expected.size:
@@ -67,6 +81,14 @@ class VerifyingReader(SourceReader):
         self._hasher.update(view[:count])
         return count
 
+    def _check_all(self) -> None:
+        try:
+            check(self._expected, self._count, self._hasher.hexdigest())
+        except VerificationError as error:
+            if not (self._is_shared or self.is_stored):
+                raise
+            raise VerificationError(error.message, remedy="repair_store") from None
+
 
 def check(expected: Descriptor, size: int, encoded: str) -> None:
     """Raise VerificationError unless ``size`` bytes with hash ``encoded`` match ``expected``."""
@@ -75,7 +97,7 @@ def check(expected: Descriptor, size: int, encoded: str) -> None:
         raise VerificationError(
             f"digest mismatch: expected {expected.digest}, "
             f"got {expected.digest.algorithm}:{encoded}",
-            remedy="repair_store",
+            hint=_SENT,
         )
 
 

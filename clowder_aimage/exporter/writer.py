@@ -225,7 +225,7 @@ class ExportWriter:
                 shared = link(self._blobs.find_path(content), self._root, layer.name)
             if shared is not None:
                 method, linked = shared
-                with VerifyingReader(linked, content) as reader:
+                with VerifyingReader(linked, content, is_shared=True) as reader:
                     for chunk in self._iter_chunks(reader, content):
                         self._on_written(len(chunk))
                 return self._count(content.size, method)

@@ -24,6 +24,7 @@ from clowder_aimage.content.store import (
     ContentStore,
     IngestBusyError,
     Source,
+    StoredFile,
 )
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.errors import (
@@ -169,7 +170,7 @@ class ImageLayout(ContentStore):
     ) -> io.FileIO | io.BytesIO:
         with translate_store_errors(self.root):
             try:
-                file = io.FileIO(open_regular(self.find_path(content)))
+                file = StoredFile(open_regular(self.find_path(content)))
             except FileNotFoundError:
                 raise self._build_not_found_error(content) from None
             file.seek(offset)

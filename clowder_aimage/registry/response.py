@@ -53,6 +53,10 @@ _IMMUTABLE = r"(?i)immutab|overwrit"
 _DENIED = "requested access to the resource is denied"
 _NO_PROJECT = "create the project in the registry first, or check its name"
 _NO_REPOSITORY = "the repository may have to be created in the registry first; check its name"
+_NO_BLOB = (
+    "the registry has the manifest, but not this blob: its operator may restore it, or somebody "
+    "who has the model may push it again"
+)
 _CHECK_NAME = "check the spelling of the name and the tag"
 _NO_PERMISSION = "the account may lack permission, or the repository may not exist"
 # A media type, or a word for one: in the body of a refusal, any part of the manifest may be meant.
@@ -406,10 +410,9 @@ def build_failure_error(refusal: ResponseFailure, resource: str) -> AImageError:
             **refusal.build_advice(hint=hint or _NO_PERMISSION),
         )
     if refusal.is_missing:
-        is_read = refusal.method in ("GET", "HEAD", "DELETE")
         return NotFoundError(
             f"{resource} not found at {refusal.host} ({refusal.text}){refusal.suffix}",
-            **refusal.build_advice(hint=hint or (_CHECK_NAME if is_read else _NO_REPOSITORY)),
+            **refusal.build_advice(hint=hint or _choose_missing_hint(refusal, resource)),
         )
     if refusal.status < 400:
         return IntermediaryError(
@@ -432,3 +435,10 @@ def build_failure_error(refusal: ResponseFailure, resource: str) -> AImageError:
         detail=refusal.detail,
         retry_after=refusal.retry_after,
     )
+
+
+def _choose_missing_hint(refusal: ResponseFailure, resource: str) -> str:
+    """Return the advice for a 404 without a known message."""
+    if refusal.method not in ("GET", "HEAD", "DELETE"):
+        return _NO_REPOSITORY
+    return _NO_BLOB if resource.startswith("blob ") else _CHECK_NAME
