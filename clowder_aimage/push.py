@@ -129,7 +129,7 @@ def push(
             return _descend(names, send_in, on_fallback, memory, host)
         except AccessError as error:
             advice = _choose_advice(error, reference)
-            error.remedy = advice.pop("remedy", error.remedy)
+            error.remedy = error.remedy or advice.pop("remedy", "")
             error.facts |= advice
             raise
 

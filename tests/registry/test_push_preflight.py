@@ -197,7 +197,7 @@ def test_the_refusal_is_raised_when_no_other_dialect_fits(
         with pytest.raises(ManifestRefusedError, match="415") as caught:
             push(layout, reference, ClientOptions(docker_config=tmp_path), ladder=ladder)
         assert "container dialect" in (caught.value.hint or "")
-        assert len([seen for seen in registry.seen if "/manifests/" in seen.path]) == 1
+        assert len([path for path in registry.asked("PUT") if "/manifests/" in path]) == 1
         assert ladder.list_refused(registry.host) == frozenset()
 
 
