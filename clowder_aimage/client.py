@@ -13,6 +13,7 @@ from clowder_aimage.config.user_directory import (
     list_default_stores,
     open_dialect_cache,
     read_client_options,
+    use_store_settings,
 )
 from clowder_aimage.content.copy_option import CopyEvent
 from clowder_aimage.dialect.selection import LayerSelection
@@ -44,6 +45,7 @@ class Store:
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         path_to_write, *read_only = roots = list_default_stores() if path is None else (Path(path),)
         self.path = path_to_write
+        use_store_settings()
         self.layout = LayeredStore(roots) if read_only else ImageLayout(path_to_write)
 
     def __contains__(self, name: Name) -> bool:

@@ -105,6 +105,13 @@ def list_default_stores() -> tuple[Path, ...]:
     raise UsageError("this user has no home directory for a store", remedy="name_store")
 
 
+def use_store_settings() -> None:
+    """Let stores of this process follow the user's settings, which are read when they matter."""
+    from clowder_aimage.layout import lock
+
+    lock.SINGLE_WRITER[:] = [is_single_writer]
+
+
 def is_single_writer() -> bool:
     """Return True if the user states that this host alone writes the stores. Raises UsageError."""
     name = "AIMAGE_STORE_SINGLE_WRITER"

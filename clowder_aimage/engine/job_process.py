@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from clowder_aimage.config.user_directory import use_store_settings
 from clowder_aimage.engine import frame, machine
 from clowder_aimage.errors import AImageError
 from clowder_aimage.importer import PackedModel, Recipe
@@ -169,6 +170,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.raiseExceptions = False
     os.nice(_NICE)
+    use_store_settings()
     if (received := frame.read(source)) is None:
         return
     threading.Thread(target=_await_end, args=(source,), daemon=True).start()

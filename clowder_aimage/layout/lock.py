@@ -276,13 +276,14 @@ def check_version(root: Path) -> None:
     private = os.path.join(root, PRIVATE)
     if os.path.islink(private):
         return
-    try:
-        with open(open_regular(os.path.join(private, "version")), encoding="ascii") as file:
-            text = file.read(20).strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except (OSError, ValueError):
-        text = ""
+    with translate_store_errors(root):
+        try:
+            with open(open_regular(os.path.join(private, "version")), encoding="ascii") as file:
+                text = file.read(20).strip()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except ValueError:
+            text = ""
     if text != str(VERSION):
         version = text if text.isalnum() else "unknown"
         raise StoreError(

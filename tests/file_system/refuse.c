@@ -30,7 +30,8 @@ static int find_error(const char *call) {
 
 static int is_below(const char *path) {
   const char *top = getenv("REFUSE_TOP");
-  return top && *top && !strncmp(path, top, strlen(top));
+  size_t size = top ? strlen(top) : 0;
+  return size && !strncmp(path, top, size) && (!path[size] || path[size] == '/');
 }
 
 static int find_path(int fd, char *path) {
@@ -144,11 +145,37 @@ int futimens(int fd, const struct timespec times[2]) {
   return REAL(int, futimens, int, const struct timespec *)(fd, times);
 }
 
+int mkdirat(int directory, const char *path, mode_t mode) {
+  if (refuse("mkdir", is_name_below(directory, path))) return -1;
+  return REAL(int, mkdirat, int, const char *, mode_t)(directory, path, mode);
+}
+
+int mkdir(const char *path, mode_t mode) { return mkdirat(AT_FDCWD, path, mode); }
+
+int unlinkat(int directory, const char *path, int flags) {
+  if (refuse("unlink", is_name_below(directory, path))) return -1;
+  return REAL(int, unlinkat, int, const char *, int)(directory, path, flags);
+}
+
+int unlink(const char *path) { return unlinkat(AT_FDCWD, path, 0); }
+
+int ftruncate(int fd, off_t size) {
+  if (refuse("truncate", is_open_below(fd))) return -1;
+  return REAL(int, ftruncate, int, off_t)(fd, size);
+}
+ALIAS(ftruncate64, ftruncate);
+
+ssize_t write(int fd, const void *data, size_t size) {
+  if (refuse("write", is_open_below(fd))) return -1;
+  return REAL(ssize_t, write, int, const void *, size_t)(fd, data, size);
+}
+
 int openat(int directory, const char *path, int flags, ...) {
   va_list rest;
   va_start(rest, flags);
   mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(rest, mode_t) : 0;
   va_end(rest);
+  if (refuse(flags & O_CREAT ? "create" : "open", is_name_below(directory, path))) return -1;
   if (flags & O_DIRECT && refuse("direct", is_name_below(directory, path))) return -1;
   return REAL(int, openat, int, const char *, int, ...)(directory, path, flags, mode);
 }
@@ -164,6 +191,7 @@ int open(const char *path, int flags, ...) {
 ALIAS(open64, open);
 
 ssize_t pwrite(int fd, const void *data, size_t size, off_t offset) {
+  if (refuse("write", is_open_below(fd))) return -1;
   if (fcntl(fd, F_GETFL) & O_DIRECT && refuse("direct_write", is_open_below(fd))) return -1;
   return REAL(ssize_t, pwrite, int, const void *, size_t, off_t)(fd, data, size, offset);
 }
@@ -183,6 +211,7 @@ int rename(const char *path, const char *name) { return renameat(AT_FDCWD, path,
 // Another host has replaced the index: every fifth read.
 ssize_t read(int fd, void *data, size_t size) {
   static int count;
+  if (refuse("read", is_open_below(fd))) return -1;
   if (find_error("read_stale") > 0) {
     char path[PATH_MAX];
     int is_index = find_path(fd, path) && is_below(path) && strstr(path, "/index.json");

@@ -52,11 +52,13 @@ ls --json
 
 
 def run(order: dict[str, str]) -> list[list[object]]:
-    """Run all verbs, and return their results."""
+    """Run all verbs, and return their results; refuse calls of those after ``first`` only."""
     home = Path(order["home"])
     aimage = Aimage(home, home / "store")
     results = list[list[object]]()
     for line in VERBS:
+        if line == order.get("first", VERBS[0]):
+            os.environ["REFUSE"] = order.get("refuse", "")
         words = [word.format(**order) for word in line.split(" ")]
         done = aimage.attempt(*words)
         results.append([line, done.code, done.out, done.err])
@@ -69,7 +71,7 @@ def main() -> None:
         order = json.loads(line)
         child = os.fork()
         if not child:
-            os.environ["REFUSE"], os.environ["REFUSE_TOP"] = order["refuse"], order["home"]
+            os.environ["REFUSE_TOP"] = order["home"]
             Path(order["answer"]).write_text(json.dumps(run(order)))
             os._exit(0)
         sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")

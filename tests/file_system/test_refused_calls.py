@@ -96,8 +96,10 @@ class Session:
     host: str
     count: int = 0
 
-    def run(self, refusals: str) -> tuple[Path, list[tuple[str, int, str, str]]]:
-        """Run all verbs; return their directory and their results."""
+    def run(
+        self, refusals: str, first: str = VERBS[0]
+    ) -> tuple[Path, list[tuple[str, int, str, str]]]:
+        """Run all verbs, refuse calls from ``first`` on; return their directory and results."""
         self.count += 1
         home = self.directory / str(self.count)
         home.mkdir()
@@ -107,6 +109,7 @@ class Session:
         ]
         order = {
             "refuse": " ".join(numbers),
+            "first": first,
             "home": str(home),
             "host": self.host + f"/{self.count}",
             "model": str(self.model),
@@ -198,6 +201,27 @@ def test_all_verbs_work_on_a_share(check: Callable[[str], None], share: str) -> 
 @pytest.mark.parametrize("refusals", pair())
 def test_all_verbs_work_without_pairs_of_calls(check: Callable[[str], None], refusals: str) -> None:
     check(refusals)
+
+
+# Faults of a disk and of a server; the calls of FAULTY are refused in each verb.
+FAULTY = "flock sync_directory sync_file syncfs chmod link utime rename mkdir unlink truncate"
+FAULTS = [
+    *(f"{call}=EIO" for call in FAULTY.split()),
+    *("create=EIO", "create=EROFS", "create=ENOSPC", "create=EACCES", "create=EMFILE"),
+    *("open=EIO", "open=ESTALE", "open=EACCES", "read=EIO", "read=ESTALE"),
+    *("write=EIO", "write=ENOSPC", "write=EDQUOT", "unlink=EBUSY", "rename=EIO", "flock=ESTALE"),
+]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("first", [VERBS[0], "ls"], ids=["new", "filled"])
+def test_a_fault_is_a_clear_error(session: Session, fault: str, first: str) -> None:
+    _, results = session.run(fault, first)
+    for line, code, out, err in results:
+        assert code in (0, 1, 2, 3, 5, 6), line
+        assert "Traceback" not in err
+        assert not code or "aimage: " in err or '"event": "error"' in err or out, line
 
 
 @pytest.mark.slow

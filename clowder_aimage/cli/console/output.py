@@ -149,15 +149,14 @@ def report_warnings() -> None:
 
 
 def report_limits(stores: Iterable[Path]) -> None:
-    """Let a warning be issued if a file system lacks something; one host alone may be stated."""
+    """Let a warning be issued if a file system lacks something, and the settings be followed."""
     from clowder_aimage.cli.console.store_limit import build_listener
-    from clowder_aimage.config.user_directory import is_single_writer
+    from clowder_aimage.config.user_directory import use_store_settings
     from clowder_aimage.content import file_system
     from clowder_aimage.document.optional_file import warn
-    from clowder_aimage.layout import lock
 
     file_system.ON_LIMIT[:] = [build_listener(stores, warn)]
-    lock.SINGLE_WRITER[:] = [is_single_writer]
+    use_store_settings()
 
 
 def remark(text: str) -> None:

@@ -109,7 +109,7 @@ REMEDIES = {
     "repair_store": "if the copy in the store is damaged: aimage verify --repair",
     "require_tokens": "start the server with --token-file",
     "single_writer": "if this host alone writes it, set AIMAGE_STORE_SINGLE_WRITER=true, or "
-    '"store": {"single_writer": true} in the configuration; reading needs neither',
+    "store.single_writer to true in the configuration; reading needs neither",
     "store_calls": "'aimage df' shows what the file system of the store lacks",
     "store_directory": "choose a directory with --store",
     "store_permissions": "check the permissions of the directory, or choose another with --store",
