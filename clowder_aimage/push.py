@@ -50,6 +50,7 @@ from clowder_aimage.registry import (
     MountHolders,
     MountOrigins,
     Repository,
+    UnlistedReferrerError,
     is_generated,
 )
 
@@ -211,6 +212,35 @@ def _transfer(
     on_event: OnEvent,
 ) -> list[Descriptor]:
     """Copy each source to its target, with one plan for the events; return the roots."""
+    plans = _plan_transfer(source_repository, pairs, recursive)
+    size = sum(plan.size for plan, _ in plans.values())
+    count = sum(len(plan.blobs) for plan, _ in plans.values())
+    if plans:
+        on_event(CopyEvent("plan", plans[pairs[-1][1]][0].root, size, count))
+
+    def on_copy_event(event: CopyEvent) -> None:
+        if event.kind != "plan":
+            on_event(event)
+
+    unlisted: list[UnlistedReferrerError] = []
+    for plan, name in plans.values():
+        try:
+            _copy(source_repository, name, target_repository, connections, on_copy_event, plan)
+        except UnlistedReferrerError as error:
+            # The attached artifact is in the registry: the others are copied, too.
+            unlisted.append(error)
+        except ManifestRefusedError as error:
+            error.hint = "a copy does not rewrite manifests: pull, tag and push it instead"
+            raise
+    if unlisted:
+        raise unlisted[0]
+    return [target_repository.describe_pushed(plans[target][0].root) for _, target in pairs]
+
+
+def _plan_transfer(
+    source_repository: Repository, pairs: Sequence[tuple[Reference, Reference]], recursive: bool
+) -> dict[Digest | Reference, tuple[CopyPlan, Reference]]:
+    """Return the plans and names of the copies, attached artifacts before their subjects."""
     plans: dict[Digest | Reference, tuple[CopyPlan, Reference]] = {}
     for source, target in pairs:
         plan = plan_copy(source_repository, source_repository.resolve(source))
@@ -225,22 +255,7 @@ def _transfer(
                         target.with_digest(root.digest),
                     )
         plans[target] = plan, target
-    size = sum(plan.size for plan, _ in plans.values())
-    count = sum(len(plan.blobs) for plan, _ in plans.values())
-    if plans:
-        on_event(CopyEvent("plan", plans[pairs[-1][1]][0].root, size, count))
-
-    def on_copy_event(event: CopyEvent) -> None:
-        if event.kind != "plan":
-            on_event(event)
-
-    try:
-        for plan, name in plans.values():
-            _copy(source_repository, name, target_repository, connections, on_copy_event, plan)
-    except ManifestRefusedError as error:
-        error.hint = "a copy does not rewrite manifests: pull, tag and push it instead"
-        raise
-    return [target_repository.describe_pushed(plans[target][0].root) for _, target in pairs]
+    return plans
 
 
 def _copy(

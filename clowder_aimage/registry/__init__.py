@@ -5,6 +5,7 @@ from clowder_aimage.registry.credential import login, logout
 from clowder_aimage.registry.host_settings import DialectCache
 from clowder_aimage.registry.listing import is_generated, list_repositories
 from clowder_aimage.registry.mount import MountHolders, MountOrigins
+from clowder_aimage.registry.referrers import UnlistedReferrerError
 from clowder_aimage.registry.repository import Repository
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "MountHolders",
     "MountOrigins",
     "Repository",
+    "UnlistedReferrerError",
     "is_generated",
     "list_repositories",
     "login",

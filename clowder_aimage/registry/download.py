@@ -10,15 +10,22 @@ from urllib3.exceptions import HTTPError
 
 from clowder_aimage.content.chunk import SMALL
 from clowder_aimage.content.verified_reader import RawReader
-from clowder_aimage.errors import RegistryError
 from clowder_aimage.registry.response import (
     RegistryResponse,
     build_response_error,
     build_timeout_error,
 )
-from clowder_aimage.registry.retry import ATTEMPTS, BrokenOffError, retry_call
+from clowder_aimage.registry.retry import (
+    ATTEMPTS,
+    BrokenOffError,
+    IntermediaryError,
+    retry_call,
+)
 
-_RANGE_REFUSALS = frozenset({400, 405, 416, 501})
+# The statuses of a blob as a whole. 203: a proxy may have changed it, which its digest shows.
+_WHOLE = frozenset({200, 203})
+# Other refusals of a range: by the registry, or by storage to which it redirects.
+_RANGE_REFUSALS = frozenset({400, 403, 405, 406, 411, 412, 413, 415, 416, 417, 501})
 # Seconds over which the speed of a connection is measured.
 _WINDOW = 20.0
 # Bytes per second. A slower connection is replaced.
@@ -112,17 +119,24 @@ class BlobReader(RawReader):
         is_range = not (is_small_blob or self.ignores_range)
         response = self._get(offset if is_range else None, self._end)
         if is_range:
-            if response.status_code == 206 and _starts_at(response, offset):
+            if _starts_at(response, offset):
                 self._response = response
                 return
-            self.ignores_range = response.status_code in {200, 206} | _RANGE_REFUSALS
-            if self.ignores_range and response.status_code != 200:
+            is_refused = response.status_code in _RANGE_REFUSALS or response.status_code == 206
+            is_whole = response.status_code in _WHOLE and not self._is_page(response)
+            self.ignores_range = is_refused or is_whole
+            if is_refused:
                 response.close()
                 response = self._get(None, self._end)
-        if response.status_code != 200:
+        is_whole = response.status_code in _WHOLE or _starts_at(response, 0)
+        if not is_whole or self._is_page(response):
             raise build_response_error(response, self._resource)
         self._response = response
         self._skip(offset)
+
+    def _is_page(self, response: RegistryResponse) -> bool:
+        """Return True if a body is text of another size than the blob's."""
+        return response.is_text and response.size != self._size
 
     def _skip(self, offset: int) -> None:
         """Read and discard the beginning of a whole blob."""
@@ -131,7 +145,7 @@ class BlobReader(RawReader):
             count = self._receive(scratch[:offset])
             if not count:
                 self._disconnect()
-                raise RegistryError(f"{self._resource} is shorter than in an earlier response")
+                raise IntermediaryError(f"{self._resource} is shorter than in an earlier response")
             offset -= count
 
     def _release(self) -> None:
@@ -155,4 +169,6 @@ class BlobReader(RawReader):
 def _starts_at(response: RegistryResponse, offset: int) -> bool:
     """Return True if a 206 has the requested range (RFC 9110, 14.4)."""
     text = response.headers.get("Content-Range", "")
-    return text.removeprefix("bytes ").partition("-")[0].strip() == str(offset)
+    return response.status_code == 206 and text.removeprefix("bytes ").partition("-")[
+        0
+    ].strip() == str(offset)

@@ -21,10 +21,10 @@ from clowder_aimage.errors import (
     UsageError,
     VerificationError,
 )
-from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest, Reference, mediatype
+from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.oci.descriptor import MAX_SIZE
 from clowder_aimage.oci.manifest import parse_document
-from clowder_aimage.registry import listing
+from clowder_aimage.registry import listing, referrers
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.download import BlobReader
 from clowder_aimage.registry.manifest_upload import put_manifest
@@ -33,7 +33,8 @@ from clowder_aimage.registry.presence import find_blob, has_manifest
 from clowder_aimage.registry.response import (
     RegistryResponse,
     build_deletion_error,
-    build_response_error,
+    read_document,
+    read_media_type,
 )
 from clowder_aimage.registry.retry import retry_call
 from clowder_aimage.registry.session import ACCEPT, Session
@@ -140,7 +141,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
         if reference.digest is not None:
             self._manifests.pop(content.digest, None)
             if document.subject is not None:
-                listing.forget(self._session, document.subject.digest, content.digest)
+                referrers.forget(self._session, document.subject.digest, content.digest)
         return content
 
     def _request_manifest(
@@ -151,12 +152,10 @@ class Repository(Target, AbstractContextManager["Repository"]):
         return self._session.request("GET", url, headers=headers)
 
     def _resolve(self, reference: Reference, response: RegistryResponse) -> Descriptor:
-        if response.status_code != 200:
-            raise build_response_error(response, f"manifest {reference}")
-        raw = response.read(MAX_MANIFEST_SIZE)
+        raw = read_document(response, f"manifest {reference}")
         header = response.headers.get("Docker-Content-Digest", "")
         digest = _verify_digest(raw, reference, header)
-        document = parse_document(raw, response.headers.get("Content-Type", ""))
+        document = parse_document(raw, read_media_type(response))
         self._manifests[digest] = raw
         return Descriptor(document.media_type, digest, len(raw))
 
@@ -259,7 +258,7 @@ class Repository(Target, AbstractContextManager["Repository"]):
 
     def list_referrers(self, subject: Digest, artifact_type: str = "") -> list[Descriptor]:
         """Return the manifests with ``subject``, of one type if given (end-12)."""
-        return listing.list_referrers(self._session, subject, artifact_type)
+        return referrers.list_referrers(self._session, subject, artifact_type)
 
     def iter_referrers(self, subject: Digest) -> Iterator[tuple[int, Digest, Descriptor]]:
         """Yield level, subject and descriptor of the referrers of ``subject``, and of theirs.
@@ -293,8 +292,14 @@ class Repository(Target, AbstractContextManager["Repository"]):
         if is_tag and stated is not None and stated == Digest.of(raw, stated.algorithm):
             self._stated[content.digest] = stated
         document = parse_document(raw, content.media_type)
-        if document.subject is not None and "OCI-Subject" not in headers:
-            listing.record(self._session, document.subject.digest, content, document)
+        if document.subject is not None:
+            referrers.record(
+                self._session,
+                document.subject.digest,
+                content,
+                document,
+                is_processed="OCI-Subject" in headers,
+            )
 
 
 def _verify_digest(raw: bytes, reference: Reference, header: str) -> Digest:
@@ -307,6 +312,9 @@ def _verify_digest(raw: bytes, reference: Reference, header: str) -> Digest:
     digest = Digest.of(raw, expected.algorithm if expected else "sha256")
     if requested is not None and digest != requested:
         raise VerificationError(f"{reference.name} sent {digest}, expected {requested}")
+    if requested is not None:
+        # The header is a hint.
+        return digest
     if header.startswith(f"{digest.algorithm}:") and header != str(digest):
         raise VerificationError(
             f"{reference.name} sent {digest} with Docker-Content-Digest: {header[:140]}"

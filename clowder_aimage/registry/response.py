@@ -25,7 +25,7 @@ from clowder_aimage.errors import (
     UnauthorizedError,
     VerificationError,
 )
-from clowder_aimage.oci import Reference, read_json
+from clowder_aimage.oci import MAX_MANIFEST_SIZE, Reference, mediatype, read_json
 from clowder_aimage.registry.credential_trace import CredentialTrace
 from clowder_aimage.registry.retry import (
     LONGEST_PAUSE,
@@ -121,6 +121,11 @@ class RegistryResponse:
     def is_page(self) -> bool:
         """True for a web page."""
         return self.headers.get("Content-Type", "").strip().lower().startswith("text/html")
+
+    @property
+    def is_text(self) -> bool:
+        """True for a text, such as a message of a proxy."""
+        return self.headers.get("Content-Type", "").strip().lower().startswith("text/")
 
     @property
     def size(self) -> int | None:
@@ -328,6 +333,33 @@ def _extract_first_line(body: bytes) -> str:
     """Return the first line of text in a body, without the tags of HTML."""
     text = re.sub(r"<[^<>]*>", "", body.decode(errors="replace")).strip()
     return "".join(filter(str.isprintable, text.partition("\n")[0]))[:_MAX_LINE].strip()
+
+
+def read_document(response: RegistryResponse, resource: str) -> bytes:
+    """Read a JSON document, such as a manifest or a list.
+
+    Raises IntermediaryError for other content, and the error of an unexpected status.
+    """
+    # 203: a proxy may have changed it. Digests are compared anyway.
+    if response.status_code not in (200, 203):
+        raise build_response_error(response, resource)
+    raw = response.read(MAX_MANIFEST_SIZE)
+    if raw.lstrip().startswith((b"{", b"[")):
+        return raw
+    line = "" if response.is_redirected else _extract_first_line(raw)
+    page = ResponseFailure(
+        response.host, response.status_code, "", "", "", line=line or "no JSON document"
+    )
+    raise build_failure_error(page, resource)
+
+
+def read_media_type(response: RegistryResponse) -> str:
+    """Return the media type of a manifest or an index; "" if the header has another one.
+
+    It is a hint: documents state their own type.
+    """
+    media_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    return media_type if media_type in mediatype.DOCUMENTS else ""
 
 
 def build_manifest_error(response: RegistryResponse, resource: str) -> AImageError:

@@ -17,13 +17,13 @@ import urllib3
 
 from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.errors import AImageError, RegistryError, UnauthorizedError, VerificationError
-from clowder_aimage.oci import MAX_MANIFEST_SIZE, Digest, Reference, mediatype
+from clowder_aimage.oci import Digest, Reference, mediatype
 from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.client_options import ClientOptions, open_session
 from clowder_aimage.registry.credential_trace import CredentialTrace
 from clowder_aimage.registry.reach import is_same_host
-from clowder_aimage.registry.response import RegistryResponse, build_response_error
+from clowder_aimage.registry.response import RegistryResponse, build_response_error, read_document
 from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, Pause
 from clowder_aimage.registry.transport import Transport, parse_origin
 from clowder_aimage.registry.upload_transport import UploadTransport
@@ -70,6 +70,8 @@ class Session(AbstractContextManager["Session"]):
             own_headers=(self.base, connection.headers),
             on_exchange=self._on_exchange,
         )
+        # None while it is not known.
+        self.has_referrers_api: bool | None = None
         # True if HEAD requests for blobs are refused.
         self.refuses_head = False
         # The most bytes of a request, 0 for any number.
@@ -156,9 +158,7 @@ class Session(AbstractContextManager["Session"]):
     def get(self, url: str, accept: str, resource: str) -> tuple[bytes, RegistryResponse]:
         """Return a document, up to MAX_MANIFEST_SIZE, and its response. Raises AImageError."""
         response = self.request("GET", url, headers={"Accept": accept})
-        if response.status_code != 200:
-            raise build_response_error(response, resource)
-        return response.read(MAX_MANIFEST_SIZE), response
+        return read_document(response, resource), response
 
     def request(
         self,
@@ -368,7 +368,7 @@ class Mirrors:
 
 def _verify_manifest(response: RegistryResponse, target: str) -> RegistryResponse:
     """Read a mirror's manifest, and verify it if ``target`` is a digest."""
-    raw = response.read(MAX_MANIFEST_SIZE)
+    raw = read_document(response, f"manifest {target}")
     if _DIGEST.fullmatch(target):
         digest = Digest.parse(target)
         if Digest.of(raw, digest.algorithm) != digest:

@@ -548,6 +548,7 @@ COVERED = {
             "exporter/family_plan.py",
             "model/weights.py",
             "oci/manifest.py",
+            "registry/referrers.py",
         ),
         "at most 4 MiB of read_json",
     ),

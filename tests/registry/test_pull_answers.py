@@ -15,7 +15,6 @@ import pytest
 from clowder_aimage.content import chunk, copy
 from clowder_aimage.errors import (
     AImageError,
-    ContentError,
     FormatError,
     NetworkError,
     NotFoundError,
@@ -347,12 +346,12 @@ def evil(**fields: Any) -> bytes:
         (evil(mediaType="application/vnd.oci.image.index.v1+json"), FormatError),
         (evil(schemaVersion=1), FormatError),
         (b"[" * 100_000, FormatError),
-        (b"", FormatError),
+        (b"", RegistryError),
         (b" " * (4 * 1024 * 1024 + 1), VerificationError),
     ],
 )
 def test_an_invalid_manifest_is_refused(
-    manifest: bytes, error: type[ContentError], tmp_path: Path
+    manifest: bytes, error: type[AImageError], tmp_path: Path
 ) -> None:
     with pytest.raises(error):
         pull(serving(manifest, BLOBS), tmp_path)

@@ -29,7 +29,7 @@ from clowder_aimage.layout.metadata import find_weight_type
 from clowder_aimage.layout.stored_aimage import interpret, read_manifest
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
 from clowder_aimage.registry import Repository
-from clowder_aimage.registry.listing import build_tag
+from clowder_aimage.registry.referrers import build_tag
 from clowder_aimage.usage import NameUsage, measure_disk_usage, measure_usage
 
 # Seconds for which a report of an unchanged store is repeated at least
