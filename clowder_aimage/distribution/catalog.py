@@ -214,7 +214,10 @@ class Catalog:
         needed = set[Digest]()
         for root in self.list_manifests(repository).values():
             for content in self._walk(root):
-                needed |= digests & ({content.digest} | self._children.get(content))
+                needed |= digests & {content.digest}
+                needed |= digests & self._children.get(content)
+            if len(needed) == len(digests):
+                break
         return needed
 
     def _walk(self, root: Descriptor) -> Iterator[Descriptor]:

@@ -23,7 +23,7 @@ from clowder_aimage.distribution.served_blobs import ServedBlobs, ServedLeases
 from clowder_aimage.distribution.upload_session import EXPIRY, UploadSessions
 from clowder_aimage.engine.endpoint import Endpoint
 from clowder_aimage.engine.executor import run_locking
-from clowder_aimage.errors import StoreBusyError, UsageError
+from clowder_aimage.errors import AImageError, StoreBusyError, UsageError
 from clowder_aimage.http.access import check_site
 from clowder_aimage.http.api_error import OCI
 from clowder_aimage.http.background import run_in_background
@@ -63,6 +63,7 @@ class RegistryRole(Role):
         self.metrics = RegistryMetrics(self._uploads.__len__)
         self._leases = ServedLeases(layout, time.monotonic)
         catalog = Catalog(layout, upstream.name if upstream else "")
+        self._records = catalog.records
         blobs = ServedBlobs(layout, catalog, self._leases, shares_all=upstream is not None)
         self._cache = PullThroughCache(layout, catalog, blobs, upstream) if upstream else None
         self._catalog = CatalogRoutes(catalog, self._cache)
@@ -108,6 +109,9 @@ class RegistryRole(Role):
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Expire idle uploads and old leases while running, and end all of them on exit."""
+        # A store that cannot be written is served without records
+        with contextlib.suppress(AImageError):
+            await run_locking(self._records.begin)
         try:
             async with run_in_background(self._expire()):
                 yield

@@ -65,6 +65,7 @@ from clowder_aimage.layout.lock import (
     translate_store_errors,
 )
 from clowder_aimage.layout.metadata import MetadataFiles, remember
+from clowder_aimage.layout.repository_record import RepositoryRecords
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype, parse_document
 
 # The private directory of manifests that lost a name, with the time.
@@ -238,12 +239,21 @@ class ImageLayout(ContentStore):
                 return sanitize_time(os.lstat(path).st_mtime, time.time())
         return 0.0
 
-    def _record_unnamed(self, digests: Iterable[Digest]) -> None:
-        """Record that manifests lost a name: collections need no grace for their older blobs."""
-        # If that fails, the blobs keep their grace.
-        with contextlib.suppress(OSError, AImageError):
-            for digest in digests:
+    def _record_unnamed(self, entries: Iterable[Any]) -> None:
+        """Record that manifests lost a name: collections need no grace for their older blobs.
+
+        A registry serves those that lost a tag until then.
+        """
+        records = RepositoryRecords(self.root)
+        for entry in entries:
+            # If that fails, the blobs keep their grace, and clients resolve the tag again.
+            with contextlib.suppress(OSError, AImageError):
+                digest = Digest.parse(entry.get("digest"))
                 touch(make_directory(self.root, PRIVATE, UNNAMED) / digest.encoded)
+                reference = Reference.parse(get_name(entry))
+                if reference.tag:
+                    descriptor = Descriptor.from_json(entry, "index.json")
+                    records.add_dropped(reference.name, descriptor)
 
     def pin(self, name: str, value: dict[str, Any] | None = None) -> None:
         """Pin a name; ``value`` states why. Raises StoreError or NoSpaceError."""
@@ -416,7 +426,7 @@ class ImageLayout(ContentStore):
             with contextlib.suppress(AImageError):
                 self._names.restore(name, before)
             raise
-        self._record_unnamed(_parse_digests(moved) - {content.digest})
+        self._record_unnamed(old for old in moved if old.get("digest") != str(content.digest))
         self.use(content)
         if isinstance(document, Manifest):
             # Other artifacts have no summary.
@@ -486,17 +496,8 @@ class ImageLayout(ContentStore):
                 for name, record in removed.items():
                     self._names.restore(name, record)
             raise
-        self._record_unnamed(_parse_digests(removed_entries))
+        self._record_unnamed(removed_entries)
         return {get_name(entry) for entry in removed_entries}
-
-
-def _parse_digests(entries: Iterable[Any]) -> set[Digest]:
-    """Return the valid digests of entries."""
-    digests = set()
-    for entry in entries:
-        with contextlib.suppress(AImageError):
-            digests.add(Digest.parse(entry.get("digest")))
-    return digests
 
 
 def _is_entry_of(entry: Any, names: Mapping[str, Digest]) -> bool:

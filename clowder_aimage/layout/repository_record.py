@@ -1,4 +1,4 @@
-"""Records of repositories: the blobs that each has, and its manifests that lost a name.
+"""Records of repositories: the blobs that each has, and its manifests that lost a tag.
 
 The repositories of a registry share the blobs of its store. ``.aimage/repositories`` has a
 directory for each repository that was written to. Each record is a separate file, created and
@@ -7,8 +7,9 @@ partial record.
 
 - ``name``: the name of the repository, once it has had a manifest.
 - ``blobs/``: an empty file for each blob that was uploaded or mounted, and not deleted since.
-- ``untagged/``: the descriptor of each manifest that lost a name; the time of the file is that of
-  the loss.
+- ``untagged/``: the descriptor of each manifest that lost a tag over the API. Collections keep it
+  for the grace after the time of the file.
+- ``dropped/``: the same for commands, without a grace.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from clowder_aimage.layout.lock import (
 from clowder_aimage.layout.metadata import build_file_name, write_shared
 from clowder_aimage.oci import Descriptor, Digest, read_json
 
-_KIND, _NAME, _BLOBS, _UNTAGGED = "repositories", "name", "blobs", "untagged"
+_KIND, _NAME, _BLOBS = "repositories", "name", "blobs"
+_UNTAGGED, _DROPPED = "untagged", "dropped"
 # Bytes of a record: a descriptor, or a name
 _MAX_SIZE = 64 * 1024
 
@@ -44,6 +46,12 @@ class RepositoryRecords:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._directory = os.path.join(root, PRIVATE, _KIND)
+
+    def begin(self) -> None:
+        """Begin the records of a store that a registry serves; a missing store stays so."""
+        if self._root.is_dir():
+            with translate_store_errors(self._root):
+                make_directory(self._root, PRIVATE, _KIND)
 
     def list_repositories(self) -> list[str]:
         """Return the repositories that have or had a manifest."""
@@ -82,27 +90,39 @@ class RepositoryRecords:
         self._remove(self._locate(repository, _BLOBS, digest))
 
     def add_untagged(self, repository: str, manifest: Descriptor) -> None:
-        """Record that a manifest loses a name now, durably: call this before it does."""
-        path = self._locate(repository, _UNTAGGED, manifest.digest)
-        # Without the annotations of its entry in index.json, which have the name
-        content = Descriptor(manifest.media_type, manifest.digest, manifest.size)
-        self._write(path, json.dumps(content.to_json()).encode())
+        """Record that a manifest loses a tag now, durably: call this before it does."""
+        self._add_manifest(repository, _UNTAGGED, manifest)
+
+    def add_dropped(self, repository: str, manifest: Descriptor) -> None:
+        """Record that a command removed a tag, if a registry serves the store or did so."""
+        untagged = self._locate(repository, _UNTAGGED, manifest.digest)
+        if os.path.isdir(self._directory) and not os.path.exists(untagged):
+            self.add_repository(repository)
+            self._add_manifest(repository, _DROPPED, manifest)
 
     def list_untagged(self, repository: str) -> list[Descriptor]:
-        """Return the manifests that lost a name; a collection may have removed them."""
+        """Return the manifests that lost a tag; a collection may have removed them."""
         manifests = []
-        for path in _list_paths(self._locate(repository, _UNTAGGED)):
-            if (raw := self._read(path)) is not None:
-                with contextlib.suppress(AImageError):
-                    manifests.append(Descriptor.from_json(read_json(raw, path), path))
+        for kind in (_UNTAGGED, _DROPPED):
+            for path in _list_paths(self._locate(repository, kind)):
+                if (raw := self._read(path)) is not None:
+                    with contextlib.suppress(AImageError):
+                        manifests.append(Descriptor.from_json(read_json(raw, path), path))
         return manifests
 
     def remove_untagged(self, repository: str, digest: Digest) -> None:
-        """Remove the record of a manifest, durably."""
-        self._remove(self._locate(repository, _UNTAGGED, digest))
+        """Remove the records of a manifest, durably."""
+        for kind in (_UNTAGGED, _DROPPED):
+            self._remove(self._locate(repository, kind, digest))
+
+    def _add_manifest(self, repository: str, kind: str, manifest: Descriptor) -> None:
+        # Without the annotations of its entry in index.json, which have the name
+        content = Descriptor(manifest.media_type, manifest.digest, manifest.size)
+        path = self._locate(repository, kind, manifest.digest)
+        self._write(path, json.dumps(content.to_json()).encode())
 
     def find_recent(self, earliest: float, current: float) -> set[Digest]:
-        """Return the manifests of all repositories that lost a name after ``earliest``."""
+        """Return the manifests that lost a tag over the API after ``earliest``."""
         digests = set()
         for path in self._list_records(_UNTAGGED):
             with contextlib.suppress(FileNotFoundError, AImageError):
@@ -113,14 +133,15 @@ class RepositoryRecords:
     def prune(self, is_stored: Callable[[Digest], bool]) -> None:
         """Remove the records of content that is not stored. Hold the collection lock."""
         check_own(self._root, _KIND)
-        for path in [*self._list_records(_BLOBS), *self._list_records(_UNTAGGED)]:
+        for path in self._list_records(_BLOBS, _UNTAGGED, _DROPPED):
             with contextlib.suppress(OSError, AImageError):
                 if not is_stored(_parse_record_name(path)):
                     os.unlink(path)
 
-    def _list_records(self, kind: str) -> Iterator[str]:
+    def _list_records(self, *kinds: str) -> Iterator[str]:
         for directory in _list_paths(self._directory):
-            yield from _list_paths(os.path.join(directory, kind))
+            for kind in kinds:
+                yield from _list_paths(os.path.join(directory, kind))
 
     def _locate(self, repository: str, kind: str, digest: Digest | None = None) -> str:
         path = os.path.join(self._directory, build_file_name(repository), kind)

@@ -13,6 +13,7 @@ import requests
 
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
+from clowder_aimage.oci import Reference
 from tests.distribution.served import (
     OCI_INDEX,
     OCI_MANIFEST,
@@ -136,6 +137,25 @@ MANIFESTS = {
         push a FIRST v1; push a SECOND v1; PUT a manifests LIST 201 all; GET a manifests LIST 200
     """,
 }
+# Commands in the same store: "tag" and "rm"
+COMMANDS = {
+    "a command moves a tag": """
+        push a FIRST v1; push a SECOND v2; tag v2 a v1; GET a manifests v1 200
+        GET a manifests FIRST 200; GET a blobs OLD 200; restart; GET a manifests FIRST 200
+    """,
+    "a command removes a name": """
+        push a FIRST v1; rm a v1; tags a; GET a manifests FIRST 200; GET a blobs OLD 200
+        DELETE a manifests FIRST 202; GET a manifests FIRST 404
+    """,
+    "a command removes the last name of its own": """
+        push a FIRST v1; tag v1 a own:v1; restart; rm own v1; tags own; catalog a own
+        GET own manifests FIRST 200; rm a v1; collect; GET own manifests FIRST 404; catalog a own
+    """,
+    "content that a command removed has no grace": """
+        push a FIRST v1; push a SECOND v2; DELETE a manifests v2 202; rm a v1; collect
+        GET a manifests FIRST 404; GET a manifests SECOND 200; GET a blobs NEW 200
+    """,
+}
 LISTS = {
     "a repository that never was": "tags a 404; catalog",
     "a repository with a blob only": "upload a OLD; tags a 404; catalog",
@@ -154,7 +174,7 @@ LISTS = {
         catalog a b
     """,
 }
-SITUATIONS = BLOBS | MANIFESTS | LISTS
+SITUATIONS = BLOBS | MANIFESTS | COMMANDS | LISTS
 
 
 class Session:
@@ -178,6 +198,8 @@ class Session:
             "tags": self._tags,
             "catalog": self._catalog,
             "restart": self._restart,
+            "tag": self._tag,
+            "rm": self._remove,
             "collect": self._collect,
             "collect-all": self._collect_all,
         }
@@ -235,8 +257,17 @@ class Session:
         self.close()
         self._begin()
 
+    def _tag(self, tag: str, repository: str, into: str) -> None:
+        layout = ImageLayout(self._root)
+        content = layout.resolve(Reference(None, repository, tag))
+        layout.tag(content, Reference.parse(into if ":" in into else f"{repository}:{into}"))
+
+    def _remove(self, repository: str, tag: str) -> None:
+        ImageLayout(self._root).untag(Reference(None, repository, tag))
+
     def _collect(self) -> None:
-        """Collect as after an upload's leases have ended."""
+        """Collect after the leases of the server have ended."""
+        self._restart()
         Collector(ImageLayout(self._root)).run()
 
     def _collect_all(self) -> None:

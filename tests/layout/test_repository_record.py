@@ -111,6 +111,26 @@ def test_an_untagged_manifest_has_the_grace_after_the_loss(
     assert bool(records.list_untagged("a")) is is_kept
 
 
+def test_commands_record_nothing_in_a_store_that_no_registry_serves(tmp_path: Path) -> None:
+    layout, records = ImageLayout(tmp_path), RepositoryRecords(tmp_path)
+    put_artifact(layout, "a:v1", b"layer")
+    layout.untag(Reference.parse("a:v1"))
+    assert not (tmp_path / ".aimage/repositories").exists()
+    put_artifact(layout, "a:v1", b"layer")
+    records.begin()
+    for _ in range(2):
+        moved = put_artifact(layout, "a:v1", b"another")
+    assert len(records.list_untagged("a")) == 1
+    layout.untag(Reference.parse("a:v1"))
+    assert moved.digest in {each.digest for each in records.list_untagged("a")}
+    assert records.list_repositories() == ["a"]
+
+
+def test_records_of_a_missing_store_do_not_create_it(tmp_path: Path) -> None:
+    RepositoryRecords(tmp_path / "store").begin()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_collections_remove_records_of_missing_blobs(tmp_path: Path) -> None:
     layout, records = ImageLayout(tmp_path), RepositoryRecords(tmp_path)
     made = put_artifact(layout, "a:v1", b"layer")
