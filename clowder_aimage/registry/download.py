@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import time
 from collections.abc import Callable
 
@@ -21,6 +22,7 @@ from clowder_aimage.registry.retry import (
     IntermediaryError,
     retry_call,
 )
+from clowder_aimage.registry.trace import parse_body_size
 
 # The statuses of a blob as a whole. 203: a proxy may have changed it, which its digest shows.
 _WHOLE = frozenset({200, 203})
@@ -39,8 +41,8 @@ class BlobReader(RawReader):
 
     If the connection breaks, stalls or is too slow, the remaining bytes are requested on a new one,
     up to ATTEMPTS times in a row. If a server ignores or refuses ranges, or sends a different one,
-    the blob is read from its beginning, and ``ignores_range`` is set. The bytes are not verified
-    here.
+    the blob is read from its beginning, and ``ignores_range`` is set; so it is for a range of a
+    body that a proxy compressed, and such a body is decompressed. The bytes are not verified here.
     """
 
     def __init__(self, get: BlobRequest, resource: str, offset: int, end: int, size: int) -> None:
@@ -119,7 +121,7 @@ class BlobReader(RawReader):
         is_range = not (is_small_blob or self.ignores_range)
         response = self._get(offset if is_range else None, self._end)
         if is_range:
-            if _starts_at(response, offset):
+            if self._is_range_of_blob(response, offset):
                 self._response = response
                 return
             is_refused = response.status_code in _RANGE_REFUSALS or response.status_code == 206
@@ -131,12 +133,27 @@ class BlobReader(RawReader):
         is_whole = response.status_code in _WHOLE or _starts_at(response, 0)
         if not is_whole or self._is_page(response):
             raise build_response_error(response, self._resource)
+        # The same label on the whole blob
+        if parse_body_size(response.headers) != self._size:
+            response.decode()
         self._response = response
         self._skip(offset)
 
     def _is_page(self, response: RegistryResponse) -> bool:
         """Return True if a body is text of another size than the blob's."""
+        if response.coding:
+            return response.is_page
         return response.is_text and response.size != self._size
+
+    def _is_range_of_blob(self, response: RegistryResponse, offset: int) -> bool:
+        """Return True if a 206 has the blob's bytes from ``offset``, rather than compressed ones.
+
+        Some servers label blobs that are compressed files: then the sizes are those of the blob.
+        """
+        if not response.coding:
+            return _starts_at(response, offset)
+        is_whole = parse_body_size(response.headers) == self._end - offset
+        return is_whole and _starts_at(response, offset) and _find_total(response) == self._size
 
     def _skip(self, offset: int) -> None:
         """Read and discard the beginning of a whole blob."""
@@ -168,7 +185,12 @@ class BlobReader(RawReader):
 
 def _starts_at(response: RegistryResponse, offset: int) -> bool:
     """Return True if a 206 has the requested range (RFC 9110, 14.4)."""
-    text = response.headers.get("Content-Range", "")
-    return response.status_code == 206 and text.removeprefix("bytes ").partition("-")[
-        0
-    ].strip() == str(offset)
+    text = response.headers.get("Content-Range", "").strip().lower()
+    start = text.removeprefix("bytes").partition("-")[0].strip()
+    return response.status_code == 206 and start == str(offset)
+
+
+def _find_total(response: RegistryResponse) -> int | None:
+    """Return the size of the whole in the Content-Range of a 206, if it is stated."""
+    total = response.headers.get("Content-Range", "").rpartition("/")[2].strip()
+    return int(total) if re.fullmatch(r"[0-9]{1,18}", total) else None

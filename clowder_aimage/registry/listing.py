@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
-import requests.utils
-
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError
 from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.registry.client_options import ClientOptions
+from clowder_aimage.registry.link_header import find_link
 from clowder_aimage.registry.response import RegistryResponse, read_media_type
 from clowder_aimage.registry.retry import retry_call
 from clowder_aimage.registry.session import Session
@@ -99,8 +98,7 @@ def iter_pages(
 
 def _find_next_url(session: Session, response: RegistryResponse, resource: str) -> str | None:
     """Return the URL of the next page, within the registry's origin. Raises RegistryError."""
-    links = requests.utils.parse_header_links(response.headers.get("Link", ""))
-    link = next((candidate["url"] for candidate in links if candidate.get("rel") == "next"), "")
+    link = find_link(response.headers.get("Link", ""), "next")
     # The link may be malformed, or without TLS.
     with contextlib.suppress(RegistryError):
         url = session.join(link, response.url)

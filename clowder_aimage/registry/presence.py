@@ -104,4 +104,5 @@ def _read_presence(response: RegistryResponse, resource: str) -> Presence:
         return Presence(True, response.size)
     # 416 is the response for an empty blob.
     total = re.search(r"/([0-9]{1,18})$", response.headers.get("Content-Range", "").strip())
-    return Presence(True, int(total[1]) if total else None)
+    is_known = total is not None and not response.coding
+    return Presence(True, int(total[1]) if total and is_known else None)

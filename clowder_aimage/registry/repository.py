@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -106,12 +107,11 @@ class Repository(Target, AbstractContextManager["Repository"]):
             partial(self._session.request, "HEAD", url, headers={"Accept": ACCEPT})
         )
         response.finish()
-        headers = response.headers
-        with contextlib.suppress(FormatError, ValueError):
-            digest = Digest.parse(headers.get("Docker-Content-Digest", ""))
-            size, media_type = int(headers.get("Content-Length", "")), headers.get("Content-Type")
+        size, media_type = response.size, response.media_type
+        with contextlib.suppress(FormatError):
+            digest = Digest.parse(response.headers.get("Docker-Content-Digest", ""))
             is_known = media_type in mediatype.DOCUMENTS and reference.digest in (None, digest)
-            if response.status_code == 200 and media_type and is_known:
+            if response.status_code == 200 and size is not None and is_known:
                 return Descriptor(media_type, digest, size)
         return self.resolve(reference)
 
@@ -201,7 +201,11 @@ class Repository(Target, AbstractContextManager["Repository"]):
             # A mirror that breaks off repeatedly is not asked again.
             if next(sent) > _MAX_REQUESTS:
                 self._session.mirrors.avoid(content.digest)
-            return self._session.request("GET", url, headers=headers, read_timeout=STALL)
+            response = self._session.request("GET", url, headers=headers, read_timeout=STALL)
+            if response.status_code == 404 and content.extra.get("urls"):
+                response.finish()
+                raise _build_foreign_error(content, self._name)
+            return response
 
         resource = f"blob {content.digest} of {self._name}"
         reader = BlobReader(get, resource, offset, end, content.size)
@@ -300,6 +304,20 @@ class Repository(Target, AbstractContextManager["Repository"]):
                 document,
                 is_processed="OCI-Subject" in headers,
             )
+
+
+def _build_foreign_error(layer: Descriptor, name: str) -> NotFoundError:
+    """Return the error for a layer whose bytes the registry does not have (image-spec, "urls")."""
+    urls = layer.extra["urls"]
+    url = str(urls[0] if isinstance(urls, list) else urls)
+    host = re.match(r"https?://(?:[^/?#]*@)?([A-Za-z0-9.:-]{1,100})", url)
+    place = f"at {host[1]}" if host else "elsewhere"
+    return NotFoundError(
+        f"layer {layer.digest} of {name} is stored {place}, not in the registry, and is not "
+        "fetched from there",
+        hint="the addresses of foreign layers are not followed; use a copy of the artifact that "
+        "has all its layers in the registry",
+    )
 
 
 def _verify_digest(raw: bytes, reference: Reference, header: str) -> Digest:

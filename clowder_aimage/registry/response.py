@@ -26,6 +26,7 @@ from clowder_aimage.errors import (
     VerificationError,
 )
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Reference, mediatype, read_json
+from clowder_aimage.registry.content_coding import BodyDecoder, is_supported, parse_coding
 from clowder_aimage.registry.credential_trace import CredentialTrace
 from clowder_aimage.registry.retry import (
     LONGEST_PAUSE,
@@ -106,6 +107,7 @@ class RegistryResponse:
     is_redirected: bool = False
     method: str = "GET"
     credentials: CredentialTrace | None = None
+    decoder: BodyDecoder | None = None
 
     @property
     def host(self) -> str:
@@ -120,39 +122,60 @@ class RegistryResponse:
     @property
     def is_page(self) -> bool:
         """True for a web page."""
-        return self.headers.get("Content-Type", "").strip().lower().startswith("text/html")
+        return self.media_type == "text/html"
+
+    @property
+    def media_type(self) -> str:
+        """The type of the body without parameters, in lower case (RFC 9110, 8.3.1)."""
+        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+
+    @property
+    def coding(self) -> str:
+        """The compression of the body; an empty text for none."""
+        return parse_coding(self.headers)
 
     @property
     def is_text(self) -> bool:
         """True for a text, such as a message of a proxy."""
-        return self.headers.get("Content-Type", "").strip().lower().startswith("text/")
+        return self.media_type.startswith("text/")
 
     @property
     def size(self) -> int | None:
-        """The size of the body, as declared."""
-        return parse_body_size(self.headers)
+        """The size of the content, as declared; None if the body is compressed."""
+        return None if self.coding else parse_body_size(self.headers)
+
+    def decode(self) -> None:
+        """Let the body be read decompressed, if it is compressed. Raises VerificationError."""
+        coding = self.coding
+        if coding and not is_supported(coding):
+            self.close()
+            raise VerificationError(
+                f"{self.host} sent an unexpected {coding[:20]} body",
+                hint="no request accepts compressed bodies: a proxy in front of the registry "
+                "should not compress them",
+            )
+        if coding and self.decoder is None:
+            self.decoder = BodyDecoder(self._receive)
 
     def read(self, limit: int, rate: int = RATE) -> bytes:
         """Read the whole body, at most ``limit`` bytes, and close.
 
         The time for it is the connection's timeout and the time for ``limit`` bytes at ``rate``.
-        Raises BrokenOffError, NetworkError if it takes longer, OversizeError if it is larger, or
-        VerificationError if it is compressed: no request accepts that, and it could unpack to any
-        size.
+        A compressed body is decompressed. Raises BrokenOffError, NetworkError if it takes longer,
+        OversizeError if it is larger, or VerificationError for an unknown compression.
         """
         try:
-            encoding = self.headers.get("Content-Encoding", "identity").strip().lower()
-            if encoding != "identity":
-                raise VerificationError(f"{self.host} sent an unexpected {encoding[:20]} body")
+            self.decode()
+            source = BodyDecoder(self.raw.read) if self.coding else self.raw
             data, body = bytearray(), self._body
             if isinstance(body, TimedResponse):
                 body.allow(body.timeout + limit / rate)
-            while block := self.raw.read(min(limit + 1 - len(data), 1 << 16)):
+            while block := source.read(min(limit + 1 - len(data), 1 << 16)):
                 data += block
                 if len(data) > limit:
                     raise OversizeError(f"the response of {self.host} exceeds {limit} bytes")
             return bytes(data)
-        except (OSError, HTTPError) as error:
+        except (OSError, HTTPError, ValueError) as error:
             if is_overdue(error):
                 raise build_timeout_error(self.host) from error
             message = f"the response of {self.host} ended early{_describe_ending(error)}"
@@ -163,9 +186,20 @@ class RegistryResponse:
     def readinto(self, view: memoryview) -> int:
         """Read from the socket into ``view``, avoiding the copy in urllib3's own method.
 
-        After the connection's timeout, return the bytes that arrived. Raises OSError, ValueError,
-        HTTPError or http.client.HTTPException.
+        After the connection's timeout, return the bytes that arrived; after ``decode``, they are
+        decompressed. Raises OSError, ValueError, HTTPError or http.client.HTTPException.
         """
+        if self.decoder is None:
+            return self._receive_into(view)
+        data = self.decoder.read(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def _receive(self, size: int) -> bytes:
+        buffer = bytearray(size)
+        return bytes(buffer[: self._receive_into(memoryview(buffer))])
+
+    def _receive_into(self, view: memoryview) -> int:
         body = self._body
         if isinstance(body, TimedResponse):
             view = view[:_CHUNKED] if body.chunked else view
@@ -358,7 +392,7 @@ def read_media_type(response: RegistryResponse) -> str:
 
     It is a hint: documents state their own type.
     """
-    media_type = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    media_type = response.media_type
     return media_type if media_type in mediatype.DOCUMENTS else ""
 
 

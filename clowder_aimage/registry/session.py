@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import urllib3
+from urllib3 import HTTPHeaderDict
 
 from clowder_aimage.content.parallel import ParallelStoppedError
 from clowder_aimage.errors import AImageError, RegistryError, UnauthorizedError, VerificationError
@@ -373,8 +374,13 @@ def _verify_manifest(response: RegistryResponse, target: str) -> RegistryRespons
         digest = Digest.parse(target)
         if Digest.of(raw, digest.algorithm) != digest:
             raise VerificationError(f"a mirror sent wrong content for {target}")
-    body = urllib3.HTTPResponse(io.BytesIO(raw), headers=response.headers, preload_content=False)
-    return replace(response, raw=body)
+    body = urllib3.HTTPResponse(io.BytesIO(raw), preload_content=False)
+    headers = {
+        name: value
+        for name, value in response.headers.items()
+        if name.lower() != "content-encoding"
+    }
+    return replace(response, raw=body, headers=HTTPHeaderDict(headers), decoder=None)
 
 
 def _open_mirrors(reference: Reference, connection: ClientOptions) -> Mirrors:

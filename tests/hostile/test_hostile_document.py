@@ -180,11 +180,13 @@ def test_another_content_type_is_refused(world: World, kind: str) -> None:
         assert len(registry.seen) == 1
 
 
-@pytest.mark.parametrize("coding", ["gzip", "x"])
-def test_a_compressed_answer_is_refused(world: World, coding: str) -> None:
+@pytest.mark.parametrize("coding", ["x", "gzip"])
+def test_an_answer_of_an_unknown_or_endless_compression_is_refused(
+    world: World, coding: str
+) -> None:
     def script(seen: Any) -> Answer:
         headers = {"Content-Type": mediatype.OCI_MANIFEST, "Content-Encoding": coding}
-        return Answer(200, headers, gzip.compress(RAW))
+        return Answer(200, headers, gzip.compress(bytes(1 << 25)))
 
     with ScriptedRegistry(script).running() as registry:
         for verb in ("pull", "tags", "referrers"):
