@@ -198,15 +198,22 @@ def read_client_options(*, ca_file: str | Path | None = None, **options: Any) ->
     from clowder_aimage.registry import ClientOptions
     from clowder_aimage.registry.host_settings import read_settings
 
-    realms = os.environ.get("AIMAGE_TRUSTED_REALMS", "").lower().split(",")
     registries, default = read_settings(find_config_file(), is_optional=not _names_config_file())
     return ClientOptions(
         **{**_list_credential_paths(), "user_agent": f"aimage/{__version__}", **options},
         ca_file=None if ca_file is None else Path(ca_file),
-        trusted_realms=frozenset(realm.strip() for realm in realms if realm.strip()),
+        trusted_realms=_parse_realms(os.environ.get("AIMAGE_TRUSTED_REALMS", "")),
         registries=registries,
         default_registry=default,
     )
+
+
+def _parse_realms(text: str) -> frozenset[str]:
+    """Parse a list of hosts; each may also have a scheme, a port and a path, as in a challenge."""
+    names = (
+        realm.strip().lower().rpartition("://")[2].partition("/")[0] for realm in text.split(",")
+    )
+    return frozenset(re.sub(r":[0-9]+$", "", name) for name in names if name)
 
 
 def _resolve_platform_directory(variable: str, usual: str, name: str) -> Path | None:

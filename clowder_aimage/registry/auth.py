@@ -114,6 +114,8 @@ class Authenticator:
         self._sources = [] if self._credential else list(_read_sources(connection, self.trace))
         # The challenge of /v2/, once it was requested.
         self._registry_challenge: _Challenge | None = None
+        # True if offered credentials were refused.
+        self._is_withdrawn = False
 
     def get_header(self, actions: str) -> str | None:
         """Return the header for ``actions`` (``pull,push``), renewed if it has expired, or None."""
@@ -139,32 +141,41 @@ class Authenticator:
                 parsed = current.challenge
             return self._answer(actions, parsed, refused).header
 
-    def offer(self, actions: str, request_challenge: Callable[[], str | None]) -> str | None:
+    def offer(self, actions: str, request_challenge: Callable[[], str]) -> str | None:
         """Return a header that the registry did not ask for, or None without credentials.
 
         Many registries answer a request without credentials as if a private repository did not
-        exist. ``request_challenge`` returns the challenge of ``/v2/``, or None if that is unknown.
-        Raises UnauthorizedError.
+        exist. ``request_challenge`` returns the challenge of ``/v2/``, or an empty one. Raises
+        UnauthorizedError.
         """
         with self._lock:
             current = self._headers.get(actions)
             if current is not None:
                 return current.header
-            if not self._may_have_credential():
+            if self._is_withdrawn or not self._may_have_credential():
                 return None
             if self._registry_challenge is None:
-                text = request_challenge()
                 # Its scope is another's: ghcr.io has that of an example.
-                challenge = replace(_Challenge.parse(text or ""), scope=None)
-                self._registry_challenge = None if text is None else challenge
-            else:
-                challenge = self._registry_challenge
-            if challenge.scheme not in ("basic", "bearer"):
+                challenge = replace(_Challenge.parse(request_challenge()), scope=None)
+                self._registry_challenge = challenge
+            if not self._registry_challenge.scheme:
                 place = OPTIONS if self.is_explicit else "the stored credentials"
                 self.trace.add(place, f"not sent, since {self._registry} did not ask for them")
                 return None
-            credential = self._find_credential()
-            return None if credential.is_empty else self._answer(actions, challenge).header
+            if self._find_credential().is_empty:
+                return None
+            # If this fails, it is not tried for each request.
+            self._is_withdrawn = not self.is_explicit
+            header = self._answer(actions, self._registry_challenge).header
+            self._is_withdrawn = False
+            return header
+
+    def withdraw(self, actions: str) -> None:
+        """Make no more requests with the header of ``offer``: the registry answered 401 to it."""
+        self.record_refusal(actions)
+        with self._lock:
+            self._is_withdrawn = True
+            self._headers.pop(actions, None)
 
     def _may_have_credential(self) -> bool:
         """Return True unless it is clear without running a helper that there are none."""

@@ -105,7 +105,8 @@ def parse_scope(key: str) -> str | None:
     """Return the host, or host and path, of a key of ``auths``; None for other tokens.
 
     A key with a scheme, or one that ends in an API version, is docker's and names a host; any other
-    path is in the containers format. The names of Docker Hub become docker.io. Docker Desktop
+    path is in the containers format. The names of Docker Hub become docker.io, and the port of
+    HTTPS is left out. Docker Desktop
     stores tokens of Docker Hub that are not passwords below the host's key.
     """
     scheme, separator, location = key.rpartition("://")
@@ -115,6 +116,7 @@ def parse_scope(key: str) -> str | None:
         return None
     if (separator and scheme) or path in ("v1", "v2"):
         path = ""
+    host = host.lower().removesuffix(":443")
     host = "docker.io" if host in DOCKER_HUB else host
     return f"{host}/{path}" if path else host
 
@@ -248,7 +250,7 @@ def read_source(path: Path, trace: CredentialTrace) -> AuthSource:
     config: Mapping[str, Any] = {}
     try:
         config = _parse_config(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         # After a change of users nobody expects the files of the other one.

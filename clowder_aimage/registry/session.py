@@ -25,7 +25,7 @@ from clowder_aimage.registry.client_options import ClientOptions, open_session
 from clowder_aimage.registry.credential_trace import CredentialTrace
 from clowder_aimage.registry.reach import is_same_host
 from clowder_aimage.registry.response import RegistryResponse, build_response_error, read_document
-from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, Pause
+from clowder_aimage.registry.retry import BrokenOffError, Pause
 from clowder_aimage.registry.transport import Transport, parse_origin
 from clowder_aimage.registry.upload_transport import UploadTransport
 
@@ -203,16 +203,21 @@ class Session(AbstractContextManager["Session"]):
         renewed = self._answer(response, actions, header)
         if renewed is None:
             return self._record(response, actions)
-        response.finish()
         sent["Authorization"] = renewed
         if body is not None and not isinstance(body, bytes):
+            response.finish()
             raise CredentialsExpiredError(
                 f"{self._registry} rejected the credentials during an upload",
                 remedy="login",
                 registry=self._registry,
             )
-        response = self._send(self._transport, method, url, sent, body, read_timeout)
-        return self._record(response, actions)
+        repeated = self._send(self._transport, method, url, sent, body, read_timeout)
+        if repeated.status_code == 401 != response.status_code and not self._auth.is_explicit:
+            # The content may be public: the refused credentials change nothing.
+            self._auth.withdraw(actions)
+            response, repeated = repeated, response
+        response.finish()
+        return self._record(repeated, actions)
 
     def _record(self, response: RegistryResponse, actions: str) -> RegistryResponse:
         """Return a final response, with the record of the credentials for it."""
@@ -240,28 +245,27 @@ class Session(AbstractContextManager["Session"]):
             return None
         challenge = response.headers.get("WWW-Authenticate", "")
         if response.status_code == 401 and challenge:
-            if header is None:
+            try:
+                answer = self._auth.answer(actions, challenge, header)
+            except AImageError:
                 response.finish()
-            answer = self._auth.answer(actions, challenge, header)
+                raise
             return None if answer == header else answer
-        if response.status_code not in (403, 404) or header or not actions:
+        if response.status_code not in (401, 403, 404) or header or not actions:
             return None
         # The trace has the reason.
         with contextlib.suppress(UnauthorizedError):
             return self._auth.offer(actions, self._request_challenge)
         return None
 
-    def _request_challenge(self) -> str | None:
-        """Return the challenge of /v2/, an empty one if it has none, or None if it fails."""
-        headers = {"Accept-Encoding": "identity"}
+    def _request_challenge(self) -> str:
+        """Return the challenge of /v2/, or an empty one."""
+        url, headers = f"{self.base}/v2/", {"Accept-Encoding": "identity"}
         try:
-            url, transport = f"{self.base}/v2/", self._transport
-            response = self._send(transport, "GET", url, headers, None, READ_TIMEOUT)
+            response = self._send(self._transport, "GET", url, headers, None, READ_TIMEOUT)
         except AImageError:
-            return None
+            return ""
         response.finish()
-        if response.status_code in TRANSIENT_STATUS:
-            return None
         is_challenge = response.status_code == 401 and not response.is_redirected
         return response.headers.get("WWW-Authenticate", "") if is_challenge else ""
 

@@ -14,7 +14,8 @@ import pytest
 from clowder_aimage.errors import AccessError, NotFoundError, UnauthorizedError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions, Repository, login, logout
-from clowder_aimage.registry.credential_trace import CredentialEvent
+from clowder_aimage.registry.credential_trace import CredentialEvent, CredentialTrace
+from clowder_aimage.registry.docker_config import AuthSource, Credential, find_credential
 from tests.scripted import Answer, Script, ScriptedRegistry, Seen, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
@@ -52,6 +53,7 @@ class Guard:
     anonymous: int = 401
     refusal: int = 401
     anyone: int = 401  # the answer to a token for no one
+    bare: bool = False  # a 401 of a repository has no challenge
     registry: ScriptedRegistry = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +84,8 @@ class Guard:
         # As ghcr.io, whose /v2/ names the scope of an example.
         scope = "repository:user/image:pull" if seen.path == "/v2/" else ""
         challenge = f'Bearer realm="{realm}",scope="{scope}"' if self.is_bearer else "Basic realm=x"
-        return Answer(status, {"WWW-Authenticate": challenge} if status == 401 else {})
+        has_challenge = status == 401 and not (self.bare and seen.path != "/v2/")
+        return Answer(status, {"WWW-Authenticate": challenge} if has_challenge else {})
 
     def _serve(self, seen: Seen) -> Answer:
         script: Script = serving(MANIFEST, BLOBS)
@@ -105,7 +108,8 @@ PULLS: dict[str, tuple[Guard, dict[str, Any], type[AccessError] | None, tuple[st
     "404 for anonymous, token": (_bearer(first=404), {"docker": STORED}, None, ()),
     "404 for anonymous, given": (Guard(404), {"basic_auth": BASIC}, None, ()),
     "404 for anonymous, /v2/ open": (Guard(404, 200), {"docker": STORED}, NotFoundError, ()),
-    "404, wrong password": (Guard(404, right="x"), {"docker": STORED}, UnauthorizedError, ()),
+    "404, wrong password": (Guard(404, right="x"), {"docker": STORED}, NotFoundError, ()),
+    "401 without a challenge": (Guard(401, bare=True), {"docker": STORED}, None, ()),
     "404, nothing stored": (Guard(404), {}, NotFoundError, ()),
     "auth wrapped": (Guard(right=LONG), {"docker": _entry(auth=_wrap(LONG))}, None, ()),
     "auth wrapped, CRLF": (
@@ -430,3 +434,35 @@ def test_a_logout_removes_from_the_file_that_is_used(tmp_path: Path) -> None:
     assert logout("r.example.com", connection) == str(tmp_path / "auth.json")
     with pytest.raises(NotFoundError):
         logout("r.example.com", connection)
+
+
+@pytest.mark.parametrize(
+    ("key", "registry"),
+    [
+        ("Registry.Example.com", "registry.example.com"),
+        ("registry.example.com:443", "registry.example.com"),
+        ("https://registry.example.com", "registry.example.com:443"),
+        ("registry.example.com", "REGISTRY.example.com"),
+    ],
+)
+def test_a_key_names_an_origin(key: str, registry: str) -> None:
+    source = AuthSource("file", {"auths": {key: {"auth": BASIC}}})
+    trace = CredentialTrace(registry, lambda _: None)
+    assert find_credential([source], registry, "team/x", trace) == Credential(basic=BASIC)
+    assert find_credential([source], "registry.example.com:5000", "team/x", trace) is None
+
+
+def test_refused_credentials_do_not_hide_public_content(tmp_path: Path) -> None:
+    """After a 404 they are tried once; the requests after it are without them."""
+    guard = Guard(404, right="x")
+    with guard.registry.running():
+        host = guard.registry.host
+        reference = Reference.parse(f"{host}/team/x:v1")
+        with Repository(reference, _connect(host, tmp_path, [], docker=STORED)) as repository:
+            for _ in range(2):
+                with pytest.raises(NotFoundError):
+                    repository.resolve(reference)
+            guard.first = 200
+            repository.resolve(reference)
+    sent = [seen for seen in guard.registry.seen if "Authorization" in seen.headers]
+    assert len(sent) == 1
