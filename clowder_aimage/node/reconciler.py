@@ -237,7 +237,10 @@ class Reconciler:
                 root = resolved[0].digest if resolved else None
         chance = self._chance()
         delay = compute_backoff(error, model.state.attempts + 1, chance, model.spec.refresh).delay
-        facts = {"model": model.spec.name, "reason": error.message, "again": delay}
+        facts: dict[str, object] = {"model": model.spec.name, "reason": error.message}
+        facts["again"] = delay
+        if places := error.facts.get("credentials"):
+            facts["places"] = places
         _log.warning("pull failed", extra=facts)
         event = Failure(_without_path(error), free, needed, began, root)
         return partial(transition.apply_failure, event=event, chance=chance)

@@ -321,7 +321,7 @@ class Authenticator:
         return UnauthorizedError(
             f"{self._registry} requires authentication: {reason}",
             reason=reason,
-            **self.trace.build_advice("login"),
+            **self.trace.build_advice(remedy="login"),
         )
 
 

@@ -43,12 +43,13 @@ def login(registry: str, username: str, password: str, connection: ClientOptions
 def logout(registry: str, connection: ClientOptions) -> str:
     """Remove the credentials of a registry from the first file that has any; return its path.
 
-    Raises NotFoundError, StoreError or UnauthorizedError.
+    Raises NotFoundError, StoreError or UnauthorizedError, or UsageError without a file.
     """
-    for path in connection.auth_files:
+    paths = connection.auth_files or (connection.login_file,)
+    for path in paths:
         if _remove(registry, path, docker.read_config(path)):
             return str(path)
-    places = ", ".join(map(str, connection.auth_files)) or "this environment"
+    places = ", ".join(map(str, paths))
     raise NotFoundError(f"no credentials for {registry} in {places}")
 
 

@@ -126,7 +126,7 @@ class CredentialTrace:
             lines.append(f"none for {self._registry} in {', '.join(places)}")
         return "; ".join(lines)
 
-    def build_advice(self, remedy: str = "", hint: str | None = None) -> dict[str, Any]:
+    def build_advice(self, *, remedy: str = "", hint: str | None = None) -> dict[str, Any]:
         """Return the arguments of an error: what was tried, and a remedy or else a hint."""
         facts = {"credentials": self.describe(), "registry": self._registry}
         if self._trusted_realms:

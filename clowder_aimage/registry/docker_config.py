@@ -253,9 +253,9 @@ def read_source(path: Path, trace: CredentialTrace) -> AuthSource:
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        # After a change of users nobody expects the files of the other one.
-        is_warning = not isinstance(error, PermissionError) or os.access(path.parent, os.X_OK)
-        trace.add(str(path), f"cannot be read: {_describe_error(error)}", is_warning=is_warning)
+        # There need not be a file, as after a change of users.
+        is_there = os.access(path.parent, os.X_OK) and not isinstance(error, NotADirectoryError)
+        trace.add(str(path), f"cannot be read: {_describe_error(error)}", is_warning=is_there)
     return AuthSource(str(path), config)
 
 

@@ -318,11 +318,11 @@ class ResponseFailure:
         """The end of a message: the first line of the body."""
         return f": {self.line}" if self.line else ""
 
-    def build_advice(self, remedy: str = "", hint: str | None = None) -> dict[str, Any]:
+    def build_advice(self, *, remedy: str = "", hint: str | None = None) -> dict[str, Any]:
         """Return a remedy or else a hint, with what was tried with credentials."""
         if self.credentials is None:
             return {"remedy": remedy, "hint": hint, "registry": self.host}
-        return self.credentials.build_advice(remedy, hint)
+        return self.credentials.build_advice(remedy=remedy, hint=hint)
 
     @property
     def is_too_large(self) -> bool:
@@ -466,7 +466,7 @@ def build_failure_error(refusal: ResponseFailure, resource: str) -> AImageError:
             f"{refusal.host} requires valid credentials for {resource} ({refusal.text})"
             f"{refusal.suffix}",
             reason=refusal.text,
-            **refusal.build_advice("" if hint else "login", hint),
+            **refusal.build_advice(remedy="" if hint else "login", hint=hint),
         )
     # With another hint, the account has access.
     if refusal.status == 403 and hint in (None, _NO_PROJECT):

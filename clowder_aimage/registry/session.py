@@ -208,8 +208,7 @@ class Session(AbstractContextManager["Session"]):
             response.finish()
             raise CredentialsExpiredError(
                 f"{self._registry} rejected the credentials during an upload",
-                remedy="login",
-                registry=self._registry,
+                **self._auth.trace.build_advice(remedy="login"),
             )
         repeated = self._send(self._transport, method, url, sent, body, read_timeout)
         if repeated.status_code == 401 != response.status_code and not self._auth.is_explicit:

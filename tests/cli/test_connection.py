@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import trustme
 
+from clowder_aimage.config.user_directory import read_client_options
 from clowder_aimage.oci import Digest
 from tests.process import Aimage
 from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
@@ -36,6 +37,50 @@ def test_credentials_are_used_and_not_stored(aimage: Callable[[], Aimage], tmp_p
         assert here("resolve", name, *options, stdin="s3cret\n").line == DIGEST
         assert "valid credentials" in here("resolve", name, "-u", "ann", "-p", "x", code=4).err
     assert not [path for path in tmp_path.rglob("config.json") if b"auths" in path.read_bytes()]
+
+
+def test_an_error_says_where_credentials_were_looked_for(aimage: Callable[[], Aimage]) -> None:
+    """A damaged file is warned of once, also with -q; with --json both are fields of events."""
+    here = aimage()
+    file = here.home / "docker" / "config.json"
+    file.parent.mkdir()
+    file.write_text("{")
+    here.environment["DOCKER_AUTH_CONFIG"] = "{}"
+    with ScriptedRegistry(with_basic).running() as registry:
+        name = f"{registry.host}/x:v1"
+        plain = here("pull", "-q", name, code=4).err
+        *_, step = [line for line in here("resolve", name, "-v", code=4).err.splitlines() if line]
+        events = list(map(json.loads, here("resolve", name, "--json", code=4).err.splitlines()))
+    damaged = f"{file}: cannot be read: Expecting property name"
+    assert plain.count(damaged) == 2
+    assert plain.startswith(f"warning: credentials of {registry.host}: {damaged}")
+    places = f"none for {registry.host} in DOCKER_AUTH_CONFIG"
+    assert f"\n  credentials: {damaged}" in plain and places in plain
+    assert step == f"  log in with: aimage login {registry.host}"
+    warning, error = events
+    assert (warning["level"], warning["place"]) == ("warning", str(file))
+    assert (error["event"], places in error["credentials"]) == ("error", True)
+
+
+def test_each_step_of_the_search_is_a_line_of_the_trace(aimage: Callable[[], Aimage]) -> None:
+    here = aimage()
+    with ScriptedRegistry(with_basic).running() as registry:
+        auth = base64.b64encode(b"ann:s3cret").decode()
+        config = json.dumps({"auths": {registry.host: {"auth": auth}}})
+        here.environment["DOCKER_AUTH_CONFIG"] = config
+        done = here("resolve", f"{registry.host}/x:v1", "-v")
+    prefix = f"credentials of {registry.host}: DOCKER_AUTH_CONFIG:"
+    lines = [line for line in done.err.splitlines() if line.startswith(prefix)]
+    assert lines == [f"{prefix} found", f"{prefix} sent to {registry.host}"]
+    assert "s3cret" not in done.err and auth not in done.err
+
+
+@pytest.mark.parametrize(
+    "realm", ["LocalHost", "http://localhost:5000/jwt/auth", " a , localhost:1"]
+)
+def test_a_trusted_realm_is_a_host_or_a_url(realm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIMAGE_TRUSTED_REALMS", realm)
+    assert "localhost" in read_client_options().trusted_realms
 
 
 @pytest.mark.parametrize(

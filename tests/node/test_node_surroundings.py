@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import urllib.error
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,8 @@ from tests.layout.test_record_names import break_calls, drop_rights
 from tests.node.node_run import LiveNode
 from tests.node.test_node_live import asked
 from tests.process import Aimage
+from tests.registry.test_credential_helper import is_gone
+from tests.scripted import Answer, ScriptedRegistry, artifact, serving
 from tests.wait import until
 
 REF = "127.0.0.1:1/none:v1"
@@ -266,3 +269,29 @@ def test_unreadable_files_are_refused_with_the_reason(
     with pytest.raises(FormatError, match="Permission denied"):
         read_directory(desired)
     assert NodeSettings(desired=hidden / "desired").desired == hidden / "desired"
+
+
+@pytest.mark.integration
+def test_a_helper_that_hangs_holds_up_one_model_and_ends_with_the_node(
+    live_node: LiveNode, tmp_path: Path
+) -> None:
+    manifest, blobs = artifact(b"{}", b"weights")
+    child, helper = tmp_path / "child", tmp_path / "docker-credential-hang"
+    helper.write_text(
+        f"#!/bin/sh\nsleep 600 & echo $! > {child}.part; mv {child}.part {child}; wait\n"
+    )
+    helper.chmod(0o755)
+    challenge = Answer(401, {"WWW-Authenticate": "Basic realm=x"})
+    with (
+        ScriptedRegistry(lambda _: challenge).running() as private,
+        ScriptedRegistry(serving(manifest, blobs)).running() as public,
+    ):
+        config = {"credHelpers": {private.host: "hang"}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        live_node.want({"ref": f"{private.host}/team/a:v1"}, {"ref": f"{public.host}/team/b:v1"})
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        live_node.start(PATH=path, DOCKER_CONFIG=str(tmp_path))
+        until(child.exists, "the helper to run")
+        live_node.reaches(f"{public.host}/team/b:v1", "present")
+        live_node.end()
+    until(lambda: is_gone(child), "the helper to end")

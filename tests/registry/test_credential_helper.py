@@ -85,7 +85,7 @@ def test_programs_that_cannot_be_run_are_named(install: Install) -> None:
         query_helper("own", "r.example.com")
 
 
-def _is_gone(path: Path) -> bool:
+def is_gone(path: Path) -> bool:
     """Return True if the process whose id is in a file has ended."""
     try:
         stat = Path(f"/proc/{int(path.read_text())}/stat").read_text()
@@ -115,6 +115,6 @@ def test_a_helper_that_hangs_is_ended_with_its_group(
     if end == "exit":
         end_helpers()
     thread.join()
-    until(lambda: _is_gone(child))
+    until(lambda: is_gone(child))
     (error,) = errors
     assert ("did not answer within 3 seconds" in str(error)) == (end == "deadline")
