@@ -139,6 +139,12 @@ class BlobReader(RawReader):
         self._response = response
         self._skip(offset)
 
+    def _is_unmarked(self, response: RegistryResponse, offset: int) -> bool:
+        """Return True if a body has the size of the range, without a Content-Range."""
+        is_marked = "Content-Range" in response.headers or response.size == self._size
+        is_range = response.status_code in (200, 206) and response.size == self._end - offset
+        return is_range and not is_marked
+
     def _is_page(self, response: RegistryResponse) -> bool:
         """Return True if a body is text of another size than the blob's."""
         if response.coding:
@@ -146,12 +152,12 @@ class BlobReader(RawReader):
         return response.is_text and response.size != self._size
 
     def _is_range_of_blob(self, response: RegistryResponse, offset: int) -> bool:
-        """Return True if a 206 has the blob's bytes from ``offset``, rather than compressed ones.
+        """Return True if a body has the blob's bytes from ``offset``, rather than compressed ones.
 
         Some servers label blobs that are compressed files: then the sizes are those of the blob.
         """
         if not response.coding:
-            return _starts_at(response, offset)
+            return _starts_at(response, offset) or self._is_unmarked(response, offset)
         is_whole = parse_body_size(response.headers) == self._end - offset
         return is_whole and _starts_at(response, offset) and _find_total(response) == self._size
 

@@ -6,18 +6,17 @@ import contextlib
 import re
 from collections.abc import Iterator
 from functools import partial
+from urllib.parse import urlsplit
 
 from clowder_aimage.errors import FormatError, NotFoundError, RegistryError
 from clowder_aimage.oci import Reference, read_json
 from clowder_aimage.registry.client_options import ClientOptions
 from clowder_aimage.registry.link_header import find_link
 from clowder_aimage.registry.response import RegistryResponse, read_media_type
-from clowder_aimage.registry.retry import retry_call
+from clowder_aimage.registry.retry import TRANSIENT_STATUS, retry_call
 from clowder_aimage.registry.session import Session
 from clowder_aimage.registry.transport import parse_origin
 
-# Statuses of registries without an optional API, besides 404.
-_NO_API = frozenset({405, 501})
 _GENERATED = re.compile(r"sha(?:256|512)-[0-9a-f]{64,128}(?:\.[a-z]+)?")
 MAX_PAGES = 1000
 # Bytes, for about 500,000 tags.
@@ -45,8 +44,8 @@ def list_repositories(host: str, connection: ClientOptions) -> list[str]:
     with Session(Reference(host, "catalog"), connection) as session:
         try:
             return _list_names(session, session.catalog, "the catalog", "repositories")
-        except (NotFoundError, RegistryError) as error:
-            if isinstance(error, RegistryError) and error.status not in _NO_API:
+        except (NotFoundError, RegistryError, FormatError) as error:
+            if isinstance(error, RegistryError) and error.status in TRANSIENT_STATUS | {0}:
                 raise
             raise RegistryError(
                 f"{host} does not list its repositories ({error})",
@@ -97,11 +96,20 @@ def iter_pages(
 
 
 def _find_next_url(session: Session, response: RegistryResponse, resource: str) -> str | None:
-    """Return the URL of the next page, within the registry's origin. Raises RegistryError."""
+    """Return the URL of the next page, within the registry's origin. Raises RegistryError.
+
+    A registry behind a proxy may name its own, internal host: then the query of the link is used
+    with the URL of this page.
+    """
     link = find_link(response.headers.get("Link", ""), "next")
+    if not link:
+        return None
     # The link may be malformed, or without TLS.
     with contextlib.suppress(RegistryError):
         url = session.join(link, response.url)
-        if not link or parse_origin(url) == parse_origin(session.base):
-            return url if link else None
+        if parse_origin(url) == parse_origin(session.base):
+            return url
+    with contextlib.suppress(ValueError):
+        if (parts := urlsplit(link)).query and parts.path == urlsplit(response.url).path:
+            return session.join(f"?{parts.query}", response.url)
     raise RegistryError(f"{resource}: the next page is at another host: {link[:200]}")

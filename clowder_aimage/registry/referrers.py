@@ -96,7 +96,13 @@ def record(
 
 def forget(session: Session, subject: Digest, digest: Digest) -> None:
     """Remove a deleted manifest from the index under the subject's tag, if there is one."""
-    raw = _read_tag(session, subject)
+    try:
+        raw = _read_tag(session, subject)
+    except (RegistryError, UnauthorizedError):
+        if _request_entries(session, subject).refusal is None:
+            # The API needs no tag.
+            return
+        raise
     if raw is not None and _lists(raw, subject, digest):
         index = read_json(raw, "the referrers index")
         index["manifests"] = [e for e in index["manifests"] if e["digest"] != str(digest)]
@@ -123,8 +129,10 @@ def is_referrers_index(document: Manifest | Index, subject: Digest) -> bool:
         return False
     if document.digest == subject or document.subject is not None or document.artifact_type:
         return False
-    fields = {name for entry in document.manifests for name in entry.extra}
-    return "artifactType" in fields or "platform" not in fields
+    return not any(
+        "platform" in entry.extra and "artifactType" not in entry.extra
+        for entry in document.manifests
+    )
 
 
 def _request_entries(session: Session, subject: Digest, artifact_type: str = "") -> _ApiAnswer:
@@ -182,7 +190,12 @@ def _add_to_index(session: Session, subject: Digest, entry: Descriptor) -> None:
     failure = (
         f"{entry.digest} was pushed, but this registry cannot list it as a referrer of {subject}"
     )
-    raw = _read_tag(session, subject)
+    try:
+        raw = _read_tag(session, subject)
+    except RegistryError as error:
+        raise _build_unlisted_error(
+            error, f"{failure}: it does not have the referrers API"
+        ) from error
 
     def write() -> bool:
         nonlocal raw
@@ -211,15 +224,22 @@ def _write_index(session: Session, subject: Digest, raw: bytes, failure: str) ->
     try:
         put_manifest(session, tag, content, raw, f"the referrers index {tag}")
     except RegistryError as error:
-        if not 400 <= error.status < 500:
-            raise
-        raise UnlistedReferrerError(
-            f"{failure}: it does not have the referrers API, and refuses to change the tag {tag}:"
-            f" {error}",
-            hint="exclude the tags sha256-* from the registry's rule of immutable tags",
-            status=error.status,
-            code=error.code,
-        ) from error
+        reason = (
+            f"{failure}: it does not have the referrers API, and refuses to change the tag {tag}"
+        )
+        hint = "exclude the tags sha256-* from the registry's rule of immutable tags"
+        raise _build_unlisted_error(error, reason, hint) from error
+
+
+def _build_unlisted_error(
+    error: RegistryError, reason: str, hint: str | None = None
+) -> RegistryError:
+    """Return the error for a refused request, or ``error`` if it is no refusal."""
+    if not 400 <= error.status < 500:
+        return error
+    return UnlistedReferrerError(
+        f"{reason}: {error}", hint=hint, status=error.status, code=error.code
+    )
 
 
 def _read_tag(session: Session, subject: Digest) -> bytes | None:

@@ -85,7 +85,7 @@ _HINTS = (
     (_IMMUTABLE, "push another tag; this one is immutable"),
     (r"due to configured policy|POLICYVIOLATION", "a policy of the project denied it"),
     # Google Artifact Registry: GOOGLE_MANIFEST_DANGLING_TAG.
-    (r"still referenced by .*tag", "delete its tags first: aimage tags lists them"),
+    (r"still referenced by .*tag", "delete its tags first"),
 )
 
 

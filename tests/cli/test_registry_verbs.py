@@ -14,7 +14,7 @@ import pytest
 from clowder_aimage.oci import Digest, mediatype
 from tests.process import PROGRAM, Aimage, run
 from tests.real_registry import RealRegistry
-from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving
+from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, serving, skip_waiting
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
 WEIGHTS = Digest.of(b"weights")
@@ -223,9 +223,15 @@ def test_repo_ls_follows_pages(aimage: Callable[..., Aimage]) -> None:
         assert done.out.split() == [f"{registry.host}/{name}" for name in "abc"]
 
 
-@pytest.mark.parametrize("status", [404, 405])
-def test_a_registry_without_a_catalog_is_named(aimage: Callable[..., Aimage], status: int) -> None:
-    with ScriptedRegistry(lambda _: Answer(status)).running() as registry:
+@pytest.mark.parametrize(
+    "answer",
+    [*map(Answer, (400, 404, 405, 406, 501)), Answer(200, {}, b"<html>"), Answer(200, {}, b"{}")],
+)
+def test_a_registry_without_a_catalog_is_named(
+    aimage: Callable[..., Aimage], answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_waiting(monkeypatch)
+    with ScriptedRegistry(lambda _: answer).running() as registry:
         failed = aimage()("repo", "ls", registry.host, code=1).err
     assert f"{registry.host} does not list its repositories" in failed
 

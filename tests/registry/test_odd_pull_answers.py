@@ -21,6 +21,7 @@ from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, skip_waitin
 CONFIG, BLOB = b"{}", hashlib.shake_128(b"a blob").digest(5000)
 MANIFEST, BLOBS = artifact(CONFIG, BLOB)
 NAME = str(Digest.of(BLOB))
+PART = BLOB[1000:3000]
 HTML = {"Content-Type": "text/html"}
 PAGE = Answer(200, HTML, b"<html>\nUnder maintenance</html>")
 HEALTH = Answer(200, {"Content-Type": "text/plain"}, b"Healthcheck requested")
@@ -126,7 +127,9 @@ RANGES: dict[str, Odd] = {
     },
     "a range answered with all of it": change(is_range, 200),
     "a range answered by pages, twice": refuse(is_range, PAGE, HEALTH, times=1),
-    "a range without a Content-Range": change(is_range, Content_Range=""),
+    "a range with an empty Content-Range": change(is_range, Content_Range=""),
+    "a range answered 200, without a Content-Range": refuse(is_range, Answer(200, {}, PART)),
+    "a range answered 206, without a Content-Range": refuse(is_range, Answer(206, {}, PART)),
 }
 
 
@@ -142,7 +145,7 @@ def test_a_range_is_read(situation: str, tmp_path: Path) -> None:
         with Repository(name, ClientOptions(docker_config=tmp_path)) as repository:
             content = Descriptor.of("application/vnd.example.blob", BLOB)
             with repository.open(content, 1000, 2000) as reader:
-                assert reader.read() == BLOB[1000:3000]
+                assert reader.read() == PART
 
 
 FAILURES: dict[str, tuple[Odd, type[AImageError], str]] = {

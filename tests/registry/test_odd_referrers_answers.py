@@ -275,3 +275,28 @@ def test_a_copy_goes_on_where_referrers_cannot_be_listed(tmp_path: Path) -> None
     assert target.manifests["v1"] == MANIFEST
     assert {str(digest) for digest in attached} <= target.manifests.keys()
     assert target.manifests[TAG] == taken
+
+
+def test_a_refused_tag_is_named(tmp_path: Path) -> None:
+    registry = storing(answer(is_tag, Answer(400)))
+    with ScriptedRegistry(registry).running() as scripted:
+        client = Client(scripted.host, tmp_path)
+        with pytest.raises(UnlistedReferrerError, match=f"cannot list .* index {TAG}"):
+            client.attach("one")
+
+
+def test_a_registry_with_the_api_needs_no_tag(tmp_path: Path) -> None:
+    registry = storing(answer(is_tag, Answer(403)), has_api=True)
+    with ScriptedRegistry(registry).running() as scripted:
+        client = Client(scripted.host, tmp_path)
+        attached = client.attach("one")
+        assert client.list() == [attached]
+        client.delete(attached)
+    assert str(attached) not in registry.manifests
+
+
+def test_an_index_of_artifacts_with_platforms_and_types_is_a_list(tmp_path: Path) -> None:
+    registry = storing(lambda *_: None)
+    registry.manifests[TAG] = index(entry(b"one", artifactType="a/b", platform=LINUX))
+    with ScriptedRegistry(registry).running() as scripted:
+        assert Client(scripted.host, tmp_path).list() == [Digest.of(b"one")]

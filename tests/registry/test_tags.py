@@ -63,10 +63,20 @@ def test_no_tags(none: list[Any] | None, tmp_path: Path) -> None:
 
 def test_a_link_to_another_host_is_not_followed(tmp_path: Path) -> None:
     with ScriptedRegistry(lambda _: page(["stolen"])).running() as other:
-        link = f'<http://{other.host}/v2/team/x/tags/list?last=a>; rel="next"'
+        link = f'<http://{other.host}/v2/stolen/tags/list?last=a>; rel="next"'
         with pytest.raises(RegistryError, match="is at another host"):
             tags(lambda _: page(["a"], link), tmp_path)
     assert not other.seen
+
+
+def test_a_link_to_the_internal_name_of_the_registry_is_read(tmp_path: Path) -> None:
+    """Its query is that of the next page; the host is not contacted."""
+
+    def script(seen: Any) -> Answer:
+        link = '<http://registry.internal:5000/v2/team/x/tags/list?last=a&n=1>; rel="next"'
+        return page(["b"]) if "last=a&n=1" in seen.path else page(["a"], link)
+
+    assert tags(script, tmp_path)[0] == ["a", "b"]
 
 
 @pytest.mark.parametrize("link", ["//evil.example/x", "http://["])

@@ -20,7 +20,7 @@ from clowder_aimage.api.store.operation import MemoryFacts, Referrer
 from clowder_aimage.content.graph import build_referrer_entry
 from clowder_aimage.engine import machine
 from clowder_aimage.engine.executor import run_io
-from clowder_aimage.errors import AImageError, NotFoundError, UsageError
+from clowder_aimage.errors import AImageError, NotFoundError, RegistryError, UsageError
 from clowder_aimage.http.api_error import ApiError, convert_registry_error
 from clowder_aimage.http.local_request import Request
 from clowder_aimage.http.route import ADMIN, Route, share
@@ -198,7 +198,11 @@ async def _list_in_registry(
                 signed = repository.resolve(
                     Reference(reference.registry, reference.repository, f"{build_tag(subject)}.sig")
                 )
-            except NotFoundError:
+            except (NotFoundError, RegistryError):
+                # Registries may refuse such a tag.
+                return descriptors
+            if signed.digest == subject:
+                # GitLab takes such a tag for the digest.
                 return descriptors
             return [*descriptors, replace(signed, extra={"artifactType": COSIGN})]
 
