@@ -17,6 +17,7 @@ from clowder_aimage.distribution.repository_name import PEER
 from clowder_aimage.errors import NetworkError, UsageError
 from clowder_aimage.oci import Descriptor, Reference
 from clowder_aimage.registry import ClientOptions, Repository
+from clowder_aimage.registry.pace import FIRST_PATIENCE
 
 # Seconds without requests to a registry that did not respond
 DOWN_PAUSE = 10.0
@@ -104,7 +105,10 @@ class UpstreamRegistry:
         self.host = host
         self._prefix = f"{prefix}/" if prefix else ""
         options = {option.name: getattr(connection, option.name) for option in fields(connection)}
-        self._pool = ClientPool(_CacheOptions(**options), uses=MAX_USES)
+        # Clients of a cache wait for it, and it may have an older answer
+        self._pool = ClientPool(
+            _CacheOptions(**options | {"patience": FIRST_PATIENCE}), uses=MAX_USES
+        )
         self._down: tuple[float, NetworkError] | None = None
 
     @classmethod

@@ -25,6 +25,7 @@ from clowder_aimage.errors import StoreError, UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry.credential_trace import OnCredential, WarningLog
 from clowder_aimage.registry.host_settings import HostSettings, list_certificates
+from clowder_aimage.registry.pace import PATIENCE, Paces
 from clowder_aimage.registry.proxy import find_proxy
 from clowder_aimage.registry.reach import Boundary, Reach
 from clowder_aimage.registry.trace import OnTrace
@@ -55,7 +56,8 @@ class ClientOptions:
     ``client_certificate`` (a file of the certificate and one of its key, or one of both) is
     presented to it; mirrors get none of these. ``addresses`` are connected to instead of those of
     a host and port. ``max_reach`` is the most internal allowed reach of the registry's own address.
-    ``on_exchange`` gets each request.
+    ``on_exchange`` gets each request. A transfer fails if a registry refuses all requests as too
+    many for ``patience`` seconds. All sessions with these options share the ``paces``.
     """
 
     plain_http: bool | None = None
@@ -82,6 +84,8 @@ class ClientOptions:
     on_credential: OnCredential = field(default_factory=WarningLog, compare=False, repr=False)
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], object] | None = None
+    patience: float = PATIENCE
+    paces: Paces = field(default_factory=Paces, compare=False, repr=False)
 
     @property
     def login_file(self) -> Path:

@@ -28,12 +28,8 @@ from clowder_aimage.errors import (
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Reference, mediatype, read_json
 from clowder_aimage.registry.content_coding import BodyDecoder, is_supported, parse_coding
 from clowder_aimage.registry.credential_trace import CredentialTrace
-from clowder_aimage.registry.retry import (
-    LONGEST_PAUSE,
-    BrokenOffError,
-    IntermediaryError,
-    retry_after,
-)
+from clowder_aimage.registry.pace import OVERLOAD_STATUS
+from clowder_aimage.registry.retry import BrokenOffError, IntermediaryError
 from clowder_aimage.registry.trace import parse_body_size, redact_url
 
 # Bytes of a body that is read only to keep its connection.
@@ -44,7 +40,7 @@ RATE = 64 * 1024
 # Bytes of a chunked blob that arrive within the connection's timeout.
 _CHUNKED = 64 * 1024
 _MAX_ERROR_BODY = 64 * 1024
-# Seconds, in the error for a caller that tries again later.
+# Seconds, for a caller that tries again later. The message has the time that was sent.
 _MAX_RETRY_AFTER = 3600.0
 # Harbor's word for a read-only cache of another registry.
 _PROXY_PROJECT = "proxy project"
@@ -108,6 +104,8 @@ class RegistryResponse:
     method: str = "GET"
     credentials: CredentialTrace | None = None
     decoder: BodyDecoder | None = None
+    # The seconds of a Retry-After, by the clock of the session.
+    retry_after: float = 0.0
 
     @property
     def host(self) -> str:
@@ -286,8 +284,7 @@ class ResponseFailure:
     def of(cls, response: RegistryResponse) -> ResponseFailure:
         """Read an error response with any body."""
         host, status, trace = response.host, response.status_code, response.credentials
-        # In seconds. A date is read by the session, which has a clock.
-        after = retry_after(response.headers.get("Retry-After", ""), math.inf, _MAX_RETRY_AFTER)
+        after = response.retry_after
         line, method, names_type = "", response.method, False
         try:
             body = response.read(_MAX_ERROR_BODY)
@@ -487,9 +484,9 @@ def build_failure_error(refusal: ResponseFailure, resource: str) -> AImageError:
             hint="a proxy or load balancer may have answered in place of the registry",
             status=refusal.status,
         )
+    if refusal.status in OVERLOAD_STATUS or refusal.retry_after:
+        hint = _describe_overload(refusal)
     expects_https = refusal.status == 400 and _EXPECTS_HTTPS.search(refusal.line) is not None
-    if hint is None and refusal.retry_after > LONGEST_PAUSE:
-        hint = f"try again in {refusal.retry_after:.0f} seconds"
     code = refusal.code or http.client.responses.get(refusal.status, "")
     reason = f": {refusal.message}" if refusal.message else ""
     return RegistryError(
@@ -499,7 +496,7 @@ def build_failure_error(refusal: ResponseFailure, resource: str) -> AImageError:
         status=refusal.status,
         code=refusal.code,
         detail=refusal.detail,
-        retry_after=refusal.retry_after,
+        retry_after=min(refusal.retry_after, _MAX_RETRY_AFTER),
     )
 
 
@@ -508,3 +505,15 @@ def _choose_missing_hint(refusal: ResponseFailure, resource: str) -> str:
     if refusal.method not in ("GET", "HEAD", "DELETE"):
         return _NO_REPOSITORY
     return _NO_BLOB if resource.startswith("blob ") else _CHECK_NAME
+
+
+def _describe_overload(refusal: ResponseFailure) -> str:
+    """Return advice for a refusal of a registry that limits requests, or has too many."""
+    cause = "limits requests" if refusal.status == 429 else "is overloaded"
+    count, unit = refusal.retry_after, "seconds"
+    for size, larger in ((60, "minutes"), (60, "hours"), (24, "days")):
+        if count < 2 * size:
+            break
+        count, unit = count / size, larger
+    when = f"in {math.ceil(count)} {unit}" if count else "later"
+    return f"the registry {cause}; try again {when}, or with an account that has a higher limit"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import operator
 import random
 import re
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 import tenacity
 
 from clowder_aimage.errors import ManifestRefusedError, NetworkError, RegistryError
+from clowder_aimage.registry.pace import OVERLOAD_STATUS
 
 # 501, 505, 507 and 511 are permanent conditions (RFC 9110, 4918, 6585)
 TRANSIENT_STATUS = frozenset({408, 429, *range(500, 600)}) - {501, 505, 507, 511}
@@ -35,19 +36,24 @@ class IntermediaryError(RegistryError):
     """A proxy or load balancer answered in place of the registry. The error is transient."""
 
 
+class RequestDeferredError(BrokenOffError):
+    """The registry limits requests, and the body must be opened again: the session waits."""
+
+
 def is_transient(error: BaseException) -> bool:
     """Return True if the same request may succeed if it is repeated soon.
 
     A refused connection, an unknown host, 401, 403, 404, a wrong digest and a refused kind of
-    manifest are not transient, and are raised at once. The caller handles a registry that requests
-    a longer pause.
+    manifest are not transient, and are raised at once. So is the refusal of an overloaded registry:
+    the session has waited for it.
     """
     if isinstance(error, BrokenOffError | IntermediaryError):
         return True
     if isinstance(error, ManifestRefusedError):
         return False
     if isinstance(error, RegistryError):
-        return error.status in TRANSIENT_STATUS and error.retry_after <= LONGEST_PAUSE
+        is_transient_status = error.status in TRANSIENT_STATUS - OVERLOAD_STATUS
+        return is_transient_status and not error.retry_after
     return False
 
 
@@ -59,12 +65,18 @@ def retry_call(
 ) -> _T:
     """Call ``function`` until it succeeds, fails permanently, or fails ATTEMPTS times in a row.
 
-    An attempt that changes the value of ``progress`` is not counted. Waits grow exponentially with
-    full jitter.
+    An attempt that changes the value of ``progress`` is not counted, nor one that is deferred.
+    Waits grow exponentially with full jitter.
     """
+
+    def attempt() -> _T:
+        while True:
+            with contextlib.suppress(RequestDeferredError):
+                return function()
+
     try:
         # This nearly always succeeds, and tenacity adds 7 % to the time of a request.
-        return function()
+        return attempt()
     except Exception as error:
         if not is_transient(error):
             raise
@@ -84,7 +96,7 @@ def retry_call(
         sleep=sleep,
         reraise=True,
     )
-    return retryer(function)
+    return retryer(attempt)
 
 
 def retry_write(write: Callable[[], bool], *, sleep: Callable[[float], None] = time.sleep) -> bool:
@@ -115,27 +127,3 @@ def retry_after(value: str, timestamp: float, longest: float = LONGEST_PAUSE) ->
     except (ValueError, TypeError, OverflowError):
         return 0.0
     return min(max(retry_at - timestamp, 0.0), longest)
-
-
-class Pause:
-    """A pause that a registry requested, shared by the threads of a session."""
-
-    def __init__(self, clock: Callable[[], float], sleep: Callable[[float], object]) -> None:
-        self._clock, self._sleep = clock, sleep
-        self._until = 0.0
-        self._lock = threading.Lock()
-
-    def observe(self, status: int, headers: Mapping[str, str]) -> None:
-        """Read the Retry-After of a response."""
-        if status in TRANSIENT_STATUS:
-            timestamp = self._clock()
-            retry_at = timestamp + retry_after(headers.get("Retry-After", ""), timestamp)
-            with self._lock:
-                self._until = max(self._until, retry_at)
-
-    def wait(self) -> None:
-        """Wait until a request may be sent."""
-        with self._lock:
-            remaining = min(self._until - self._clock(), LONGEST_PAUSE)
-        if remaining > 0:
-            self._sleep(remaining)

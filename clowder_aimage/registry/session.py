@@ -7,9 +7,10 @@ import io
 import math
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
@@ -23,9 +24,16 @@ from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.client_options import ClientOptions, open_session
 from clowder_aimage.registry.credential_trace import CredentialTrace
+from clowder_aimage.registry.pace import FIRST_PATIENCE, OVERLOAD_STATUS, Pace
 from clowder_aimage.registry.reach import is_same_host
 from clowder_aimage.registry.response import RegistryResponse, build_response_error, read_document
-from clowder_aimage.registry.retry import BrokenOffError, Pause
+from clowder_aimage.registry.retry import (
+    LONGEST_PAUSE,
+    TRANSIENT_STATUS,
+    BrokenOffError,
+    RequestDeferredError,
+    retry_after,
+)
 from clowder_aimage.registry.transport import Transport, parse_origin
 from clowder_aimage.registry.upload_transport import UploadTransport
 
@@ -34,6 +42,8 @@ CONNECT_TIMEOUT = 3.0
 # Seconds. A registry that is down is detected within ten seconds.
 FIRST_READ_TIMEOUT = 6.0
 READ_TIMEOUT = 60.0
+# Seconds of a Retry-After that are read: a year.
+_YEAR = 365 * 86400.0
 ACCEPT = ", ".join(sorted(mediatype.DOCUMENTS))
 _DOCKER_HUB = "registry-1.docker.io"
 _DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
@@ -63,7 +73,12 @@ class Session(AbstractContextManager["Session"]):
         self.base = f"{scheme}://{host}"
         self._http = open_session(connection, host)
         self._closed = threading.Event()
-        self._pause = Pause(connection.clock, connection.sleep or self._closed.wait)
+        self._clock, self._sleep = connection.clock, connection.sleep or self._closed.wait
+        # Nothing waits for a mirror: there is the registry.
+        self._pace = Pace() if is_mirror else connection.paces.get(host)
+        self._is_mirror = is_mirror
+        self._later_patience = connection.patience
+        self._patience = min(FIRST_PATIENCE, self._later_patience)
         self._on_exchange = connection.on_exchange
         self._transport = Transport(
             self._http,
@@ -277,19 +292,11 @@ class Session(AbstractContextManager["Session"]):
         body: Any,
         read_timeout: float,
     ) -> RegistryResponse:
-        self._pause.wait()
-        if self._closed.is_set():
-            raise ParallelStoppedError
         is_first = body is None and not transport.has_answered
         read = min(FIRST_READ_TIMEOUT if is_first else math.inf, read_timeout)
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=read)
-        response = transport.send(method, url, headers, body, timeout=timeout)
-        self._pause.observe(response.status_code, response.headers)
-        if self._closed.is_set():
-            response.close()
-            self._http.close()
-            self._elsewhere.close()
-        return response
+        send = partial(transport.send, method, url, headers, body, timeout=timeout)
+        return self._send_paced(method, body, send)
 
     def _send_once(
         self, method: str, url: str, headers: Mapping[str, str], body: Any
@@ -299,9 +306,58 @@ class Session(AbstractContextManager["Session"]):
         report = self._on_exchange
         transport = Transport(self._http, name, has_answered=True, on_exchange=report)
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=FIRST_READ_TIMEOUT)
-        response = transport.send(method, url, headers, body, timeout=timeout, max_redirects=0)
-        self._pause.observe(response.status_code, response.headers)
-        return response
+        send = partial(transport.send, method, url, headers, body, timeout=timeout, max_redirects=0)
+        return self._send_paced("token", body, send)
+
+    def _send_paced(
+        self, kind: str, body: Any, send: Callable[[], RegistryResponse]
+    ) -> RegistryResponse:
+        """Send a request of a kind at the pace of the registry, until that does not refuse it.
+
+        Return a refusal if the registry asks for a longer pause, or accepts no request of this kind
+        for too long. Raises RequestDeferredError: a refused body must be opened again.
+        """
+        while True:
+            sent_at = self._wait_for_turn()
+            response = send()
+            if self._closed.is_set():
+                response.close()
+                self._http.close()
+                self._elsewhere.close()
+            if not self._is_refusal(response):
+                self._pace.record_success(kind, sent_at)
+                if response.status_code != 401 and kind != "token":
+                    self._patience = self._later_patience
+                return response
+            # After a HEAD there is another way, by GET
+            patience = min(self._patience, FIRST_PATIENCE) if kind == "HEAD" else self._patience
+            longest = max(LONGEST_PAUSE, patience)
+            after = 0.0 if response.retry_after > longest else response.retry_after
+            refused = self._pace.record_refusal(kind, sent_at, self._clock(), after)
+            is_final = response.retry_after > longest or refused > patience
+            if is_final or self._is_mirror:
+                return response
+            response.finish()
+            if not isinstance(body, bytes | str | None):
+                raise RequestDeferredError(f"{self._registry} limits the requests of an upload")
+
+    def _wait_for_turn(self) -> float:
+        """Wait until a request may be sent, and return the time."""
+        while (wait := self._pace.claim(timestamp := self._clock())) > 0:
+            self._sleep(wait)
+            if self._closed.is_set():
+                raise ParallelStoppedError
+        if self._closed.is_set():
+            raise ParallelStoppedError
+        return timestamp
+
+    def _is_refusal(self, response: RegistryResponse) -> bool:
+        """Return True for an answer that asks to send the request later, and read the time."""
+        if response.status_code not in TRANSIENT_STATUS:
+            return False
+        header = response.headers.get("Retry-After", "")
+        response.retry_after = retry_after(header, self._clock(), _YEAR)
+        return response.status_code in OVERLOAD_STATUS or response.retry_after > 0
 
 
 class Mirrors:

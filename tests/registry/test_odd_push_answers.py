@@ -55,7 +55,8 @@ def push(registry: Storing, tmp_path: Path) -> ScriptedRegistry:
     store.push(root, build_bytes_body(MANIFEST), name)
     with ScriptedRegistry(registry).running() as scripted:
         target = Reference.parse(f"{scripted.host}/team/x:v1")
-        with Repository(target, ClientOptions(docker_config=tmp_path)) as repository:
+        connection = ClientOptions(docker_config=tmp_path, patience=0.1)
+        with Repository(target, connection) as repository:
             copy(store, name, repository, target, concurrency=1)
     return scripted
 

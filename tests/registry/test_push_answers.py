@@ -92,7 +92,7 @@ def try_push(
         push(
             layout,
             reference,
-            ClientOptions(docker_config=tmp_path),
+            ClientOptions(docker_config=tmp_path, patience=1.0),
             on_fallback=lambda name, _: tried.append(name),
             **options,
         )

@@ -157,7 +157,7 @@ def test_a_missing_page_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize("status", [401, 403, 429, 500])
 def test_an_error_is_not_an_empty_list(status: int, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=str(status)):
-        asked(lambda _: Answer(status), tmp_path)
+        asked(lambda _: Answer(status, {"Retry-After": "86400"}), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_a_redirect_back_to_the_origin_sends_no_credentials(tmp_path: Path) -> N
 def test_no_secret_of_an_upload_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Including the signature in an upload location on another host."""
     caplog.set_level(logging.DEBUG)
-    with ScriptedRegistry(lambda _: Answer(503)).running() as other:
+    with ScriptedRegistry(lambda _: Answer(500)).running() as other:
         where = {"Location": f"http://{other.host}/up?X-Amz-Signature=s1gnature"}
         script = guarded(lambda seen: Answer(202, where) if seen.method == "POST" else Answer(404))
         with ScriptedRegistry(script).running() as registry:
