@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from clowder_aimage.content.file_system import sync_file
 from clowder_aimage.content.platform import ManifestSelector
 from clowder_aimage.engine.admission import NEVER
 from clowder_aimage.engine.engine import Engine
@@ -105,7 +105,7 @@ def _is_writable(store: ImageLayout) -> bool:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"x")
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno(), directory)
     except OSError:
         return False
     return True

@@ -74,7 +74,9 @@ def _create(directory: OpenDirectory, path: Path, mode: int) -> tuple[str, int]:
         temporary = build_temporary_name(path)
         fd = directory.create(temporary, mode)
         lock(fd, fcntl.LOCK_EX)
-        if os.fstat(fd).st_nlink:
+        # Not by the count of links, which FUSE may leave at zero
+        with contextlib.suppress(FileNotFoundError):
+            directory.stat(temporary)
             return temporary, fd
         # Another process removed the file as a leftover before it was locked.
         os.close(fd)

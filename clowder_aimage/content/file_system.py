@@ -88,7 +88,12 @@ def collect_limits() -> Iterator[set[Limit]]:
 
 def find_existing(path: Path) -> Path:
     """Return a path, or its first parent that exists."""
-    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    # os.path.exists raises no error
+    return next(
+        parent
+        for parent in (path, *path.absolute().parents)
+        if os.path.exists(parent)  # noqa: PTH110
+    )
 
 
 def _attempt(call: Callable[[], object], refusals: frozenset[int]) -> bool:
@@ -200,6 +205,12 @@ def _load_syncfs() -> Callable[[int], int] | None:
         return ctypes.CDLL(None, use_errno=True).syncfs
     except (OSError, AttributeError):
         return None
+
+
+def extend(fd: int, size: int) -> None:
+    """Extend an open, shorter file to ``size`` bytes, which are zeros. Raises OSError."""
+    if not _attempt(lambda: os.ftruncate(fd, size), _UNSUPPORTED | _FORBIDDEN):
+        os.pwrite(fd, b"\0", size - 1)
 
 
 def set_mode(fd: int, mode: int, path: str | Path) -> None:

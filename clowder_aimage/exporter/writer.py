@@ -18,7 +18,7 @@ from clowder_aimage.content import VerifyingReader
 from clowder_aimage.content.atomic_file import write_all
 from clowder_aimage.content.buffer import new_buffer
 from clowder_aimage.content.decompress import MAX_PLAIN, open_decompressed, parse_compression
-from clowder_aimage.content.file_system import measure_space
+from clowder_aimage.content.file_system import extend, measure_space
 from clowder_aimage.content.open_directory import OpenDirectory
 from clowder_aimage.content.parallel import ParallelStoppedError, run_parallel
 from clowder_aimage.content.store import UNKNOWN_SIZE, Reader
@@ -148,7 +148,7 @@ class ExportWriter:
         for name, (start, size) in self._plan.generated.items():
             with new_file(self._root, name) as file:
                 write_all(file, start)
-                os.ftruncate(file, size)
+                extend(file, size)
             self._count(size)
 
     def _count(self, size: int, method: LinkMethod | None = None) -> None:

@@ -197,7 +197,9 @@ class FileIngest:
         """Discard the bytes of an earlier process."""
         with translate_store_errors(self._root):
             self._remove_journal()
-            os.ftruncate(self._fd, 0)
+            # FUSE may have no such call, and the file is usually new
+            if os.fstat(self._fd).st_size:
+                os.ftruncate(self._fd, 0)
         self._ranges = []
         self._journal_size = 0
         self._reset_hash()

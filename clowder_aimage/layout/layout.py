@@ -273,7 +273,8 @@ class ImageLayout(ContentStore):
     def ingest(self, key: str, expected: Descriptor | None = None, /) -> FileIngest:
         """Begin or continue an ingest. Raises IngestBusyError, StoreError or NoSpaceError."""
         self._check_exists()
-        check_single_writer(self.root)
+        with translate_store_errors(self.root):
+            check_single_writer(self.root)
         try:
             return FileIngest(self.root, key, expected, batch=self._batch)
         except IngestBusyError:

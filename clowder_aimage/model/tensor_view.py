@@ -8,6 +8,7 @@ quantized tensors in both.
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import importlib
 import mmap
@@ -26,6 +27,8 @@ from clowder_aimage.tensor.blob import BIAS, GLOBAL_SCALE, SCALE
 from clowder_aimage.tensor.float_code import decode_e4m3, decode_e5m2, decode_e8m0
 
 Array = npt.NDArray[Any]
+# Of FUSE with direct I/O, and of 9p without a cache
+_NO_MAPPINGS = {errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP}
 _FAILED = ctypes.c_void_p(-1).value
 _NUMPY = {"BOOL": "?", "U8": "u1", "I8": "i1", "C64": "<c8"}
 _NUMPY |= {f"{kind}{8 * size}": f"<{kind.lower()}{size}" for kind in "UIF" for size in (2, 4, 8)}
@@ -138,6 +141,8 @@ def _widen_scales(values: Array) -> Array:
 def map_file(path: str) -> Any:
     """Map the whole file as a writable buffer, until it is no longer referenced.
 
+    On a file system without mappings the buffer is a copy.
+
     The pages are private: writes change neither the file nor other mappings. Python's ``mmap``
     keeps a descriptor open (up to 3.12), and a model may have more tensors than a process may
     have open files.
@@ -149,7 +154,7 @@ def map_file(path: str) -> Any:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             size = os.fstat(handle).st_size
-            address = _map(handle, size)
+            address = _map_or_read(handle, size)
         finally:
             os.close(handle)
     except OSError as error:
@@ -161,10 +166,23 @@ def map_file(path: str) -> Any:
     return buffer
 
 
-def _map(handle: int, size: int) -> int:
-    address = _load_libc().mmap(
-        None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, handle, 0
-    )
+def _map_or_read(handle: int, size: int) -> int:
+    """Return the address of the bytes of a file; they are read if it cannot be mapped."""
+    try:
+        return _map(handle, size, mmap.MAP_PRIVATE)
+    except OSError as error:
+        if error.errno not in _NO_MAPPINGS:
+            raise
+    address = _map(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+    offset = 0
+    while count := os.preadv(handle, [view[offset:]], offset):
+        offset += count
+    return address
+
+
+def _map(handle: int, size: int, flags: int) -> int:
+    address = _load_libc().mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, handle, 0)
     if address in (None, _FAILED):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

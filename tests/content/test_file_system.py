@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 from clowder_aimage.content import file_system
+from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.file_system import Limit, collect_limits
 from clowder_aimage.content.open_directory import READ, OpenDirectory
 
@@ -35,6 +36,7 @@ CALLS = {
     "fchmod": [(os, "fchmod")],
     "utime": [(os, "utime")],
     "statvfs": [(os, "statvfs")],
+    "ftruncate": [(os, "ftruncate")],
 }
 
 
@@ -106,6 +108,29 @@ def test_a_full_disk_is_not_an_unknown_one(tmp_path: Path, monkeypatch: pytest.M
     full = os.statvfs_result((4096, 4096, 100, 5, 0, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     assert file_system.measure_space(tmp_path) == (409600, 95 * 4096, 0)
+
+
+@pytest.mark.parametrize("code", ["EPERM", "ENOSYS", "EINVAL"])
+def test_a_file_is_extended_by_a_write(
+    opened: Any, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, "ftruncate", code)
+    file_system.extend(opened[1], 5)
+    assert opened[0].read_bytes() == b"x\0\0\0\0"
+
+
+def test_a_count_of_links_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FUSE may leave it at zero."""
+    fstat = os.fstat
+
+    def count_none(fd: int) -> os.stat_result:
+        values = list(fstat(fd)[:10])
+        values[3] = 0
+        return os.stat_result(values)
+
+    monkeypatch.setattr(os, "fstat", count_none)
+    write_file(tmp_path / "file", b"data", durable=False)
+    assert (tmp_path / "file").read_bytes() == b"data"
 
 
 # -- locks of NFS, which are those of fcntl

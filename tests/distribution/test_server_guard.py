@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import json
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import requests
@@ -171,7 +172,17 @@ def test_idle_timeout_is_shorter_with_many_connections() -> None:
     assert [each.aborted for each in crowd] == [True] * 3 + [False] * (len(crowd) - 3)
 
 
-def test_blobs_are_sent_with_sendfile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [0, errno.EINVAL, errno.ENOSYS])
+def test_blobs_are_sent_with_sendfile(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system of the store refuses it, they are read."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    if code:
+        monkeypatch.setattr(os, "sendfile", refuse)
     data = os.urandom(9_000_000)
     layout = ImageLayout(tmp_path)
     content = Descriptor.of("application/octet-stream", data)
@@ -204,7 +215,7 @@ def test_blobs_are_sent_with_sendfile(tmp_path: Path) -> None:
 
     answer = asyncio.run(ask())
     assert answer.partition(b"\r\n\r\n")[2] == data
-    assert sum(by_kernel) == len(data)
+    assert sum(by_kernel) == (0 if code else len(data))
 
 
 def test_referrers_read_each_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ CALLS: dict[str, tuple[str, Limit | None]] = {
     "utime": ("EPERM ENOSYS EACCES", None),
     "direct": ("EINVAL", None),
     "direct_write": ("EINVAL EOPNOTSUPP", None),
+    "truncate": ("ENOSYS EPERM EINVAL", None),
     "rename": ("EBUSY EACCES ETXTBSY EPERM", None),
     "read_stale": ("ESTALE", None),
     "sendfile": ("EINVAL ENOSYS", None),

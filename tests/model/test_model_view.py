@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from clowder_aimage.errors import ModelError, StoreError
+from clowder_aimage.model import tensor_view
 from clowder_aimage.model.backend import mx
 from clowder_aimage.model.tensor_view import map_file
 from clowder_aimage.model.weights import ModelWeights
@@ -199,6 +202,22 @@ def test_map_file_refuses_missing_and_empty_files(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(StoreError, match="cannot be mapped"):
         map_file(str(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("code", [errno.ENODEV, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_that_cannot_be_mapped_is_read(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tensor_view._map
+
+    def refuse(handle: int, size: int, flags: int) -> int:
+        if handle >= 0:
+            raise OSError(code, os.strerror(code))
+        return real(handle, size, flags)
+
+    monkeypatch.setattr(tensor_view, "_map", refuse)
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 20)
+    assert bytes(map_file(str(tmp_path / "file"))) == bytes(range(256)) * 20
 
 
 def test_numpy_refuses_a_blob_that_was_truncated(folder_store: FolderStore) -> None:

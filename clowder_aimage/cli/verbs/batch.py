@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ from clowder_aimage.cli.console.output import format_count, note, print_result
 from clowder_aimage.cli.console.progress import Progress
 from clowder_aimage.cli.console.worker_connection import connect_worker, refuse_options
 from clowder_aimage.content.atomic_file import open_atomic, write_all
+from clowder_aimage.content.file_system import sync_file
 from clowder_aimage.engine.batch_line import (
     MAX_FILE,
     MAX_LINES,
@@ -225,7 +225,7 @@ def _take(batch: RemoteBatch, file: BinaryIO, names: set[str]) -> dict[str, bool
             done[name] = succeeded
     file.flush()
     # The results are on the disk before the server removes its files.
-    os.fsync(file.fileno())
+    sync_file(file.fileno(), file.name)
     return done
 
 
