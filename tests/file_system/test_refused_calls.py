@@ -216,7 +216,9 @@ FAULTS = [
 
 @pytest.mark.integration
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("first", [VERBS[0], "ls"], ids=["new", "filled"])
+@pytest.mark.parametrize(
+    "first", [pytest.param(VERBS[0], marks=pytest.mark.slow), "ls"], ids=["new", "filled"]
+)
 def test_a_fault_is_a_clear_error(session: Session, fault: str, first: str) -> None:
     _, results = session.run(fault, first)
     for line, code, out, err in results:
