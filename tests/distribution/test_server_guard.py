@@ -176,7 +176,7 @@ def test_idle_timeout_is_shorter_with_many_connections() -> None:
 def test_blobs_are_sent_with_sendfile(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the file system of the store refuses it, they are read."""
+    """They are read if the file system of the store refuses it."""
 
     def refuse(*_: Any) -> NoReturn:
         raise OSError(code, os.strerror(code))
