@@ -17,7 +17,7 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -59,7 +59,11 @@ class RemovedName:
 
 @dataclass(slots=True)
 class Collection:
-    """The result of a collection or dry run, in bytes; ``young`` is kept by the grace period."""
+    """The result of a collection or dry run, in bytes.
+
+    ``young`` is kept by the grace period, also under names that would be removed after it;
+    ``held_size`` could be freed, but would not suffice.
+    """
 
     forgotten: list[RemovedName] = field(default_factory=list)
     blobs: int = 0
@@ -68,6 +72,7 @@ class Collection:
     partial_size: int = 0
     young: int = 0
     young_size: int = 0
+    held_size: int = 0
     left_size: int = 0
 
 
@@ -88,6 +93,8 @@ class Collector:
     _result: Collection = field(init=False, default_factory=Collection)
     _leased: set[str] = field(init=False, default_factory=set)
     _sizes: dict[str, int] = field(init=False, default_factory=dict)
+    # When the blobs were stored.
+    _times: dict[str, float] = field(init=False, default_factory=dict)
     _unnamed: dict[str, float] = field(init=False, default_factory=dict)
 
     def run(
@@ -105,7 +112,9 @@ class Collector:
         """
         root, roots, result = self.layout.root, self._list_roots(), self._result
         self._leased = self._read_leased(remove=False)
-        self._sizes = {name: status.st_size for name, status in iter_blobs(root)}
+        statuses = dict(iter_blobs(root))
+        self._sizes = {name: status.st_size for name, status in statuses.items()}
+        self._times = {name: status.st_ctime for name, status in statuses.items()}
         # Raises for a damaged manifest before any name is removed.
         live = self._find_live(roots)
         if max_age is not None or max_size is not None:
@@ -269,20 +278,44 @@ class Collector:
         candidates: Iterable[tuple[float, str, Descriptor]],
         evicted: Container[str],
         max_size: int,
-    ) -> Iterator[str]:
-        """Yield names of ``candidates``, in order, until the content of the others fits."""
+    ) -> list[str]:
+        """Return names of ``candidates``, in order, without which the content of the others fits.
+
+        A name that would free nothing now is kept. What it would free after the grace is counted
+        as young, and no other name is removed in its place.
+        """
         needs = Counter(self._leased)
         for name, digest in self._list_roots():
             if not name or name not in evicted:
                 needs.update(self._needs(digest, name))
         total = sum(self._sizes.get(digest, 0) for digest in needs)
+        surplus: dict[str, set[str]] = {}
         for _, name, descriptor in candidates:
             if total <= max_size:
                 break
-            yield name
-            for needed in self._needs(descriptor.digest, name):
-                needs[needed] -= 1
-                total -= 0 if needs[needed] else self._sizes.get(needed, 0)
+            needed = self._needs(descriptor.digest, name)
+            needs.subtract(needed)
+            total -= sum(self._sizes.get(digest, 0) for digest in needed if not needs[digest])
+            # The manifest alone is not worth the name.
+            surplus[name] = needed - {str(descriptor.digest)}
+        unneeded = {digest for digest in chain.from_iterable(surplus.values()) if not needs[digest]}
+        young = set(filter(self._is_young, unneeded))
+        freed = unneeded - young
+        removed = [name for name, needed in surplus.items() if needed & freed]
+        kept = (needed & young for name, needed in surplus.items() if name not in removed)
+        self._count_young(set().union(*kept))
+        return removed
+
+    def _is_young(self, digest: str) -> bool:
+        """Return True if a blob that loses its names is kept by the grace period."""
+        if not (self.grace and self.keeps_unnamed) or digest not in self._times:
+            return False
+        timestamp = self.clock()
+        return sanitize_time(self._times[digest], timestamp) > timestamp - self.grace
+
+    def _count_young(self, digests: set[str]) -> None:
+        self._result.young += len(digests)
+        self._result.young_size += sum(self._sizes[digest] for digest in digests)
 
     def _sweep(self, unneeded: set[str]) -> None:
         """Remove blobs older than the grace period. The lock is held, except in a dry run."""
@@ -294,8 +327,7 @@ class Collector:
             with translate_store_errors(self.layout.root), contextlib.suppress(FileNotFoundError):
                 stored = sanitize_time(os.stat(path).st_ctime, timestamp)
                 if self.grace and stored > max(latest, self._unnamed.get(digest, 0.0)):
-                    self._result.young += 1
-                    self._result.young_size += self._sizes[digest]
+                    self._count_young({digest})
                     continue
                 if not self.dry_run:
                     os.unlink(path)

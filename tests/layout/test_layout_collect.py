@@ -17,6 +17,7 @@ import pytest
 from clowder_aimage.content import build_bytes_body
 from clowder_aimage.errors import VerificationError
 from clowder_aimage.layout import ImageLayout, gc, lock
+from clowder_aimage.layout.digest_scan import iter_blobs
 from clowder_aimage.layout.gc import GRACE, STALE, Collector
 from clowder_aimage.layout.stored_aimage import lease_manifest
 from clowder_aimage.oci import Descriptor, Digest, Manifest, Reference, mediatype
@@ -852,3 +853,25 @@ def test_a_name_shared_with_an_entry_without_a_digest_is_removed(
     path.write_text(json.dumps(value))
     done = collected(store, max_age=2.5 * DAY)
     assert [one.name for one in done.forgotten] == ["c:v1"]
+
+
+def test_an_eviction_with_grace_removes_names_with_the_bytes_that_it_frees(
+    store: ImageLayout,
+) -> None:
+    """Of names in the order of their use: old, young, old. The second is worth waiting for."""
+    made = [put_artifact(store, f"m{n}", bytes([n]) * 100_000) for n in range(3)]
+    older = max(status.st_ctime for _, status in iter_blobs(store.root))
+    for child in made[1].children:
+        path = store.find_path(child)
+        # The clock of the file system is coarse.
+        while path.stat().st_ctime <= older:
+            path.chmod(0o444)
+    for hour, document in enumerate(made):
+        used = store.root / ".aimage" / "used" / document.digest.encoded
+        os.utime(used, (1e9 + hour, 1e9 + hour))
+    collector = Collector(store, grace=10.0, keeps_unnamed=True, clock=lambda: older + 10.0)
+    done = collector.run(max_size=150_000)
+    assert [removal.name for removal in done.forgotten] == ["m0:latest"]
+    assert names(store) == {"m1:latest", "m2:latest"}
+    assert done.size >= 100_000
+    assert 100_000 <= done.young_size < 200_000
