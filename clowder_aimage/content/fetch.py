@@ -59,7 +59,8 @@ def check_space(missing: Sequence[Descriptor], target: ContentStore) -> None:
     if needed and missing_size > 0:
         raise NoSpaceError(
             f"the download requires {needed / 1e6:.1f} MB, "
-            f"and {max(0, free - RESERVE) / 1e6:.1f} MB are available",
+            f"and {max(0, free - RESERVE) / 1e6:.1f} MB are available besides the "
+            f"{RESERVE / 1e6:.1f} MB that stay free",
             missing_size=missing_size,
             hint=f"free at least {-(-missing_size // 10**6)} MB, or use a store on another disk",
         )

@@ -103,8 +103,10 @@ def relieve(
     """Free ``excess`` bytes.
 
     Unreferenced blobs are removed first, then names that are not in ``keep`` and were not used for
-    ``age`` seconds, least recently used first. With ``is_all``, no name is removed unless
-    ``excess`` bytes can be freed. Raises StoreError or VerificationError if nothing was collected.
+    ``age`` seconds, least recently used first. A name is removed only if that frees bytes: not for
+    blobs younger than GRACE, which the result counts as young. With ``is_all``, no name is removed
+    unless ``excess`` bytes can be freed. Raises StoreError or VerificationError if nothing was
+    collected.
     """
     # a list of models that is lost for a moment costs no transfer: its models keep the grace
     collector = partial(Collector, store, grace=GRACE, keeps_unnamed=True)
@@ -119,6 +121,8 @@ def relieve(
     if is_all:
         would = collector(dry_run=True).run(max_size=limit, keep=patterns)
         if would.size < left:
+            plain.young, plain.young_size = would.young, would.young_size
+            plain.held_size = would.size
             return plain
     done = collector().run(max_size=limit, keep=patterns)
     done.size += plain.size
@@ -147,23 +151,40 @@ class Evictor:
             return
         self._measured_at = time.monotonic()
         self._measure()
+        young = 0
         if excess := self.marks.compute_excess(self._store.root):
-            self._relieve(excess, keep(), "high")
+            young = self._relieve(excess, keep(), "high").young_size
             excess = self.marks.compute_excess(self._store.root)
         self._metrics.excess.set(excess)
         if excess and not self._is_full:
-            facts = {"bytes": excess}
-            _log.warning("the disk is above the watermark, and nothing can be evicted", extra=facts)
-            self._service.events.record_from_thread("full", bytes=excess)
+            facts = {"bytes": excess, "young": young}
+            why = (
+                f"some blobs are kept until they are {GRACE:.0f} seconds old"
+                if young
+                else "nothing can be evicted"
+            )
+            _log.warning(f"the disk is above the watermark, and {why}", extra=facts)
+            self._service.events.record_from_thread("full", **facts)
         self._is_full = excess > 0
 
-    def make_room(self, needed: int, keep: Callable[[], Iterable[str]]) -> None:
-        """Evict until ``needed`` bytes are free, or evict no name; log a failure."""
+    def make_room(self, needed: int, keep: Callable[[], Iterable[str]]) -> str:
+        """Evict until ``needed`` bytes are free, or evict no name; log a failure.
+
+        Return what is worth waiting for, if the rest becomes free without a change; else nothing.
+        """
         try:
             excess = max(0, needed - self._store.measure_free())
-            self._relieve(excess, keep(), "space", is_all=True)
+            done = self._relieve(excess, keep(), "space", is_all=True)
+            missing = needed - self._store.measure_free()
         except AImageError as error:
             _log.warning("cannot free space", extra={"reason": error.message})
+            return ""
+        if not done.young or not 0 < missing <= done.young_size + done.held_size:
+            return ""
+        return (
+            f"{done.young_size / 1e6:.1f} MB of blobs that no desired model needs are kept until "
+            f"they are {GRACE:.0f} seconds old"
+        )
 
     def collect(self, reason: str, grace: float) -> None:
         """Remove blobs unreferenced for ``grace`` seconds. Raises as ``relieve``."""
@@ -171,10 +192,11 @@ class Evictor:
 
     def _relieve(
         self, excess: int, keep: Iterable[str], reason: str, *, is_all: bool = False
-    ) -> None:
+    ) -> Collection:
         self.spare()
         done = relieve(self._store, excess, keep, age=self.marks.age, is_all=is_all)
         self._note(done, reason)
+        return done
 
     def _note(self, done: Collection, reason: str) -> None:
         self._metrics.collections.labels(reason).inc()

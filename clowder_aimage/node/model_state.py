@@ -42,12 +42,17 @@ class Shortage:
     """A lack of space: the pull needs ``free`` free bytes; evict ``room`` bytes.
 
     Eviction may be retried from ``evict_at`` on; ``evictions`` counts the attempts so far.
+    ``reason`` is the error of the pull. Until ``wait_until``, bytes become free without a change.
+    A pull that has begun may not wait for young blobs: they are its own.
     """
 
     free: int
     room: int
     evictions: int = 0
     evict_at: float = -math.inf
+    reason: str = ""
+    has_begun: bool = False
+    wait_until: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +143,10 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Evict other models until ``room`` bytes are free."""
+    """Evict other models until ``room`` bytes are free, or become free if that ``may_wait``."""
 
     room: int
+    may_wait: bool = True
 
 
 Action = Work | Announce | Check | Evict

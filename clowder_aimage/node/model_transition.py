@@ -1,9 +1,10 @@
 """The transitions of a model: pure functions from a state and an event to a state and actions.
 
 Check, MEASURE and PULL are last in the actions and produce the next event: ``checked``,
-``measured`` or ``pulled``, or else ``failed``, ``stopped`` or ``store_changed``. The functions use
-no clock, no I/O and no randomness: ``now`` is in seconds on the node's monotonic clock, and
-``chance``, in [0, 1), is the jitter of delays.
+``measured`` or ``pulled``, or else ``failed``, ``stopped`` or ``store_changed``. Evict produces
+``wait_for_space`` if bytes become free later; then the actions after it are left out. The
+functions use no clock, no I/O and no randomness: ``now`` is in seconds on the node's monotonic
+clock, and ``chance``, in [0, 1), is the jitter of delays.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ LOOK = 10.0
 MAX_EVICT = 60.0
 # Additional bytes required to retry a pull that found no space at all.
 STEP = 1024 * 1024
+# Seconds that a model waits for bytes that become free: the grace of blobs, and a look after it.
+WAIT = 90.0
 CRASHED = "internal error; see the node's log"
 # Seconds after an internal error of the node.
 CRASH = 30.0
@@ -235,14 +238,32 @@ def apply_measurement(state: ModelState, time: float, free: int) -> Step:
     if free < min(shortage.free, shortage.room) and time >= shortage.evict_at:
         state, actions = _evict(state, shortage, time)
         return state, (*actions, Work.MEASURE)
-    return _pull(state) if free >= shortage.free else (_schedule(state, time), ())
+    if free >= shortage.free:
+        return _pull(state)
+    state = _schedule(state, time)
+    # It has waited in vain.
+    if math.isfinite(shortage.wait_until) and time >= shortage.wait_until:
+        return _enter(state, PRESENT if state.is_here else FAILED, shortage.reason)
+    return state, ()
+
+
+def apply_wait_for_space(state: ModelState, time: float, expected: str) -> Step:
+    """Apply an eviction that did not free enough; the rest, ``expected``, becomes free later."""
+    shortage = state.shortage
+    # A retry was requested in the meantime.
+    if shortage is None or not state.is_short:
+        return _schedule(state, time), ()
+    shortage = replace(shortage, evict_at=time + LOOK, wait_until=time + WAIT)
+    phase = PRESENT if state.is_here else WAITING
+    reason = f"{shortage.reason}; {expected}"
+    return _schedule(replace(state, phase=phase, reason=reason, shortage=shortage), time), ()
 
 
 def _evict(state: ModelState, shortage: Shortage, time: float) -> Step:
     count = shortage.evictions + 1
     evict_at = time + min(MAX_EVICT, LOOK * 2.0 ** min(count - 1, 10))
     shortage = replace(shortage, evictions=count, evict_at=evict_at)
-    return replace(state, shortage=shortage), (Evict(shortage.room),)
+    return replace(state, shortage=shortage), (Evict(shortage.room, not shortage.has_begun),)
 
 
 def apply_failure(state: ModelState, time: float, event: Failure, chance: float) -> Step:
@@ -270,7 +291,7 @@ def _compute_shortage(state: ModelState, event: Failure, missing: int) -> Shorta
     free = event.free + (RESERVE if event.began else STEP)
     room = event.free + missing if missing else event.needed + RESERVE
     evictions = state.shortage.evictions if state.shortage else 0
-    return Shortage(free, room, evictions)
+    return Shortage(free, room, evictions, reason=event.error.message, has_begun=event.began)
 
 
 def _record_suspect(state: ModelState, event: Failure, time: float, chance: float) -> ModelState:

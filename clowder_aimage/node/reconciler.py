@@ -94,15 +94,16 @@ class RegistryLimiter:
 class Reconciler:
     """Reconciles one model at a time with its spec.
 
-    ``relieve(count)`` evicts other models until ``count`` bytes are free; it blocks. ``clock`` is
-    monotonic; ``chance`` returns a random number in [0, 1).
+    ``relieve(count)`` evicts other models until ``count`` bytes are free; it blocks, and returns
+    what the rest may wait for, if that becomes free without a change. ``clock`` is monotonic;
+    ``chance`` returns a random number in [0, 1).
     """
 
     def __init__(
         self,
         service: Service,
         records: SpecStore,
-        relieve: Callable[[int], object],
+        relieve: Callable[[int], str],
         *,
         clock: Callable[[], float],
         chance: Callable[[], float],
@@ -137,7 +138,7 @@ class Reconciler:
                 case Check():
                     return await self._check(model, action.known)
                 case Evict():
-                    await run_locking(self._relieve, action.room)
+                    return await self._evict(action)
                 case Announce():
                     self._service.events.record(action.kind, model=model.spec.name, **action.facts)
         except CrowdedError:
@@ -147,6 +148,12 @@ class Reconciler:
         except AImageError as error:
             return await self._make_failure(model, error)
         return None
+
+    async def _evict(self, action: Evict) -> Event | None:
+        expected = await run_locking(self._relieve, action.room)
+        if not expected or not action.may_wait:
+            return None
+        return partial(transition.apply_wait_for_space, expected=expected)
 
     async def _look(self, model: ModelStatus) -> Event:
         try:

@@ -57,9 +57,15 @@ def three_models(tmp_path: Path) -> ImageLayout:
 
 
 @pytest.fixture(autouse=True)
-def old_blobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def old_blobs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the grace period, so that new blobs can be collected."""
-    monkeypatch.setattr("clowder_aimage.node.eviction.GRACE", 0.0)
+    if "young_blobs" not in request.fixturenames:
+        monkeypatch.setattr("clowder_aimage.node.eviction.GRACE", 0.0)
+
+
+@pytest.fixture
+def young_blobs() -> None:
+    """Keep the grace period: the blobs of the test are younger."""
 
 
 def names(store: ImageLayout) -> set[Any]:
@@ -106,6 +112,45 @@ def test_relieve_keeps_recently_used_names(three_models: ImageLayout) -> None:
     assert [one.name for one in done.forgotten] == [index_name(MIDDLE)]
     done = relieve(three_models, 10**12, keep=[index_name(NEW)], age=0.0)
     assert [one.name for one in done.forgotten] == [index_name(OLD)]
+
+
+@pytest.mark.usefixtures("young_blobs")
+@pytest.mark.parametrize("is_all", [True, False])
+def test_relieve_keeps_the_names_of_young_blobs(three_models: ImageLayout, is_all: bool) -> None:
+    done = relieve(three_models, 300_000, keep=(), is_all=is_all)
+    assert (done.forgotten, done.blobs, done.size) == ([], 0, 0)
+    assert names(three_models) == {index_name(name) for name in (OLD, MIDDLE, NEW)}
+    # The two that would be removed are named, the third is not needed.
+    assert 400_000 <= done.young_size < 600_000
+
+
+@pytest.mark.usefixtures("young_blobs")
+def test_relieve_waits_for_young_garbage_before_evicting(three_models: ImageLayout) -> None:
+    three_models.untag(NEW)
+    done = relieve(three_models, 100_000, keep=(), is_all=True)
+    assert not done.forgotten
+    assert done.young_size >= 200_000
+
+
+def test_relieve_keeps_a_name_that_would_free_nothing(three_models: ImageLayout) -> None:
+    """The least recently used name has the blobs of a pinned one."""
+    again = Reference.parse("registry.example.com/again")
+    three_models.tag(three_models.resolve(OLD), again)
+    three_models.pins.put(index_name(again), {}, durable=True)
+    path = three_models.root / ".aimage" / "used" / three_models.resolve(OLD).digest.encoded
+    os.utime(path, (1e9, 1e9))
+    done = relieve(three_models, 100_000, keep=())
+    assert [one.name for one in done.forgotten] == [index_name(MIDDLE)]
+    assert index_name(OLD) in names(three_models)
+
+
+def test_relieve_removes_all_names_of_the_blobs_that_it_frees(three_models: ImageLayout) -> None:
+    again = Reference.parse("registry.example.com/again")
+    three_models.tag(three_models.resolve(OLD), again)
+    path = three_models.root / ".aimage" / "used" / three_models.resolve(OLD).digest.encoded
+    os.utime(path, (1e9, 1e9))
+    done = relieve(three_models, 100_000, keep=())
+    assert {one.name for one in done.forgotten} == {index_name(OLD), index_name(again)}
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from clowder_aimage.node.model_state import (
     Suspect,
     Work,
 )
-from clowder_aimage.node.model_transition import CRASH, LOOK, STEP, Failure
+from clowder_aimage.node.model_transition import CRASH, LOOK, STEP, WAIT, Failure
 from clowder_aimage.oci import Descriptor, Digest, Reference
 
 NOW, REFRESH = 1000.0, 300.0
@@ -112,6 +112,8 @@ def facts(found: ModelState, expected: dict[str, Any]) -> dict[Any, Any]:
     return {name: getattr(found, name) for name in expected}
 
 
+LATER = partial(event.apply_wait_for_space, expected="9 MB are young")
+YOUNG = Shortage(900, 800, 1, NOW, "disk full")
 STOPPED = partial(event.apply_stop, reason="stopped")
 NEWS = Announce(PRESENT)
 DRIFT = Announce("drift", {"here": str(OLD), "there": str(NEW)})
@@ -214,12 +216,12 @@ MOVED, SAME = checked(NEW, NEW), checked()
         (state(FAILED), failed(WRONG), {"suspect": None, "next_try": NOW + REFRESH}, ()),
         # -- a lack of space
         (state(PULLING), failed(FULL, free=100),
-         {"phase": FAILED, "shortage": Shortage(100 + STEP, 800, 1, NOW + 10), "due": NOW + LOOK,
-          "next_try": math.inf},
+         {"phase": FAILED, "shortage": Shortage(100 + STEP, 800, 1, NOW + 10, "disk full"),
+          "due": NOW + LOOK, "next_try": math.inf},
          (Evict(800), Announce(FAILED, {"reason": "disk full"}))),
         (state(FAILED, shortage=Shortage(1, 1, 3)), failed(NoSpaceError("x"), 100, 500, True),
-         {"shortage": Shortage(100 + RESERVE, 500 + RESERVE, 4, NOW + 60)},
-         (Evict(500 + RESERVE),)),
+         {"shortage": Shortage(100 + RESERVE, 500 + RESERVE, 4, NOW + 60, "x", True)},
+         (Evict(500 + RESERVE, False),)),
         (present(), failed(FULL), {"phase": PRESENT, "next_check": NOW + REFRESH},
          (Evict(700), Announce("failed", {"reason": "disk full"}))),
         (state(FAILED, failure=SHORT, shortage=Shortage(900, 800)), measured(900),
@@ -231,6 +233,21 @@ MOVED, SAME = checked(NEW, NEW), checked()
         (state(FAILED, failure=SHORT, shortage=Shortage(900, 800, 1, NOW + 1)), measured(700),
          {"phase": FAILED}, ()),
         (state(WAITING), measured(10**9), {"phase": WAITING}, ()),
+        # -- bytes become free later
+        (state(FAILED, failure=SHORT, shortage=YOUNG, check_at=math.inf), LATER,
+         {"phase": WAITING, "reason": "disk full; 9 MB are young", "due": NOW + LOOK,
+          "shortage": replace(YOUNG, evict_at=NOW + LOOK, wait_until=NOW + WAIT)}, ()),
+        (present(failure=SHORT, shortage=YOUNG, check_at=math.inf), LATER,
+         {"phase": PRESENT, "reason": "disk full; 9 MB are young"}, ()),
+        (state(PULLING), LATER, {"phase": PULLING}, ()),
+        (state(WAITING, failure=SHORT, shortage=replace(YOUNG, wait_until=NOW + 1), reason="z"),
+         measured(850), {"phase": WAITING, "reason": "z"}, ()),
+        (state(WAITING, failure=SHORT, shortage=replace(YOUNG, wait_until=NOW + 1)),
+         measured(900), {"phase": PULLING}, (Work.PULL,)),
+        (state(WAITING, failure=SHORT, shortage=replace(YOUNG, wait_until=NOW)), measured(850),
+         {"phase": FAILED, "reason": "disk full"}, (Announce(FAILED, {"reason": "disk full"}),)),
+        (present(failure=SHORT, shortage=replace(YOUNG, wait_until=NOW), reason="z"),
+         measured(850), {"phase": PRESENT, "reason": "disk full"}, ()),
         # -- external events
         (state(FAILED, failure=DENIED, attempts=4, suspect=BAD, not_before=NOW + 9),
          event.apply_retry,

@@ -159,6 +159,55 @@ def test_least_recently_used_models_are_evicted_for_desired_ones(
     asyncio.run(play())
 
 
+def test_a_model_waits_for_blobs_that_are_too_young_to_be_removed(
+    disk: Disk, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = publisher.publish("a", size=20 * MIB)
+
+    async def play() -> None:
+        bench = Bench(disk.root, want(ref), marks=FULL)
+        for at, name in enumerate(("old", "new")):
+            put(bench.store, name, 15 * MIB, at)
+        kept = names(bench.store)
+        for _ in range(20):
+            await bench.turn(11.0)
+            waiting = bench.model()
+            assert (waiting["state"], waiting["code"]) == ("waiting", "no_space")
+        assert "stay free" in waiting["reason"]
+        assert "15.7 MB of blobs" in waiting["reason"]
+        assert "60 seconds old" in waiting["reason"]
+        assert names(bench.store) == kept
+        assert not publisher.blobs()
+        assert not await told(bench, "failed") and not await told(bench, "evict")
+        monkeypatch.setattr("clowder_aimage.node.eviction.GRACE", 0.0)
+        await bench.turn(11.0)
+        assert bench.model()["state"] == "present"
+        assert len(await told(bench, "evict")) == 1
+
+    asyncio.run(play())
+
+
+def test_a_full_disk_names_the_blobs_that_are_too_young(
+    tmp_path: Path, publisher: Publisher
+) -> None:
+    ref = publisher.publish("wanted", size=MIB)
+    with small_disk(tmp_path / "disk", 64 * MIB) as disk:
+
+        async def play() -> None:
+            bench = Bench(disk.root, want(ref), marks=Watermarks(0.50, 0.30, age=0.0))
+            await bench.turn()
+            put(bench.store, "young", 40 * MIB, 0)
+            kept = names(bench.store)
+            bench.node.evictor._measured_at = -1e9
+            await bench.turn(1.0)
+            assert names(bench.store) == kept
+            (full,) = await told(bench, "full")
+            assert full["young"] >= 40 * MIB
+            assert not await told(bench, "evict")
+
+        asyncio.run(play())
+
+
 def test_above_the_upper_mark_only_unwanted_models_are_evicted(
     tmp_path: Path, publisher: Publisher, old_blobs: None
 ) -> None:
