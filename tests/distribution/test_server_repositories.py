@@ -92,6 +92,17 @@ BLOBS = {
         push a FIRST v1; push a SECOND v1; DELETE a blobs OLD 405; GET a blobs OLD 200
         DELETE a manifests FIRST 202; DELETE a blobs OLD 202; GET a blobs NEW 200
     """,
+    "the deletion in another repository leaves an upload protected": """
+        upload a OLD; upload a EMPTY; upload b OLD; DELETE b blobs OLD 202; DELETE c blobs OLD 404
+        collect-beside; PUT a manifests FIRST 201; GET a blobs OLD 200
+    """,
+    "the deletion of its source leaves a mount protected": """
+        upload a OLD; mount OLD a b 201; DELETE a blobs OLD 202; collect-beside; GET b blobs OLD 200
+    """,
+    "a collection removes an upload whose lease has ended": """
+        upload a OLD; mount OLD a b 201; collect-all; HEAD a blobs OLD 404; upload b OLD
+        HEAD a blobs OLD 404; GET b blobs OLD 200
+    """,
     "blobs of a deleted manifest stay until they are deleted": """
         push a FIRST v1; DELETE a manifests FIRST 202; HEAD a blobs OLD 200; HEAD b blobs OLD 404
     """,
@@ -202,6 +213,7 @@ class Session:
             "rm": self._remove,
             "collect": self._collect,
             "collect-all": self._collect_all,
+            "collect-beside": self._collect_beside,
         }
         if verb in steps:
             steps[verb](*words)
@@ -272,6 +284,10 @@ class Session:
 
     def _collect_all(self) -> None:
         self._restart()
+        self._collect_beside()
+
+    def _collect_beside(self) -> None:
+        """Collect without a grace, while the server holds its leases."""
         Collector(ImageLayout(self._root), grace=0.0).run()
 
 
@@ -296,3 +312,22 @@ def test_deletions_survive_a_kill(serve_layout: Callable[..., Server], tmp_path:
     assert [again.ask("GET", path).status_code for path in paths] == [404, 404]
     assert again.ask("GET", "/v2/a/b/tags/list").json()["tags"] == []
     assert again.ask("HEAD", f"/v2/a/b/blobs/{digest_of(EMPTY)}").status_code == 200
+
+
+def test_two_servers_of_a_store_agree(tmp_path: Path) -> None:
+    with (
+        contextlib.closing(Session(tmp_path)) as first,
+        contextlib.closing(Session(tmp_path)) as second,
+    ):
+        first.do("upload a OLD")
+        second.do("GET a blobs OLD 200")
+        second.do("push b FIRST v1")
+        first.do("mount OLD b c 201")
+        second.do("DELETE a blobs OLD 202")
+        first.do("HEAD a blobs OLD 404")
+        second.do("GET c blobs OLD 200")
+        first.do("push b SECOND v1")
+        second.do("GET b manifests FIRST 200")
+        second.do("DELETE b manifests FIRST 202")
+        first.do("GET b manifests FIRST 404")
+        first.do("catalog b")
