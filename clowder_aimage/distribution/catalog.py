@@ -17,7 +17,13 @@ from pathlib import Path
 from clowder_aimage.content.graph import build_referrer_entry, walk
 from clowder_aimage.content.verified_reader import read_all
 from clowder_aimage.distribution.manifest_children import ManifestChildren
-from clowder_aimage.errors import ContentError, FormatError, NotFoundError, UsageError
+from clowder_aimage.errors import (
+    AImageError,
+    ContentError,
+    FormatError,
+    NotFoundError,
+    UsageError,
+)
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.repository_record import RepositoryRecords
 from clowder_aimage.oci import (
@@ -184,7 +190,8 @@ class Catalog:
 
     def _index(self, content: Descriptor) -> Index | None:
         if content.media_type in mediatype.INDEXES:
-            with contextlib.suppress(NotFoundError):
+            # One that is missing or damaged hides nothing of others
+            with contextlib.suppress(AImageError):
                 return self._read_summary(content).index
         return None
 

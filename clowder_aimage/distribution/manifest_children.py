@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from clowder_aimage.content.graph import parse_content
-from clowder_aimage.errors import ContentError, NotFoundError
+from clowder_aimage.errors import AImageError
 from clowder_aimage.oci import Descriptor, Digest, mediatype
 
 # Digests in the cache, about 200 bytes each where manifests share none
@@ -16,7 +16,7 @@ class ManifestChildren:
     """A cache by the digest of the manifest. Thread-safe: its values never change.
 
     Args:
-        read: Returns the bytes of a manifest, verified. Raises NotFoundError, ContentError.
+        read: Returns the bytes of a manifest, verified.
     """
 
     def __init__(self, read: Callable[[Descriptor], bytes]) -> None:
@@ -27,7 +27,7 @@ class ManifestChildren:
         self._count = 0
 
     def get(self, content: Descriptor) -> frozenset[Digest]:
-        """Return the digests; none of other content, nor while a manifest is missing or damaged."""
+        """Return the digests; none of other content, nor while a manifest cannot be read."""
         if content.media_type not in mediatype.MANIFESTS:
             return frozenset()
         children = self._children.get(content.digest)
@@ -36,7 +36,7 @@ class ManifestChildren:
     def _load(self, manifest: Descriptor) -> frozenset[Digest]:
         try:
             document = parse_content(self._read(manifest), manifest)
-        except (NotFoundError, ContentError):
+        except AImageError:
             return frozenset()
         digests = (child.digest for child in document.children)
         children = frozenset(self._interned.setdefault(digest, digest) for digest in digests)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import requests
 
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.gc import Collector
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Reference
 from tests.distribution.served import (
     OCI_INDEX,
     OCI_MANIFEST,
@@ -331,3 +332,23 @@ def test_two_servers_of_a_store_agree(tmp_path: Path) -> None:
         second.do("DELETE b manifests FIRST 202")
         first.do("GET b manifests FIRST 404")
         first.do("catalog b")
+
+
+@pytest.mark.parametrize("raw", [None, b"", b"damaged"], ids=["missing", "empty", "damaged"])
+@pytest.mark.parametrize("what", ["LIST", "SECOND"])
+def test_a_damaged_manifest_hides_nothing_of_others(
+    tmp_path: Path, what: str, raw: bytes | None
+) -> None:
+    """The blobs of the other one are known by its manifest only, as after a pull."""
+    with contextlib.closing(Session(tmp_path)) as session:
+        for step in ("push a FIRST v1", "push a SECOND v2", "PUT a manifests LIST 201 all"):
+            session.do(step)
+        shutil.rmtree(tmp_path / ".aimage/repositories")
+        path = ImageLayout(tmp_path).find_path(Descriptor.of(OCI_MANIFEST, NAMED[what]))
+        path.unlink()
+        if raw is not None:
+            path.write_bytes(raw)
+        session.do("restart")
+        for step in ("GET a blobs OLD 200", "GET a manifests FIRST 200", "DELETE a blobs OLD 405"):
+            session.do(step)
+        session.do("push a FIRST v3")
