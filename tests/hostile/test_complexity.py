@@ -586,7 +586,12 @@ COVERED = {
     "formats/family_model.py": "small files, by model_tree and read_json",
     "formats/prequantized.py": "a single number",
     **dict.fromkeys(
-        ("layout/metadata.py", "registry/docker_config.py", "registry/host_settings.py"),
+        (
+            "layout/metadata.py",
+            "layout/repository_record.py",
+            "registry/docker_config.py",
+            "registry/host_settings.py",
+        ),
         "a small file of the user",
     ),
     "registry/credential_helper.py": "the output of a program of the user, by read_json",
