@@ -28,16 +28,20 @@ def put_manifest(
         headers = {"Content-Type": content.media_type}
         url = session.build_url(f"manifests/{target}")
         response = session.request("PUT", url, headers=headers, body=raw)
-        if response.status_code == 201:
+        stated = response.headers.get("Docker-Content-Digest", "")
+        is_other = stated.startswith(f"{content.digest.algorithm}:") and stated != str(
+            content.digest
+        )
+        if response.status_code == 201 and not is_other:
             response.finish()
             return response.headers
         error = build_manifest_error(response, resource)
-        is_stored = False
         if response.status_code != 401 and response.status_code not in TRANSIENT_STATUS:
             with contextlib.suppress(AImageError):
-                is_stored = has_manifest(session, target, content)
-        if not is_stored:
-            raise error
-        return response.headers
+                if has_manifest(session, target, content):
+                    return response.headers
+                if response.is_success:
+                    error.hint = "the registry does not have this manifest there afterwards"
+        raise error
 
     return retry_call(put)

@@ -64,12 +64,13 @@ class MountOrigins:
         """
         for repository in self.of(content.digest):
             answer = _mount(session, content.digest, repository)
-            if answer is not None and _begins_upload(answer):
+            is_mounted = answer is not None and answer.status_code == 201
+            if answer is not None and not is_mounted and _begins_upload(answer):
                 self._missing.add(repository)
                 return answer
             if answer is not None:
                 answer.finish()
-            if answer is not None and answer.status_code == 201:
+            if is_mounted:
                 self._mounted.add(content.digest)
                 self._on_event(CopyEvent("skip", content, content.size))
                 return None
@@ -89,9 +90,8 @@ def begin_upload(session: Session, resource: str) -> RegistryResponse:
 
 
 def _begins_upload(response: RegistryResponse) -> bool:
-    """Return True if an upload has begun (202); a mounted blob has a location, too (201)."""
-    is_begun = response.is_success and response.status_code != 201
-    return is_begun and bool(response.headers.get("Location"))
+    """Return True if a response has the location of an upload: 202, or another success."""
+    return response.is_success and bool(response.headers.get("Location"))
 
 
 def _begin(session: Session, query: str) -> RegistryResponse:

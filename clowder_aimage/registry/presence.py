@@ -75,7 +75,8 @@ def _find_by_head(
     response.finish()
     if response.status_code == 404:
         return Presence(False)
-    is_clear = response.size is not None if expected is None else response.size in (None, expected)
+    # Some registries send 0 for all blobs.
+    is_clear = bool(response.size) if expected is None else response.size in (None, expected)
     return Presence(True, response.size) if response.is_success and is_clear else None
 
 

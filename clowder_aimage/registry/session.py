@@ -413,7 +413,7 @@ class Mirrors:
                 response = session.request("GET", url, headers=headers, read_timeout=read_timeout)
                 if response.status_code == 304:
                     return response
-                if response.status_code in (200, 206):
+                if response.status_code in (200, 203, 206):
                     self._sent.setdefault(target, set()).add(session)
                     return _verify_manifest(response, target) if kind == "manifests" else response
                 response.finish()

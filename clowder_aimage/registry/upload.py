@@ -44,7 +44,9 @@ _KIND = {"Content-Type": "application/octet-stream"}
 # Refusals of a method, or of a body in the form that it needs. Firewalls refuse PATCH with 403.
 _PUT_REFUSALS = frozenset({400, 405, 406, 411, 412, 415, 416, 417, 501})
 _METHOD_REFUSALS = {"PUT": _PUT_REFUSALS, "PATCH": _PUT_REFUSALS | {403}, "": frozenset[int]()}
-# Lost connections without progress after which a smaller body is sent.
+# Answers of proxies for which a body takes too long.
+_TIMEOUTS = frozenset({408, 504, 524})
+# Lost connections and timeouts without progress after which a smaller body is sent.
 _LOSSES = 2
 
 
@@ -91,7 +93,7 @@ class _Upload:
         self._offset = 0
         # The highest offset so far: losing data is not progress.
         self.furthest = 0
-        # Lost connections since then.
+        # Lost connections and timeouts since then.
         self._losses = 0
 
     def attempt(self) -> None:
@@ -219,6 +221,8 @@ class _Upload:
                 if not isinstance(error, UnauthorizedError):
                     self._count_loss(size)
                 raise
+        if answer.status_code in _TIMEOUTS:
+            self._count_loss(size)
         if answer.status_code == 413 and self._shrink(size):
             answer.finish()
             raise BrokenOffError(f"{self._resource} requires smaller chunks")

@@ -28,6 +28,7 @@ from tests.scripted import Answer, ScriptedRegistry, Seen, artifact, skip_waitin
 CONFIG, BLOB = b"{}", hashlib.shake_128(b"a blob").digest(3 * 4096 + 5)
 MANIFEST, _ = artifact(CONFIG, BLOB)
 HEALTH = Answer(200, {}, b"Healthcheck requested")
+OTHER_DIGEST = {"Docker-Content-Digest": str(Digest.of(b"other"))}
 PAGE = Answer(200, {"Content-Type": "text/html; charset=utf-8"}, b"<html>\nSign in</html>")
 LOGIN = Answer(302, {"Location": "https://login.example/?state=secret"}, b"<html>Found</html>")
 
@@ -146,7 +147,9 @@ PUSHED: dict[str, Odd] = {
     },
     "blob PUT answered by a page, once": refuse(is_blob_put, HEALTH, PAGE, times=1),
     "blob PUT redirected, but stored": accept(is_blob_put, LOGIN),
+    "manifest PUT answered with another digest": accept(is_put, Answer(201, OTHER_DIGEST)),
     "upload begun with 200": begin_with(200),
+    "upload begun with 201": begin_with(201),
     "upload begun with 204": begin_with(204),
     "POST answered by a health check, once": refuse(is_post, HEALTH, times=1),
     "POST answered by pages": refuse(is_post, HEALTH, PAGE, LOGIN, times=1),
@@ -168,6 +171,7 @@ PUSHED: dict[str, Odd] = {
         for status in (400, 405, 411, 415, 501)
     },
     "bodies above 2 KiB end the connection": lose(lambda seen: len(seen.body) > 2048),
+    "bodies above 2 KiB are answered 504": refuse(lambda seen: len(seen.body) > 2048, Answer(504)),
     "bodies above 2 KiB are answered 413": refuse(lambda seen: len(seen.body) > 2048, Answer(413)),
 }
 
@@ -236,6 +240,12 @@ FAILURES: dict[str, tuple[Odd, type[AImageError], str, int]] = {
         refuse(is_put, Answer(202)),
         RegistryError,
         "answered 202 Accepted for manifest",
+        ATTEMPTS,
+    ),
+    "manifest PUT answered with the digest of what is stored instead": (
+        refuse(is_put, Answer(201, OTHER_DIGEST)),
+        RegistryError,
+        "answered 201 Created for manifest",
         ATTEMPTS,
     ),
     "blob PUT answered by pages": (
@@ -318,6 +328,19 @@ def test_a_push_asks_nothing_more_of_a_registry_that_answers_as_specified(tmp_pa
     seen = push(Storing(), tmp_path)
     methods = [request.method for request in seen.seen]
     assert methods == [*["HEAD", "POST", "PUT"] * 2, "PUT"]
+
+
+@pytest.mark.parametrize("answer", [Answer(403), Answer(200), PAGE], ids=["403", "empty", "page"])
+def test_the_size_of_a_blob_is_known_without_head(answer: Answer, tmp_path: Path) -> None:
+    odd = refuse(is_blob_head, answer)
+    registry = Storing(odd, False, {str(Digest.of(BLOB)): BLOB})
+    with ScriptedRegistry(registry).running() as scripted:
+        name = Reference.parse(f"{scripted.host}/team/x:v1")
+        with Repository(name, ClientOptions(docker_config=tmp_path)) as repository:
+            content = Descriptor.of("application/vnd.example.blob", BLOB)
+            assert repository.fetch_size(content.digest) == len(BLOB)
+            assert repository.exists(content)
+            assert not repository.exists(Descriptor.of("application/vnd.example.blob", b"no"))
 
 
 def test_a_refused_head_is_not_repeated_for_each_blob(tmp_path: Path) -> None:
