@@ -216,10 +216,11 @@ class Session(AbstractContextManager["Session"]):
             sent["Authorization"] = header
         response = self._send(self._transport, method, url, sent, body, read_timeout)
         renewed = self._answer(response, actions, header)
-        if renewed is None:
+        is_stream = body is not None and not isinstance(body, bytes)
+        if renewed is None or (renewed == header and not is_stream):
             return self._record(response, actions)
         sent["Authorization"] = renewed
-        if body is not None and not isinstance(body, bytes):
+        if is_stream:
             response.finish()
             raise CredentialsExpiredError(
                 f"{self._registry} rejected the credentials during an upload",
@@ -260,11 +261,10 @@ class Session(AbstractContextManager["Session"]):
         challenge = response.headers.get("WWW-Authenticate", "")
         if response.status_code == 401 and challenge:
             try:
-                answer = self._auth.answer(actions, challenge, header)
+                return self._auth.answer(actions, challenge, header)
             except AImageError:
                 response.finish()
                 raise
-            return None if answer == header else answer
         if response.status_code not in (401, 403, 404) or header or not actions:
             return None
         # The trace has the reason.
