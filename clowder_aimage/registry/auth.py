@@ -226,9 +226,11 @@ class Authenticator:
     def _find_credential(self) -> Credential:
         # Read at the first challenge: helpers may be slow, and public content needs none.
         if self._credential is None:
-            repository = self._reference.repository
-            credential = find_credential(self._sources, self._registry, repository, self.trace)
-            self._credential = credential or Credential()
+            repository, query = self._reference.repository, self._connection.query_helper
+            self._credential = (
+                find_credential(self._sources, self._registry, repository, self.trace, query)
+                or Credential()
+            )
         return self._credential
 
     def _get_token(self, actions: str, challenge: _Challenge, refused: str | None) -> _Header:

@@ -23,6 +23,7 @@ import urllib3.util.ssl_
 
 from clowder_aimage.errors import StoreError, UsageError
 from clowder_aimage.oci import Reference
+from clowder_aimage.registry.credential_helper import HelperQueries, Query
 from clowder_aimage.registry.credential_trace import OnCredential, WarningLog
 from clowder_aimage.registry.host_settings import HostSettings, list_certificates
 from clowder_aimage.registry.pace import PATIENCE, Paces
@@ -43,9 +44,9 @@ class ClientOptions:
     ``docker_config`` is the directory of docker's ``config.json``; ``auth_file`` is a file in the
     same format that is read before it, ``container_auth`` are files read after it, and
     ``docker_auth_config`` is such text, which precedes docker's file. ``auths`` are credentials
-    from the caller in that format. They take precedence. ``on_credential`` gets the places where
-    credentials are looked for. ``trusted_realms`` are hosts that other registries may lead to, and
-    that may receive their credentials. ``ca_bundle``
+    from the caller in that format. They take precedence. ``query_helper`` asks credential helpers,
+    and ``on_credential`` gets the places where credentials are looked for. ``trusted_realms`` are
+    hosts that other registries may lead to, and that may receive their credentials. ``ca_bundle``
     replaces the default certificate authorities (set by the environment), ``cert_dirs`` are
     directories of ``certs.d``.
     ``registries`` has settings for single hosts; names without a host are in ``default_registry``
@@ -81,6 +82,7 @@ class ClientOptions:
     addresses: Addresses = field(default_factory=dict, hash=False)
     max_reach: Reach = Reach.NOWHERE
     on_exchange: OnTrace | None = None
+    query_helper: Query = field(default_factory=HelperQueries, compare=False, repr=False)
     on_credential: OnCredential = field(default_factory=WarningLog, compare=False, repr=False)
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], object] | None = None

@@ -38,7 +38,11 @@ def check_credentials(registry: str, basic: str, connection: ClientOptions) -> N
     Those that are accepted where none are required are compared with made-up ones. Raises
     UnauthorizedError: they are refused, withheld, or not checked by the registry.
     """
-    is_ignored = False
+    report, is_ignored = connection.on_credential, False
+    # A warning would repeat the error.
+    connection = replace(
+        connection, on_credential=lambda event: report(replace(event, is_warning=False))
+    )
     for send in _REQUESTS:
         verdict = _try_request(send, registry, basic, connection)
         if verdict is _Verdict.REFUSED:

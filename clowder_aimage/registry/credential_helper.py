@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from clowder_aimage.errors import FormatError, UnauthorizedError
@@ -20,6 +23,10 @@ DEADLINE = 30.0
 # The only messages that mean that a helper works and has no credentials.
 _NOT_FOUND = frozenset({"credentials not found in native keychain"})
 _MAX_REASON = 200  # characters
+# Seconds for which a helper that hangs is not run again.
+_HUNG = 300.0
+# What a helper has for a server, or None.
+Query = Callable[[str, str], dict[str, Any] | None]
 _running: set[int] = set()
 _lock = threading.Lock()
 
@@ -58,6 +65,37 @@ class _NotStoredError(CredentialHelperError):
     """A helper has no credentials for a server."""
 
 
+class _HungError(CredentialHelperError):
+    """A helper did not answer in time."""
+
+
+class HelperQueries:
+    """Queries of helpers; one that did not answer is not run again for some minutes. Thread-safe.
+
+    A command, or a node, may need the credentials of many repositories.
+    """
+
+    def __init__(
+        self,
+        query: Query = query_helper,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._query, self._clock = query, clock
+        # By name, the reason, and the time until which it holds.
+        self._hung: dict[str, tuple[str, float]] = {}
+
+    def __call__(self, name: str, server: str) -> dict[str, Any] | None:
+        """Return what a helper has for a server; None for nothing. Raises CredentialHelperError."""
+        reason, end = self._hung.get(name, ("", 0.0))
+        if self._clock() < end:
+            raise CredentialHelperError(get_program(name), reason)
+        try:
+            return self._query(name, server)
+        except _HungError as error:
+            self._hung[name] = error.reason, self._clock() + _HUNG
+            raise
+
+
 def run_helper(name: str, verb: str, text: str, deadline: float = DEADLINE) -> bytes:
     """Run a helper, with ``text`` as its input, and return its output.
 
@@ -69,18 +107,14 @@ def run_helper(name: str, verb: str, text: str, deadline: float = DEADLINE) -> b
         raise CredentialHelperError(program, "is not the name of a program")
     try:
         code, output, errors = _run([program, verb], text.encode(), deadline)
-    except FileNotFoundError:
-        raise CredentialHelperError(
-            program,
-            "is not installed",
-            hint="install it, or remove it from docker's config.json",
-        ) from None
     except OSError as error:
+        if shutil.which(program) is None:
+            hint = "install it, or remove it from docker's config.json"
+            raise CredentialHelperError(program, "is not installed", hint) from None
         reason = f"cannot be run: {error.strerror or error}"
         raise CredentialHelperError(program, reason) from None
     except subprocess.TimeoutExpired:
-        reason = f"did not answer within {deadline:.0f} seconds"
-        raise CredentialHelperError(program, reason) from None
+        raise _HungError(program, f"did not answer within {deadline:.0f} seconds") from None
     if code == 0:
         return output
     # Helpers print errors to either stream; an object may have a secret.
@@ -99,14 +133,17 @@ def end_helpers() -> None:
 
 
 def _run(command: list[str], text: bytes, deadline: float) -> tuple[int, bytes, bytes]:
-    """Run a program in its own process group, which ends with this call."""
+    """Run a program in its own process group, which is killed unless the program ends in time."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-    ) as process:
-        with _lock:
-            _running.add(process.pid)
+    with (
+        _end_with_process(),
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        ) as process,
+    ):
         try:
+            with _lock:
+                _running.add(process.pid)
             output, errors = process.communicate(text, deadline)
         except BaseException:
             _kill(process.pid)
@@ -115,6 +152,31 @@ def _run(command: list[str], text: bytes, deadline: float) -> tuple[int, bytes, 
             with _lock:
                 _running.discard(process.pid)
         return process.returncode, output, errors
+
+
+@contextlib.contextmanager
+def _end_with_process() -> Iterator[None]:
+    """End helpers if a signal ends this process; servers handle these signals themselves."""
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if is_main and signal.getsignal(number) is signal.SIG_DFL
+    ]
+    for number in numbers:
+        signal.signal(number, _end_process)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _end_process(number: int, _: object) -> None:
+    for pid in tuple(_running):
+        _kill(pid)
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def _kill(pid: int) -> None:

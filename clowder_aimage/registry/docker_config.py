@@ -27,6 +27,7 @@ from clowder_aimage.errors import StoreError
 from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.registry.credential_helper import (
     CredentialHelperError,
+    Query,
     get_program,
     query_helper,
 )
@@ -37,6 +38,8 @@ DOCKER_HUB_KEY = "https://index.docker.io/v1/"
 logging.getLogger("oras").setLevel(logging.CRITICAL + 1)
 # The user name that helpers give with an identity token.
 _IDENTITY_USER = "<token>"
+# The fields of an entry that have credentials.
+_FIELDS = ("auth", "username", "password", "identitytoken", "registrytoken")
 _URL_ALPHABET = str.maketrans("-_", "+/")
 
 
@@ -122,7 +125,11 @@ def parse_scope(key: str) -> str | None:
 
 
 def find_credential(
-    sources: Iterable[AuthSource], registry: str, repository: str, trace: CredentialTrace
+    sources: Iterable[AuthSource],
+    registry: str,
+    repository: str,
+    trace: CredentialTrace,
+    query: Query = query_helper,
 ) -> Credential | None:
     """Return the credential for a repository from the first source that has one.
 
@@ -131,7 +138,7 @@ def find_credential(
     """
     for source in sources:
         for host in oras.utils.iter_localhosts(registry):
-            credential = _find(source, host, repository, trace)
+            credential = _find(source, host, repository, trace, query)
             if credential is not None:
                 trace.add(credential.place, "found")
                 return credential
@@ -140,7 +147,7 @@ def find_credential(
 
 
 def _find(
-    source: AuthSource, registry: str, repository: str, trace: CredentialTrace
+    source: AuthSource, registry: str, repository: str, trace: CredentialTrace, query: Query
 ) -> Credential | None:
     host, config = parse_scope(registry), source.config
     path = f"{host}/{repository}"
@@ -150,9 +157,9 @@ def _find(
             return inline[path]
         path = path.rpartition("/")[0]
     host_helper, store = _find_host_helper(config, registry), config.get("credsStore")
-    credential = _query(host_helper, registry, trace) if host_helper else None
+    credential = _ask(host_helper, registry, trace, query) if host_helper else None
     credential = credential or inline.get(path)
-    return credential or (_query(store, registry, trace) if store else None)
+    return credential or (_ask(store, registry, trace, query) if store else None)
 
 
 def may_have_credential(sources: Iterable[AuthSource], registry: str) -> bool:
@@ -176,7 +183,8 @@ def _parse_inline(source: AuthSource, path: str, trace: CredentialTrace) -> dict
     for key, entry in _get_auths(source).items():
         scope = parse_scope(key)
         # Docker leaves an empty entry for what its helper has.
-        if not scope or not f"{path}/".startswith(f"{scope}/") or not entry:
+        is_empty = not entry or (isinstance(entry, dict) and not any(map(entry.get, _FIELDS)))
+        if not scope or not f"{path}/".startswith(f"{scope}/") or is_empty:
             continue
         credential = _parse_entry(entry) if isinstance(entry, dict) else None
         if credential is not None:
@@ -201,11 +209,11 @@ def _parse_entry(entry: dict[str, Any]) -> Credential | None:
     return Credential.of_basic(auth) if isinstance(auth, str) and auth else None
 
 
-def _query(name: str, registry: str, trace: CredentialTrace) -> Credential | None:
+def _ask(name: str, registry: str, trace: CredentialTrace, query: Query) -> Credential | None:
     """Return a helper's credential for a registry; failures are recorded."""
     place = get_program(name)
     try:
-        stored = query_helper(name, build_config_key(registry))
+        stored = query(name, build_config_key(registry))
     except CredentialHelperError as error:
         trace.add(place, error.reason, is_warning=True)
         return None

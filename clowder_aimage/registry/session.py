@@ -211,11 +211,13 @@ class Session(AbstractContextManager["Session"]):
         if not is_ours:
             response = self._send(self._elsewhere.open(), method, url, sent, body, read_timeout)
             return self._record(response, actions)
-        header = self._get_header(actions)
+        is_endpoint = url == f"{self.base}/v2/"
+        header = self._get_header(actions, may_offer=not is_endpoint)
         if header:
             sent["Authorization"] = header
         response = self._send(self._transport, method, url, sent, body, read_timeout)
-        renewed = self._answer(response, actions, header)
+        may_offer = header is None and not is_endpoint
+        renewed = self._answer(response, actions, header, may_offer=may_offer)
         is_stream = body is not None and not isinstance(body, bytes)
         if renewed is None or (renewed == header and not is_stream):
             return self._record(response, actions)
@@ -244,14 +246,16 @@ class Session(AbstractContextManager["Session"]):
             trace.add(response.host, "gets no credentials, since it is another host")
         return response
 
-    def _get_header(self, actions: str) -> str | None:
+    def _get_header(self, actions: str, *, may_offer: bool) -> str | None:
         """Return the header of a request; credentials of the caller need no challenge to it."""
         header = self._auth.get_header(actions)
-        if header is None and actions and self._auth.is_explicit:
+        if header is None and may_offer and self._auth.is_explicit:
             header = self._auth.offer(actions, self._request_challenge)
         return header
 
-    def _answer(self, response: RegistryResponse, actions: str, header: str | None) -> str | None:
+    def _answer(
+        self, response: RegistryResponse, actions: str, header: str | None, *, may_offer: bool
+    ) -> str | None:
         """Return a header with which a request is repeated, or None: its response is final.
 
         A registry may answer 403 or 404 to a request without credentials. Raises UnauthorizedError.
@@ -265,7 +269,7 @@ class Session(AbstractContextManager["Session"]):
             except AImageError:
                 response.finish()
                 raise
-        if response.status_code not in (401, 403, 404) or header or not actions:
+        if response.status_code not in (401, 403, 404) or not may_offer:
             return None
         # The trace has the reason.
         with contextlib.suppress(UnauthorizedError):

@@ -16,6 +16,7 @@ from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions, Repository, login, logout
 from clowder_aimage.registry.credential_trace import CredentialEvent, CredentialTrace
 from clowder_aimage.registry.docker_config import AuthSource, Credential, find_credential
+from clowder_aimage.registry.session import Session
 from tests.scripted import Answer, Script, ScriptedRegistry, Seen, artifact, serving
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
@@ -144,6 +145,7 @@ PULLS: dict[str, tuple[Guard, dict[str, Any], type[AccessError] | None, tuple[st
         None,
         ("entry HOST",),
     ),
+    "empty auth, next file": (Guard(), {"docker": _entry(auth=""), "podman": STORED}, None, ()),
     "empty file": (OPEN, {"docker": ""}, None, ("config.json: cannot be read: it is empty",)),
     "empty file of podman": (OPEN, {"podman": ""}, None, ("auth.json: cannot be read",)),
     "half a file": (OPEN, {"docker": '{"auths": {'}, None, ("config.json: cannot be read",)),
@@ -348,6 +350,28 @@ def test_no_credentials_follow_a_redirect_that_is_refused(
                 _pull(guard, connection)
     assert f"{cdn.host}: gets no credentials" in raised.value.facts["credentials"]
     assert not any("Authorization" in seen.headers for seen in cdn.seen)
+
+
+def test_given_credentials_are_sent_for_a_list_of_repositories(tmp_path: Path) -> None:
+    """Many registries list the public repositories to all."""
+    guard = Guard(first=200)
+    with guard.registry.running():
+        connection = _connect(guard.registry.host, tmp_path, [], basic_auth=BASIC)
+        with Session(Reference(guard.registry.host, "catalog"), connection) as session:
+            session.request("GET", session.catalog).close()
+    assert guard.registry.seen[-1].headers["Authorization"] == f"Basic {BASIC}"
+
+
+def test_given_credentials_that_are_withheld_are_warned_of(tmp_path: Path) -> None:
+    """Also if the content is public."""
+    service, events = _bearer(anonymous=200), list[CredentialEvent]()
+    with service.registry.running():
+        realm = f"http://{service.registry.host.replace('127.0.0.1', 'localhost')}/token"
+        guard = _bearer(realm=realm, anyone=200)
+        with guard.registry.running():
+            _pull(guard, _connect(guard.registry.host, tmp_path, events, basic_auth=BASIC))
+    (warning,) = [event for event in events if event.is_warning]
+    assert warning.result.startswith("not sent to the token service localhost")
 
 
 @pytest.mark.parametrize("is_public", [True, False])

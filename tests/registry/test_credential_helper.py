@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,12 @@ import pytest
 
 from clowder_aimage.registry.credential_helper import (
     CredentialHelperError,
+    HelperQueries,
     end_helpers,
     query_helper,
 )
+from tests.process import Aimage
+from tests.scripted import Answer, ScriptedRegistry
 from tests.wait import until
 
 Install = Callable[[str], Path]
@@ -78,11 +82,24 @@ def test_programs_that_cannot_be_run_are_named(install: Install) -> None:
         query_helper("../own", "r.example.com")
     path = install("")
     path.write_text("#!/no/such/interpreter\n")
-    with pytest.raises(CredentialHelperError, match="is not installed"):
+    with pytest.raises(CredentialHelperError, match="cannot be run: No such file"):
         query_helper("own", "r.example.com")
     path.write_bytes(b"\x7fELF")
     with pytest.raises(CredentialHelperError, match="cannot be run: Exec format error"):
         query_helper("own", "r.example.com")
+
+
+def test_a_helper_that_hangs_is_not_run_again_for_some_minutes(install: Install) -> None:
+    path, now = install("exec sleep 600"), [1000.0]
+    queries = HelperQueries(lambda name, server: query_helper(name, server, 0.1), lambda: now[0])
+    with pytest.raises(CredentialHelperError, match="did not answer"):
+        queries("own", "r.example.com")
+    path.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(CredentialHelperError, match="did not answer"):
+        queries("own", "other.example.com")
+    now[0] += 301
+    with pytest.raises(CredentialHelperError, match="no message"):
+        queries("own", "r.example.com")
 
 
 def is_gone(path: Path) -> bool:
@@ -118,3 +135,21 @@ def test_a_helper_that_hangs_is_ended_with_its_group(
     until(lambda: is_gone(child))
     (error,) = errors
     assert ("did not answer within 3 seconds" in str(error)) == (end == "deadline")
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_a_verb_ends_the_helper(
+    install: Install, tmp_path: Path, aimage: Callable[[], Aimage], number: signal.Signals
+) -> None:
+    child, here = tmp_path / "child", aimage()
+    install(f"sleep 600 & echo $! > {child}.part; mv {child}.part {child}; wait")
+    challenge = Answer(401, {"WWW-Authenticate": "Basic realm=x"})
+    with ScriptedRegistry(lambda _: challenge).running() as registry:
+        here.environment["DOCKER_AUTH_CONFIG"] = '{"credsStore": "own"}'
+        process = here.start("resolve", f"{registry.host}/x:v1")
+        until(child.exists)
+        process.send_signal(number)
+        process.communicate()
+    until(lambda: is_gone(child))
+    assert process.returncode == (130 if number == signal.SIGINT else -number)
