@@ -36,8 +36,15 @@ class IntermediaryError(RegistryError):
     """A proxy or load balancer answered in place of the registry. The error is transient."""
 
 
-class RequestDeferredError(BrokenOffError):
-    """The registry limits requests, and the body must be opened again: the session waits."""
+class RequestDeferredError(NetworkError):
+    """The registry limits requests, and the body must be opened again: the session waits.
+
+    ``is_unread`` is True if the registry refused the request before it read the body.
+    """
+
+    def __init__(self, message: str, *, is_unread: bool) -> None:
+        super().__init__(message)
+        self.is_unread = is_unread
 
 
 def is_transient(error: BaseException) -> bool:

@@ -343,7 +343,10 @@ class Session(AbstractContextManager["Session"]):
                 return response
             response.finish()
             if not isinstance(body, bytes | str | None):
-                raise RequestDeferredError(f"{self._registry} limits the requests of an upload")
+                raise RequestDeferredError(
+                    f"{self._registry} limits the requests of an upload",
+                    is_unread=response.status_code == 429,
+                )
 
     def _wait_for_turn(self) -> float:
         """Wait until a request may be sent, and return the time."""

@@ -28,7 +28,12 @@ from clowder_aimage.registry.response import (
     build_failure_error,
     build_response_error,
 )
-from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retry_call
+from clowder_aimage.registry.retry import (
+    TRANSIENT_STATUS,
+    BrokenOffError,
+    RequestDeferredError,
+    retry_call,
+)
 from clowder_aimage.registry.session import READ_TIMEOUT, Session
 from clowder_aimage.registry.transport import StreamBody
 
@@ -44,6 +49,8 @@ _KIND = {"Content-Type": "application/octet-stream"}
 # Refusals of a method, or of a body in the form that it needs. Firewalls refuse PATCH with 403.
 _PUT_REFUSALS = frozenset({400, 405, 406, 411, 412, 415, 416, 417, 501})
 _METHOD_REFUSALS = {"PUT": _PUT_REFUSALS, "PATCH": _PUT_REFUSALS | {403}, "": frozenset[int]()}
+# Bytes. A smaller body is sent again, without a request for the received size.
+_RESENT = 256 * 1024
 # Answers of proxies for which a body takes too long.
 _TIMEOUTS = frozenset({408, 504, 524})
 # Lost connections and timeouts without progress after which a smaller body is sent.
@@ -209,6 +216,17 @@ class _Upload:
         self, method: str, url: str, headers: dict[str, str], end: int, wait: float = READ_TIMEOUT
     ) -> RegistryResponse:
         """Send the blob's bytes from the current offset to ``end``."""
+        while True:
+            try:
+                return self._send_body(method, url, headers, end, wait)
+            except RequestDeferredError as error:
+                # The registry may have a part of a large body: the next attempt asks for it.
+                if not error.is_unread and end - self._offset > _RESENT:
+                    raise
+
+    def _send_body(
+        self, method: str, url: str, headers: dict[str, str], end: int, wait: float
+    ) -> RegistryResponse:
         size = end - self._offset
         with self._open_body() if size else io.BytesIO() as stream:
             is_last = end == self._content.size
