@@ -1,7 +1,7 @@
 """Artifacts for transfer.py: random blobs, as OCI image layouts and in a registry.
 
 Shapes: a is one blob of 2 GiB, b 16 of 128 MiB, c 1,200 of 64 KiB to 4 MiB (0.76 GiB), 1g one of
-1 GiB. s is 24 small ones, for trying the programs.
+1 GiB. s is 24 small ones, for trying the programs; q is 1,200 of 1 KiB, for quotas of requests.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def sizes(shape: str) -> list[int]:
     if shape in ("a", "b", "1g"):
         count, each = {"a": (1, 2048), "b": (16, 128), "1g": (1, 1024)}[shape]
         return [each * MIB] * count
+    if shape == "q":
+        return [1024] * 1200
     count, total = {"c": (1200, 0.76 * 1024 * MIB), "s": (24, 16 * MIB)}[shape]
     rng = random.Random(7)
     drawn = [int(64 * 1024 * 2 ** rng.uniform(0, 6)) for _ in range(count)]

@@ -1,7 +1,7 @@
 """Compare pull and push with other tools, against docker-registry on loopback, in one run.
 
-    python -m benchmarks.transfer [--pull] [--push] [--link] [--delta] [--shapes SHAPE,...]
-        [--rounds 5] [--peers skopeo,oras-py] [--directory DIR]
+    python -m benchmarks.transfer [--pull] [--push] [--link] [--delta] [--quota 40]
+        [--shapes SHAPE,...] [--rounds 5] [--peers skopeo,oras-py] [--directory DIR]
 
 Each option prints a table; the default is ``--pull``. ``shapes.py`` defines the shapes,
 ``peers.py`` the commands.
@@ -12,6 +12,8 @@ Each option prints a table; the default is ``--pull``. ``shapes.py`` defines the
 --push   into an empty registry.
 --delta  v1, then v2 into the same directory, through ``link.py`` without limits: all bytes that the
          registry sends for v2, including headers and the manifest, by the size of v2.
+--quota  a push and a pull of aimage with the registry of ``quota.py``, which accepts that many
+         requests a second: the time by the ideal one, accepted requests by the quota.
 
 Rounds are interleaved; the tables show medians, and the ratio to the first tool. Needs
 docker-registry, skopeo and curl, and a few GiB in ``--directory``, where the shapes are kept for
@@ -36,7 +38,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import peers, shapes
+from benchmarks import peers, quota, shapes
 from benchmarks.link import link
 
 LIMITS = (20 * shapes.MIB, 0.020)  # bytes a second, seconds in each direction
@@ -191,6 +193,32 @@ def deltas(run: Run, chosen: list[str]) -> None:
     run.clear()
 
 
+def quotas(run: Run, rate: float) -> None:
+    """Print the table of transfers with a registry that accepts ``rate`` requests a second."""
+    layout, name = shapes.make_layout(run.directory, "q"), "bench/q:v1"
+    rule = "|---|---|---|---|---|---|"
+    print(f"\n| {rate:g} requests/s | verb | wall s | accepted | refused | ratio |\n{rule}")
+    with quota.running() as server:
+        full = f"{server.host}/{name}"
+        commands = {
+            "push": peers.aimage_push(layout, name, server.host),
+            "pull": peers.pull_commands([], full, run.target)[peers.OURS],
+        }
+        for kind, build in quota.QUOTAS.items():
+            rows: dict[str, list[tuple[float, int, int, float]]] = {verb: [] for verb in commands}
+            for _ in range(run.rounds):
+                server.forget()
+                for verb, command in commands.items():
+                    run.clear()
+                    server.start(build(rate))
+                    wall, count = measure(command).wall, server.accepted
+                    rows[verb].append((wall, count, server.refused, wall * rate / count))
+            for verb, costs in rows.items():
+                wall, accepted, refused, ratio = map(statistics.median, zip(*costs, strict=True))
+                print(f"| {kind} | {verb} | {wall:.2f} | {accepted} | {refused} | {ratio:.2f} |")
+        peers.forget(layout, name, server.host)
+
+
 def _pull(run: Run, tool: str, command: list[str]) -> Cost:
     if tool == peers.OURS:
         return measure(command)
@@ -227,6 +255,7 @@ def main() -> None:
     )
     for table, default in SHAPES.items():
         parser.add_argument(f"--{table}", action="store_true", help=f"shapes {default}")
+    parser.add_argument("--quota", type=float, help="requests a second of a registry")
     parser.add_argument("--shapes", help="for all of these tables")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--peers", default=",".join(peers.known_peers()), help="of a pull")
@@ -238,7 +267,9 @@ def main() -> None:
         "push": pushes,
         "delta": deltas,
     }
-    asked = [table for table in tables if getattr(options, table)] or ["pull"]
+    asked = [table for table in tables if getattr(options, table)]
+    if not asked and not options.quota:
+        asked = ["pull"]
     with contextlib.ExitStack() as stack:
         directory = options.directory
         if directory is None:
@@ -247,6 +278,8 @@ def main() -> None:
         run = Run(directory.resolve(), options.peers.split(","), options.rounds)
         for table in asked:
             tables[table](run, (options.shapes or SHAPES[table]).split(","))
+        if options.quota:
+            quotas(run, options.quota)
 
 
 if __name__ == "__main__":
