@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from clowder_aimage.errors import AImageError, RegistryError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest
 from clowder_aimage.registry.response import RegistryResponse, build_response_error
-from clowder_aimage.registry.retry import TRANSIENT_STATUS, retry_call
+from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retry_call
 from clowder_aimage.registry.session import ACCEPT, Session
 
 _FIRST_BYTE = {"Range": "bytes=0-0"}
@@ -69,7 +69,7 @@ def _find_by_head(
     """Return the presence by HEAD, or None if the response does not show it."""
     try:
         response = _request(session, "HEAD", url, {"Accept": ACCEPT}, resource)
-    except RegistryError:
+    except (RegistryError, BrokenOffError):
         # Some registries fail at HEAD only.
         return None
     response.finish()

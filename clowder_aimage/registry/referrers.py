@@ -24,7 +24,13 @@ from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, r
 from clowder_aimage.oci.manifest import encode, parse_document
 from clowder_aimage.registry.listing import iter_pages
 from clowder_aimage.registry.manifest_upload import put_manifest
-from clowder_aimage.registry.retry import ATTEMPTS, TRANSIENT_STATUS, retry_call, retry_write
+from clowder_aimage.registry.retry import (
+    ATTEMPTS,
+    TRANSIENT_STATUS,
+    BrokenOffError,
+    retry_call,
+    retry_write,
+)
 from clowder_aimage.registry.session import ACCEPT, Session
 
 # Failures of registries that do not know the path. Others are outages.
@@ -145,7 +151,7 @@ def _request_entries(session: Session, subject: Digest, artifact_type: str = "")
     try:
         for raw, kind in iter_pages(session, url, f"referrers of {subject}", mediatype.OCI_INDEX):
             entries = (entries or []) + _parse_entries(raw, kind, subject)
-    except (NotFoundError, UnauthorizedError, RegistryError, FormatError) as error:
+    except (NotFoundError, UnauthorizedError, RegistryError, FormatError, BrokenOffError) as error:
         is_outage = isinstance(error, RegistryError) and error.status in _OUTAGES | {0}
         if entries is not None or is_outage:
             # The API exists, but a page failed.
@@ -180,7 +186,8 @@ def _list_tagged(
         if refusal is not None:
             session.has_referrers_api = False
         return list(index.manifests)
-    if isinstance(refusal, RegistryError) and refusal.status == 500:
+    is_server_error = isinstance(refusal, RegistryError) and refusal.status == 500
+    if refusal is not None and (is_server_error or isinstance(refusal, BrokenOffError)):
         raise refusal
     return []
 

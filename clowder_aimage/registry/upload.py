@@ -48,6 +48,7 @@ _LOST = "the registry lost the upload; replicas behind a load balancer must shar
 _KIND = {"Content-Type": "application/octet-stream"}
 # Refusals of a method, or of a body in the form that it needs. Firewalls refuse PATCH with 403.
 _PUT_REFUSALS = frozenset({400, 405, 406, 411, 412, 415, 416, 417, 501})
+_UNSUPPORTED = frozenset({405, 501})
 _METHOD_REFUSALS = {"PUT": _PUT_REFUSALS, "PATCH": _PUT_REFUSALS | {403}, "": frozenset[int]()}
 # Bytes. A smaller body is sent again, without a request for the received size.
 _RESENT = 256 * 1024
@@ -187,7 +188,7 @@ class _Upload:
         answer = self._send("PATCH", self._location or "", headers, end)
         is_page = answer.status_code == 200 and not {"Location", "Range"} & answer.headers.keys()
         if is_page or not answer.is_success:
-            raise self._build_attempt_error(answer, "PATCH")
+            raise self._build_attempt_error(answer, "PATCH", end - self._offset)
         arrived = _parse_received_size(answer)
         self._follow(answer)
         self._advance(arrived if self._offset < arrived <= end else end)
@@ -206,7 +207,7 @@ class _Upload:
         if answer.status_code == 201:
             answer.finish()
             return
-        error = self._build_attempt_error(answer, "PUT" if remaining else "")
+        error = self._build_attempt_error(answer, "PUT" if remaining else "", remaining)
         # 409: another client has uploaded it.
         may_be_stored = answer.status_code < 400 or answer.status_code == 409
         if not may_be_stored or not self._is_stored():
@@ -246,6 +247,7 @@ class _Upload:
             raise BrokenOffError(f"{self._resource} requires smaller chunks")
         # The offsets differ: the next attempt requests the registry's.
         if answer.status_code == 416 and self._offset:
+            self._count_loss(size)
             answer.finish()
             raise BrokenOffError(f"{self._resource} is at another offset")
         return answer
@@ -264,16 +266,20 @@ class _Upload:
         return stream
 
     def _count_loss(self, size: int) -> None:
-        """Send smaller chunks if connections are lost repeatedly: proxies may end large bodies."""
+        """Send smaller chunks after repeated failures: proxies may end large bodies."""
         self._losses += 1
-        if self._losses >= _LOSSES and self._shrink(size):
+        may_shrink = self._session.upload_method != "PUT" and self._losses >= _LOSSES
+        if may_shrink and self._shrink(size):
             self._losses = 0
 
     def _shrink(self, size: int) -> bool:
         """Send smaller chunks to this registry from now on; return False if ``size`` is least."""
         smallest = max(SMALLEST_CHUNK, self._least)
-        if size <= smallest or self._session.upload_method == "PUT":
+        if size <= smallest:
             return False
+        if self._session.upload_method == "PUT":
+            # PATCH was refused for a larger body.
+            self._session.upload_method = "PATCH"
         smaller = FIRST_CHUNK if size > FIRST_CHUNK else max(smallest, size // 4)
         self._session.chunk = min(smaller, self._session.chunk or smaller)
         return True
@@ -284,11 +290,22 @@ class _Upload:
             self._session.upload_method = "PUT" if refused == "PATCH" else "PATCH"
         return self._session.upload_method != refused
 
-    def _build_attempt_error(self, answer: RegistryResponse, method: str) -> AImageError:
+    def _change_request(self, failure: ResponseFailure, method: str, size: int) -> bool:
+        """Choose another way to send a refused body; return False if there is none."""
+        is_refused = failure.status in _METHOD_REFUSALS[method]
+        if not is_refused or failure.code not in ("", "UNSUPPORTED"):
+            return False
+        # Some registries refuse chunks above a size so: ghcr.io with 416.
+        may_be_size = method == "PATCH" and failure.status not in _UNSUPPORTED
+        is_last_way = self._session.chunk or self._session.upload_method == method
+        may_shrink = may_be_size and (is_last_way or failure.status == 416)
+        return (may_shrink and self._shrink(size)) or self._switch(method)
+
+    def _build_attempt_error(self, answer: RegistryResponse, method: str, size: int) -> AImageError:
         """Return the error that ends an attempt; a lost or damaged upload is restarted.
 
-        ``method`` is that of a request with a body. Raises VerificationError if the local copy is
-        damaged.
+        ``method`` is that of a request with a body of ``size`` bytes. Raises VerificationError if
+        the local copy is damaged.
         """
         failure = ResponseFailure.of(answer)
         error = build_failure_error(failure, self._resource)
@@ -299,10 +316,9 @@ class _Upload:
             self._location = None
             verify(self._body(), self._content)
             return BrokenOffError(f"{self._resource} was corrupted in transit ({error.message})")
-        is_refused = failure.status in _METHOD_REFUSALS[method]
-        if is_refused and failure.code in ("", "UNSUPPORTED") and self._switch(method):
+        if self._change_request(failure, method, size):
             self._location = None
-            return BrokenOffError(f"{self._resource} requires another method ({error.message})")
+            return BrokenOffError(f"{self._resource} requires another request ({error.message})")
         return error
 
 

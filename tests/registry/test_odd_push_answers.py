@@ -159,6 +159,7 @@ PUSHED: dict[str, Odd] = {
         for status in (400, 403, 405, 406, 500, 501, 503)
     },
     "HEAD of a blob answered by a page": refuse(is_blob_head, PAGE),
+    "HEAD of a blob ends the connection": lose(is_blob_head),
     "HEAD of a blob redirected without end": refuse(is_blob_head, Answer(302)),
     **{
         f"HEAD and GET of a blob answered {status}": refuse(is_blob_read, Answer(status))
@@ -171,6 +172,7 @@ PUSHED: dict[str, Odd] = {
         for status in (400, 405, 411, 415, 501)
     },
     "bodies above 2 KiB end the connection": lose(lambda seen: len(seen.body) > 2048),
+    "bodies above 2 KiB are answered 400": refuse(lambda seen: len(seen.body) > 2048, Answer(400)),
     "bodies above 2 KiB are answered 504": refuse(lambda seen: len(seen.body) > 2048, Answer(504)),
     "bodies above 2 KiB are answered 413": refuse(lambda seen: len(seen.body) > 2048, Answer(413)),
 }
@@ -191,6 +193,19 @@ PATCHED: dict[str, Odd] = {
     **{
         f"PATCH answered {status}": refuse(is_patch, Answer(status))
         for status in (400, 403, 405, 411, 415, 416, 501)
+    },
+    **{
+        f"PATCH above 2 KiB answered {status}": refuse(
+            lambda seen: is_patch(seen) and len(seen.body) > 2048, Answer(status)
+        )
+        for status in (400, 403, 405, 416)
+    },
+    **{
+        f"PATCH above 2 KiB answered {status}, PUT 413": either(
+            refuse(lambda seen: is_patch(seen) and len(seen.body) > 2048, Answer(status)),
+            refuse(lambda seen: is_blob_put(seen) and len(seen.body) > 2048, Answer(413)),
+        )
+        for status in (400, 403, 413, 416)
     },
     "PATCH unsupported": refuse(
         is_patch, Answer(405, {}, b'{"errors": [{"code": "UNSUPPORTED"}]}')

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clowder_aimage.attach import attach
-from clowder_aimage.errors import AImageError, RegistryError, UnauthorizedError
+from clowder_aimage.errors import AImageError, NetworkError, RegistryError, UnauthorizedError
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.push import transfer
 from clowder_aimage.registry import ClientOptions, Repository
@@ -30,6 +30,13 @@ JSON = {"Content-Type": "application/json"}
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_waiting(monkeypatch)
+
+
+def lose(seen: Seen, _: Storing) -> Answer | None:
+    """End the connection without an answer, as firewalls do."""
+    if is_list(seen):
+        raise ConnectionResetError
+    return None
 
 
 def storing(odd: Odd, *, has_api: bool = False) -> Storing:
@@ -134,6 +141,15 @@ def test_nothing_is_attached_where_the_api_is_refused(tmp_path: Path) -> None:
         registry = storing(answer(is_list, REFUSALS[situation]))
         with ScriptedRegistry(registry).running() as scripted:
             assert Client(scripted.host, tmp_path).list() == []
+
+
+def test_an_api_that_ends_connections_is_refused(tmp_path: Path) -> None:
+    with ScriptedRegistry(storing(lose)).running() as scripted:
+        client = Client(scripted.host, tmp_path)
+        with pytest.raises(NetworkError):
+            client.list()
+        attached = client.attach("one")
+        assert client.list() == [attached]
 
 
 FAILURES: dict[str, tuple[Odd, type[AImageError], str]] = {
