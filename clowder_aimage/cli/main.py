@@ -126,6 +126,7 @@ _ELSEWHERE = {
     "whoami": "'aimage login HOST' checks the stored credentials of a registry",
 }
 
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 EXIT_CODES = """\b
 Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 not authorised,
 5 verification failed, 6 no space, 130 interrupted.
@@ -177,23 +178,12 @@ class _Verbs(VerbGroup):
             # An import that Ctrl-C ended may raise another error.
             if interruption.is_pending:
                 raise KeyboardInterrupt from error
-            # Any call of a file system may fail.
-            ctx.exit(_report(_translate(error) if isinstance(error, OSError) else error))
+            ctx.exit(_report(error))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         for group, verbs in GROUPS.items():
             with formatter.section(group):
                 formatter.write_dl([(name, text) for name, (_, text) in verbs.items()])
-
-
-def _translate(error: OSError) -> AImageError:
-    from clowder_aimage.content.atomic_file import DISK_FULL
-
-    place = f" ({error.filename})" if error.filename else ""
-    message = f"the operating system refused a call: {error.strerror or error}{place}"
-    if error.errno in DISK_FULL:
-        return NoSpaceError(message, hint="free some space")
-    return StoreError(message, remedy="store_calls")
 
 
 def _suggest_verb(name: str) -> str:
@@ -304,16 +294,20 @@ def _discard_output() -> None:
 
 def _convert_system_error(error: OSError) -> AImageError:
     """Return the error for a refusal of the system that no verb expected."""
-    subject = "cannot read or write a file"
-    if error.filename is not None:
-        subject = f"cannot access {error.filename}"
+    from clowder_aimage.content.atomic_file import DISK_FULL
+
+    subject = f"cannot access {error.filename}" if error.filename else "cannot read or write a file"
     try:
         sys.stdout.flush()
     except OSError:
         subject = "cannot write to stdout"
         _discard_output()
-    kind = NoSpaceError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StoreError
-    return kind(f"{subject}: {error.strerror or error}")
+    message = f"{subject}: {error.strerror or error}"
+    if error.errno in DISK_FULL:
+        return NoSpaceError(message, hint="free some space")
+    return StoreError(
+        message, remedy="file_permissions" if error.errno in _DENIED else "store_calls"
+    )
 
 
 def _report(error: click.ClickException | AImageError | OSError) -> int:

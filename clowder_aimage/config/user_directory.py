@@ -248,11 +248,19 @@ def _read_path(variable: str) -> Path | None:
     return Path(value) if value else None
 
 
+def _find_certificate_directory() -> Path | None:
+    """Return the first directory in SSL_CERT_DIR that exists, as far as this user may know."""
+    for name in filter(None, os.environ.get("SSL_CERT_DIR", "").split(os.pathsep)):
+        with contextlib.suppress(PermissionError):
+            if Path(name).is_dir():
+                return Path(name)
+    return None
+
+
 def _list_credential_paths() -> dict[str, Any]:
     """Return the paths of credentials and certificates of docker, containers and OpenSSL."""
     user, runtime = _join_home(".config", "containers"), _read_directory("XDG_RUNTIME_DIR")
     user_directories = (user,) if user else ()
-    certificates = os.environ.get("SSL_CERT_DIR", "").split(os.pathsep)
     return {
         "auth_file": _read_path("REGISTRY_AUTH_FILE"),
         "docker_config": _read_path("DOCKER_CONFIG") or _join_home(".docker"),
@@ -261,8 +269,7 @@ def _list_credential_paths() -> dict[str, Any]:
             *((runtime / "containers" / "auth.json",) if runtime else ()),
             *(directory / "auth.json" for directory in user_directories),
         ),
-        "ca_bundle": _read_path("SSL_CERT_FILE")
-        or next((Path(name) for name in certificates if name and Path(name).is_dir()), None),
+        "ca_bundle": _read_path("SSL_CERT_FILE") or _find_certificate_directory(),
         "cert_dirs": (
             *(directory / "certs.d" for directory in user_directories),
             Path("/etc/containers/certs.d"),

@@ -105,8 +105,9 @@ def read_configuration(
             validate("config", document)
         return parse(document)
     except (OSError, ValueError, RecursionError, FormatError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"cannot use the configuration {path}: {error}", hint="see schemas/config.schema.json"
+            f"cannot use the configuration {path}: {reason}", hint="see schemas/config.schema.json"
         ) from None
 
 

@@ -105,7 +105,9 @@ class ImageLayout(ContentStore):
         """Raise StoreError if the directory existed before and does not: it may be unmounted."""
         # Read before the check: another thread may create the directory after it.
         existed = self._existed
-        if self.root.is_dir():
+        with translate_store_errors(self.root):
+            exists = self.root.is_dir()
+        if exists:
             self._existed = True
         elif existed:
             raise StoreError(f"the store {self.root} is gone", hint="mount it again, or restore it")

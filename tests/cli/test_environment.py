@@ -12,12 +12,16 @@ import os
 import shutil
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from clowder_aimage.config.user_directory import read_client_options
+from clowder_aimage.errors import StoreError
+from clowder_aimage.model.llama.temporary_directory import create_temporary_directory
 from tests.cli.every_verb import CALLS
 from tests.process import Aimage, Done, run
 from tests.scripted import ScriptedRegistry, artifact, serving
@@ -93,6 +97,17 @@ def test_a_home_of_another_user_counts_as_absent() -> None:
     check_results(results)
     path = "/mnt/closed/.config/aimage/config.json"
     assert results["pull"][1].count(f"warning: {path} is ignored: Permission denied") == 1
+
+
+@pytest.mark.integration
+def test_the_store_in_the_home_of_another_user_is_named() -> None:
+    code, printed = run_as_user({"HOME": "/mnt/closed"}, "ls")["ls"]
+    assert code == 1
+    message, advice = printed.splitlines()
+    assert message.startswith(
+        "aimage: cannot use the store /mnt/closed/.local/share/aimage: Permission denied"
+    )
+    assert "--store" in advice
 
 
 @pytest.mark.integration
@@ -202,6 +217,28 @@ def test_a_server_does_not_start_without_a_configuration_that_exists(
     path.parent.mkdir(parents=True)
     path.write_text("registry: {tokenFile: tokens")
     assert "cannot use the configuration" in here("registry", "serve", code=2).err
+
+
+def test_a_directory_of_certificates_that_may_not_be_seen_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    monkeypatch.setenv("SSL_CERT_DIR", "/closed/certs")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_dir", fail)
+        assert read_client_options().ca_bundle is None
+
+
+def test_without_a_place_for_temporary_files_one_has_to_be_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nonexistent")
+    with pytest.raises(StoreError, match="cannot create a temporary directory") as caught:
+        create_temporary_directory()
+    assert "TMPDIR" in str(caught.value.hint)
 
 
 HOMES: dict[str, dict[str, str | None]] = {

@@ -53,6 +53,7 @@ REMEDIES = {
     "export_to_run": "export it and run it with {library}: aimage export {reference} DIR",
     "export_to_pack": "export it, and pack the directory: aimage export {reference} DIR "
     "&& aimage create NAME DIR",
+    "file_permissions": "check the permissions of the file and of its directories",
     "fleet_init": "prepare it with: aimage fleet init --fleet {fleet}",
     "https": "the registry may expect HTTPS: omit --plain-http; for a loopback host, use --ca-file "
     'or --insecure, or "plainHttp": false in the configuration',

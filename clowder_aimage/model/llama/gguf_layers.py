@@ -6,7 +6,6 @@ AImage was created from.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from clowder_aimage.errors import FormatError, ModelError
 from clowder_aimage.formats.gguf import PART
 from clowder_aimage.formats.gguf_header import GgufHeader, GgufTensor, read_header
 from clowder_aimage.formats.model_tree import naming
+from clowder_aimage.model.llama.temporary_directory import create_temporary_directory
 from clowder_aimage.oci import mediatype, read_json
 
 JINJA = ("chat_template.jinja", "model/chat_template.jinja")
@@ -84,7 +84,7 @@ class GgufLayers:
         if len(self.model) == 1:
             yield self.model[0].path
             return
-        with tempfile.TemporaryDirectory(prefix="aimage-") as directory:
+        with create_temporary_directory() as directory:
             total = len(self.model)
             paths = [Path(directory, f"m-{n:05}-of-{total:05}.gguf") for n in range(1, total + 1)]
             for path, file in zip(paths, self.model, strict=True):

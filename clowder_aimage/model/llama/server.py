@@ -23,6 +23,7 @@ from typing import Any
 import xllamacpp
 
 from clowder_aimage.errors import ContentError, ModelError, UsageError
+from clowder_aimage.model.llama.temporary_directory import create_temporary_directory
 from clowder_aimage.model.text.language_model import ContextError
 
 _SILENT, _ERRORS = -1, 1  # verbosity
@@ -214,11 +215,11 @@ def _read_log(path: Path) -> list[str]:
 
 def _create_private_directory() -> tempfile.TemporaryDirectory[str]:
     """Return a directory for a socket, whose path is short."""
-    directory = tempfile.TemporaryDirectory(prefix="aimage-")
+    directory = create_temporary_directory()
     if len(os.fsencode(directory.name)) <= _MAX_DIRECTORY:
         return directory
     directory.cleanup()
-    return tempfile.TemporaryDirectory(prefix="aimage-", dir="/tmp")
+    return create_temporary_directory("/tmp")  # noqa: S108 - a directory of its own in it
 
 
 def _close(server: list[Any], calls: weakref.WeakSet[_Call]) -> None:
