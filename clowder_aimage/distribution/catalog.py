@@ -129,8 +129,12 @@ class Catalog:
 
     def list_manifests(self, repository: str) -> dict[Digest, Descriptor]:
         """Return the manifests of ``repository``, except those that only an index lists."""
-        named = [entry.descriptor for entry in self.list_entries(repository)]
-        return {each.digest: each for each in [*self.list_untagged(repository), *named]}
+        return {content.digest: content for content in self._iter_manifests(repository)}
+
+    def _iter_manifests(self, repository: str) -> Iterator[Descriptor]:
+        for entry in self.list_entries(repository):
+            yield entry.descriptor
+        yield from self.list_untagged(repository)
 
     def list_entries(self, repository: str) -> list[CatalogEntry]:
         """Return the names of ``repository``."""
@@ -219,7 +223,7 @@ class Catalog:
     def find_needed(self, repository: str, digests: set[Digest]) -> set[Digest]:
         """Return those of ``digests`` that are manifests of ``repository``, or that these need."""
         needed = set[Digest]()
-        for root in self.list_manifests(repository).values():
+        for root in self._iter_manifests(repository):
             for content in self._walk(root):
                 needed |= digests & {content.digest}
                 needed |= digests & self._children.get(content)
