@@ -20,15 +20,13 @@ from typing import NamedTuple, TypeVar
 from clowder_aimage.document.optional_file import warn
 
 # Linux: SMB, NFS, 9p and FUSE; "not supported" has two numbers on macOS.
-_UNSUPPORTED = frozenset(
-    {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY}
-)
+UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOTTY})
 _FORBIDDEN = frozenset({errno.EPERM, errno.EACCES, errno.EROFS})
 # EBADF: an exclusive lock on NFS needs a descriptor for writing, as a sync on SMB does.
-_NO_LOCKS = _UNSUPPORTED | {errno.ENOLCK, errno.EBADF}
-_NO_SYNC = _UNSUPPORTED | _FORBIDDEN | {errno.EBADF, errno.EISDIR}
+_NO_LOCKS = UNSUPPORTED | {errno.ENOLCK, errno.EBADF}
+_NO_SYNC = UNSUPPORTED | _FORBIDDEN | {errno.EBADF, errno.EISDIR}
 # A second name for a file: also another file system, and too many names.
-NO_LINK = _UNSUPPORTED | _FORBIDDEN | {errno.EXDEV, errno.EMLINK, errno.EIO}
+NO_LINK = UNSUPPORTED | _FORBIDDEN | {errno.EXDEV, errno.EMLINK, errno.EIO}
 # Attempts to read a file that another host replaces
 _ATTEMPTS = 6
 T = TypeVar("T")
@@ -209,19 +207,19 @@ def _load_syncfs() -> Callable[[int], int] | None:
 
 def extend(fd: int, size: int) -> None:
     """Extend an open, shorter file to ``size`` bytes, which are zeros. Raises OSError."""
-    if not _attempt(lambda: os.ftruncate(fd, size), _UNSUPPORTED | _FORBIDDEN):
+    if not _attempt(lambda: os.ftruncate(fd, size), UNSUPPORTED | _FORBIDDEN):
         os.pwrite(fd, b"\0", size - 1)
 
 
 def set_mode(fd: int, mode: int, path: str | Path) -> None:
     """Set the permissions of an open file or directory, if the file system has them."""
-    if not _attempt(lambda: os.fchmod(fd, mode), _UNSUPPORTED | _FORBIDDEN):
+    if not _attempt(lambda: os.fchmod(fd, mode), UNSUPPORTED | _FORBIDDEN):
         report_limit(Limit.MODES, path)
 
 
 def set_current_time(path: str | Path) -> bool:
     """Set the times of a file, not of a link's target, to now; return False if that is refused."""
-    if _attempt(lambda: os.utime(path, follow_symlinks=False), _UNSUPPORTED | _FORBIDDEN):
+    if _attempt(lambda: os.utime(path, follow_symlinks=False), UNSUPPORTED | _FORBIDDEN):
         return True
     report_limit(Limit.TIMES, path)
     return False

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 # macOS has no O_DIRECT.
 _DIRECT = getattr(os, "O_DIRECT", 0)
-# Another alignment is needed, or only some files have direct I/O (FUSE)
-_REFUSALS = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
+# Another alignment is needed, only some files have direct I/O (FUSE), or the lock of the first
+# descriptor keeps out the second one (SMB).
+_REFUSALS = {
+    *(errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF),
+    *(errno.EACCES, errno.EPERM),
+}
 # Bytes. The page cache is faster for smaller writes.
 _MIN_SIZE = 64 * 1024
 # Maximum connections of a download

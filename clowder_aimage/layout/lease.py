@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from clowder_aimage.content.file_system import is_locked, lock
 from clowder_aimage.content.store import Lease
-from clowder_aimage.errors import AImageError, NoSpaceError, StoreError
+from clowder_aimage.errors import AImageError, NoSpaceError, StoreBusyError, StoreError
 from clowder_aimage.layout.lock import (
     PRIVATE,
     READ_ONLY,
@@ -101,10 +102,21 @@ def read_leases(root: Path, *, remove: bool) -> set[Digest]:
                 is_old = time.time() - os.fstat(fd).st_mtime > _MAX_AGE
                 # Without locks, the end of a process is not visible.
                 if is_locked(fd) if can_lock else not is_old:
-                    digests |= set(_parse_digests(file.read(_MAX_SIZE) or b""))
+                    digests |= set(_parse_digests(_read(file, root)))
                 elif remove:
                     path.unlink(missing_ok=True)
     return digests
+
+
+def _read(file: io.FileIO, root: Path) -> bytes:
+    try:
+        return file.read(_MAX_SIZE) or b""
+    except PermissionError:
+        # On SMB a locked file cannot be read
+        raise StoreBusyError(
+            f"the store {root} is in use, and its file system does not tell what is needed",
+            hint="try again when other commands have ended",
+        ) from None
 
 
 def _parse_digests(raw: bytes) -> Iterator[Digest]:

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from clowder_aimage.content.atomic_file import DISK_FULL, sync_directory
 from clowder_aimage.content.file_system import (
+    UNSUPPORTED,
     Limit,
     is_file_locked,
     lock,
@@ -111,7 +112,9 @@ def _build_store_error(error: OSError, root: Path) -> AImageError:
     message = f"cannot use the store {root}: {reason}"
     if error.errno in READ_ONLY:
         return StoreError(message, remedy="store_permissions")
-    return StoreError(message, remedy="store_calls")
+    if error.errno in UNSUPPORTED:
+        return StoreError(message, remedy="store_calls")
+    return StoreError(message, hint="check the disk, or the connection to its server")
 
 
 def supports_locks(root: Path) -> bool:

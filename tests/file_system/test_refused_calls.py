@@ -43,7 +43,7 @@ CALLS: dict[str, tuple[str, Limit | None]] = {
     "statvfs": ("0 ENOSYS EACCES EIO", Limit.FREE_SPACE),
     "utime": ("EPERM ENOSYS EACCES", None),
     "direct": ("EINVAL", None),
-    "direct_write": ("EINVAL EOPNOTSUPP", None),
+    "direct_write": ("EINVAL EOPNOTSUPP EACCES", None),
     "truncate": ("ENOSYS EPERM EINVAL", None),
     "rename": ("EBUSY EACCES ETXTBSY EPERM", None),
     "read_stale": ("ESTALE", None),
@@ -56,7 +56,7 @@ CALLS: dict[str, tuple[str, Limit | None]] = {
 SHARES = {
     "NFS": "flock_mode=EBADF read_stale=ESTALE link=EMLINK clone=EOPNOTSUPP",
     "NFSv3 without locks": "flock=ENOLCK read_stale=ESTALE",
-    "SMB": "chmod=EPERM sync_directory=EINVAL link=EOPNOTSUPP rename=EACCES direct=EINVAL",
+    "SMB": "chmod=EPERM sync_directory=EINVAL link=EOPNOTSUPP rename=EACCES direct_write=EACCES",
     "FUSE": "flock=ENOSYS statvfs=0 sync_directory=ENOSYS sync_file=ENOSYS syncfs=ENOSYS "
     "chmod=ENOSYS link=ENOSYS utime=ENOSYS direct=EINVAL sendfile=EINVAL fallocate=EOPNOTSUPP",
     "9p": "chmod=EPERM link=EPERM direct=EINVAL sync_directory=EBADF rename=EBUSY",
@@ -134,6 +134,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"]
     run(command, check=True)
     model = Model(directory / "model", directory).fill()
+    # A blob that is large enough for direct I/O
+    (model.directory / "LICENSE").write_bytes(os.urandom(300_000))
     served = RegistryThread(ImageLayout(directory / "registry"))
     root = Path(__file__).parent.parent.parent
     child = spawn(

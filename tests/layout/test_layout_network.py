@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,8 +13,8 @@ import pytest
 
 from clowder_aimage.content.file_system import ON_LIMIT, Limit
 from clowder_aimage.content.mount import Mount
-from clowder_aimage.errors import StoreError
-from clowder_aimage.layout import ImageLayout, lock
+from clowder_aimage.errors import StoreBusyError, StoreError
+from clowder_aimage.layout import ImageLayout, lease, lock
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.limit import find_limits
 from clowder_aimage.oci import Reference
@@ -120,3 +121,18 @@ def test_the_limits_are_found_without_a_trace(
     assert find_limits(store.root) == {Limit.LOCKS}
     assert find_limits(tmp_path / "missing") is None
     assert set(store.root.rglob("*")) == before
+
+
+class Locked(io.FileIO):
+    """A file that another process has locked on SMB."""
+
+    def read(self, _: int | None = None, /) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_lease_that_cannot_be_read_is_in_use(store: ImageLayout) -> None:
+    with (
+        Locked(store.root / "index.json") as file,
+        pytest.raises(StoreBusyError, match="does not tell what is needed"),
+    ):
+        lease._read(file, store.root)
