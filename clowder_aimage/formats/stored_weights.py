@@ -103,9 +103,10 @@ def find_tensors(
 
 def _build_weight(name: str, tensor: BlobTensor, header: Header, path: Path) -> Weight:
     keys = {"": tensor.key, **tensor.parts}
+    sources = SourceTensor.of(path, header, keys.values(), is_blob=True)
     chunks = tuple(
         TensorChunk(suffix, source.dtype, source.shape, source)
-        for suffix, source in zip(keys, SourceTensor.of(path, header, keys.values()), strict=True)
+        for suffix, source in zip(keys, sources, strict=True)
     )
     return Weight(name, tensor.dtype, tensor.shape, chunks, tensor.quantization)
 

@@ -78,7 +78,7 @@ class RangeReader:
         """Check that the file has not changed since its header was read."""
         with self._translate_errors():
             status = os.fstat(self._file.fileno())
-        if status.st_mtime_ns != self._range.modified:
+        if self._range.modified not in (None, status.st_mtime_ns):
             raise build_changed_error(self._range.path)
 
     @contextlib.contextmanager

@@ -43,13 +43,14 @@ class DecodedRows:
 class FileRange:
     """A range of ``nbytes`` bytes at ``offset`` of a file modified at ``modified`` (ns).
 
-    With ``decoded``, the bytes are computed from the file instead.
+    It is None for a blob of a store: that never changes, but FUSE may set its time later. With
+    ``decoded``, the bytes are computed from the file instead.
     """
 
     path: Path
     offset: int
     nbytes: int
-    modified: int
+    modified: int | None
     decoded: DecodedRows | None = None
 
 
@@ -57,8 +58,8 @@ class FileRange:
 class SourceTensor:
     """A tensor in a file: ``nbytes`` bytes at ``offset``, both in bytes, from the file's start.
 
-    ``modified`` is the modification time of the file in nanoseconds. With ``decoded``, its bytes
-    are computed from the file; ``nbytes`` is then their number, and ``offset`` has no meaning.
+    ``modified`` is as in a FileRange. With ``decoded``, its bytes are computed from the file;
+    ``nbytes`` is then their number, and ``offset`` has no meaning.
     """
 
     name: str
@@ -67,15 +68,20 @@ class SourceTensor:
     path: Path
     offset: int
     nbytes: int
-    modified: int
+    modified: int | None
     decoded: DecodedRows | None = None
 
     @classmethod
     def of(
-        cls, path: Path, header: Header, names: Iterable[str] | None = None
+        cls,
+        path: Path,
+        header: Header,
+        names: Iterable[str] | None = None,
+        *,
+        is_blob: bool = False,
     ) -> list[SourceTensor]:
         """Return the tensors named in ``names``, or all, of the file at ``path``, in order."""
-        modified = path.stat().st_mtime_ns
+        modified = None if is_blob else path.stat().st_mtime_ns
         entries = [(name, header.tensors[name]) for name in names or header.tensors]
         return [
             cls(

@@ -51,10 +51,10 @@ ls --json
 """.strip().splitlines()
 
 
-def run(order: dict[str, str]) -> list[list[object]]:
+def run(order: dict[str, str], **environment: str) -> list[list[object]]:
     """Run all verbs, and return their results; refuse calls of those after ``first`` only."""
     home = Path(order["home"])
-    aimage = Aimage(home, home / "store")
+    aimage = Aimage(home, home / "store", environment)
     results = list[list[object]]()
     for line in VERBS:
         if line == order.get("first", VERBS[0]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from clowder_aimage.dialect import DIALECTS, AImage, Layer
 from clowder_aimage.document.schema import validate
 from clowder_aimage.errors import FormatError, ModelError, NotFoundError, UsageError
 from clowder_aimage.importer import PackedModel, Provenance, Recipe
+from clowder_aimage.importer.range_reader import RangeReader
 from clowder_aimage.layout import ImageLayout
 from clowder_aimage.layout.stored_aimage import read_aimage
 from clowder_aimage.model.weights import ModelWeights
@@ -111,6 +113,21 @@ def test_bf16_to_f32_and_auto_round_trip(model: ValuedModel) -> None:
     )
     assert again.descriptor == plain.descriptor
     assert all(written.existed for written in again.layers)
+
+
+def test_the_times_of_blobs_do_not_matter(
+    model: ValuedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A FUSE that writes behind sets them later."""
+    model.make("plain")
+    end = RangeReader.check_unchanged
+
+    def change(self: RangeReader) -> None:
+        os.utime(self._range.path, ns=(1, 1))
+        end(self)
+
+    monkeypatch.setattr(RangeReader, "check_unchanged", change)
+    assert converted(model, dtype="f32").descriptor.size
 
 
 def test_unchanged_tensors_keep_their_blobs(model: ValuedModel) -> None:
