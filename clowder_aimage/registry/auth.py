@@ -164,11 +164,12 @@ class Authenticator:
                 return None
             if self._find_credential().is_empty:
                 return None
-            # If this fails, it is not tried for each request.
-            self._is_withdrawn = not self.is_explicit
-            header = self._answer(actions, self._registry_challenge).header
-            self._is_withdrawn = False
-            return header
+            try:
+                return self._answer(actions, self._registry_challenge).header
+            except UnauthorizedError:
+                # This is not tried for each request.
+                self._is_withdrawn = not self.is_explicit
+                raise
 
     def withdraw(self, actions: str) -> None:
         """Make no more requests with the header of ``offer``: the registry answered 401 to it."""

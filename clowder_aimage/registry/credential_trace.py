@@ -115,7 +115,10 @@ class CredentialTrace:
 
     def withhold(self, place: str, realm: str, trusted_realms: str) -> None:
         """Record that a token service does not get the credentials of a place."""
-        result = f"not sent to {_describe_service(realm)}, which is not on {self._registry}"
+        result = (
+            f"not sent to {_describe_service(realm)}, which is neither on {self._registry} "
+            "nor in AIMAGE_TRUSTED_REALMS"
+        )
         # The caller expects that given credentials are used.
         self.add(place, result, is_warning=place == OPTIONS)
         self._trusted_realms = trusted_realms

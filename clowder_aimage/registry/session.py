@@ -158,8 +158,8 @@ class Session(AbstractContextManager["Session"]):
         """The record of the credentials for the repository."""
         return self._auth.trace
 
-    def ping(self, *, with_basic: bool = False) -> int:
-        """Return the status of the registry's endpoint (end-1): 200 or 401. Raises AImageError.
+    def ping(self, *, with_basic: bool = False) -> None:
+        """Request the registry's endpoint (end-1). Raises AImageError for a status but 200 and 401.
 
         ``with_basic`` sends the given username and password without a challenge.
         """
@@ -169,7 +169,6 @@ class Session(AbstractContextManager["Session"]):
         if response.status_code not in (200, 401):
             raise build_response_error(response, "the endpoint /v2/")
         response.finish()
-        return response.status_code
 
     def get(self, url: str, accept: str, resource: str) -> tuple[bytes, RegistryResponse]:
         """Return a document, up to MAX_MANIFEST_SIZE, and its response. Raises AImageError."""

@@ -17,7 +17,15 @@ from clowder_aimage.registry import ClientOptions, Repository, login, logout
 from clowder_aimage.registry.credential_trace import CredentialEvent, CredentialTrace
 from clowder_aimage.registry.docker_config import AuthSource, Credential, find_credential
 from clowder_aimage.registry.session import Session
-from tests.scripted import Answer, Script, ScriptedRegistry, Seen, artifact, serving
+from tests.scripted import (
+    Answer,
+    Script,
+    ScriptedRegistry,
+    Seen,
+    artifact,
+    serving,
+    skip_waiting,
+)
 
 MANIFEST, BLOBS = artifact(b"{}", b"weights")
 PASSWORD = "pa55word"
@@ -322,6 +330,19 @@ def test_the_scope_of_the_repository_is_requested(tmp_path: Path) -> None:
         _pull(guard, _connect(guard.registry.host, tmp_path, [], docker=STORED))
     (token,) = [seen.path for seen in guard.registry.seen if seen.path.startswith("/token")]
     assert token == "/token?scope=repository%3Ateam%2Fx%3Apull"
+
+
+def test_a_busy_token_service_does_not_make_content_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request for a token after a 404 is repeated, as any other."""
+    skip_waiting(monkeypatch)
+    guard = _bearer(first=404)
+    issue, answers = guard._issue, [Answer(503), Answer(429)]
+    monkeypatch.setattr(guard, "_issue", lambda sent: answers.pop() if answers else issue(sent))
+    with guard.registry.running():
+        _pull(guard, _connect(guard.registry.host, tmp_path, [], docker=STORED))
+    assert not answers
 
 
 def test_given_credentials_are_sent_for_public_content(tmp_path: Path) -> None:
