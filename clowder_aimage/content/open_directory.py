@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
 import stat
@@ -241,6 +242,26 @@ def _build_replacement_error(name: str) -> OSError:
 def is_trusted(owner: int) -> bool:
     """Return True if a user may change files of this process: this user or root."""
     return owner in (0, os.geteuid())
+
+
+def is_own(owner: int, directory: str) -> bool:
+    """Return True if a file of that owner in a directory may be one that this process created.
+
+    NFS with all_squash, and mounts with the option uid, give all files one owner.
+    """
+    return os.geteuid() in (0, owner) or owner == _find_new_owner(directory)
+
+
+@functools.lru_cache(maxsize=16)
+def _find_new_owner(directory: str) -> int:
+    name = f".owner.{os.urandom(8).hex()}"
+    with OpenDirectory(directory) as opened:
+        fd = opened.create(name)
+        try:
+            return os.fstat(fd).st_uid
+        finally:
+            os.close(fd)
+            opened.remove(name)
 
 
 def is_protected(file: io.FileIO, directory: Path) -> bool:

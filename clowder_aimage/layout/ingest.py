@@ -27,6 +27,7 @@ from clowder_aimage.content.file_system import (
 from clowder_aimage.content.open_directory import (
     READ,
     OpenDirectory,
+    is_own,
     is_protected,
     rename_opened,
 )
@@ -125,7 +126,9 @@ class FileIngest:
             if is_ours:
                 return fd
             os.close(fd)
-            if is_ours is None:
+            attempts += 1
+            # FUSE may give a file another number each time, and never the same one twice
+            if is_ours is None or attempts > _MAX_ATTEMPTS:
                 return self._open_alone()
 
     def _try_lock(self, fd: int) -> bool | None:
@@ -144,7 +147,7 @@ class FileIngest:
             # A file with another hard link must not be written.
             is_linked = status.st_nlink > 1
             has_locks = is_linked or is_file_locked(self._path, READ)
-            if has_locks and not is_linked and os.geteuid() in (0, status.st_uid):
+            if has_locks and not is_linked and is_own(status.st_uid, os.path.dirname(self._path)):
                 return True
             # Another user's file is removed, too: its mode cannot be set.
             os.unlink(self._path)

@@ -36,6 +36,8 @@ CALLS: dict[str, tuple[str, Limit | None]] = {
     # syncfs is the next best way
     "sync_file": ("EINVAL ENOSYS ENOTSUP EROFS", None),
     "syncfs": ("ENOSYS EINVAL EOPNOTSUPP EPERM", None),
+    # NFS with all_squash, SMB and FUSE with the option uid: not an error, but the owner's number
+    "owner": ("4242", None),
     "chmod": ("EPERM ENOTSUP EACCES ENOSYS EROFS", Limit.MODES),
     "link": ("EPERM EXDEV EMLINK ENOTSUP ENOSYS EACCES", None),
     "symlink": ("EPERM ENOTSUP", None),
@@ -56,7 +58,9 @@ CALLS: dict[str, tuple[str, Limit | None]] = {
 SHARES = {
     "NFS": "flock_mode=EBADF read_stale=ESTALE link=EMLINK clone=EOPNOTSUPP",
     "NFSv3 without locks": "flock=ENOLCK read_stale=ESTALE",
-    "SMB": "chmod=EPERM sync_directory=EINVAL link=EOPNOTSUPP rename=EACCES direct_write=EACCES",
+    "SMB": "owner=4242 chmod=EPERM sync_directory=EINVAL link=EOPNOTSUPP rename=EACCES "
+    "direct_write=EACCES",
+    "NFS with all_squash": "owner=4242 flock_mode=EBADF chmod=EPERM utime=EPERM",
     "FUSE": "flock=ENOSYS statvfs=0 sync_directory=ENOSYS sync_file=ENOSYS syncfs=ENOSYS "
     "chmod=ENOSYS link=ENOSYS utime=ENOSYS direct=EINVAL sendfile=EINVAL fallocate=EOPNOTSUPP",
     "9p": "chmod=EPERM link=EPERM direct=EINVAL sync_directory=EBADF rename=EBUSY",
@@ -105,7 +109,7 @@ class Session:
         home = self.directory / str(self.count)
         home.mkdir()
         numbers = [
-            f"{call}={0 if code == '0' else getattr(errno, code)}"
+            f"{call}={code if code.isdigit() else getattr(errno, code)}"
             for call, _, code in (word.partition("=") for word in refusals.split())
         ]
         order = {

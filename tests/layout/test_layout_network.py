@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +19,7 @@ from clowder_aimage.errors import StoreBusyError, StoreError
 from clowder_aimage.layout import ImageLayout, lease, lock
 from clowder_aimage.layout.gc import Collector
 from clowder_aimage.layout.limit import find_limits
-from clowder_aimage.oci import Reference
+from clowder_aimage.oci import Descriptor, Reference
 from tests.content.artifact import put, put_artifact
 
 NAME, OTHER = Reference.parse("a:v1"), Reference.parse("b:v1")
@@ -136,3 +138,35 @@ def test_a_lease_that_cannot_be_read_is_in_use(store: ImageLayout) -> None:
         pytest.raises(StoreBusyError, match="does not tell what is needed"),
     ):
         lease._read(file, store.root)
+
+
+def test_files_of_a_common_owner_are_written(
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS with all_squash gives all files one owner, who is not this user."""
+    owner = store.root.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    content = put(store, b"new")
+    assert store.find_path(content).read_bytes() == b"new"
+    assert list((store.root / ".aimage" / "ingest").iterdir()) == []
+
+
+def test_files_with_changing_numbers_are_written(
+    store: ImageLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers of FUSE differ between calls: each ingest has its own name then."""
+    numbers = itertools.count(1)
+    real = os.fstat
+
+    def renumber(fd: int) -> os.stat_result:
+        values = list(real(fd)[:10])
+        values[1] = next(numbers)
+        return os.stat_result(values)
+
+    content = Descriptor.of("x/y", b"new")
+    monkeypatch.setattr(os, "fstat", renumber)
+    ingest = store.ingest(content.digest.encoded, content)
+    monkeypatch.undo()
+    ingest.write_at(0, b"new")
+    ingest.commit(content)
+    assert store.find_path(content).read_bytes() == b"new"
