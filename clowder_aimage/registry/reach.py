@@ -94,7 +94,7 @@ class Boundary:
         *,
         max_reach: Reach = Reach.NOWHERE,
     ) -> None:
-        self._home, self.trusted, self._max_reach = home.lower(), trusted, max_reach
+        self._home, self._trusted, self._max_reach = home.lower(), trusted, max_reach
         self._registry_reach: Reach | None = None
         # The registry's address, once it is connected.
         self._address = ""
@@ -109,7 +109,7 @@ class Boundary:
             raise OutsideError(self._home, host)
         if host == self._home and self._registry_reach is None:
             self._registry_reach, self._address = actual, address
-        elif host not in self.trusted and not self._permits(actual, is_home):
+        elif host not in self._trusted and not self._permits(actual, is_home):
             raise OutsideError(self._home, host)
 
     def check_name(self, host: str) -> None:
@@ -118,7 +118,7 @@ class Boundary:
         named_reach = reach_of_name(host)
         if host == self._home and named_reach is not None and named_reach > self._max_reach:
             raise OutsideError(self._home, host)
-        if host == self._home or host in self.trusted:
+        if host == self._home or host in self._trusted:
             return
         # Its address is compared when it is connected.
         is_here = named_reach is Reach.MACHINE is self._reach()
@@ -152,7 +152,15 @@ class UploadBoundary(Boundary):
 
     An upload carries content, and a path that the registry chooses: it could write to any other
     service of this machine or its networks, also at another port of the registry's own host.
+
+    Args:
+        home: The host of the registry, with its port.
+        trusted: Other hosts that the user permits, with or without TLS.
     """
+
+    def __init__(self, home: str, trusted: frozenset[str] = frozenset()) -> None:
+        super().__init__(home, trusted)
+        self.trusted = trusted
 
     def check(self, host: str, sock: socket.socket) -> None:
         """Check a new connection to ``host``, before anything is sent. Raises OutsideError."""
@@ -169,7 +177,7 @@ class UploadBoundary(Boundary):
         self._require(host, port, reach_of_name(host))
 
     def _require(self, host: str, port: int, target: Reach | None) -> None:
-        if host.lower() not in self.trusted and target not in (None, Reach.INTERNET):
+        if host.lower() not in self._trusted and target not in (None, Reach.INTERNET):
             raise OutsideError(self._home, host, port)
 
 

@@ -94,7 +94,7 @@ class Session(AbstractContextManager["Session"]):
         self.chunk = connection.find_host_settings(self._registry).chunk_size
         # The only method that is accepted for the bytes of blobs, if one was refused.
         self.upload_method = ""
-        self._elsewhere = UploadTransport(connection, host, self._http.boundary, self._registry)
+        self._elsewhere = UploadTransport(connection, host, self._registry)
         basic = basic_auth or connection.basic_auth
         self._auth = Authenticator(
             reference, connection, self._send_once, scheme, basic, self._http.boundary

@@ -10,18 +10,17 @@ import threading
 
 from clowder_aimage.errors import RegistryError
 from clowder_aimage.registry.client_options import ClientOptions, open_session
-from clowder_aimage.registry.reach import Boundary, UploadBoundary
+from clowder_aimage.registry.reach import UploadBoundary
 from clowder_aimage.registry.transport import Transport
 
 
 class UploadTransport:
     """The sender of uploads that ``registry``, at ``host``, leads elsewhere."""
 
-    def __init__(
-        self, connection: ClientOptions, host: str, boundary: Boundary, registry: str
-    ) -> None:
+    def __init__(self, connection: ClientOptions, host: str, registry: str) -> None:
         self._connection, self._host, self._registry = connection, host, registry
-        self._boundary = UploadBoundary(registry, boundary.trusted)
+        trusted = connection.find_host_settings(registry).trusted_hosts
+        self._boundary = UploadBoundary(registry, trusted)
         self._transport: Transport | None = None
         self._lock = threading.Lock()
 

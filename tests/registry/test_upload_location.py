@@ -50,6 +50,8 @@ LOCATIONS = [
     (HERE, "file:///etc/passwd", "without TLS"),
     (HERE, "https://s.example.com/up?sig=1", "https://s.example.com/up?sig=1"),
     (HERE, "https://1.1.1.1/up", "https://1.1.1.1/up"),
+    # A token service may be there, but no content is sent to it.
+    (HERE, "http://realm.lan/up", "without TLS"),
     (HERE, "http://trusted.lan:9000/up", "http://trusted.lan:9000/up"),
     (INSIDE, "/up", f"{INSIDE}/up"),
     (INSIDE, "http://10.0.0.5:9000/up", "leads to 10.0.0.5:9000, " + INTERNAL),
@@ -85,7 +87,11 @@ def test_where_a_registry_may_send_an_upload(
     settings = HostSettings(
         plain_http=parts.scheme == "http", trusted_hosts=frozenset({"trusted.lan"})
     )
-    connection = ClientOptions(docker_config=tmp_path, registries={parts.netloc: settings})
+    connection = ClientOptions(
+        docker_config=tmp_path,
+        registries={parts.netloc: settings},
+        trusted_realms=frozenset({"127.0.0.1", "realm.lan"}),
+    )
     with Session(Reference(parts.netloc, "x"), connection) as session:
         base = session.build_url("blobs/uploads/")
         if expected.startswith(("http://", "https://")):
