@@ -215,11 +215,12 @@ def _transfer(
     plans = _plan_transfer(source_repository, pairs, recursive)
     size = sum(plan.size for plan, _ in plans.values())
     count = sum(len(plan.blobs) for plan, _ in plans.values())
-    if plans:
+    if len(plans) > 1:
         on_event(CopyEvent("plan", plans[pairs[-1][1]][0].root, size, count))
 
     def on_copy_event(event: CopyEvent) -> None:
-        if event.kind != "plan":
+        # The plan of a single copy is repeated if its blobs are sent again.
+        if event.kind != "plan" or len(plans) == 1:
             on_event(event)
 
     unlisted: list[UnlistedReferrerError] = []
