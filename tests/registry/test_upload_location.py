@@ -131,7 +131,7 @@ def test_no_request_of_an_upload_reaches_another_port_of_this_machine(
             if seen.method == "POST":
                 return Answer(202, {"Location": there} if step == "POST" else here)
             if seen.method == "PATCH" and step != "PATCH":
-                return Answer(503)
+                return Answer(500)
             if seen.method == "GET" and step == "redirect":
                 return Answer(307, {"Location": there})
             return Answer(202, {"Location": there, "Range": "0-49"})
