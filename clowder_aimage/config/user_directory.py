@@ -36,6 +36,7 @@ _SECTIONS = {
     "gateway": "AIMAGE_GATEWAY_",
     "registry": "AIMAGE_REGISTRY_",
 }
+SINGLE_WRITER = "AIMAGE_STORE_SINGLE_WRITER"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 # Variables that Kubernetes sets for a Service named like a prefix ("Accessing the Service")
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT\w*)|PORT(_\w+)?)$")
@@ -114,10 +115,9 @@ def use_store_settings() -> None:
 
 def is_single_writer() -> bool:
     """Return True if the user states that this host alone writes the stores. Raises UsageError."""
-    name = "AIMAGE_STORE_SINGLE_WRITER"
-    if text := os.environ.get(name):
+    if text := os.environ.get(SINGLE_WRITER):
         if (value := _BOOLEANS.get(text.lower())) is None:
-            raise UsageError(f"invalid {name}: {text!r}", hint="set it to true or false")
+            raise UsageError(f"invalid {SINGLE_WRITER}: {text!r}", hint="set it to true or false")
         return value
     from clowder_aimage.document.schema import read_configuration
 

@@ -152,7 +152,11 @@ def test_one_writer_by_the_configuration(shared: Aimage) -> None:
     file.write_text(json.dumps({"store": {"single_writer": True}}))
     shared.environment["AIMAGE_CONFIG"] = str(file)
     shared("tag", "x", "y")
+    setting = {"name": "store.single_writer", "value": True, "origin": str(file)}
+    assert setting in shared("config", "show", "--json").value["settings"]
     shared.environment["AIMAGE_STORE_SINGLE_WRITER"] = "false"
+    setting |= {"value": False, "origin": "AIMAGE_STORE_SINGLE_WRITER"}
+    assert setting in shared("config", "show", "--json").value["settings"]
     shared("tag", "x", "z", code=1)
 
 

@@ -23,8 +23,10 @@ from clowder_aimage.cli.console.option import (
 from clowder_aimage.cli.console.output import META, format_table, note, print_result
 from clowder_aimage.cli.console.remedy import format_advice
 from clowder_aimage.config.user_directory import (
+    SINGLE_WRITER,
     check_variables,
     find_config_file,
+    is_single_writer,
     list_server_variables,
 )
 from clowder_aimage.document.schema import load, read_configuration
@@ -43,7 +45,6 @@ _VARIABLES = (
         "AIMAGE_NATS_CREDS",
         "AIMAGE_NATS_KEY",
         "AIMAGE_NATS_NKEY",
-        "AIMAGE_STORE_SINGLE_WRITER",
         "AIMAGE_TOKEN",
         "AIMAGE_TOKEN_FILE",
         "AIMAGE_TRUSTED_REALMS",
@@ -90,6 +91,7 @@ def show() -> None:
     values = [
         _build_file_value(file),
         _build_store_value(chosen),
+        _build_single_writer_value(file),
         _build_run_value(file),
         *_iter_server_settings(file),
         *_iter_registry_settings(file),
@@ -126,6 +128,14 @@ def _build_store_value(chosen: VerbSettings) -> Value:
     is_given = f"{META}store" in click.get_current_context().meta
     origin = "AIMAGE_STORE" if os.environ.get("AIMAGE_STORE") else "default"
     return Value("store", os.pathsep.join(map(str, stores)), "command line" if is_given else origin)
+
+
+def _build_single_writer_value(file: Path | None) -> Value:
+    section = read_configuration(file, lambda document: document.get("store", {}))
+    origin = str(file) if "single_writer" in section else "default"
+    if os.environ.get(SINGLE_WRITER):
+        origin = SINGLE_WRITER
+    return Value("store.single_writer", is_single_writer(), origin)
 
 
 def _build_run_value(file: Path | None) -> Value:
