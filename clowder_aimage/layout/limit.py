@@ -16,8 +16,11 @@ from clowder_aimage.layout.lock import PRIVATE
 
 def find_limits(root: Path) -> set[Limit] | None:
     """Return the limits of a store's file system; None if the store is missing or read-only."""
+    private = root / PRIVATE
     try:
-        with collect_limits() as limits, OpenDirectory(root / PRIVATE) as directory:
+        # The store may be about to be created
+        place = private if private.is_dir() else root
+        with collect_limits() as limits, OpenDirectory(place) as directory:
             _try_calls(directory)
     except OSError:
         return None

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import pytest
 
+from clowder_aimage.cli.console.store_limit import describe
 from clowder_aimage.content.file_system import Limit
 from clowder_aimage.layout import ImageLayout
 from tests.file_system.session import VERBS
@@ -175,6 +176,9 @@ def check(session: Session) -> Callable[[str], None]:
             assert not warnings or warned
         messages = "".join(err for *_, err in results)
         assert (f"of the store {home}/store" in messages) == bool(warned)
+        # The first sentence states all limits.
+        first = results[0][3].partition("\n")[0]
+        assert not first.startswith("warning") or first.endswith(describe(warned)), first
 
     return compare
 
