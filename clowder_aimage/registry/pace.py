@@ -14,8 +14,6 @@ import threading
 
 # Seconds in which a registry may refuse all requests, before and after it accepted the first one.
 FIRST_PATIENCE, PATIENCE = 10.0, 300.0
-# Statuses of a server that could answer, but not now: 509 and 529 are those of some balancers.
-OVERLOAD_STATUS = frozenset({429, 503, 509, 529})
 # Seconds of the first pause after a refusal, and the longest without a Retry-After.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0
 # Each pause after which nothing succeeds is longer by this factor.

@@ -28,7 +28,7 @@ from clowder_aimage.errors import (
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Reference, mediatype, read_json
 from clowder_aimage.registry.content_coding import BodyDecoder, is_supported, parse_coding
 from clowder_aimage.registry.credential_trace import CredentialTrace
-from clowder_aimage.registry.pace import OVERLOAD_STATUS
+from clowder_aimage.registry.overload import OVERLOAD_STATUS
 from clowder_aimage.registry.retry import BrokenOffError, IntermediaryError
 from clowder_aimage.registry.trace import parse_body_size, redact_url
 
@@ -89,7 +89,7 @@ class OversizeError(VerificationError):
     """A body is larger than its limit."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class RegistryResponse:
     """Status, headers and the unread body of a response from ``url``.
 
@@ -104,8 +104,13 @@ class RegistryResponse:
     method: str = "GET"
     credentials: CredentialTrace | None = None
     decoder: BodyDecoder | None = None
-    # The seconds of a Retry-After, by the clock of the session.
+    # The seconds that the registry asks to wait, by the clock of the session.
     retry_after: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """True while the body arrives."""
+        return self.raw.connection is not None and not self.raw.closed
 
     @property
     def host(self) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import operator
 import random
-import re
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,7 +12,7 @@ from typing import TypeVar
 import tenacity
 
 from clowder_aimage.errors import ManifestRefusedError, NetworkError, RegistryError
-from clowder_aimage.registry.pace import OVERLOAD_STATUS
+from clowder_aimage.registry.overload import OVERLOAD_STATUS
 
 # 501, 505, 507 and 511 are permanent conditions (RFC 9110, 4918, 6585)
 TRANSIENT_STATUS = frozenset({408, 429, *range(500, 600)}) - {501, 505, 507, 511}
@@ -119,18 +117,3 @@ def retry_write(write: Callable[[], bool], *, sleep: Callable[[float], None] = t
         sleep=sleep,
     )
     return retryer(write)
-
-
-def retry_after(value: str, timestamp: float, longest: float = LONGEST_PAUSE) -> float:
-    """Return the seconds of a Retry-After header; 0 for an invalid one.
-
-    Source: RFC 9110, 10.2.3: a number of seconds, or a date.
-    """
-    text = value.strip()
-    if re.fullmatch(r"[0-9]{1,9}", text):
-        return min(float(text), longest)
-    try:
-        retry_at = email.utils.parsedate_to_datetime(text).timestamp()
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
-    return min(max(retry_at - timestamp, 0.0), longest)

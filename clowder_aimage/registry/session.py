@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import urljoin, urlsplit, urlunsplit
+from weakref import WeakSet
 
 import urllib3
 from urllib3 import HTTPHeaderDict
@@ -24,7 +25,8 @@ from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.registry.auth import Authenticator
 from clowder_aimage.registry.client_options import ClientOptions, open_session
 from clowder_aimage.registry.credential_trace import CredentialTrace
-from clowder_aimage.registry.pace import FIRST_PATIENCE, OVERLOAD_STATUS, Pace
+from clowder_aimage.registry.overload import OVERLOAD_STATUS, read_pause
+from clowder_aimage.registry.pace import FIRST_PATIENCE, Pace
 from clowder_aimage.registry.reach import is_same_host
 from clowder_aimage.registry.response import RegistryResponse, build_response_error, read_document
 from clowder_aimage.registry.retry import (
@@ -32,7 +34,6 @@ from clowder_aimage.registry.retry import (
     TRANSIENT_STATUS,
     BrokenOffError,
     RequestDeferredError,
-    retry_after,
 )
 from clowder_aimage.registry.transport import Transport, parse_origin
 from clowder_aimage.registry.upload_transport import UploadTransport
@@ -42,8 +43,6 @@ CONNECT_TIMEOUT = 3.0
 # Seconds. A registry that is down is detected within ten seconds.
 FIRST_READ_TIMEOUT = 6.0
 READ_TIMEOUT = 60.0
-# Seconds of a Retry-After that are read: a year.
-_YEAR = 365 * 86400.0
 ACCEPT = ", ".join(sorted(mediatype.DOCUMENTS))
 _DOCKER_HUB = "registry-1.docker.io"
 _DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
@@ -77,6 +76,10 @@ class Session(AbstractContextManager["Session"]):
         # Nothing waits for a mirror: there is the registry.
         self._pace = Pace() if is_mirror else connection.paces.get(host)
         self._is_mirror = is_mirror
+        self._lock = threading.Lock()
+        # The threads that send requests, and the responses that may still arrive.
+        self._sending: set[int] = set()
+        self._responses: WeakSet[RegistryResponse] = WeakSet()
         self._later_patience = connection.patience
         self._patience = min(FIRST_PATIENCE, self._later_patience)
         self._on_exchange = connection.on_exchange
@@ -322,13 +325,15 @@ class Session(AbstractContextManager["Session"]):
         """
         while True:
             sent_at = self._wait_for_turn()
-            response = send()
+            response = self._track(send)
             if self._closed.is_set():
                 response.close()
                 self._http.close()
                 self._elsewhere.close()
             if not self._is_refusal(response):
                 self._pace.record_success(kind, sent_at)
+                with self._lock:
+                    self._responses.add(response)
                 if response.status_code != 401 and kind != "token":
                     self._patience = self._later_patience
                 return response
@@ -337,8 +342,8 @@ class Session(AbstractContextManager["Session"]):
             longest = max(LONGEST_PAUSE, patience)
             after = 0.0 if response.retry_after > longest else response.retry_after
             refused = self._pace.record_refusal(kind, sent_at, self._clock(), after)
-            is_final = response.retry_after > longest or refused > patience
-            if is_final or self._is_mirror:
+            is_stuck = refused > patience and not self._is_transferring()
+            if response.retry_after > longest or is_stuck or self._is_mirror:
                 return response
             response.finish()
             if not isinstance(body, bytes | str | None):
@@ -346,6 +351,22 @@ class Session(AbstractContextManager["Session"]):
                     f"{self._registry} limits the requests of an upload",
                     is_unread=response.status_code == 429,
                 )
+
+    def _track(self, send: Callable[[], RegistryResponse]) -> RegistryResponse:
+        """Send a request, and remember that it is being sent."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._sending.add(thread)
+        try:
+            return send()
+        finally:
+            with self._lock:
+                self._sending.discard(thread)
+
+    def _is_transferring(self) -> bool:
+        """Return True while other threads send requests or receive bodies."""
+        with self._lock:
+            return bool(self._sending) or any(response.is_open for response in self._responses)
 
     def _wait_for_turn(self) -> float:
         """Wait until a request may be sent, and return the time."""
@@ -359,10 +380,10 @@ class Session(AbstractContextManager["Session"]):
 
     def _is_refusal(self, response: RegistryResponse) -> bool:
         """Return True for an answer that asks to send the request later, and read the time."""
-        if response.status_code not in TRANSIENT_STATUS:
+        # GitHub refuses with 403.
+        if response.status_code not in TRANSIENT_STATUS | {403}:
             return False
-        header = response.headers.get("Retry-After", "")
-        response.retry_after = retry_after(header, self._clock(), _YEAR)
+        response.retry_after = read_pause(response.headers, self._clock())
         return response.status_code in OVERLOAD_STATUS or response.retry_after > 0
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from clowder_aimage.content.parallel import ParallelStoppedError
+from clowder_aimage.content.store import build_bytes_body
 from clowder_aimage.errors import (
+    AccessError,
     NetworkError,
     NotFoundError,
     RegistryError,
@@ -27,7 +29,6 @@ from clowder_aimage.registry.retry import (
     LONGEST_WAIT,
     BrokenOffError,
     is_transient,
-    retry_after,
     retry_call,
 )
 from clowder_aimage.registry.session import Session
@@ -123,26 +124,6 @@ def test_an_attempt_with_progress_is_not_counted() -> None:
     assert len(calls) == 20 + ATTEMPTS - 1
 
 
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [
-        ("0", 0),
-        (" 7 ", 7),
-        ("3600", LONGEST_PAUSE),
-        ("9" * 400, 0),
-        ("-1", 0),
-        ("1.5", 0),
-        ("", 0),
-        ("٣", 0),
-        (email.utils.formatdate(NOW + 20, usegmt=True), 20),
-        (email.utils.formatdate(NOW - 20, usegmt=True), 0),
-        ("Fri, 31 Feb 2026 00:00:00 GMT", 0),
-    ],
-)
-def test_retry_after_is_parsed(value: str, seconds: float) -> None:
-    assert retry_after(value, NOW) == seconds
-
-
 def busy(times: int, status: Any = 429, **headers: Any) -> ScriptedRegistry:
     """Return a registry that answers ``count`` requests as busy."""
     right, left = serving(MANIFEST, BLOBS), [None] * times
@@ -227,3 +208,82 @@ def test_closing_the_session_ends_a_pause(tmp_path: Path) -> None:
         with pytest.raises(ParallelStoppedError):
             session.request("GET", session.build_url("tags/list"))
         thread.join()
+
+
+def is_upload(seen: Seen) -> bool:
+    return seen.method == "PUT" and "/upload" in seen.path
+
+
+def test_a_refused_upload_is_sent_again_without_a_question(tmp_path: Path) -> None:
+    """No attempt is counted, however often it is refused."""
+    time, left, stored = Time(), [None] * 20, list[bytes]()
+
+    def script(seen: Seen) -> Answer:
+        if seen.method == "POST":
+            return Answer(202, {"Location": "/upload"})
+        if is_upload(seen) and left:
+            left.pop()
+            return Answer(429)
+        if is_upload(seen):
+            stored.append(seen.body)
+            return Answer(201)
+        return Answer(404)
+
+    with ScriptedRegistry(script).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x")
+        connection = ClientOptions(docker_config=tmp_path, clock=time.clock, sleep=time.sleep)
+        with Repository(reference, connection) as repository:
+            repository.push(Descriptor.of("text/plain", b"abc"), build_bytes_body(b"abc"))
+    assert stored == [b"abc"]
+    assert not [path for path in registry.asked("GET") if "/upload" in path]
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "patience", "requests"),
+    [
+        (429, {}, 300.0, 5),
+        (503, {}, 300.0, 5),
+        (529, {}, 300.0, 5),
+        (403, {"Retry-After": "1"}, 300.0, 5),
+        (429, {"X-RateLimit-Remaining": "0", "X-RateLimit-Reset": "2"}, 300.0, 5),
+        (429, {"Retry-After": "21600"}, 300.0, 1),
+        (403, {"X-RateLimit-Remaining": "0", "X-RateLimit-Reset": "7200"}, 300.0, 1),
+    ],
+)
+def test_a_registry_that_refuses_everything_fails_after_a_time(
+    status: int, headers: dict[str, str], patience: float, requests: int, tmp_path: Path
+) -> None:
+    time = Time()
+    connection = ClientOptions(
+        docker_config=tmp_path, clock=time.clock, sleep=time.sleep, patience=patience
+    )
+    with ScriptedRegistry(lambda _: Answer(status, headers)).running() as registry:
+        reference = Reference.parse(f"{registry.host}/x")
+        with (
+            Repository(reference, connection) as repository,
+            pytest.raises(AccessError, match=str(status)),
+        ):
+            repository.resolve(reference)
+        assert requests <= len(registry.seen) <= 25
+    assert sum(time.slept) < 15
+
+
+def test_a_long_body_is_progress(tmp_path: Path) -> None:
+    """Others may be refused while one connection receives, however long that takes."""
+    time, first = Time(), [None]
+
+    def script(seen: Seen) -> Answer:
+        if first:
+            first.pop()
+            return Answer(200, {}, b"x" * 1_000_000)
+        return Answer(429) if time.now - NOW < 1000 else Answer(200)
+
+    connection = ClientOptions(docker_config=tmp_path, clock=time.clock, sleep=time.sleep)
+    with (
+        ScriptedRegistry(script).running() as registry,
+        Session(Reference(registry.host, "x"), connection) as session,
+    ):
+        body = session.request("GET", session.build_url("blobs/1"))
+        session.request("GET", session.build_url("blobs/2")).close()
+        assert time.now - NOW > 1000
+        body.close()
