@@ -514,11 +514,12 @@ def _choose_missing_hint(refusal: ResponseFailure, resource: str) -> str:
 
 def _describe_overload(refusal: ResponseFailure) -> str:
     """Return advice for a refusal of a registry that limits requests, or has too many."""
-    cause = "limits requests" if refusal.status == 429 else "is overloaded"
     count, unit = refusal.retry_after, "seconds"
     for size, larger in ((60, "minutes"), (60, "hours"), (24, "days")):
         if count < 2 * size:
             break
         count, unit = count / size, larger
     when = f"in {math.ceil(count)} {unit}" if count else "later"
-    return f"the registry {cause}; try again {when}, or with an account that has a higher limit"
+    if refusal.status in (403, 429):
+        return f"the registry limits requests; try again {when}, or with another account"
+    return f"the registry is overloaded; try again {when}"

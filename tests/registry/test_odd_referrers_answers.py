@@ -63,7 +63,7 @@ class Client:
     def __init__(self, host: str, tmp_path: Path) -> None:
         self.name = Reference.parse(f"{host}/team/x:v1")
         self._directory = tmp_path
-        self.connection = ClientOptions(docker_config=tmp_path)
+        self.connection = ClientOptions(docker_config=tmp_path, patience=0.1)
 
     def attach(self, text: str) -> Digest:
         """Attach a file to the subject."""
