@@ -21,11 +21,10 @@ _issued: set[str] = set()
 def read_optional(path: Path | None, parse: Callable[[bytes], _T]) -> _T | None:
     """Return the parsed content of a file, or None if the file counts as absent.
 
-    ``parse`` raises ValueError, RecursionError or FormatError for malformed content.
+    ``parse`` raises ValueError, RecursionError or FormatError for empty and malformed content.
     """
     try:
-        raw = b"" if path is None else _read(path)
-        return parse(raw) if raw else None
+        return None if path is None else parse(_read(path))
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, ValueError, RecursionError, FormatError) as error:
@@ -37,9 +36,7 @@ def _read(path: Path) -> bytes:
     # A FIFO would be waited for.
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("it is not a regular file")
-    if not (raw := path.read_bytes()).strip():
-        raise ValueError("it is empty")
-    return raw
+    return path.read_bytes()
 
 
 def report_warnings(listener: Callable[[str], object] | None = None) -> None:

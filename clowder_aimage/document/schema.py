@@ -131,6 +131,8 @@ def _parse_configuration(path: Path, raw: bytes) -> dict[str, Any]:
         document = read_yaml(raw.decode("utf-8-sig"), path.name)[0]
         # A document of comments only is empty.
         document = {} if document is None else document
+    elif not raw.strip():
+        raise FormatError("it is empty")
     else:
         document = read_json(raw, "it")
     if not isinstance(document, dict):

@@ -46,7 +46,8 @@ _MARGIN = 30.0
 _REFUSED = frozenset({400, 401, 403})
 _USUAL_REALMS = dict.fromkeys(DOCKER_HUB, "auth.docker.io") | {"registry.gitlab.com": "gitlab.com"}
 _SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z]+)(?=\s+[A-Za-z_]+\s*=|\s*$|\s*,)")
-_PARAMETER = re.compile(r'(?<![A-Za-z_])([A-Za-z_]+)\s*=\s*(?:"([^"]*)"|([^\s",]+))')
+_QUOTED = r'"((?:[^"\\]|\\.)*)"'
+_PARAMETER = re.compile(rf'(?<![A-Za-z_])([A-Za-z_]+)\s*=\s*(?:{_QUOTED}|([^\s",]+))')
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,17 @@ class _Challenge:
     def parse(cls, header: str) -> _Challenge:
         """Parse a header of one or several challenges."""
         # Strings are blanked: a scope may contain the name of a scheme.
-        quoted = re.sub(r'"[^"]*"', lambda match: "_" * len(match[0]), header)
+        quoted = re.sub(_QUOTED, lambda match: "_" * len(match[0]), header)
         starts = [(match.start(1), match[1].lower()) for match in _SCHEME.finditer(quoted)]
         ends = [start for start, _ in starts[1:]] + [len(header)]
         offers = {
             scheme: header[start:end] for (start, scheme), end in zip(starts, ends, strict=False)
         }
         scheme = next((name for name in ("bearer", "basic") if name in offers), "")
-        fields = {name: a or b for name, a, b in _PARAMETER.findall(offers.get(scheme, ""))}
+        fields = {
+            name.lower(): re.sub(r"\\(.)", r"\1", a) or b
+            for name, a, b in _PARAMETER.findall(offers.get(scheme, ""))
+        }
         return cls(scheme, fields.get("realm", ""), fields.get("service"), fields.get("scope"))
 
 

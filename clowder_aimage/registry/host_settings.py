@@ -12,6 +12,7 @@ from typing import Any
 
 from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.unit import parse_size
+from clowder_aimage.document.optional_file import read_optional
 from clowder_aimage.document.schema import read_configuration
 from clowder_aimage.errors import FormatError
 from clowder_aimage.oci import Reference, read_json
@@ -118,7 +119,7 @@ def list_certificates(directories: tuple[Path, ...], host: str) -> list[Path]:
 class DialectCache:
     """A file with the dialects that hosts refused, so that a push does not try them first.
 
-    An unreadable file counts as empty, and write errors (or a missing ``path``) are ignored. Of two
+    An unreadable file counts as absent; write errors (or a missing ``path``) are ignored. Of two
     concurrent writers, the last one wins.
     """
 
@@ -146,14 +147,18 @@ class DialectCache:
             self._write(hosts)
 
     def _read(self) -> dict[str, dict[str, float]]:
-        """Return the refused dialects with their times by host; other content is ignored."""
-        if self._path is None:
-            return {}
+        """Return the refused dialects with their times by host."""
+        return read_optional(self._path, self._parse) or {}
+
+    def _parse(self, raw: bytes) -> dict[str, dict[str, float]]:
+        hosts = read_json(raw, "it")
         try:
-            hosts = read_json(self._path.read_bytes(), "it")["registries"]
-            return {host: self._drop_old(entry["refused"]) for host, entry in hosts.items()}
-        except (OSError, FormatError, *_DAMAGED):
-            return {}
+            return {
+                host: self._drop_old(entry["refused"])
+                for host, entry in hosts["registries"].items()
+            }
+        except _DAMAGED:
+            raise FormatError("it is not a list of refused dialects") from None
 
     def _drop_old(self, refused: dict[str, Any]) -> dict[str, float]:
         timestamp = self._clock()

@@ -360,9 +360,17 @@ class Transport:
     def _build_request_error(self, reason: str) -> NetworkError:
         return NetworkError(f"request to {self._registry} failed: {reason}")
 
+    def _describe_host(self, url: str) -> str:
+        """Return the name of the registry, or of the host that it leads to."""
+        base, origin = self._own_headers[0], parse_origin(url)
+        if not base[1] or base[1:] == origin[1:]:
+            return self._registry
+        host = urlsplit(url).netloc.rpartition("@")[2][:100]
+        return f"{host} (a redirect of {self._registry})"
+
     def _build_network_error(self, error: Exception, url: str) -> NetworkError:
         """Convert an error of urllib3, requests or the system."""
-        reason = _describe_error(error)
+        reason, name = _describe_error(error), self._describe_host(url)
         route = self._routes.get(parse_origin(url))
         if route is not None and route.proxy:
             is_unconnected = isinstance(error, NewConnectionError | ProxyError)
@@ -370,34 +378,34 @@ class Transport:
                 return build_connection_error(route.proxy, urlsplit(url).netloc, reason)
         if isinstance(error, ProtocolError) and reason.startswith(_TLS_ALERT):
             return NetworkError(
-                f"{self._registry} answered an HTTP request with a TLS alert",
+                f"{name} answered an HTTP request with a TLS alert",
                 hint="the registry expects HTTPS",
                 remedy="https",
             )
         if isinstance(error, SSLError) and not _is_broken(error):
-            return _build_tls_error(self._registry, reason)
+            return _build_tls_error(name, urlsplit(url).netloc, reason)
         # NewConnectionError is also a ConnectTimeoutError: it is handled first.
         if isinstance(error, NewConnectionError):
             return NetworkError(
-                f"cannot reach {self._registry}: {reason}",
+                f"cannot reach {name}: {reason}",
                 hint="check the host and the port, and that the registry is running",
             )
         if isinstance(error, ConnectTimeoutError):
             return NetworkError(
-                f"connection to {self._registry} timed out",
+                f"connection to {name} timed out",
                 hint="check the host, the port and the network",
             )
         if is_overdue(error):
-            return build_timeout_error(self._registry)
+            return build_timeout_error(name)
         if isinstance(error, ReadTimeoutError):
             return (BrokenOffError if self.has_answered else NetworkError)(
-                f"{self._registry} accepts connections but does not respond",
+                f"{name} accepts connections but does not respond",
                 hint="the registry may be overloaded; try again later",
             )
         if isinstance(error, SSLError | ProtocolError | EOFError):
             may_be_tls = not self.has_answered and urlsplit(url).scheme == "http"
             return BrokenOffError(
-                f"connection to {self._registry} lost ({reason})",
+                f"connection to {name} lost ({reason})",
                 hint="try again",
                 # OpenSSL sends no alert to HTTP, it ends the connection.
                 remedy="https" if may_be_tls else "",
@@ -411,21 +419,21 @@ def _is_broken(error: SSLError) -> bool:
     return isinstance(inner, _TLS_ENDED) or "BAD_RECORD_MAC" in str(getattr(inner, "reason", ""))
 
 
-def _build_tls_error(registry: str, reason: str) -> NetworkError:
+def _build_tls_error(name: str, host: str, reason: str) -> NetworkError:
     if "certificate required" in reason.lower():
         return NetworkError(
-            f"{registry} requires a client certificate: {reason}",
+            f"{name} requires a client certificate: {reason}",
             remedy="client_certificate",
-            registry=registry,
+            registry=host,
         )
     if "certificate" in reason.lower():
         return NetworkError(
-            f"cannot verify the certificate of {registry}: {reason}",
+            f"cannot verify the certificate of {name}: {reason}",
             hint="its certificate authority must be trusted on this machine",
             remedy="ca_file",
         )
     return NetworkError(
-        f"TLS handshake with {registry} failed: {reason}",
+        f"TLS handshake with {name} failed: {reason}",
         hint="the registry may expect HTTP",
         remedy="plain_http",
     )

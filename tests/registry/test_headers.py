@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clowder_aimage.content import copy
-from clowder_aimage.errors import AImageError, NotFoundError, VerificationError
+from clowder_aimage.errors import AImageError, NetworkError, NotFoundError, VerificationError
 from clowder_aimage.oci import Descriptor, Digest, Reference, mediatype
 from clowder_aimage.registry import ClientOptions, Repository
+from clowder_aimage.registry.auth import _Challenge
 from clowder_aimage.registry.content_coding import BodyDecoder
 from clowder_aimage.registry.link_header import find_link
 from clowder_aimage.registry.listing import list_tags
@@ -253,6 +254,40 @@ def test_a_decoder_returns_no_more_than_is_asked_for(data: bytes, size: int) -> 
         assert len(piece) <= size
         decoded += piece
     assert decoded == data
+
+
+@pytest.mark.parametrize("path", ["/manifests/", "/blobs/"])
+def test_a_host_that_a_redirect_leads_to_is_named(path: str, tmp_path: Path) -> None:
+    serve = serving(MANIFEST, BLOBS)
+
+    def script(seen: Seen) -> Answer:
+        location = {"Location": "http://127.0.0.1:1/storage?signature=secret"}
+        return Answer(307, location) if path in seen.path else serve(seen)
+
+    with pytest.raises(NetworkError) as caught:
+        pull(script, tmp_path)
+    assert str(caught.value).startswith("cannot reach 127.0.0.1:1 (a redirect of 127.0.0.1:")
+    assert "secret" not in str(caught.value)
+
+
+CHALLENGES = (
+    'Bearer realm="https://a.test/t",service="s"',
+    "Bearer realm=https://a.test/t,service=s",
+    'BEARER Realm="https://a.test/t", SERVICE = s',
+    'Basic realm="x", Bearer realm="https://a.test/t",service="s"',
+    'Basic realm="say \\"Bearer realm=1\\"", Bearer service=s, realm="https://a.test/t"',
+    'Negotiate, Bearer error="invalid_token", realm="https://a.test/\\t", service="s"',
+)
+
+
+@pytest.mark.parametrize("header", CHALLENGES)
+def test_challenges_are_read_in_all_forms(header: str) -> None:
+    challenge = _Challenge.parse(header)
+    assert (challenge.scheme, challenge.realm, challenge.service) == (
+        "bearer",
+        "https://a.test/t",
+        "s",
+    )
 
 
 FOREIGN: tuple[tuple[object, str], ...] = (

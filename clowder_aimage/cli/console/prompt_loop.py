@@ -279,11 +279,10 @@ def keep_history() -> Iterator[None]:
 
 
 def _read_history(file: Path) -> list[str]:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(_MAX_HISTORY).decode(errors="replace").splitlines()
-    except OSError:
-        return []
+    from clowder_aimage.document.optional_file import read_optional
+
+    text = read_optional(file, lambda raw: raw[:_MAX_HISTORY].decode(errors="replace"))
+    return (text or "").splitlines()
 
 
 def _write_history(file: Path, lines: list[str]) -> None:
