@@ -9,9 +9,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from clowder_aimage.errors import AImageError, RegistryError
+from clowder_aimage.errors import AImageError, NotFoundError, RegistryError
 from clowder_aimage.oci import MAX_MANIFEST_SIZE, Descriptor, Digest
-from clowder_aimage.registry.response import RegistryResponse, build_response_error
+from clowder_aimage.registry.response import (
+    RegistryResponse,
+    ResponseFailure,
+    build_failure_error,
+    build_response_error,
+)
 from clowder_aimage.registry.retry import TRANSIENT_STATUS, BrokenOffError, retry_call
 from clowder_aimage.registry.session import ACCEPT, Session
 
@@ -20,11 +25,15 @@ _FIRST_BYTE = {"Range": "bytes=0-0"}
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """The presence of content, its size if that is stated, or the error of a refusal to answer."""
+    """The size of a blob if that is stated, or the error for its absence or for a refusal."""
 
-    is_present: bool
     size: int | None = None
-    refusal: AImageError | None = None
+    error: AImageError | None = None
+
+    @property
+    def is_present(self) -> bool:
+        """True if the registry has the blob."""
+        return self.error is None
 
 
 def find_blob(session: Session, digest: Digest, size: int | None = None) -> Presence:
@@ -38,7 +47,7 @@ def find_blob(session: Session, digest: Digest, size: int | None = None) -> Pres
         response = _request(session, "GET", url, _FIRST_BYTE, resource)
         presence = _read_presence(response, resource)
         # The next blobs need no HEAD.
-        session.refuses_head |= presence.refusal is None
+        session.refuses_head |= presence.is_present or isinstance(presence.error, NotFoundError)
     return presence
 
 
@@ -74,10 +83,14 @@ def _find_by_head(
         return None
     response.finish()
     if response.status_code == 404:
-        return Presence(False)
+        return _build_absence(response, resource)
     # Some registries send 0 for all blobs.
     is_clear = bool(response.size) if expected is None else response.size in (None, expected)
-    return Presence(True, response.size) if response.is_success and is_clear else None
+    return Presence(response.size) if response.is_success and is_clear else None
+
+
+def _build_absence(response: RegistryResponse, resource: str) -> Presence:
+    return Presence(error=build_failure_error(ResponseFailure.of_head(response), resource))
 
 
 def _request(
@@ -97,13 +110,13 @@ def _request(
 def _read_presence(response: RegistryResponse, resource: str) -> Presence:
     """Return the presence of a blob by the response to a request for its first byte."""
     if response.status_code not in (404, 416) and not response.is_success:
-        return Presence(False, refusal=build_response_error(response, resource))
+        return Presence(error=build_response_error(response, resource))
     response.finish()
     if response.status_code == 404:
-        return Presence(False)
+        return _build_absence(response, resource)
     if response.status_code == 200:
-        return Presence(True, response.size)
+        return Presence(response.size)
     # 416 is the response for an empty blob.
     total = re.search(r"/([0-9]{1,18})$", response.headers.get("Content-Range", "").strip())
     is_known = total is not None and not response.coding
-    return Presence(True, int(total[1]) if total and is_known else None)
+    return Presence(int(total[1]) if total and is_known else None)

@@ -178,13 +178,8 @@ class Repository(Target, AbstractContextManager["Repository"]):
     def fetch_size(self, digest: Digest) -> int:
         """Return the size of a blob (end-2). Raises AImageError."""
         presence = find_blob(self._session, digest)
-        if presence.refusal is not None:
-            raise presence.refusal
-        if not presence.is_present:
-            raise NotFoundError(
-                f"blob {digest} not found in {self._name}",
-                hint="check the spelling of the name and the digest",
-            )
+        if presence.error is not None:
+            raise presence.error
         if presence.size is None or presence.size > MAX_SIZE:
             raise RegistryError(f"{self._name} sent no valid Content-Length for {digest}")
         return presence.size

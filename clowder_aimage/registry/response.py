@@ -286,6 +286,12 @@ class ResponseFailure:
     credentials: CredentialTrace | None = None
 
     @classmethod
+    def of_head(cls, response: RegistryResponse) -> ResponseFailure:
+        """Describe an error response without its body."""
+        host, status, trace = response.host, response.status_code, response.credentials
+        return cls(host, status, "", "", "", method=response.method, credentials=trace)
+
+    @classmethod
     def of(cls, response: RegistryResponse) -> ResponseFailure:
         """Read an error response with any body."""
         host, status, trace = response.host, response.status_code, response.credentials
@@ -380,7 +386,7 @@ def read_document(response: RegistryResponse, resource: str) -> bytes:
     if response.status_code not in (200, 203):
         raise build_response_error(response, resource)
     raw = response.read(MAX_MANIFEST_SIZE)
-    if raw.lstrip().startswith((b"{", b"[")):
+    if raw.lstrip().startswith((b"{", b"[", b"null")):
         return raw
     line = "" if response.is_redirected else _extract_first_line(raw)
     page = ResponseFailure(
