@@ -92,7 +92,7 @@ def test_a_failed_pull_fails_the_run_and_is_resumed(
     with ScriptedRegistry(model).running() as registry:
         here = aimage()
         failed = drawn(here, registry.host, code=code)
-        assert len(failed.err.splitlines()) <= 4
+        assert len(failed.err.splitlines()) <= 5
         assert here("ls", "--json").value == []
         assert not (here.home / "fox.png").exists()
         model.answers.clear()

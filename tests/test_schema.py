@@ -231,7 +231,13 @@ def test_an_installed_package_contains_the_schemas(tmp_path: Path) -> None:
     package = Path(clowder_aimage.__file__).parent
     installed = tmp_path / "clowder_aimage"
     (installed / "document").mkdir(parents=True)
-    for name in ("__init__.py", "document/schema.py", "document/strict_json.py", "errors.py"):
+    for name in (
+        "__init__.py",
+        "document/optional_file.py",
+        "document/schema.py",
+        "document/strict_json.py",
+        "errors.py",
+    ):
         shutil.copy(package / name, installed / name)
     shutil.copytree(SCHEMAS, installed / "schemas")
     code = (

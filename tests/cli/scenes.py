@@ -504,7 +504,7 @@ PRIVATE = {
         $ aimage pull localhost:5001/team/tiny:v1 -u operator -p wrong --store other # exit code 4
         ! aimage: localhost:5001 requires valid credentials for manifest localhost:5001/team/tiny:v1 (401 ...)
         $ echo wrong | aimage login localhost:5001 -u operator --password-stdin # exit code 4
-        ! aimage: login failed: localhost:5001 rejected the username or password (401 ...)
+        ! aimage: login failed: localhost:5001 rejected the username or password
     """,
 }
 
