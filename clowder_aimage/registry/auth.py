@@ -58,6 +58,7 @@ class _Challenge:
     realm: str = ""
     service: str | None = None
     scope: str | None = None
+    error: str = field(default="", compare=False)
 
     @classmethod
     def parse(cls, header: str) -> _Challenge:
@@ -74,7 +75,8 @@ class _Challenge:
             name.lower(): re.sub(r"\\(.)", r"\1", a) or b
             for name, a, b in _PARAMETER.findall(offers.get(scheme, ""))
         }
-        return cls(scheme, fields.get("realm", ""), fields.get("service"), fields.get("scope"))
+        realm, service, scope = fields.get("realm", ""), fields.get("service"), fields.get("scope")
+        return cls(scheme, realm, service, scope, fields.get("error", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +147,14 @@ class Authenticator:
                 parsed = current.challenge
             return self._answer(actions, parsed, refused).header
 
-    def offer(self, actions: str, request_challenge: Callable[[], str]) -> str | None:
+    def offer(
+        self, actions: str, request_challenge: Callable[[], str], *, is_required: bool = False
+    ) -> str | None:
         """Return a header that the registry did not ask for, or None without credentials.
 
         Many registries answer a request without credentials as if a private repository did not
-        exist. ``request_challenge`` returns the challenge of ``/v2/``, or an empty one. Raises
+        exist. ``request_challenge`` returns the challenge of ``/v2/``, or an empty one. If there is
+        none, and the registry requires credentials, they are sent as Basic. Raises
         UnauthorizedError.
         """
         with self._lock:
@@ -162,6 +167,8 @@ class Authenticator:
                 # Its scope is another's: ghcr.io has that of an example.
                 challenge = replace(_Challenge.parse(request_challenge()), scope=None)
                 self._registry_challenge = challenge
+            if is_required and not self._registry_challenge.scheme:
+                self._registry_challenge = _Challenge("basic")
             if not self._registry_challenge.scheme:
                 place = OPTIONS if self.is_explicit else "the stored credentials"
                 self.trace.add(place, f"not sent, since {self._registry} did not ask for them")
@@ -198,11 +205,16 @@ class Authenticator:
             self._headers[actions] = header
             self.trace.send(credential.place)
 
-    def record_refusal(self, actions: str) -> None:
-        """Record that the registry answered 401 to the header for ``actions``."""
+    def record_refusal(self, actions: str, challenge: str = "") -> None:
+        """Record that the registry answered 401 and ``challenge`` to the header for ``actions``."""
         with self._lock:
             header = self._headers.get(actions)
-            if header is not None and header.place:
+            if header is None or not header.place:
+                return
+            # RFC 6750, 3.1: the token is valid.
+            if _Challenge.parse(challenge).error == "insufficient_scope":
+                self.trace.deny(header.place)
+            else:
                 self.trace.refuse(header.place, 401)
 
     def _answer(self, actions: str, challenge: _Challenge, refused: str | None = None) -> _Header:

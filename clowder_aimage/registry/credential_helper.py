@@ -69,6 +69,26 @@ class _HungError(CredentialHelperError):
     """A helper did not answer in time."""
 
 
+class _NotInstalledError(CredentialHelperError):
+    """There is no program of this name."""
+
+
+def erase_from_helper(name: str, server: str, *, is_optional: bool) -> bool:
+    """Remove what a helper has for a server; return False if it had nothing.
+
+    If it is optional, the helper need not be installed. Raises CredentialHelperError.
+    """
+    try:
+        run_helper(name, "erase", server)
+    except _NotStoredError:
+        return False
+    except _NotInstalledError:
+        if is_optional:
+            return False
+        raise
+    return True
+
+
 class HelperQueries:
     """Queries of helpers; one that did not answer is not run again for some minutes. Thread-safe.
 
@@ -110,7 +130,7 @@ def run_helper(name: str, verb: str, text: str, deadline: float = DEADLINE) -> b
     except OSError as error:
         if shutil.which(program) is None:
             hint = "install it, or remove it from docker's config.json"
-            raise CredentialHelperError(program, "is not installed", hint) from None
+            raise _NotInstalledError(program, "is not installed", hint) from None
         reason = f"cannot be run: {error.strerror or error}"
         raise CredentialHelperError(program, reason) from None
     except subprocess.TimeoutExpired:

@@ -70,12 +70,14 @@ class CredentialTrace:
         self._trusted_realms = ""
         # The place whose credentials were refused.
         self._refused = ""
+        # True if the registry accepted the credentials, and denied the request.
+        self._is_denied = False
         self.is_sent = self.is_issued = False
 
     @property
     def is_refused(self) -> bool:
-        """True if the registry, or its token service, refused credentials."""
-        return bool(self._refused)
+        """True if the registry, or its token service, refused credentials, or a request by them."""
+        return bool(self._refused) or self._is_denied
 
     @property
     def is_withheld(self) -> bool:
@@ -113,6 +115,11 @@ class CredentialTrace:
         else:
             self.add(place, result)
 
+    def deny(self, place: str) -> None:
+        """Record that the registry accepted the credentials, which lack the permission."""
+        self._is_denied = True
+        self.add(place, f"accepted by {self._registry}, but without this permission")
+
     def withhold(self, place: str, realm: str, trusted_realms: str) -> None:
         """Record that a token service does not get the credentials of a place."""
         result = (
@@ -136,6 +143,8 @@ class CredentialTrace:
         facts = {"credentials": self.describe(), "registry": self._registry}
         if self._trusted_realms:
             return {**facts, "remedy": "trust_realm", "realms": self._trusted_realms}
+        if remedy == "login" and self._is_denied:
+            return {**facts, "hint": "ask for the permission, or log in with another account"}
         if remedy == "login" and self._refused:
             hint = _HINTS.get(self._refused)
             remedy = "" if hint else "logout"

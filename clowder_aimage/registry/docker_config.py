@@ -18,12 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import oras.auth.utils
 import oras.utils
 
 from clowder_aimage.content.atomic_file import write_file
 from clowder_aimage.content.open_directory import resolve
-from clowder_aimage.errors import StoreError
+from clowder_aimage.errors import StoreError, UsageError
 from clowder_aimage.oci.reference import DOCKER_HUB
 from clowder_aimage.registry.credential_helper import (
     CredentialHelperError,
@@ -88,7 +87,21 @@ class Credential:
         """Return the credential of a name and a password."""
         if user == _IDENTITY_USER:
             return cls(identity_token=password)
-        return cls(basic=oras.auth.utils.get_basic_auth(user, password))
+        return cls(basic=encode_basic(user, password))
+
+
+def encode_basic(user: str, password: str) -> str:
+    """Return base64 of a name and a password; arguments are the bytes that the shell passed.
+
+    Raises UsageError: these are not UTF-8, in which docker and its helpers store them.
+    """
+    # Without a locale, Python keeps other bytes than ASCII as surrogates.
+    try:
+        raw = f"{user}:{password}".encode("utf-8", "surrogateescape")
+        raw.decode()
+    except UnicodeError:
+        raise UsageError("the username or the password is not in UTF-8") from None
+    return base64.b64encode(raw).decode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +201,9 @@ def _parse_inline(source: AuthSource, path: str, trace: CredentialTrace) -> dict
             continue
         credential = _parse_entry(entry) if isinstance(entry, dict) else None
         if credential is not None:
-            credentials[scope] = replace(credential, place=source.place)
+            # The key of a namespace hides that of its registry.
+            place = f"{source.place} (the entry {key})" if "/" in scope else source.place
+            credentials[scope] = replace(credential, place=place)
         else:
             reason = f"the entry {key} has no valid credentials"
             trace.add(source.place, reason, is_warning=True)
@@ -236,9 +251,16 @@ def find_helper(config: Mapping[str, Any], registry: str) -> str | None:
 
 
 def list_keys(config: Mapping[str, Any], registry: str) -> list[str]:
-    """Return the keys of ``auths`` for a whole registry, in any spelling."""
+    """Return the keys of ``auths`` for a registry and its repositories, in any spelling."""
     host = parse_scope(registry)
-    return [key for key in config.get("auths") or {} if parse_scope(key) == host]
+    keys = config.get("auths") or {}
+    return [key for key in keys if (parse_scope(key) or "").partition("/")[0] == host]
+
+
+def list_narrower_keys(config: Mapping[str, Any], registry: str) -> list[str]:
+    """Return the keys of ``auths`` for some repositories of a registry only."""
+    host = parse_scope(registry)
+    return [key for key in list_keys(config, registry) if parse_scope(key) != host]
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -243,7 +243,8 @@ class Session(AbstractContextManager["Session"]):
         response.credentials = trace = self._auth.trace
         if parse_origin(response.url) == parse_origin(self.base):
             if response.status_code == 401:
-                self._auth.record_refusal(actions)
+                challenge = response.headers.get("WWW-Authenticate", "")
+                self._auth.record_refusal(actions, challenge)
         elif response.status_code in (401, 403, 404):
             trace.add(response.host, "gets no credentials, since it is another host")
         return response
@@ -275,7 +276,8 @@ class Session(AbstractContextManager["Session"]):
             return None
         # The trace has the reason.
         with contextlib.suppress(UnauthorizedError):
-            return self._auth.offer(actions, self._request_challenge)
+            is_required = response.status_code == 401
+            return self._auth.offer(actions, self._request_challenge, is_required=is_required)
         return None
 
     def _request_challenge(self) -> str:
@@ -286,8 +288,9 @@ class Session(AbstractContextManager["Session"]):
         except AImageError:
             return ""
         response.finish()
-        is_challenge = response.status_code == 401 and not response.is_redirected
-        return response.headers.get("WWW-Authenticate", "") if is_challenge else ""
+        # Some registries send the challenge with another status than 401.
+        is_refused = response.status_code in (401, 403, 404) and not response.is_redirected
+        return response.headers.get("WWW-Authenticate", "") if is_refused else ""
 
     def _send(
         self,

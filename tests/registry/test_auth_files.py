@@ -21,6 +21,7 @@ from clowder_aimage.registry.docker_config import (
     find_credential,
     find_helper,
     list_keys,
+    list_narrower_keys,
     read_config,
 )
 from clowder_aimage.registry.session import Session
@@ -226,7 +227,8 @@ def test_login_and_logout_use_the_named_file(tmp_path: Path) -> None:
 
 def test_logout_removes_every_spelling_of_a_host() -> None:
     known = config(**{DOCKER_HUB_KEY: "a", "docker.io": "b", "docker.io/team": "c"})
-    assert list_keys(known, "docker.io") == [DOCKER_HUB_KEY, "docker.io"]
+    assert list_keys(known, "docker.io") == [DOCKER_HUB_KEY, "docker.io", "docker.io/team"]
+    assert list_narrower_keys(known, "docker.io") == ["docker.io/team"]
 
 
 @pytest.mark.parametrize("name", ["run.json", "home.json"])

@@ -11,11 +11,17 @@ from typing import Any
 
 import pytest
 
-from clowder_aimage.errors import AccessError, NotFoundError, UnauthorizedError
+from clowder_aimage.cli.verbs.login import _parse_host
+from clowder_aimage.errors import AccessError, NotFoundError, UnauthorizedError, UsageError
 from clowder_aimage.oci import Reference
 from clowder_aimage.registry import ClientOptions, Repository, login, logout
 from clowder_aimage.registry.credential_trace import CredentialEvent, CredentialTrace
-from clowder_aimage.registry.docker_config import AuthSource, Credential, find_credential
+from clowder_aimage.registry.docker_config import (
+    AuthSource,
+    Credential,
+    encode_basic,
+    find_credential,
+)
 from clowder_aimage.registry.session import Session
 from tests.scripted import (
     Answer,
@@ -63,6 +69,9 @@ class Guard:
     refusal: int = 401
     anyone: int = 401  # the answer to a token for no one
     bare: bool = False  # a 401 of a repository has no challenge
+    mute: bool = False  # no answer has a challenge
+    eager: bool = False  # a refusal with any status has a challenge
+    denied: bool = False  # the account lacks the permission
     registry: ScriptedRegistry = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +82,8 @@ class Guard:
         if seen.path.startswith("/token"):
             return self._issue(sent)
         if sent == ("Bearer t0k3n" if self.is_bearer else f"Basic {self.right}"):
+            if self.denied and seen.path != "/v2/":
+                return self._refuse(401, seen)
             return Answer(200) if seen.path == "/v2/" else self._serve(seen)
         if sent == "Bearer any0ne":
             return self._refuse(self.anyone, seen)
@@ -93,7 +104,10 @@ class Guard:
         # As ghcr.io, whose /v2/ names the scope of an example.
         scope = "repository:user/image:pull" if seen.path == "/v2/" else ""
         challenge = f'Bearer realm="{realm}",scope="{scope}"' if self.is_bearer else "Basic realm=x"
+        if self.denied and "Authorization" in seen.headers:
+            challenge += ',error="insufficient_scope"'
         has_challenge = status == 401 and not (self.bare and seen.path != "/v2/")
+        has_challenge = (has_challenge or self.eager) and not self.mute
         return Answer(status, {"WWW-Authenticate": challenge} if has_challenge else {})
 
     def _serve(self, seen: Seen) -> Answer:
@@ -119,6 +133,30 @@ PULLS: dict[str, tuple[Guard, dict[str, Any], type[AccessError] | None, tuple[st
     "404 for anonymous, /v2/ open": (Guard(404, 200), {"docker": STORED}, NotFoundError, ()),
     "404, wrong password": (Guard(404, right="x"), {"docker": STORED}, NotFoundError, ()),
     "401 without a challenge": (Guard(401, bare=True), {"docker": STORED}, None, ()),
+    "401, never a challenge": (Guard(mute=True), {"docker": STORED}, None, ()),
+    "401, never a challenge, given": (Guard(mute=True), {"basic_auth": BASIC}, None, ()),
+    "401 without a challenge, /v2/ open": (
+        Guard(401, 200, bare=True),
+        {"docker": STORED},
+        None,
+        (),
+    ),
+    "401, never a challenge, wrong password": (
+        Guard(mute=True, right="x"),
+        {"docker": STORED},
+        UnauthorizedError,
+        (),
+    ),
+    "401, never a challenge, nothing stored": (Guard(mute=True), {}, UnauthorizedError, ()),
+    "403 with a challenge": (Guard(403, 403, eager=True), {"docker": STORED}, None, ()),
+    "404 with a challenge": (Guard(404, 404, eager=True), {"docker": STORED}, None, ()),
+    "no permission": (_bearer(denied=True), {"docker": STORED}, UnauthorizedError, ()),
+    "an entry of a namespace, refused": (
+        Guard(right="x"),
+        {"docker": json.dumps({"auths": {f"{HOST}/team": {"auth": BASIC}}})},
+        UnauthorizedError,
+        (),
+    ),
     "404, nothing stored": (Guard(404), {}, NotFoundError, ()),
     "auth wrapped": (Guard(right=LONG), {"docker": _entry(auth=_wrap(LONG))}, None, ()),
     "auth wrapped, CRLF": (
@@ -225,6 +263,10 @@ ERRORS = {
     "404 for anonymous, /v2/ open": "the stored credentials: not sent, since HOST did not ask",
     "404, nothing stored": "none for HOST in DIR/config.json, DIR/auth.json",
     "404, wrong password": "config.json: refused by HOST (401)",
+    "401, never a challenge, wrong password": "config.json: refused by HOST (401)",
+    "401, never a challenge, nothing stored": "none for HOST in DIR/config.json, DIR/auth.json",
+    "no permission": "config.json: accepted by HOST, but without this permission",
+    "an entry of a namespace, refused": "config.json (the entry HOST/team): refused by HOST (401)",
     "an expired access token": "config.json: refused by HOST (401)",
     "refused, Basic": "config.json: refused by HOST (401)",
     "auth garbage": "the entry HOST has no valid credentials",
@@ -437,6 +479,7 @@ LOGINS: dict[str, tuple[Callable[[], Guard], bool, str]] = {
         True,
         "rejected the username or password",
     ),
+    "no challenge": (lambda: Guard(mute=True), True, "rejected the username or password"),
     "no password is right": (lambda: Guard(right="x"), False, "rejected the username or password"),
 }
 
@@ -453,6 +496,54 @@ def test_a_login_proves_that_the_password_is_required(name: str, tmp_path: Path)
         if is_stored:
             login(guard.registry.host, "operator", PASSWORD, connection)
             assert json.loads(file.read_text())["auths"] == {guard.registry.host: {"auth": BASIC}}
+
+
+@pytest.mark.parametrize(
+    ("files", "place", "reason"),
+    [
+        ({"docker_auth_config": STORED}, "DOCKER_AUTH_CONFIG", "is used instead of what is stored"),
+        ({"docker_auth_config": "{}"}, "", ""),
+        (
+            {"docker": json.dumps({"auths": {f"{HOST}/team": {"auth": BASIC}}})},
+            "config.json",
+            "the entry HOST/team is used instead for its repositories",
+        ),
+    ],
+)
+def test_a_login_warns_of_what_hides_it(
+    files: dict[str, str], place: str, reason: str, tmp_path: Path
+) -> None:
+    guard, events = Guard(), list[CredentialEvent]()
+    with guard.registry.running():
+        host = guard.registry.host
+        login(host, "operator", PASSWORD, _connect(host, tmp_path, events, **files))
+    warnings = [event for event in events if event.is_warning]
+    assert [event.result for event in warnings] == ([reason.replace(HOST, host)] if reason else [])
+    assert all(event.place.endswith(place) for event in warnings)
+
+
+def test_a_lack_of_permission_is_not_a_wrong_password(tmp_path: Path) -> None:
+    guard = _bearer(denied=True)
+    with guard.registry.running(), pytest.raises(UnauthorizedError) as raised:
+        _pull(guard, _connect(guard.registry.host, tmp_path, [], docker=STORED))
+    assert not raised.value.remedy
+    assert raised.value.hint == "ask for the permission, or log in with another account"
+
+
+def test_a_name_and_a_password_are_the_bytes_of_the_shell() -> None:
+    expected = base64.b64encode("u:pä".encode()).decode()
+    assert encode_basic("u", "pä") == expected
+    assert encode_basic("u", "p\udcc3\udca4") == expected
+    for password in ("p\udcff", "p\ud800"):
+        with pytest.raises(UsageError, match="not in UTF-8"):
+            encode_basic("u", password)
+
+
+@pytest.mark.parametrize(
+    "text", ["http://r.example.com", "https://r.example.com/v2/", "r.example.com/", "r.example.com"]
+)
+def test_a_host_is_named_as_docker_accepts_it(text: str) -> None:
+    assert _parse_host(text) == "r.example.com"
 
 
 @pytest.mark.parametrize("only", ["catalog", "uploads", ""])

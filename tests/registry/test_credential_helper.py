@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from clowder_aimage.errors import AImageError, NotFoundError
+from clowder_aimage.registry import ClientOptions, logout
 from clowder_aimage.registry.credential_helper import (
     CredentialHelperError,
     HelperQueries,
@@ -20,6 +25,7 @@ from tests.scripted import Answer, ScriptedRegistry
 from tests.wait import until
 
 Install = Callable[[str], Path]
+HOST = "r.example.com"
 
 
 @pytest.fixture
@@ -73,6 +79,34 @@ def test_failures_have_a_reason(install: Install, text: str, reason: str) -> Non
     install(text)
     with pytest.raises(CredentialHelperError, match=f"docker-credential-own .*{reason}"):
         query_helper("own", "r.example.com")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "auths", "error"),
+    [
+        ("", "own", {}, None),
+        ("", "own", {HOST: {}}, None),
+        ("echo 'credentials not found in native keychain'; exit 1", "own", {HOST: {}}, None),
+        ("echo 'credentials not found in native keychain'; exit 1", "own", {}, NotFoundError),
+        ("echo locked; exit 1", "own", {HOST: {}}, CredentialHelperError),
+        ("", "absent", {HOST: {"auth": "dTpw"}}, None),
+        ("", "absent", {}, CredentialHelperError),
+    ],
+)
+def test_a_logout_removes_what_it_can(
+    install: Install,
+    text: str,
+    name: str,
+    auths: dict[str, Any],
+    error: type[AImageError] | None,
+    tmp_path: Path,
+) -> None:
+    install(f"cat > {tmp_path}/input; {text}")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"credsStore": name, "auths": auths}))
+    with pytest.raises(error) if error else nullcontext():
+        logout(HOST, ClientOptions(docker_config=tmp_path))
+    assert not json.loads(file.read_text())["auths"]
 
 
 def test_programs_that_cannot_be_run_are_named(install: Install) -> None:

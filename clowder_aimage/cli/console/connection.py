@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 import sys
 import threading
@@ -79,7 +78,9 @@ def _encode_basic_auth(username: str | None, password: str | None) -> str | None
     if not username or not password:
         missing = "--password-stdin" if username else "--username"
         raise UsageError(f"a user's name and a password are needed together: add {missing}")
-    return base64.b64encode(f"{username}:{password}".encode()).decode()
+    from clowder_aimage.registry.docker_config import encode_basic
+
+    return encode_basic(username, password)
 
 
 def _parse_header(text: str) -> tuple[str, str]:

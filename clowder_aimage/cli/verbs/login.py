@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import click
@@ -12,10 +13,14 @@ from clowder_aimage.cli.console.output import print_result, remark, wants_value
 from clowder_aimage.errors import UsageError
 from clowder_aimage.oci import Reference
 
+# The scheme, and the path of the API.
+_ADDRESS = re.compile(r"^https?://|/(?:v[12]/?)?$", re.IGNORECASE)
+
 
 def _parse_host(text: str) -> str:
-    """Parse a registry's host by the rules for references."""
-    registry = Reference.parse(f"{text}/x").registry
+    """Parse a registry's host by the rules for references, or its address as docker accepts it."""
+    host = _ADDRESS.sub("", text)
+    registry = Reference.parse(f"{host}/x").registry
     if registry is None:
         raise UsageError(
             f"invalid registry host {text!r}", hint="for example: registry.example.com"
@@ -48,6 +53,8 @@ def login(registry: str, username: str | None, password: str | None, password_st
     username = username or _ask("Username", "--username", hide=False)
     if password_stdin:
         password = sys.stdin.readline().rstrip("\r\n")
+        if not password:
+            raise UsageError("the password on stdin is empty")
     password = password or _ask("Password", "--password-stdin", hide=True)
     location = log_in(host, username, password, get_settings().build_client_options())
     remark(f"logged in to {host} as {username}; the credentials are stored in {location}")
@@ -59,7 +66,7 @@ def login(registry: str, username: str | None, password: str | None, password_st
 @verb
 @click.argument("registry", metavar="HOST")
 def logout(registry: str) -> None:
-    """Remove the credentials of the registry HOST."""
+    """Remove the credentials of the registry HOST and of its repositories."""
     from clowder_aimage.registry import logout as log_out
 
     host = _parse_host(registry)
