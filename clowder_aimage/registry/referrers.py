@@ -24,6 +24,7 @@ from clowder_aimage.oci import Descriptor, Digest, Index, Manifest, mediatype, r
 from clowder_aimage.oci.manifest import encode, parse_document
 from clowder_aimage.registry.listing import iter_pages
 from clowder_aimage.registry.manifest_upload import put_manifest
+from clowder_aimage.registry.overload import OVERLOAD_STATUS
 from clowder_aimage.registry.retry import (
     ATTEMPTS,
     TRANSIENT_STATUS,
@@ -33,8 +34,9 @@ from clowder_aimage.registry.retry import (
 )
 from clowder_aimage.registry.session import ACCEPT, Session
 
-# Failures of registries that do not know the path. Others are outages.
-_OUTAGES = TRANSIENT_STATUS - {500}
+# A registry, or what is before it, may refuse this path alone, as broken or as too many requests.
+_ENDPOINT_FAILURES = {500, *OVERLOAD_STATUS}
+_OUTAGES = TRANSIENT_STATUS - _ENDPOINT_FAILURES
 
 
 class UnlistedReferrerError(RegistryError):
@@ -152,7 +154,9 @@ def _request_entries(session: Session, subject: Digest, artifact_type: str = "")
         for raw, kind in iter_pages(session, url, f"referrers of {subject}", mediatype.OCI_INDEX):
             entries = (entries or []) + _parse_entries(raw, kind, subject)
     except (NotFoundError, UnauthorizedError, RegistryError, FormatError, BrokenOffError) as error:
-        is_outage = isinstance(error, RegistryError) and error.status in _OUTAGES | {0}
+        is_outage = isinstance(error, RegistryError) and (
+            error.status in _OUTAGES | {0} or error.retry_after > 0
+        )
         if entries is not None or is_outage:
             # The API exists, but a page failed.
             raise
@@ -186,8 +190,8 @@ def _list_tagged(
         if refusal is not None:
             session.has_referrers_api = False
         return list(index.manifests)
-    is_server_error = isinstance(refusal, RegistryError) and refusal.status == 500
-    if refusal is not None and (is_server_error or isinstance(refusal, BrokenOffError)):
+    is_failure = isinstance(refusal, RegistryError) and refusal.status in _ENDPOINT_FAILURES
+    if refusal is not None and (is_failure or isinstance(refusal, BrokenOffError)):
         raise refusal
     return []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import math
 import re
 import threading
@@ -37,14 +38,18 @@ from clowder_aimage.registry.retry import (
 )
 from clowder_aimage.registry.transport import Transport, parse_origin
 from clowder_aimage.registry.upload_transport import UploadTransport
+from clowder_aimage.registry.url_refusals import UrlRefusals
 
 # Seconds for each address of the host.
 CONNECT_TIMEOUT = 3.0
 # Seconds. A registry that is down is detected within ten seconds.
 FIRST_READ_TIMEOUT = 6.0
 READ_TIMEOUT = 60.0
+# Seconds of refusals after which a user reads why nothing happens.
+_SILENCE = 4.0
 ACCEPT = ", ".join(sorted(mediatype.DOCUMENTS))
 _DOCKER_HUB = "registry-1.docker.io"
+_log = logging.getLogger("aimage.registry")
 _DIGEST = re.compile(r"sha(?:256|512):[0-9a-f]+")
 
 
@@ -75,6 +80,10 @@ class Session(AbstractContextManager["Session"]):
         self._clock, self._sleep = connection.clock, connection.sleep or self._closed.wait
         # Nothing waits for a mirror: there is the registry.
         self._pace = Pace() if is_mirror else connection.paces.get(host)
+        self._url_refusals = UrlRefusals()
+        # The last successful request of each kind, without a body.
+        self._accepted: dict[str, Callable[[], RegistryResponse]] = {}
+        self._has_warned = False
         self._is_mirror = is_mirror
         self._lock = threading.Lock()
         # The threads that send requests, and the responses that may still arrive.
@@ -305,7 +314,7 @@ class Session(AbstractContextManager["Session"]):
         read = min(FIRST_READ_TIMEOUT if is_first else math.inf, read_timeout)
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=read)
         send = partial(transport.send, method, url, headers, body, timeout=timeout)
-        return self._send_paced(method, body, send)
+        return self._send_paced(method, url, body, send)
 
     def _send_once(
         self, method: str, url: str, headers: Mapping[str, str], body: Any
@@ -316,15 +325,16 @@ class Session(AbstractContextManager["Session"]):
         transport = Transport(self._http, name, has_answered=True, on_exchange=report)
         timeout = urllib3.Timeout(connect=CONNECT_TIMEOUT, read=FIRST_READ_TIMEOUT)
         send = partial(transport.send, method, url, headers, body, timeout=timeout, max_redirects=0)
-        return self._send_paced("token", body, send)
+        return self._send_paced("token", url, body, send)
 
     def _send_paced(
-        self, kind: str, body: Any, send: Callable[[], RegistryResponse]
+        self, kind: str, url: str, body: Any, send: Callable[[], RegistryResponse]
     ) -> RegistryResponse:
         """Send a request of a kind at the pace of the registry, until that does not refuse it.
 
         Return a refusal if the registry asks for a longer pause, or accepts no request of this kind
-        for too long. Raises RequestDeferredError: a refused body must be opened again.
+        for too long, or only others. Raises RequestDeferredError: a refused body must be opened
+        again.
         """
         while True:
             sent_at = self._wait_for_turn()
@@ -335,25 +345,55 @@ class Session(AbstractContextManager["Session"]):
                 self._elsewhere.close()
             if not self._is_refusal(response):
                 self._pace.record_success(kind, sent_at)
+                self._url_refusals.record_success(kind, url)
+                if body is None and response.status_code < 400:
+                    self._accepted[kind] = send
                 with self._lock:
                     self._responses.add(response)
                 if response.status_code != 401 and kind != "token":
                     self._patience = self._later_patience
                 return response
-            # After a HEAD there is another way, by GET
-            patience = min(self._patience, FIRST_PATIENCE) if kind == "HEAD" else self._patience
+            # After a HEAD there is another way, by GET; after a list of referrers, by tag.
+            has_other_way = kind == "HEAD" or "/referrers/" in url
+            patience = min(self._patience, FIRST_PATIENCE) if has_other_way else self._patience
             longest = max(LONGEST_PAUSE, patience)
             after = 0.0 if response.retry_after > longest else response.retry_after
-            refused = self._pace.record_refusal(kind, sent_at, self._clock(), after)
-            is_stuck = refused > patience and not self._is_transferring()
+            now = self._clock()
+            refused = self._pace.record_refusal(kind, sent_at, now, after)
+            here = self._url_refusals.record_refusal(kind, url, now)
+            is_vain = refused > patience or here.is_hopeless
+            is_stuck = is_vain and not self._is_transferring()
             if response.retry_after > longest or is_stuck or self._is_mirror:
                 return response
             response.finish()
+            if here.seconds > _SILENCE:
+                self._warn_once(response)
+            if here.seconds > FIRST_PATIENCE and not here.is_compared:
+                here.rounds += self._is_accepting(kind)
             if not isinstance(body, bytes | str | None):
                 raise RequestDeferredError(
                     f"{self._registry} limits the requests of an upload",
                     is_unread=response.status_code == 429,
                 )
+
+    def _warn_once(self, response: RegistryResponse) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            path = urlsplit(response.url).path
+            fields = {"registry": self._registry, "status": response.status_code, "path": path}
+            text = "waiting for %(registry)s, which answers %(status)s to requests for %(path)s"
+            _log.warning(text, fields, extra=fields)
+
+    def _is_accepting(self, kind: str) -> bool:
+        """Send a successful request again, which tells a quota from an endpoint that fails."""
+        if (send := self._accepted.get(kind)) is None:
+            return False
+        try:
+            response = self._track(send)
+        except AImageError:
+            return False
+        response.finish()
+        return not self._is_refusal(response)
 
     def _track(self, send: Callable[[], RegistryResponse]) -> RegistryResponse:
         """Send a request, and remember that it is being sent."""
