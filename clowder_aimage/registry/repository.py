@@ -16,6 +16,7 @@ from clowder_aimage.content.copy_option import CopyOptions
 from clowder_aimage.content.store import Body, Reader, Source, Target
 from clowder_aimage.content.verified_reader import VerifyingReader
 from clowder_aimage.errors import (
+    AImageError,
     FormatError,
     NotFoundError,
     RegistryError,
@@ -37,7 +38,7 @@ from clowder_aimage.registry.response import (
     read_document,
     read_media_type,
 )
-from clowder_aimage.registry.retry import retry_call
+from clowder_aimage.registry.retry import BrokenOffError, retry_call
 from clowder_aimage.registry.session import ACCEPT, Session
 from clowder_aimage.registry.upload import check_permission, upload
 
@@ -126,15 +127,17 @@ class Repository(Target, AbstractContextManager["Repository"]):
         url = self._session.build_url(f"manifests/{reference.target}")
 
         def send() -> None:
-            response = self._session.request("DELETE", url, actions="pull,delete")
+            try:
+                response = self._session.request("DELETE", url, actions="pull,delete")
+            except BrokenOffError:
+                if self._may_have(reference.target, content):
+                    raise
+                return
             if response.status_code in (202, 204):
                 response.finish()
                 return
             error = build_deletion_error(response, reference, str(content.digest))
-            # A page of a proxy is no deletion.
-            if response.status_code >= 400 or has_manifest(
-                self._session, reference.target, content
-            ):
+            if response.status_code in (401, 403) or self._may_have(reference.target, content):
                 raise error
 
         retry_call(send)
@@ -143,6 +146,12 @@ class Repository(Target, AbstractContextManager["Repository"]):
             if document.subject is not None:
                 referrers.forget(self._session, document.subject.digest, content.digest)
         return content
+
+    def _may_have(self, target: str, content: Descriptor) -> bool:
+        """Return False if a manifest is not there: a failed attempt may have deleted it."""
+        with contextlib.suppress(AImageError):
+            return has_manifest(self._session, target, content)
+        return True
 
     def _request_manifest(
         self, reference: Reference, previous: Digest | None = None

@@ -128,6 +128,18 @@ def lose(condition: Callable[[Seen], bool]) -> Odd:
     return odd
 
 
+def accept_and_lose(condition: Callable[[Seen], bool]) -> Odd:
+    """Do what is requested, and end the connection without an answer."""
+
+    def odd(seen: Seen, registry: Storing) -> Answer | None:
+        if condition(seen):
+            registry.answer(seen)
+            raise ConnectionResetError
+        return None
+
+    return odd
+
+
 def begin_with(status: int) -> Odd:
     return accept(is_post, Answer(status, {"Location": "/upload"}))
 
@@ -135,8 +147,9 @@ def begin_with(status: int) -> Odd:
 PUSHED: dict[str, Odd] = {
     **{
         f"manifest PUT answered {status}": accept(is_put, Answer(status))
-        for status in (200, 202, 203, 204, 206)
+        for status in (200, 202, 203, 204, 206, 500, 502, 504)
     },
+    "manifest PUT ends the connection, but stored": accept_and_lose(is_put),
     "manifest PUT answered by a page, once": refuse(is_put, PAGE, times=1),
     "manifest PUT answered by a page, but stored": accept(is_put, PAGE),
     "manifest PUT redirected to a login, once": refuse(is_put, LOGIN, times=1),
@@ -363,29 +376,42 @@ def test_a_refused_head_is_not_repeated_for_each_blob(tmp_path: Path) -> None:
     assert len(seen.asked("HEAD")) == 1
 
 
-DELETIONS = {
-    "202": (Answer(202), True),
-    "200 with a page, not deleted": (PAGE, False),
-    "200, not deleted": (HEALTH, False),
+def is_deletion(seen: Seen) -> bool:
+    return seen.method == "DELETE"
+
+
+DELETIONS: dict[str, tuple[Odd, str]] = {
+    # What the registry does, and the error
+    **{
+        f"deleted, {status}": (accept(is_deletion, Answer(status)), "")
+        for status in (200, 202, 204, 404, 500, 502, 504)
+    },
+    "deleted, a page": (accept(is_deletion, PAGE), ""),
+    "deleted, the answer is lost": (accept_and_lose(is_deletion), ""),
+    "404, not deleted": (refuse(is_deletion, Answer(404)), "404"),
+    "502, not deleted": (refuse(is_deletion, Answer(502)), "answered 502"),
+    "no permission": (refuse(is_deletion, Answer(403)), "denied access to the deletion"),
+    "the connection is lost, not deleted": (lose(is_deletion), "lost"),
+    "200 with a page, not deleted": (refuse(is_deletion, PAGE), "answered 200 OK for the deletion"),
+    "200, not deleted": (refuse(is_deletion, HEALTH), "answered 200 OK for the deletion"),
 }
 
 
+@pytest.mark.parametrize("by", ["tag", "digest"])
 @pytest.mark.parametrize("name", DELETIONS)
-def test_a_deletion_is_confirmed(name: str, tmp_path: Path) -> None:
-    answer, is_deleted = DELETIONS[name]
+def test_a_deletion_is_confirmed(name: str, by: str, tmp_path: Path) -> None:
+    odd, text = DELETIONS[name]
     registry = Storing()
     push(registry, tmp_path)
-
-    def is_deletion(seen: Seen) -> bool:
-        return seen.method == "DELETE"
-
-    registry.odd = accept(is_deletion, answer) if is_deleted else refuse(is_deletion, answer)
+    registry.odd = odd
     with ScriptedRegistry(registry).running() as scripted:
         reference = Reference.parse(f"{scripted.host}/team/x:v1")
+        if by == "digest":
+            reference = reference.with_digest(Digest.of(MANIFEST))
         with Repository(reference, ClientOptions(docker_config=tmp_path)) as repository:
-            if is_deleted:
+            if not text:
                 repository.delete(reference)
             else:
-                with pytest.raises(RegistryError, match="answered 200 OK for the deletion"):
+                with pytest.raises(AImageError, match=text):
                     repository.delete(reference)
-    assert ("v1" in registry.manifests) != is_deleted
+    assert (reference.target in registry.manifests) == bool(text)
